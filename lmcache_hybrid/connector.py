@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joins scheduler side and worker side to vLLM's connector interface.
+
+One object per role and process. It answers the calls that vLLM's
+``LMCacheConnectorV1`` passes on, see :mod:`vllm_patch.connector`.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.logger import init_logger
+
+from lmcache_hybrid.config import (
+    Options,
+    load_lmcache_config,
+    read_options,
+    settle_lmcache_config,
+)
+from lmcache_hybrid.errors import ConfigError
+from lmcache_hybrid.fingerprint import fingerprint
+from lmcache_hybrid.groups import GroupPlan, plan_groups
+from lmcache_hybrid.lookup import RankLookup
+from lmcache_hybrid.metadata import NOTHING, StepMetadata
+from lmcache_hybrid.pages import GroupPages
+from lmcache_hybrid.rpc import LookupClient, LookupServer
+from lmcache_hybrid.scheduler import HybridScheduler
+from lmcache_hybrid.worker import HybridWorker
+
+if TYPE_CHECKING:
+    from lmcache.v1.config import LMCacheEngineConfig
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.lmcache_hybrid.connector")
+
+
+class HybridConnector:
+    """LMCache for a model with state groups.
+
+    Attributes:
+        plan: the model's groups.
+        scheduler: set in the scheduler role.
+        worker: set in the worker role once the KV cache is registered and the
+            store is up; None means that this rank computes everything.
+    """
+
+    def __init__(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        """Read and check the configuration, start this role's services.
+
+        Raises:
+            ConfigError: the configuration cannot be served; the engine must not start.
+        """
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        _refuse_parallelism(vllm_config)
+        config = load_lmcache_config(vllm_config)
+        options = read_options(vllm_config, config)
+        self.plan = plan_groups(kv_cache_config, options.attention_group)
+        settle_lmcache_config(config, self.plan.block_size)
+        self.scheduler: HybridScheduler | None = None
+        self.worker: HybridWorker | None = None
+        self._metadata: StepMetadata = NOTHING
+        self._client: LookupClient | None = None
+        self._server: LookupServer | None = None
+        self._lookup: RankLookup | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._start_scheduler(config, options)
+        else:
+            self._server = LookupServer(vllm_config)
+        self._manager = self._start_lmcache(config, role)
+
+    # Start-up
+
+    def _start_scheduler(self, config: "LMCacheEngineConfig", options: Options) -> None:
+        from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+        _, hash_block_size = resolve_kv_cache_block_sizes(self._kv_cache_config, self._vllm_config)
+        self._client = LookupClient(self._vllm_config, config.lookup_timeout_ms)
+        self.scheduler = HybridScheduler(self.plan, options, hash_block_size, self._client.ask)
+        logger.info(
+            "LMCache serves hybrid groups: blocks of %d tokens, attention groups %s, "
+            "state groups %s.",
+            self.plan.block_size,
+            self.plan.attention,
+            self.plan.states,
+        )
+
+    def _start_lmcache(self, config: "LMCacheEngineConfig", role: KVConnectorRole):
+        from lmcache.v1.manager import LMCacheManager
+
+        from lmcache_hybrid.services import HybridServiceFactory
+
+        groups = [self._kv_cache_config.kv_cache_groups[i] for i in self.plan.attention]
+        factory = HybridServiceFactory(
+            config,
+            self._vllm_config,
+            role.name.lower(),
+            groups[0].kv_cache_spec,
+            sum(len(group.layer_names) for group in groups),
+        )
+        manager = LMCacheManager(config, factory, connector=self)
+        manager.start_services()
+        return manager
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Map the pages, open the store, answer lookups from now on."""
+        self.kv_caches = kv_caches  # where LMCache's API server looks
+        pages = {
+            index: GroupPages(self._kv_cache_config.kv_cache_groups[index].layer_names, kv_caches)
+            for index in (*self.plan.attention, *self.plan.states)
+        }
+        for index, group in pages.items():
+            if group.num_blocks != self._kv_cache_config.num_blocks:
+                raise ConfigError(
+                    f"KV cache group {index} has tensors of {group.num_blocks} blocks instead of "
+                    f"{self._kv_cache_config.num_blocks}; choose another attention backend."
+                )
+        self._check_pool(max(group.block_bytes for group in pages.values()))
+        self._manager.post_init()
+        engine = self._manager.lmcache_engine
+        if engine is None or engine.storage_manager is None:
+            logger.error(
+                "LMCache could not open its store (see above): this rank computes every prompt "
+                "until the engine is restarted with a working store."
+            )
+            return
+        self._open_store(engine, pages)
+
+    def _check_pool(self, largest: int) -> None:
+        pool = self._manager.config.max_local_cpu_size * (1 << 30)
+        if 2 * largest > pool:
+            raise ConfigError(
+                f"LMCache option max_local_cpu_size={self._manager.config.max_local_cpu_size} is "
+                f"too small: one block of this model takes {largest / 1e6:.1f} MB; set it to "
+                f"{max(1, round(8 * largest / (1 << 30)))} GB or more."
+            )
+
+    def _open_store(self, engine: Any, pages: dict[int, GroupPages]) -> None:
+        from lmcache_hybrid.lmcache_store import LMCacheStore
+
+        model = self._vllm_config.model_config.model
+        store = LMCacheStore(
+            engine,
+            # Readable only, so kept short: a key becomes a file name.
+            Path(model).name.replace("@", "-")[:64],
+            fingerprint(self._vllm_config, self.plan, pages),
+            max(group.block_bytes for group in pages.values()),
+        )
+        self._lookup = RankLookup(self.plan, store)
+        first = next(iter(self.kv_caches.values()))
+        self.worker = HybridWorker(self.plan, pages, store, self._lookup, first.device)
+        self._server.serve(self._lookup, store.clear)
+
+    def shutdown(self) -> None:
+        """Stop threads, flush and close LMCache's backends."""
+        if self._server is not None:
+            self._server.close()
+        if self._client is not None:
+            self._client.close()
+        if self.worker is not None:
+            self.worker.shutdown()
+        self._manager.stop_services()
+
+    # Worker side
+
+    def bind_connector_metadata(self, metadata: StepMetadata) -> None:
+        self._metadata = metadata
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self.worker is not None:
+            self.worker.start_loads(self._metadata)
+
+    def wait_for_save(self) -> None:
+        if self.worker is not None:
+            self.worker.save(self._metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
+        return
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self.worker is None:
+            # No store, so no claim and no load was ever promised by this rank.
+            return KVConnectorTransferResults()
+        return self.worker.results(finished_req_ids, self._metadata.idle)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:
+        return None, None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set()
+
+    # Scheduler side
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        return self.scheduler.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
+        return self.scheduler.step(scheduler_output)
+
+    def update_connector_output(self, output: "KVConnectorOutput") -> None:
+        self.scheduler.transferred(output)
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self.scheduler.finished(request)
+        return False, None
+
+    def reset_cache(self) -> bool:
+        """Forget all records of this engine's ranks; False when a rank did not answer."""
+        return self._client.clear()
+
+
+def _refuse_parallelism(vllm_config: "VllmConfig") -> None:
+    parallel = vllm_config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
+        value = getattr(parallel, name, 1)
+        if value != 1:
+            raise ConfigError(
+                f"{name}={value} is not supported by LMCache on a hybrid model yet; set it to 1."
+            )

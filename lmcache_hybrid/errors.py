@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of this package."""
+
+
+class ConfigError(ValueError):
+    """Bad configuration, found at start-up.
+
+    The message is one sentence with the setting, its value and the fix.
+    """
+
+
+class RecordError(Exception):
+    """Stored bytes that are not the record asked for. They never reach the cache.
+
+    Attributes:
+        reason: one word for counters: ``short``, ``magic``, ``version``, ``header``,
+            ``fingerprint``, ``key``, ``length`` or ``checksum``.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+
+
+class LoadError(Exception):
+    """A promised load cannot be kept; the request is recomputed. Message: the reason."""

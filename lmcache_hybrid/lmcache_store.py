@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records in LMCache's StorageManager: RAM, local disk, ``fs://``, Redis.
+
+LMCache's ``store`` and ``retrieve`` know attention slots only, so records go to
+its storage backends directly. What those two calls honour is honoured here:
+health, freeze mode, ``store_location``, ``retrieve_locations``, pins, statistics.
+"""
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.memory_management import MemoryFormat, MemoryObj
+from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
+from lmcache.v1.storage_backend.remote_backend import RemoteBackend
+from vllm.logger import init_logger
+
+from lmcache_hybrid import local_disk
+from lmcache_hybrid.local_disk import record_shape
+from lmcache_hybrid.errors import LoadError, RecordError
+from lmcache_hybrid.record import HEADER_BYTES, RecordKey, seal, verify
+
+if TYPE_CHECKING:
+    from lmcache.v1.cache_engine import LMCacheEngine
+
+logger = init_logger("vllm.lmcache_hybrid.store")
+
+# Backends that keep an index of their own and honour pins.
+PINNING = ("LocalCPUBackend", "LocalDiskBackend")
+TAG = "lmcache.tag."
+MAX_DAMAGED = 4096
+
+
+class LMCacheBuffer:
+    """A record in LMCache's CPU pool; ``release`` drops our reference."""
+
+    def __init__(self, memory: MemoryObj) -> None:
+        self.memory = memory
+
+    @property
+    def record(self) -> memoryview:
+        view = memoryview(self.memory.byte_array)
+        return view if view.format == "B" else view.cast("B")
+
+    @property
+    def payload(self) -> torch.Tensor:
+        tensor = self.memory.tensor
+        assert tensor is not None and tensor.dtype == torch.uint8
+        return tensor.view(-1)[HEADER_BYTES:]
+
+    def release(self) -> None:
+        self.memory.ref_count_down()
+
+
+class LMCacheClaim:
+    """Pins held in LMCache's backends."""
+
+    def __init__(self, store: "LMCacheStore", located: Mapping[RecordKey, str]) -> None:
+        self.keys = tuple(located)
+        self.located = dict(located)
+        self._store = store
+        self._lock = threading.Lock()
+        self._pinned: list[tuple[str, CacheEngineKey]] = []
+
+    def pin(self) -> bool:
+        """Pin every key where its backend keeps pins; False when one is gone."""
+        for key, location in self.located.items():
+            if location in PINNING:
+                engine_key = self._store.engine_key(key)
+                # contains(), not pin(): only this one notes the hit for the eviction policy.
+                backend = self._store.manager.storage_backends[location]
+                if not backend.contains(engine_key, pin=True):
+                    return False
+                self._pinned.append((location, engine_key))
+        return True
+
+    def release(self) -> None:
+        with self._lock:
+            pinned, self._pinned = self._pinned, []
+        for location, engine_key in pinned:
+            self._store.manager.storage_backends[location].unpin(engine_key)
+
+
+class LMCacheStore:
+    """Records of one rank in the backends that LMCache's configuration names.
+
+    Attributes:
+        reads: records read, by backend.
+    """
+
+    def __init__(
+        self, engine: "LMCacheEngine", model_name: str, fingerprint: bytes, max_payload: int
+    ) -> None:
+        """Wrap an engine after its ``post_init``.
+
+        Args:
+            engine: LMCache's engine of this worker.
+            model_name: readable part of the keys; the fingerprint makes them exact.
+            fingerprint: 16 bytes naming model, layout and rank.
+            max_payload: bytes of the largest record's payload.
+        """
+        self._engine = engine
+        self.manager = engine.storage_manager
+        self._model_name = model_name
+        self._fingerprint = fingerprint
+        self._metadata = engine.metadata
+        self._max_record = HEADER_BYTES + max_payload
+        self.reads: Counter[str] = Counter()
+        # Damaged records that a backend could not remove; gone once written anew.
+        self._damaged: set[RecordKey] = set()
+        self._bound_allocations()
+        for backend in self.manager.storage_backends.values():
+            if isinstance(backend, LocalDiskBackend):
+                local_disk.survive_write_errors(backend)
+                local_disk.restore_index(backend, model_name, fingerprint, engine.metadata)
+
+    @property
+    def fingerprint(self) -> bytes:
+        return self._fingerprint
+
+    def readable(self) -> bool:
+        return self._engine.is_healthy()
+
+    def writable(self) -> bool:
+        return self._engine.is_healthy() and not self._engine.is_frozen()
+
+    def engine_key(self, key: RecordKey) -> CacheEngineKey:
+        """LMCache's key: model, rank, 64 bits of the block hash, and a tag.
+
+        The tag carries group and fingerprint; the record's header the full hash.
+        """
+        tags = {f"{TAG}hybrid": f"{key.label}-{self._fingerprint.hex()[:16]}"}
+        tags.update((TAG + name, value) for name, value in key.tags)
+        return CacheEngineKey(
+            self._model_name,
+            self._metadata.world_size,
+            self._metadata.worker_id,
+            int.from_bytes(key.block_hash[:8], "big"),
+            torch.uint8,
+            tags,
+        )
+
+    # Reading
+
+    def locate(self, keys: Sequence[RecordKey]) -> dict[RecordKey, str]:
+        if self._damaged:
+            keys = list(takewhile(lambda key: key not in self._damaged, keys))
+        engine_keys = [self.engine_key(key) for key in keys]
+        _, mapping = self.manager.batched_contains(
+            engine_keys, search_range=self._engine.retrieve_locations
+        )
+        located: dict[RecordKey, str] = {}
+        remaining = iter(keys)
+        # Backends answer in order, each for the keys after the previous one's.
+        for location, found in mapping.items():
+            located.update((next(remaining), location) for _ in found)
+        return located
+
+    def claim(self, located: Mapping[RecordKey, str]) -> LMCacheClaim | None:
+        claim = LMCacheClaim(self, located)
+        if not claim.pin():
+            claim.release()
+            return None
+        self.manager.touch_cache()
+        return claim
+
+    def fetch(self, claim: LMCacheClaim, keys: Sequence[RecordKey]) -> list[LMCacheBuffer]:
+        if not self.readable():
+            raise LoadError("LMCache is unhealthy")
+        by_location: dict[str, list[RecordKey]] = defaultdict(list)
+        for key in keys:
+            by_location[claim.located[key]].append(key)
+        buffers: dict[RecordKey, LMCacheBuffer] = {}
+        try:
+            for location, wanted in by_location.items():
+                self._read(location, wanted, buffers)
+            for key in keys:
+                if key not in buffers:
+                    raise LoadError(
+                        f"record {key.label} at token {key.boundary} is gone from "
+                        f"{claim.located[key]}"
+                    )
+            for key in keys:
+                self._check(key, buffers[key])
+        except BaseException:
+            for buffer in buffers.values():
+                buffer.release()
+            raise
+        return [buffers[key] for key in keys]
+
+    def _read(
+        self, location: str, keys: list[RecordKey], buffers: dict[RecordKey, LMCacheBuffer]
+    ) -> None:
+        if location != "LocalCPUBackend":
+            self._probe_staging(len(keys))
+        engine_keys = [self.engine_key(key) for key in keys]
+        try:
+            memories = self.manager.batched_get(engine_keys, location=location)
+        except Exception as error:
+            raise LoadError(f"{location} failed: {error!r}") from error
+        for key, memory in zip(keys, memories):
+            if memory is not None:
+                buffers[key] = LMCacheBuffer(memory)
+                self.reads[location] += 1
+
+    def _probe_staging(self, records: int) -> None:
+        """Fail now instead of waiting for ever: LMCache's reads spin until memory is free."""
+        held = []
+        for _ in range(records):
+            memory = self.manager.allocate(
+                record_shape(self._max_record), torch.uint8, busy_loop=False
+            )
+            if memory is None:
+                break
+            held.append(memory)
+        for memory in held:
+            memory.ref_count_down()
+        if len(held) < records:
+            raise LoadError("LMCache's CPU pool has no room to read into (max_local_cpu_size)")
+
+    def _check(self, key: RecordKey, buffer: LMCacheBuffer) -> None:
+        try:
+            verify(buffer.record, key, self._fingerprint)
+        except RecordError:
+            # Kept, it would be promised and fail again for every later request.
+            self.discard(key)
+            raise
+
+    def discard(self, key: RecordKey) -> None:
+        """Remove a damaged record from every backend that can; never raises."""
+        if len(self._damaged) >= MAX_DAMAGED:
+            self._damaged.clear()
+        self._damaged.add(key)
+        engine_key = self.engine_key(key)
+        for name, backend in self.manager.storage_backends.items():
+            try:
+                if isinstance(backend, LocalDiskBackend):
+                    local_disk.forget(backend, engine_key)
+                elif isinstance(backend, RemoteBackend):
+                    # Past RemoteBackend.remove, which logs a traceback where the
+                    # connector has no remove (Redis).
+                    backend.connection.remove_sync(engine_key)
+                else:
+                    backend.remove(engine_key)
+            except Exception as error:
+                logger.debug("%s could not remove %s: %r", name, engine_key, error)
+
+    # Writing
+
+    def reserve(self, payload_bytes: int) -> LMCacheBuffer | None:
+        memory = self.manager.allocate(
+            record_shape(HEADER_BYTES + payload_bytes),
+            torch.uint8,
+            fmt=MemoryFormat.KV_2LTD,
+            busy_loop=False,
+        )
+        return None if memory is None else LMCacheBuffer(memory)
+
+    def put(self, records: Iterable[tuple[RecordKey, LMCacheBuffer]]) -> None:
+        keys, memories = [], []
+        for key, buffer in records:
+            seal(buffer.record, key, self._fingerprint)
+            keys.append(self.engine_key(key))
+            memories.append(buffer.memory)
+            self._damaged.discard(key)
+        if keys:
+            # Takes over our references.
+            self.manager.batched_put(keys, memories, location=self._engine.store_location)
+
+    def clear(self) -> None:
+        self.manager.clear()
+
+    def _bound_allocations(self) -> None:
+        """Refuse buffers larger than any record of ours.
+
+        Sizes of remote values come out of the store. LMCache would evict all it
+        holds and then wait for ever for memory that a damaged size asks for.
+        """
+        backend = self.manager.local_cpu_backend
+        allocate, limit = backend.allocate, self._max_record
+
+        def bounded(shapes: Any, dtypes: Any, *args: Any, **kwargs: Any) -> MemoryObj | None:
+            shape_list = [shapes] if isinstance(shapes, torch.Size) else list(shapes)
+            dtype_list = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
+            sizes = [s.numel() * (d.itemsize if d else 1) for s, d in zip(shape_list, dtype_list)]
+            if not all(0 < size for size in sizes) or sum(sizes) > limit:
+                logger.warning("Refused to read a stored value of %s bytes.", sum(sizes))
+                return None
+            return allocate(shapes, dtypes, *args, **kwargs)
+
+        backend.allocate = bounded

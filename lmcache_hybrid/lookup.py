@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The deepest boundary that can be restored, on one rank and over all ranks.
+
+A hit at B needs the attention pages of [0, B) and the state at B, of every
+group, on every rank. Ranks may hold different boundaries, so the smallest
+answer is only a new limit to ask with: all must name the same boundary.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from lmcache_hybrid.groups import GroupPlan
+from lmcache_hybrid.record import ATTENTION, STATE, RecordKey
+from lmcache_hybrid.store import Claim, Store
+
+
+class Prefix(msgspec.Struct, frozen=True, array_like=True):
+    """The whole blocks of one prompt, as the store knows them.
+
+    Attributes:
+        hashes: vLLM's block hash at the end of each block of N tokens.
+        tags: (name, value) pairs that keep requests apart beyond the hashes.
+    """
+
+    hashes: tuple[bytes, ...]
+    tags: tuple[tuple[str, str], ...] = ()
+
+
+class Question(msgspec.Struct, frozen=True, array_like=True):
+    """What the scheduler asks every rank.
+
+    Attributes:
+        request_id: whose claim the answer replaces.
+        prefix: of the prompt.
+        limit: deepest block count allowed; 0 only drops the claim.
+        floor: blocks that are cached locally; at or below them nothing is claimed.
+    """
+
+    request_id: str
+    prefix: Prefix
+    limit: int
+    floor: int
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's answer, in blocks.
+
+    Attributes:
+        boundary: deepest boundary with everything it needs, 0 for none.
+        attention: leading blocks whose attention pages exist.
+    """
+
+    boundary: int
+    attention: int
+
+
+MISS = Answer(0, 0)
+
+
+def record_keys(
+    prefix: Prefix, block: int, block_size: int, kind: int, groups: Sequence[int]
+) -> list[RecordKey]:
+    """Keys of block number ``block`` (counted from 0) for all ``groups``."""
+    boundary = (block + 1) * block_size
+    return [
+        RecordKey(kind, group, prefix.hashes[block], boundary, prefix.tags) for group in groups
+    ]
+
+
+def load_keys(prefix: Prefix, start: int, boundary: int, plan: GroupPlan) -> list[RecordKey]:
+    """Everything a load of blocks [start, boundary) reads: attention first, then states."""
+    keys = [
+        key
+        for block in range(start, boundary)
+        for key in record_keys(prefix, block, plan.block_size, ATTENTION, plan.attention)
+    ]
+    return keys + record_keys(prefix, boundary - 1, plan.block_size, STATE, plan.states)
+
+
+class RankLookup:
+    """Answers for one rank, and the claims behind its answers.
+
+    A claim lives from the answer until its load took it (:meth:`take`), the
+    request gave it up (:meth:`drop`), or the next question replaced it.
+    """
+
+    def __init__(self, plan: GroupPlan, store: Store) -> None:
+        self._plan = plan
+        self._store = store
+        self._claims: dict[str, Claim] = {}
+        self._lock = threading.Lock()  # lookup thread, worker thread
+
+    def answer(self, question: Question) -> Answer:
+        """Find the deepest boundary and claim it. Mutates the claims."""
+        self.drop(question.request_id)
+        if question.limit <= 0 or not self._store.readable():
+            return MISS
+        prefix, plan = question.prefix, self._plan
+        located, attention = self._attention_prefix(
+            prefix, min(question.limit, len(prefix.hashes))
+        )
+        for boundary in range(attention, question.floor, -1):
+            keys = load_keys(prefix, question.floor, boundary, plan)
+            states = keys[-len(plan.states) :]
+            found = self._store.locate(states)
+            if len(found) < len(states):
+                continue
+            claim = self._store.claim({key: found.get(key) or located[key] for key in keys})
+            if claim is not None:
+                with self._lock:
+                    self._claims[question.request_id] = claim
+                return Answer(boundary, attention)
+        return Answer(0, attention)
+
+    def _attention_prefix(
+        self, prefix: Prefix, limit: int
+    ) -> tuple[dict[RecordKey, str], int]:
+        """Where the attention records are, and how many leading blocks are complete."""
+        located: dict[RecordKey, str] = {}
+        for group in self._plan.attention:
+            found = self._store.locate(
+                [
+                    record_keys(prefix, block, self._plan.block_size, ATTENTION, (group,))[0]
+                    for block in range(limit)
+                ]
+            )
+            located.update(found)
+            limit = len(found)
+        return located, limit
+
+    def take(self, request_id: str) -> Claim | None:
+        """Hand the claim over; the caller releases it."""
+        with self._lock:
+            return self._claims.pop(request_id, None)
+
+    def drop(self, request_id: str) -> None:
+        """Release the claim of a request that will not load."""
+        claim = self.take(request_id)
+        if claim is not None:
+            claim.release()
+
+    @property
+    def num_claims(self) -> int:
+        return len(self._claims)
+
+
+def agree(
+    ask: Callable[[Question], list[Answer]], question: Question
+) -> Answer:
+    """Ask all ranks until they name one boundary; MISS where they cannot.
+
+    Args:
+        ask: sends a question to every rank and returns all answers, or an empty
+            list when a rank did not answer.
+
+    Round trips: one where the ranks hold the same, else one more for each
+    boundary that some rank lacks. Each round either ends or lowers the limit.
+    """
+    while True:
+        answers = ask(question)
+        if not answers:
+            return MISS
+        lowest = min(answer.boundary for answer in answers)
+        if all(answer.boundary == lowest for answer in answers):
+            return Answer(lowest, min(answer.attention for answer in answers))
+        if question.limit == 0:
+            raise AssertionError("a rank answered a boundary to a question with limit 0")
+        # With lowest == 0 this round only makes the other ranks drop their claims.
+        attention = min(answer.attention for answer in answers)
+        question = msgspec.structs.replace(question, limit=lowest)
+        if lowest == 0:
+            ask(question)
+            return Answer(0, attention)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler side tells the worker side, once per step."""
+
+from dataclasses import dataclass
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from lmcache_hybrid.lookup import Prefix
+
+
+@dataclass(frozen=True)
+class Load:
+    """Restore blocks [start, boundary) and the state at ``boundary`` (in blocks).
+
+    Attributes:
+        attention_blocks: per attention group of the plan, one block id for each of
+            ``start .. boundary - 1``.
+        state_blocks: per state group of the plan, the block id that shall hold the state.
+    """
+
+    request_id: str
+    prefix: Prefix
+    start: int
+    boundary: int
+    attention_blocks: tuple[tuple[int, ...], ...]
+    state_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Save:
+    """Store blocks that this step's forward completed.
+
+    Attributes:
+        attention: (block number, block id per attention group of the plan).
+        states: (boundary in blocks, block id per state group of the plan).
+    """
+
+    request_id: str
+    prefix: Prefix
+    attention: tuple[tuple[int, tuple[int, ...]], ...]
+    states: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class StepMetadata(KVConnectorMetadata):
+    """One step's work.
+
+    Attributes:
+        dropped: requests whose claims are to be released.
+        idle: no forward runs in this step, so waiting for a load delays nobody.
+    """
+
+    loads: tuple[Load, ...] = ()
+    saves: tuple[Save, ...] = ()
+    dropped: tuple[str, ...] = ()
+    idle: bool = False
+
+
+NOTHING = StepMetadata()

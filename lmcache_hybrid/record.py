@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stored form of one block of one group: a checked header, then the pages' bytes.
+
+A record says whose bytes it holds, so that bytes under the wrong key, of
+another model, layout, rank or request, cut off or damaged, are told apart
+from the right ones by the record alone.
+"""
+
+import struct
+from dataclasses import dataclass
+
+import xxhash
+
+from lmcache_hybrid.errors import RecordError
+
+VERSION = 1
+MAGIC = b"LMCHYBRD"
+# magic, version, kind, group, boundary, payload length, fingerprint, block hash,
+# tags digest, payload checksum; then 8 bytes of header checksum.
+_FIELDS = struct.Struct("<8sHBBQQ16s32s16s16s")
+_CHECKSUM = struct.Struct("<Q")
+# Whole cache lines, so that the payload stays aligned.
+HEADER_BYTES = 192
+assert _FIELDS.size + _CHECKSUM.size <= HEADER_BYTES
+
+ATTENTION = 0
+STATE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RecordKey:
+    """What one record holds, without the rank and layout, which the store adds.
+
+    Attributes:
+        kind: ATTENTION (pages of one block) or STATE (states at its end).
+        group: KV cache group index.
+        block_hash: vLLM's block hash of all tokens up to ``boundary``. It covers
+            tokens, multimodal items, LoRA name and cache salt; 32 bytes for SHA-256.
+        boundary: end of the block in tokens, a multiple of N.
+        tags: further (name, value) pairs that keep requests apart.
+    """
+
+    kind: int
+    group: int
+    block_hash: bytes
+    boundary: int
+    tags: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Kind and group as they appear in store keys: ``a3``, ``s0``."""
+        return f"{'as'[self.kind]}{self.group}"
+
+
+def _tags_digest(tags: tuple[tuple[str, str], ...]) -> bytes:
+    return xxhash.xxh3_128_digest(repr(tags).encode())
+
+
+def _wide_hash(block_hash: bytes) -> bytes:
+    # "32s" would cut a longer hash and pad a shorter one without a word.
+    return block_hash if len(block_hash) == 32 else xxhash.xxh3_128_digest(block_hash) * 2
+
+
+def _header(key: RecordKey, fingerprint: bytes, length: int, checksum: bytes) -> bytes:
+    fields = _FIELDS.pack(
+        MAGIC,
+        VERSION,
+        key.kind,
+        key.group,
+        key.boundary,
+        length,
+        fingerprint,
+        _wide_hash(key.block_hash),
+        _tags_digest(key.tags),
+        checksum,
+    )
+    return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def seal(record: memoryview, key: RecordKey, fingerprint: bytes) -> None:
+    """Write the header of a record whose payload is in place. Mutates ``record``.
+
+    Args:
+        record: writable bytes, HEADER_BYTES of room and then the payload.
+        key: what the payload is.
+        fingerprint: 16 bytes naming model, layout and rank.
+    """
+    payload = record[HEADER_BYTES:]
+    header = _header(key, fingerprint, len(payload), xxhash.xxh3_128_digest(payload))
+    record[: len(header)] = header
+    record[len(header) : HEADER_BYTES] = bytes(HEADER_BYTES - len(header))
+
+
+def verify(record: memoryview, key: RecordKey, fingerprint: bytes) -> memoryview:
+    """Check every field and the payload; return the payload.
+
+    Raises:
+        RecordError: the bytes are not the record of ``key`` under ``fingerprint``.
+    """
+    stored = read_header(record)
+    if stored.fingerprint != fingerprint:
+        raise RecordError("fingerprint", "written by another model, layout or rank")
+    payload = record[HEADER_BYTES:]
+    if len(payload) != stored.length:
+        raise RecordError("length", f"{len(payload)} bytes of {stored.length}")
+    expected = _FIELDS.unpack_from(_header(key, fingerprint, stored.length, stored.checksum))
+    if expected != stored.fields:
+        raise RecordError("key", "holds another block, boundary or request")
+    if xxhash.xxh3_128_digest(payload) != stored.checksum:
+        raise RecordError("checksum", f"payload of {len(payload)} bytes is damaged")
+    return payload
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A header whose own checksum is right; the payload is not checked yet."""
+
+    fields: tuple
+    kind: int
+    group: int
+    boundary: int
+    length: int
+    fingerprint: bytes
+    block_hash: bytes
+    checksum: bytes
+
+    def is_for_tags(self, tags: tuple[tuple[str, str], ...]) -> bool:
+        """Whether the record was sealed for these request tags."""
+        return self.fields[8] == _tags_digest(tags)
+
+
+def read_header(data: bytes | memoryview) -> Header:
+    """Parse the first HEADER_BYTES of a record.
+
+    Raises:
+        RecordError: not a header of this version.
+    """
+    if len(data) < HEADER_BYTES:
+        raise RecordError("short", f"{len(data)} bytes, no room for a header")
+    fields = _FIELDS.unpack_from(data)
+    magic, version, kind, group, boundary, length, fingerprint, block_hash, _, checksum = fields
+    if magic != MAGIC:
+        raise RecordError("magic", "not a record of this program")
+    if version != VERSION:
+        raise RecordError("version", f"record version {version}, this is {VERSION}")
+    if _CHECKSUM.unpack_from(data, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(
+        bytes(data[: _FIELDS.size])
+    ):
+        raise RecordError("header", "header is damaged")
+    return Header(fields, kind, group, boundary, length, fingerprint, block_hash, checksum)

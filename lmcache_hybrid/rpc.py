@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler asks every rank, over LMCache's own ZMQ transports."""
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+from lmcache.v1.rpc.zmq_transport import (
+    SocketParams,
+    ZmqReqRepClientTransport,
+    ZmqRouterServerTransport,
+)
+from lmcache.v1.rpc_utils import get_zmq_rpc_path_lmcache
+from vllm.logger import init_logger
+
+from lmcache_hybrid.lookup import MISS, Answer, Question, RankLookup
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.lmcache_hybrid.rpc")
+
+# After a rank did not answer in time, lookups miss at once for this long.
+PAUSE_SECONDS = 10.0
+
+
+def _socket_path(vllm_config: "VllmConfig", rank: int) -> str:
+    transfer = vllm_config.kv_transfer_config
+    port = transfer.get_from_extra_config("lmcache_rpc_port", 0)
+    return get_zmq_rpc_path_lmcache(transfer.engine_id, "lookup", port, rank)
+
+
+class LookupClient:
+    """Scheduler side. Not thread-safe."""
+
+    def __init__(self, vllm_config: "VllmConfig", timeout_ms: int) -> None:
+        ranks = range(vllm_config.parallel_config.world_size)
+        self._transport = ZmqReqRepClientTransport(
+            [SocketParams(_socket_path(vllm_config, rank), rank) for rank in ranks], timeout_ms
+        )
+        self._timeout_ms = timeout_ms
+        self._paused_until = 0.0
+
+    def ask(self, question: Question) -> list[Answer]:
+        """All ranks' answers, or [] when one does not answer in time."""
+        return [msgspec.msgpack.decode(raw, type=Answer) for raw in self._send("ask", question)]
+
+    def clear(self) -> bool:
+        """Make every rank forget its records; False when one did not answer."""
+        return bool(self._send("clear", None))
+
+    def _send(self, verb: str, body: Question | None) -> list[bytes]:
+        if time.monotonic() < self._paused_until:
+            return []
+        # LMCache's transport wants three frames, each packed by itself.
+        raw = self._transport.send_and_recv_all([verb, msgspec.msgpack.encode(body), 0])
+        if not raw:
+            self._paused_until = time.monotonic() + PAUSE_SECONDS
+            logger.warning(
+                "A rank did not answer a cache lookup within %d ms (lookup_timeout_ms): "
+                "computing without the cache for %.0f s.",
+                self._timeout_ms,
+                PAUSE_SECONDS,
+            )
+        return raw
+
+    def close(self) -> None:
+        # Not transport.close(), which ends the process-wide ZMQ context.
+        for socket in self._transport.sockets:
+            socket.close(linger=0)
+
+
+class LookupServer:
+    """Worker side: a thread that answers until :meth:`close`.
+
+    Starts before the store exists and answers MISS until :meth:`serve`, so a
+    rank whose store failed never keeps the scheduler waiting.
+    """
+
+    def __init__(self, vllm_config: "VllmConfig") -> None:
+        self._transport = ZmqRouterServerTransport(
+            _socket_path(vllm_config, vllm_config.parallel_config.rank), recv_timeout_ms=200
+        )
+        self._lookup: RankLookup | None = None
+        self._clear = lambda: None
+        self._running = True
+        self._thread = threading.Thread(target=self._loop, name="hybrid-lookup", daemon=True)
+        self._thread.start()
+
+    def serve(self, lookup: RankLookup, clear) -> None:
+        """Answer from ``lookup`` from now on; ``clear`` empties the store."""
+        self._clear = clear
+        self._lookup = lookup
+
+    def _loop(self) -> None:
+        while self._running:
+            request = self._transport.recv_request()
+            if request is None:
+                continue
+            sender, (verb, body, _) = request
+            answer = MISS
+            try:
+                if verb == "clear":
+                    self._clear()
+                elif self._lookup is not None:
+                    answer = self._lookup.answer(msgspec.msgpack.decode(body, type=Question))
+            except Exception:
+                logger.exception("A cache lookup failed and counts as a miss.")
+            self._transport.send_response(sender, msgspec.msgpack.encode(answer))
+
+    def close(self) -> None:
+        self._running = False
+        self._thread.join(timeout=5.0)
+        self._transport.close()

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scheduler side: which boundary a request may start from, and what it will store."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from lmcache_hybrid.config import Options
+from lmcache_hybrid.groups import GroupPlan
+from lmcache_hybrid.lookup import Answer, Prefix, Question, agree
+from lmcache_hybrid.metadata import NOTHING, Load, Save, StepMetadata
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.lmcache_hybrid.scheduler")
+
+NULL_BLOCK = 0
+
+
+@dataclass
+class _Tracked:
+    """One request from its first lookup to its end.
+
+    Attributes:
+        prefix: the prompt's whole blocks; empty where nothing may be cached.
+        save: whether this request's blocks are stored.
+        answer: what the ranks promised and the scheduler has not yet allocated for.
+        floor: local blocks when the ranks answered; their claims start there.
+        claimed: whether ranks may hold a claim for it.
+        loading: boundary in blocks of the load under way, 0 for none.
+        saved: leading blocks whose attention pages are in the store.
+        saved_states: boundaries in blocks whose states are in the store.
+        load_failed: after a failed load nothing is promised to it again.
+    """
+
+    request: "Request"
+    prefix: Prefix
+    save: bool
+    answer: Answer | None = None
+    floor: int = 0
+    claimed: bool = False
+    loading: int = 0
+    saved: int = 0
+    saved_states: set[int] = field(default_factory=set)
+    load_failed: bool = False
+
+    @property
+    def unsaved(self) -> bool:
+        return self.save and self.saved < len(self.prefix.hashes)
+
+
+@dataclass
+class SchedulerCounts:
+    """Totals since start, in the unit each name gives."""
+
+    lookups: int = 0
+    hits: int = 0
+    hit_tokens: int = 0
+    lost_states_tokens: int = 0
+    failed_loads: int = 0
+    dropped_offers: int = 0
+
+
+class HybridScheduler:
+    """Life of requests between vLLM's scheduler and the ranks' stores.
+
+    Attributes:
+        counts: totals for tests and metrics.
+    """
+
+    def __init__(
+        self,
+        plan: GroupPlan,
+        options: Options,
+        hash_block_size: int,
+        ask: Callable[[Question], list[Answer]],
+    ) -> None:
+        """Track requests.
+
+        Args:
+            hash_block_size: tokens per entry of ``request.block_hashes``; divides N.
+            ask: sends a question to every rank, see :func:`lmcache_hybrid.lookup.agree`.
+        """
+        assert plan.block_size % hash_block_size == 0
+        self._plan = plan
+        self._options = options
+        self._hashes_per_block = plan.block_size // hash_block_size
+        self._ask = ask
+        self._tracked: dict[str, _Tracked] = {}
+        # Requests that still have blocks to store: all that a step looks at.
+        self._unsaved: dict[str, _Tracked] = {}
+        self._loads: list[Load] = []
+        self._dropped: list[str] = []
+        self.counts = SchedulerCounts()
+
+    # Admission
+
+    def match(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
+        """How many tokens past ``num_computed_tokens`` can be loaded.
+
+        Called again for as long as the request waits; asks the ranks once.
+        Returns (tokens, True) for an asynchronous load, (0, False) for none.
+        """
+        if request.request_id.startswith("mock_req"):
+            return 0, False
+        tracked = self._track(request)
+        if tracked.load_failed or request.skip_reading_prefix_cache or not tracked.prefix.hashes:
+            self._give_up(tracked)
+            return 0, False
+        floor = num_computed_tokens // self._plan.block_size
+        if tracked.answer is None or floor < tracked.floor:
+            tracked.answer = self._look_up(tracked, floor)
+            tracked.floor = floor
+        boundary = tracked.answer.boundary * self._plan.block_size
+        gain = boundary - num_computed_tokens
+        if gain <= 0 or gain < self._options.min_retrieve_tokens:
+            self._give_up(tracked)
+            return 0, False
+        return gain, True
+
+    def _look_up(self, tracked: _Tracked, floor: int) -> Answer:
+        request, size = tracked.request, self._plan.block_size
+        # The last token is always computed: a state that has seen it is too deep.
+        limit = min((request.num_tokens - 1) // size, len(tracked.prefix.hashes))
+        if self._options.max_tokens_per_load:
+            limit = min(limit, floor + self._options.max_tokens_per_load // size)
+        if limit <= floor and not tracked.save:
+            return Answer(0, 0)
+        tracked.claimed = True
+        answer = agree(self._ask, Question(request.request_id, tracked.prefix, limit, floor))
+        tracked.saved = max(tracked.saved, answer.attention)
+        self.counts.lookups += 1
+        self.counts.hits += answer.boundary > 0
+        hit = max(answer.boundary, floor)
+        self.counts.lost_states_tokens += max(0, answer.attention - hit) * size
+        logger.info(
+            "Reqid: %s, Total tokens %d, Inference Engine computed tokens: %d, "
+            "LMCache hit tokens: %d, need to load: %d",
+            request.request_id,
+            request.num_tokens,
+            floor * size,
+            answer.boundary * size,
+            max(0, answer.boundary - floor) * size,
+        )
+        return answer
+
+    def allocated(
+        self, request: "Request", block_ids: tuple[list[int], ...], num_external_tokens: int
+    ) -> None:
+        """vLLM has blocks for the request; load into them if it takes our tokens.
+
+        Args:
+            block_ids: of the request, per KV cache group.
+            num_external_tokens: what :meth:`match` offered, or 0 when nothing is loaded.
+        """
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return
+        answer, tracked.answer = tracked.answer, None
+        if num_external_tokens == 0:
+            self._give_up(tracked)
+            return
+        assert answer is not None, "vLLM loads tokens that were never offered"
+        size, boundary = self._plan.block_size, answer.boundary
+        start = boundary - num_external_tokens // size
+        tracked.loading = boundary
+        self.counts.hit_tokens += num_external_tokens
+        self._loads.append(
+            Load(
+                request.request_id,
+                Prefix(tracked.prefix.hashes[:boundary], tracked.prefix.tags),
+                start,
+                boundary,
+                tuple(tuple(block_ids[g][start:boundary]) for g in self._plan.attention),
+                tuple(
+                    block_ids[g][boundary - 1] if boundary <= len(block_ids[g]) else NULL_BLOCK
+                    for g in self._plan.states
+                ),
+            )
+        )
+
+    def _track(self, request: "Request") -> _Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            prefix = prefix_of(request, self._plan.block_size, self._hashes_per_block)
+            tracked = _Tracked(request, prefix, self._may_save(request))
+            self._tracked[request.request_id] = tracked
+        if tracked.unsaved:
+            self._unsaved[request.request_id] = tracked
+        return tracked
+
+    def _may_save(self, request: "Request") -> bool:
+        limit = self._options.priority_limit
+        if not self._options.save or (limit is not None and request.priority > limit):
+            return False
+        return not transfer_params(request).get("lmcache.skip_save", False)
+
+    def _give_up(self, tracked: _Tracked) -> None:
+        """Nothing will be loaded from the last answer: let the ranks drop their claims."""
+        tracked.answer = None if tracked.answer is None else Answer(0, tracked.answer.attention)
+        if tracked.claimed:
+            tracked.claimed = False
+            self._dropped.append(tracked.request.request_id)
+
+    # One step
+
+    def step(self, output: "SchedulerOutput") -> StepMetadata:
+        """This step's loads and saves. Resets what was collected since the last step."""
+        saves: list[Save] = []
+        block_state = output.kv_connector_block_state
+        if block_state is not None and (self._unsaved or block_state.boundary_state_offloads):
+            saves = list(self._saves(output.num_scheduled_tokens, block_state))
+        idle = output.total_num_scheduled_tokens == 0
+        if not (saves or self._loads or self._dropped or idle):
+            return NOTHING
+        loads, self._loads = self._loads, []
+        dropped, self._dropped = self._dropped, []
+        return StepMetadata(tuple(loads), tuple(saves), tuple(dropped), idle)
+
+    def _saves(
+        self, scheduled: dict[str, int], block_state: "KVConnectorBlockState"
+    ) -> Iterable[Save]:
+        offers = block_state.boundary_state_offloads
+        for request_id in list(self._unsaved.keys() | offers.keys()):
+            tracked = self._tracked.get(request_id)
+            if tracked is None or request_id not in scheduled or not tracked.save:
+                # Finished, preempted or waiting: its blocks may belong to another by now.
+                self.counts.dropped_offers += len(offers.get(request_id, ()))
+                continue
+            computed = tracked.request.num_computed_tokens + scheduled[request_id]
+            attention = self._attention_to_save(tracked, computed, block_state)
+            states = self._states_to_save(tracked, computed, offers.get(request_id, ()))
+            if attention or states:
+                yield Save(request_id, tracked.prefix, attention, states)
+
+    def _attention_to_save(
+        self, tracked: _Tracked, computed: int, block_state: "KVConnectorBlockState"
+    ) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Blocks that are full after this step and not in the store yet. Mutates ``tracked``."""
+        first = tracked.saved
+        last = min(computed // self._plan.block_size, len(tracked.prefix.hashes))
+        if last <= first:
+            return ()
+        block_ids = block_state.get_block_ids(tracked.request.request_id)
+        assert block_ids is not None
+        tracked.saved = last
+        if not tracked.unsaved:
+            self._unsaved.pop(tracked.request.request_id, None)
+        return tuple(
+            (block, tuple(block_ids[group][block] for group in self._plan.attention))
+            for block in range(first, last)
+        )
+
+    def _states_to_save(
+        self, tracked: _Tracked, computed: int, offers: Iterable[tuple[int, int, int]]
+    ) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Boundaries that vLLM hands off for every state group. Mutates ``tracked``."""
+        by_boundary: dict[int, dict[int, int]] = {}
+        for group, block, tokens in offers:
+            boundary, rest = divmod(tokens, self._plan.block_size)
+            if (
+                rest
+                or block == NULL_BLOCK
+                or tokens > computed
+                or not 0 < boundary <= len(tracked.prefix.hashes)
+                or boundary in tracked.saved_states
+            ):
+                self.counts.dropped_offers += 1
+                continue
+            by_boundary.setdefault(boundary, {})[group] = block
+        states = []
+        for boundary, blocks in sorted(by_boundary.items()):
+            if blocks.keys() >= set(self._plan.states):
+                tracked.saved_states.add(boundary)
+                states.append((boundary, tuple(blocks[group] for group in self._plan.states)))
+            else:
+                self.counts.dropped_offers += len(blocks)
+        return tuple(states)
+
+    # Completions
+
+    def transferred(self, output: "KVConnectorOutput") -> None:
+        """Take note of finished and failed loads of all ranks."""
+        failed = output.failed_recving or ()
+        for request_id in failed:
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                # What the store promised was not there: store all of it anew.
+                tracked.load_failed = True
+                tracked.saved = 0
+                tracked.saved_states.clear()
+                if tracked.save:
+                    self._unsaved[request_id] = tracked
+                self.counts.failed_loads += 1
+        for request_id in output.finished_recving or ():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                if request_id not in failed:
+                    tracked.saved_states.add(tracked.loading)
+                tracked.loading = 0
+                tracked.claimed = False
+
+    def finished(self, request: "Request") -> None:
+        """Forget the request. A load under way goes on until the worker reports it."""
+        tracked = self._tracked.pop(request.request_id, None)
+        self._unsaved.pop(request.request_id, None)
+        # The worker's load holds the claim itself and drops it when it ends.
+        if tracked is not None and not tracked.loading:
+            self._give_up(tracked)
+
+    @property
+    def num_tracked(self) -> int:
+        return len(self._tracked)
+
+
+def transfer_params(request: "Request") -> dict[str, Any]:
+    """The request's ``lmcache.*`` settings (``kv_transfer_params`` or sampling extra args)."""
+    from lmcache.integration.vllm.utils import extract_request_configs_from_request
+
+    return extract_request_configs_from_request(request) or {}
+
+
+def prefix_of(request: "Request", block_size: int, hashes_per_block: int) -> Prefix:
+    """The prompt's whole blocks; empty when the request must not be cached.
+
+    vLLM's block hashes cover tokens, multimodal items, LoRA name and cache salt.
+    Added as tags: the user's ``lmcache.tag.*`` and the identity of the LoRA files.
+    """
+    nothing = Prefix(())
+    if getattr(request, "prompt_embeds", None) is not None:
+        return nothing
+    tags = []
+    for key, value in sorted(transfer_params(request).items()):
+        if key.startswith("lmcache.tag."):
+            name = key.removeprefix("lmcache.tag.")
+            if not isinstance(value, str) or set("@%") & set(name + value):
+                logger.warning_once(
+                    "Requests tagged %s=%r are not cached: LMCache needs tags that are strings "
+                    "without '@' and '%%'.",
+                    key,
+                    value,
+                )
+                return nothing
+            tags.append((name, value))
+    if request.lora_request is not None:
+        tags.append(("lora", _lora_identity(request.lora_request)))
+    blocks = request.num_prompt_tokens // block_size
+    ends = range(hashes_per_block - 1, blocks * hashes_per_block, hashes_per_block)
+    return Prefix(tuple(bytes(request.block_hashes[end]) for end in ends), tuple(tags))
+
+
+def _lora_identity(lora: Any) -> str:
+    """Name, path, sizes and times of an adapter: a name alone may be given to another one."""
+    facts = [lora.lora_name, lora.lora_path]
+    folder = Path(lora.lora_path)
+    if folder.is_dir():
+        for file in sorted(folder.glob("adapter_*")):
+            status = file.stat()
+            facts.append((file.name, status.st_size, status.st_mtime_ns))
+    return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank needs of a store, and a naive one in memory for tests and for reading.
+
+Verb pairs: ``reserve`` / ``put`` (or ``release``) for writing, ``claim`` /
+``fetch`` / ``release`` for reading. The real one is in
+:mod:`lmcache_hybrid.lmcache_store`.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
+from typing import Protocol
+
+import torch
+
+from lmcache_hybrid.errors import LoadError, RecordError
+from lmcache_hybrid.record import HEADER_BYTES, RecordKey, seal, verify
+
+
+class Buffer(Protocol):
+    """Memory of one record, owned by whoever holds it until ``release``."""
+
+    @property
+    def payload(self) -> torch.Tensor:
+        """uint8, CPU, the record without its header."""
+
+    def release(self) -> None:
+        """Give the memory back. Call exactly once."""
+
+
+class Claim(Protocol):
+    """Records that are pinned in the store until ``release``."""
+
+    keys: tuple[RecordKey, ...]
+
+    def release(self) -> None:
+        """Unpin. May be called more than once."""
+
+
+class Store(Protocol):
+    """Records of one rank. Every method may be called from any thread."""
+
+    def readable(self) -> bool:
+        """Whether lookups and loads make sense now."""
+
+    def writable(self) -> bool:
+        """Whether saves are wanted and possible now."""
+
+    def locate(self, keys: Sequence[RecordKey]) -> dict[RecordKey, str]:
+        """Name of the backend that holds each leading key, up to the first missing one."""
+
+    def claim(self, located: Mapping[RecordKey, str]) -> Claim | None:
+        """Pin all keys where ``locate`` found them, or none and return None."""
+
+    def fetch(self, claim: Claim, keys: Sequence[RecordKey]) -> list[Buffer]:
+        """Read and check records of a claim; all or nothing.
+
+        Raises:
+            LoadError: a record is gone or there is no memory to read it into.
+            RecordError: a record's bytes are wrong; it was removed.
+        """
+
+    def reserve(self, payload_bytes: int) -> Buffer | None:
+        """Memory for a new record, None when the store is full."""
+
+    def put(self, records: Iterable[tuple[RecordKey, Buffer]]) -> None:
+        """Seal and store the records, and release their buffers."""
+
+    def clear(self) -> None:
+        """Forget all records of this rank."""
+
+
+class _NaiveBuffer:
+    def __init__(self, store: "NaiveStore", record: bytearray) -> None:
+        self._store, self.record = store, record
+        store.live_buffers += 1
+
+    @property
+    def payload(self) -> torch.Tensor:
+        return torch.frombuffer(self.record, dtype=torch.uint8)[HEADER_BYTES:]
+
+    def release(self) -> None:
+        self._store.live_buffers -= 1
+
+
+class _NaiveClaim:
+    def __init__(self, store: "NaiveStore", keys: tuple[RecordKey, ...]) -> None:
+        self._store, self.keys, self._held = store, keys, True
+        store.pins.update(keys)
+
+    def release(self) -> None:
+        if self._held:
+            self._held = False
+            self._store.pins.subtract(self.keys)
+            self._store.pins += Counter()  # drops zeros
+
+
+class NaiveStore:
+    """A dict of records. Not thread-safe; nothing is ever evicted.
+
+    Attributes:
+        records: sealed records by key; tests reach in to lose or damage them.
+        pins: how often each key is claimed.
+        live_buffers: buffers not yet released.
+    """
+
+    def __init__(self, fingerprint: bytes = bytes(16)) -> None:
+        self._fingerprint = fingerprint
+        self.records: dict[RecordKey, bytearray] = {}
+        self.pins: Counter[RecordKey] = Counter()
+        self.live_buffers = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def locate(self, keys: Sequence[RecordKey]) -> dict[RecordKey, str]:
+        return dict.fromkeys(takewhile(self.records.__contains__, keys), "naive")
+
+    def claim(self, located: Mapping[RecordKey, str]) -> Claim | None:
+        if any(key not in self.records for key in located):
+            return None
+        return _NaiveClaim(self, tuple(located))
+
+    def fetch(self, claim: Claim, keys: Sequence[RecordKey]) -> list[Buffer]:
+        for key in keys:
+            if key not in self.records:
+                raise LoadError(f"record {key.label} at {key.boundary} is gone")
+            try:
+                verify(memoryview(self.records[key]), key, self._fingerprint)
+            except RecordError:
+                del self.records[key]
+                raise
+        return [_NaiveBuffer(self, bytearray(self.records[key])) for key in keys]
+
+    def reserve(self, payload_bytes: int) -> Buffer | None:
+        return _NaiveBuffer(self, bytearray(HEADER_BYTES + payload_bytes))
+
+    def put(self, records: Iterable[tuple[RecordKey, Buffer]]) -> None:
+        for key, buffer in records:
+            assert isinstance(buffer, _NaiveBuffer)
+            seal(memoryview(buffer.record), key, self._fingerprint)
+            self.records[key] = buffer.record
+            buffer.release()
+
+    def clear(self) -> None:
+        self.records.clear()

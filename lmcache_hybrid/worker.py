@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker side: copies between vLLM's pages and the store, on one rank.
+
+Saves are finished inside the step that computed them, because the next step
+may overwrite a state in place. Loads run on a thread of their own; their
+requests wait outside the running batch until the load is reported.
+"""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.logger import init_logger
+
+from lmcache_hybrid.errors import LoadError, RecordError
+from lmcache_hybrid.groups import GroupPlan
+from lmcache_hybrid.lookup import Prefix, RankLookup, record_keys
+from lmcache_hybrid.metadata import Load, Save, StepMetadata
+from lmcache_hybrid.pages import GroupPages
+from lmcache_hybrid.record import ATTENTION, STATE, RecordKey
+from lmcache_hybrid.store import Buffer, Claim, Store
+
+logger = init_logger("vllm.lmcache_hybrid.worker")
+
+# A step without a forward waits this long for a load before it returns to the
+# scheduler, instead of spinning through empty steps beside the loading thread.
+IDLE_WAIT_SECONDS = 0.005
+# Bytes of records held at once while loading.
+BATCH_BYTES = 256 << 20
+
+
+@dataclass
+class WorkerCounts:
+    """Totals since start, in the unit each name gives."""
+
+    saved_attention: int = 0
+    saved_states: int = 0
+    saved_bytes: int = 0
+    skipped_saves: int = 0
+    loaded_attention: int = 0
+    loaded_states: int = 0
+    loaded_bytes: int = 0
+    failed_loads: int = 0
+    rejected_records: int = 0
+
+
+class HybridWorker:
+    """Copies of one rank.
+
+    Attributes:
+        counts: totals for tests and metrics.
+    """
+
+    def __init__(
+        self,
+        plan: GroupPlan,
+        pages: Mapping[int, GroupPages],
+        store: Store,
+        lookup: RankLookup,
+        device: torch.device,
+        batch_bytes: int = BATCH_BYTES,
+    ) -> None:
+        """Take over a store.
+
+        Args:
+            pages: of every group in the plan, by group index.
+            device: where the KV cache lies.
+            batch_bytes: most bytes of records to hold while loading, one record at least.
+        """
+        self._plan = plan
+        self._pages = pages
+        self._store = store
+        self._lookup = lookup
+        self._batch_bytes = batch_bytes
+        self._order = _DeviceOrder(device)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="hybrid-load")
+        self._loads: dict[str, tuple[Future[str | None], Claim | None]] = {}
+        self._counts_lock = threading.Lock()
+        self._warned_save = False
+        self.counts = WorkerCounts()
+
+    # Loading
+
+    def start_loads(self, metadata: StepMetadata) -> None:
+        """Queue this step's loads and drop given-up claims. Never blocks on the store."""
+        for request_id in metadata.dropped:
+            self._lookup.drop(request_id)
+        for load in metadata.loads:
+            claim = self._lookup.take(load.request_id)
+            after = self._order.mark()
+            future = self._executor.submit(self._load, load, claim, after)
+            self._loads[load.request_id] = future, claim
+
+    def results(self, finished: set[str], idle: bool) -> KVConnectorTransferResults:
+        """Loads that ended since the last call; each is reported exactly once.
+
+        Args:
+            finished: requests that ended; a load of theirs that did not start is dropped.
+            idle: whether waiting a moment for a load delays nobody.
+        """
+        results = KVConnectorTransferResults()
+        if not self._loads:
+            return results
+        for request_id in finished & self._loads.keys():
+            self._loads[request_id][0].cancel()
+        if idle:
+            futures = [future for future, _ in self._loads.values()]
+            wait(futures, IDLE_WAIT_SECONDS, FIRST_COMPLETED)
+        for request_id in [r for r, (future, _) in self._loads.items() if future.done()]:
+            future, claim = self._loads.pop(request_id)
+            if claim is not None:
+                claim.release()  # a cancelled load never ran
+            # vLLM keeps the blocks of an aborted request until its load is named.
+            results.finished_recving.add(request_id)
+            if not future.cancelled() and future.result() is not None:
+                results.failed_recving.add(request_id)
+        return results
+
+    def _load(self, load: Load, claim: Claim | None, after: "_Mark") -> str | None:
+        """Restore one request's blocks; returns why it failed, None on success."""
+        started = time.perf_counter()
+        try:
+            size = self._restore(load, claim, after)
+        except Exception as error:
+            expected = isinstance(error, (LoadError, RecordError))
+            with self._counts_lock:
+                self.counts.failed_loads += 1
+                self.counts.rejected_records += isinstance(error, RecordError)
+            reason = str(error) if expected else repr(error)
+            logger.warning(
+                "Reqid: %s, loading %d tokens failed and they are computed instead: %s",
+                load.request_id,
+                (load.boundary - load.start) * self._plan.block_size,
+                reason,
+                exc_info=not expected,
+            )
+            return reason
+        finally:
+            if claim is not None:
+                claim.release()
+        seconds = time.perf_counter() - started
+        tokens = (load.boundary - load.start) * self._plan.block_size
+        with self._counts_lock:
+            self.counts.loaded_attention += load.boundary - load.start
+            self.counts.loaded_states += 1
+            self.counts.loaded_bytes += size
+        logger.info(
+            "Reqid: %s, Retrieved %d tokens and the state at %d. size: %.4f GB, cost: %.4f ms, "
+            "throughput: %.4f GB/s",
+            load.request_id,
+            tokens,
+            load.boundary * self._plan.block_size,
+            size / 1e9,
+            seconds * 1e3,
+            size / 1e9 / seconds,
+        )
+        return None
+
+    def _restore(self, load: Load, claim: Claim | None, after: "_Mark") -> int:
+        """Copy all records of a load into the cache; returns the bytes copied."""
+        if claim is None:
+            raise LoadError("its records are no longer pinned")
+        copied = 0
+        with self._order.loading(after):
+            for batch in self._batches(self._targets(load)):
+                copied += self._restore_batch(claim, batch)
+        return copied
+
+    def _targets(self, load: Load) -> list[tuple[RecordKey, int]]:
+        """(record, block id) of everything the load writes: attention first, then states."""
+        plan, targets = self._plan, []
+        for index, block in enumerate(range(load.start, load.boundary)):
+            keys = record_keys(load.prefix, block, plan.block_size, ATTENTION, plan.attention)
+            targets += zip(keys, (ids[index] for ids in load.attention_blocks), strict=True)
+        keys = record_keys(load.prefix, load.boundary - 1, plan.block_size, STATE, plan.states)
+        targets += zip(keys, load.state_blocks, strict=True)
+        for key, block in targets:
+            if not 0 < block < self._pages[key.group].num_blocks:
+                raise LoadError(f"vLLM gave block {block} for {key.label} at {key.boundary}")
+        return targets
+
+    def _batches(self, targets: Sequence[tuple[RecordKey, int]]):
+        batch: list[tuple[RecordKey, int]] = []
+        held = 0
+        for key, block in targets:
+            size = self._pages[key.group].block_bytes
+            if batch and held + size > self._batch_bytes:
+                yield batch
+                batch, held = [], 0
+            batch.append((key, block))
+            held += size
+        yield batch
+
+    def _restore_batch(self, claim: Claim, batch: Sequence[tuple[RecordKey, int]]) -> int:
+        copied = 0
+        with ExitStack() as stack:
+            buffers = self._store.fetch(claim, [key for key, _ in batch])
+            for buffer in buffers:
+                stack.callback(buffer.release)
+            for (key, block), buffer in zip(batch, buffers, strict=True):
+                if buffer.payload.numel() != self._pages[key.group].block_bytes:
+                    raise LoadError(f"record {key.label} has {buffer.payload.numel()} bytes")
+                self._pages[key.group].scatter(block, buffer.payload)
+                copied += buffer.payload.numel()
+            # The buffers may be reused once released.
+            self._order.finish()
+        return copied
+
+    # Saving
+
+    def save(self, metadata: StepMetadata) -> None:
+        """Store this step's blocks. Never raises: a lost save is only a later miss."""
+        if not metadata.saves:
+            return
+        if not self._store.writable():
+            self.counts.skipped_saves += len(metadata.saves)
+            return
+        for save in metadata.saves:
+            try:
+                self._save(save)
+            except Exception as error:
+                self.counts.skipped_saves += 1
+                if not self._warned_save:
+                    self._warned_save = True
+                    logger.warning(
+                        "Reqid: %s, storing failed; later failures are counted only: %r",
+                        save.request_id,
+                        error,
+                    )
+
+    def _save(self, save: Save) -> None:
+        started = time.perf_counter()
+        plan, records = self._plan, []
+        # States last: one that can be found has its attention pages on the way.
+        for kind, groups, blocks in (
+            (ATTENTION, plan.attention, save.attention),
+            (STATE, plan.states, ((end - 1, ids) for end, ids in save.states)),
+        ):
+            for block, ids in blocks:
+                keys = record_keys(save.prefix, block, plan.block_size, kind, groups)
+                records += zip(keys, ids, strict=True)
+        gathered, size = self._gather(records)
+        self._store.put(gathered)
+        self.counts.saved_attention += len(save.attention)
+        self.counts.saved_states += len(save.states)
+        self.counts.saved_bytes += size
+        seconds = time.perf_counter() - started
+        logger.debug(
+            "Reqid: %s, Stored %d blocks and %d states. size: %.4f GB, cost: %.4f ms",
+            save.request_id,
+            len(save.attention),
+            len(save.states),
+            size / 1e9,
+            seconds * 1e3,
+        )
+
+    def _gather(
+        self, records: Sequence[tuple[RecordKey, int]]
+    ) -> tuple[list[tuple[RecordKey, Buffer]], int]:
+        """Copy pages into new buffers, all or none; the caller owns the buffers."""
+        gathered: list[tuple[RecordKey, Buffer]] = []
+        size = 0
+        with ExitStack() as on_error:
+            for key, block in records:
+                pages = self._pages[key.group]
+                buffer = self._store.reserve(pages.block_bytes)
+                if buffer is None:
+                    raise MemoryError("LMCache's CPU pool is full (max_local_cpu_size)")
+                on_error.callback(buffer.release)
+                pages.gather(block, buffer.payload)
+                gathered.append((key, buffer))
+                size += pages.block_bytes
+            on_error.pop_all()
+        return gathered, size
+
+    def shutdown(self) -> None:
+        """End the loading thread; loads that did not start are dropped."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+
+class _Mark:
+    """A point on the compute stream; None where the device has no streams."""
+
+    def __init__(self, event: "torch.Event | None") -> None:
+        self.event = event
+
+
+class _DeviceOrder:
+    """Orders load copies against the forward. Does nothing on CPU.
+
+    A block handed to a load may still be read by forwards that were queued
+    before; so load copies run on a stream of their own behind a mark on the
+    compute stream. Saves use the compute stream itself and block.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = None if device.type == "cpu" else torch.Stream(device=device)
+
+    def mark(self) -> _Mark:
+        if self._stream is None:
+            return _Mark(None)
+        event = torch.Event(device=self._device)
+        event.record(torch.accelerator.current_stream())
+        return _Mark(event)
+
+    def loading(self, after: _Mark) -> ExitStack:
+        """Context of one load on the loading thread."""
+        stack = ExitStack()
+        if self._stream is not None:
+            torch.accelerator.set_device_index(self._device.index or 0)
+            self._stream.wait_event(after.event)
+            stack.enter_context(self._stream)
+        return stack
+
+    def finish(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()

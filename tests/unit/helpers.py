@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several unit tests need: a small plan, prompts, records, pages, requests."""
+
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+
+import torch
+import xxhash
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import (
+    CachedRequestData,
+    KVConnectorBlockState,
+    NewRequestData,
+    SchedulerOutput,
+)
+from vllm.v1.request import Request
+
+from lmcache_hybrid.config import Options
+from lmcache_hybrid.groups import GroupPlan
+from lmcache_hybrid.lookup import Answer, Prefix, Question, RankLookup, record_keys
+from lmcache_hybrid.pages import GroupPages
+from lmcache_hybrid.record import ATTENTION, STATE, RecordKey
+from lmcache_hybrid.store import NaiveStore
+
+N = 16
+# The attention group is not group 0, and there are several state groups.
+PLAN = GroupPlan(block_size=N, attention=(2,), states=(0, 1, 3), selected_attention=2)
+# Two attention groups around one state group.
+WIDE = GroupPlan(block_size=N, attention=(0, 2), states=(1,), selected_attention=0)
+
+OPTIONS = Options(
+    attention_group=None,
+    save=True,
+    priority_limit=None,
+    min_retrieve_tokens=0,
+    max_tokens_per_load=0,
+)
+
+init_none_hash(sha256_cbor)
+
+
+def make_prefix(blocks: int, seed: int = 0, tags: tuple[tuple[str, str], ...] = ()) -> Prefix:
+    return Prefix(tuple(bytes([seed, i]) * 16 for i in range(blocks)), tags)
+
+
+def keys_of(prefix: Prefix, block: int, kind: int, plan: GroupPlan = PLAN) -> list[RecordKey]:
+    groups = plan.attention if kind == ATTENTION else plan.states
+    return record_keys(prefix, block, plan.block_size, kind, groups)
+
+
+def fill(
+    store: NaiveStore,
+    prefix: Prefix,
+    attention: int,
+    states: Iterable[int],
+    plan: GroupPlan = PLAN,
+) -> None:
+    """Store the pages of the first ``attention`` blocks and all states at ``states``."""
+    keys = [key for block in range(attention) for key in keys_of(prefix, block, ATTENTION, plan)]
+    for end in states:
+        keys += keys_of(prefix, end - 1, STATE, plan)
+    put(store, keys)
+
+
+def put(store, keys: Sequence[RecordKey], size: int = 8) -> None:
+    records = []
+    for key in keys:
+        buffer = store.reserve(size)
+        buffer.payload.copy_(payload_of(key, size))
+        records.append((key, buffer))
+    store.put(records)
+
+
+def payload_of(key: RecordKey, size: int = 8) -> torch.Tensor:
+    """Bytes that differ between keys."""
+    generator = torch.Generator().manual_seed(xxhash.xxh32_intdigest(repr(key).encode()))
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+
+
+class Ranks:
+    """Lookups over naive stores, asked as the scheduler does over the network."""
+
+    def __init__(self, ranks: int = 1, plan: GroupPlan = PLAN) -> None:
+        self.stores = [NaiveStore() for _ in range(ranks)]
+        self.lookups = [RankLookup(plan, store) for store in self.stores]
+        self.questions: list[Question] = []
+        self.silent = False
+
+    def ask(self, question: Question) -> list[Answer]:
+        self.questions.append(question)
+        answers = [lookup.answer(question) for lookup in self.lookups]
+        return [] if self.silent else answers
+
+    @property
+    def num_claims(self) -> list[int]:
+        return [lookup.num_claims for lookup in self.lookups]
+
+    @property
+    def pins(self) -> int:
+        return sum(store.pins.total() for store in self.stores)
+
+
+def make_pages(
+    plan: GroupPlan = PLAN, num_blocks: int = 12
+) -> tuple[torch.Tensor, dict[int, GroupPages]]:
+    """One int8 buffer that backs every group, as vLLM lays it out on CPU.
+
+    Block ``b`` of every layer lies in the b-th page of the layer's slot, so
+    groups overlay each other; states fill a part of the page only.
+    """
+    layers_per_group, page = 2, 512
+    buffer = torch.randint(-128, 128, (layers_per_group, num_blocks, page), dtype=torch.int8)
+    pages: dict[int, GroupPages] = {}
+    for group in (*plan.attention, *plan.states):
+        names = [f"g{group}.{i}" for i in range(layers_per_group)]
+        caches = {}
+        for i, name in enumerate(names):
+            if group in plan.attention:
+                flat = buffer[i].view(torch.bfloat16)
+                caches[name] = flat.view(num_blocks, 2, 16, 8)
+            else:
+                caches[name] = state_view(buffer[i], 100 + 10 * group)
+        pages[group] = GroupPages(names, caches)
+    return buffer, pages
+
+
+def state_view(pages: torch.Tensor, state_bytes: int) -> torch.Tensor:
+    """[B, 1, 1, state_bytes] over int8 [B, page], padding left out by the strides."""
+    blocks, page = pages.shape
+    return pages.as_strided(
+        (blocks, 1, 1, state_bytes), (page, state_bytes, state_bytes, 1), pages.storage_offset()
+    )
+
+
+def make_request(
+    request_id: str = "r",
+    tokens: int | Sequence[int] = 3 * N + 1,
+    *,
+    hash_block_size: int = N,
+    params: dict | None = None,
+    lora: LoRARequest | None = None,
+    **kwargs,
+) -> Request:
+    """vLLM's request over a prompt of ``tokens`` (a count, or the ids)."""
+    ids = list(range(tokens)) if isinstance(tokens, int) else list(tokens)
+    sampling = SamplingParams(
+        max_tokens=8, extra_args={"kv_transfer_params": params} if params else None
+    )
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=ids,
+        sampling_params=sampling,
+        pooling_params=None,
+        lora_request=lora,
+        block_hasher=get_request_block_hasher(hash_block_size, sha256_cbor),
+        **kwargs,
+    )
+
+
+Tables = dict[str, tuple[list[int], ...]]
+
+
+def make_output(
+    scheduled: dict[str, int],
+    tables: Tables | None = None,
+    offers: dict[str, list[tuple[int, int, int]]] | None = None,
+    new: Sequence[Request] = (),
+) -> SchedulerOutput:
+    """One step as vLLM's scheduler hands it to ``build_connector_meta``."""
+    tables, offers = tables or {}, offers or {}
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = [
+        NewRequestData.from_request(request, tables[request.request_id]) for request in new
+    ]
+    running = [r for r in scheduled if r not in {request.request_id for request in new}]
+    output.scheduled_cached_reqs = CachedRequestData(
+        req_ids=running,
+        resumed_req_ids=set(),
+        new_token_ids=[],
+        all_token_ids={},
+        new_block_ids=[None] * len(running),
+        num_computed_tokens=[0] * len(running),
+        num_output_tokens=[0] * len(running),
+    )
+    output.num_scheduled_tokens = scheduled
+    output.total_num_scheduled_tokens = sum(scheduled.values())
+    output.kv_connector_block_state = KVConnectorBlockState(
+        req_ids=scheduled.keys() | offers.keys(),
+        resolve_block_ids=tables.__getitem__,
+        boundary_state_offloads=offers,
+    )
+    return output
+
+
+def vllm_config(transfer) -> SimpleNamespace:
+    """Stands in for VllmConfig where only ``kv_transfer_config`` is read."""
+    return SimpleNamespace(kv_transfer_config=transfer)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+import dataclasses
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from lmcache_hybrid.errors import ConfigError
+from lmcache_hybrid.groups import GroupPlan, plan_groups
+
+N = 384
+SHAPE = dict(block_size=N, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+FULL = FullAttentionSpec(**SHAPE)
+MLA = MLAAttentionSpec(**SHAPE)
+WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=128)
+CHUNKED = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=128)
+STATE = MambaSpec(
+    block_size=N, shapes=((4, 8),), dtypes=(torch.float32,), mamba_cache_mode="align"
+)
+
+
+def config(*specs) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"g{i}.a", f"g{i}.b"], spec) for i, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+@pytest.mark.parametrize(
+    "specs, attention, states",
+    [
+        ((FULL, STATE), (0,), (1,)),
+        ((STATE, STATE, STATE, FULL), (3,), (0, 1, 2)),
+        ((STATE, FULL, STATE), (1,), (0, 2)),
+        ((STATE, FULL, FULL), (1, 2), (0,)),
+        ((MLA, STATE), (0,), (1,)),
+    ],
+)
+def test_plan(specs, attention, states):
+    assert plan_groups(config(*specs)) == GroupPlan(N, attention, states, attention[0])
+
+
+def test_the_users_attention_group_is_selected():
+    plan = plan_groups(config(STATE, FULL, FULL), selected=2)
+    assert plan.selected_attention == 2
+    assert plan.attention == (1, 2)  # all are stored, whichever is forwarded
+
+
+@pytest.mark.parametrize("selected", [0, 3, -1])
+def test_an_invalid_selection_names_the_groups(selected):
+    with pytest.raises(ConfigError) as error:
+        plan_groups(config(STATE, FULL, FULL), selected)
+    assert str(error.value) == (
+        f"lmcache.hybrid_attention_group={selected} is not an attention group; the groups are "
+        "[0: MambaSpec, 1: FullAttentionSpec, 2: FullAttentionSpec], choose one of [1, 2]."
+    )
+
+
+@pytest.mark.parametrize("spec", [WINDOW, CHUNKED], ids=lambda spec: type(spec).__name__)
+def test_refuses_groups_that_drop_blocks(spec):
+    with pytest.raises(ConfigError, match=rf"group 1 is {type(spec).__name__} \(layers g1.a and 1"):
+        plan_groups(config(FULL, spec, STATE))
+
+
+def test_refuses_an_unknown_kind_of_full_attention():
+    """A subclass may share or drop blocks."""
+
+    class Unknown(FullAttentionSpec):
+        pass
+
+    with pytest.raises(ConfigError, match="group 0 is Unknown"):
+        plan_groups(config(Unknown(**SHAPE), STATE))
+
+
+@pytest.mark.parametrize("mode", ["none", "all"])
+def test_refuses_states_outside_align_mode(mode):
+    state = dataclasses.replace(STATE, mamba_cache_mode=mode)
+    with pytest.raises(ConfigError, match=rf"^mamba_cache_mode='{mode}' .* --mamba-cache-mode align"):
+        plan_groups(config(FULL, state))
+
+
+@pytest.mark.parametrize("specs", [(STATE,), (STATE, STATE), (FULL,), ()])
+def test_refuses_a_model_without_both_kinds(specs):
+    with pytest.raises(ConfigError, match="lack attention or state groups; start this model with"):
+        plan_groups(config(*specs))
+
+
+@pytest.mark.parametrize("odd", [FULL, STATE], ids=["attention", "state"])
+def test_refuses_different_block_sizes(odd):
+    with pytest.raises(ConfigError, match=r"block sizes \[128, 384\] .*differ; remove"):
+        plan_groups(config(FULL, STATE, dataclasses.replace(odd, block_size=128)))

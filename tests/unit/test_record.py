@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+import dataclasses
+import struct
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_hybrid import record
+from lmcache_hybrid.errors import RecordError
+from lmcache_hybrid.record import (
+    ATTENTION,
+    HEADER_BYTES,
+    STATE,
+    RecordKey,
+    read_header,
+    seal,
+    verify,
+)
+
+FINGERPRINT = bytes(range(16))
+KEY = RecordKey(STATE, 3, b"h" * 32, 768, (("user", "a"),))
+USED = record._FIELDS.size + record._CHECKSUM.size  # header bytes that mean something
+
+names = st.text(st.characters(codec="utf-8"), max_size=8)
+keys = st.builds(
+    RecordKey,
+    st.sampled_from([ATTENTION, STATE]),
+    st.integers(0, 255),
+    st.binary(min_size=1, max_size=64),
+    st.integers(0, 2**40),
+    st.lists(st.tuples(names, names), max_size=3).map(tuple),
+)
+
+
+def sealed(payload: bytes = b"payload!", key: RecordKey = KEY) -> bytearray:
+    data = bytearray(HEADER_BYTES) + payload
+    seal(memoryview(data), key, FINGERPRINT)
+    return data
+
+
+def reason_of(data: bytes, key: RecordKey = KEY, fingerprint: bytes = FINGERPRINT) -> str:
+    with pytest.raises(RecordError) as error:
+        verify(memoryview(data), key, fingerprint)
+    return error.value.reason
+
+
+def resealed_header(data: bytearray, offset: int, new: bytes) -> bytearray:
+    """``data`` with other header bytes and a header checksum that fits them."""
+    data[offset : offset + len(new)] = new
+    fields = bytes(data[: record._FIELDS.size])
+    struct.pack_into("<Q", data, record._FIELDS.size, xxhash.xxh3_64_intdigest(fields))
+    return data
+
+
+@given(keys, st.binary(max_size=300), st.binary(min_size=16, max_size=16))
+def test_round_trip(key, payload, fingerprint):
+    data = bytearray(b"\xff" * HEADER_BYTES) + payload
+    seal(memoryview(data), key, fingerprint)
+    assert bytes(verify(memoryview(data), key, fingerprint)) == payload
+    header = read_header(data)
+    assert (header.kind, header.group, header.boundary) == (key.kind, key.group, key.boundary)
+    assert header.length == len(payload)
+    assert header.fingerprint == fingerprint
+    assert header.is_for_tags(key.tags)
+
+
+@given(keys, keys)
+def test_a_record_verifies_under_its_own_key_only(one, other):
+    data = sealed(key=one)
+    if one == other:
+        verify(memoryview(data), other, FINGERPRINT)
+    else:
+        assert reason_of(data, other) == "key"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"group": 2},
+        {"kind": ATTENTION},
+        {"boundary": 1152},
+        {"block_hash": b"i" * 32},
+        {"block_hash": b"h" * 33},
+        {"block_hash": b"h" * 31},
+        {"tags": ()},
+        {"tags": (("user", "b"),)},
+        {"tags": (("user", "a"), ("x", ""))},
+    ],
+    ids=str,
+)
+def test_refuses_the_record_of_another_key(change):
+    assert reason_of(sealed(), dataclasses.replace(KEY, **change)) == "key"
+
+
+@pytest.mark.parametrize("length", [0, 1, HEADER_BYTES - 1])
+def test_refuses_less_than_a_header(length):
+    assert reason_of(sealed()[:length]) == "short"
+
+
+def test_refuses_other_magic():
+    assert reason_of(b"X" + sealed()[1:]) == "magic"
+    assert reason_of(bytes(400)) == "magic"
+
+
+def test_refuses_another_version():
+    assert reason_of(resealed_header(sealed(), 8, struct.pack("<H", 2))) == "version"
+
+
+def test_refuses_a_damaged_header():
+    data = sealed()
+    data[12] ^= 1
+    assert reason_of(data) == "header"
+
+
+def test_refuses_another_fingerprint():
+    assert reason_of(sealed(), fingerprint=bytes(16)) == "fingerprint"
+
+
+@pytest.mark.parametrize("edit", [lambda d: d[:-1], lambda d: d + b"\0", lambda d: d[:HEADER_BYTES]])
+def test_refuses_another_length(edit):
+    assert reason_of(edit(sealed())) == "length"
+
+
+def test_refuses_a_damaged_payload():
+    data = sealed()
+    data[-1] ^= 0x80
+    assert reason_of(data) == "checksum"
+
+
+def test_refuses_a_payload_with_swapped_halves():
+    """A checksum that does not depend on positions would let it pass."""
+    data = sealed(b"aaaabbbb")
+    data[HEADER_BYTES:] = b"bbbbaaaa"
+    assert reason_of(data) == "checksum"
+
+
+def test_every_flipped_bit_is_found():
+    """Except in the header's padding, which means nothing: there the payload stays right."""
+    data = sealed()
+    for bit in range(8 * len(data)):
+        broken = bytearray(data)
+        broken[bit // 8] ^= 1 << bit % 8
+        if USED <= bit // 8 < HEADER_BYTES:
+            assert bytes(verify(memoryview(broken), KEY, FINGERPRINT)) == b"payload!"
+        else:
+            reason_of(broken)
+
+
+@given(st.binary(max_size=400))
+def test_foreign_bytes_are_never_a_record(data):
+    reason_of(data)
+
+
+def test_sealing_twice_writes_the_same_bytes():
+    """Ranks and restarts compare by bytes; nothing of time or process may get in."""
+    assert sealed() == sealed()
+
+
+@pytest.mark.parametrize(
+    "key, label",
+    [(RecordKey(ATTENTION, 3, b"", 0), "a3"), (RecordKey(STATE, 0, b"", 0), "s0")],
+)
+def test_label(key, label):
+    assert key.label == label

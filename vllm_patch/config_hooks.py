@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Defaults and refusals in vLLM's own configuration, before an engine starts."""
+
+import functools
+import os
+
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.logger import init_logger
+
+logger = init_logger("vllm.lmcache_hybrid.config")
+
+CONNECTOR = "LMCacheConnectorV1"
+# kv_connector_extra_config key: vLLM cannot tell a written "fail" from its default.
+LOAD_FAILURE_KEY = "lmcache.hybrid_load_failure_policy"
+
+
+def install() -> None:
+    """Hook ``KVTransferConfig`` and ``VllmConfig``. Mutates both classes."""
+    _default_kv_role()
+    _before_hma_check(_settle)
+
+
+def refuse_hybrid_models(problem: str) -> None:
+    """On an unsupported version: stop hybrid models with ``problem``, touch nothing else."""
+
+    def refuse(config: VllmConfig) -> None:
+        if _is_hybrid(config):
+            raise ValueError(f"{CONNECTOR} cannot serve this hybrid model: {problem}")
+
+    _before_hma_check(refuse)
+
+
+def _default_kv_role() -> None:
+    """A missing ``kv_role`` means ``kv_both`` for this connector; vLLM refuses it otherwise."""
+    original = KVTransferConfig.__post_init__
+
+    @functools.wraps(original)
+    def __post_init__(self) -> None:
+        if self.kv_connector == CONNECTOR and self.kv_role is None:
+            logger.info_once("kv_role is not set: using kv_both for %s.", CONNECTOR)
+            self.kv_role = "kv_both"
+        original(self)
+
+    KVTransferConfig.__post_init__ = __post_init__
+
+
+def _before_hma_check(settle) -> None:
+    """Run ``settle(vllm_config)`` when the connector is known and HMA undecided.
+
+    ``VllmConfig.__post_init__`` calls ``_post_init_kv_transfer_config`` right
+    before it asks the connector class, which does not know the model, about HMA.
+    """
+    original = VllmConfig._post_init_kv_transfer_config
+
+    @functools.wraps(original)
+    def _post_init_kv_transfer_config(self) -> None:
+        original(self)
+        transfer = self.kv_transfer_config
+        if self.model_config is not None and transfer and transfer.has_connector(CONNECTOR):
+            settle(self)
+
+    VllmConfig._post_init_kv_transfer_config = _post_init_kv_transfer_config
+
+
+def _is_hybrid(config: VllmConfig) -> bool:
+    return bool(config.model_config.is_hybrid)
+
+
+def _settle(config: VllmConfig) -> None:
+    if _is_hybrid(config):
+        _settle_hybrid(config)
+    else:
+        _keep_hma_off(config)
+
+
+def _keep_hma_off(config: VllmConfig) -> None:
+    """Models without state layers start as they do without this plugin: HMA off.
+
+    vLLM turns HMA off for connectors without ``SupportsHMA``, and only so do
+    models that mix window and full attention work with LMCache. The class now
+    advertises HMA for hybrid models, so the decision is made here per model.
+    """
+    scheduler = config.scheduler_config
+    if scheduler.disable_hybrid_kv_cache_manager is None:
+        scheduler.disable_hybrid_kv_cache_manager = True
+    elif scheduler.disable_hybrid_kv_cache_manager is False:
+        raise ValueError(
+            "disable_hybrid_kv_cache_manager=False is not supported by "
+            f"{CONNECTOR} for models without recurrent layers; remove "
+            "--no-disable-hybrid-kv-cache-manager."
+        )
+
+
+def _settle_hybrid(config: VllmConfig) -> None:
+    cache, transfer = config.cache_config, config.kv_transfer_config
+    if not cache.enable_prefix_caching:
+        raise ValueError(
+            "enable_prefix_caching=False leaves no state boundary that LMCache could store "
+            "for this hybrid model; remove --no-enable-prefix-caching."
+        )
+    if cache.mamba_cache_mode == "none":
+        logger.info_once("Setting mamba_cache_mode to 'align' for LMCache on a hybrid model.")
+        cache.mamba_cache_mode = "align"
+    elif cache.mamba_cache_mode != "align":
+        raise ValueError(
+            f"mamba_cache_mode={cache.mamba_cache_mode!r} keeps no state that LMCache could "
+            "store; use --mamba-cache-mode align."
+        )
+    _settle_hash(cache)
+    wanted = transfer.get_from_extra_config(LOAD_FAILURE_KEY, "recompute")
+    if wanted not in ("recompute", "fail"):
+        raise ValueError(f"{LOAD_FAILURE_KEY}={wanted!r} is unknown; use 'recompute' or 'fail'.")
+    if transfer.kv_load_failure_policy != wanted:
+        logger.info_once(
+            "Setting kv_load_failure_policy to %r for LMCache on a hybrid model "
+            "(%s in kv_connector_extra_config overrides it).",
+            wanted,
+            LOAD_FAILURE_KEY,
+        )
+        transfer.kv_load_failure_policy = wanted
+
+
+def _settle_hash(cache) -> None:
+    """Stored records are found again by vLLM's block hashes, so these must be stable."""
+    algorithm = cache.prefix_caching_hash_algo
+    if algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
+        raise ValueError(
+            f"prefix_caching_hash_algo={algorithm!r} uses a random seed per process, so nothing "
+            "stored could be found again; use sha256_cbor, or set PYTHONHASHSEED to a shared value."
+        )
+    if algorithm == "sha256":
+        logger.info_once(
+            "Setting prefix_caching_hash_algo to 'sha256_cbor', which is the same in every "
+            "process and Python version."
+        )
+        cache.prefix_caching_hash_algo = "sha256_cbor"

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``LMCacheConnectorV1`` with ``SupportsHMA``.
+
+A model with state groups goes to :class:`lmcache_hybrid.connector.HybridConnector`;
+every other model goes to LMCache's own adapter through vLLM's unchanged class.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import lmcache_connector as upstream
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import MambaSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.lmcache_hybrid.connector")
+
+UpstreamConnector = upstream.LMCacheConnectorV1
+
+
+def install() -> None:
+    """Replace the class in vLLM's own module, where factory and users find it."""
+    upstream.LMCacheConnectorV1 = LMCacheConnectorV1
+    loaded = KVConnectorFactory.get_connector_class_by_name("LMCacheConnectorV1")
+    if loaded is not LMCacheConnectorV1:
+        raise RuntimeError(f"KVConnectorFactory still loads {loaded}: its registry has changed")
+
+
+class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
+    """vLLM's LMCache connector, serving hybrid models too.
+
+    Attributes:
+        kv_cache_config: vLLM's KV cache configuration, groups included.
+    """
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        role: KVConnectorRole,
+        kv_cache_config: "KVCacheConfig",
+    ) -> None:
+        self.kv_cache_config = kv_cache_config
+        self._hybrid = None
+        self._attention_group = 0
+        if not any(
+            isinstance(group.kv_cache_spec, MambaSpec)
+            for group in kv_cache_config.kv_cache_groups
+        ):
+            super().__init__(vllm_config, role, kv_cache_config)
+            return
+        from lmcache_hybrid.connector import HybridConnector
+
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        self._kv_cache_events = None
+        self._hybrid = HybridConnector(vllm_config, role, kv_cache_config)
+        self._attention_group = self._hybrid.plan.selected_attention
+        # Name that vLLM's class delegates to; the hybrid adapter answers the same calls.
+        self._lmcache_engine = self._hybrid
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        # A dropped save of a best-effort cache is only a later miss.
+        return False if self._hybrid else super().requires_kv_delivery
+
+    # Worker side
+
+    def bind_connector_metadata(self, connector_metadata) -> None:
+        if self._hybrid is None:
+            super().bind_connector_metadata(connector_metadata)
+            return
+        KVConnectorBase_V1.bind_connector_metadata(self, connector_metadata)
+        self._hybrid.bind_connector_metadata(connector_metadata)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self._hybrid is None:
+            return super().get_transfer_results(finished_req_ids)
+        return self._hybrid.get_transfer_results(finished_req_ids)
+
+    def get_kv_connector_kv_cache_events(self):
+        return None if self._hybrid else super().get_kv_connector_kv_cache_events()
+
+    def shutdown(self) -> None:
+        if self._hybrid is None:
+            super().shutdown()
+        else:
+            self._hybrid.shutdown()
+
+    # Scheduler side
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._hybrid is None:
+            return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return self._hybrid.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        if self._hybrid is None:
+            super().update_state_after_alloc(request, blocks, num_external_tokens)
+        else:
+            self._hybrid.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def update_connector_output(self, connector_output) -> None:
+        if self._hybrid is None:
+            super().update_connector_output(connector_output)
+        else:
+            self._hybrid.update_connector_output(connector_output)
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forward the selected attention group's blocks to the adapter."""
+        return self._lmcache_engine.request_finished(request, block_ids[self._attention_group])
+
+    def reset_cache(self) -> bool | None:
+        return self._hybrid.reset_cache() if self._hybrid else super().reset_cache()

