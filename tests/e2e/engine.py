@@ -170,6 +170,10 @@ class Engine:
         """Counters of the scheduler and the worker side."""
         return self.call("counts")
 
+    def reads(self) -> dict[str, int]:
+        """Records read, by LMCache backend."""
+        return self.call("reads")
+
     def settle(self, seconds: float = 30.0) -> None:
         """Wait until LMCache's asynchronous writes have ended."""
         deadline = time.monotonic() + seconds
@@ -203,8 +207,9 @@ class _Child:
         from vllm import LLM
 
         self._llm = LLM(**arguments)
-        self._core = self._llm.llm_engine.engine_core.engine_core
-        connector = self._core.scheduler.connector
+        # None where the core runs in a process of its own (VLLM_ENABLE_V1_MULTIPROCESSING=1).
+        self._core = getattr(self._llm.llm_engine.engine_core, "engine_core", None)
+        connector = self._core and self._core.scheduler.connector
         self._hybrid = getattr(connector, "_hybrid", None)
 
     def stop(self) -> None:
@@ -212,6 +217,8 @@ class _Child:
         self._llm.llm_engine.engine_core.shutdown()
 
     def info(self) -> dict:
+        if self._core is None:
+            return {"block_size": self._llm.llm_engine.vllm_config.cache_config.block_size}
         config = self._core.vllm_config
         groups = self._core.scheduler.kv_cache_config.kv_cache_groups
         return {
@@ -266,7 +273,7 @@ class _Child:
         return self._llm.reset_prefix_cache()
 
     def forget_all(self) -> bool:
-        return self._llm.reset_prefix_cache(reset_connector=True)
+        return self._llm.llm_engine.reset_prefix_cache(reset_connector=True)
 
     def _worker(self):
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -289,6 +296,9 @@ class _Child:
                 - self._core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             },
         }
+
+    def reads(self) -> dict:
+        return dict(self._worker().worker._store.reads)
 
     def writing(self) -> int:
         total = 0

@@ -75,34 +75,28 @@ def test_family_is_what_we_think(golden: Golden) -> None:
         assert golden.block_size != 128
 
 
-def test_ram(golden: Golden) -> None:
-    with Engine(golden.model, {"local_cpu": True}) as engine:
+def test_ram_and_fs_after_a_restart(golden: Golden, tmp_path) -> None:
+    config = {"local_cpu": True, "remote_url": f"fs://localhost:0{tmp_path}"}
+    with Engine(golden.model, config) as engine:
         assert engine.info["connector"] == "vllm_patch.connector"
         store_all(engine, golden)
         check_all(engine, golden)
-
-
-def test_local_disk_in_one_life_and_after_a_restart(golden: Golden, tmp_path) -> None:
-    config = {"local_cpu": False, "local_disk": str(tmp_path), "max_local_disk_size": 2}
-    with Engine(golden.model, config) as engine:
-        store_all(engine, golden)
-        check_all(engine, golden)
+        assert engine.reads().keys() == {"LocalCPUBackend"}
         engine.settle()
     with Engine(golden.model, config) as engine:
         check_all(engine, golden, again=True)
+        assert "RemoteBackend" in engine.reads()
 
 
-def test_fs_after_a_restart(golden: Golden, tmp_path) -> None:
-    config = {"local_cpu": False, "remote_url": f"fs://localhost:0{tmp_path}"}
-    with Engine(golden.model, config) as engine:
+def test_local_disk_and_redis_after_restarts(golden: Golden, tmp_path, redis_url: str) -> None:
+    disk = {"local_cpu": False, "local_disk": str(tmp_path), "max_local_disk_size": 2}
+    redis = {"local_cpu": False, "remote_url": redis_url}
+    with Engine(golden.model, {**disk, **redis}) as engine:
         store_all(engine, golden)
-    with Engine(golden.model, config) as engine:
         check_all(engine, golden)
-
-
-def test_redis_after_a_restart(golden: Golden, redis_url: str) -> None:
-    config = {"local_cpu": False, "remote_url": redis_url}
-    with Engine(golden.model, config) as engine:
-        store_all(engine, golden)
-    with Engine(golden.model, config) as engine:
-        check_all(engine, golden)
+        assert engine.reads().keys() == {"LocalDiskBackend"}
+        engine.settle()
+    for config, backend in ((disk, "LocalDiskBackend"), (redis, "RemoteBackend")):
+        with Engine(golden.model, config) as engine:
+            check_all(engine, golden, again=True)
+            assert engine.reads().keys() == {backend}

@@ -146,7 +146,9 @@ def test_refuses_other_store_plugins():
     assert "remote_storage_plugins=['fs', 'mooncake.one']" in message and "fs, redis" in message
 
 
-@pytest.mark.parametrize("url", ["fs:///abs/path", "fs://localhost/abs/path", "fs:/abs", "fs://:/a"])
+@pytest.mark.parametrize(
+    "url", ["fs:///abs/path", "fs://localhost/abs/path", "fs:/abs", "fs://:/a"]
+)
 def test_refuses_fs_without_host_and_port(url):
     """LMCache then fails without a word and calls itself unhealthy."""
     message = refusal(remote_url=url)

@@ -22,9 +22,7 @@ FULL = FullAttentionSpec(**SHAPE)
 MLA = MLAAttentionSpec(**SHAPE)
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=128)
 CHUNKED = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=128)
-STATE = MambaSpec(
-    block_size=N, shapes=((4, 8),), dtypes=(torch.float32,), mamba_cache_mode="align"
-)
+STATE = MambaSpec(block_size=N, shapes=((4, 8),), dtypes=(torch.float32,), mamba_cache_mode="align")
 
 
 def config(*specs) -> KVCacheConfig:
@@ -81,7 +79,9 @@ def test_refuses_an_unknown_kind_of_full_attention():
 @pytest.mark.parametrize("mode", ["none", "all"])
 def test_refuses_states_outside_align_mode(mode):
     state = dataclasses.replace(STATE, mamba_cache_mode=mode)
-    with pytest.raises(ConfigError, match=rf"^mamba_cache_mode='{mode}' .* --mamba-cache-mode align"):
+    with pytest.raises(
+        ConfigError, match=rf"^mamba_cache_mode='{mode}' .* --mamba-cache-mode align"
+    ):
         plan_groups(config(FULL, state))
 
 

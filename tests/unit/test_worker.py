@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import dataclasses
 import threading
 
 import pytest
@@ -227,8 +228,7 @@ def test_a_load_restores_every_byte_and_touches_nothing_else(rig, plan, batch_by
     }
     before = rig.buffer.clone()
     load = rig.load(start=start)
-    results = rig.run(Load("r", PREFIX, start, 3, attention, states))
-    assert load.request_id == "r"
+    results = rig.run(dataclasses.replace(load, attention_blocks=attention, state_blocks=states))
     assert results.finished_recving == {"r"} and not results.failed_recving
     targets = {
         (ATTENTION, group, i): block
@@ -237,9 +237,8 @@ def test_a_load_restores_every_byte_and_touches_nothing_else(rig, plan, batch_by
     } | {(STATE, group, 2): block for group, block in zip(plan.states, states)}
     for (kind, group, i), block in targets.items():
         assert rig.bytes_of(group, block) == source[kind, group, i]
-    expected = rig.buffer.clone()
     untouched = [b for b in range(12) if b not in targets.values()]
-    assert torch.equal(expected[:, untouched], before[:, untouched])
+    assert torch.equal(rig.buffer[:, untouched], before[:, untouched])
     for group, block in zip(plan.states, states):
         size = 100 + 10 * group  # helpers.make_pages
         assert torch.equal(rig.buffer[:, block, size:], before[:, block, size:])
@@ -294,8 +293,9 @@ def test_a_bad_record_fails_the_load_once(rig, hybrid_log, damage, kind, block):
     results = rig.run(load)
     assert_failed(rig, results)
     assert rig.worker.counts.rejected_records == (damage in (flip, cut))
-    warnings = [r.getMessage() for r in hybrid_log.records if r.levelname == "WARNING"]
-    assert len(warnings) == 1 and "Reqid: r, loading 48 tokens failed" in warnings[0]
+    (warning,) = [r for r in hybrid_log.records if r.levelname == "WARNING"]
+    assert "Reqid: r, loading 48 tokens failed" in warning.getMessage()
+    assert not warning.exc_info  # it is expected
 
 
 def test_an_unexpected_error_fails_the_load_too(rig, hybrid_log):
@@ -324,7 +324,8 @@ def test_a_block_that_is_none_fails_the_load_before_any_copy(rig, where, block):
         attention, states = load.attention_blocks, (load.state_blocks[0], block, 11)
     else:
         attention, states = ((7, 8, block),), load.state_blocks
-    assert_failed(rig, rig.run(Load("r", PREFIX, 0, 3, attention, states)))
+    load = dataclasses.replace(load, attention_blocks=attention, state_blocks=states)
+    assert_failed(rig, rig.run(load))
     assert torch.equal(rig.buffer, before)
 
 

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the examples share: environment, model, prompt, engine, one request.
+
+Importing this sets environment variables, so it comes before ``import vllm``. Each is only
+a default: what you export yourself wins.
+"""
+
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+HERE = Path(__file__).parent
+CONNECTOR = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+
+# Options of several examples.
+Model = Annotated[str | None, typer.Option(help="Model to use; without it a tiny one is made.")]
+Characters = Annotated[
+    int, typer.Option(help="Length of the prompt; the tiny model has one token for each.")
+]
+Config = Annotated[Path, typer.Option(help="LMCache's YAML.")]
+MaxModelLen = Annotated[int, typer.Option(help="Longest request in tokens.")]
+RedisUrl = Annotated[
+    str | None, typer.Option(help="redis://HOST:PORT; without it a server is started.")
+]
+
+# GB for vLLM's own KV cache on CPU; by default it takes a good part of the machine.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+# Two cores for each engine. By default vLLM takes all cores, and two engines then fight.
+CORES = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:2])
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", CORES)
+# Keep the output readable; export INFO to watch LMCache's lookups and hits.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
+# An example tells nobody that it ran.
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One finished request. ``hit``: prompt tokens that LMCache brought; seconds as named."""
+
+    prompt_tokens: int
+    tokens: list[int]
+    hit: int
+    first_token: float
+    total: float
+
+    def show(self, what: str) -> None:
+        typer.echo(
+            f"{what:<28} {self.hit:>5} of {self.prompt_tokens} prompt tokens from LMCache, "
+            f"first token {self.first_token:.3f} s, total {self.total:.3f} s"
+        )
+
+
+def model_or_tiny(model: str | None) -> str:
+    """``model``, or the path of a small Qwen3-Next with random weights, made on first use."""
+    if model is not None:
+        return model
+    from lmcache_hybrid.tinymodels import make_model
+
+    return str(make_model("qwen3_next", Path(tempfile.gettempdir(), "lmcache-hybrid-qwen3_next")))
+
+
+def long_prompt(characters: int, subject: str = "cache") -> str:
+    """A text of so many characters without repetition, so that no two blocks are equal."""
+    lines = (f"Line {i} says {i * i} about the {subject}.\n" for i in range(characters))
+    return "".join(lines)[:characters]
+
+
+def start(model: str, transfer: dict[str, Any] | None, max_model_len: int = 8192) -> Any:
+    """A ``vllm.LLM``; ``transfer`` is its kv_transfer_config, None for no connector."""
+    from vllm import LLM
+
+    return LLM(
+        model,
+        max_model_len=max_model_len,
+        enable_prefix_caching=True,
+        kv_transfer_config=transfer,
+        enforce_eager=True,  # starts faster; leave it out in earnest
+        disable_log_stats=False,  # times and counters
+    )
+
+
+def ask(llm: Any, prompt: str, max_tokens: int = 16) -> Answer:
+    """Send one greedy request."""
+    from vllm import SamplingParams
+
+    def external() -> int:
+        name = "vllm:external_prefix_cache_hits"
+        return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
+
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    before, started = external(), time.perf_counter()
+    output = llm.generate(prompt, params, use_tqdm=False)[0]
+    total = time.perf_counter() - started
+    return Answer(
+        len(output.prompt_token_ids),
+        list(output.outputs[0].token_ids),
+        external() - before,
+        output.metrics.first_token_latency,
+        total,
+    )
+
+
+def finish(problems: list[str]) -> None:
+    """Say how it went and end with exit code 1 when something did."""
+    for problem in problems:
+        typer.secho(f"FAILED: {problem}", fg="red")
+    if problems:
+        raise typer.Exit(1)
+    typer.secho("OK", fg="green")

