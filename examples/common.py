@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the examples share: environment, model, prompt, engine, one request.
 
-Importing this sets environment variables, so it comes before ``import vllm``. Each is only
-a default: what you export yourself wins.
+Importing this sets environment variables, so it comes before ``import vllm``. They are
+defaults: what you export yourself wins.
 """
 
 import os
@@ -16,6 +16,8 @@ import typer
 
 HERE = Path(__file__).parent
 CONNECTOR = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+MAX_MODEL_LEN = 8192
+HITS = "vllm:external_prefix_cache_hits"
 
 # Options of several examples.
 Model = Annotated[str | None, typer.Option(help="Model to use; without it a tiny one is made.")]
@@ -23,27 +25,24 @@ Characters = Annotated[
     int, typer.Option(help="Length of the prompt; the tiny model has one token for each.")
 ]
 Config = Annotated[Path, typer.Option(help="LMCache's YAML.")]
-MaxModelLen = Annotated[int, typer.Option(help="Longest request in tokens.")]
 RedisUrl = Annotated[
     str | None, typer.Option(help="redis://HOST:PORT; without it a server is started.")
 ]
 
 # GB for vLLM's own KV cache on CPU; by default it takes a good part of the machine.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-# Two cores for each engine. By default vLLM takes all cores, and two engines then fight.
+# Two cores are plenty for the tiny model; by default each engine binds all there are.
 CORES = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:2])
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", CORES)
-# Keep the output readable; export INFO to watch LMCache's lookups and hits.
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
-# An example tells nobody that it ran.
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+for name in ("VLLM_LOGGING_LEVEL", "LMCACHE_LOG_LEVEL"):
+    os.environ.setdefault(name, "WARNING")  # export INFO to watch LMCache's lookups and hits
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # an example tells nobody that it ran
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One finished request. ``hit``: prompt tokens that LMCache brought; seconds as named."""
+    """One finished request. ``hit``: prompt tokens that LMCache brought. Times in seconds."""
 
     prompt_tokens: int
     tokens: list[int]
@@ -73,13 +72,13 @@ def long_prompt(characters: int, subject: str = "cache") -> str:
     return "".join(lines)[:characters]
 
 
-def start(model: str, transfer: dict[str, Any] | None, max_model_len: int = 8192) -> Any:
+def start(model: str, transfer: dict[str, Any] | None) -> Any:
     """A ``vllm.LLM``; ``transfer`` is its kv_transfer_config, None for no connector."""
     from vllm import LLM
 
     return LLM(
         model,
-        max_model_len=max_model_len,
+        max_model_len=MAX_MODEL_LEN,
         enable_prefix_caching=True,
         kv_transfer_config=transfer,
         enforce_eager=True,  # starts faster; leave it out in earnest
@@ -92,20 +91,19 @@ def ask(llm: Any, prompt: str, max_tokens: int = 16) -> Answer:
     from vllm import SamplingParams
 
     def external() -> int:
-        name = "vllm:external_prefix_cache_hits"
-        return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
+        return sum(metric.value for metric in llm.get_metrics() if metric.name == HITS)
 
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     before, started = external(), time.perf_counter()
     output = llm.generate(prompt, params, use_tqdm=False)[0]
-    total = time.perf_counter() - started
-    return Answer(
-        len(output.prompt_token_ids),
-        list(output.outputs[0].token_ids),
-        external() - before,
-        output.metrics.first_token_latency,
-        total,
-    )
+    total, hit = time.perf_counter() - started, external() - before
+    prompt_tokens, tokens = len(output.prompt_token_ids), list(output.outputs[0].token_ids)
+    return Answer(prompt_tokens, tokens, hit, output.metrics.first_token_latency, total)
+
+
+def stop(llm: Any) -> None:
+    """End the engine, with time for LMCache to write what it holds: vLLM's default is 5 s."""
+    llm.llm_engine.engine_core.shutdown(timeout=30)
 
 
 def finish(problems: list[str]) -> None:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import get_context
 from typing import Any
 
-from common import Answer, ask, start
+from common import Answer, ask, start, stop
 
 _llm: Any = None  # the engine of a process that Engine started
 
@@ -26,11 +26,6 @@ def _block_size(llm: Any) -> int:
     return llm.llm_engine.vllm_config.cache_config.block_size
 
 
-def _stop(llm: Any) -> None:
-    # Time for LMCache to write what it holds; by default vLLM kills it after 5 seconds.
-    llm.llm_engine.engine_core.shutdown(timeout=30)
-
-
 class Engine(AbstractContextManager):
     """A ``vllm.LLM`` in a process of its own: ``with Engine(model, transfer) as engine``."""
 
@@ -40,7 +35,7 @@ class Engine(AbstractContextManager):
         self._ready = self._pool.submit(_call_here, _block_size)
 
     def __exit__(self, *exc: object) -> None:
-        self._pool.submit(_call_here, _stop).result()
+        self._pool.submit(_call_here, stop).result()
         self._pool.shutdown()
 
     def block_size(self) -> int:

@@ -16,13 +16,13 @@ from common import (
     HERE,
     Characters,
     Config,
-    MaxModelLen,
     Model,
     ask,
     finish,
     long_prompt,
     model_or_tiny,
     start,
+    stop,
 )
 
 
@@ -30,18 +30,18 @@ def main(
     model: Model = None,
     config: Config = HERE / "lmcache-ram.yaml",
     characters: Characters = 5000,
-    max_model_len: MaxModelLen = 8192,
 ) -> None:
     """Ask a long prompt, empty vLLM's own prefix cache, ask again: LMCache brings the prefix."""
     os.environ["LMCACHE_CONFIG_FILE"] = str(config)
     prompt = long_prompt(characters)
-    llm = start(model_or_tiny(model), CONNECTOR, max_model_len)
+    llm = start(model_or_tiny(model), CONNECTOR)
     ask(llm, "Warm up.")  # the first request of an engine is slower
 
     first = ask(llm, prompt)
     if not llm.reset_prefix_cache():
         finish(["vLLM did not reset its prefix cache"])
     second = ask(llm, prompt)
+    stop(llm)
 
     first.show("first time")
     second.show("after reset_prefix_cache()")

@@ -24,21 +24,10 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 from urllib.request import urlopen
 
+import common
 import typer
-from common import (
-    CONNECTOR,
-    HERE,
-    Characters,
-    Config,
-    MaxModelLen,
-    Model,
-    finish,
-    long_prompt,
-    model_or_tiny,
-)
+from common import HERE, Characters, Config, Model
 from openai import OpenAI
-
-HITS = "vllm:external_prefix_cache_hits_total"
 
 
 def serve_command(model: str) -> list[str]:
@@ -50,21 +39,18 @@ def serve_command(model: str) -> list[str]:
 
 
 @contextmanager
-def server(model: str, config: Path, max_model_len: int, log: Path) -> Iterator[str]:
-    """Run ``vllm serve`` on a free port; gives its address once it answers /health."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+def server(model: str, config: Path, log: Path) -> Iterator[str]:
+    """Run ``vllm serve`` on a free port; gives its address once it is healthy."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
-    command = serve_command(model) + ["--served-model-name", "model", "--port", port]
-    command += ["--max-model-len", str(max_model_len)]
-    command += ["--enable-prefix-caching", "--kv-transfer-config", json.dumps(CONNECTOR)]
+    command = serve_command(model) + ["--served-model-name", "model"]
+    command += ["--port", port, "--max-model-len", str(common.MAX_MODEL_LEN)]
+    command += ["--enable-prefix-caching", "--kv-transfer-config", json.dumps(common.CONNECTOR)]
     command += ["--enforce-eager"]  # starts faster; leave it out in earnest
     # With its default, 0, vLLM kills its processes before LMCache has written everything.
     command += ["--shutdown-timeout", "30"]
-    environment = os.environ | {
-        "LMCACHE_CONFIG_FILE": str(config),
-        "VLLM_SERVER_DEV_MODE": "1",  # only for POST /reset_prefix_cache; never in production
-    }
+    environment = os.environ | {"LMCACHE_CONFIG_FILE": str(config)}
+    environment["VLLM_SERVER_DEV_MODE"] = "1"  # for POST /reset_prefix_cache; not in production
     url = f"http://127.0.0.1:{port}"
     with log.open("wb") as out:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
@@ -73,7 +59,7 @@ def server(model: str, config: Path, max_model_len: int, log: Path) -> Iterator[
             time.sleep(0.5)
         if process.poll() is not None:
             typer.echo(log.read_text(errors="replace")[-3000:])
-            finish([f"vllm serve ended with exit code {process.returncode}"])
+            common.finish([f"vllm serve ended with exit code {process.returncode}"])
         yield url
     finally:
         process.send_signal(signal.SIGINT)  # as Ctrl-C does
@@ -89,8 +75,9 @@ def healthy(url: str) -> bool:
 
 def hit_tokens(url: str) -> int:
     """Tokens that LMCache has brought since the server started."""
+    name = f"{common.HITS}_total"
     lines = urlopen(f"{url}/metrics").read().decode().splitlines()
-    return sum(int(float(line.split()[-1])) for line in lines if line.startswith(HITS))
+    return sum(int(float(line.split()[-1])) for line in lines if line.startswith(name))
 
 
 def ask(url: str, prompt: str, what: str) -> tuple[str, int]:
@@ -111,13 +98,12 @@ def main(
     model: Model = None,
     config: Config = HERE / "lmcache-ram.yaml",
     characters: Characters = 5000,
-    max_model_len: MaxModelLen = 8192,
 ) -> None:
     """Serve a model, ask, empty vLLM's own prefix cache, ask again, read /metrics."""
-    prompt = long_prompt(characters)
+    prompt = common.long_prompt(characters)
     log = Path(tempfile.gettempdir(), "lmcache-hybrid-serve.log")
     typer.echo(f"starting vllm serve, log in {log}")
-    with server(model_or_tiny(model), config, max_model_len, log) as url:
+    with server(common.model_or_tiny(model), config, log) as url:
         ask(url, "Warm up.", "first request of a server")
         first, _ = ask(url, prompt, "first time")
         urlopen(f"{url}/reset_prefix_cache", data=b"").close()
@@ -126,7 +112,7 @@ def main(
     problems = [] if hit else ["LMCache brought nothing: is the prompt longer than one block?"]
     if first != second:
         problems.append(f"other text: {first!r} and {second!r}")
-    finish(problems)
+    common.finish(problems)
 
 
 if __name__ == "__main__":

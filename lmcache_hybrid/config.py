@@ -2,6 +2,7 @@
 """LMCache's options for a hybrid model: what is set, what is kept, what is refused."""
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ logger = init_logger("vllm.lmcache_hybrid.config")
 
 # Keys of kv_connector_extra_config with this prefix are this package's own.
 OWN_PREFIX = "lmcache.hybrid_"
+LOAD_LIMIT_KEY = "lmcache.max_tokens_per_load"
 DEFAULT_CHUNK_SIZE = 256
 STABLE_HASH = "sha256_cbor"
 # Remote stores that keep a record's size with it. Others hand out buffers of
@@ -94,16 +96,18 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
     def whole(key: str, default: int | None) -> int | None:
         value = transfer.get_from_extra_config(key, default)
         try:
-            return default if value is None else int(value)
+            if value is None or int(value) == float(value):
+                return default if value is None else int(value)
         except (TypeError, ValueError):
-            raise ConfigError(f"{key}={value!r} is not a whole number; write one.") from None
+            pass
+        raise ConfigError(f"{key}={value!r} is not a whole number; write one.")
 
     return Options(
         attention_group=whole(ATTENTION_GROUP_KEY, None),
         save=transfer.kv_role != "kv_consumer" and not os.environ.get("LMCACHE_FORCE_SKIP_SAVE"),
         priority_limit=config.priority_limit,
         min_retrieve_tokens=config.min_retrieve_tokens,
-        max_tokens_per_load=whole("lmcache.max_tokens_per_load", 0) or 0,
+        max_tokens_per_load=whole(LOAD_LIMIT_KEY, 0) or 0,
     )
 
 
@@ -126,9 +130,15 @@ def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
         )
     config = lmcache_get_or_create_config()
     for key, value in vllm_config.kv_transfer_config.kv_connector_extra_config.items():
+        if not key.startswith("lmcache.") or key.startswith(OWN_PREFIX) or key == LOAD_LIMIT_KEY:
+            continue
         field = key.removeprefix("lmcache.")
-        if key.startswith("lmcache.") and not key.startswith(OWN_PREFIX) and hasattr(config, field):
-            validate_and_set_config_value(config, field, value)
+        # LMCache itself warns of a field that does not exist.
+        if not validate_and_set_config_value(config, field, value) and hasattr(config, field):
+            raise ConfigError(
+                f"{key}={value!r} is not a value that LMCache's {field} takes; correct it or "
+                "remove it from kv_connector_extra_config."
+            )
     return config
 
 
@@ -194,7 +204,7 @@ def _check_remote(config: "LMCacheEngineConfig") -> None:
             f"states; use one of {', '.join(s + '://' for s in REMOTE_SCHEMES)}."
         )
     if parts.scheme == "fs":
-        if not parts.netloc or parts.port is None:
+        if not re.fullmatch(r"[^:]+:\d+", parts.netloc):
             raise ConfigError(
                 f"LMCache option remote_url={url!r} has no host and port, which LMCache needs to "
                 "find the path; write fs://localhost:0/absolute/path."

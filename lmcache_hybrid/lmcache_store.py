@@ -19,7 +19,7 @@ from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 from vllm.logger import init_logger
 
-from lmcache_hybrid import local_disk
+from lmcache_hybrid import local_disk, remote
 from lmcache_hybrid.local_disk import record_shape
 from lmcache_hybrid.errors import LoadError, RecordError
 from lmcache_hybrid.record import HEADER_BYTES, RecordKey, seal, verify
@@ -114,7 +114,9 @@ class LMCacheStore:
         self._damaged: set[RecordKey] = set()
         self._bound_allocations()
         for backend in self.manager.storage_backends.values():
-            if isinstance(backend, LocalDiskBackend):
+            if isinstance(backend, RemoteBackend):
+                remote.repair_queue(backend)
+            elif isinstance(backend, LocalDiskBackend):
                 local_disk.survive_write_errors(backend)
                 local_disk.restore_index(backend, model_name, fingerprint, engine.metadata)
 
@@ -180,6 +182,7 @@ class LMCacheStore:
                 self._read(location, wanted, buffers)
             for key in keys:
                 if key not in buffers:
+                    self._discard_if_present(key, claim.located[key])
                     raise LoadError(
                         f"record {key.label} at token {key.boundary} is gone from "
                         f"{claim.located[key]}"
@@ -230,6 +233,15 @@ class LMCacheStore:
             self.discard(key)
             raise
 
+    def _discard_if_present(self, key: RecordKey, location: str) -> None:
+        """A record that is there but could not be read would be promised for ever."""
+        try:
+            present = self.manager.storage_backends[location].contains(self.engine_key(key))
+        except Exception:
+            present = False  # the store may only be away
+        if present:
+            self.discard(key)
+
     def discard(self, key: RecordKey) -> None:
         """Remove a damaged record from every backend that can; never raises."""
         if len(self._damaged) >= MAX_DAMAGED:
@@ -267,9 +279,15 @@ class LMCacheStore:
             keys.append(self.engine_key(key))
             memories.append(buffer.memory)
             self._damaged.discard(key)
-        if keys:
-            # Takes over our references.
+        if not keys:
+            return
+        try:
+            # Takes over our references once it returns.
             self.manager.batched_put(keys, memories, location=self._engine.store_location)
+        except BaseException:
+            for memory in memories:
+                memory.ref_count_down()
+            raise
 
     def clear(self) -> None:
         self.manager.clear()

@@ -135,12 +135,12 @@ def survive_write_errors(backend: "LocalDiskBackend") -> None:
         size = memory_obj.get_physical_size()
         try:
             write(key=key, memory_obj=memory_obj, **kwargs)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             with backend.disk_lock:
                 backend.current_cache_size -= size
             backend.usage -= len(memory_obj.byte_array)
             backend.disk_worker.remove_put_task(key)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):
                 Path(backend._key_to_path(key)).unlink()
             memory_obj.ref_count_down()
             if not warned:
@@ -148,7 +148,7 @@ def survive_write_errors(backend: "LocalDiskBackend") -> None:
                 logger.warning(
                     "local_disk %s cannot be written (%s): records are kept in RAM only.",
                     backend.path,
-                    error.strerror,
+                    getattr(error, "strerror", error),
                 )
 
     backend.async_save_bytes_to_disk = async_save_bytes_to_disk

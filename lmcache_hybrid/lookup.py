@@ -98,10 +98,9 @@ class RankLookup:
         if question.limit <= 0 or not self._store.readable():
             return MISS
         prefix, plan = question.prefix, self._plan
-        located, attention = self._attention_prefix(
-            prefix, min(question.limit, len(prefix.hashes))
-        )
-        for boundary in range(attention, question.floor, -1):
+        # Counted past the limit too: what is stored need not be stored again.
+        located, attention = self._attention_prefix(prefix, len(prefix.hashes))
+        for boundary in range(min(attention, question.limit), question.floor, -1):
             keys = load_keys(prefix, question.floor, boundary, plan)
             states = keys[-len(plan.states) :]
             found = self._store.locate(states)
@@ -162,14 +161,11 @@ def agree(
         answers = ask(question)
         if not answers:
             return MISS
+        attention = min(answer.attention for answer in answers)
         lowest = min(answer.boundary for answer in answers)
         if all(answer.boundary == lowest for answer in answers):
-            return Answer(lowest, min(answer.attention for answer in answers))
-        if question.limit == 0:
-            raise AssertionError("a rank answered a boundary to a question with limit 0")
-        # With lowest == 0 this round only makes the other ranks drop their claims.
-        attention = min(answer.attention for answer in answers)
+            return Answer(lowest, attention)
         question = msgspec.structs.replace(question, limit=lowest)
         if lowest == 0:
-            ask(question)
+            ask(question)  # makes the other ranks drop their claims
             return Answer(0, attention)

@@ -124,10 +124,6 @@ class Header:
     block_hash: bytes
     checksum: bytes
 
-    def is_for_tags(self, tags: tuple[tuple[str, str], ...]) -> bool:
-        """Whether the record was sealed for these request tags."""
-        return self.fields[8] == _tags_digest(tags)
-
 
 def read_header(data: bytes | memoryview) -> Header:
     """Parse the first HEADER_BYTES of a record.

@@ -340,12 +340,12 @@ def prefix_of(request: "Request", block_size: int, hashes_per_block: int) -> Pre
     for key, value in sorted(transfer_params(request).items()):
         if key.startswith("lmcache.tag."):
             name = key.removeprefix("lmcache.tag.")
-            if not isinstance(value, str) or set("@%") & set(name + value):
+            if not isinstance(value, str) or not _is_plain(name + value):
                 logger.warning_once(
-                    "Requests tagged %s=%r are not cached: LMCache needs tags that are strings "
-                    "without '@' and '%%'.",
+                    "Requests tagged %s=%s are not cached: LMCache needs tags that are printable "
+                    "strings without '@' and '%%'.",
                     key,
-                    value,
+                    repr(value)[:80],
                 )
                 return nothing
             tags.append((name, value))
@@ -354,6 +354,10 @@ def prefix_of(request: "Request", block_size: int, hashes_per_block: int) -> Pre
     blocks = request.num_prompt_tokens // block_size
     ends = range(hashes_per_block - 1, blocks * hashes_per_block, hashes_per_block)
     return Prefix(tuple(bytes(request.block_hashes[end]) for end in ends), tuple(tags))
+
+
+def _is_plain(text: str) -> bool:
+    return text.isprintable() and not set("@%") & set(text)
 
 
 def _lora_identity(lora: Any) -> str:

@@ -450,10 +450,7 @@ def test_damaged_bytes_are_no_record(box, kind, damage):
 @outside
 @pytest.mark.parametrize("damage", OTHER_LENGTH)
 @pytest.mark.parametrize("batch", [KEYS, KEYS[1:2]], ids=["several", "one"])
-def test_cut_values_are_no_record(box, kind, damage, batch, request):
-    if kind != "disk":
-        why = "fetch does not discard what the backend has but cannot read"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
+def test_cut_values_are_no_record(box, kind, damage, batch):
     assert_damage_is_found(box(kind), OTHER_LENGTH[damage], batch)
 
 
@@ -504,13 +501,11 @@ def test_a_redis_server_that_went_away_is_a_miss(tmp_path):
         box.close()
 
 
-@pytest.mark.xfail(strict=True, reason="RedisConnector.close blocks its own event loop")
 def test_closing_redis_does_not_hang(box, blocked_loops):
     box("redis").write().close()
     assert not blocked_loops
 
 
-@pytest.mark.xfail(strict=True, reason="LMCache cancels reads, which ends its queue's workers")
 def test_a_failed_read_leaves_redis_usable(box):
     """Without workers every lookup would wait for ever."""
     box = box("redis").write()
@@ -632,7 +627,6 @@ def test_clear_forgets_what_is_in_ram(box):
     assert box.used() == box.start
 
 
-@pytest.mark.xfail(strict=True, reason="LMCacheStore.put keeps its references when LMCache raises")
 def test_a_failed_put_releases_its_buffers(box):
     box = box("ram")
 
@@ -782,7 +776,6 @@ def test_the_size_account_follows_damage(box):
     assert box.backend.current_cache_size == each * (len(KEYS) - 1)
 
 
-@pytest.mark.xfail(strict=True, reason="survive_write_errors undoes an OSError only")
 def test_a_tag_that_is_no_file_name_leaks_nothing(box):
     """open() raises ValueError for a NUL, and tags come from clients."""
     box = box("disk")

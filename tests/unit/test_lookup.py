@@ -216,7 +216,8 @@ def test_agree_is_the_deepest_common_boundary(contents, limit, floor):
     ]
     deepest = max(common, default=0)
     assert answer.boundary == deepest
-    assert answer.attention <= min(min(attention, limit) for attention, _ in contents)
+    expected = 0 if limit == 0 else min(attention for attention, _ in contents)
+    assert answer.attention == expected, "counted past the limit: what is stored stays stored"
     claimed = load_keys(PREFIX, floor, deepest, PLAN) if deepest else []
     for store, lookup in zip(ranks.stores, ranks.lookups):
         assert store.pins == dict.fromkeys(claimed, 1)

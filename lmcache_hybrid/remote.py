@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LMCache's Redis connector made to survive failed reads and to close."""
+
+import asyncio
+import contextlib
+import functools
+import traceback
+from typing import TYPE_CHECKING
+
+from lmcache.v1.memory_management import MemoryObj
+from lmcache.v1.storage_backend.job_executor.pq_executor import AsyncPQExecutor
+
+if TYPE_CHECKING:
+    from lmcache.v1.storage_backend.remote_backend import RemoteBackend
+
+# Writes still queued at shutdown get this long.
+FLUSH_SECONDS = 8.0
+
+
+def repair_queue(backend: "RemoteBackend") -> None:
+    """Repair the job queue of this backend's connector, now and after a reconnect.
+
+    Mutates ``backend``. Connectors without such a queue (``fs://``) are left alone.
+    """
+    connect = backend.init_connection
+
+    @functools.wraps(connect)
+    def init_connection() -> None:
+        connect()
+        _repair(backend)
+
+    backend.init_connection = init_connection
+    _repair(backend)
+
+
+def _repair(backend: "RemoteBackend") -> None:
+    connector = backend.connection
+    while hasattr(connector, "getWrappedConnector"):
+        connector = connector.getWrappedConnector()
+    queue = getattr(connector, "pq_executor", None)
+    if isinstance(queue, AsyncPQExecutor) and not hasattr(queue, "_hybrid_repaired"):
+        queue._hybrid_repaired = True
+        _keep_workers(queue)
+        _close_from_own_loop(queue)
+
+
+def _keep_workers(queue: AsyncPQExecutor) -> None:
+    """A cancelled read must not end a worker of the queue.
+
+    Bug: ``RemoteBackend`` cancels the other reads of a batch after one failed;
+    the worker then sets the result of a cancelled future and dies of it.
+    Symptom: after a few failed reads every lookup waits for ever.
+    Remove when: ``AsyncPQExecutor._worker`` checks ``done.cancelled()``.
+    """
+    submit = queue.submit_job
+
+    @functools.wraps(submit)
+    async def submit_job(*args, **kwargs):
+        job = asyncio.ensure_future(submit(*args, **kwargs))
+        try:
+            return await asyncio.shield(job)
+        except asyncio.CancelledError:
+            job.add_done_callback(_release)
+            raise
+        except Exception as error:
+            _release_from(error)
+            raise
+
+    queue.submit_job = submit_job
+
+
+def _release(job: asyncio.Future) -> None:
+    """Give back the buffer that a read filled after nobody waited for it any more."""
+    if job.cancelled():
+        return
+    if (error := job.exception()) is not None:
+        _release_from(error)
+    elif isinstance(job.result(), MemoryObj):
+        job.result().ref_count_down()
+
+
+def _release_from(error: BaseException) -> None:
+    """Give back the buffer of a read that failed, which LMCache leaves in the traceback."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        memory = frame.f_locals.get("memory_obj")
+        if frame.f_code.co_name == "_get" and isinstance(memory, MemoryObj):
+            memory.ref_count_down()
+
+
+def _close_from_own_loop(queue: AsyncPQExecutor) -> None:
+    """Closing must not wait for the event loop on that very loop.
+
+    Bug: ``RedisConnector.close`` awaits ``pq_executor.shutdown``, which blocks
+    until the loop it runs on has ended the workers.
+    Symptom: an engine with Redis never shuts down, queued writes are lost.
+    Remove when: ``RedisConnector.close`` awaits ``shutdown_async``.
+    """
+
+    async def shutdown(wait: bool = True) -> None:
+        if wait:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(queue._queue.join(), FLUSH_SECONDS)
+        await queue.shutdown_async(False)
+
+    queue.shutdown = shutdown
