@@ -9,6 +9,7 @@ health, freeze mode, ``store_location``, ``retrieve_locations``, pins, statistic
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ logger = init_logger("vllm.lmcache_hybrid.store")
 PINNING = ("LocalCPUBackend", "LocalDiskBackend")
 TAG = "lmcache.tag."
 MAX_DAMAGED = 4096
+REMOTE_READERS = 4
 
 
 class LMCacheBuffer:
@@ -110,6 +112,7 @@ class LMCacheStore:
         self._metadata = engine.metadata
         self._max_record = HEADER_BYTES + max_payload
         self.reads: Counter[str] = Counter()
+        self._readers = ThreadPoolExecutor(REMOTE_READERS, thread_name_prefix="hybrid-read")
         # Damaged records that a backend could not remove; gone once written anew.
         self._damaged: set[RecordKey] = set()
         self._bound_allocations()
@@ -189,6 +192,7 @@ class LMCacheStore:
                     )
             for key in keys:
                 self._check(key, buffers[key])
+            self._keep_in_ram(claim, buffers)
         except BaseException:
             for buffer in buffers.values():
                 buffer.release()
@@ -201,14 +205,44 @@ class LMCacheStore:
         if location != "LocalCPUBackend":
             self._probe_staging(len(keys))
         engine_keys = [self.engine_key(key) for key in keys]
+        backend = dict(self.manager.get_active_storage_backends(location)).get(location)
+        if backend is None:
+            raise LoadError(f"{location} is switched off")
         try:
-            memories = self.manager.batched_get(engine_keys, location=location)
+            if isinstance(backend, RemoteBackend):
+                memories = self._read_remote(backend, engine_keys)
+            else:
+                memories = backend.batched_get_blocking(engine_keys)
         except Exception as error:
             raise LoadError(f"{location} failed: {error!r}") from error
         for key, memory in zip(keys, memories):
             if memory is not None:
                 buffers[key] = LMCacheBuffer(memory)
                 self.reads[location] += 1
+
+    def _read_remote(
+        self, backend: RemoteBackend, keys: list[CacheEngineKey]
+    ) -> list[MemoryObj | None]:
+        """Read several at a time, up to the first that fails.
+
+        Not with ``batched_get_blocking``: after a failure that one loses the
+        buffers of the reads beside it.
+        """
+        memories: list[MemoryObj | None] = []
+        for start in range(0, len(keys), REMOTE_READERS):
+            part = keys[start : start + REMOTE_READERS]
+            memories += self._readers.map(backend.get_blocking, part)
+            if None in memories:
+                break
+        return memories
+
+    def _keep_in_ram(self, claim: LMCacheClaim, buffers: dict[RecordKey, LMCacheBuffer]) -> None:
+        """Copy what other backends held to RAM, where LMCache is told to use it (local_cpu)."""
+        keys = [key for key in buffers if claim.located[key] != "LocalCPUBackend"]
+        if keys:
+            self.manager.local_cpu_backend.batched_submit_put_task(
+                [self.engine_key(key) for key in keys], [buffers[key].memory for key in keys]
+            )
 
     def _probe_staging(self, records: int) -> None:
         """Fail now instead of waiting for ever: LMCache's reads spin until memory is free."""
