@@ -171,7 +171,9 @@ def settle_lmcache_config(config: "LMCacheEngineConfig", block_size: int) -> Non
 
 def _refuse_if(name: str, value: Any, is_set: Callable[[Any], bool], why: str) -> None:
     if is_set(value):
-        raise ConfigError(f"LMCache option {name}={value!r} does not work on a hybrid model: {why}.")
+        raise ConfigError(
+            f"LMCache option {name}={value!r} does not work on a hybrid model: {why}."
+        )
 
 
 def _settle_chunk_size(config: "LMCacheEngineConfig", block_size: int) -> None:

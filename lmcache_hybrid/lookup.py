@@ -64,9 +64,7 @@ def record_keys(
 ) -> list[RecordKey]:
     """Keys of block number ``block`` (counted from 0) for all ``groups``."""
     boundary = (block + 1) * block_size
-    return [
-        RecordKey(kind, group, prefix.hashes[block], boundary, prefix.tags) for group in groups
-    ]
+    return [RecordKey(kind, group, prefix.hashes[block], boundary, prefix.tags) for group in groups]
 
 
 def load_keys(prefix: Prefix, start: int, boundary: int, plan: GroupPlan) -> list[RecordKey]:
@@ -113,9 +111,7 @@ class RankLookup:
                 return Answer(boundary, attention)
         return Answer(0, attention)
 
-    def _attention_prefix(
-        self, prefix: Prefix, limit: int
-    ) -> tuple[dict[RecordKey, str], int]:
+    def _attention_prefix(self, prefix: Prefix, limit: int) -> tuple[dict[RecordKey, str], int]:
         """Where the attention records are, and how many leading blocks are complete."""
         located: dict[RecordKey, str] = {}
         for group in self._plan.attention:
@@ -145,9 +141,7 @@ class RankLookup:
         return len(self._claims)
 
 
-def agree(
-    ask: Callable[[Question], list[Answer]], question: Question
-) -> Answer:
+def agree(ask: Callable[[Question], list[Answer]], question: Question) -> Answer:
     """Ask all ranks until they name one boundary; MISS where they cannot.
 
     Args:

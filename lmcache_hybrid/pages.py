@@ -90,9 +90,7 @@ def _byte_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
             "or KV cache layout."
         )
     size = tensor.element_size()
-    storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
-        tensor.untyped_storage()
-    )
+    storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     return storage.as_strided(
         (tensor.shape[0], tensor[0].numel() * size),
         (tensor.stride(0) * size, 1),

@@ -54,8 +54,7 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
         self._hybrid = None
         self._attention_group = 0
         if not any(
-            isinstance(group.kv_cache_spec, MambaSpec)
-            for group in kv_cache_config.kv_cache_groups
+            isinstance(group.kv_cache_spec, MambaSpec) for group in kv_cache_config.kv_cache_groups
         ):
             super().__init__(vllm_config, role, kv_cache_config)
             return
