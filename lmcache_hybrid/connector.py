@@ -23,7 +23,7 @@ from lmcache_hybrid.config import (
 )
 from lmcache_hybrid.errors import ConfigError
 from lmcache_hybrid.fingerprint import fingerprint
-from lmcache_hybrid.groups import GroupPlan, plan_groups
+from lmcache_hybrid.groups import plan_groups
 from lmcache_hybrid.lookup import RankLookup
 from lmcache_hybrid.metadata import NOTHING, StepMetadata
 from lmcache_hybrid.pages import GroupPages

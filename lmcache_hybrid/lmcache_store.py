@@ -21,8 +21,8 @@ from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 from vllm.logger import init_logger
 
 from lmcache_hybrid import local_disk, remote
-from lmcache_hybrid.local_disk import record_shape
 from lmcache_hybrid.errors import LoadError, RecordError
+from lmcache_hybrid.local_disk import record_shape
 from lmcache_hybrid.record import HEADER_BYTES, RecordKey, seal, verify
 
 if TYPE_CHECKING:

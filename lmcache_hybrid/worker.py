@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 
 from lmcache_hybrid.errors import LoadError, RecordError
 from lmcache_hybrid.groups import GroupPlan
-from lmcache_hybrid.lookup import Prefix, RankLookup, record_keys
+from lmcache_hybrid.lookup import RankLookup, record_keys
 from lmcache_hybrid.metadata import Load, Save, StepMetadata
 from lmcache_hybrid.pages import GroupPages
 from lmcache_hybrid.record import ATTENTION, STATE, RecordKey

@@ -9,9 +9,8 @@ bfloat16 otherwise, so there only the first token is compared.
 """
 
 import pytest
-
-from conftest import Golden
 from engine import Engine
+from golden import Golden
 
 pytestmark = pytest.mark.engine
 

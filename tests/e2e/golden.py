@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The answers that a vLLM without LMCache gives."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine import Answer, Engine
+from prompts import Case, cases
+
+from lmcache_hybrid.tinymodels import make_model
+
+
+@dataclass
+class Golden:
+    """What vLLM answers by itself.
+
+    Attributes:
+        cold: with nothing cached.
+        warm: after ``case.stored``, from vLLM's own prefix cache. Its prefill splits
+            where ours does after a load, so ours must equal it to the last bit.
+    """
+
+    family: str
+    model: Path
+    block_size: int
+    groups: list[str]
+    cases: list[Case]
+    cold: dict[str, Answer] = field(default_factory=dict)
+    warm: dict[str, Answer] = field(default_factory=dict)
+
+
+def record_golden(family: str, model_dir: Path, **options) -> Golden:
+    model = make_model(family, model_dir / family)
+    with Engine(model, **options) as engine:
+        size = engine.info["block_size"]
+        golden = Golden(family, model, size, engine.info["groups"], cases(size))
+        for case in golden.cases:
+            engine.forget()
+            golden.cold[case.name] = engine.ask(list(case.asked))
+            engine.forget()
+            engine.ask(list(case.stored))
+            golden.warm[case.name] = engine.ask(list(case.asked))
+    return golden
