@@ -3,7 +3,7 @@
 
 LMCache's ``store`` and ``retrieve`` know attention slots only, so records go to
 its storage backends directly. What those two calls honour is honoured here:
-health, freeze mode, ``store_location``, ``retrieve_locations``, pins, statistics.
+health, freeze mode, ``store_location``, ``retrieve_locations``, pins.
 """
 
 import threading
