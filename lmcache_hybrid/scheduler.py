@@ -134,8 +134,13 @@ class HybridScheduler:
         if limit <= floor and not tracked.save:
             return Answer(0, 0)
         tracked.claimed = True
+        if request.request_id in self._dropped:
+            # Not sent yet, it would drop the claim that this question makes.
+            self._dropped.remove(request.request_id)
         answer = agree(self._ask, Question(request.request_id, tracked.prefix, limit, floor))
         tracked.saved = max(tracked.saved, answer.attention)
+        if not tracked.unsaved:
+            self._unsaved.pop(request.request_id, None)
         self.counts.lookups += 1
         self.counts.hits += answer.boundary > 0
         hit = max(answer.boundary, floor)

@@ -683,3 +683,23 @@ def test_no_claim_and_no_request_is_left_behind(steps):
     rig.step()
     assert rig.ranks.pins == 0
     assert rig.scheduler.num_tracked == 0
+
+
+def test_a_fully_stored_prompt_costs_later_steps_nothing():
+    """Its decode steps must not look at it again and again for blocks to store."""
+    rig = Rig()
+    request = make_request(tokens=3 * N + 1)
+    rig.holds(request, 3, 3)
+    assert rig.match(request) == (3 * N, True)
+    assert not rig.scheduler._unsaved
+
+
+def test_a_new_question_keeps_its_claim_from_an_unsent_drop():
+    """Given up and asked anew within one step: the drop of the old claim must not go out."""
+    rig = Rig()
+    request = make_request(tokens=3 * N + 1)
+    rig.holds(request, 3, 3)
+    assert rig.match(request, 3 * N) == (0, False)
+    load = rig.admit(request, 0)
+    assert load is not None and load.boundary == 3
+    assert all(lookup.num_claims for lookup in rig.ranks.lookups)
