@@ -1,0 +1,625 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of the simulation: vLLM's scheduler, our connector, LMCache's storage, a toy model.
+
+Everything between the requests and the pages is the real thing: vLLM's
+``Scheduler`` or ``AsyncScheduler`` with its block managers, ``LMCacheConnectorV1``
+as patched, :class:`HybridScheduler`, :class:`HybridWorker`, :class:`LMCacheStore`
+over LMCache's ``StorageManager``, vLLM's aggregator of the ranks' results. What is
+left out is time: loads run when the program says so, questions to the ranks are
+function calls, and all engines and ranks live in one thread.
+"""
+
+import copy
+import dataclasses
+import functools
+import tempfile
+from collections import Counter, deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+from lmcache.v1.cache_engine import LMCacheEngineBuilder
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.metadata import LMCacheMetadata
+from vllm import SamplingParams
+from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+import lmcache_hybrid.connector
+import vllm_patch
+from lmcache_hybrid import worker as worker_module
+from lmcache_hybrid.config import Options
+from lmcache_hybrid.errors import LoadError
+from lmcache_hybrid.groups import GroupPlan, plan_groups
+from lmcache_hybrid.lmcache_store import LMCacheStore
+from lmcache_hybrid.lookup import Answer, Question, RankLookup
+from lmcache_hybrid.metadata import NOTHING
+from lmcache_hybrid.pages import GroupPages
+from lmcache_hybrid.scheduler import HybridScheduler
+from lmcache_hybrid.tinymodels import make_model
+from lmcache_hybrid.worker import HybridWorker
+
+from .model import ToyRank, Truth
+
+N = 8  # tokens per block
+MODEL = "toy"
+POOL_BYTES = 1 << 20
+RECORD_BYTES = 4096  # what LMCache's allocator gives out for one record
+# Steps without progress after which a request counts as stuck.
+PATIENCE = 400
+
+
+class Stuck(AssertionError):
+    """Requests that should end do not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """Shape of one simulated deployment.
+
+    Attributes:
+        groups: one letter per KV cache group, "a" for attention and "s" for states.
+        batch: most tokens per step.
+        hash_size: tokens per block hash, N or a divisor.
+        retention: ``prefix_cache_retention_interval``.
+        drafts: speculative tokens per step; ``mtp`` makes them count as MTP's.
+        overlap: asynchronous scheduling.
+        load_limit: ``lmcache.max_tokens_per_load``.
+        batch_bytes: bytes of records held at once while loading.
+    """
+
+    groups: str = "sa"
+    ranks: int = 1
+    engines: int = 1
+    blocks: int = 40
+    batch: int = 3 * N
+    seqs: int = 4
+    hash_size: int = N
+    retention: int | None = 0
+    drafts: int = 0
+    mtp: bool = False
+    overlap: bool = False
+    priority: bool = False
+    load_limit: int = 0
+    batch_bytes: int = 1 << 20
+
+    @property
+    def longest(self) -> int:
+        """Most tokens a request may have so that the pool holds it alone."""
+        attention, states = self.groups.count("a"), self.groups.count("s")
+        spare = self.blocks - 2 - states * (3 + self.drafts)
+        return min(16, spare // attention - 1) * N
+
+
+# Shared by all programs of a process: starting them costs more than a program.
+
+
+@functools.cache
+def base_config() -> tuple[VllmConfig, StructuredOutputManager]:
+    """vLLM's configuration of a small hybrid model with LMCacheConnectorV1."""
+    vllm_patch.register()
+    init_none_hash(sha256_cbor)
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model("lfm2", Path(folder, "lfm2"))
+        config = EngineArgs(
+            model=str(model),
+            max_model_len=1024,
+            max_num_batched_tokens=1024,
+            enforce_eager=True,
+            async_scheduling=False,
+            kv_transfer_config={"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"},
+        ).create_engine_config()
+        return config, StructuredOutputManager(config)
+
+
+@functools.cache
+def storage():
+    """LMCache's engine with its StorageManager: RAM, room for 256 records."""
+    engine = LMCacheEngineBuilder.get_or_create(
+        "simulation",
+        LMCacheEngineConfig.from_defaults(
+            chunk_size=N, max_local_cpu_size=POOL_BYTES / (1 << 30), local_cpu=True
+        ),
+        LMCacheMetadata(
+            model_name=MODEL,
+            world_size=1,
+            local_world_size=1,
+            worker_id=0,
+            local_worker_id=0,
+            kv_dtype=torch.bfloat16,
+            kv_shape=(1, 2, N, 1, 8),
+            role="worker",
+            chunk_size=N,
+        ),
+        None,
+        lambda tensor, source: tensor,
+        lambda value, source: value,
+    )
+    engine.post_init()
+    return engine
+
+
+def close_storage() -> None:
+    """End LMCache's threads; the next program starts it anew."""
+    LMCacheEngineBuilder.destroy("simulation")
+    storage.cache_clear()
+
+
+class Pool:
+    """The records of all engines of a program, in LMCache's RAM backend."""
+
+    def __init__(self) -> None:
+        self._engine = storage()
+        self._backend = self._engine.storage_manager.local_cpu_backend
+        self._allocate, self._bounded = self._backend.allocate, None
+        self._engine.storage_manager.clear()
+        self._start = self.used
+        assert not self._backend.hot_cache and self._start == 0, "a program left records behind"
+        self._ballast: list = []
+
+    @property
+    def used(self) -> int:
+        """Bytes of the pool that are given out."""
+        allocator = self._backend.memory_allocator.pin_allocator
+        return allocator.address_manager.total_allocated_size
+
+    @property
+    def records(self) -> list:
+        """(key, memory) of everything stored, oldest first."""
+        return list(self._backend.hot_cache.items())
+
+    @property
+    def pinned(self) -> int:
+        return sum(memory.is_pinned for _, memory in self.records)
+
+    def bound_once(self) -> None:
+        """Each store wraps ``allocate``; here all of them share one backend."""
+        self._bounded = self._bounded or self._backend.allocate
+        self._backend.allocate = self._bounded
+
+    def shrink(self, records: int) -> None:
+        """Leave room for so many records only."""
+        for memory in self._ballast:
+            memory.ref_count_down()
+        self._ballast.clear()
+        while POOL_BYTES - len(self._ballast) * RECORD_BYTES > records * RECORD_BYTES:
+            memory = self._backend.allocate(
+                torch.Size([1, 1, 1, 200]), torch.uint8, busy_loop=False
+            )
+            if memory is None:
+                break
+            self._ballast.append(memory)
+
+    def lose(self, index: int) -> None:
+        """Evict one record that is not pinned."""
+        records = [key for key, memory in self.records if memory.can_evict]
+        if records:
+            self._backend.remove(records[index % len(records)])
+
+    def damage(self, index: int, how: str) -> None:
+        """Change a record's bytes behind everybody's back."""
+        records = self.records
+        if not records:
+            return
+        memory = records[index % len(records)][1]
+        view = memoryview(memory.byte_array).cast("B")
+        if how == "flip":
+            view[-1 - index % 40] ^= 1 << index % 8
+        elif how == "header":
+            view[index % 100] ^= 1 << index % 8
+        else:
+            other = memoryview(records[(index + 1) % len(records)][1].byte_array).cast("B")
+            if len(other) == len(view):
+                view[:] = bytes(other)
+
+    def close(self) -> None:
+        """Raises AssertionError when a buffer or a pin is still held."""
+        self.shrink(POOL_BYTES // RECORD_BYTES)
+        assert self.pinned == 0, f"{self.pinned} records are still pinned"
+        self._engine.storage_manager.clear()
+        assert not self._backend.hot_cache
+        assert self.used == self._start, f"{self.used} bytes of LMCache's pool are not given back"
+
+    def reset(self) -> None:
+        """Whatever a failed program left: the next one must start from nothing."""
+        self._backend.allocate = self._allocate
+        self.shrink(POOL_BYTES // RECORD_BYTES)
+        if self.used or self.records:
+            close_storage()
+
+
+class _RankView:
+    """LMCache's engine as one rank of one deployment sees it."""
+
+    def __init__(self, engine, rank: int, ranks: int) -> None:
+        self._engine = engine
+        self.metadata = dataclasses.replace(engine.metadata, worker_id=rank, world_size=ranks)
+        self.healthy = True
+
+    def is_healthy(self) -> bool:
+        return self.healthy
+
+    def __getattr__(self, name: str):
+        return getattr(self._engine, name)
+
+
+class FaultyStore(LMCacheStore):
+    """The real store with faults that a program switches on.
+
+    Attributes:
+        failing: so many next fetches fail.
+        full: no memory for new records.
+    """
+
+    failing = 0
+    full = False
+
+    def fetch(self, claim, keys):
+        if self.failing:
+            self.failing -= 1
+            raise LoadError("a fault of the simulation")
+        return super().fetch(claim, keys)
+
+    def reserve(self, payload_bytes: int):
+        return None if self.full else super().reserve(payload_bytes)
+
+
+class ManualExecutor:
+    """Stands in for the loading thread: work runs when the program says so."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[Future, object]] = deque()
+
+    def submit(self, function, *args) -> Future:
+        future: Future = Future()
+        self._queue.append((future, functools.partial(function, *args)))
+        return future
+
+    def begin(self) -> None:
+        """Start the oldest load; it can no longer be cancelled."""
+        if self._queue and not self._queue[0][0].running() and not self._queue[0][0].done():
+            self._queue[0][0].set_running_or_notify_cancel()
+
+    def run(self) -> bool:
+        """Run the oldest load to its end; False when there is none."""
+        if not self._queue:
+            return False
+        future, work = self._queue.popleft()
+        if future.cancelled() or (
+            not future.running() and not future.set_running_or_notify_cancel()
+        ):
+            return True
+        future.set_result(work())
+        return True
+
+    def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
+        self._queue.clear()
+
+
+class SimConnector(lmcache_hybrid.connector.HybridConnector):
+    """HybridConnector without processes, sockets and start-up of LMCache."""
+
+    building: "SimEngine"  # whose connectors are being made
+    rank = 0
+
+    def __init__(self, vllm_config, role, kv_cache_config) -> None:
+        self.engine = engine = SimConnector.building
+        self.plan = engine.plan
+        self.scheduler = self.worker = None
+        self._metadata = NOTHING
+        if role == KVConnectorRole.SCHEDULER:
+            self.scheduler = HybridScheduler(
+                engine.plan, engine.options, engine.hash_size, engine.ask
+            )
+        else:
+            rank = engine.ranks[SimConnector.rank]
+            pages = {
+                group: GroupPages([f"layer{group}"], rank.kv_caches())
+                for group in (*self.plan.attention, *self.plan.states)
+            }
+            self.worker = HybridWorker(
+                self.plan,
+                pages,
+                engine.stores[SimConnector.rank],
+                engine.lookups[SimConnector.rank],
+                torch.device("cpu"),
+                engine.setup.batch_bytes,
+            )
+            self.worker._executor = ManualExecutor()
+
+    def reset_cache(self) -> bool:
+        for store in self.engine.stores:
+            store.clear()
+        return True
+
+
+class SimEngine:
+    """One vLLM engine: scheduler, ranks, connectors.
+
+    Attributes:
+        holding: loads do not run.
+        silent: ranks do not answer questions; "late" ones work all the same.
+    """
+
+    def __init__(self, setup: Setup, pool: Pool) -> None:
+        self.setup, self._pool = setup, pool
+        self.holding = False
+        self.silent = ""
+        self.steps = 0
+        self.events: Counter[str] = Counter()
+        self.requests: dict[str, Request] = {}
+        self._truths: dict[str, Truth] = {}
+        self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._late: list[Question] = []
+        base, structured_output = base_config()
+        config = self._vllm_config(base)
+        kv_cache_config = self._kv_cache_config()
+        self.plan: GroupPlan = plan_groups(kv_cache_config)
+        self.options = Options(None, True, None, 0, setup.load_limit)
+        block_size, self.hash_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
+        self._hasher = get_request_block_hasher(self.hash_size, sha256_cbor)
+        self.ranks = [
+            ToyRank(
+                rank,
+                setup.blocks,
+                N,
+                self.plan.attention,
+                self.plan.states,
+                setup.drafts,
+            )
+            for rank in range(setup.ranks)
+        ]
+        self.views = [_RankView(storage(), rank, setup.ranks) for rank in range(setup.ranks)]
+        self.stores = [
+            FaultyStore(view, MODEL, bytes([rank + 1]) * 16, N * 8)
+            for rank, view in enumerate(self.views)
+        ]
+        pool.bound_once()
+        self.lookups = [RankLookup(self.plan, store) for store in self.stores]
+        worker_module.IDLE_WAIT_SECONDS = 0
+        lmcache_hybrid.connector.HybridConnector = SimConnector
+        SimConnector.building = self
+        from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import (
+            LMCacheConnectorV1,
+        )
+
+        self.scheduler = config.scheduler_config.get_scheduler_cls()(
+            vllm_config=config,
+            kv_cache_config=kv_cache_config,
+            structured_output_manager=structured_output,
+            block_size=block_size,
+            hash_block_size=self.hash_size,
+        )
+        for rank in self.ranks:
+            SimConnector.rank = rank.rank
+            rank.connector = LMCacheConnectorV1(config, KVConnectorRole.WORKER, kv_cache_config)
+        self.hybrid = self.scheduler.connector._hybrid.scheduler
+        self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, setup.ranks)
+        self._depth = config.max_concurrent_batches
+
+    def _vllm_config(self, base: VllmConfig) -> VllmConfig:
+        setup, config = self.setup, copy.copy(base)
+        config.model_config = copy.copy(config.model_config)
+        config.model_config.max_model_len = setup.longest
+        config.cache_config = cache = copy.copy(config.cache_config)
+        cache.block_size = N
+        cache.mamba_block_size = N
+        cache.num_gpu_blocks = setup.blocks
+        cache.prefix_match_unit = setup.hash_size
+        config.scheduler_config = scheduler = copy.copy(config.scheduler_config)
+        scheduler.max_num_batched_tokens = setup.batch
+        scheduler.max_num_scheduled_tokens = None
+        scheduler.max_num_seqs = setup.seqs
+        scheduler.async_scheduling = setup.overlap
+        scheduler.policy = "priority" if setup.priority else "fcfs"
+        if setup.drafts:
+            config.speculative_config = SpeculativeConfig(
+                method="ngram",
+                num_speculative_tokens=setup.drafts,
+                prompt_lookup_max=2,
+                prompt_lookup_min=1,
+                target_model_config=config.model_config,
+                target_parallel_config=config.parallel_config,
+            )
+            if setup.mtp:
+                config.speculative_config.method = "mtp"
+        return config
+
+    def _kv_cache_config(self) -> KVCacheConfig:
+        groups = []
+        for index, letter in enumerate(self.setup.groups):
+            if letter == "a":
+                spec = FullAttentionSpec(
+                    block_size=N, num_kv_heads=1, head_size=2, dtype=torch.bfloat16
+                )
+            else:
+                spec = MambaSpec(
+                    block_size=N,
+                    shapes=((2,),),
+                    dtypes=(torch.int64,),
+                    page_size_padded=N * 8,
+                    mamba_cache_mode="align",
+                    num_speculative_blocks=self.setup.drafts,
+                )
+            groups.append(KVCacheGroupSpec([f"layer{index}"], spec))
+        return KVCacheConfig(
+            num_blocks=self.setup.blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=groups,
+            prefix_cache_retention_interval=self.setup.retention,
+        )
+
+    # What a program does to an engine
+
+    def add(
+        self, request_id: str, prompt: list[int], output: int, salt: str = "", priority: int = 0
+    ) -> None:
+        """A new request; ``output`` tokens are generated."""
+        self._truths[request_id] = Truth(prompt, salt, self.setup.longest + self.setup.drafts + 1)
+        self.requests[request_id] = request = Request(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(max_tokens=output, ignore_eos=True),
+            pooling_params=None,
+            cache_salt=salt or None,
+            priority=priority,
+            block_hasher=self._hasher,
+        )
+        self.scheduler.add_request(request)
+
+    @property
+    def live(self) -> list[str]:
+        return [r for r, request in self.requests.items() if not request.is_finished()]
+
+    def abort(self, request_id: str) -> None:
+        self.events["aborted " + self.requests[request_id].status.name] += 1
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def reset_prefix_cache(self, running: bool) -> None:
+        waiting = self._zombies or any(
+            self.requests[r].status == RequestStatus.WAITING_FOR_REMOTE_KVS for r in self.live
+        )
+        # vLLM itself refuses to preempt beside a load, and beside a step under way.
+        while running and self._queue:
+            self._finish_step()
+        self.scheduler.reset_prefix_cache(reset_running_requests=running and not waiting)
+        self.events["reset"] += 1
+
+    @property
+    def _zombies(self) -> bool:
+        """Whether aborted requests still keep blocks for a load."""
+        return len(self.scheduler.requests) > len(self.live)
+
+    def clear_store(self) -> None:
+        self.scheduler.reset_connector_cache()
+
+    def ask(self, question: Question) -> list[Answer]:
+        """The scheduler's question to its ranks."""
+        if self.silent == "lost":
+            return []
+        answers = [lookup.answer(question) for lookup in self.lookups]
+        return [] if self.silent == "late" else answers
+
+    # One step
+
+    def step(self) -> None:
+        """Schedule and execute once; in overlapped mode take up the oldest result."""
+        self.steps += 1
+        output = self.scheduler.schedule()
+        results = [rank.execute(output, self._truths) for rank in self.ranks]
+        self._queue.append((output, self._aggregator.aggregate(results)))
+        if len(self._queue) < self._depth and output.total_num_scheduled_tokens:
+            return
+        self._finish_step()
+
+    def _finish_step(self) -> None:
+        output, result = self._queue.popleft()
+        transfers = result.kv_connector_output
+        if transfers is not None:
+            self.events["loads"] += len(transfers.finished_recving or ())
+            self.events["failed loads"] += len(transfers.failed_recving or ())
+        self.scheduler.update_from_output(output, result)
+        if self.setup.drafts:
+            self._draft(output, result)
+        for request_id in output.num_scheduled_tokens:
+            request = self.requests[request_id]
+            truth = self._truths[request_id].tokens
+            assert list(request.output_token_ids) == truth[
+                request.num_prompt_tokens : request.num_tokens
+            ], f"{request_id} got other tokens than its prompt has"
+
+    def _draft(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """Drafts for the next step, of which the first few are right."""
+        ids, drafts = [], []
+        for request_id, tokens in zip(result.req_ids, result.sampled_token_ids):
+            request = self.requests[request_id]
+            if not tokens or request.is_finished():
+                continue
+            truth, start = self._truths[request_id], request.num_tokens
+            right = int(truth.hash_at(start)) % (self.setup.drafts + 1)
+            ids.append(request_id)
+            drafts.append(
+                [
+                    truth.token(start + i) if i < right else VOCABULARY_END
+                    for i in range(self.setup.drafts)
+                ]
+            )
+        self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
+
+    def load(self, rank: int | None = None) -> None:
+        """Run the oldest load of one rank, or all loads of all ranks."""
+        for each in self.ranks if rank is None else [self.ranks[rank % len(self.ranks)]]:
+            executor = each.connector._hybrid.worker._executor
+            while executor.run() and rank is None:
+                pass
+
+    def begin_load(self, rank: int) -> None:
+        self.ranks[rank % len(self.ranks)].connector._hybrid.worker._executor.begin()
+
+    # The end
+
+    def heal(self) -> None:
+        """Switch all faults off."""
+        self.holding, self.silent = False, ""
+        for view, store in zip(self.views, self.stores):
+            view.healthy, store.failing, store.full = True, 0, False
+
+    def drain(self) -> None:
+        """Run until every request has ended.
+
+        Raises:
+            Stuck: after PATIENCE steps without one that ends.
+        """
+        idle = 0
+        while self.scheduler.has_requests() or self._queue:
+            if not self.scheduler.has_requests():
+                self._finish_step()
+                continue
+            live = len(self.live)
+            self.load()
+            self.step()
+            idle = 0 if len(self.live) < live else idle + 1
+            if idle > PATIENCE:
+                raise Stuck(f"{self.live} do not end")
+
+    def check_empty(self) -> None:
+        """Raises AssertionError when ended requests left something behind."""
+        blocks = self.scheduler.kv_cache_manager.block_pool
+        assert blocks.get_num_free_blocks() == blocks.num_gpu_blocks - 1, "blocks are leaked"
+        assert self.hybrid.num_tracked == 0, "requests are still tracked"
+        assert not self.hybrid._unsaved and not self.hybrid._loads
+        for rank, lookup in zip(self.ranks, self.lookups):
+            assert lookup.num_claims == 0, f"rank {rank.rank} still holds claims"
+            assert not rank.connector._hybrid.worker._loads
+
+    def kill(self) -> None:
+        """The process is gone, and its pins with it."""
+        for lookup in self.lookups:
+            for request_id in list(lookup._claims):
+                lookup.drop(request_id)
+        for rank in self.ranks:
+            for _, claim in rank.connector._hybrid.worker._loads.values():
+                if claim is not None:
+                    claim.release()
+
+
+VOCABULARY_END = -7  # a draft that is never right

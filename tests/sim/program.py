@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random programs for the simulated engines, and how they are run."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+
+from .engine import N, Pool, Setup, SimEngine
+from .model import VOCABULARY
+
+# Prompts are prefixes of these; a branch leaves its trunk at some token.
+TRUNKS = [[random.Random(seed).randrange(VOCABULARY) for _ in range(400)] for seed in range(3)]
+SALTS = ("", "", "", "tenant")
+
+
+@dataclass
+class Tally:
+    """What happened in all programs; a simulation without hits proves nothing."""
+
+    steps: int = 0
+    programs: int = 0
+    events: Counter = field(default_factory=Counter)
+
+
+@st.composite
+def setups(draw) -> Setup:
+    attention = draw(st.sampled_from((1, 1, 1, 2)))
+    states = draw(st.integers(1, 3))
+    groups = "".join(draw(st.permutations("a" * attention + "s" * states)))
+    drafts = draw(st.sampled_from((0, 0, 0, 1, 2)))
+    return Setup(
+        groups=groups,
+        ranks=draw(st.sampled_from((1, 1, 2, 3, 4))),
+        engines=draw(st.sampled_from((1, 1, 2))),
+        blocks=2 + states * (3 + drafts) + attention * draw(st.integers(5, 24)),
+        batch=draw(st.sampled_from((N // 2, N, N + 3, 2 * N, 3 * N + 5, 8 * N))),
+        seqs=draw(st.integers(1, 5)),
+        hash_size=draw(st.sampled_from((N, N, N // 2))),
+        retention=draw(st.sampled_from((0, 0, None, 2 * N))),
+        drafts=drafts,
+        mtp=drafts > 0 and draw(st.booleans()),
+        overlap=not drafts and draw(st.booleans()),
+        priority=draw(st.booleans()),
+        load_limit=draw(st.sampled_from((0, 0, 0, 2 * N))),
+        batch_bytes=draw(st.sampled_from((1, 1 << 20))),
+    )
+
+
+_number = st.integers(0, 1 << 16)
+# Weights by repetition; the first ones are what a failing program shrinks to.
+_VERBS = (
+    ["step"] * 20
+    + ["add"] * 8
+    + ["again"] * 14
+    + ["load", "begin", "hold", "abort"] * 2
+    + ["reset"] * 3
+    + ["reset running", "clear", "lose", "lose many", "shrink", "restart"]
+    + ["flip", "header", "swap", "fail", "full", "unhealthy", "silent"]
+)
+# Operations after which a fault of an engine ends by itself.
+FAULT_LASTS = 4
+operations = st.tuples(st.sampled_from(_VERBS), st.integers(0, 3), _number, _number)
+programs = st.tuples(setups(), st.lists(operations, min_size=20, max_size=100))
+
+
+class Run:
+    """One program on its engines."""
+
+    def __init__(self, setup: Setup, tally: Tally) -> None:
+        self.setup, self.tally = setup, tally
+        self.pool = Pool()
+        self.engines = [SimEngine(setup, self.pool) for _ in range(setup.engines)]
+        self._prompts: list[list[int]] = []
+        self._added = 0
+
+    def play(self, operations) -> None:
+        try:
+            for number, (verb, which, x, y) in enumerate(operations):
+                engine = self.engines[which % len(self.engines)]
+                if number % FAULT_LASTS == 0:
+                    engine.heal()
+                getattr(self, "_" + verb.replace(" ", "_"))(engine, x, y)
+            for engine in self.engines:
+                engine.heal()
+                engine.drain()
+                engine.check_empty()
+            self.pool.close()
+        finally:
+            self.pool.reset()
+            for engine in self.engines:
+                self._count(engine)
+            self.tally.programs += 1
+
+    def _count(self, engine: SimEngine) -> None:
+        self.tally.steps += engine.steps
+        self.tally.events.update(engine.events)
+        counts = engine.hybrid.counts
+        self.tally.events.update(
+            hits=counts.hits, hit_tokens=counts.hit_tokens, dropped_offers=counts.dropped_offers
+        )
+        self.tally.events["preempted"] += sum(
+            request.num_preemptions for request in engine.requests.values()
+        )
+        for rank in engine.ranks:
+            worker = rank.connector._hybrid.worker.counts
+            self.tally.events.update(
+                saved_states=worker.saved_states,
+                loaded_states=worker.loaded_states,
+                rejected=worker.rejected_records,
+                skipped_saves=worker.skipped_saves,
+            )
+
+    # One method per verb
+
+    def _step(self, engine: SimEngine, x: int, y: int) -> None:
+        for _ in range(1 + x % 16):
+            if not engine.holding:
+                engine.load()
+            if engine.scheduler.has_requests():
+                engine.step()
+
+    def _add(self, engine: SimEngine, x: int, y: int) -> None:
+        longest = engine.setup.longest
+        output = 1 + y % 7
+        # Around the block boundaries, where most goes wrong.
+        length = max(1, min(longest - output, (x % 16) * N + (x >> 4) % 3 - 1 + (x >> 6) % 2 * 3))
+        prompt = TRUNKS[x % len(TRUNKS)][:length]
+        if y & 8:
+            branch = (y >> 4) % length
+            prompt = prompt[:branch] + TRUNKS[(y >> 4) % len(TRUNKS)][length : 2 * length - branch]
+        self._prompts.append(prompt)
+        self._submit(engine, prompt, output, x, y)
+
+    def _again(self, engine: SimEngine, x: int, y: int) -> None:
+        """A prompt asked before, cut or extended."""
+        if not self._prompts:
+            return
+        output = 1 + y % 7
+        prompt = self._prompts[x % len(self._prompts)]
+        cut = (y >> 4) % 6 * N if y & 8 else 0
+        more = TRUNKS[0][: (x >> 8) % 20] if y & 128 else []
+        prompt = (prompt[: max(1, len(prompt) - cut)] + more)[: engine.setup.longest - output]
+        self._submit(engine, prompt, output, x, y)
+
+    def _submit(self, engine: SimEngine, prompt: list[int], output: int, x: int, y: int) -> None:
+        self._added += 1
+        salt = SALTS[(x >> 12) % len(SALTS)]
+        engine.add(f"r{self._added}", prompt, output, salt, priority=(y >> 10) % 3)
+
+    def _load(self, engine: SimEngine, x: int, y: int) -> None:
+        engine.load(x)
+
+    def _begin(self, engine: SimEngine, x: int, y: int) -> None:
+        engine.begin_load(x)
+
+    def _hold(self, engine: SimEngine, x: int, y: int) -> None:
+        engine.holding = not engine.holding
+
+    def _abort(self, engine: SimEngine, x: int, y: int) -> None:
+        if live := engine.live:
+            engine.abort(live[x % len(live)])
+
+    def _reset(self, engine: SimEngine, x: int, y: int) -> None:
+        engine.reset_prefix_cache(False)
+
+    def _reset_running(self, engine: SimEngine, x: int, y: int) -> None:
+        engine.reset_prefix_cache(True)
+
+    def _clear(self, engine: SimEngine, x: int, y: int) -> None:
+        engine.clear_store()
+
+    def _lose(self, engine: SimEngine, x: int, y: int) -> None:
+        self.pool.lose(x)
+
+    def _lose_many(self, engine: SimEngine, x: int, y: int) -> None:
+        for i in range(y % 20):
+            self.pool.lose(x + 7 * i)
+
+    def _flip(self, engine: SimEngine, x: int, y: int) -> None:
+        self.pool.damage(x, "flip")
+
+    def _header(self, engine: SimEngine, x: int, y: int) -> None:
+        self.pool.damage(x, "header")
+
+    def _swap(self, engine: SimEngine, x: int, y: int) -> None:
+        self.pool.damage(x, "swap")
+
+    def _fail(self, engine: SimEngine, x: int, y: int) -> None:
+        engine.stores[x % len(engine.stores)].failing += 1
+
+    def _full(self, engine: SimEngine, x: int, y: int) -> None:
+        engine.stores[x % len(engine.stores)].full = True
+
+    def _unhealthy(self, engine: SimEngine, x: int, y: int) -> None:
+        engine.views[x % len(engine.views)].healthy = False
+
+    def _silent(self, engine: SimEngine, x: int, y: int) -> None:
+        engine.silent = ("", "lost", "late")[x % 3]
+
+    def _shrink(self, engine: SimEngine, x: int, y: int) -> None:
+        self.pool.shrink(16 + x % 150)
+
+    def _restart(self, engine: SimEngine, x: int, y: int) -> None:
+        """The engine is killed; a new one with an empty cache finds the store."""
+        engine.kill()
+        self._count(engine)
+        self.engines[self.engines.index(engine)] = SimEngine(self.setup, self.pool)
+        self.tally.events["restarts"] += 1
