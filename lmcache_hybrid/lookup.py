@@ -6,7 +6,9 @@ group, on every rank. Ranks may hold different boundaries, so the smallest
 answer is only a new limit to ask with: all must name the same boundary.
 """
 
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -36,12 +38,14 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
         prefix: of the prompt.
         limit: deepest block count allowed; 0 only drops the claim.
         floor: blocks that are cached locally; at or below them nothing is claimed.
+        deadline: ``time.monotonic`` after which the scheduler no longer waits.
     """
 
     request_id: str
     prefix: Prefix
     limit: int
     floor: int
+    deadline: float = math.inf
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -81,18 +85,27 @@ class RankLookup:
     """Answers for one rank, and the claims behind its answers.
 
     A claim lives from the answer until its load took it (:meth:`take`), the
-    request gave it up (:meth:`drop`), or the next question replaced it.
+    request gave it up (:meth:`drop`), or the next question replaced it. A drop
+    that overtakes its question, because the scheduler stopped waiting, counts too.
     """
 
     def __init__(self, plan: GroupPlan, store: Store) -> None:
         self._plan = plan
         self._store = store
         self._claims: dict[str, Claim] = {}
+        self._answering = ""
+        self._given_up = False
         self._lock = threading.Lock()  # lookup thread, worker thread
 
     def answer(self, question: Question) -> Answer:
         """Find the deepest boundary and claim it. Mutates the claims."""
         self.drop(question.request_id)
+        with self._lock:
+            self._answering, self._given_up = question.request_id, False
+        # Looked at after the line above: a drop comes after the deadline, so it is
+        # either seen there or the question is already too old here.
+        if time.monotonic() > question.deadline:
+            return MISS
         if question.limit <= 0 or not self._store.readable():
             return MISS
         prefix, plan = question.prefix, self._plan
@@ -106,10 +119,18 @@ class RankLookup:
                 continue
             claim = self._store.claim({key: found.get(key) or located[key] for key in keys})
             if claim is not None:
-                with self._lock:
-                    self._claims[question.request_id] = claim
-                return Answer(boundary, attention)
+                return Answer(boundary, attention) if self._keep(question, claim) else MISS
         return Answer(0, attention)
+
+    def _keep(self, question: Question, claim: Claim) -> bool:
+        """File the claim unless its request was dropped in the meantime."""
+        with self._lock:
+            self._answering = ""
+            if not self._given_up:
+                self._claims[question.request_id] = claim
+                return True
+        claim.release()
+        return False
 
     def _attention_prefix(self, prefix: Prefix, limit: int) -> tuple[dict[RecordKey, str], int]:
         """Where the attention records are, and how many leading blocks are complete."""
@@ -131,8 +152,10 @@ class RankLookup:
             return self._claims.pop(request_id, None)
 
     def drop(self, request_id: str) -> None:
-        """Release the claim of a request that will not load."""
-        claim = self.take(request_id)
+        """Release the claim of a request that will not load, filed or about to be."""
+        with self._lock:
+            self._given_up |= request_id == self._answering
+            claim = self._claims.pop(request_id, None)
         if claim is not None:
             claim.release()
 

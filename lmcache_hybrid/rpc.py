@@ -44,6 +44,8 @@ class LookupClient:
 
     def ask(self, question: Question) -> list[Answer]:
         """All ranks' answers, or [] when one does not answer in time."""
+        deadline = time.monotonic() + self._timeout_ms / 1000
+        question = msgspec.structs.replace(question, deadline=deadline)
         return [msgspec.msgpack.decode(raw, type=Answer) for raw in self._send("ask", question)]
 
     def clear(self) -> bool:

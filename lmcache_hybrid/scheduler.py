@@ -233,7 +233,7 @@ class HybridScheduler:
         self, scheduled: dict[str, int], block_state: "KVConnectorBlockState"
     ) -> Iterable[Save]:
         offers = block_state.boundary_state_offloads
-        for request_id in list(self._unsaved.keys() | offers.keys()):
+        for request_id in dict.fromkeys((*self._unsaved, *offers)):
             tracked = self._tracked.get(request_id)
             if tracked is None or request_id not in scheduled or not tracked.save:
                 # Finished, preempted or waiting: its blocks may belong to another by now.

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 
+import msgspec
 import torch
 from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
@@ -357,7 +358,7 @@ class SimEngine:
 
     Attributes:
         holding: loads do not run.
-        silent: ranks do not answer questions; "late" ones work all the same.
+        silent: ranks do not answer: their questions are "lost", "late" or the answers "unheard".
     """
 
     def __init__(self, setup: Setup, pool: Pool) -> None:
@@ -495,19 +496,15 @@ class SimEngine:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def reset_prefix_cache(self, running: bool) -> None:
-        waiting = self._zombies or any(
-            self.requests[r].status == RequestStatus.WAITING_FOR_REMOTE_KVS for r in self.live
-        )
-        # vLLM itself refuses to preempt beside a load, and beside a step under way.
+        """Empty vLLM's own cache; ``running``: preempt for it what runs."""
         while running and self._queue:
             self._finish_step()
-        self.scheduler.reset_prefix_cache(reset_running_requests=running and not waiting)
-        self.events["reset"] += 1
-
-    @property
-    def _zombies(self) -> bool:
-        """Whether aborted requests still keep blocks for a load."""
-        return len(self.scheduler.requests) > len(self.live)
+        try:
+            self.scheduler.reset_prefix_cache(reset_running_requests=running)
+            self.events["reset"] += 1
+        except RuntimeError:
+            # vLLM cannot reset beside a request that holds blocks and does not run.
+            self.events["reset refused"] += 1
 
     def clear_store(self) -> None:
         self.scheduler.reset_connector_cache()
@@ -516,8 +513,12 @@ class SimEngine:
         """The scheduler's question to its ranks."""
         if self.silent == "lost":
             return []
+        if self.silent == "late":
+            self._late.append(msgspec.structs.replace(question, deadline=0.0))
+            return []
         answers = [lookup.answer(question) for lookup in self.lookups]
-        return [] if self.silent == "late" else answers
+        self.events["ranks disagree"] += len({answer.boundary for answer in answers}) > 1
+        return [] if self.silent == "unheard" else answers
 
     # One step
 
@@ -526,6 +527,9 @@ class SimEngine:
         self.steps += 1
         output = self.scheduler.schedule()
         results = [rank.execute(output, self._truths) for rank in self.ranks]
+        while self._late:
+            question = self._late.pop()
+            assert all(lookup.answer(question).boundary == 0 for lookup in self.lookups)
         self._queue.append((output, self._aggregator.aggregate(results)))
         if len(self._queue) < self._depth and output.total_num_scheduled_tokens:
             return
@@ -535,23 +539,29 @@ class SimEngine:
         output, result = self._queue.popleft()
         transfers = result.kv_connector_output
         if transfers is not None:
-            self.events["loads"] += len(transfers.finished_recving or ())
             self.events["failed loads"] += len(transfers.failed_recving or ())
+            for request_id in transfers.finished_recving or ():
+                request = self.requests[request_id]
+                self.events["loads"] += 1
+                self.events["loads of aborted requests"] += request.is_finished()
+                self.events["loads after preemption"] += request.num_preemptions > 0
         self.scheduler.update_from_output(output, result)
         if self.setup.drafts:
             self._draft(output, result)
         for request_id in output.num_scheduled_tokens:
             request = self.requests[request_id]
             truth = self._truths[request_id].tokens
-            assert list(request.output_token_ids) == truth[
-                request.num_prompt_tokens : request.num_tokens
-            ], f"{request_id} got other tokens than its prompt has"
+            assert (
+                list(request.output_token_ids)
+                == truth[request.num_prompt_tokens : request.num_tokens]
+            ), f"{request_id} got other tokens than its prompt has"
 
     def _draft(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Drafts for the next step, of which the first few are right."""
         ids, drafts = [], []
         for request_id, tokens in zip(result.req_ids, result.sampled_token_ids):
             request = self.requests[request_id]
+            self.events["accepted drafts"] += max(0, len(tokens) - 1)
             if not tokens or request.is_finished():
                 continue
             truth, start = self._truths[request_id], request.num_tokens

@@ -98,7 +98,11 @@ class Run:
         self.tally.events.update(engine.events)
         counts = engine.hybrid.counts
         self.tally.events.update(
-            hits=counts.hits, hit_tokens=counts.hit_tokens, dropped_offers=counts.dropped_offers
+            {
+                "hits": counts.hits,
+                "hit tokens": counts.hit_tokens,
+                "offers not taken": counts.dropped_offers,
+            }
         )
         self.tally.events["preempted"] += sum(
             request.num_preemptions for request in engine.requests.values()
@@ -106,10 +110,12 @@ class Run:
         for rank in engine.ranks:
             worker = rank.connector._hybrid.worker.counts
             self.tally.events.update(
-                saved_states=worker.saved_states,
-                loaded_states=worker.loaded_states,
-                rejected=worker.rejected_records,
-                skipped_saves=worker.skipped_saves,
+                {
+                    "states saved": worker.saved_states,
+                    "states loaded": worker.loaded_states,
+                    "records rejected": worker.rejected_records,
+                    "saves skipped": worker.skipped_saves,
+                }
             )
 
     # One method per verb
@@ -197,7 +203,7 @@ class Run:
         engine.views[x % len(engine.views)].healthy = False
 
     def _silent(self, engine: SimEngine, x: int, y: int) -> None:
-        engine.silent = ("", "lost", "late")[x % 3]
+        engine.silent = ("lost", "late", "unheard")[x % 3]
 
     def _shrink(self, engine: SimEngine, x: int, y: int) -> None:
         self.pool.shrink(16 + x % 150)

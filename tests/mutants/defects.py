@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Defects that the fast tests must find. Each is a real mistake somebody could make here."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Defect:
+    """One planted mistake.
+
+    Attributes:
+        name: what goes wrong.
+        edits: (file, text that must occur exactly once, its replacement).
+    """
+
+    name: str
+    edits: tuple[tuple[str, str, str], ...]
+
+
+def _one(name: str, file: str, old: str, new: str) -> Defect:
+    return Defect(name, ((file, old, new),))
+
+
+SCHEDULER = "lmcache_hybrid/scheduler.py"
+WORKER = "lmcache_hybrid/worker.py"
+LOOKUP = "lmcache_hybrid/lookup.py"
+STORE = "lmcache_hybrid/lmcache_store.py"
+RECORD = "lmcache_hybrid/record.py"
+CONNECTOR = "lmcache_hybrid/connector.py"
+RPC = "lmcache_hybrid/rpc.py"
+PAGES = "lmcache_hybrid/pages.py"
+
+DEFECTS = (
+    # What is stored
+    _one(
+        "the state of another boundary is stored",
+        WORKER,
+        "(end - 1, ids) for end, ids in save.states",
+        "(max(0, end - 2), ids) for end, ids in save.states",
+    ),
+    _one(
+        "attention pages are off by one block",
+        SCHEDULER,
+        "tuple(block_ids[group][block] for group in self._plan.attention)",
+        "tuple(block_ids[group][max(0, block - 1)] for group in self._plan.attention)",
+    ),
+    _one(
+        "states are found by their position in the block table, not by vLLM's hand-off",
+        SCHEDULER,
+        "states = self._states_to_save(tracked, computed, offers.get(request_id, ()))",
+        """table, size = block_state.get_block_ids(request_id), self._plan.block_size
+            ends = range(1, computed // size + 1)
+            found = [(g, table[g][e - 1], e * size) for e in ends for g in self._plan.states]
+            states = self._states_to_save(tracked, computed, found)""",
+    ),
+    _one(
+        "a boundary is stored that the step does not reach",
+        SCHEDULER,
+        "                or tokens > computed\n",
+        "",
+    ),
+    _one(
+        "a state is stored although one group was not offered",
+        SCHEDULER,
+        "if blocks.keys() >= set(self._plan.states):",
+        "if blocks and blocks.setdefault(self._plan.states[0], next(iter(blocks.values()))) "
+        "and [blocks.setdefault(g, next(iter(blocks.values()))) for g in self._plan.states]:",
+    ),
+    _one(
+        "offers of requests that are not scheduled are stored",
+        SCHEDULER,
+        "if tracked is None or request_id not in scheduled or not tracked.save:",
+        "scheduled.setdefault(request_id, 0)\n            if tracked is None or not tracked.save:",
+    ),
+    Defect(
+        "blocks are copied before the forward wrote them",
+        (
+            (
+                CONNECTOR,
+                "        self._metadata = metadata\n",
+                "        self._metadata = metadata\n"
+                "        if self.worker is not None:\n"
+                "            self.worker.save(metadata)\n",
+            ),
+            (CONNECTOR, "            self.worker.save(self._metadata)\n", "            pass\n"),
+        ),
+    ),
+    _one(
+        "a stored boundary is remembered after its load failed",
+        SCHEDULER,
+        "                tracked.saved_states.clear()\n",
+        "",
+    ),
+    # What counts as a hit
+    _one(
+        "the smallest answer of the ranks is taken without agreement",
+        LOOKUP,
+        "if all(answer.boundary == lowest for answer in answers):",
+        "if answers:",
+    ),
+    _one(
+        "one state group is enough",
+        LOOKUP,
+        "states = keys[-len(plan.states) :]",
+        "states = keys[-1:]",
+    ),
+    _one(
+        "the last token is loaded too",
+        SCHEDULER,
+        "limit = min((request.num_tokens - 1) // size, len(tracked.prefix.hashes))",
+        "limit = min(request.num_tokens // size, len(tracked.prefix.hashes))",
+    ),
+    _one(
+        "after a failed load the same boundary is promised again",
+        SCHEDULER,
+        "                tracked.load_failed = True\n",
+        "",
+    ),
+    _one(
+        "the load starts one block early of what vLLM holds",
+        SCHEDULER,
+        "start = boundary - num_external_tokens // size",
+        "start = max(0, boundary - num_external_tokens // size - 1)",
+    ),
+    _one(
+        "the state goes to the last block of the table",
+        SCHEDULER,
+        "block_ids[g][boundary - 1] if boundary <= len(block_ids[g]) else NULL_BLOCK",
+        "block_ids[g][-1]",
+    ),
+    _one(
+        "the user's tags are left out of the store's key",
+        STORE,
+        "        tags.update((TAG + name, value) for name, value in key.tags)\n",
+        "",
+    ),
+    _one(
+        "groups share one key",
+        RECORD,
+        """return f"{'as'[self.kind]}{self.group}\"""",
+        """return f"{'as'[self.kind]}\"""",
+    ),
+    _one(
+        "the rank is left out of the fingerprint",
+        "lmcache_hybrid/fingerprint.py",
+        "(parallel.world_size, parallel.rank)",
+        "(parallel.world_size,)",
+    ),
+    # What reaches the cache
+    _one(
+        "the payload's checksum is not compared",
+        RECORD,
+        "if xxhash.xxh3_128_digest(payload) != stored.checksum:",
+        "if not payload:",
+    ),
+    _one(
+        "a record of another block or request is accepted",
+        RECORD,
+        "if expected != stored.fields:",
+        "if not expected:",
+    ),
+    _one(
+        "a cut-off record is accepted",
+        RECORD,
+        "if len(payload) != stored.length:",
+        "if not payload:",
+    ),
+    Defect(
+        "a load is reported before its copy ended",
+        (
+            (
+                WORKER,
+                "for r, (future, _) in self._loads.items() if future.done()]",
+                "for r, (future, _) in self._loads.items()]",
+            ),
+            (
+                WORKER,
+                "if not future.cancelled() and future.result() is not None:",
+                "if future.done() and not future.cancelled() and future.result() is not None:",
+            ),
+        ),
+    ),
+    _one(
+        "a failed load is reported as a good one",
+        WORKER,
+        "                results.failed_recving.add(request_id)\n",
+        "                pass\n",
+    ),
+    _one(
+        "the load of an aborted request is never named",
+        WORKER,
+        "            results.finished_recving.add(request_id)\n",
+        "            if request_id not in finished:\n"
+        "                results.finished_recving.add(request_id)\n",
+    ),
+    _one(
+        "pages are scattered one block too far",
+        PAGES,
+        "            rows[block].copy_(data[start:end])\n",
+        "            rows[(block + 1) % len(rows)].copy_(data[start:end])\n",
+    ),
+    # What is left behind
+    _one(
+        "a pin is leaked when a load is cancelled",
+        WORKER,
+        "                claim.release()  # a cancelled load never ran\n",
+        "                pass\n",
+    ),
+    _one(
+        "a given-up claim is not released",
+        WORKER,
+        "            self._lookup.drop(request_id)\n",
+        "            pass\n",
+    ),
+    _one(
+        "a late answer keeps its claim",
+        LOOKUP,
+        "        if time.monotonic() > question.deadline:\n            return MISS\n",
+        "",
+    ),
+    _one(
+        "a drop that overtakes its question is forgotten",
+        LOOKUP,
+        "            self._given_up |= request_id == self._answering\n",
+        "",
+    ),
+    _one(
+        "the buffers of a load are not given back",
+        WORKER,
+        "                stack.callback(buffer.release)\n",
+        "                pass\n",
+    ),
+    _one(
+        "a damaged record stays and is promised for ever",
+        STORE,
+        "            self.discard(key)\n            raise\n",
+        "            raise\n",
+    ),
+    _one(
+        "claims do not pin",
+        STORE,
+        "if not backend.contains(engine_key, pin=True):",
+        "if not backend.contains(engine_key):",
+    ),
+    _one(
+        "an unhealthy store is read all the same",
+        STORE,
+        "        return self._engine.is_healthy()\n",
+        "        return True\n",
+    ),
+)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions and answers over LMCache's real ZMQ transports."""
+
+import threading
+import time
+import uuid
+from types import SimpleNamespace
+
+import pytest
+from vllm.config import KVTransferConfig
+
+from lmcache_hybrid import rpc
+from lmcache_hybrid.lookup import Answer, Question, RankLookup
+from lmcache_hybrid.rpc import LookupClient, LookupServer
+from lmcache_hybrid.store import NaiveStore
+
+from .helpers import PLAN, fill, make_prefix
+
+PREFIX = make_prefix(3)
+QUESTION = Question("r", PREFIX, 3, 0)
+HIT = Answer(3, 3)
+
+
+class SlowStore(NaiveStore):
+    """Lookups wait until ``go`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go, self.asked = threading.Event(), threading.Event()
+
+    def locate(self, keys):
+        self.asked.set()
+        assert self.go.wait(20)
+        return super().locate(keys)
+
+
+class Wire:
+    """A client and the servers of its ranks."""
+
+    def __init__(self, ranks: int, timeout_ms: int) -> None:
+        transfer = KVTransferConfig(
+            kv_connector="LMCacheConnectorV1", kv_role="kv_both", engine_id=str(uuid.uuid4())
+        )
+        config = [
+            SimpleNamespace(
+                kv_transfer_config=transfer,
+                parallel_config=SimpleNamespace(world_size=ranks, rank=rank),
+            )
+            for rank in range(ranks)
+        ]
+        self.stores = [SlowStore() for _ in range(ranks)]
+        self.lookups = [RankLookup(PLAN, store) for store in self.stores]
+        for store in self.stores:
+            fill(store, PREFIX, 3, [3])
+            store.go.set()
+        self.servers = [LookupServer(each) for each in config]
+        self.client = LookupClient(config[0], timeout_ms)
+
+    def serve(self) -> None:
+        for server, lookup, store in zip(self.servers, self.lookups, self.stores):
+            server.serve(lookup, store.clear)
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.go.set()
+        self.client.close()
+        for server in self.servers:
+            server.close()
+
+
+@pytest.fixture
+def wire(request, monkeypatch):
+    monkeypatch.setattr(rpc, "PAUSE_SECONDS", 0.0)
+    made = Wire(*request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("wire", [(2, 10_000)], indirect=True)
+def test_every_rank_answers(wire):
+    assert [answer.boundary for answer in wire.client.ask(QUESTION)] == [0, 0], "no store yet"
+    wire.serve()
+    assert wire.client.ask(QUESTION) == [HIT, HIT]
+    assert [lookup.num_claims for lookup in wire.lookups] == [1, 1]
+    assert wire.client.clear()
+    assert [len(store.records) for store in wire.stores] == [0, 0]
+
+
+@pytest.mark.parametrize("wire", [(1, 10_000)], indirect=True)
+def test_a_lookup_that_raises_is_a_miss(wire):
+    wire.serve()
+    wire.stores[0].locate = None
+    assert wire.client.ask(QUESTION) == [Answer(0, 0)]
+    del wire.stores[0].locate
+    assert wire.client.ask(QUESTION) == [HIT], "the server has died"
+
+
+@pytest.mark.parametrize("wire", [(2, 200)], indirect=True)
+@pytest.mark.parametrize("dropped", ["while it is answered", "before it is taken up"])
+def test_a_late_answer_keeps_no_claim(wire, dropped):
+    """One rank is too slow: the scheduler computes, and no pin outlives its drop."""
+    wire.serve()
+    slow, lookup = wire.stores[1], wire.lookups[1]
+    slow.go.clear()
+    if dropped == "before it is taken up":
+        # Another request keeps the rank busy; ours waits behind it.
+        assert wire.client.ask(Question("other", PREFIX, 3, 0)) == []
+    assert wire.client.ask(QUESTION) == []
+    assert slow.asked.wait(20)
+    for each in wire.lookups:
+        each.drop("other")
+        each.drop("r")
+    slow.go.set()
+    done = time.monotonic() + 20
+    while wire.client.ask(Question("next", PREFIX, 3, 0)) != [HIT, HIT]:
+        assert time.monotonic() < done
+    assert list(lookup._claims) == ["next"]
+    lookup.drop("next")
+    assert slow.pins.total() == 0
