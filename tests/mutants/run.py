@@ -62,7 +62,12 @@ def run_suite(defect: Defect | None, steps: int, minutes: float) -> tuple[str, s
                 command,
                 cwd=tree,
                 # The copy comes before the installed package on the path.
-                env={**os.environ, "PYTHONPATH": folder, "SIM_STEPS": str(steps)},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": folder,
+                    "SIM_STEPS": str(steps),
+                    "SIM_SHRINK": "0",
+                },
                 capture_output=True,
                 text=True,
                 timeout=60 * minutes,
@@ -79,7 +84,7 @@ def run_suite(defect: Defect | None, steps: int, minutes: float) -> tuple[str, s
 
 def main(
     only: Annotated[str, typer.Option(help="Part of a defect's name; all defects if empty.")] = "",
-    steps: Annotated[int, typer.Option(help="Simulation steps per run.")] = 10_000,
+    steps: Annotated[int, typer.Option(help="Simulation steps per run.")] = 8_000,
     minutes: Annotated[float, typer.Option(help="Longest run of the suite.")] = 10,
     jobs: Annotated[int, typer.Option(help="Runs side by side.")] = os.cpu_count() or 1,
 ) -> None:

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import tempfile
 from collections import Counter, deque
-from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -589,7 +588,7 @@ class SimEngine:
 
     def heal(self) -> None:
         """Switch all faults off."""
-        self.holding, self.silent = False, ""
+        self.silent = ""
         for view, store in zip(self.views, self.stores):
             view.healthy, store.failing, store.full = True, 0, False
 

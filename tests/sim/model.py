@@ -150,8 +150,8 @@ class ToyRank:
     def _update(self, output: SchedulerOutput, truths: dict[str, Truth]) -> None:
         for request_id in output.finished_req_ids:
             self.requests.pop(request_id, None)
-        for copy in output.kv_cache_block_copies or ():
-            self.pages[copy.dst_block_id] = self.pages[copy.src_block_id]
+        for source, target in output.kv_cache_block_copies or ():
+            self.pages[target] = self.pages[source]
         for new in output.scheduled_new_reqs:
             self.requests[new.req_id] = _Running(
                 truths[new.req_id],

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
+from vllm.v1.request import RequestStatus
 
 from .engine import N, Pool, Setup, SimEngine
 from .model import VOCABULARY
@@ -165,7 +166,11 @@ class Run:
         engine.holding = not engine.holding
 
     def _abort(self, engine: SimEngine, x: int, y: int) -> None:
-        if live := engine.live:
+        loading = RequestStatus.WAITING_FOR_REMOTE_KVS
+        live = engine.live
+        if y & 1:
+            live = [r for r in live if engine.requests[r].status == loading] or live
+        if live:
             engine.abort(live[x % len(live)])
 
     def _reset(self, engine: SimEngine, x: int, y: int) -> None:
