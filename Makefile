@@ -20,7 +20,7 @@ TORCH := torch==$(TORCH_VERSION)
 UV_TORCH := UV_TORCH_BACKEND=$(TORCH_BACKEND)
 endif
 
-.PHONY: help venv demo test test-fast lint clean
+.PHONY: help venv demo test test-fast sim mutants lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -37,11 +37,18 @@ $(VENV)/.ready: pyproject.toml .ci/overrides.txt Makefile
 demo: venv  ## fill a disk store, restart the engine, answer from the store: under 5 minutes
 	$(BIN)/lmcache-hybrid demo
 
-test: venv  ## all tests, real engines included
-	$(BIN)/python -m pytest
+test: venv  ## all tests, real engines included: one on each of two cores
+	$(BIN)/python -m pytest -m "not two_cores" --numprocesses 2 --dist loadgroup
+	$(BIN)/python -m pytest -m two_cores
 
 test-fast: venv  ## the tests that start no engine
 	$(BIN)/python -m pytest -m "not engine"
+
+sim: venv  ## a million simulated steps from a random seed: about half an hour
+	SIM_STEPS=1000000 SIM_SEED=random $(BIN)/python -m pytest tests/sim --numprocesses 2
+
+mutants: venv  ## plant every known defect, one at a time: the fast tests must find it
+	$(BIN)/python tests/mutants/run.py
 
 lint: venv  ## ruff over everything
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

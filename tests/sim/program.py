@@ -130,7 +130,7 @@ class Run:
 
     def _add(self, engine: SimEngine, x: int, y: int) -> None:
         longest = engine.setup.longest
-        output = 1 + y % 7
+        output = 1 + y % 20
         # Around the block boundaries, where most goes wrong.
         length = max(1, min(longest - output, (x % 16) * N + (x >> 4) % 3 - 1 + (x >> 6) % 2 * 3))
         prompt = TRUNKS[x % len(TRUNKS)][:length]
@@ -144,7 +144,7 @@ class Run:
         """A prompt asked before, cut or extended."""
         if not self._prompts:
             return
-        output = 1 + y % 7
+        output = 1 + y % 20
         prompt = self._prompts[x % len(self._prompts)]
         cut = (y >> 4) % 6 * N if y & 8 else 0
         more = TRUNKS[0][: (x >> 8) % 20] if y & 128 else []

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random programs of requests and faults; after every step each page must be right.
 
-    pytest tests/sim                                  what CI runs
-    SIM_STEPS=1000000 SIM_SEED=random pytest tests/sim       the long run
+    pytest tests/sim        what CI runs: 200,000 steps
+    make sim                the long run: a million steps from a random seed
 
 A failing program is shrunk to a short one, which is printed together with the
-seed; ``SIM_SEED=<seed>`` runs it again.
+seed; ``SIM_SEED=<seed>`` runs it again. ``SIM_OUT`` names a JSON file for the counts.
 """
 
+import json
 import logging
 import os
 import random
+import time
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -20,7 +23,9 @@ from .engine import close_storage
 from .program import Run, Tally, programs
 
 STEPS = int(os.environ.get("SIM_STEPS", 200_000))
-PROGRAMS_PER_SEED = 200
+# Side by side under pytest-xdist.
+PARTS = 4
+PROGRAMS_PER_SEED = 50
 # Shrinking takes minutes; SIM_SHRINK=0 where it is enough to know that a program fails.
 PHASES = (
     (Phase.generate, Phase.shrink)
@@ -56,12 +61,18 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
-def test_no_step_sees_wrong_bytes(capsys):
-    seed = os.environ.get("SIM_SEED", "1")
-    seed = random.SystemRandom().randrange(1 << 32) if seed == "random" else int(seed)
-    tally = Tally()
+def first_seed() -> int:
+    given = os.environ.get("SIM_SEED", "1")
+    return random.SystemRandom().randrange(1 << 32) if given == "random" else int(given)
 
-    while tally.steps < STEPS:
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_step_sees_wrong_bytes(part, capsys):
+    tally = Tally()
+    seed = start = first_seed() + 10_000 * part
+    began = time.process_time()
+    while tally.steps < STEPS / PARTS:
 
         @hypothesis.seed(seed)
         @hypothesis.settings(
@@ -83,9 +94,22 @@ def test_no_step_sees_wrong_bytes(capsys):
             print(f"SIM_SEED={seed}")
             raise
         seed += 1
-    with capsys.disabled():
-        print(f"\n{tally.steps} steps of {tally.programs} programs:")
-        for name, count in sorted(tally.events.items()):
-            print(f"  {name:<32} {count}")
-    if tally.steps >= 100_000:
+    report(tally, start, time.process_time() - began, part, capsys)
+    if tally.steps >= 40_000:
         assert [name for name in MET if not tally.events[name]] == []
+
+
+def report(tally: Tally, seed: int, seconds: float, part: int, capsys) -> None:
+    figures = {
+        "seed": seed,
+        "programs": tally.programs,
+        "steps": tally.steps,
+        "steps per CPU second": round(tally.steps / seconds),
+        **dict(sorted(tally.events.items())),
+    }
+    if path := os.environ.get("SIM_OUT"):
+        Path(f"{path}.{part}").write_text(json.dumps(figures, indent=1) + "\n")
+    with capsys.disabled():
+        print()
+        for name, count in figures.items():
+            print(f"  {name:<32} {count}")
