@@ -6,6 +6,7 @@ its storage backends directly. What those two calls honour is honoured here:
 health, freeze mode, ``store_location``, ``retrieve_locations``, pins.
 """
 
+import functools
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -92,6 +93,8 @@ class LMCacheStore:
 
     Attributes:
         reads: records read, by backend.
+        failed_writes: records that a backend took and could not write, by backend;
+            ``local_disk`` and Redis only.
     """
 
     def __init__(
@@ -112,15 +115,19 @@ class LMCacheStore:
         self._metadata = engine.metadata
         self._max_record = HEADER_BYTES + max_payload
         self.reads: Counter[str] = Counter()
+        self.failed_writes: Counter[str] = Counter()
         self._readers = ThreadPoolExecutor(REMOTE_READERS, thread_name_prefix="hybrid-read")
         # Damaged records that a backend could not remove; gone once written anew.
         self._damaged: set[RecordKey] = set()
+        self._counts_lock = threading.Lock()
         self._bound_allocations()
-        for backend in self.manager.storage_backends.values():
+        for name, backend in self.manager.storage_backends.items():
+            count = functools.partial(self._count_failed_writes, name)
             if isinstance(backend, RemoteBackend):
-                remote.repair_queue(backend)
+                remote.repair_queue(backend, count)
             elif isinstance(backend, LocalDiskBackend):
-                local_disk.survive_write_errors(backend)
+                local_disk.survive_write_errors(backend, count)
+                local_disk.account_for_lost_files(backend)
                 local_disk.restore_index(backend, model_name, fingerprint, engine.metadata)
 
     @property
@@ -269,8 +276,12 @@ class LMCacheStore:
 
     def _discard_if_present(self, key: RecordKey, location: str) -> None:
         """A record that is there but could not be read would be promised for ever."""
+        backend, engine_key = self.manager.storage_backends[location], self.engine_key(key)
         try:
-            present = self.manager.storage_backends[location].contains(self.engine_key(key))
+            if isinstance(backend, RemoteBackend):
+                present = remote.exists(backend, engine_key)
+            else:
+                present = backend.contains(engine_key)
         except Exception:
             present = False  # the store may only be away
         if present:
@@ -322,6 +333,10 @@ class LMCacheStore:
             for memory in memories:
                 memory.ref_count_down()
             raise
+
+    def _count_failed_writes(self, name: str, records: int) -> None:
+        with self._counts_lock:  # called by the backends' writers
+            self.failed_writes[name] += records
 
     def clear(self) -> None:
         self.manager.clear()

@@ -5,8 +5,10 @@ import asyncio
 import contextlib
 import functools
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.job_executor.pq_executor import AsyncPQExecutor
 
@@ -17,34 +19,52 @@ if TYPE_CHECKING:
 FLUSH_SECONDS = 8.0
 
 
-def repair_queue(backend: "RemoteBackend") -> None:
+def exists(backend: "RemoteBackend", key: CacheEngineKey) -> bool:
+    """Whether the store holds a value; ``RemoteBackend.contains`` waits for ever.
+
+    Raises:
+        Exception: the store did not answer within ``blocking_timeout_secs``, or failed.
+    """
+    question = asyncio.run_coroutine_threadsafe(backend.connection.exists(key), backend.loop)
+    try:
+        return question.result(backend.config.blocking_timeout_secs)
+    finally:
+        question.cancel()
+
+
+def repair_queue(
+    backend: "RemoteBackend", failed: Callable[[int], None] = lambda records: None
+) -> None:
     """Repair the job queue of this backend's connector, now and after a reconnect.
 
     Mutates ``backend``. Connectors without such a queue (``fs://``) are left alone.
+
+    Args:
+        failed: told how many records were not written.
     """
     connect = backend.init_connection
 
     @functools.wraps(connect)
     def init_connection() -> None:
         connect()
-        _repair(backend)
+        _repair(backend, failed)
 
     backend.init_connection = init_connection
-    _repair(backend)
+    _repair(backend, failed)
 
 
-def _repair(backend: "RemoteBackend") -> None:
+def _repair(backend: "RemoteBackend", failed: Callable[[int], None]) -> None:
     connector = backend.connection
     while hasattr(connector, "getWrappedConnector"):
         connector = connector.getWrappedConnector()
     queue = getattr(connector, "pq_executor", None)
     if isinstance(queue, AsyncPQExecutor) and not hasattr(queue, "_hybrid_repaired"):
         queue._hybrid_repaired = True
-        _keep_workers(queue)
+        _keep_workers(queue, failed)
         _close_from_own_loop(queue)
 
 
-def _keep_workers(queue: AsyncPQExecutor) -> None:
+def _keep_workers(queue: AsyncPQExecutor, failed: Callable[[int], None]) -> None:
     """A cancelled read must not end a worker of the queue.
 
     Bug: ``RemoteBackend`` cancels the other reads of a batch after one failed;
@@ -64,6 +84,9 @@ def _keep_workers(queue: AsyncPQExecutor) -> None:
             raise
         except Exception as error:
             _release_from(error)
+            # Only a write brings records; LMCache logs its error and drops it.
+            if records := kwargs.get("memory_objs"):
+                failed(len(records))
             raise
 
     queue.submit_job = submit_job

@@ -13,8 +13,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
 import yaml
 
@@ -153,11 +155,13 @@ class Engine:
             raise EngineDied(self.log[-6000:]) from None
         return self._receive()
 
-    def ask(self, ids: list[int], max_tokens: int = 8, **sampling) -> Answer:
-        """One prompt by itself, greedy."""
+    def ask(self, ids: list[int] | dict, max_tokens: int = 8, **sampling) -> Answer:
+        """One prompt by itself, greedy. See ``_Child.ask`` for prompts that are dicts."""
         return self.ask_many([ids], max_tokens, **sampling)[0]
 
-    def ask_many(self, prompts: list[list[int]], max_tokens: int = 8, **sampling) -> list[Answer]:
+    def ask_many(
+        self, prompts: list[list[int] | dict], max_tokens: int = 8, **sampling
+    ) -> list[Answer]:
         """Several prompts at once."""
         answers = self.call("ask", prompts=prompts, max_tokens=max_tokens, sampling=sampling)
         return [Answer(**answer) for answer in answers]
@@ -173,6 +177,21 @@ class Engine:
     def reads(self) -> dict[str, int]:
         """Records read, by LMCache backend."""
         return self.call("reads")
+
+    def metrics(self) -> dict[str, float]:
+        """vLLM's own counters and gauges by name, without ``vllm:``."""
+        return self.call("metrics")
+
+    def ask_held(self, ids: list[int], fault: Callable[[], object], max_tokens: int = 8) -> Answer:
+        """One prompt; ``fault`` runs after its lookup promised a hit and before the load."""
+        self.call("hold")
+        held = self.call("ask", prompts=[ids], max_tokens=max_tokens, sampling={})
+        assert held == "held", f"nothing was loaded: {held}"
+        try:
+            fault()
+        finally:
+            answers = self.call("go")
+        return Answer(**answers[0])
 
     def settle(self, seconds: float = 30.0) -> None:
         """Wait until LMCache's asynchronous writes have ended."""
@@ -203,9 +222,13 @@ def _pipe(parent: str):
 class _Child:
     """The engine's side of the pipe; one method per verb."""
 
-    def __init__(self, arguments: dict) -> None:
+    def __init__(self, arguments: dict, commands: TextIO, replies: TextIO) -> None:
         from vllm import LLM
 
+        self.commands, self.replies = commands, replies
+        self._inside = None
+        if arguments.get("async_scheduling"):
+            _let_cpu_schedule_ahead()
         self._llm = LLM(**arguments)
         # None where the core runs in a process of its own (VLLM_ENABLE_V1_MULTIPROCESSING=1).
         self._core = getattr(self._llm.llm_engine.engine_core, "engine_core", None)
@@ -227,10 +250,27 @@ class _Child:
             "hma": not config.scheduler_config.disable_hybrid_kv_cache_manager,
             "connector": type(self._core.scheduler.connector).__module__,
             "num_blocks": self._core.scheduler.kv_cache_config.num_blocks,
+            "scheduler": type(self._core.scheduler).__name__,
+            "batches_ahead": self._core.batch_queue_size,
         }
 
-    def ask(self, prompts: list[list[int]], max_tokens: int, sampling: dict) -> list[dict]:
+    def ask(self, prompts: list[list[int] | dict], max_tokens: int, sampling: dict) -> list[dict]:
+        """Generate. A prompt is a list of ids, or a dict of vLLM's with these keys beside.
+
+        ``priority``; ``lora``: (name, id, path); ``prompt_embeds``: path of a saved tensor;
+        ``after``: steps to make before it is added (0); ``abort``: steps after which it is
+        aborted, its answer is left out.
+        """
         from vllm import SamplingParams
+
+        prompts = [{"prompt_token_ids": p} if isinstance(p, list) else dict(p) for p in prompts]
+        priority = [prompt.pop("priority", 0) for prompt in prompts]
+        after = [prompt.pop("after", 0) for prompt in prompts]
+        abort = [prompt.pop("abort", None) for prompt in prompts]
+        lora = [_lora(prompt.pop("lora", None)) for prompt in prompts]
+        for prompt in prompts:
+            if "prompt_embeds" in prompt:
+                prompt["prompt_embeds"] = _tensor(prompt["prompt_embeds"])
 
         params = SamplingParams(
             **{
@@ -243,9 +283,16 @@ class _Child:
         )
         before = self._external()
         started = time.perf_counter()
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False
-        )
+        if any(after) or abort.count(None) < len(abort):
+            outputs = self._one_after_another(prompts, params, after, priority, abort)
+        else:
+            outputs = self._llm.generate(
+                prompts,
+                params,
+                use_tqdm=False,
+                lora_request=lora if any(lora) else None,
+                priority=priority if any(priority) else None,
+            )
         seconds = time.perf_counter() - started
         external = self._external() - before
         return [
@@ -264,10 +311,36 @@ class _Child:
             for output in outputs
         ]
 
+    def _one_after_another(
+        self, prompts: list, params, after: list[int], priority: list[int], abort: list[int | None]
+    ) -> list:
+        """Like ``generate``, but each prompt arrives, and may go, when so many steps were made."""
+        engine, steps, outputs = self._llm.llm_engine, 0, {}
+        names = [f"late-{index}" for index in range(len(prompts))]
+        waiting = sorted(range(len(prompts)), key=after.__getitem__)
+        going = {name for name, end in zip(names, abort) if end is not None}
+        while waiting or engine.has_unfinished_requests():
+            while waiting and after[waiting[0]] <= steps:
+                index = waiting.pop(0)
+                engine.add_request(names[index], prompts[index], params, priority=priority[index])
+            engine.abort_request([n for n, end in zip(names, abort) if end == steps])
+            for output in engine.step():
+                if output.finished:
+                    outputs[output.request_id] = output
+            steps += 1
+        return [outputs[name] for name in names if name not in going]
+
     def _external(self) -> int:
         """vLLM's own counter of tokens that the connector brought."""
         name = "vllm:external_prefix_cache_hits"
         return sum(m.value for m in self._llm.get_metrics() if m.name == name)
+
+    def metrics(self) -> dict:
+        return {
+            m.name.removeprefix("vllm:"): m.value
+            for m in self._llm.get_metrics()
+            if hasattr(m, "value")
+        }
 
     def forget(self) -> bool:
         return self._llm.reset_prefix_cache()
@@ -284,21 +357,99 @@ class _Child:
         worker = self._worker()
         manager = worker.worker._store.manager
         pool = manager.local_cpu_backend
+        disk = manager.storage_backends.get("LocalDiskBackend")
+        files = list(disk.dict.values()) if disk else []
+        allocated = pool.memory_allocator.pin_allocator.address_manager.total_allocated_size
         return {
             "scheduler": asdict(self._hybrid.scheduler.counts),
             "worker": asdict(worker.worker.counts),
+            "failed_writes": sum(worker.worker._store.failed_writes.values()),
+            "pool": {
+                "records": len(pool.hot_cache),
+                "allocated": allocated,
+                "files": len(files),
+            },
             "live": {
                 "tracked": self._hybrid.scheduler.num_tracked,
                 "claims": worker._lookup.num_claims,
-                "pinned": sum(obj.is_pinned for obj in pool.hot_cache.values()),
+                "pinned": sum(obj.is_pinned for obj in [*pool.hot_cache.values(), *files]),
+                # Bytes of the pool that no stored record accounts for.
+                "buffers": allocated
+                - sum(obj.get_physical_size() for obj in pool.hot_cache.values()),
+                # Bytes that local_disk believes to hold beyond what its index names.
+                "disk_account": (disk.current_cache_size if disk else 0)
+                - sum(entry.size for entry in files),
                 "held": sum(obj.get_ref_count() - 1 for obj in pool.hot_cache.values()),
                 "used_blocks": self._core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
                 - self._core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             },
         }
 
+    def work(self) -> dict:
+        """What was done for requests on the way to the store and in it, from the first call on."""
+        from collections import Counter
+
+        worker = self._worker().worker
+        store = worker._store
+        if not hasattr(self, "_located"):
+            self._located, locate = Counter(), store.locate
+
+            def counting(keys):
+                found = locate(keys)
+                self._located.update(calls=1, asked=len(keys), found=len(found))
+                return found
+
+            store.locate = counting
+        return {
+            "lookups": self._hybrid.scheduler.counts.lookups,
+            "lookup_calls": self._located["calls"],
+            "keys_asked": self._located["asked"],
+            "keys_found": self._located["found"],
+            "records_read": sum(store.reads.values()),
+            "saved_attention": worker.counts.saved_attention,
+            "saved_states": worker.counts.saved_states,
+            "saved_bytes": worker.counts.saved_bytes,
+        }
+
     def reads(self) -> dict:
         return dict(self._worker().worker._store.reads)
+
+    def hold(self) -> None:
+        """Stop before the next load and run further verbs, until ``go``."""
+        worker = self._worker().worker
+        start_loads = type(worker).start_loads
+
+        def held(metadata) -> None:
+            if metadata.loads:
+                del worker.start_loads
+                self.reply(result="held")
+                self.serve()
+            start_loads(worker, metadata)
+
+        worker.start_loads = held
+
+    def serve(self) -> None:
+        """Run verbs until ``go`` or the end of the pipe."""
+        for line in self.commands:
+            message = json.loads(line)
+            if message["verb"] == "go":
+                return
+            try:
+                self.reply(result=getattr(self, message.pop("verb"))(**message))
+            except Exception as error:
+                self.reply(error=repr(error))
+
+    def reply(self, **message) -> None:
+        self.replies.write(json.dumps(message) + "\n")
+        self.replies.flush()
+
+    def fault(self, name: str, **arguments):
+        """Run a method of :class:`faults.Inside` on this engine."""
+        from faults import Inside
+
+        if self._inside is None:
+            self._inside = Inside(self._llm, self._worker().worker)
+        return getattr(self._inside, name)(**arguments)
 
     def writing(self) -> int:
         total = 0
@@ -306,25 +457,65 @@ class _Child:
             total += len(getattr(backend, "put_tasks", ()))
             disk = getattr(backend, "disk_worker", None)
             total += len(disk.put_tasks) if disk is not None else 0
+            # Redis: LMCache does not list batched writes in put_tasks.
+            connector = getattr(backend, "connection", None)
+            while hasattr(connector, "getWrappedConnector"):
+                connector = connector.getWrappedConnector()
+            queue = getattr(connector, "pq_executor", None)
+            total += queue._queue._unfinished_tasks if queue is not None else 0
         return total
+
+
+def _let_cpu_schedule_ahead() -> None:
+    """Keep async_scheduling, which vLLM's CPU platform turns off as "not required".
+
+    The model runner then orders its copies to the host by CUDA streams and events;
+    on CPU they are done at once, so here these do nothing.
+    """
+    import torch
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls, vllm_config):
+        wanted = vllm_config.scheduler_config.async_scheduling
+        original(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = wanted
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+    class Nothing:
+        def __init__(self, *args, **kwargs) -> None:
+            pass
+
+        def record(self, *args) -> None:
+            pass
+
+        synchronize = wait_stream = wait_event = record
+
+    torch.cuda.Event = torch.cuda.Stream = Nothing
+    torch.cuda.current_stream = Nothing
+    torch.cuda.stream = contextlib.nullcontext
+
+
+def _lora(lora: list | None):
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(*lora) if lora else None
+
+
+def _tensor(path: str):
+    import torch
+
+    return torch.load(path)
 
 
 def _main() -> None:
     arguments = json.loads(sys.argv[1])
     commands, replies = os.fdopen(int(sys.argv[2])), os.fdopen(int(sys.argv[3]), "w")
-
-    def reply(**message) -> None:
-        replies.write(json.dumps(message) + "\n")
-        replies.flush()
-
-    child = _Child(arguments)
-    reply(result=child.info())
-    for line in commands:
-        message = json.loads(line)
-        try:
-            reply(result=getattr(child, message.pop("verb"))(**message))
-        except Exception as error:
-            reply(error=repr(error))
+    child = _Child(arguments, commands, replies)
+    child.reply(result=child.info())
+    child.serve()
     child.stop()
 
 

@@ -501,6 +501,31 @@ def test_a_redis_server_that_went_away_is_a_miss(tmp_path):
         box.close()
 
 
+def test_a_redis_that_stopped_does_not_hold_up_a_load(box):
+    """After a read timed out its record is looked for, for no longer than a read."""
+    box = box("redis", blocking_timeout_secs=0.2).write()
+    claim = box.store.claim(box.store.locate(KEYS))
+    box.redis.client_pause(2000)
+    started = time.monotonic()
+    with pytest.raises(LoadError, match="is gone from RemoteBackend"):
+        box.fetch(claim, KEYS)
+    assert time.monotonic() - started < 1.5
+    box.read()
+    box.assert_pool_is_free()
+
+
+def test_a_redis_that_takes_nothing_is_counted(box):
+    box = box("redis").write(KEYS[:1])
+    box.redis.config_set("maxmemory", "1")
+    try:
+        put(box.store, KEYS[1:], SIZE)
+        until(lambda: box.store.failed_writes == {"RemoteBackend": 3}, "nothing was counted")
+        until(lambda: box.used() == box.start, "failed writes keep their buffers")
+    finally:
+        box.redis.config_set("maxmemory", "0")
+    box.write()
+
+
 def test_closing_redis_does_not_hang(box, blocked_loops):
     box("redis").write().close()
     assert not blocked_loops
@@ -776,6 +801,29 @@ def test_the_size_account_follows_damage(box):
     assert box.backend.current_cache_size == each * (len(KEYS) - 1)
 
 
+@pytest.mark.parametrize("batch", [KEYS, KEYS[1:2]], ids=["several", "one"])
+def test_the_size_account_follows_lost_files(box, batch):
+    box = box("disk").write()
+    each = box.backend.current_cache_size / len(KEYS)
+    box.path(KEYS[1]).unlink()
+    with pytest.raises((LoadError, RecordError)):
+        box.read(batch)
+    assert box.backend.current_cache_size == each * (len(KEYS) - 1)
+    box.assert_pool_is_free()
+
+
+def test_the_size_account_follows_a_record_that_cannot_be_deleted(box):
+    """A folder in the file's place: os.remove fails, as on a read-only file system."""
+    box = box("disk").write()
+    each = box.backend.current_cache_size / len(KEYS)
+    box.path(KEYS[1]).unlink()
+    box.path(KEYS[1]).mkdir()
+    box.store.discard(KEYS[1])
+    assert box.backend.current_cache_size == each * (len(KEYS) - 1)
+    assert box.store.locate([KEYS[1]]) == {}
+    box.path(KEYS[1]).rmdir()
+
+
 def test_a_tag_that_is_no_file_name_leaks_nothing(box):
     """open() raises ValueError for a NUL, and tags come from clients."""
     box = box("disk")
@@ -825,6 +873,7 @@ def test_a_failed_disk_write_leaks_nothing_and_can_be_repeated(box, hybrid_log, 
     assert box.store.locate(KEYS) == {}
     warnings = [r for r in hybrid_log.records if "cannot be written" in r.getMessage()]
     assert len(warnings) == 1
+    assert box.store.failed_writes == {"LocalDiskBackend": len(KEYS)}
     box.folder.unlink(missing_ok=True)
     box.folder.mkdir()
     box.write()
