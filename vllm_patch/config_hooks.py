@@ -106,6 +106,7 @@ def _settle_hybrid(config: VllmConfig) -> None:
             f"mamba_cache_mode={cache.mamba_cache_mode!r} keeps no state that LMCache could "
             "store; use --mamba-cache-mode align."
         )
+    _refuse_unsound(config)
     _settle_hash(cache)
     wanted = transfer.get_from_extra_config(LOAD_FAILURE_KEY, "recompute")
     if wanted not in ("recompute", "fail"):
@@ -118,6 +119,25 @@ def _settle_hybrid(config: VllmConfig) -> None:
             LOAD_FAILURE_KEY,
         )
         transfer.kv_load_failure_policy = wanted
+
+
+def _refuse_unsound(config: VllmConfig) -> None:
+    """What makes stored bytes wrong, or whatever vLLM computes from them."""
+    from vllm.platforms import current_platform
+
+    speculative = config.speculative_config
+    if speculative is not None and current_platform.is_cpu():
+        # Its states of accepted drafts are moved by a Triton kernel, and where that is
+        # not needed (no prefix caching) its answers are wrong.
+        raise ValueError(
+            f"speculative_config with method {speculative.method!r} does not work with "
+            "recurrent layers on vLLM's CPU backend; remove --speculative-config."
+        )
+    if config.weight_transfer_config is not None:
+        raise ValueError(
+            f"weight_transfer_config={config.weight_transfer_config!r} replaces weights while "
+            "what the old ones computed stays in LMCache; remove --weight-transfer-config."
+        )
 
 
 def _settle_hash(cache) -> None:

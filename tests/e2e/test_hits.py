@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which boundary is hit: interior ones, shared stores, half local, many at once, two ranks."""
+"""Which boundary is hit: interior ones, shared stores, half local, many at once."""
 
 from pathlib import Path
 
@@ -121,30 +121,3 @@ def test_clearing_the_store_through_vllm(model: Path) -> None:
         assert engine.call("forget_all")
         again = engine.ask(ids)
         assert again.external == 0 and again.output == cold.output
-
-
-def test_two_ranks_and_a_record_that_one_of_them_lost(model: Path, tmp_path: Path) -> None:
-    """Tensor parallel: each rank stores its shard; a hit needs both."""
-    config = {"local_cpu": False, "remote_url": f"fs://localhost:0{tmp_path}"}
-    options = {
-        "tensor_parallel_size": 2,
-        "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-    }
-    with Engine(model, config, **options) as engine:
-        size = engine.info["block_size"]
-        chosen = cases(size, seed=9)[:3]
-        cold = [engine.ask(list(case.asked)) for case in chosen]
-        assert all(answer.cached == 0 for answer in cold)
-    records = sorted(tmp_path.glob("*.data"))
-    assert {file.name.split("@")[2] for file in records} == {"0", "1"}
-    # One rank loses the state of the last prompt: no hit for either rank.
-    of_rank_1 = [file for file in records if file.name.split("@")[2] == "1"]
-    states = [file for file in of_rank_1 if "%s0-" in file.name]
-    assert len(states) == len(chosen)
-    max(states, key=lambda file: file.stat().st_mtime_ns).unlink()
-    with Engine(model, config, **options) as engine:
-        for case, expected in zip(chosen, cold):
-            answer = engine.ask(list(case.asked))
-            held = case is not chosen[-1]
-            assert answer.external == ((len(case.asked) - 1) // size * size if held else 0)
-            assert answer.output == expected.output

@@ -221,6 +221,26 @@ def test_prefix_caching_is_needed():
         engine_config("qwen3_next", enable_prefix_caching=False)
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+
+
+@pytest.mark.parametrize(
+    "args, sentence",
+    [
+        (
+            {"speculative_config": NGRAM},
+            "speculative_config with method 'ngram' .* on vLLM's CPU backend; remove --spec",
+        ),
+        ({"weight_transfer_config": {}}, "weight_transfer_config=.*; remove --weight-transfer"),
+    ],
+)
+def test_what_would_make_answers_wrong_is_refused(args, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        engine_config("qwen3_next", **args)
+    engine_config("qwen3_next", connector=None, **args)
+    engine_config("llama", **args)
+
+
 def test_a_random_hash_is_refused(monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(ValueError, match="prefix_caching_hash_algo='xxhash' .*; use sha256_cbor"):

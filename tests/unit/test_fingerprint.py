@@ -1,0 +1,466 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must match for bytes to be shared, and what need not."""
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import vllm.envs as envs
+from safetensors.torch import load_file, save_file
+from transformers import GraniteMoeHybridConfig
+from vllm.config import LoRAConfig, MultiModalConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.mamba import mamba_utils
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+from lmcache_hybrid import fingerprint as module
+from lmcache_hybrid.fingerprint import fingerprint, weights_identity
+from lmcache_hybrid.groups import GroupPlan
+from lmcache_hybrid.pages import GroupPages
+from lmcache_hybrid.scheduler import prefix_of
+from lmcache_hybrid.tinymodels import make_model
+
+from .helpers import PLAN, N, make_pages, make_request
+
+_, PAGES = make_pages()
+STATE_LAYER = PAGES[0].layers[0]
+
+
+@pytest.fixture(scope="module")
+def model(model_dir: Path) -> Path:
+    return make_model("granite4", model_dir / "granite4")
+
+
+@pytest.fixture(scope="module")
+def made(model: Path) -> VllmConfig:
+    """vLLM's own configuration, with layers as the workers register them."""
+    config = EngineArgs(model=str(model), max_model_len=4096).create_engine_config()
+    context = config.compilation_config.static_forward_context
+    for group, pages in PAGES.items():
+        for layer in pages.layers:
+            backend = type("AttentionBackend", (), {})
+            context[layer] = SimpleNamespace(attn_backend=backend)
+            if group in PLAN.states:
+                context[layer].get_state_shape = lambda: ((3, 64), (4, 16, 16))
+                context[layer].get_state_dtype = lambda: (torch.bfloat16, torch.float32)
+    return config
+
+
+@pytest.fixture
+def config(made: VllmConfig) -> VllmConfig:
+    return copy.deepcopy(made)
+
+
+def of(config: VllmConfig, plan: GroupPlan = PLAN, pages=PAGES) -> bytes:
+    return fingerprint(config, plan, pages)
+
+
+def test_equal_configurations_share(config, made):
+    assert of(config) == of(made) and len(of(made)) == 16
+
+
+# One change each. Keys are what changes, values change a VllmConfig in place.
+FACTS = {
+    "dtype": lambda c: setattr(c.model_config, "dtype", torch.float16),
+    "quantization": lambda c: setattr(c.model_config, "quantization", "fp8"),
+    "quantization arguments": lambda c: setattr(
+        c.model_config, "quantization_config", {"linear": "int8"}
+    ),
+    "rope": lambda c: c.model_config.hf_config.rope_parameters.update(rope_theta=5000.0),
+    "layer types": lambda c: c.model_config.hf_config.layer_types.reverse(),
+    "multiplier": lambda c: setattr(c.model_config.hf_config, "attention_multiplier", 0.5),
+    "model class": lambda c: setattr(c.model_config, "model_impl", "transformers"),
+    "class override": lambda c: setattr(c.model_config, "model_class_overrides", {"A": "b:A"}),
+    "dummy weights": lambda c: setattr(c.load_config, "load_format", "dummy"),
+    "loader": lambda c: setattr(c.load_config, "model_loader_extra_config", {"uri": "s3://b"}),
+    "weights elsewhere": lambda c: setattr(c.model_config, "model_weights", "s3://bucket/b"),
+    "cache dtype": lambda c: setattr(c.cache_config, "cache_dtype", "fp8_e5m2"),
+    "cache layout": lambda c: setattr(c.cache_config, "kv_cache_layout", "LBHNC"),
+    "replayssm": lambda c: setattr(c.cache_config, "use_replayssm", True),
+    "state dtype": lambda c: setattr(
+        c.compilation_config.static_forward_context[STATE_LAYER],
+        "get_state_dtype",
+        lambda: (torch.float16, torch.float32),
+    ),
+    "state shape": lambda c: setattr(
+        c.compilation_config.static_forward_context[STATE_LAYER],
+        "get_state_shape",
+        lambda: ((64, 3), (4, 16, 16)),
+    ),
+    "backend": lambda c: setattr(
+        c.compilation_config.static_forward_context[STATE_LAYER],
+        "attn_backend",
+        type("OtherBackend", (), {}),
+    ),
+    "stochastic rounding": lambda c: setattr(c.mamba_config, "enable_stochastic_rounding", True),
+    "additional": lambda c: setattr(c, "additional_config", {"gdn_prefill_backend": "triton"}),
+    "rank": lambda c: setattr(c.parallel_config, "rank", 1),
+    "world": lambda c: setattr(c.parallel_config, "world_size", 2),
+    "tensor parallel": lambda c: setattr(c.parallel_config, "tensor_parallel_size", 2),
+    "pipeline parallel": lambda c: setattr(c.parallel_config, "pipeline_parallel_size", 2),
+    "context parallel": lambda c: setattr(c.parallel_config, "prefill_context_parallel_size", 2),
+    "decode context": lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2),
+    "speculative": lambda c: setattr(c, "speculative_config", speculative(None)),
+    "lora": lambda c: setattr(c, "lora_config", LoRAConfig(lora_dtype="float16")),
+    "multimodal": lambda c: setattr(
+        c.model_config, "multimodal_config", MultiModalConfig(mm_processor_kwargs={"size": 2})
+    ),
+    "device": lambda c: setattr(c.device_config, "device_type", "cuda"),
+}
+
+
+def speculative(draft, tokens: int = 2, method: str = "ngram") -> SimpleNamespace:
+    return SimpleNamespace(
+        method=method, num_speculative_tokens=tokens, draft_model_config=draft, model=None
+    )
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_every_fact_matters_alone(config, made, fact):
+    FACTS[fact](config)
+    assert of(config) != of(made)
+
+
+def test_no_two_changes_give_the_same_fingerprint(made):
+    found = {of(made)}
+    for change in FACTS.values():
+        config = copy.deepcopy(made)
+        change(config)
+        found.add(of(config))
+    assert len(found) == 1 + len(FACTS)
+
+
+# Where an engine runs, how large it is and what it is called must not cost hits.
+NO_FACTS = {
+    "context": lambda c: setattr(c.model_config, "max_model_len", 2048),
+    "name": lambda c: setattr(c.model_config, "served_model_name", "other"),
+    "seed": lambda c: setattr(c.model_config, "seed", 7),
+    "tokenizer": lambda c: setattr(c.model_config, "tokenizer", "elsewhere"),
+    "eager": lambda c: setattr(c.model_config, "enforce_eager", True),
+    "memory": lambda c: setattr(c.cache_config, "gpu_memory_utilization", 0.5),
+    "blocks": lambda c: setattr(c.cache_config, "num_gpu_blocks", 77),
+    "retention": lambda c: setattr(c.cache_config, "prefix_cache_retention_interval", None),
+    "batch": lambda c: setattr(c.scheduler_config, "max_num_batched_tokens", 512),
+    "data parallel rank": lambda c: setattr(c.parallel_config, "data_parallel_rank", 3),
+    "engine id": lambda c: setattr(c, "instance_id", "other"),
+    "name in the config": lambda c: setattr(c.model_config.hf_config, "_name_or_path", "/else"),
+    "transformers": lambda c: setattr(c.model_config.hf_config, "transformers_version", "9"),
+}
+
+
+@pytest.mark.parametrize("fact", NO_FACTS)
+def test_what_does_not_matter(config, made, fact):
+    NO_FACTS[fact](config)
+    assert of(config) == of(made)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        GroupPlan(2 * PLAN.block_size, PLAN.attention, PLAN.states, 2),
+        GroupPlan(PLAN.block_size, PLAN.attention, PLAN.states[::-1], 2),
+        GroupPlan(PLAN.block_size, (*PLAN.attention, 0), PLAN.states, 2),
+    ],
+)
+def test_blocks_and_groups_matter(made, plan):
+    assert of(made, plan) != of(made)
+
+
+def test_which_group_vllm_is_told_of_does_not_matter(made):
+    assert of(made, GroupPlan(PLAN.block_size, PLAN.attention, PLAN.states, 0)) == of(made)
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        torch.zeros(12, 2, 16, 16, dtype=torch.float8_e4m3fn),
+        torch.zeros(12, 16, 2, 8, dtype=torch.bfloat16),
+        torch.zeros(12, 16, 2, 8, dtype=torch.bfloat16).transpose(1, 2),
+    ],
+    ids=["dtype", "shape", "strides"],
+)
+def test_pages_matter(made, cache):
+    names = PAGES[2].layers
+    if not cache[0].is_contiguous():
+        # Refused as pages; its layout would be told apart all the same.
+        other = copy.copy(PAGES[2])
+        other.layout = tuple(f"{tuple(cache.shape[1:])} {cache.stride()[1:]}" for _ in names)
+    else:
+        other = GroupPages(names, dict.fromkeys(names, cache))
+    assert of(made, pages={**PAGES, 2: other}) != of(made)
+
+
+def test_order_of_layers_matters(made):
+    other = copy.copy(PAGES[2])
+    other.layers = PAGES[2].layers[::-1]
+    assert of(made, pages={**PAGES, 2: other}) != of(made)
+
+
+@pytest.mark.parametrize("name", module._ENVIRONMENT)
+def test_environment_that_changes_values_matters(made, monkeypatch, name):
+    before = of(made)
+    assert hasattr(envs, name), "vLLM has renamed it"
+    monkeypatch.setattr(envs, name, "changed", raising=False)
+    assert of(made) != before
+
+
+def test_conv_layout_matters(made, monkeypatch):
+    """State pages are plain bytes to vLLM: shape and strides do not tell SD from DS."""
+    before = of(made)
+    other = "DS" if mamba_utils.get_conv_state_layout() == "SD" else "SD"
+    monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: other)
+    assert of(made) != before
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("_is_amx_tile_supported", lambda: "other"), ("machine", lambda: "other")],
+)
+def test_the_processor_matters(made, monkeypatch, name, value):
+    before = of(made)
+    monkeypatch.setattr(torch.cpu if name.startswith("_") else module.platform, name, value)
+    assert of(made) != before
+
+
+def test_versions_matter(made, monkeypatch):
+    before = of(made)
+    monkeypatch.setattr(module.record, "VERSION", 99)
+    recorded = of(made)
+    monkeypatch.setattr(module, "_version", lambda name: "99")
+    assert len({before, recorded, of(made)}) == 3
+
+
+def test_context_length_matters_for_longrope_only(made):
+    """vLLM picks its long or short factors by max_model_len, see ``NO_FACTS`` for the rest."""
+    long, short = copy.deepcopy(made), copy.deepcopy(made)
+    for config, length in ((long, 8192), (short, 4096)):
+        config.model_config.hf_config.rope_parameters["rope_type"] = "longrope"
+        config.model_config.max_model_len = length
+    assert of(long) != of(short)
+
+
+def test_drafts_matter(made, model, tmp_path):
+    """The draft's own weights too: its layers have pages in the attention group."""
+
+    def with_drafts(config) -> bytes:
+        other = copy.deepcopy(made)
+        other.speculative_config = config
+        return of(other)
+
+    draft = copy.deepcopy(made.model_config)
+    draft.model = str(shutil.copytree(model, tmp_path / "draft"))
+    found = [
+        of(made),
+        with_drafts(speculative(None)),
+        with_drafts(speculative(None, tokens=3)),
+        with_drafts(speculative(None, method="suffix")),
+        with_drafts(speculative(made.model_config, method="mtp")),
+        with_drafts(speculative(draft, method="eagle")),
+    ]
+    assert with_drafts(speculative(copy.deepcopy(draft), method="eagle")) == found[-1]
+    retrain(tmp_path / "draft", "model.norm.weight")
+    found.append(with_drafts(speculative(draft, method="eagle")))
+    assert len(set(found)) == len(found)
+
+
+def test_stable_across_processes():
+    """Order of sets, hashes and addresses differ from process to process.
+
+    That the facts of a real engine are stable shows where a store outlives one.
+    """
+    program = (
+        "import json, torch\n"
+        "from lmcache_hybrid.fingerprint import _plain\n"
+        "from transformers import PretrainedConfig\n"
+        "value = {1: {'a', 'b', 'c'}, 'b': [object(), frozenset([(1, 2), 'x'])],\n"
+        "    'c': (torch.float16, lambda: 0), 'd': PretrainedConfig(pad_token_id=3)}\n"
+        "text = json.dumps(_plain(value), sort_keys=True)"
+    )
+    here: dict = {}
+    exec(program, here)
+    there = subprocess.run(
+        [sys.executable, "-c", program + "\nprint(text)"],
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert there.stdout.splitlines()[-1].replace("__main__.", "") == here["text"]
+
+
+# Weights
+
+
+@pytest.fixture
+def folder(model: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(model, tmp_path / "model")
+
+
+def identity(folder: Path | str, revision: str | None = None, commit: str | None = None) -> str:
+    hf_config = GraniteMoeHybridConfig()
+    hf_config._commit_hash = commit
+    return weights_identity(str(folder), revision, hf_config)
+
+
+def retrain(folder: Path, name: str, index: int = 0) -> None:
+    """Change one number of one tensor; name and size of the file stay."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name].view(-1)[index] += 1
+    size = file.stat().st_size
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert file.stat().st_size == size
+
+
+def test_the_path_and_times_of_weights_do_not_matter(folder, tmp_path):
+    before = identity(folder)
+    moved = shutil.copytree(folder, tmp_path / "elsewhere" / "other", copy_function=shutil.copy)
+    for file in moved.iterdir():
+        os.utime(file, (1, 1))
+    assert identity(moved) == before
+
+
+def test_every_single_tensor_matters(folder, model):
+    """Tuning may change the norms only, or one adapter's matrices merged in."""
+    names = sorted(load_file(folder / "model.safetensors"))
+    found = {identity(folder)}
+    for name in names:
+        retrain(folder, name)
+        found.add(identity(folder))
+    assert len(found) == 1 + len(names)
+
+
+@pytest.mark.parametrize("change", [0.01, 1.0])
+def test_a_training_step_on_a_large_matrix(tmp_path, change):
+    """Of 64 MB only samples are read; a step that touches 1 % of the numbers shows."""
+    weights = torch.randn(8192, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
+    save_file({"a": weights}, tmp_path / "model.safetensors")
+    before = identity(tmp_path)
+    touched = torch.rand(weights.shape, generator=torch.Generator().manual_seed(1)) < change
+    weights[touched] += 1
+    save_file({"a": weights}, tmp_path / "model.safetensors")
+    assert identity(tmp_path) != before
+
+
+def test_little_of_a_large_file_is_read(tmp_path, monkeypatch):
+    save_file({"a": torch.zeros(1 << 25, dtype=torch.uint8)}, tmp_path / "model.safetensors")
+    (tmp_path / "model.bin").write_bytes(bytes(1 << 25))
+    for name, limit in (("model.safetensors", 1 << 16), ("model.bin", 1 << 20)):
+        with (tmp_path / name).open("rb") as data:
+            samples = list(module._samples(data, Path(name).suffix, 1 << 25))
+        assert sum(end - start for start, end in samples) <= limit
+        assert samples[0][0] == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "hf_quant_config.json", "preprocessor_config.json", "modeling_x.py"]
+)
+def test_what_is_made_of_weights_and_items_matters(folder, name):
+    """Quantisation beside the config; sizes that an item's hash does not cover; own code."""
+    before = identity(folder)
+    (folder / name).write_text("{}")
+    assert identity(folder) != before
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "README.md", "chat_template.jinja"])
+def test_what_only_makes_token_ids_does_not_matter(folder, name):
+    """Keys are made of token ids."""
+    before = identity(folder)
+    (folder / name).write_text("{}")
+    assert identity(folder) == before
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff" * 40, b"\x02\0\0\0\0\0\0\0[]" + bytes(20)])
+def test_a_file_that_is_no_safetensors_is_hashed_all_the_same(tmp_path, data):
+    (tmp_path / "model.safetensors").write_bytes(data)
+    before = identity(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(data[:-1] + b"x")
+    assert identity(tmp_path) != before
+
+
+def test_a_folder_named_like_a_file_is_passed_over(folder):
+    before = identity(folder)
+    (folder / "old.safetensors").mkdir()
+    assert identity(folder) == before
+
+
+def test_names_of_the_hub():
+    """Commit and revision: with hf_config_path the commit is another repository's."""
+    names = [
+        identity("org/name", commit="c1"),
+        identity("org/name", commit="c2"),
+        identity("org/other", commit="c1"),
+        identity("org/name", "v1"),
+        identity("org/name", "v2"),
+        identity("org/name", "v1", commit="c1"),
+        identity("org/name", "v2", commit="c1"),
+    ]
+    assert len(set(names)) == len(names)
+
+
+def test_an_override_of_the_configuration_file_matters(model, folder, made):
+    """hf_overrides: the file on disk is the same, the model is another."""
+    other = EngineArgs(
+        model=str(folder), max_model_len=4096, hf_overrides={"attention_multiplier": 0.25}
+    ).create_engine_config()
+    same = EngineArgs(model=str(folder), max_model_len=4096).create_engine_config()
+    for config in (other, same):
+        config.compilation_config.static_forward_context.update(
+            made.compilation_config.static_forward_context
+        )
+    assert of(same) == of(made), "the path matters"
+    assert of(other) != of(made)
+    assert json.loads((folder / "config.json").read_text())["attention_multiplier"] == 0.125
+
+
+# Requests: what vLLM's block hashes cover
+
+
+def image(identifier: str, offset: int = N + 2, length: int = 4) -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(
+        data=None,
+        modality="image",
+        identifier=identifier,
+        mm_position=PlaceholderRange(offset=offset, length=length),
+    )
+
+
+def hashes(**request) -> tuple[bytes, ...]:
+    return prefix_of(make_request(tokens=4 * N, **request), N, 1).hashes
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [image("b")],
+        [image("a", offset=N + 3)],
+        [image("a"), image("a", offset=N + 8)],
+        [],
+    ],
+    ids=["item", "place", "number", "none"],
+)
+def test_items_count_from_their_block_on(other):
+    """Placeholder tokens are the same for every image; the block before it is shared."""
+    one = hashes(mm_features=[image("a")])
+    assert one == hashes(mm_features=[image("a")])
+    two = hashes(mm_features=other)
+    assert one[0] == two[0]
+    assert not set(one[1:]) & set(two)
+
+
+def test_an_item_across_blocks_counts_in_each():
+    one, two = (hashes(mm_features=[image(name, length=2 * N)]) for name in "ab")
+    assert one[0] == two[0] and not set(one[1:]) & set(two)
+
+
+@pytest.mark.parametrize("other", [{}, {"cache_salt": "b"}, {"cache_salt": "a "}])
+def test_a_salt_counts_from_the_first_block_on(other):
+    one = hashes(cache_salt="a")
+    assert one == hashes(cache_salt="a") and not set(one) & set(hashes(**other))

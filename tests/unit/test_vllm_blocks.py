@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which block holds a state, by vLLM's own KV cache manager, also under speculation.
+
+Speculative decoding gives every request further state blocks, which move along
+as it grows. On CPU vLLM does not run it with recurrent layers, so an engine
+cannot show that loads and saves still name the right blocks.
+"""
+
+import pytest
+import torch
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
+
+from lmcache_hybrid.groups import GroupPlan
+from lmcache_hybrid.scheduler import HybridScheduler, prefix_of
+
+from .helpers import OPTIONS, N, Ranks, fill, make_output, make_request
+
+PLAN = GroupPlan(block_size=N, attention=(1,), states=(0,), selected_attention=1)
+PROMPT = 3 * N + 5
+
+
+def make_manager(drafts: int) -> KVCacheManager:
+    state = MambaSpec(
+        block_size=N,
+        shapes=((4, 8),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode="align",
+        num_speculative_blocks=drafts,
+    )
+    full = FullAttentionSpec(block_size=N, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate((state, full))]
+    config = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=groups)
+    return KVCacheManager(
+        config,
+        max_model_len=1024,
+        scheduler_block_size=N,
+        hash_block_size=N,
+        max_in_flight_tokens=1024,
+    )
+
+
+def forward(manager: KVCacheManager, scheduler: HybridScheduler, request, tokens: int, drafts=0):
+    """One step as vLLM's scheduler makes it; returns what the connector saves."""
+    assert manager.allocate_slots(request, tokens + drafts, num_lookahead_tokens=drafts)
+    rid = request.request_id
+    offers = manager.take_boundary_state_offloads()
+    table = manager.get_blocks(rid).get_block_ids()
+    saves = scheduler.step(make_output({rid: tokens}, {rid: table}, offers)).saves
+    request.num_computed_tokens += tokens
+    return saves
+
+
+def running_state(manager: KVCacheManager, request) -> int:
+    """The block that vLLM's model runner leaves the state in (``preprocess_mamba``)."""
+    states = manager.get_blocks(request.request_id).get_block_ids()[0]
+    return states[-(-request.num_computed_tokens // N) - 1]
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+def test_the_state_of_a_boundary_is_saved_from_the_running_block(drafts):
+    manager, ranks = make_manager(drafts), Ranks(plan=PLAN)
+    scheduler = HybridScheduler(PLAN, OPTIONS, N, ranks.ask)
+    request = make_request(tokens=PROMPT)
+    assert scheduler.match(request, 0) == (0, False)
+    (save,) = forward(manager, scheduler, request, 3 * N)
+    assert save.states == ((3, (running_state(manager, request),)),)
+    table = manager.get_blocks("r").get_block_ids()
+    assert save.attention == tuple((i, (table[1][i],)) for i in range(3))
+    # Decoding past the next boundary, with drafts: vLLM may offer it, nothing is saved.
+    assert not forward(manager, scheduler, request, 5)
+    for token in range(2 * N):
+        request.append_output_token_ids([token])
+        assert not forward(manager, scheduler, request, 1, drafts)
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+def test_a_state_is_restored_where_the_next_step_reads_it(drafts):
+    manager, ranks = make_manager(drafts), Ranks(plan=PLAN)
+    scheduler = HybridScheduler(PLAN, OPTIONS, N, ranks.ask)
+    request = make_request(tokens=PROMPT)
+    fill(ranks.stores[0], prefix_of(request, N, 1), 3, (3,), PLAN)
+    assert scheduler.match(request, 0) == (3 * N, True)
+    assert manager.allocate_slots(
+        request, 0, num_external_computed_tokens=3 * N, delay_cache_blocks=True
+    )
+    table = manager.get_blocks("r").get_block_ids()
+    scheduler.allocated(request, table, 3 * N)
+    (load,) = scheduler.step(make_output({}, {})).loads
+    assert load.attention_blocks == (tuple(table[1][:3]),)
+    assert load.state_blocks == (table[0][2],) and table[0][2] != 0
+    assert table[0][:2] == [0, 0]
+    # The load has ended: vLLM takes the tokens as computed and goes on from there.
+    request.num_computed_tokens = 3 * N
+    manager.cache_blocks(request, 3 * N)
+    assert running_state(manager, request) == load.state_blocks[0]
+    assert manager.allocate_slots(request, 5, num_lookahead_tokens=drafts)
+    after = manager.get_blocks("r").get_block_ids()
+    assert after[0][2] == load.state_blocks[0], "moved before the step could read it"
+    assert after[0][3] not in (0, load.state_blocks[0]), "the step writes over the boundary"
+    assert len(set(after[0][2:])) == len(after[0][2:]) == 2 + drafts
