@@ -43,6 +43,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 import lmcache_hybrid.connector
 import vllm_patch
@@ -352,6 +353,18 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
         return True
 
 
+def install(patch) -> None:
+    """Put the parts of the simulation in place.
+
+    Args:
+        patch: pytest's ``monkeypatch``, which takes them out again.
+    """
+    patch.setattr(lmcache_hybrid.connector, "HybridConnector", SimConnector)
+    patch.setattr(worker_module, "IDLE_WAIT_SECONDS", 0)
+    patch.setattr(mixin, "get_kv_transfer_group", ToyRank.running_connector)
+    patch.setattr(mixin, "get_forward_context", lambda: None)
+
+
 class SimEngine:
     """One vLLM engine: scheduler, ranks, connectors.
 
@@ -395,8 +408,6 @@ class SimEngine:
         ]
         pool.bound_once()
         self.lookups = [RankLookup(self.plan, store) for store in self.stores]
-        worker_module.IDLE_WAIT_SECONDS = 0
-        lmcache_hybrid.connector.HybridConnector = SimConnector
         SimConnector.building = self
         from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import (
             LMCacheConnectorV1,

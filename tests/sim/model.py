@@ -15,6 +15,7 @@ place, rejected drafts leave rubbish behind.
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -102,6 +103,13 @@ class ToyRank:
     connector: object = None
     requests: dict[str, _Running] = field(default_factory=dict)
 
+    running: ClassVar["ToyRank"]
+
+    @classmethod
+    def running_connector(cls):
+        """What a real rank's process has one of (``get_kv_transfer_group``)."""
+        return cls.running.connector
+
     def __post_init__(self) -> None:
         self.pages = np.full((self.num_blocks, self.block_size), RUBBISH)
         groups = len(self.attention) + len(self.states)
@@ -122,8 +130,7 @@ class ToyRank:
 
     def execute(self, output: SchedulerOutput, truths: dict[str, Truth]) -> ModelRunnerOutput:
         """Run one step; raises WrongBytes when a page is not what it should be."""
-        mixin.get_kv_transfer_group = lambda: self.connector
-        mixin.get_forward_context = lambda: None
+        ToyRank.running = self
         self.connector.handle_preemptions(output.kv_connector_metadata)
         self._update(output, truths)
         if not output.total_num_scheduled_tokens:

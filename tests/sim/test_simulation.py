@@ -19,7 +19,7 @@ import hypothesis
 import pytest
 from hypothesis import HealthCheck, Phase
 
-from .engine import close_storage
+from .engine import close_storage, install
 from .program import Run, Tally, programs
 
 STEPS = int(os.environ.get("SIM_STEPS", 200_000))
@@ -53,11 +53,17 @@ MET = (
 
 
 @pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    install(monkeypatch)
+    yield
+    close_storage()
+
+
+@pytest.fixture(autouse=True)
 def quiet():
     """Failed loads are part of the programs; a warning for each would be a flood."""
     logging.disable(logging.CRITICAL)
     yield
-    close_storage()
     logging.disable(logging.NOTSET)
 
 
