@@ -234,7 +234,11 @@ class HybridConnector:
 
 def _refuse_parallelism(vllm_config: "VllmConfig") -> None:
     parallel = vllm_config.parallel_config
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
+    for name in (
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+        "decode_context_parallel_size",
+    ):
         value = getattr(parallel, name, 1)
         if value != 1:
             raise ConfigError(

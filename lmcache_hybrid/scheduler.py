@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduler side: which boundary a request may start from, and what it will store."""
 
-import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
@@ -13,6 +11,7 @@ from lmcache_hybrid.config import Options
 from lmcache_hybrid.groups import GroupPlan
 from lmcache_hybrid.lookup import Answer, Prefix, Question, agree
 from lmcache_hybrid.metadata import NOTHING, Load, Save, StepMetadata
+from lmcache_hybrid.prefix import Adapters, prefix_of, transfer_params
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
@@ -93,6 +92,7 @@ class HybridScheduler:
         self._options = options
         self._hashes_per_block = plan.block_size // hash_block_size
         self._ask = ask
+        self._adapters = Adapters()
         self._tracked: dict[str, _Tracked] = {}
         # Requests that still have blocks to store: all that a step looks at.
         self._unsaved: dict[str, _Tracked] = {}
@@ -194,7 +194,9 @@ class HybridScheduler:
     def _track(self, request: "Request") -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            prefix = prefix_of(request, self._plan.block_size, self._hashes_per_block)
+            prefix = prefix_of(
+                request, self._plan.block_size, self._hashes_per_block, self._adapters
+            )
             tracked = _Tracked(request, prefix, self._may_save(request))
             self._tracked[request.request_id] = tracked
         if tracked.unsaved:
@@ -323,54 +325,3 @@ class HybridScheduler:
     @property
     def num_tracked(self) -> int:
         return len(self._tracked)
-
-
-def transfer_params(request: "Request") -> dict[str, Any]:
-    """The request's ``lmcache.*`` settings (``kv_transfer_params`` or sampling extra args)."""
-    from lmcache.integration.vllm.utils import extract_request_configs_from_request
-
-    return extract_request_configs_from_request(request) or {}
-
-
-def prefix_of(request: "Request", block_size: int, hashes_per_block: int) -> Prefix:
-    """The prompt's whole blocks; empty when the request must not be cached.
-
-    vLLM's block hashes cover tokens, multimodal items, LoRA name and cache salt.
-    Added as tags: the user's ``lmcache.tag.*`` and the identity of the LoRA files.
-    """
-    nothing = Prefix(())
-    if getattr(request, "prompt_embeds", None) is not None:
-        return nothing
-    tags = []
-    for key, value in sorted(transfer_params(request).items()):
-        if key.startswith("lmcache.tag."):
-            name = key.removeprefix("lmcache.tag.")
-            if not isinstance(value, str) or not _is_plain(name + value):
-                logger.warning_once(
-                    "Requests tagged %s=%s are not cached: LMCache needs tags that are printable "
-                    "strings without '@' and '%%'.",
-                    key,
-                    repr(value)[:80],
-                )
-                return nothing
-            tags.append((name, value))
-    if request.lora_request is not None:
-        tags.append(("lora", _lora_identity(request.lora_request)))
-    blocks = request.num_prompt_tokens // block_size
-    ends = range(hashes_per_block - 1, blocks * hashes_per_block, hashes_per_block)
-    return Prefix(tuple(bytes(request.block_hashes[end]) for end in ends), tuple(tags))
-
-
-def _is_plain(text: str) -> bool:
-    return text.isprintable() and not set("@%") & set(text)
-
-
-def _lora_identity(lora: Any) -> str:
-    """Name, path, sizes and times of an adapter: a name alone may be given to another one."""
-    facts = [lora.lora_name, lora.lora_path]
-    folder = Path(lora.lora_path)
-    if folder.is_dir():
-        for file in sorted(folder.glob("adapter_*")):
-            status = file.stat()
-            facts.append((file.name, status.st_size, status.st_mtime_ns))
-    return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()

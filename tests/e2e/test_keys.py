@@ -157,7 +157,6 @@ def test_adapters(model: Path, tmp_path: Path) -> None:
         assert hits(ask_cold(engine, first), trained)
 
 
-@pytest.mark.xfail(strict=True, reason="scheduler.prefix_of reads the files at request time")
 def test_an_adapter_whose_files_change_under_a_running_engine(model: Path, tmp_path: Path) -> None:
     """The engine goes on with what it has loaded; that is not what the files say now."""
     config = {"local_cpu": False, "remote_url": f"fs://localhost:0{tmp_path / 'store'}"}

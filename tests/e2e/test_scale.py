@@ -24,6 +24,7 @@ def prompt(seed: int, length: int) -> list[int]:
     return [rng.randrange(32, 127) for _ in range(length)]
 
 
+@pytest.mark.two_cores
 @pytest.mark.parametrize("family", ["qwen3_next", "granite4", "falcon_h1", "lfm2"])
 def test_two_ranks_and_a_record_that_one_of_them_lost(
     model_dir: Path, tmp_path: Path, family: str

@@ -24,7 +24,7 @@ from lmcache_hybrid import fingerprint as module
 from lmcache_hybrid.fingerprint import fingerprint, weights_identity
 from lmcache_hybrid.groups import GroupPlan
 from lmcache_hybrid.pages import GroupPages
-from lmcache_hybrid.scheduler import prefix_of
+from lmcache_hybrid.prefix import Adapters, prefix_of
 from lmcache_hybrid.tinymodels import make_model
 
 from .helpers import PLAN, N, make_pages, make_request
@@ -433,7 +433,7 @@ def image(identifier: str, offset: int = N + 2, length: int = 4) -> MultiModalFe
 
 
 def hashes(**request) -> tuple[bytes, ...]:
-    return prefix_of(make_request(tokens=4 * N, **request), N, 1).hashes
+    return prefix_of(make_request(tokens=4 * N, **request), N, 1, Adapters()).hashes
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import dataclasses
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -7,9 +8,10 @@ from hypothesis import strategies as st
 from vllm.lora.request import LoRARequest
 from vllm.v1.outputs import KVConnectorOutput
 
-from lmcache_hybrid.lookup import load_keys
+from lmcache_hybrid.lookup import Prefix, load_keys
 from lmcache_hybrid.metadata import NOTHING, Load, Save, StepMetadata
-from lmcache_hybrid.scheduler import HybridScheduler, prefix_of
+from lmcache_hybrid.prefix import Adapters, prefix_of
+from lmcache_hybrid.scheduler import HybridScheduler
 
 from .helpers import OPTIONS, PLAN, WIDE, N, Ranks, fill, make_output, make_request
 
@@ -29,7 +31,7 @@ class Rig:
 
     def holds(self, request, attention: int, *states: int) -> "Rig":
         """Let every rank hold blocks of the request's prompt."""
-        prefix = prefix_of(request, N, 1)
+        prefix = prefix_of(request, N, 1, Adapters())
         for store in self.ranks.stores:
             fill(store, prefix, attention, states, self.plan)
         return self
@@ -130,7 +132,7 @@ def test_all_ranks_must_hold_it(ranks):
     request = make_request(tokens=5 * N)
     rig = Rig(ranks).holds(request, 4, 1, 2, 4)
     last = rig.ranks.stores[-1]
-    del last.records[load_keys(prefix_of(request, N, 1), 0, 4, PLAN)[-1]]
+    del last.records[load_keys(prefix_of(request, N, 1, Adapters()), 0, 4, PLAN)[-1]]
     assert rig.match(request) == (2 * N, True)
 
 
@@ -242,7 +244,7 @@ def test_a_load_names_each_groups_blocks():
     request = make_request(tokens=4 * N)
     rig = Rig().holds(request, 3, 3)
     load = rig.admit(request, N)
-    prefix = prefix_of(request, N, 1)
+    prefix = prefix_of(request, N, 1, Adapters())
     assert load == Load(
         "r",
         load.prefix,
@@ -338,7 +340,7 @@ def test_a_prefill_stores_whole_blocks_and_offered_states():
     rig.match(request)
     request.num_computed_tokens = 0
     save = rig.forward(request, 3 * N + 5, all_offers(3))
-    assert save.request_id == "r" and save.prefix == prefix_of(request, N, 1)
+    assert save.request_id == "r" and save.prefix == prefix_of(request, N, 1, Adapters())
     assert save.attention == ((0, (301,)), (1, (302,)), (2, (303,)))
     assert save.states == ((3, (50, 51, 53)),)  # in the plan's order
 
@@ -474,11 +476,14 @@ def test_who_stores(options, request_args, saved):
 
 
 def keys(**kwargs):
-    return prefix_of(make_request(tokens=2 * N, **kwargs), N, 1)
+    return prefix_of(make_request(tokens=2 * N, **kwargs), N, 1, Adapters())
 
 
-def lora(name: str = "a", path: str = "/adapters/a") -> LoRARequest:
-    return LoRARequest(name, 1, path)
+HERE = Path(__file__).parent  # folders stand for adapters' folders
+
+
+def lora(name: str = "a", path: Path = HERE) -> LoRARequest:
+    return LoRARequest(name, 1, str(path))
 
 
 def tagged(**tags) -> dict:
@@ -495,7 +500,7 @@ def tagged(**tags) -> dict:
         dict(params=tagged(user="a", team="a")),
         dict(lora=lora()),
         dict(lora=lora("b")),
-        dict(lora=lora(path="/adapters/other")),
+        dict(lora=lora(path=HERE.parent)),
     ],
     ids=str,
 )
@@ -509,7 +514,7 @@ def test_requests_that_must_not_share_have_other_keys(other):
         dict(params=tagged(user="a", team="a")),
         dict(lora=lora()),
         dict(lora=lora("b")),
-        dict(lora=lora(path="/adapters/other")),
+        dict(lora=lora(path=HERE.parent)),
     ]
     mine = keys(**other)
     assert mine == keys(**other)
@@ -530,10 +535,28 @@ def test_changed_adapter_files_change_the_keys(tmp_path):
     """The name of an adapter may be given to another one."""
     weights = tmp_path / "adapter_model.safetensors"
     weights.write_bytes(b"one")
-    before = keys(lora=lora(path=str(tmp_path)))
-    assert keys(lora=lora(path=str(tmp_path))) == before
+    before = keys(lora=lora(path=tmp_path))
+    assert keys(lora=lora(path=tmp_path)) == before
     weights.write_bytes(b"other")
-    assert keys(lora=lora(path=str(tmp_path))) != before
+    assert keys(lora=lora(path=tmp_path)) not in (before, Prefix(()))
+
+
+def test_an_engine_stops_caching_an_adapter_whose_files_change(tmp_path):
+    """It goes on with the adapter it has loaded, which is not what the files say now."""
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"one")
+    rig, request = Rig(), make_request("before", lora=lora(path=tmp_path))
+    assert rig.prefill(request).attention
+    weights.write_bytes(b"other")
+    changed = make_request("after", lora=lora(path=tmp_path))
+    assert rig.prefill(changed) is None
+    loaded_anew = make_request("anew", lora=LoRARequest("a", 2, str(tmp_path)))
+    assert rig.prefill(loaded_anew).attention
+
+
+@pytest.mark.parametrize("path", ["someone/adapter", "~/no-such-adapter"])
+def test_an_adapter_that_is_no_local_folder_is_not_cached(path):
+    assert keys(lora=lora(path=path)) == Prefix(())
 
 
 @pytest.mark.parametrize("value", ["a@b", "50%", 7, None, ["x"], {"a": 1}])
@@ -561,7 +584,7 @@ def test_embeddings_are_not_cached():
     """Block hashes cover token ids, and these prompts have none."""
     request = make_request()
     request.prompt_embeds = object()
-    assert prefix_of(request, N, 1).hashes == ()
+    assert prefix_of(request, N, 1, Adapters()).hashes == ()
 
 
 @pytest.mark.parametrize("tokens", [1, N - 1, N, N + 1, 2 * N, 5 * N - 1])
@@ -569,7 +592,7 @@ def test_embeddings_are_not_cached():
 def test_a_block_has_the_hash_at_its_end(tokens, hash_block_size):
     request = make_request(tokens=tokens, hash_block_size=hash_block_size)
     per_block = N // hash_block_size
-    hashes = prefix_of(request, N, per_block).hashes
+    hashes = prefix_of(request, N, per_block, Adapters()).hashes
     assert len(hashes) == tokens // N
     for i, found in enumerate(hashes):
         assert found == request.block_hashes[(i + 1) * per_block - 1]
@@ -579,7 +602,7 @@ def test_generated_tokens_do_not_lengthen_the_prefix():
     request = make_request(tokens=N + 1)
     request.append_output_token_ids(list(range(2 * N)))
     assert len(request.block_hashes) == 3
-    assert len(prefix_of(request, N, 1).hashes) == 1
+    assert len(prefix_of(request, N, 1, Adapters()).hashes) == 1
 
 
 # Life cycle
