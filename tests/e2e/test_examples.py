@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("examples")]
+pytestmark = [pytest.mark.engine, pytest.mark.two_cores]
 
 ROOT = Path(__file__).parents[2]
 

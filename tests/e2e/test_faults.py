@@ -23,7 +23,7 @@ from engine import Answer, Engine, EngineDied
 
 from lmcache_hybrid.tinymodels import make_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("faults")]
+pytestmark = pytest.mark.engine
 
 N = 128
 POOL = {"local_cpu": False, "max_local_cpu_size": 0.05}

@@ -9,7 +9,7 @@ from prompts import cases, shortened
 
 from lmcache_hybrid.tinymodels import make_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("hits")]
+pytestmark = pytest.mark.engine
 
 # States at every chunk end, one chunk per block: what a granular prefill leaves.
 DENSE = {"prefix_cache_retention_interval": None}

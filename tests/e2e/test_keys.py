@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from lmcache_hybrid.tinymodels import make_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("keys")]
+pytestmark = pytest.mark.engine
 
 RAM = {"local_cpu": True}
 

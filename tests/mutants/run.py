@@ -47,7 +47,9 @@ def plant(tree: Path, defect: Defect) -> None:
         (tree / file).write_text(text.replace(old, new))
 
 
-def run_suite(defect: Defect | None, steps: int, minutes: float) -> tuple[str, str, float]:
+def run_suite(
+    defect: Defect | None, tests: list[str], steps: int, minutes: float
+) -> tuple[str, str, float]:
     """(verdict, the test that found it, seconds)."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
@@ -56,7 +58,7 @@ def run_suite(defect: Defect | None, steps: int, minutes: float) -> tuple[str, s
         if defect is not None:
             plant(tree, defect)
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-        command += ["--no-header", "--tb=line", "--show-capture=no", "-m", "not engine", *SUITE]
+        command += ["--no-header", "--tb=line", "--show-capture=no", "-m", "not engine", *tests]
         try:
             done = subprocess.run(
                 command,
@@ -83,7 +85,9 @@ def run_suite(defect: Defect | None, steps: int, minutes: float) -> tuple[str, s
 
 
 def main(
+    tests: Annotated[list[str] | None, typer.Argument(help="The fast tests by default.")] = None,
     only: Annotated[str, typer.Option(help="Part of a defect's name; all defects if empty.")] = "",
+    skip: Annotated[int, typer.Option(help="Leave out so many of the first.")] = 0,
     steps: Annotated[int, typer.Option(help="Simulation steps per run.")] = 8_000,
     minutes: Annotated[float, typer.Option(help="Longest run of the suite.")] = 10,
     jobs: Annotated[int, typer.Option(help="Runs side by side.")] = os.cpu_count() or 1,
@@ -92,13 +96,14 @@ def main(
 
     Ends with 0 when the unchanged tree passes and every defect is killed.
     """
-    chosen = [defect for defect in DEFECTS if only in defect.name]
-    verdict, where, seconds = run_suite(None, steps, minutes)
+    chosen = [defect for defect in DEFECTS if only in defect.name][skip:]
+    tests = tests or list(SUITE)
+    verdict, where, seconds = run_suite(None, tests, steps, minutes)
     console.print(f"{'unchanged tree':<75} {verdict:<9} {seconds:4.0f} s {where}")
     if verdict != "survived":
         raise typer.Exit(2)
     with ThreadPoolExecutor(jobs) as executor:
-        results = executor.map(lambda defect: run_suite(defect, steps, minutes), chosen)
+        results = executor.map(lambda defect: run_suite(defect, tests, steps, minutes), chosen)
         verdicts = []
         for defect, (verdict, where, seconds) in zip(chosen, results):
             console.print(f"{defect.name:<75} {verdict:<9} {seconds:4.0f} s {where}")

@@ -22,7 +22,7 @@ from engine import Answer, Engine
 
 TOKENS = 4
 # To measure what a batch changes.
-BURSTS = 30
+BURSTS = 15
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def make_prompts(name: str, count: int, rng: random.Random) -> Reference:
         for _ in range(2):
             fork = rng.randrange(size, 4 * size)
             prompts.append(stem[:fork] + _ids(rng, rng.randrange(size, 2 * size)))
-    crowd = [_ids(rng, _length(rng, size)) for _ in range(max(4, count // 5))]
+    crowd = [_ids(rng, _length(rng, size)) for _ in range(max(4, count // 6))]
     crowd += [ids[: 2 * size] + _ids(rng, size) for ids in crowd]
     return Reference(mode, prompts[:count], crowd)
 

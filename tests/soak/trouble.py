@@ -31,7 +31,7 @@ class Fault:
     """Something to do to a store.
 
     Attributes:
-        start: does it; raises OSError, KeyError or ValueError where there is nothing to do it to.
+        start: does it; raises OSError or KeyError where there is nothing to do it to.
         end: undoes it, where it lasts.
         weight: how often, beside the others.
         seconds: how long it lasts at most.
@@ -110,9 +110,9 @@ class Store:
     def _swap(self) -> None:
         names = self._some()
         data = [self.shelf.read(name) for name in names]
-        for name, other in zip(names, data[1:] + data[:1]):
+        for name, mine, other in zip(names, data, data[1:] + data[:1]):
             if other:
-                self.shelf.write(name, other)
+                self.shelf.write(name, other[: len(mine)] if self.kind == "ram" else other)
 
     def _remove(self) -> None:
         for name in self._some():
