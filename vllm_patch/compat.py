@@ -18,6 +18,7 @@ def install() -> None:
     """Apply all repairs. Mutates vLLM's classes."""
     from vllm.platforms import current_platform
 
+    promote_loads_in_order()
     if current_platform.is_cpu():
         keep_cpu_block_size()
         no_cpu_prefill_checkpoints()
@@ -86,3 +87,29 @@ def no_cpu_prefill_checkpoints() -> None:
         )
 
     MambaMixer2.get_kv_cache_spec = get_kv_cache_spec
+
+
+def promote_loads_in_order() -> None:
+    """Requests that wait with blocks must go on in the order in which they got them.
+
+    Bug: an asynchronous load is admitted when it leaves room for what the loads
+    admitted before it still need, but with ``--scheduling-policy priority`` the
+    queue of these requests (``Scheduler.kv_holding_waiting``) is sorted by
+    priority. A later one that does not fit stands in front of the one that does.
+    Symptom: in a pool that is full to the last blocks both wait for ever.
+    Remove when: the queue is in order of admission, or the scheduler looks past
+    its head.
+    """
+    from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    original = Scheduler.__init__
+
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        assert not self.kv_holding_waiting
+        if self.policy != SchedulingPolicy.FCFS:
+            self.kv_holding_waiting = create_request_queue(SchedulingPolicy.FCFS)
+
+    Scheduler.__init__ = __init__

@@ -19,7 +19,7 @@ import hypothesis
 import pytest
 from hypothesis import HealthCheck, Phase
 
-from .engine import close_storage, install
+from .engine import N, Setup, close_storage, install
 from .program import Run, Tally, programs
 
 STEPS = int(os.environ.get("SIM_STEPS", 200_000))
@@ -103,6 +103,23 @@ def test_no_step_sees_wrong_bytes(part, capsys):
     report(tally, start, time.process_time() - began, part, capsys)
     if tally.steps >= 40_000:
         assert [name for name in MET if not tally.events[name]] == []
+
+
+def test_loads_of_different_priority_do_not_block_each_other():
+    """A program that once got stuck, as hypothesis shrank it.
+
+    See :func:`vllm_patch.compat.promote_loads_in_order`.
+    """
+    setup = Setup(groups="as", blocks=10, batch=2 * N, seqs=2, priority=True, batch_bytes=1)
+    operations = (
+        [("add", 0, 14, 0), ("step", 0, 15, 0), ("reset", 0, 0, 0)]
+        + [("add", 0, 2, 10), ("add", 0, 104, 0), ("hold", 0, 0, 0)]
+        + [("step", 0, 0, 0)] * 2
+        + [("step", 0, 3, 0), ("step", 0, 8, 0)]
+    )
+    tally = Tally()
+    Run(setup, tally).play(operations)
+    assert tally.events["preempted"] and tally.events["hits"]
 
 
 def report(tally: Tally, seed: int, seconds: float, part: int, capsys) -> None:

@@ -45,6 +45,7 @@ PHASES = (
     ("redis", "default"),
 )
 SECONDS_BETWEEN_FAULTS = 3.0
+SECONDS_BETWEEN_SAMPLES = 2.0
 CHANCE_OF_BURST = 0.03
 CHANCE_TO_FORGET = 0.9
 # A verb that takes longer hangs: the engine is aborted and says where its threads are.
@@ -93,7 +94,7 @@ class Soak:
         self.reference = self.references[mode]
         lives: list[dict] = []
         with ExitStack() as stack:
-            self.store = self._open_store(kind, number, stack)
+            self.store = self._open_store(kind, mode, number, stack)
             deadline = time.monotonic() + seconds
             kill_at = time.monotonic() + seconds * self.rng.uniform(0.2, 0.4)
             with self._life(mode, lives):
@@ -106,13 +107,13 @@ class Soak:
         self.phases.append({"store": kind, "mode": mode, "left": left, "lives": lives})
         self._say(self.where, "ended:", json.dumps({"left": left, "lives": lives}), now=True)
 
-    def _open_store(self, kind: str, number: int, stack: ExitStack) -> Store:
+    def _open_store(self, kind: str, mode: str, number: int, stack: ExitStack) -> Store:
         # Each phase has a store of its own: modes differ in last bits.
         if kind == "ram":
-            return Ram(self.rng)
+            return Ram(self.rng, mode)
         if kind == "redis":
             return Redis(self.rng, stack)
-        return Disk(self.rng, self.folder / f"records-{number}", ram=kind == "ram+disk")
+        return Disk(self.rng, mode, self.folder / f"records-{number}", ram=kind == "ram+disk")
 
     @contextlib.contextmanager
     def _life(self, mode: str, lives: list[dict]) -> Iterator[None]:
@@ -122,11 +123,14 @@ class Soak:
             self.counts["engine starts"] += 1
             self.engine, self.seen = engine, {}
             self.samples: list[tuple[float, float]] = []
+            self.sampled = 0.0
             self.fault: Fault | None = None
             self.held: Fault | None = None
             self.next_fault = time.monotonic() + SECONDS_BETWEEN_FAULTS
             self.store.opened(engine)
             self.store.heal()
+            # LMCache's pool is resident once touched: touch all of it now.
+            self._verb("fault", name="scrub")
             self.blocks_at_start = engine.counts()["live"]["used_blocks"]
             began = time.monotonic()
             try:
@@ -201,7 +205,11 @@ class Soak:
         self.counts[f"compared: {kind}"] += 1
         if loaded:
             self.counts["hit tokens"] += answer.external
-        self.samples.append((time.monotonic(), rss(self.engine)))
+        if time.monotonic() - self.sampled >= SECONDS_BETWEEN_SAMPLES:
+            self.sampled = time.monotonic()
+            # Free memory that the heap keeps would hide what is in use.
+            self._verb("trim")
+            self.samples.append((self.sampled, rss(self.engine)))
         return answer
 
     def _burst(self) -> None:
@@ -377,7 +385,7 @@ class Soak:
 
 def memory(samples: list[tuple[float, float]], seconds: float) -> dict:
     """RSS of one engine's life in MB: medians of its first and last third after the warm-up."""
-    result = {"seconds": round(seconds), "asks": len(samples)}
+    result = {"seconds": round(seconds)}
     warm = samples[len(samples) // 4 :]
     third = len(warm) // 3
     if third < 5:

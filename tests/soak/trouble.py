@@ -21,8 +21,8 @@ DAMAGES = (
     faults.foreign,
     faults.of_another_version,
 )
-# Smaller than what is asked, so that records are evicted all the time.
-SMALL_POOL = 0.008
+# In GB. The small ones hold a part of what is asked: records are evicted all the time.
+SMALL_POOL = {"granular": 0.008, "default": 0.03}
 POOL = 0.05
 
 
@@ -121,7 +121,10 @@ class Store:
 
 class Ram(Store):
     kind = "ram"
-    config = {"local_cpu": True, "max_local_cpu_size": SMALL_POOL}
+
+    def __init__(self, rng: random.Random, mode: str) -> None:
+        super().__init__(rng)
+        self.config = {"local_cpu": True, "max_local_cpu_size": SMALL_POOL[mode]}
 
     def opened(self, engine: Engine) -> None:
         super().opened(engine)
@@ -133,13 +136,13 @@ class Disk(Store):
 
     kind = "disk"
 
-    def __init__(self, rng: random.Random, folder: Path, ram: bool) -> None:
+    def __init__(self, rng: random.Random, mode: str, folder: Path, ram: bool) -> None:
         super().__init__(rng)
         self.kind = "ram+disk" if ram else "disk"
         self.shelf = faults.DiskShelf(folder)
         self.config = {
             "local_cpu": ram,
-            "max_local_cpu_size": SMALL_POOL if ram else POOL,
+            "max_local_cpu_size": SMALL_POOL[mode] if ram else POOL,
             "local_disk": str(folder),
             "max_local_disk_size": POOL,
         }
