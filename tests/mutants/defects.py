@@ -29,6 +29,7 @@ RECORD = "lmcache_hybrid/record.py"
 CONNECTOR = "lmcache_hybrid/connector.py"
 RPC = "lmcache_hybrid/rpc.py"
 PAGES = "lmcache_hybrid/pages.py"
+COMPAT = "vllm_patch/compat.py"
 
 DEFECTS = (
     # What is stored
@@ -247,5 +248,11 @@ DEFECTS = (
         STORE,
         "        return self._engine.is_healthy()\n",
         "        return True\n",
+    ),
+    _one(
+        "loads are promoted by priority, not in order of admission",
+        COMPAT,
+        "    promote_loads_in_order()\n    if",
+        "    if",
     ),
 )

@@ -15,6 +15,8 @@ That this holds for vLLM alone is seen here, before anything else runs.
 
 import os
 import random
+import statistics
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from engine import Answer, Engine
 TOKENS = 4
 # To measure what a batch changes.
 BURSTS = 15
+SECONDS_BETWEEN_SAMPLES = 2.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Reference:
             ``prompts``, because what it stores has other last bits too.
         noise: what batches changed here, without a connector: the largest difference.
         boundaries: answers from vLLM's own prefix cache that equalled the cold one.
-        rss: (asks, MB) of the engine along the way.
+        memory: of the engine while it is asked on and on, see :func:`memory`.
     """
 
     mode: Mode
@@ -74,7 +77,7 @@ class Reference:
     crowd_answers: list[Answer] = field(default_factory=list)
     noise: float = 0.0
     boundaries: int = 0
-    rss: list[tuple[int, float]] = field(default_factory=list)
+    memory: dict = field(default_factory=dict)
 
     def deepest(self, ids: list[int]) -> int:
         """The deepest boundary a prompt can hit; its last token is always computed."""
@@ -108,15 +111,18 @@ def make_prompts(name: str, count: int, rng: random.Random) -> Reference:
     return Reference(mode, prompts[:count], crowd)
 
 
-def record(model: Path, name: str, count: int, seed: int) -> Reference:
+def record(model: Path, name: str, count: int, seed: int, seconds: float) -> Reference:
     """Ask an engine without a connector.
+
+    Args:
+        seconds: how long to go on asking, to see how its memory grows by itself.
 
     Raises:
         AssertionError: vLLM by itself answers differently from its own prefix cache.
     """
     rng = random.Random(f"{seed} {name}")
     reference = make_prompts(name, count, rng)
-    mode, asks = reference.mode, 0
+    mode = reference.mode
     with Engine(model, **mode.options) as engine:
         assert engine.info["block_size"] == mode.size
         for ids in reference.prompts:
@@ -133,8 +139,6 @@ def record(model: Path, name: str, count: int, seed: int) -> Reference:
                 warm = engine.ask(ids, TOKENS)
                 assert warm.cached == end and warm.output == cold.output, (name, len(ids), end)
                 reference.boundaries += 1
-            asks += 1 + 2 * len(chosen)
-            reference.rss.append((asks, rss(engine)))
         for ids in reference.crowd:
             engine.forget()
             reference.crowd_answers.append(engine.ask(ids, TOKENS))
@@ -144,7 +148,21 @@ def record(model: Path, name: str, count: int, seed: int) -> Reference:
             answers = engine.ask_many([reference.crowd[i] for i in chosen], TOKENS)
             apart = [difference(a, reference.crowd_answers[i]) for a, i in zip(answers, chosen)]
             reference.noise = max(reference.noise, *apart)
+        samples, end = [], time.monotonic() + seconds
+        while time.monotonic() < end:
+            engine.forget()
+            engine.ask(rng.choice(reference.prompts), TOKENS)
+            sample(engine, samples)
+        reference.memory = memory(samples, seconds)
     return reference
+
+
+def sample(engine: Engine, samples: list[tuple[float, float]]) -> None:
+    """Add the engine's (time, RSS in MB) to ``samples``, every other second at most."""
+    if not samples or time.monotonic() - samples[-1][0] >= SECONDS_BETWEEN_SAMPLES:
+        # Free memory that the heap keeps would hide what is in use.
+        engine.call("trim")
+        samples.append((time.monotonic(), rss(engine)))
 
 
 def rss(engine: Engine) -> float:
@@ -165,3 +183,26 @@ def difference(many: Answer, alone: Answer) -> float:
             return max(worst, best - second)
         worst = max(worst, abs(many.logprobs[step][str(token)] - best))
     return worst
+
+
+def memory(samples: list[tuple[float, float]], seconds: float) -> dict:
+    """RSS of one engine's life in MB: medians of its first and last third after the warm-up."""
+    result = {"seconds": round(seconds)}
+    warm = samples[len(samples) // 4 :]
+    third = len(warm) // 3
+    if third < 5:
+        return result
+    first = statistics.median(size for _, size in warm[:third])
+    last = statistics.median(size for _, size in warm[-third:])
+    slope = statistics.linear_regression(*zip(*warm)).slope * 60
+    result |= {
+        "rss_start": round(samples[0][1], 1),
+        "rss_first_third": round(first, 1),
+        "rss_last_third": round(last, 1),
+        "rss_end": round(samples[-1][1], 1),
+        "growth": round(last - first, 1),
+        "mb_per_minute": round(slope, 3),
+        # Now and then, to see whether it levels off.
+        "rss": [round(size) for _, size in samples[:: max(1, len(samples) // 24)]],
+    }
+    return result

