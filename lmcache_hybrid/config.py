@@ -23,6 +23,7 @@ logger = init_logger("vllm.lmcache_hybrid.config")
 # Keys of kv_connector_extra_config with this prefix are this package's own.
 OWN_PREFIX = "lmcache.hybrid_"
 LOAD_LIMIT_KEY = "lmcache.max_tokens_per_load"
+CHECKPOINT_KEY = "lmcache.hybrid_checkpoint_tokens"
 DEFAULT_CHUNK_SIZE = 256
 STABLE_HASH = "sha256_cbor"
 # Remote stores that keep a record's size with it. Others hand out buffers of
@@ -35,7 +36,6 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "use_layerwise": (bool, "whole blocks are copied at once; set it to false"),
     "enable_blending": (bool, "a recurrent state cannot be blended; set it to false"),
     "enable_async_loading": (bool, "hybrid loads are asynchronous already; set it to false"),
-    "save_decode_cache": (bool, "generated tokens are not stored yet; set it to false"),
     "save_unfull_chunk": (bool, "states exist at block boundaries only; set it to false"),
     "enable_p2p": (bool, "peers cannot exchange states yet; set it to false"),
     "enable_pd": (bool, "use kv_role with a shared redis:// or fs:// store; set it to false"),
@@ -72,6 +72,8 @@ class Options:
         priority_limit: requests with a larger priority value are not stored.
         min_retrieve_tokens: smaller hits are not loaded.
         max_tokens_per_load: largest number of tokens per load, 0 for no limit.
+        checkpoint_tokens: T, a long prefill leaves a state every T tokens; 0 for none.
+        save_decode: whether boundaries that generated tokens reach are stored.
     """
 
     attention_group: int | None
@@ -79,6 +81,8 @@ class Options:
     priority_limit: int | None
     min_retrieve_tokens: int
     max_tokens_per_load: int
+    checkpoint_tokens: int = 0
+    save_decode: bool = False
 
 
 def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Options:
@@ -88,7 +92,7 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
         ConfigError: a setting of ours that does not exist or has no whole number.
     """
     transfer = vllm_config.kv_transfer_config
-    known = {ATTENTION_GROUP_KEY, "lmcache.hybrid_load_failure_policy"}
+    known = {ATTENTION_GROUP_KEY, CHECKPOINT_KEY, "lmcache.hybrid_load_failure_policy"}
     for key in transfer.kv_connector_extra_config:
         if key.startswith(OWN_PREFIX) and key not in known:
             raise ConfigError(f"{key} is not a setting; the settings are {sorted(known)}.")
@@ -108,7 +112,27 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
         priority_limit=config.priority_limit,
         min_retrieve_tokens=config.min_retrieve_tokens,
         max_tokens_per_load=whole(LOAD_LIMIT_KEY, 0) or 0,
+        checkpoint_tokens=whole(CHECKPOINT_KEY, 0) or 0,
+        save_decode=bool(config.save_decode_cache),
     )
+
+
+def check_checkpoints(options: Options, block_size: int) -> None:
+    """A state exists at block boundaries only.
+
+    Args:
+        block_size: N in tokens.
+
+    Raises:
+        ConfigError: ``checkpoint_tokens`` is not a multiple of N.
+    """
+    tokens = options.checkpoint_tokens
+    if tokens < 0 or tokens % block_size:
+        nearest = max(1, round(tokens / block_size)) * block_size
+        raise ConfigError(
+            f"{CHECKPOINT_KEY}={tokens} is not a multiple of this model's block size "
+            f"{block_size}; set it to {nearest}, or to 0 for no checkpoints."
+        )
 
 
 def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.lmcache_hybrid.prefix")
 
-NOTHING = Prefix(())
-
 
 class Adapters:
     """Identities of the LoRA adapters that this engine has loaded.
@@ -72,14 +70,14 @@ def transfer_params(request: "Request") -> dict[str, Any]:
 
 def prefix_of(
     request: "Request", block_size: int, hashes_per_block: int, adapters: Adapters
-) -> Prefix:
-    """The prompt's whole blocks; empty when the request must not be cached.
+) -> Prefix | None:
+    """The prompt's whole blocks; None when the request must not be cached.
 
     vLLM's block hashes cover tokens, multimodal items, LoRA name and cache salt.
     Added as tags: the user's ``lmcache.tag.*`` and the identity of the LoRA files.
     """
     if getattr(request, "prompt_embeds", None) is not None:
-        return NOTHING
+        return None
     tags = []
     for key, value in sorted(transfer_params(request).items()):
         if key.startswith("lmcache.tag."):
@@ -91,16 +89,23 @@ def prefix_of(
                     key,
                     repr(value)[:80],
                 )
-                return NOTHING
+                return None
             tags.append((name, value))
     if request.lora_request is not None:
         identity = adapters.identity(request.lora_request)
         if identity is None:
-            return NOTHING
+            return None
         tags.append(("lora", identity))
     blocks = request.num_prompt_tokens // block_size
-    ends = range(hashes_per_block - 1, blocks * hashes_per_block, hashes_per_block)
-    return Prefix(tuple(bytes(request.block_hashes[end]) for end in ends), tuple(tags))
+    return extended(Prefix((), tuple(tags)), request, blocks, hashes_per_block)
+
+
+def extended(prefix: Prefix, request: "Request", blocks: int, hashes_per_block: int) -> Prefix:
+    """``prefix`` with the hashes of the request's first ``blocks`` blocks."""
+    first = len(prefix.hashes)
+    ends = range((first + 1) * hashes_per_block - 1, blocks * hashes_per_block, hashes_per_block)
+    more = tuple(bytes(request.block_hashes[end]) for end in ends)
+    return Prefix(prefix.hashes + more, prefix.tags)
 
 
 def _is_plain(text: str) -> bool:

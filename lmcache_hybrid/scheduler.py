@@ -11,7 +11,8 @@ from lmcache_hybrid.config import Options
 from lmcache_hybrid.groups import GroupPlan
 from lmcache_hybrid.lookup import Answer, Prefix, Question, agree
 from lmcache_hybrid.metadata import NOTHING, Load, Save, StepMetadata
-from lmcache_hybrid.prefix import Adapters, prefix_of, transfer_params
+from lmcache_hybrid.prefix import Adapters, extended, prefix_of, transfer_params
+from lmcache_hybrid.stops import Stops
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
@@ -28,8 +29,10 @@ class _Tracked:
     """One request from its first lookup to its end.
 
     Attributes:
-        prefix: the prompt's whole blocks; empty where nothing may be cached.
+        prefix: the prompt's whole blocks, and those of generated tokens as far as they
+            are stored; empty where nothing may be cached.
         save: whether this request's blocks are stored.
+        stops: where its steps shall end so that a state can be stored.
         answer: what the ranks promised and the scheduler has not yet allocated for.
         floor: local blocks when the ranks answered; their claims start there.
         claimed: whether ranks may hold a claim for it.
@@ -42,6 +45,7 @@ class _Tracked:
     request: "Request"
     prefix: Prefix
     save: bool
+    stops: Stops
     answer: Answer | None = None
     floor: int = 0
     claimed: bool = False
@@ -111,19 +115,28 @@ class HybridScheduler:
         if request.request_id.startswith("mock_req"):
             return 0, False
         tracked = self._track(request)
-        if tracked.load_failed or request.skip_reading_prefix_cache or not tracked.prefix.hashes:
+        gain = self._gain(tracked, num_computed_tokens)
+        if gain == 0:
             self._give_up(tracked)
-            return 0, False
+        if tracked.save:
+            # vLLM has just set its own; see Stops for what this attribute does.
+            tracked.stops.junction = max(tracked.stops.junction, request.shared_prefix_boundary)
+            request.shared_prefix_boundary = tracked.stops.after(num_computed_tokens + gain)
+        return gain, gain > 0
+
+    def _gain(self, tracked: _Tracked, num_computed_tokens: int) -> int:
+        """Tokens past ``num_computed_tokens`` that the ranks promise. Mutates ``tracked``."""
+        request = tracked.request
+        tracked.stops.begin(request.num_tokens)
+        if tracked.load_failed or request.skip_reading_prefix_cache or not tracked.prefix.hashes:
+            return 0
         floor = num_computed_tokens // self._plan.block_size
         if tracked.answer is None or floor < tracked.floor:
             tracked.answer = self._look_up(tracked, floor)
             tracked.floor = floor
-        boundary = tracked.answer.boundary * self._plan.block_size
-        gain = boundary - num_computed_tokens
-        if gain <= 0 or gain < self._options.min_retrieve_tokens:
-            self._give_up(tracked)
-            return 0, False
-        return gain, True
+        tracked.stops.junction = tracked.answer.attention * self._plan.block_size
+        gain = tracked.answer.boundary * self._plan.block_size - num_computed_tokens
+        return gain if gain >= max(1, self._options.min_retrieve_tokens) else 0
 
     def _look_up(self, tracked: _Tracked, floor: int) -> Answer:
         request, size = tracked.request, self._plan.block_size
@@ -193,15 +206,25 @@ class HybridScheduler:
 
     def _track(self, request: "Request") -> _Tracked:
         tracked = self._tracked.get(request.request_id)
+        size = self._plan.block_size
         if tracked is None:
-            prefix = prefix_of(
-                request, self._plan.block_size, self._hashes_per_block, self._adapters
-            )
-            tracked = _Tracked(request, prefix, self._may_save(request))
+            prefix = prefix_of(request, size, self._hashes_per_block, self._adapters)
+            save = prefix is not None and self._may_save(request)
+            stops = Stops(size, self._options.checkpoint_tokens, self._options.save_decode)
+            tracked = _Tracked(request, prefix or Prefix(()), save, stops)
             self._tracked[request.request_id] = tracked
+        elif self._options.save_decode:
+            self._extend(tracked, len(request.block_hashes) // self._hashes_per_block)
         if tracked.unsaved:
             self._unsaved[request.request_id] = tracked
         return tracked
+
+    def _extend(self, tracked: _Tracked, blocks: int) -> None:
+        """Take generated tokens into the prefix, ``blocks`` blocks in all. Mutates ``tracked``."""
+        if tracked.save and blocks > len(tracked.prefix.hashes):
+            tracked.prefix = extended(
+                tracked.prefix, tracked.request, blocks, self._hashes_per_block
+            )
 
     def _may_save(self, request: "Request") -> bool:
         limit = self._options.priority_limit
@@ -241,11 +264,19 @@ class HybridScheduler:
                 # Finished, preempted or waiting: its blocks may belong to another by now.
                 self.counts.dropped_offers += len(offers.get(request_id, ()))
                 continue
+            if request_id in offers:
+                self._reached(tracked, max(tokens for _, _, tokens in offers[request_id]))
             computed = tracked.request.num_computed_tokens + scheduled[request_id]
             attention = self._attention_to_save(tracked, computed, block_state)
             states = self._states_to_save(tracked, computed, offers.get(request_id, ()))
             if attention or states:
                 yield Save(request_id, tracked.prefix, attention, states)
+
+    def _reached(self, tracked: _Tracked, boundary: int) -> None:
+        """A state exists at ``boundary`` (tokens): aim at the next one. Mutates ``tracked``."""
+        tracked.request.shared_prefix_boundary = tracked.stops.after(boundary)
+        if self._options.save_decode:
+            self._extend(tracked, boundary // self._plan.block_size)
 
     def _attention_to_save(
         self, tracked: _Tracked, computed: int, block_state: "KVConnectorBlockState"

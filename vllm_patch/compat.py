@@ -19,6 +19,7 @@ def install() -> None:
     from vllm.platforms import current_platform
 
     promote_loads_in_order()
+    keep_restored_states()
     if current_platform.is_cpu():
         keep_cpu_block_size()
         no_cpu_prefill_checkpoints()
@@ -113,3 +114,29 @@ def promote_loads_in_order() -> None:
             self.kv_holding_waiting = create_request_queue(SchedulingPolicy.FCFS)
 
     Scheduler.__init__ = __init__
+
+
+def keep_restored_states() -> None:
+    """A restored state must be found again in vLLM's own prefix cache.
+
+    Bug: with sparse retention vLLM publishes the states at a prompt's last
+    boundary and at ``shared_prefix_boundary`` only. A state that a connector
+    restored in the middle of a prompt is at neither.
+    Symptom: the next request with the same prefix loads all of it again.
+    Remove when: ``Scheduler._update_waiting_for_remote_kv`` publishes what was loaded.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    original = Scheduler._update_waiting_for_remote_kv
+
+    @functools.wraps(original)
+    def _update_waiting_for_remote_kv(self, request):
+        stop = request.shared_prefix_boundary
+        # 0 after a failed load.
+        request.shared_prefix_boundary = request.num_computed_tokens
+        try:
+            original(self, request)
+        finally:
+            request.shared_prefix_boundary = stop
+
+    Scheduler._update_waiting_for_remote_kv = _update_waiting_for_remote_kv

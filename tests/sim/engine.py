@@ -101,6 +101,8 @@ class Setup:
     overlap: bool = False
     priority: bool = False
     load_limit: int = 0
+    checkpoint: int = 0
+    save_decode: bool = False
     batch_bytes: int = 1 << 20
 
     @property
@@ -387,7 +389,15 @@ class SimEngine:
         config = self._vllm_config(base)
         kv_cache_config = self._kv_cache_config()
         self.plan: GroupPlan = plan_groups(kv_cache_config)
-        self.options = Options(None, True, None, 0, setup.load_limit)
+        self.options = Options(
+            attention_group=None,
+            save=True,
+            priority_limit=None,
+            min_retrieve_tokens=0,
+            max_tokens_per_load=setup.load_limit,
+            checkpoint_tokens=setup.checkpoint,
+            save_decode=setup.save_decode,
+        )
         block_size, self.hash_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
         self._hasher = get_request_block_hasher(self.hash_size, sha256_cbor)
         self.ranks = [

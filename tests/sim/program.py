@@ -45,6 +45,8 @@ def setups(draw) -> Setup:
         overlap=not drafts and draw(st.booleans()),
         priority=draw(st.booleans()),
         load_limit=draw(st.sampled_from((0, 0, 0, 2 * N))),
+        checkpoint=draw(st.sampled_from((0, 0, N, 2 * N, 3 * N))),
+        save_decode=draw(st.booleans()),
         batch_bytes=draw(st.sampled_from((1, 1 << 20))),
     )
 

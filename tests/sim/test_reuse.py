@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which boundaries are reused: one request after the other on simulated engines.
+
+Exact figures, because vLLM's scheduler decides here as it does on a real engine;
+the simulation checks every byte on the way.
+"""
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from .engine import N, Pool, Setup, SimEngine, close_storage, install
+from .program import TRUNKS
+
+A, B, C = TRUNKS
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    install(monkeypatch)
+    yield
+    close_storage()
+
+
+@pytest.fixture
+def pool():
+    with_pool = Pool()
+    yield with_pool
+    with_pool.reset()
+
+
+class Story:
+    """One engine, asked one prompt at a time."""
+
+    def __init__(self, pool: Pool, **setup) -> None:
+        self.engine = SimEngine(Setup(**{"blocks": 120, "batch": 200, **setup}), pool)
+        self.asked = 0
+
+    def ask(self, prompt: list[int], output: int = 1, forget: bool = True) -> tuple[int, int]:
+        """(tokens from the store, tokens from vLLM's own cache).
+
+        Args:
+            forget: empty vLLM's own cache before.
+        """
+        engine = self.engine
+        if forget:
+            engine.reset_prefix_cache(False)
+        self.asked += 1
+        engine.add(name := f"q{self.asked}", prompt, output)
+        stats = engine.requests[name].prefill_stats
+        engine.drain()
+        assert engine.requests[name].status == RequestStatus.FINISHED_LENGTH_CAPPED
+        return stats.num_external_cached_tokens, stats.num_local_cached_tokens
+
+    def answer(self, prompt: list[int]) -> list[int]:
+        """What was generated for the latest prompt."""
+        return list(self.engine.requests[f"q{self.asked}"].output_token_ids)
+
+    @property
+    def loads(self) -> int:
+        return self.engine.events["loads"]
+
+
+def test_where_requests_branch_a_state_is_left(pool):
+    story = Story(pool)
+    story.ask(A[: 10 * N + 3])
+    # No state lies within what both share: the second computes all, and leaves one there.
+    assert story.ask(A[: 6 * N] + B[: 4 * N]) == (0, 0)
+    assert story.ask(A[: 6 * N] + C[: 4 * N]) == (6 * N, 0)
+
+
+def test_a_junction_in_the_middle_of_a_block(pool):
+    story = Story(pool)
+    story.ask(A[: 10 * N])
+    story.ask(A[: 5 * N + 3] + B[: 4 * N])
+    assert story.ask(A[: 5 * N + 5] + C[: 4 * N]) == (5 * N, 0)
+
+
+def test_a_junction_costs_one_step(pool):
+    story = Story(pool)
+    story.ask(A[: 10 * N + 3])
+    first = story.engine.steps
+    story.ask(B[: 10 * N + 3])
+    without = story.engine.steps - first
+    story.ask(A[: 6 * N] + C[: 4 * N + 3])
+    assert story.engine.steps - first - without == without + 1
+
+
+def test_a_junction_past_a_hit(pool):
+    story = Story(pool)
+    story.ask(A[: 4 * N + 1])
+    story.ask(A[: 10 * N])  # hits at 4, leaves a state at 9
+    assert story.ask(A[: 7 * N] + B[: 3 * N]) == (4 * N, 0)
+    assert story.ask(A[: 7 * N] + C[: 3 * N]) == (7 * N, 0)
+
+
+def test_another_engine_on_the_same_store_hits_the_junction(pool):
+    one, other, third = (Story(pool) for _ in range(3))
+    one.ask(A[: 10 * N])
+    other.ask(A[: 6 * N] + B[: 4 * N])
+    assert third.ask(A[: 6 * N] + C[: 4 * N]) == (6 * N, 0)
+
+
+def test_no_state_is_left_by_a_request_that_may_not_store(pool):
+    story = Story(pool)
+    story.ask(A[: 10 * N])
+    story.engine.hybrid._options = story.engine.hybrid._options.__class__(
+        None, False, None, 0, 0
+    )
+    story.ask(A[: 6 * N] + B[: 4 * N])
+    assert story.ask(A[: 6 * N] + C[: 4 * N]) == (0, 0)
+
+
+@pytest.mark.parametrize("batch", [2 * N, 3 * N, 200])
+def test_checkpoints_serve_the_first_branch(pool, batch):
+    story = Story(pool, checkpoint=3 * N, batch=batch)
+    story.ask(A[: 11 * N])
+    assert story.ask(A[: 7 * N] + B[: 3 * N]) == (6 * N, 0)
+
+
+def test_checkpoints_after_a_hit_off_their_grid(pool):
+    story = Story(pool, checkpoint=3 * N)
+    story.ask(A[: 4 * N + 1])
+    assert story.ask(A[: 11 * N]) == (4 * N, 0)
+    assert story.ask(A[: 7 * N] + B[: 3 * N]) == (6 * N, 0)
+
+
+def test_without_checkpoints_the_first_branch_is_computed(pool):
+    story = Story(pool)
+    story.ask(A[: 11 * N])
+    assert story.ask(A[: 7 * N] + B[: 3 * N]) == (0, 0)
+
+
+@pytest.mark.parametrize("save_decode", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("prompt", [5 * N + 2, 5 * N, N // 2])
+def test_the_next_turn_contains_the_answer(pool, save_decode, overlap, prompt):
+    story = Story(pool, save_decode=save_decode, overlap=overlap)
+    first = A[:prompt]
+    story.ask(first, output=3 * N)
+    turn = first + story.answer(first) + B[:5]
+    stored = (prompt + 3 * N - 1) // N * N if save_decode else (prompt - 1) // N * N
+    assert story.ask(turn) == (stored, 0)
+
+
+@pytest.mark.parametrize("drafts", [1, 2])
+def test_the_next_turn_contains_an_answer_with_drafts(pool, drafts):
+    story = Story(pool, save_decode=True, drafts=drafts)
+    first = A[: 5 * N + 2]
+    story.ask(first, output=3 * N)
+    external, _ = story.ask(first + story.answer(first) + B[:5])
+    assert external >= 7 * N
+
+
+def test_the_third_turn_loads_nothing(pool):
+    story = Story(pool)
+    story.ask(A[: 6 * N + 1])
+    turn = A[: 6 * N] + B[: 5 * N]
+    assert story.ask(turn) == (6 * N, 0)
+    loads = story.loads
+    # In the middle of a prompt, and at its last boundary.
+    assert story.ask(A[: 6 * N] + C[: 5 * N], forget=False) == (0, 6 * N)
+    assert story.ask(turn, forget=False) == (0, 10 * N)
+    assert story.loads == loads
+
+
+def test_only_what_is_missing_is_loaded(pool):
+    story = Story(pool)
+    story.ask(A[: 10 * N + 1])
+    story.engine.reset_prefix_cache(False)
+    other = Story(pool)
+    other.ask(B[: N + 1])
+    worker = other.engine.ranks[0].connector._hybrid.worker.counts
+    other.ask(A[: 4 * N + 1])  # computed: no state at 4
+    assert other.ask(A[: 10 * N + 1], forget=False) == (6 * N, 4 * N)
+    assert worker.loaded_attention == 6 and worker.loaded_states == 1
