@@ -92,9 +92,10 @@ class HybridConnector:
         self.scheduler = HybridScheduler(self.plan, options, hash_block_size, self._client.ask)
         logger.info(
             "LMCache serves hybrid groups: blocks of %d tokens, attention groups %s, "
-            "state groups %s.",
+            "window groups %s, state groups %s.",
             self.plan.block_size,
             self.plan.attention,
+            tuple(window.group for window in self.plan.windows),
             self.plan.states,
         )
 
@@ -120,7 +121,7 @@ class HybridConnector:
         self.kv_caches = kv_caches  # where LMCache's API server looks
         pages = {
             index: GroupPages(self._kv_cache_config.kv_cache_groups[index].layer_names, kv_caches)
-            for index in (*self.plan.attention, *self.plan.states)
+            for index in self.plan.groups
         }
         for index, group in pages.items():
             if group.num_blocks != self._kv_cache_config.num_blocks:

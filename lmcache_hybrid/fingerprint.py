@@ -78,6 +78,7 @@ def _facts(
         "cache_layout": cache.kv_cache_layout,
         "block_size": plan.block_size,
         "attention": plan.attention,
+        "windows": [window.group for window in plan.windows],
         "states": plan.states,
         "layers": {group: list(zip(p.layers, p.layout)) for group, p in pages.items()},
         "backends": _backends(vllm_config, pages),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which KV cache groups hold attention pages, which hold states, and what is refused."""
+"""Which KV cache groups hold attention pages, windows or states, and what is refused."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +13,23 @@ ATTENTION_GROUP_KEY = "lmcache.hybrid_attention_group"
 
 
 @dataclass(frozen=True)
+class Window:
+    """A group of sliding-window attention.
+
+    Attributes:
+        group: its index.
+        blocks: how many of the last blocks before B a hit at B needs, ceil((window - 1) / N).
+    """
+
+    group: int
+    blocks: int
+
+    def first(self, start: int, boundary: int) -> int:
+        """First of the blocks that a load of [start, boundary) restores."""
+        return max(start, boundary - self.blocks)
+
+
+@dataclass(frozen=True)
 class GroupPlan:
     """The groups of one model, by their index in ``kv_cache_config.kv_cache_groups``.
 
@@ -21,28 +38,56 @@ class GroupPlan:
         attention: groups whose pages of [0, B) make a hit at B, in order.
         states: groups whose state at B makes a hit at B, in order.
         selected_attention: the attention group forwarded to ``request_finished``.
+        windows: groups whose last pages before B make a hit at B, in order.
     """
 
     block_size: int
     attention: tuple[int, ...]
     states: tuple[int, ...]
     selected_attention: int
+    windows: tuple[Window, ...] = ()
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Indices of all groups."""
+        return (*self.attention, *(window.group for window in self.windows), *self.states)
+
+
+def is_served(kv_cache_config: "KVCacheConfig") -> bool:
+    """Whether the groups are for this package: states, or windows beside full attention.
+
+    Anything else has pages of [0, B) only, which LMCache's own adapter serves.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if any(isinstance(spec, MambaSpec) for spec in specs):
+        return True
+    kinds = (FullAttentionSpec, SlidingWindowSpec)
+    return all(any(isinstance(spec, kind) for spec in specs) for kind in kinds)
 
 
 def plan_groups(kv_cache_config: "KVCacheConfig", selected: int | None = None) -> GroupPlan:
     """Read the plan off vLLM's groups.
 
     Args:
-        kv_cache_config: of the model; needs at least one group of each kind.
+        kv_cache_config: of the model; needs an attention group, and one with states or
+            windows.
         selected: the user's choice of attention group, None for the first one.
 
     Raises:
         ConfigError: a group of a kind that is not served, groups with different
             block sizes, a state group outside align mode, or an invalid ``selected``.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+    )
 
     attention: list[int] = []
+    windows: list[Window] = []
     states: list[int] = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
@@ -56,15 +101,16 @@ def plan_groups(kv_cache_config: "KVCacheConfig", selected: int | None = None) -
         # Exact types: a subclass may drop or share blocks in ways not served here.
         elif type(spec) in (FullAttentionSpec, MLAAttentionSpec):
             attention.append(index)
+        elif type(spec) is SlidingWindowSpec and not spec.extra_retained_tokens:
+            windows.append(Window(index, -(-(spec.sliding_window - 1) // spec.block_size)))
         else:
             raise ConfigError(
                 f"KV cache group {index} is {type(spec).__name__} (layers "
                 f"{group.layer_names[0]} and {len(group.layer_names) - 1} more), which LMCache "
-                "cannot restore together with recurrent states; start this model without "
-                "LMCacheConnectorV1."
+                "cannot restore by whole blocks; start this model without LMCacheConnectorV1."
             )
     kinds = _describe(kv_cache_config)
-    if not attention or not states:
+    if not attention or not (states or windows):
         raise ConfigError(
             f"KV cache groups {kinds} lack attention or state groups; start this model without "
             "LMCacheConnectorV1."
@@ -82,7 +128,7 @@ def plan_groups(kv_cache_config: "KVCacheConfig", selected: int | None = None) -
             f"{ATTENTION_GROUP_KEY}={selected} is not an attention group; the groups are {kinds}, "
             f"choose one of {attention}."
         )
-    return GroupPlan(sizes.pop(), tuple(attention), tuple(states), selected)
+    return GroupPlan(sizes.pop(), tuple(attention), tuple(states), selected, tuple(windows))
 
 
 def _describe(kv_cache_config: "KVCacheConfig") -> str:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The deepest boundary that can be restored, on one rank and over all ranks.
 
-A hit at B needs the attention pages of [0, B) and the state at B, of every
-group, on every rank. Ranks may hold different boundaries, so the smallest
-answer is only a new limit to ask with: all must name the same boundary.
+A hit at B needs the attention pages of [0, B), the last pages before B of
+window groups, and the state at B, of every group, on every rank. Ranks may hold
+different boundaries, so the smallest answer is only a new limit to ask with: all
+must name the same boundary.
 """
 
 import math
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from lmcache_hybrid.groups import GroupPlan
+from lmcache_hybrid.groups import GroupPlan, Window
 from lmcache_hybrid.record import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.store import Claim, Store
 
@@ -72,13 +73,25 @@ def record_keys(
 
 
 def load_keys(prefix: Prefix, start: int, boundary: int, plan: GroupPlan) -> list[RecordKey]:
-    """Everything a load of blocks [start, boundary) reads: attention first, then states."""
+    """Everything a load of blocks [start, boundary) reads: attention, windows, states."""
     keys = [
         key
         for block in range(start, boundary)
         for key in record_keys(prefix, block, plan.block_size, ATTENTION, plan.attention)
     ]
+    for window in plan.windows:
+        keys += window_keys(prefix, start, boundary, plan.block_size, window)
     return keys + record_keys(prefix, boundary - 1, plan.block_size, STATE, plan.states)
+
+
+def window_keys(
+    prefix: Prefix, start: int, boundary: int, block_size: int, window: Window
+) -> list[RecordKey]:
+    """Pages of a window group that a load of blocks [start, boundary) reads, last one first."""
+    blocks = range(boundary - 1, window.first(start, boundary) - 1, -1)
+    return [
+        record_keys(prefix, block, block_size, ATTENTION, (window.group,))[0] for block in blocks
+    ]
 
 
 class RankLookup:
@@ -111,16 +124,39 @@ class RankLookup:
         prefix, plan = question.prefix, self._plan
         # Counted past the limit too: what is stored need not be stored again.
         located, attention = self._attention_prefix(prefix, len(prefix.hashes))
-        for boundary in range(min(attention, question.limit), question.floor, -1):
-            keys = load_keys(prefix, question.floor, boundary, plan)
-            states = keys[-len(plan.states) :]
-            found = self._store.locate(states)
-            if len(found) < len(states):
+        boundary = min(attention, question.limit)
+        while boundary > question.floor:
+            found, reach = self._locate_last(prefix, question.floor, boundary)
+            if reach < boundary:
+                boundary = reach
                 continue
+            keys = load_keys(prefix, question.floor, boundary, plan)
             claim = self._store.claim({key: found.get(key) or located[key] for key in keys})
             if claim is not None:
                 return Answer(boundary, attention) if self._keep(question, claim) else MISS
+            boundary -= 1
         return Answer(0, attention)
+
+    def _locate_last(
+        self, prefix: Prefix, floor: int, boundary: int
+    ) -> tuple[dict[RecordKey, str], int]:
+        """Where the states and windows of a boundary are, and the next boundary worth a look.
+
+        That is ``boundary`` itself where all of them are there, else the deepest one
+        that does without the one that is missing.
+        """
+        size, plan = self._plan.block_size, self._plan
+        states = record_keys(prefix, boundary - 1, size, STATE, plan.states)
+        located = self._store.locate(states)
+        if len(located) < len(states):
+            return {}, boundary - 1
+        for window in plan.windows:
+            keys = window_keys(prefix, floor, boundary, size, window)
+            found = self._store.locate(keys)
+            if len(found) < len(keys):
+                return {}, boundary - 1 - len(found)
+            located.update(found)
+        return located, boundary
 
     def _keep(self, question: Question, claim: Claim) -> bool:
         """File the claim unless its request was dropped in the meantime."""

@@ -16,6 +16,8 @@ class Load:
         attention_blocks: per attention group of the plan, one block id for each of
             ``start .. boundary - 1``.
         state_blocks: per state group of the plan, the block id that shall hold the state.
+        window_blocks: per window group of the plan, one block id for each of
+            ``window.first(start, boundary) .. boundary - 1``.
     """
 
     request_id: str
@@ -24,6 +26,7 @@ class Load:
     boundary: int
     attention_blocks: tuple[tuple[int, ...], ...]
     state_blocks: tuple[int, ...]
+    window_blocks: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,14 @@ class Save:
     Attributes:
         attention: (block number, block id per attention group of the plan).
         states: (boundary in blocks, block id per state group of the plan).
+        windows: (group, block number, block id).
     """
 
     request_id: str
     prefix: Prefix
     attention: tuple[tuple[int, tuple[int, ...]], ...]
     states: tuple[tuple[int, tuple[int, ...]], ...]
+    windows: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True)

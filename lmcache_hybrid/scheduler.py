@@ -39,6 +39,8 @@ class _Tracked:
         loading: boundary in blocks of the load under way, 0 for none.
         saved: leading blocks whose attention pages are in the store.
         saved_states: boundaries in blocks whose states are in the store.
+        saved_windows: (group, block) of window pages in the store.
+        seal: without state groups: the next boundary in tokens whose windows are stored.
         load_failed: after a failed load nothing is promised to it again.
     """
 
@@ -52,11 +54,13 @@ class _Tracked:
     loading: int = 0
     saved: int = 0
     saved_states: set[int] = field(default_factory=set)
+    saved_windows: set[tuple[int, int]] = field(default_factory=set)
+    seal: int = 0
     load_failed: bool = False
 
     @property
     def unsaved(self) -> bool:
-        return self.save and self.saved < len(self.prefix.hashes)
+        return self.save and (self.saved < len(self.prefix.hashes) or self.seal > 0)
 
 
 @dataclass
@@ -121,7 +125,7 @@ class HybridScheduler:
         if tracked.save:
             # vLLM has just set its own; see Stops for what this attribute does.
             tracked.stops.junction = max(tracked.stops.junction, request.shared_prefix_boundary)
-            request.shared_prefix_boundary = tracked.stops.after(num_computed_tokens + gain)
+            self._aim(tracked, num_computed_tokens + gain)
         return gain, gain > 0
 
     def _gain(self, tracked: _Tracked, num_computed_tokens: int) -> int:
@@ -188,6 +192,10 @@ class HybridScheduler:
         assert answer is not None, "vLLM loads tokens that were never offered"
         size, boundary = self._plan.block_size, answer.boundary
         start = boundary - num_external_tokens // size
+        windows = [(w.group, range(w.first(start, boundary), boundary)) for w in self._plan.windows]
+        tracked.saved_windows.update(
+            (group, block) for group, blocks in windows for block in blocks
+        )
         tracked.loading = boundary
         self.counts.hit_tokens += num_external_tokens
         self._loads.append(
@@ -201,6 +209,7 @@ class HybridScheduler:
                     block_ids[g][boundary - 1] if boundary <= len(block_ids[g]) else NULL_BLOCK
                     for g in self._plan.states
                 ),
+                tuple(tuple(block_ids[g][blocks.start : blocks.stop]) for g, blocks in windows),
             )
         )
 
@@ -210,7 +219,12 @@ class HybridScheduler:
         if tracked is None:
             prefix = prefix_of(request, size, self._hashes_per_block, self._adapters)
             save = prefix is not None and self._may_save(request)
-            stops = Stops(size, self._options.checkpoint_tokens, self._options.save_decode)
+            stops = Stops(
+                size,
+                self._options.checkpoint_tokens,
+                self._options.save_decode,
+                offered=bool(self._plan.states),
+            )
             tracked = _Tracked(request, prefix or Prefix(()), save, stops)
             self._tracked[request.request_id] = tracked
         elif self._options.save_decode:
@@ -264,19 +278,62 @@ class HybridScheduler:
                 # Finished, preempted or waiting: its blocks may belong to another by now.
                 self.counts.dropped_offers += len(offers.get(request_id, ()))
                 continue
+            computed = tracked.request.num_computed_tokens + scheduled[request_id]
             if request_id in offers:
                 self._reached(tracked, max(tokens for _, _, tokens in offers[request_id]))
-            computed = tracked.request.num_computed_tokens + scheduled[request_id]
+            sealed = self._sealed(tracked, computed) if tracked.seal else []
             attention = self._attention_to_save(tracked, computed, block_state)
             states = self._states_to_save(tracked, computed, offers.get(request_id, ()))
-            if attention or states:
-                yield Save(request_id, tracked.prefix, attention, states)
+            sealed += [boundary for boundary, _ in states]
+            windows = self._windows_to_save(tracked, sealed, block_state)
+            if attention or states or windows:
+                yield Save(request_id, tracked.prefix, attention, states, windows)
+            if not tracked.unsaved:
+                self._unsaved.pop(request_id, None)
+
+    def _aim(self, tracked: _Tracked, computed: int) -> None:
+        """Let vLLM end a step at the next boundary wanted. Mutates ``tracked``."""
+        tracked.request.shared_prefix_boundary = tracked.stops.after(computed)
+        if not self._plan.states:
+            tracked.seal = tracked.request.shared_prefix_boundary
+            if tracked.unsaved:
+                self._unsaved[tracked.request.request_id] = tracked
 
     def _reached(self, tracked: _Tracked, boundary: int) -> None:
-        """A state exists at ``boundary`` (tokens): aim at the next one. Mutates ``tracked``."""
-        tracked.request.shared_prefix_boundary = tracked.stops.after(boundary)
+        """``boundary`` (tokens) can be stored now: aim at the next one. Mutates ``tracked``."""
+        self._aim(tracked, boundary)
         if self._options.save_decode:
             self._extend(tracked, boundary // self._plan.block_size)
+
+    def _sealed(self, tracked: _Tracked, computed: int) -> list[int]:
+        """Blocks up to each boundary reached, where no state tells. Mutates ``tracked``."""
+        size, sealed = self._plan.block_size, []
+        # Of tokens that are still in flight or drafts there is no hash.
+        known = len(tracked.request.block_hashes) // self._hashes_per_block * size
+        while 0 < tracked.seal <= min(computed, known):
+            sealed.append(tracked.seal // size)
+            self._reached(tracked, tracked.seal)
+        return sealed
+
+    def _windows_to_save(
+        self, tracked: _Tracked, boundaries: Iterable[int], block_state: "KVConnectorBlockState"
+    ) -> tuple[tuple[int, int, int], ...]:
+        """(group, block, block id) of the last pages before each boundary. Mutates ``tracked``."""
+        wanted = dict.fromkeys(
+            (window.group, block)
+            for boundary in boundaries
+            for window in self._plan.windows
+            for block in range(window.first(0, boundary), boundary)
+            if (window.group, block) not in tracked.saved_windows
+        )
+        if not wanted:
+            return ()
+        block_ids = block_state.get_block_ids(tracked.request.request_id)
+        assert block_ids is not None
+        tracked.saved_windows.update(wanted)
+        pages = ((group, block, block_ids[group][block]) for group, block in wanted)
+        # vLLM may have given up a page that drafts have passed: then there is no hit here.
+        return tuple(page for page in pages if page[2] != NULL_BLOCK)
 
     def _attention_to_save(
         self, tracked: _Tracked, computed: int, block_state: "KVConnectorBlockState"
@@ -289,8 +346,6 @@ class HybridScheduler:
         block_ids = block_state.get_block_ids(tracked.request.request_id)
         assert block_ids is not None
         tracked.saved = last
-        if not tracked.unsaved:
-            self._unsaved.pop(tracked.request.request_id, None)
         return tuple(
             (block, tuple(block_ids[group][block] for group in self._plan.attention))
             for block in range(first, last)
@@ -334,6 +389,7 @@ class HybridScheduler:
                 tracked.load_failed = True
                 tracked.saved = 0
                 tracked.saved_states.clear()
+                tracked.saved_windows.clear()
                 if tracked.save:
                     self._unsaved[request_id] = tracked
                 self.counts.failed_loads += 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Boundaries at which a request's steps shall end, so that their states can be stored.
+"""Boundaries whose states (or windows) shall be stored, besides those vLLM offers anyway.
 
 A state exists only where a step ended. vLLM ends one at a prompt's last boundary
 and at one place more: ``Request.shared_prefix_boundary``, where it found a
@@ -18,6 +18,7 @@ class Stops:
         block_size: N.
         interval: T, a multiple of N; a state every T tokens of a prefill. 0 for none.
         decode: whether boundaries reached while decoding count.
+        offered: whether vLLM offers the last boundary by itself, as it does for states.
         junction: where the request leaves what other requests computed, 0 for nowhere.
         end: the last boundary before the last known token; vLLM stops there by itself.
     """
@@ -25,6 +26,7 @@ class Stops:
     block_size: int
     interval: int
     decode: bool
+    offered: bool = True
     junction: int = 0
     end: int = 0
 
@@ -40,6 +42,8 @@ class Stops:
             wanted.append(self.junction)
         if self.interval and (checkpoint := _next(computed, self.interval)) <= self.end:
             wanted.append(checkpoint)
+        if not self.offered and computed < self.end:
+            wanted.append(self.end)
         if self.decode:
             wanted.append(_next(max(computed, self.end), self.block_size))
         return min(wanted, default=0)

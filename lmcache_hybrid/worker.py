@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 
 from lmcache_hybrid.errors import LoadError, RecordError
 from lmcache_hybrid.groups import GroupPlan
-from lmcache_hybrid.lookup import RankLookup, record_keys
+from lmcache_hybrid.lookup import RankLookup, record_keys, window_keys
 from lmcache_hybrid.metadata import Load, Save, StepMetadata
 from lmcache_hybrid.pages import GroupPages
 from lmcache_hybrid.record import ATTENTION, STATE, RecordKey
@@ -147,14 +147,15 @@ class HybridWorker:
         tokens = (load.boundary - load.start) * self._plan.block_size
         with self._counts_lock:
             self.counts.loaded_attention += load.boundary - load.start
-            self.counts.loaded_states += 1
+            self.counts.loaded_states += bool(self._plan.states)
             self.counts.loaded_bytes += size
         logger.info(
-            "Reqid: %s, Retrieved %d tokens and the state at %d. size: %.4f GB, cost: %.4f ms, "
+            "Reqid: %s, Retrieved %d tokens up to %d%s. size: %.4f GB, cost: %.4f ms, "
             "throughput: %.4f GB/s",
             load.request_id,
             tokens,
             load.boundary * self._plan.block_size,
+            " and the state there" if self._plan.states else "",
             size / 1e9,
             seconds * 1e3,
             size / 1e9 / seconds,
@@ -172,11 +173,14 @@ class HybridWorker:
         return copied
 
     def _targets(self, load: Load) -> list[tuple[RecordKey, int]]:
-        """(record, block id) of everything the load writes: attention first, then states."""
+        """(record, block id) of everything the load writes: attention, windows, states."""
         plan, targets = self._plan, []
         for index, block in enumerate(range(load.start, load.boundary)):
             keys = record_keys(load.prefix, block, plan.block_size, ATTENTION, plan.attention)
             targets += zip(keys, (ids[index] for ids in load.attention_blocks), strict=True)
+        for window, ids in zip(plan.windows, load.window_blocks, strict=True):
+            keys = window_keys(load.prefix, load.start, load.boundary, plan.block_size, window)
+            targets += zip(keys, reversed(ids), strict=True)
         keys = record_keys(load.prefix, load.boundary - 1, plan.block_size, STATE, plan.states)
         targets += zip(keys, load.state_blocks, strict=True)
         for key, block in targets:
@@ -239,6 +243,7 @@ class HybridWorker:
         # States last: one that can be found has its attention pages on the way.
         for kind, groups, blocks in (
             (ATTENTION, plan.attention, save.attention),
+            *((ATTENTION, (group,), ((block, (id_,)),)) for group, block, id_ in save.windows),
             (STATE, plan.states, ((end - 1, ids) for end, ids in save.states)),
         ):
             for block, ids in blocks:

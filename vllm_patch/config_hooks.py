@@ -66,38 +66,39 @@ def _is_hybrid(config: VllmConfig) -> bool:
     return bool(config.model_config.is_hybrid)
 
 
+def _mixes_windows(config: VllmConfig) -> bool:
+    layers = getattr(config.model_config.hf_text_config, "layer_types", None) or ()
+    return {"sliding_attention", "full_attention"} <= set(layers)
+
+
 def _settle(config: VllmConfig) -> None:
     if _is_hybrid(config):
-        _settle_hybrid(config)
-    else:
+        _settle_states(config)
+    elif config.scheduler_config.disable_hybrid_kv_cache_manager is not False:
         _keep_hma_off(config)
+        return
+    elif not _mixes_windows(config):
+        raise ValueError(
+            "disable_hybrid_kv_cache_manager=False is not supported by "
+            f"{CONNECTOR} for models with attention of one kind only; remove "
+            "--no-disable-hybrid-kv-cache-manager."
+        )
+    _settle_hybrid(config)
 
 
 def _keep_hma_off(config: VllmConfig) -> None:
     """Models without state layers start as they do without this plugin: HMA off.
 
-    vLLM turns HMA off for connectors without ``SupportsHMA``, and only so do
-    models that mix window and full attention work with LMCache. The class now
-    advertises HMA for hybrid models, so the decision is made here per model.
+    vLLM turns HMA off for connectors without ``SupportsHMA``, and LMCache's own
+    adapter serves models that mix window and full attention only so. The class now
+    advertises HMA, so the decision is made here per model. Whoever wants such a
+    model with HMA, and its windows stored here, says --no-disable-hybrid-kv-cache-manager.
     """
-    scheduler = config.scheduler_config
-    if scheduler.disable_hybrid_kv_cache_manager is None:
-        scheduler.disable_hybrid_kv_cache_manager = True
-    elif scheduler.disable_hybrid_kv_cache_manager is False:
-        raise ValueError(
-            "disable_hybrid_kv_cache_manager=False is not supported by "
-            f"{CONNECTOR} for models without recurrent layers; remove "
-            "--no-disable-hybrid-kv-cache-manager."
-        )
+    config.scheduler_config.disable_hybrid_kv_cache_manager = True
 
 
-def _settle_hybrid(config: VllmConfig) -> None:
-    cache, transfer = config.cache_config, config.kv_transfer_config
-    if not cache.enable_prefix_caching:
-        raise ValueError(
-            "enable_prefix_caching=False leaves no state boundary that LMCache could store "
-            "for this hybrid model; remove --no-enable-prefix-caching."
-        )
+def _settle_states(config: VllmConfig) -> None:
+    cache = config.cache_config
     if cache.mamba_cache_mode == "none":
         logger.info_once("Setting mamba_cache_mode to 'align' for LMCache on a hybrid model.")
         cache.mamba_cache_mode = "align"
@@ -105,6 +106,15 @@ def _settle_hybrid(config: VllmConfig) -> None:
         raise ValueError(
             f"mamba_cache_mode={cache.mamba_cache_mode!r} keeps no state that LMCache could "
             "store; use --mamba-cache-mode align."
+        )
+
+
+def _settle_hybrid(config: VllmConfig) -> None:
+    cache, transfer = config.cache_config, config.kv_transfer_config
+    if not cache.enable_prefix_caching:
+        raise ValueError(
+            "enable_prefix_caching=False leaves no boundary that LMCache could store "
+            "for this hybrid model; remove --no-enable-prefix-caching."
         )
     _refuse_unsound(config)
     _settle_hash(cache)
@@ -126,7 +136,7 @@ def _refuse_unsound(config: VllmConfig) -> None:
     from vllm.platforms import current_platform
 
     speculative = config.speculative_config
-    if speculative is not None and current_platform.is_cpu():
+    if speculative is not None and current_platform.is_cpu() and _is_hybrid(config):
         # Its states of accepted drafts are moved by a Triton kernel, and where that is
         # not needed (no prefix caching) its answers are wrong.
         raise ValueError(

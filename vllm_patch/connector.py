@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``LMCacheConnectorV1`` with ``SupportsHMA``.
 
-A model with state groups goes to :class:`lmcache_hybrid.connector.HybridConnector`;
-every other model goes to LMCache's own adapter through vLLM's unchanged class.
+A model with state groups, or with window groups beside full attention, goes to
+:class:`lmcache_hybrid.connector.HybridConnector`; every other model goes to LMCache's
+own adapter through vLLM's unchanged class.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import MambaSpec
+
+from lmcache_hybrid.groups import is_served
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,9 +55,7 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
         self.kv_cache_config = kv_cache_config
         self._hybrid = None
         self._attention_group = 0
-        if not any(
-            isinstance(group.kv_cache_spec, MambaSpec) for group in kv_cache_config.kv_cache_groups
-        ):
+        if not is_served(kv_cache_config):
             super().__init__(vllm_config, role, kv_cache_config)
             return
         from lmcache_hybrid.connector import HybridConnector

@@ -247,6 +247,9 @@ class _Child:
         return {
             "block_size": groups[0].kv_cache_spec.block_size,
             "groups": [type(group.kv_cache_spec).__name__ for group in groups],
+            "group_bytes": [
+                group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in groups
+            ],
             "hma": not config.scheduler_config.disable_hybrid_kv_cache_manager,
             "connector": type(self._core.scheduler.connector).__module__,
             "num_blocks": self._core.scheduler.kv_cache_config.num_blocks,

@@ -39,6 +39,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -78,7 +79,8 @@ class Setup:
     """Shape of one simulated deployment.
 
     Attributes:
-        groups: one letter per KV cache group, "a" for attention and "s" for states.
+        groups: one letter per KV cache group, "a" for attention, "w" for a window, "s" for states.
+        window: tokens of sliding windows.
         batch: most tokens per step.
         hash_size: tokens per block hash, N or a divisor.
         retention: ``prefix_cache_retention_interval``.
@@ -104,13 +106,15 @@ class Setup:
     checkpoint: int = 0
     save_decode: bool = False
     batch_bytes: int = 1 << 20
+    window: int = N
 
     @property
     def longest(self) -> int:
         """Most tokens a request may have so that the pool holds it alone."""
-        attention, states = self.groups.count("a"), self.groups.count("s")
+        states = self.groups.count("s")
         spare = self.blocks - 2 - states * (3 + self.drafts)
-        return min(16, spare // attention - 1) * N
+        # At its worst a chunk needs all of its blocks in a window group too.
+        return min(16, spare // (len(self.groups) - states) - 1) * N
 
 
 # Shared by all programs of a process: starting them costs more than a program.
@@ -336,8 +340,7 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
         else:
             rank = engine.ranks[SimConnector.rank]
             pages = {
-                group: GroupPages([f"layer{group}"], rank.kv_caches())
-                for group in (*self.plan.attention, *self.plan.states)
+                group: GroupPages([f"layer{group}"], rank.kv_caches()) for group in self.plan.groups
             }
             self.worker = HybridWorker(
                 self.plan,
@@ -407,6 +410,7 @@ class SimEngine:
                 N,
                 self.plan.attention,
                 self.plan.states,
+                {window.group: setup.window for window in self.plan.windows},
                 setup.drafts,
             )
             for rank in range(setup.ranks)
@@ -471,6 +475,14 @@ class SimEngine:
             if letter == "a":
                 spec = FullAttentionSpec(
                     block_size=N, num_kv_heads=1, head_size=2, dtype=torch.bfloat16
+                )
+            elif letter == "w":
+                spec = SlidingWindowSpec(
+                    block_size=N,
+                    num_kv_heads=1,
+                    head_size=2,
+                    dtype=torch.bfloat16,
+                    sliding_window=self.setup.window,
                 )
             else:
                 spec = MambaSpec(

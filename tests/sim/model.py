@@ -91,6 +91,7 @@ class ToyRank:
     Attributes:
         pages: int64 [num_blocks, N]; every group's blocks lie in it, one group a block.
         attention, states: group indices.
+        windows: tokens that a token sees, itself included, by window group.
         draft_blocks: speculative state blocks per request (``num_speculative_blocks``).
     """
 
@@ -99,6 +100,7 @@ class ToyRank:
     block_size: int
     attention: tuple[int, ...]
     states: tuple[int, ...]
+    windows: dict[int, int] = field(default_factory=dict)
     draft_blocks: int = 0
     connector: object = None
     requests: dict[str, _Running] = field(default_factory=dict)
@@ -112,7 +114,7 @@ class ToyRank:
 
     def __post_init__(self) -> None:
         self.pages = np.full((self.num_blocks, self.block_size), RUBBISH)
-        groups = len(self.attention) + len(self.states)
+        groups = len(self.attention) + len(self.windows) + len(self.states)
         self._mix = [
             np.int64(hash((self.rank + 1, group + 1)) & 0x7FFFFFFFFFFFFFFF)
             for group in range(groups)
@@ -122,8 +124,8 @@ class ToyRank:
         """One layer per group: attention fills a page, a state its first 16 bytes."""
         pages = torch.from_numpy(self.pages)
         return {
-            f"layer{group}": pages if group in self.attention else pages[:, :2]
-            for group in (*self.attention, *self.states)
+            f"layer{group}": pages[:, :2] if group in self.states else pages
+            for group in (*self.attention, *self.windows, *self.states)
         }
 
     # One step, in the runner's order
@@ -205,7 +207,7 @@ class ToyRank:
             end - len(drafts) + accepted
         ):
             accepted += 1
-        for group in self.attention:
+        for group in (*self.attention, *self.windows):
             self._attend(request_id, group, start, end, end - len(drafts) + accepted)
         for group in self.states:
             self._advance(request_id, group, start, end - len(drafts), len(drafts), accepted)
@@ -218,17 +220,20 @@ class ToyRank:
         return [truth.token(first + i) for i in range(accepted + 1)]
 
     def _attend(self, request_id: str, group: int, start: int, end: int, right: int) -> None:
-        """Check tokens [0, start), write [start, right), and rubbish up to ``end``."""
+        """Check what the token at ``start`` sees, write [start, right), and rubbish to ``end``."""
         request, size = self.requests[request_id], self.block_size
-        ids = np.array(request.block_ids[group][: -(-end // size)])
+        seen = max(0, start + 1 - self.windows[group]) if group in self.windows else 0
+        first = seen // size
+        ids = np.array(request.block_ids[group][first : -(-end // size)])
         assert ids.all(), "an attention page in the null block"
-        expected = request.truth.hashes(end) ^ self._mix[group]
+        expected = request.truth.hashes(end)[first * size :] ^ self._mix[group]
         held = self.pages[ids].reshape(-1)
-        if not np.array_equal(held[:start], expected[:start]):
-            wrong = int(np.argmin(held[:start] == expected[:start]))
+        seen, start, right, end = (n - first * size for n in (seen, start, right, end))
+        if not np.array_equal(held[seen:start], expected[seen:start]):
+            wrong = seen + int(np.argmin(held[seen:start] == expected[seen:start]))
             raise WrongBytes(
-                f"{request_id} rank {self.rank} attention group {group}: token {wrong} of {start} "
-                f"in block {ids[wrong // size]}"
+                f"{request_id} rank {self.rank} attention group {group}: token "
+                f"{first * size + wrong} of {first * size + start} in block {ids[wrong // size]}"
             )
         held[start:right] = expected[start:right]
         held[right:end] = RUBBISH

@@ -28,14 +28,15 @@ class Tally:
 @st.composite
 def setups(draw) -> Setup:
     attention = draw(st.sampled_from((1, 1, 1, 2)))
-    states = draw(st.integers(1, 3))
-    groups = "".join(draw(st.permutations("a" * attention + "s" * states)))
+    windows = draw(st.sampled_from((0, 0, 1, 2)))
+    states = draw(st.integers(0 if windows else 1, 3))
+    groups = "".join(draw(st.permutations("a" * attention + "w" * windows + "s" * states)))
     drafts = draw(st.sampled_from((0, 0, 0, 1, 2)))
     return Setup(
         groups=groups,
         ranks=draw(st.sampled_from((1, 1, 2, 3, 4))),
         engines=draw(st.sampled_from((1, 1, 2))),
-        blocks=2 + states * (3 + drafts) + attention * draw(st.integers(5, 24)),
+        blocks=2 + states * (3 + drafts) + (attention + windows) * draw(st.integers(5, 24)),
         batch=draw(st.sampled_from((N // 2, N, N + 3, 2 * N, 3 * N + 5, 8 * N))),
         seqs=draw(st.integers(1, 5)),
         hash_size=draw(st.sampled_from((N, N, N // 2))),
@@ -47,6 +48,7 @@ def setups(draw) -> Setup:
         load_limit=draw(st.sampled_from((0, 0, 0, 2 * N))),
         checkpoint=draw(st.sampled_from((0, 0, N, 2 * N, 3 * N))),
         save_decode=draw(st.booleans()),
+        window=draw(st.sampled_from((2, N, N + 1, N + 2, 2 * N, 3 * N + 3))),
         batch_bytes=draw(st.sampled_from((1, 1 << 20))),
     )
 

@@ -8,6 +8,9 @@ the simulation checks every byte on the way.
 import pytest
 from vllm.v1.request import RequestStatus
 
+from lmcache_hybrid.lookup import Prefix, record_keys
+from lmcache_hybrid.record import ATTENTION
+
 from .engine import N, Pool, Setup, SimEngine, close_storage, install
 from .program import TRUNKS
 
@@ -54,6 +57,14 @@ class Story:
     def answer(self, prompt: list[int]) -> list[int]:
         """What was generated for the latest prompt."""
         return list(self.engine.requests[f"q{self.asked}"].output_token_ids)
+
+    def lose(self, group: int, block: int) -> None:
+        """Evict one page of the latest prompt."""
+        engine = self.engine
+        hashes = engine.requests[f"q{self.asked}"].block_hashes
+        prefix = Prefix(tuple(bytes(h) for h in hashes))
+        (key,) = record_keys(prefix, block, N, ATTENTION, (group,))
+        assert engine.stores[0].manager.local_cpu_backend.remove(engine.stores[0].engine_key(key))
 
     @property
     def loads(self) -> int:
@@ -103,9 +114,7 @@ def test_another_engine_on_the_same_store_hits_the_junction(pool):
 def test_no_state_is_left_by_a_request_that_may_not_store(pool):
     story = Story(pool)
     story.ask(A[: 10 * N])
-    story.engine.hybrid._options = story.engine.hybrid._options.__class__(
-        None, False, None, 0, 0
-    )
+    story.engine.hybrid._options = story.engine.hybrid._options.__class__(None, False, None, 0, 0)
     story.ask(A[: 6 * N] + B[: 4 * N])
     assert story.ask(A[: 6 * N] + C[: 4 * N]) == (0, 0)
 
@@ -173,3 +182,72 @@ def test_only_what_is_missing_is_loaded(pool):
     other.ask(A[: 4 * N + 1])  # computed: no state at 4
     assert other.ask(A[: 10 * N + 1], forget=False) == (6 * N, 4 * N)
     assert worker.loaded_attention == 6 and worker.loaded_states == 1
+
+
+@pytest.mark.parametrize("groups", ["aw", "waw", "asw"])
+def test_windows_are_stored_at_boundaries_only(pool, groups):
+    """Of a window group a hit needs the last pages before B, so only these are stored."""
+    story = Story(pool, groups=groups, window=2 * N + 1)
+    story.ask(A[: 10 * N + 3])
+    windows = {window.group for window in story.engine.plan.windows}
+    stored = [key for key, _ in pool.records if _group(key) in windows]
+    assert len(stored) == 2 * len(windows)
+    worker = story.engine.ranks[0].connector._hybrid.worker.counts
+    assert story.ask(A[: 10 * N + 3]) == (10 * N, 0)
+    states = groups.count("s")
+    assert worker.loaded_bytes == (10 + 2 * len(windows)) * N * 8 + states * 16
+
+
+def test_a_window_smaller_than_a_token_needs_nothing_but_full_attention(pool):
+    story = Story(pool, groups="aw", window=1)
+    story.ask(A[: 10 * N + 3])
+    assert story.ask(A[: 10 * N + 3]) == (10 * N, 0)
+
+
+@pytest.mark.parametrize("lost", [8, 9])
+def test_no_hit_without_the_whole_window(pool, lost):
+    story = Story(pool, groups="aw", window=2 * N + 1)
+    story.ask(A[: 4 * N + 1])
+    story.ask(A[: 10 * N + 3])
+    story.lose(group=1, block=lost)
+    assert story.ask(A[: 10 * N + 3]) == (4 * N, 0)
+
+
+def test_window_models_leave_their_windows_where_requests_branch(pool):
+    story = Story(pool, groups="aw", window=2 * N + 1)
+    story.ask(A[: 10 * N + 3])
+    assert story.ask(A[: 6 * N] + B[: 4 * N]) == (0, 0)
+    assert story.ask(A[: 6 * N] + C[: 4 * N]) == (6 * N, 0)
+
+
+@pytest.mark.parametrize("batch", [2 * N, 200])
+def test_checkpoints_of_window_models(pool, batch):
+    story = Story(pool, groups="aw", window=2 * N + 1, checkpoint=3 * N, batch=batch)
+    story.ask(A[: 11 * N])
+    assert story.ask(A[: 7 * N] + B[: 3 * N]) == (6 * N, 0)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("groups", ["aw", "asw"])
+def test_the_next_turn_of_window_models(pool, groups, overlap):
+    story = Story(pool, groups=groups, window=2 * N + 1, save_decode=True, overlap=overlap)
+    first = A[: 5 * N + 2]
+    story.ask(first, output=3 * N)
+    turn = first + story.answer(first) + B[:5]
+    assert story.ask(turn) == (8 * N, 0)
+
+
+def test_windows_that_reach_into_what_is_cached_locally(pool):
+    story = Story(pool, groups="aw", window=4 * N)
+    story.ask(A[: 10 * N + 1])
+    worker = story.engine.ranks[0].connector._hybrid.worker.counts
+    story.ask(A[: 8 * N + 1])
+    before = worker.loaded_bytes
+    assert story.ask(A[: 10 * N + 1], forget=False) == (2 * N, 8 * N)
+    assert worker.loaded_bytes - before == 2 * 2 * N * 8
+
+
+def _group(key) -> int:
+    """Group index in an LMCache key's tag."""
+    (tag,) = (value for name, value in key.tags if name == "hybrid")
+    return int("".join(filter(str.isdigit, tag.split("-")[0])))

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from lmcache_hybrid.errors import ConfigError
-from lmcache_hybrid.groups import GroupPlan, plan_groups
+from lmcache_hybrid.groups import GroupPlan, Window, is_served, plan_groups
 
 N = 384
 SHAPE = dict(block_size=N, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
@@ -60,10 +60,39 @@ def test_an_invalid_selection_names_the_groups(selected):
     )
 
 
-@pytest.mark.parametrize("spec", [WINDOW, CHUNKED], ids=lambda spec: type(spec).__name__)
-def test_refuses_groups_that_drop_blocks(spec):
-    with pytest.raises(ConfigError, match=rf"group 1 is {type(spec).__name__} \(layers g1.a and 1"):
-        plan_groups(config(FULL, spec, STATE))
+def test_refuses_groups_that_drop_blocks():
+    with pytest.raises(ConfigError, match=r"group 1 is ChunkedLocalAttentionSpec \(layers g1.a"):
+        plan_groups(config(FULL, CHUNKED, STATE))
+
+
+@pytest.mark.parametrize(
+    "window, blocks", [(1, 0), (2, 1), (N, 1), (N + 1, 1), (N + 2, 2), (2 * N + 1, 2), (3 * N, 3)]
+)
+def test_a_window_needs_the_blocks_that_the_next_token_sees(window, blocks):
+    """The token after B sees window - 1 tokens before it."""
+    spec = dataclasses.replace(WINDOW, sliding_window=window)
+    plan = plan_groups(config(spec, FULL))
+    assert plan.windows == (Window(0, blocks),) and plan.attention == (1,) and not plan.states
+    assert plan.groups == (1, 0)
+
+
+def test_refuses_windows_that_keep_more_than_they_see():
+    with pytest.raises(ConfigError, match="group 0 is SlidingWindowSpec"):
+        plan_groups(config(dataclasses.replace(WINDOW, extra_retained_tokens=1), FULL))
+
+
+@pytest.mark.parametrize(
+    "specs, served",
+    [
+        ((STATE, FULL), True),
+        ((STATE,), True),  # refused with a sentence, not left to an adapter that reads it wrongly
+        ((WINDOW, FULL), True),
+        ((FULL,), False),
+        ((WINDOW,), False),
+    ],
+)
+def test_which_models_are_served_here(specs, served):
+    assert is_served(config(*specs)) is served
 
 
 def test_refuses_an_unknown_kind_of_full_attention():

@@ -217,7 +217,7 @@ def test_the_failure_policy_can_be_chosen():
 
 
 def test_prefix_caching_is_needed():
-    with pytest.raises(ValueError, match="enable_prefix_caching=False leaves no state boundary"):
+    with pytest.raises(ValueError, match="enable_prefix_caching=False leaves no boundary"):
         engine_config("qwen3_next", enable_prefix_caching=False)
 
 
@@ -270,9 +270,17 @@ def test_models_without_states_start_as_without_the_plugin(family):
     assert config.cache_config.mamba_cache_mode == "none"
 
 
-def test_hma_is_refused_for_models_without_states():
+def test_hma_is_refused_for_models_with_attention_of_one_kind():
     with pytest.raises(ValueError, match="disable_hybrid_kv_cache_manager=False is not supported"):
-        engine_config("gemma3", disable_hybrid_kv_cache_manager=False)
+        engine_config("llama", disable_hybrid_kv_cache_manager=False)
+
+
+def test_window_models_are_served_with_hma_where_the_user_says_so():
+    config = engine_config("gemma3", disable_hybrid_kv_cache_manager=False)
+    assert config.scheduler_config.disable_hybrid_kv_cache_manager is False
+    assert config.cache_config.prefix_caching_hash_algo == "sha256_cbor"
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    assert config.cache_config.mamba_cache_mode == "none"
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "gemma3"])

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reuse benchmark counts right: its traces, its references, its replay."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.reuse import report, traces  # noqa: E402
+from benchmarks.reuse.engine import ReplayEngine, Setup  # noqa: E402
+from benchmarks.reuse.reference import (  # noqa: E402
+    LruReference,
+    MarconiReference,
+    Oracle,
+    chain_of,
+)
+from benchmarks.reuse.traces import Span, tokens  # noqa: E402
+
+N = 16
+A, B, C, D, E = (Span(name, length) for name, length in zip("ABCDE", (20, 30, 30, 30, 30)))
+
+
+@pytest.mark.parametrize("make", traces.TRACES.values(), ids=traces.TRACES)
+def test_a_trace_is_the_same_for_a_seed(make) -> None:
+    assert make(seed=3) == make(seed=3) != make(seed=4)
+    lengths = [request.prompt_length for request in make().requests]
+    assert len(lengths) >= 200
+    assert 2_000 <= min(lengths) and max(lengths) <= 32_768
+
+
+def test_tokens_follow_from_the_name() -> None:
+    assert tokens([A]) == tokens([Span("A", 20)]) != tokens([Span("Z", 20)])
+    assert tokens([A, B], known={"A": [1, 2]}) == [1, 2, *tokens([B])]
+    assert all(32 <= token < 127 for token in tokens([A, B, C], (32, 127)))
+
+
+def test_an_increment_shares_up_to_the_insertion_only() -> None:
+    trace = traces.increment(sessions=1)
+    for before, after in zip(trace.requests, trace.requests[1:]):
+        place = next(i for i, (x, y) in enumerate(zip(before.spans, after.spans)) if x != y)
+        assert after.spans[:place] + after.spans[place + 1 :] == before.spans
+        assert len(before.spans) - place in (2, 3, 4)  # one to three images and the question
+
+
+def test_the_oracle_counts_whole_blocks_below_the_last_token() -> None:
+    oracle = Oracle(block_size=4)
+    assert oracle.ask(list(range(10)), [50, 51, 52]) == 0  # computed: 12 tokens
+    assert oracle.ask(list(range(10)), [60]) == 8
+    assert oracle.ask(list(range(8)), [60]) == 4  # 8 would leave no token to compute
+    assert oracle.ask([*range(10), 50, 51, 7], [60]) == 12  # a generated block
+    assert oracle.ask([*range(10), 50, 51, 7, 60, 8, 8], [60]) == 12  # 60 was never read
+    assert oracle.ask([0, 1, 2, 3, 9, 9, 9, 9, 9], [60]) == 4
+
+
+def test_lru_drops_a_state_together_with_the_pages_nobody_else_needs() -> None:
+    a, b, c = ([i] * 4 + [i + 10] * 4 + [99] for i in range(3))  # two blocks each
+    store = LruReference(4, capacity=2 * (2 + 3))
+    assert [store.ask(prompt, ()) for prompt in (a, b, a)] == [0, 0, 8]
+    assert store.ask(c, ()) == 0  # b goes
+    assert store.used == 10
+    assert [store.ask(prompt, ()) for prompt in (a, c)] == [8, 8]
+    assert store.ask(b, ()) == 0
+
+
+def test_lru_keeps_a_state_where_prompts_branch_off() -> None:
+    store = LruReference(4, capacity=100)
+    prompts = [[0] * 4 + [i] * 8 + [99] for i in range(1, 4)]
+    assert [store.ask(prompt, ()) for prompt in prompts] == [0, 0, 4]
+    assert store.used == 1 + 3 * 2 + 3 * 4
+
+
+def test_marconi_drops_what_saves_few_flops_per_byte() -> None:
+    long, short = [1] * 400 + [99], [2] * 4 + [99]
+    store = MarconiReference(4, capacity=100 + 3 + 2 * (1 + 3))
+    # The long one is the oldest; of the short ones the older goes.
+    asked = [long, short, [3] * 4 + [99], [4] * 4 + [99]]
+    assert [store.ask(prompt, ()) for prompt in asked] == [0] * 4
+    assert store.ask(long, ()) == 400
+
+
+def test_a_chain_names_everything_before_a_block() -> None:
+    first, second = chain_of([1, 2, 3, 4, 5], 2)
+    assert chain_of([1, 2, 3, 4], 2) == (first, second)
+    assert chain_of([9, 9, 3, 4], 2)[1] != second
+
+
+PROMPTS = ([A, B], [A, B], [A, C], [A, D], [A, B, E])
+
+
+@pytest.mark.parametrize(
+    "setup, hits",
+    [
+        # 50 tokens: pages to 48 and a state there. The third prompt finds a page and no
+        # state, so it leaves one at 16 for the fourth.
+        (Setup(N, 64, 100), [0, 48, 0, 16, 48]),
+        (Setup(N, 64, 100, batch=N), [0, 48, 0, 16, 48]),
+        (Setup(N, 64, 100, checkpoint=N), [0, 48, 16, 16, 48]),
+        (Setup(N, 64, None), [0, 48, 0, 16, 48]),
+    ],
+    ids=["default", "one block a step", "a state every block", "vLLM alone"],
+)
+def test_five_requests(setup: Setup, hits: list[int]) -> None:
+    with ReplayEngine(setup) as engine:
+        outcomes = []
+        for prompt in PROMPTS:
+            if setup.store is not None:
+                engine.forget()
+            outcomes.append(engine.run(tokens(prompt), tokens([Span("answer", 3)])))
+        assert [outcome.local + outcome.external for outcome in outcomes] == hits
+        assert all(outcome.local == 0 for outcome in outcomes) == (setup.store is not None)
+        assert engine.held_pages == engine.saved_pages
+
+
+def test_generated_blocks_are_found_in_the_next_turn() -> None:
+    answer = Span("answer", 40)
+    # 50 + 40 tokens, of which 89 are computed: to the boundary at 80 where they are stored.
+    for save_decode, hit in ((False, 48), (True, 80)):
+        with ReplayEngine(Setup(N, 64, 100, save_decode=save_decode)) as engine:
+            engine.run(tokens([A, B]), tokens([answer]))
+            engine.forget()
+            outcome = engine.run(tokens([A, B, answer, C]), tokens([D]))
+            assert outcome.external == hit
+
+
+def test_the_tables_go_between_the_markers(tmp_path: Path) -> None:
+    figures = {
+        "batch_tokens": 8192,
+        "traces": {
+            "chat": {
+                "requests": 2,
+                "prompt_tokens": 100,
+                "shortest": 40,
+                "longest": 60,
+                "oracle_tokens": 50,
+            }
+        },
+        "runs": [
+            {
+                "trace": "chat",
+                "store": "unlimited",
+                "arm": "default",
+                "title": "LMCache",
+                "share": 0.5,
+                "by_label": {"later turns": {"share": 0.25, "oracle": 40}},
+                "bytes_per_prompt_token": 15_200.0,
+                "extra_steps_per_request": 0.5,
+            }
+        ],
+    }
+    page = tmp_path / "reuse.md"
+    page.write_text(f"Before\n{report.BEGIN}\nold\n{report.END}\nAfter\n")
+    for _ in range(2):
+        report.write_into(page, figures)
+    text = page.read_text()
+    assert text.startswith("Before\n") and text.endswith("\nAfter\n") and "old" not in text
+    for cell in ("| LMCache | 50.0 % |", "| LMCache | 15; 0.50 |", "| LMCache | 25.0 % |"):
+        assert text.count(cell) == 1
+    with pytest.raises(ValueError, match="lacks"):
+        page.write_text("no markers")
+        report.write_into(page, figures)
