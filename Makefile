@@ -21,7 +21,7 @@ TORCH := torch==$(TORCH_VERSION)
 UV_TORCH := UV_TORCH_BACKEND=$(TORCH_BACKEND)
 endif
 
-.PHONY: help venv demo test test-fast sim mutants soak lint clean
+.PHONY: help venv demo test test-fast sim mutants soak bench-reuse lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,7 +32,7 @@ $(VENV)/.ready: pyproject.toml .ci/overrides.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(UV_TORCH) $(BIN)/uv pip install --quiet --python $(BIN)/python \
-		--override .ci/overrides.txt "$(VLLM)" "$(LMCACHE)" "$(TORCH)" --editable ".[test]"
+		--override .ci/overrides.txt "$(VLLM)" "$(LMCACHE)" "$(TORCH)" --editable ".[test,bench]"
 	touch $@
 
 demo: venv  ## fill a disk store, restart the engine, answer from the store: under 5 minutes
@@ -53,6 +53,9 @@ mutants: venv  ## plant every known defect, one at a time: the fast tests must f
 
 soak: venv  ## 30 minutes of faults under a running engine; figures go to docs/soak.json
 	$(BIN)/python -u tests/soak/soak.py --minutes $(SOAK_MINUTES) --out docs/soak.json
+
+bench-reuse: venv  ## replay traces of prompts: three minutes; figures go to docs/reuse.json
+	$(BIN)/python -m benchmarks.reuse --out docs/reuse.json
 
 lint: venv  ## ruff over everything
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
+from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 from vllm.logger import init_logger
@@ -36,6 +37,7 @@ PINNING = ("LocalCPUBackend", "LocalDiskBackend")
 TAG = "lmcache.tag."
 MAX_DAMAGED = 4096
 REMOTE_READERS = 4
+KEPT_KEYS = 1 << 14
 
 
 class LMCacheBuffer:
@@ -74,9 +76,7 @@ class LMCacheClaim:
         for key, location in self.located.items():
             if location in PINNING:
                 engine_key = self._store.engine_key(key)
-                # contains(), not pin(): only this one notes the hit for the eviction policy.
-                backend = self._store.manager.storage_backends[location]
-                if not backend.contains(engine_key, pin=True):
+                if not self._store.manager.storage_backends[location].pin(engine_key):
                     return False
                 self._pinned.append((location, engine_key))
         return True
@@ -119,6 +119,8 @@ class LMCacheStore:
         self._readers = ThreadPoolExecutor(REMOTE_READERS, thread_name_prefix="hybrid-read")
         # Damaged records that a backend could not remove; gone once written anew.
         self._damaged: set[RecordKey] = set()
+        # Looking up, pinning, reading and refreshing a prefix asks for the same keys.
+        self._keys = functools.lru_cache(KEPT_KEYS)(self._make_key)
         self._counts_lock = threading.Lock()
         self._bound_allocations()
         for name, backend in self.manager.storage_backends.items():
@@ -145,6 +147,9 @@ class LMCacheStore:
 
         The tag carries group and fingerprint; the record's header the full hash.
         """
+        return self._keys(key)
+
+    def _make_key(self, key: RecordKey) -> CacheEngineKey:
         tags = {f"{TAG}hybrid": f"{key.label}-{self._fingerprint.hex()[:16]}"}
         tags.update((TAG + name, value) for name, value in key.tags)
         return CacheEngineKey(
@@ -177,8 +182,21 @@ class LMCacheStore:
         if not claim.pin():
             claim.release()
             return None
-        self.manager.touch_cache()
         return claim
+
+    def refresh(self, keys: Sequence[RecordKey]) -> None:
+        engine_keys = [self.engine_key(key) for key in reversed(keys)]
+        for backend in self.manager.storage_backends.values():
+            if isinstance(backend, LocalCPUBackend):
+                lock, held = backend.cpu_lock, backend.hot_cache
+            elif isinstance(backend, LocalDiskBackend):
+                lock, held = backend.disk_lock, backend.dict
+            else:
+                continue  # evicts by itself, or never
+            with lock:
+                for key in engine_keys:
+                    if key in held:
+                        backend.cache_policy.update_on_hit(key, held)
 
     def fetch(self, claim: LMCacheClaim, keys: Sequence[RecordKey]) -> list[LMCacheBuffer]:
         if not self.readable():

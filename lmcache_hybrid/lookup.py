@@ -84,6 +84,15 @@ def load_keys(prefix: Prefix, start: int, boundary: int, plan: GroupPlan) -> lis
     return keys + record_keys(prefix, boundary - 1, plan.block_size, STATE, plan.states)
 
 
+def used_keys(prefix: Prefix, boundary: int, plan: GroupPlan) -> list[RecordKey]:
+    """What a hit at ``boundary`` (blocks) needs, first what most other hits need too.
+
+    That is the order in which to keep it: pages from the first one on, for they are
+    shared the most, and the state last, for it is of no use without them.
+    """
+    return load_keys(prefix, 0, boundary, plan) if boundary else []
+
+
 def window_keys(
     prefix: Prefix, start: int, boundary: int, block_size: int, window: Window
 ) -> list[RecordKey]:
@@ -133,8 +142,11 @@ class RankLookup:
             keys = load_keys(prefix, question.floor, boundary, plan)
             claim = self._store.claim({key: found.get(key) or located[key] for key in keys})
             if claim is not None:
+                self._store.refresh(used_keys(prefix, boundary, plan))
                 return Answer(boundary, attention) if self._keep(question, claim) else MISS
             boundary -= 1
+        # vLLM takes its own copy, which may be gone the next time.
+        self._store.refresh(used_keys(prefix, min(question.floor, len(prefix.hashes)), plan))
         return Answer(0, attention)
 
     def _locate_last(

@@ -66,6 +66,9 @@ class Store(Protocol):
     def put(self, records: Iterable[tuple[RecordKey, Buffer]]) -> None:
         """Seal and store the records, and release their buffers."""
 
+    def refresh(self, keys: Sequence[RecordKey]) -> None:
+        """These are in use: the first of them shall be the last to be evicted."""
+
     def clear(self) -> None:
         """Forget all records of this rank."""
 
@@ -99,7 +102,8 @@ class NaiveStore:
     """A dict of records. Not thread-safe; nothing is ever evicted.
 
     Attributes:
-        records: sealed records by key; tests reach in to lose or damage them.
+        records: sealed records by key, the least recently used first; tests reach in to
+            lose or damage them.
         pins: how often each key is claimed.
         live_buffers: buffers not yet released.
     """
@@ -144,6 +148,11 @@ class NaiveStore:
             seal(memoryview(buffer.record), key, self._fingerprint)
             self.records[key] = buffer.record
             buffer.release()
+
+    def refresh(self, keys: Sequence[RecordKey]) -> None:
+        for key in reversed(keys):
+            if key in self.records:
+                self.records[key] = self.records.pop(key)
 
     def clear(self) -> None:
         self.records.clear()

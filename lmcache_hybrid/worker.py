@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 
 from lmcache_hybrid.errors import LoadError, RecordError
 from lmcache_hybrid.groups import GroupPlan
-from lmcache_hybrid.lookup import RankLookup, record_keys, window_keys
+from lmcache_hybrid.lookup import RankLookup, record_keys, used_keys, window_keys
 from lmcache_hybrid.metadata import Load, Save, StepMetadata
 from lmcache_hybrid.pages import GroupPages
 from lmcache_hybrid.record import ATTENTION, STATE, RecordKey
@@ -251,6 +251,10 @@ class HybridWorker:
                 records += zip(keys, ids, strict=True)
         gathered, size = self._gather(records)
         self._store.put(gathered)
+        ends = [end for end, _ in save.states] + [block + 1 for _, block, _ in save.windows]
+        if ends:
+            # As they were written, the first pages would be evicted first.
+            self._store.refresh(used_keys(save.prefix, max(ends), plan))
         self.counts.saved_attention += len(save.attention)
         self.counts.saved_states += len(save.states)
         self.counts.saved_bytes += size

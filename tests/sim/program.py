@@ -12,7 +12,7 @@ from .engine import N, Pool, Setup, SimEngine
 from .model import VOCABULARY
 
 # Prompts are prefixes of these; a branch leaves its trunk at some token.
-TRUNKS = [[random.Random(seed).randrange(VOCABULARY) for _ in range(400)] for seed in range(3)]
+TRUNKS = [random.Random(seed).choices(range(VOCABULARY), k=400) for seed in range(3)]
 SALTS = ("", "", "", "tenant")
 
 

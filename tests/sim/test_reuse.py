@@ -251,3 +251,38 @@ def _group(key) -> int:
     """Group index in an LMCache key's tag."""
     (tag,) = (value for name, value in key.tags if name == "hybrid")
     return int("".join(filter(str.isdigit, tag.split("-")[0])))
+
+
+# What is evicted first. LMCache evicts single records; a hit needs all of a prefix.
+
+
+def test_a_full_store_gives_up_tails_before_beginnings(pool):
+    """The end of an old prompt goes first, and the part that others share stays."""
+    story = Story(pool)
+    story.ask(A[: 6 * N])
+    story.ask(A[: 6 * N] + B[: 4 * N])  # leaves a state where they part
+    pool.shrink(20)
+    for start in range(0, 240, 40):
+        assert story.ask(A[: 6 * N] + C[start : start + 3 * N])[0] == 6 * N
+    assert story.ask(A[: 6 * N] + B[: 4 * N]) == (6 * N, 0)
+
+
+def test_what_is_hit_locally_stays_in_the_store(pool):
+    pool.shrink(24)
+    story = Story(pool)
+    shared = A[: 6 * N + 1]
+    story.ask(shared)
+    for start in range(0, 200, 40):
+        story.ask(B[start : start + 3 * N], forget=False)
+        assert story.ask(shared, forget=False) == (0, 6 * N)
+    assert story.ask(shared) == (6 * N, 0)
+
+
+def test_a_state_that_nobody_uses_ages_out(pool):
+    pool.shrink(30)
+    story = Story(pool)
+    story.ask(A[: 6 * N + 1])
+    story.ask(A[: 3 * N] + B[: 3 * N])  # leaves a state at 3
+    for start in range(0, 380, 20):
+        assert story.ask(A[: 3 * N] + C[start : start + 2 * N])[0] == 3 * N
+    assert story.ask(A[: 6 * N + 1]) == (3 * N, 0)

@@ -25,6 +25,7 @@ from engine import Answer, Engine
 TOKENS = 4
 # To measure what a batch changes.
 BURSTS = 15
+CHANCE_OF_BURST = 0.03
 SECONDS_BETWEEN_SAMPLES = 2.0
 
 
@@ -151,7 +152,10 @@ def record(model: Path, name: str, count: int, seed: int, seconds: float) -> Ref
         samples, end = [], time.monotonic() + seconds
         while time.monotonic() < end:
             engine.forget()
-            engine.ask(rng.choice(reference.prompts), TOKENS)
+            if rng.random() < CHANCE_OF_BURST:
+                engine.ask_many(rng.sample(reference.crowd, rng.randint(3, 8)), TOKENS)
+            else:
+                engine.ask(rng.choice(reference.prompts), TOKENS)
             sample(engine, samples)
         reference.memory = memory(samples, seconds)
     return reference

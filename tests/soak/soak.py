@@ -30,7 +30,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "
 
 import reference  # noqa: E402
 from engine import Answer, Engine, EngineDied  # noqa: E402
-from reference import MODES, TOKENS, Reference, rss, sample  # noqa: E402
+from reference import CHANCE_OF_BURST, MODES, TOKENS, Reference, rss, sample  # noqa: E402
 from trouble import Disk, Fault, Ram, Redis, Store  # noqa: E402
 
 from lmcache_hybrid.tinymodels import make_model  # noqa: E402
@@ -46,7 +46,6 @@ PHASES = (
 SECONDS_BETWEEN_FAULTS = 3.0
 # How long an engine without a connector is watched: as long as most lives take.
 SHARE_OF_A_PHASE = 0.6
-CHANCE_OF_BURST = 0.03
 CHANCE_TO_FORGET = 0.9
 # A verb that takes longer hangs: the engine is aborted and says where its threads are.
 HANG_SECONDS = 120
