@@ -29,6 +29,8 @@ RECORD = "lmcache_hybrid/record.py"
 CONNECTOR = "lmcache_hybrid/connector.py"
 RPC = "lmcache_hybrid/rpc.py"
 PAGES = "lmcache_hybrid/pages.py"
+GROUPS = "lmcache_hybrid/groups.py"
+PREFIX = "lmcache_hybrid/prefix.py"
 COMPAT = "vllm_patch/compat.py"
 
 DEFECTS = (
@@ -102,8 +104,8 @@ DEFECTS = (
     _one(
         "one state group is enough",
         LOOKUP,
-        "states = keys[-len(plan.states) :]",
-        "states = keys[-1:]",
+        "states = record_keys(prefix, boundary - 1, size, STATE, plan.states)",
+        "states = record_keys(prefix, boundary - 1, size, STATE, plan.states[-1:])",
     ),
     _one(
         "the last token is loaded too",
@@ -240,8 +242,8 @@ DEFECTS = (
     _one(
         "claims do not pin",
         STORE,
-        "if not backend.contains(engine_key, pin=True):",
-        "if not backend.contains(engine_key):",
+        "if not self._store.manager.storage_backends[location].pin(engine_key):",
+        "if engine_key not in self._store.manager.storage_backends[location].hot_cache:",
     ),
     _one(
         "an unhealthy store is read all the same",
@@ -249,10 +251,41 @@ DEFECTS = (
         "        return self._engine.is_healthy()\n",
         "        return True\n",
     ),
+    # Reuse
+    _one(
+        "a block too few of a window is stored and loaded",
+        GROUPS,
+        "-(-(spec.sliding_window - 1) // spec.block_size)",
+        "(spec.sliding_window - 1) // spec.block_size",
+    ),
+    _one(
+        "generated blocks go by the hash of the block before",
+        PREFIX,
+        "range((first + 1) * hashes_per_block - 1, blocks * hashes_per_block, hashes_per_block)",
+        "range(first * hashes_per_block - 1, (blocks - 1) * hashes_per_block, hashes_per_block)",
+    ),
+    _one(
+        "the store's junctions are not heeded",
+        SCHEDULER,
+        "tracked.stops.junction = tracked.answer.attention * self._plan.block_size",
+        "pass",
+    ),
+    _one(
+        "the beginning of a prefix is evicted first",
+        WORKER,
+        "            self._store.refresh(used_keys(save.prefix, max(ends), plan))\n",
+        "            pass\n",
+    ),
+    _one(
+        "a restored state is not found again in vLLM's own cache",
+        COMPAT,
+        "    keep_restored_states()\n",
+        "",
+    ),
     _one(
         "loads are promoted by priority, not in order of admission",
         COMPAT,
-        "    promote_loads_in_order()\n    if",
-        "    if",
+        "    promote_loads_in_order()\n",
+        "",
     ),
 )

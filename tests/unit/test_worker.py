@@ -129,7 +129,7 @@ def test_a_save_without_states_and_one_without_attention(rig):
     rig.worker.save(StepMetadata(saves=(Save("w", PREFIX, ((1, (3,)),), ()),)))
     assert list(rig.store.records) == keys_of(PREFIX, 1, ATTENTION)
     rig.worker.save(StepMetadata(saves=(Save("w", PREFIX, (), ((1, (4, 5, 6)),)),)))
-    assert list(rig.store.records)[1:] == keys_of(PREFIX, 0, STATE)
+    assert set(list(rig.store.records)[1:]) == set(keys_of(PREFIX, 0, STATE))
     assert (rig.worker.counts.saved_attention, rig.worker.counts.saved_states) == (1, 1)
 
 
