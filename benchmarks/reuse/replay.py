@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs traces through the arms, and counts which share of the reusable tokens each reuses.
+
+What is compared, and how it is kept fair:
+
+- One request at a time, each to its end. What an arm remembers of the earlier ones is
+  all that counts; batches would only blur it.
+- *vLLM alone* has no store. Its own cache is never emptied, and its pool holds as many
+  bytes as the other arms' store and working room together.
+- *LMCache* arms have a store, and a pool with working room for the longest request.
+  vLLM's own cache is emptied before each request, so every hit comes from the store.
+  In the arm "beside vLLM's cache" it is not emptied, as in a usual deployment: with a
+  full store that arm has exactly the bytes of vLLM alone.
+- The *oracle* has a state at every boundary ever computed and forgets nothing. 100 %
+  is what it reuses; a token that cannot be reused by anybody counts for nobody.
+- *LRU* and *Marconi* are policies over whole prefixes in a store of the same bytes,
+  see :mod:`benchmarks.reuse.reference`. They have no store's or scheduler's rules to
+  obey, and keep a state at each prompt's last boundary and where it branches off.
+
+Bytes are those of Qwen3.6-27B on one GPU: a block of 784 tokens has 51.4 MB of
+attention in 16 layers, and a boundary's state in 48 layers has three times that. vLLM
+has four groups there, of the same page size: three of states and one of attention. So
+one page is the unit of both, the pool of vLLM and the store.
+"""
+
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.reuse.engine import CHECKPOINTS, SAVE_DECODE, Outcome, ReplayEngine, Setup
+from benchmarks.reuse.reference import STATE_PAGES, LruReference, MarconiReference, Oracle
+from benchmarks.reuse.traces import Trace, tokens
+
+BLOCK_SIZE = 784
+ATTENTION_BYTES = 65_536  # per token: 16 layers, keys and values of 4 heads of 256 in bf16
+BATCH = 8_192
+ROOM_BESIDE = 256  # more blocks in vLLM's pool beside an unlimited store
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to remember.
+
+    Attributes:
+        interval: T in blocks, 0 for none.
+        beside: vLLM's own cache is not emptied.
+        only: traces it is run on, empty for all.
+    """
+
+    name: str
+    title: str
+    store: bool = True
+    interval: int = 0
+    save_decode: bool = False
+    beside: bool = False
+    only: tuple[str, ...] = ()
+
+    @property
+    def available(self) -> bool:
+        """Whether the installed package has this arm's options."""
+        return (CHECKPOINTS or not self.interval) and (SAVE_DECODE or not self.save_decode)
+
+
+ARMS = (
+    Arm("vllm", "vLLM alone", store=False),
+    Arm("default", "LMCache, defaults"),
+    Arm("decode", "LMCache, generated tokens too", save_decode=True, only=("chat",)),
+    Arm("T16", "LMCache, T = 16 N", interval=16),
+    Arm("T4", "LMCache, T = 4 N", interval=4),
+    Arm(
+        "T4-decode", "LMCache, T = 4 N, generated too", interval=4, save_decode=True, only=("chat",)
+    ),
+    Arm("T1", "LMCache, T = N", interval=1),
+    Arm("beside", "LMCache beside vLLM's cache", beside=True),
+)
+REFERENCES = {
+    "lru": ("LRU of whole prefixes", LruReference),
+    "marconi": ("Marconi's eviction", MarconiReference),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One replay: an arm or a reference on a trace, with a store that may be full.
+
+    Attributes:
+        store: "unlimited" or "a third".
+        capacity: of the store, in pages.
+    """
+
+    trace: Trace
+    store: str
+    capacity: int
+    block_size: int
+    arm: Arm | None = None
+    reference: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.arm.name if self.arm else self.reference
+
+    @property
+    def title(self) -> str:
+        return self.arm.title if self.arm else REFERENCES[self.reference][0]
+
+
+def jobs(traces: Sequence[Trace], block_size: int) -> list[Job]:
+    """All replays, of those arms that the installed package has the options for."""
+    made = []
+    for trace in traces:
+        arms = [arm for arm in ARMS if arm.available and trace.name in (arm.only or (trace.name,))]
+        unlimited = _pages_at_most(trace, block_size)
+        made += [Job(trace, "unlimited", unlimited, block_size, arm) for arm in arms]
+        if trace.contents:
+            third = _pages_of_contents(trace, block_size) // 3
+            made += [Job(trace, "a third", third, block_size, arm) for arm in arms]
+            made += [Job(trace, "a third", third, block_size, None, name) for name in REFERENCES]
+    return made
+
+
+def _pages_at_most(trace: Trace, block_size: int) -> int:
+    """More than any arm can fill: every block of every request with a state."""
+    tokens_in_all = trace.prompt_tokens + sum(r.output.length for r in trace.requests)
+    return (1 + STATE_PAGES) * tokens_in_all // block_size + 1
+
+
+def _pages_of_contents(trace: Trace, block_size: int) -> int:
+    """Each content's pages and the state at its end; what they begin with counts once."""
+    store = LruReference(block_size, math.inf)
+    for spans in trace.contents:
+        store.ask(tokens(spans), ())
+    return store.used
+
+
+def run(job: Job, advance: Callable[[], None] = lambda: None) -> dict:
+    """Replay a job.
+
+    Args:
+        advance: called after each request.
+
+    Returns:
+        Its figures, in tokens and bytes, ready for JSON.
+    """
+    started = time.perf_counter()
+    saved = None
+    if job.arm is None:
+        store = REFERENCES[job.reference][1](job.block_size, job.capacity)
+        outcomes = []
+        for request in job.trace.requests:
+            prompt, output = tokens(request.spans), tokens([request.output])
+            outcomes.append(Outcome(0, store.ask(prompt, output), 0))
+            advance()
+    else:
+        with ReplayEngine(setup_of(job)) as engine:
+            outcomes = replay(engine, job, advance)
+            saved = engine.saved_pages
+            assert job.store != "unlimited" or engine.held_pages == saved, "a page was evicted"
+    return {
+        "trace": job.trace.name,
+        "store": job.store,
+        "arm": job.name,
+        "title": job.title,
+        "capacity_pages": job.capacity,
+        **_figures(job, outcomes, saved),
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+def setup_of(job: Job) -> Setup:
+    """The deployment of an arm."""
+    arm = job.arm
+    # The longest request with its states: running, restored, kept, for each group.
+    room = job.trace.longest // job.block_size + 4 * STATE_PAGES + 4
+    if not arm.store:
+        return Setup(job.block_size, job.capacity + room, None, BATCH)
+    return Setup(
+        job.block_size,
+        room + ROOM_BESIDE * (arm.beside and job.store == "unlimited"),
+        job.capacity,
+        BATCH,
+        arm.interval * job.block_size,
+        arm.save_decode,
+    )
+
+
+def replay(engine: ReplayEngine, job: Job, advance: Callable[[], None]) -> list[Outcome]:
+    """All requests of the trace, in order."""
+    outcomes = []
+    for request in job.trace.requests:
+        if job.arm.store and not job.arm.beside:
+            engine.forget()
+        outcomes.append(engine.run(tokens(request.spans), tokens([request.output])))
+        advance()
+    return outcomes
+
+
+def oracle_tokens(trace: Trace, block_size: int) -> list[int]:
+    """Of each request, the tokens that the oracle reuses."""
+    oracle = Oracle(block_size)
+    return [oracle.ask(tokens(r.spans), tokens([r.output])) for r in trace.requests]
+
+
+def _figures(job: Job, outcomes: Sequence[Outcome], saved: int | None) -> dict:
+    best = oracle_tokens(job.trace, job.block_size)
+    by_label: dict[str, Counter] = defaultdict(Counter)
+    extra_steps = 0
+    for request, outcome, most in zip(job.trace.requests, outcomes, best):
+        hit = outcome.local + outcome.external
+        assert hit <= most, f"{hit} tokens reused of {most} that were computed before"
+        by_label[request.label].update(requests=1, hit=hit, oracle=most)
+        extra_steps += outcome.prefill_steps - math.ceil((request.prompt_length - hit) / BATCH)
+    requests = len(outcomes)
+    hit, most = sum(c["hit"] for c in by_label.values()), sum(best)
+    figures = {
+        "hit_tokens": hit,
+        "local_tokens": sum(outcome.local for outcome in outcomes),
+        "oracle_tokens": most,
+        "share": hit / most,
+        "by_label": {
+            label: {
+                **counts,
+                "share": counts["hit"] / counts["oracle"] if counts["oracle"] else None,
+            }
+            for label, counts in by_label.items()
+            if label
+        },
+        "saved_pages": saved,
+    }
+    if job.arm is not None:
+        figures["extra_steps_per_request"] = extra_steps / requests
+    if saved is not None and job.arm.store:
+        page = job.block_size * ATTENTION_BYTES
+        figures["bytes_per_prompt_token"] = saved * page / job.trace.prompt_tokens
+    return figures
+
+
+def describe(trace: Trace, block_size: int) -> dict:
+    """What a trace is made of, in tokens."""
+    lengths = [request.prompt_length for request in trace.requests]
+    return {
+        "seed": trace.seed,
+        "requests": len(lengths),
+        "prompt_tokens": sum(lengths),
+        "shortest": min(lengths),
+        "longest": max(lengths),
+        "output_tokens": sum(request.output.length for request in trace.requests),
+        "oracle_tokens": sum(oracle_tokens(trace, block_size)),
+    }

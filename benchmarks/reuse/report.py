@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables and plot of the figures; all of them come from the JSON file."""
+
+from pathlib import Path
+
+BEGIN, END = "<!-- reuse:begin -->", "<!-- reuse:end -->"
+
+
+def tables(figures: dict) -> str:
+    """Markdown: shares by arm and trace, then each arm's cost, then the labels."""
+    return "\n\n".join([_traces(figures), _shares(figures), _costs(figures), _labels(figures)])
+
+
+def write_into(page: Path, figures: dict) -> None:
+    """Replace what is between the two markers of a page.
+
+    Raises:
+        ValueError: the page lacks a marker.
+    """
+    text = page.read_text()
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{page} lacks {BEGIN} or {END}")
+    page.write_text(f"{before}{BEGIN}\n\n{tables(figures)}\n\n{END}{after}")
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"
+
+
+def _scenarios(figures: dict) -> list[tuple[str, str]]:
+    return list(dict.fromkeys((run["trace"], run["store"]) for run in figures["runs"]))
+
+
+def _scenario(trace: str, store: str) -> str:
+    return trace if store == "unlimited" else f"{trace}, {store}"
+
+
+def _arms(figures: dict) -> dict[str, str]:
+    return {run["arm"]: run["title"] for run in figures["runs"]}
+
+
+def _run(figures: dict, arm: str, scenario: tuple[str, str]) -> dict | None:
+    return next(
+        (r for r in figures["runs"] if r["arm"] == arm and (r["trace"], r["store"]) == scenario),
+        None,
+    )
+
+
+def _traces(figures: dict) -> str:
+    rows = [
+        [
+            name,
+            str(trace["requests"]),
+            f"{trace['prompt_tokens'] / 1e6:.2f} M",
+            f"{trace['shortest']:,} to {trace['longest']:,}",
+            _percent(trace["oracle_tokens"] / trace["prompt_tokens"]),
+        ]
+        for name, trace in figures["traces"].items()
+    ]
+    return _table(
+        ["Trace", "Requests", "Prompt tokens", "Tokens per prompt", "Reusable (oracle)"], rows
+    )
+
+
+def _shares(figures: dict) -> str:
+    scenarios = _scenarios(figures)
+    rows = []
+    for arm, title in _arms(figures).items():
+        runs = [_run(figures, arm, scenario) for scenario in scenarios]
+        rows.append([title, *(_percent(run and run["share"]) for run in runs)])
+    return "Hit tokens, as a share of the oracle's:\n\n" + _table(
+        ["", *(_scenario(*scenario) for scenario in scenarios)], rows
+    )
+
+
+def _costs(figures: dict) -> str:
+    scenarios = _scenarios(figures)
+    rows = []
+    for arm, title in _arms(figures).items():
+        runs = [_run(figures, arm, scenario) for scenario in scenarios]
+        if any(run and "extra_steps_per_request" in run for run in runs):
+            rows.append([title, *(_cost(run) for run in runs)])
+    return (
+        "KB stored per prompt token; prefill steps per request beyond the fewest that "
+        f"{figures['batch_tokens']:,} tokens a step allow:\n\n"
+        + _table(["", *(_scenario(*scenario) for scenario in scenarios)], rows)
+    )
+
+
+def _cost(run: dict | None) -> str:
+    if run is None or "extra_steps_per_request" not in run:
+        return ""
+    steps = f"{run['extra_steps_per_request']:.2f}"
+    if "bytes_per_prompt_token" not in run:
+        return f"-; {steps}"
+    return f"{run['bytes_per_prompt_token'] / 1e3:.0f}; {steps}"
+
+
+def _labels(figures: dict) -> str:
+    """The requests of one kind by themselves, where a trace tells kinds apart."""
+    runs = [run for run in figures["runs"] if run["by_label"]]
+    columns = list(dict.fromkeys((r["trace"], label) for r in runs for label in r["by_label"]))
+    # The oracle reuses nothing of the very first ones: no share to speak of.
+    columns = [
+        (trace, label)
+        for trace, label in columns
+        if any(r["trace"] == trace and r["by_label"][label]["oracle"] for r in runs)
+    ]
+    rows = []
+    for arm, title in _arms(figures).items():
+        cells = []
+        for trace, label in columns:
+            run = _run(figures, arm, (trace, "unlimited"))
+            cells.append(_percent(run and run["by_label"][label]["share"]))
+        if any(cells):
+            rows.append([title, *cells])
+    return "By kind of request, as a share of the oracle's:\n\n" + _table(
+        ["", *(f"{trace}: {label}" for trace, label in columns)], rows
+    )
+
+
+def plot(figures: dict, path: Path) -> None:
+    """Bars: the share of each arm, by trace. Writes an SVG."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "reuse"  # the same figures give the same file
+    import matplotlib.pyplot as plt
+
+    scenarios, arms = _scenarios(figures), _arms(figures)
+    # Bars stand side by side within a trace, without gaps for arms that were not run.
+    present = {
+        scenario: [arm for arm in arms if _run(figures, arm, scenario)] for scenario in scenarios
+    }
+    most = max(len(names) for names in present.values())
+    width = 0.85 / most
+    colours = plt.get_cmap("tab10")
+    figure, axes = plt.subplots(figsize=(11, 4.2))
+    for number, (arm, title) in enumerate(arms.items()):
+        places, heights = [], []
+        for x, scenario in enumerate(scenarios):
+            if arm in present[scenario]:
+                offset = present[scenario].index(arm) - (len(present[scenario]) - 1) / 2
+                places.append(x + offset * width)
+                heights.append(100 * _run(figures, arm, scenario)["share"])
+        axes.bar(places, heights, width * 0.92, label=title, color=colours(number))
+    axes.set_xticks(range(len(scenarios)), [_scenario(*s).replace(", ", "\n") for s in scenarios])
+    axes.set_ylabel("hit tokens, % of the oracle's")
+    axes.set_ylim(0, 100)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False)
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    plt.close(figure)
