@@ -26,6 +26,12 @@ TOKENS = 4
 # To measure what a batch changes.
 BURSTS = 15
 CHANCE_OF_BURST = 0.03
+ENVIRONMENT = {
+    "PYTHONFAULTHANDLER": "1",
+    # oneDNN keeps code for each shape of a batch, 1024 of them. Bursts that hit in part have ever
+    # new shapes, and an engine grows by tens of MB per minute, with a connector or without.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8",
+}
 SECONDS_BETWEEN_SAMPLES = 2.0
 
 
@@ -124,7 +130,7 @@ def record(model: Path, name: str, count: int, seed: int, seconds: float) -> Ref
     rng = random.Random(f"{seed} {name}")
     reference = make_prompts(name, count, rng)
     mode = reference.mode
-    with Engine(model, **mode.options) as engine:
+    with Engine(model, env=ENVIRONMENT, **mode.options) as engine:
         assert engine.info["block_size"] == mode.size
         for ids in reference.prompts:
             engine.forget()

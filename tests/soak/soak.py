@@ -30,7 +30,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "
 
 import reference  # noqa: E402
 from engine import Answer, Engine, EngineDied  # noqa: E402
-from reference import CHANCE_OF_BURST, MODES, TOKENS, Reference, rss, sample  # noqa: E402
+from reference import CHANCE_OF_BURST, ENVIRONMENT, MODES, TOKENS, Reference, rss, sample  # noqa: E402
 from trouble import Disk, Fault, Ram, Redis, Store  # noqa: E402
 
 from lmcache_hybrid.tinymodels import make_model  # noqa: E402
@@ -118,8 +118,8 @@ class Soak:
     @contextlib.contextmanager
     def _life(self, mode: str, lives: list[dict]) -> Iterator[None]:
         """An engine from its start to its end."""
-        options = {**MODES[mode].options, "env": {"PYTHONFAULTHANDLER": "1"}}
-        with Engine(self.models[mode], self.store.config, **options) as engine:
+        options = MODES[mode].options
+        with Engine(self.models[mode], self.store.config, env=ENVIRONMENT, **options) as engine:
             self.counts["engine starts"] += 1
             self.engine, self.seen = engine, {}
             self.samples: list[tuple[float, float]] = []
