@@ -10,7 +10,7 @@ must name the same boundary.
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -84,13 +84,22 @@ def load_keys(prefix: Prefix, start: int, boundary: int, plan: GroupPlan) -> lis
     return keys + record_keys(prefix, boundary - 1, plan.block_size, STATE, plan.states)
 
 
-def used_keys(prefix: Prefix, boundary: int, plan: GroupPlan) -> list[RecordKey]:
-    """What a hit at ``boundary`` (blocks) needs, first what most other hits need too.
+def used_keys(prefix: Prefix, boundaries: Iterable[int], plan: GroupPlan) -> list[RecordKey]:
+    """What hits at ``boundaries`` (blocks) need, in the order in which it is worth keeping.
 
-    That is the order in which to keep it: pages from the first one on, for they are
-    shared the most, and the state last, for it is of no use without them.
+    Pages from the first one on, for those are shared the most, and each state behind
+    the pages that it needs, but before those that it does not.
     """
-    return load_keys(prefix, 0, boundary, plan) if boundary else []
+    keys: list[RecordKey] = []
+    start = 0
+    for boundary in sorted(set(boundaries) - {0}):
+        new = load_keys(prefix, start, boundary, plan)
+        for window in plan.windows:
+            # Those before ``start`` may be among what the boundary before has.
+            new += window_keys(prefix, 0, boundary, plan.block_size, window)
+        keys += new
+        start = boundary
+    return list(dict.fromkeys(keys))
 
 
 def window_keys(
@@ -142,11 +151,12 @@ class RankLookup:
             keys = load_keys(prefix, question.floor, boundary, plan)
             claim = self._store.claim({key: found.get(key) or located[key] for key in keys})
             if claim is not None:
-                self._store.refresh(used_keys(prefix, boundary, plan))
+                self._store.refresh(used_keys(prefix, (boundary,), plan))
                 return Answer(boundary, attention) if self._keep(question, claim) else MISS
             boundary -= 1
         # vLLM takes its own copy, which may be gone the next time.
-        self._store.refresh(used_keys(prefix, min(question.floor, len(prefix.hashes)), plan))
+        local = min(question.floor, len(prefix.hashes))
+        self._store.refresh(used_keys(prefix, (local,), plan))
         return Answer(0, attention)
 
     def _locate_last(

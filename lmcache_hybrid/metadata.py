@@ -37,6 +37,8 @@ class Save:
         attention: (block number, block id per attention group of the plan).
         states: (boundary in blocks, block id per state group of the plan).
         windows: (group, block number, block id).
+        boundaries: in blocks, those of the request that are to be kept longest; empty
+            when nothing is new about that.
     """
 
     request_id: str
@@ -44,6 +46,7 @@ class Save:
     attention: tuple[tuple[int, tuple[int, ...]], ...]
     states: tuple[tuple[int, tuple[int, ...]], ...]
     windows: tuple[tuple[int, int, int], ...] = ()
+    boundaries: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ class _Tracked:
         saved: leading blocks whose attention pages are in the store.
         saved_states: boundaries in blocks whose states are in the store.
         saved_windows: (group, block) of window pages in the store.
+        kept: boundaries in blocks that later requests are the likeliest to need.
         seal: without state groups: the next boundary in tokens whose windows are stored.
         load_failed: after a failed load nothing is promised to it again.
     """
@@ -55,6 +56,7 @@ class _Tracked:
     saved: int = 0
     saved_states: set[int] = field(default_factory=set)
     saved_windows: set[tuple[int, int]] = field(default_factory=set)
+    kept: set[int] = field(default_factory=set)
     seal: int = 0
     load_failed: bool = False
 
@@ -126,6 +128,8 @@ class HybridScheduler:
             # vLLM has just set its own; see Stops for what this attribute does.
             tracked.stops.junction = max(tracked.stops.junction, request.shared_prefix_boundary)
             self._aim(tracked, num_computed_tokens + gain)
+        size = self._plan.block_size
+        tracked.kept = {num_computed_tokens // size, (num_computed_tokens + gain) // size} - {0}
         return gain, gain > 0
 
     def _gain(self, tracked: _Tracked, num_computed_tokens: int) -> int:
@@ -287,7 +291,8 @@ class HybridScheduler:
             sealed += [boundary for boundary, _ in states]
             windows = self._windows_to_save(tracked, sealed, block_state)
             if attention or states or windows:
-                yield Save(request_id, tracked.prefix, attention, states, windows)
+                kept = self._kept(tracked, sealed)
+                yield Save(request_id, tracked.prefix, attention, states, windows, kept)
             if not tracked.unsaved:
                 self._unsaved.pop(request_id, None)
 
@@ -314,6 +319,18 @@ class HybridScheduler:
             sealed.append(tracked.seal // size)
             self._reached(tracked, tracked.seal)
         return sealed
+
+    def _kept(self, tracked: _Tracked, sealed: Iterable[int]) -> tuple[int, ...]:
+        """Boundaries to keep longest, when there is a new one. Mutates ``tracked``."""
+        size, stops = self._plan.block_size, tracked.stops
+        new = [boundary for boundary in sealed if stops.lasting(boundary * size)]
+        if not new:
+            return ()
+        tracked.kept.update(new)
+        # Of those that generated tokens reached the next turn needs the deepest.
+        generated = sorted(b for b in tracked.kept if b * size > stops.end)
+        tracked.kept.difference_update(generated[:-1])
+        return tuple(sorted(tracked.kept))
 
     def _windows_to_save(
         self, tracked: _Tracked, boundaries: Iterable[int], block_state: "KVConnectorBlockState"

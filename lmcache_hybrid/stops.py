@@ -35,6 +35,13 @@ class Stops:
         self.end = (num_tokens - 1) // self.block_size * self.block_size
         self.junction = 0
 
+    def lasting(self, boundary: int) -> bool:
+        """Whether it is known to be of use: a junction, the last boundary, or past that one.
+
+        A checkpoint is there for a branch that may never come.
+        """
+        return boundary == self.junction or boundary >= self.end
+
     def after(self, computed: int) -> int:
         """The next boundary past ``computed`` tokens where a state is wanted, 0 for none."""
         wanted = []

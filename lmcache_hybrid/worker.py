@@ -251,10 +251,9 @@ class HybridWorker:
                 records += zip(keys, ids, strict=True)
         gathered, size = self._gather(records)
         self._store.put(gathered)
-        ends = [end for end, _ in save.states] + [block + 1 for _, block, _ in save.windows]
-        if ends:
+        if save.boundaries:
             # As they were written, the first pages would be evicted first.
-            self._store.refresh(used_keys(save.prefix, max(ends), plan))
+            self._store.refresh(used_keys(save.prefix, save.boundaries, plan))
         self.counts.saved_attention += len(save.attention)
         self.counts.saved_states += len(save.states)
         self.counts.saved_bytes += size
