@@ -85,6 +85,7 @@ class Setup:
         checkpoint: ``lmcache.hybrid_checkpoint_tokens``.
         save_decode: LMCache's ``save_decode_cache``.
         state_groups: state groups before the one attention group.
+        plain: LMCache's own eviction, which knows of no prefixes and states.
     """
 
     block_size: int
@@ -94,6 +95,7 @@ class Setup:
     checkpoint: int = 0
     save_decode: bool = False
     state_groups: int = 3
+    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,19 @@ class _AtOnce:
         future.set_running_or_notify_cancel()
         future.set_result(function(*args))
         return future
+
+
+class _PlainStore(LMCacheStore):
+    """Records count as used when they are written and when they are loaded, as in LMCache."""
+
+    def refresh(self, keys) -> None:
+        return
+
+    def claim(self, located):
+        claim = super().claim(located)
+        if claim is not None:
+            super().refresh(list(located))
+        return claim
 
 
 class _Connector(lmcache_hybrid.connector.HybridConnector):
@@ -279,7 +294,8 @@ class ReplayEngine:
         )
         self._cleanup.callback(LMCacheEngineBuilder.destroy, ID)
         engine.post_init()
-        self.store = LMCacheStore(engine, ID, bytes(16), RECORD_BYTES - HEADER_BYTES)
+        store = _PlainStore if self.setup.plain else LMCacheStore
+        self.store = store(engine, ID, bytes(16), RECORD_BYTES - HEADER_BYTES)
         self.lookup = RankLookup(self.plan, self.store)
 
     def ask(self, question: Question) -> list[Answer]:

@@ -45,7 +45,8 @@ def parts() -> list[traces.Trace]:
         traces.repeat(scale=SCALE, prompts=4, times=3),
         traces.chat(scale=SCALE, conversations=2, turns=6),
         traces.agent(scale=SCALE, tasks=1, steps=12),
-        traces.increment(scale=SCALE, sessions=3),
+        traces.increment(scale=SCALE, sessions=2),
+        traces.growing(scale=SCALE, sessions=2),
         traces.documents(scale=SCALE, count=4, questions=12),
     ]
 

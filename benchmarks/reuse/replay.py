@@ -37,6 +37,8 @@ BLOCK_SIZE = 784
 ATTENTION_BYTES = 65_536  # per token: 16 layers, keys and values of 4 heads of 256 in bf16
 BATCH = 8_192
 ROOM_BESIDE = 256  # more blocks in vLLM's pool beside an unlimited store
+# Traces that are replayed with a full store too.
+FULL = ("documents", "popular")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Arm:
     Attributes:
         interval: T in blocks, 0 for none.
         beside: vLLM's own cache is not emptied.
+        plain: LMCache's own eviction, see :class:`benchmarks.reuse.engine.Setup`.
         only: traces it is run on, empty for all.
     """
 
@@ -55,6 +58,7 @@ class Arm:
     interval: int = 0
     save_decode: bool = False
     beside: bool = False
+    plain: bool = False
     only: tuple[str, ...] = ()
 
     @property
@@ -73,6 +77,8 @@ ARMS = (
         "T4-decode", "LMCache, T = 4 N, generated too", interval=4, save_decode=True, only=("chat",)
     ),
     Arm("T1", "LMCache, T = N", interval=1),
+    Arm("plain", "LMCache, its own eviction", plain=True, only=FULL),
+    Arm("T4-plain", "LMCache, T = 4 N, its own eviction", interval=4, plain=True, only=FULL),
     Arm("beside", "LMCache beside vLLM's cache", beside=True),
 )
 REFERENCES = {
@@ -112,7 +118,7 @@ def jobs(traces: Sequence[Trace], block_size: int) -> list[Job]:
     for trace in traces:
         arms = [arm for arm in ARMS if arm.available and trace.name in (arm.only or (trace.name,))]
         unlimited = _pages_at_most(trace, block_size)
-        made += [Job(trace, "unlimited", unlimited, block_size, arm) for arm in arms]
+        made += [Job(trace, "unlimited", unlimited, block_size, a) for a in arms if not a.plain]
         if trace.contents:
             third = _pages_of_contents(trace, block_size) // 3
             made += [Job(trace, "a third", third, block_size, arm) for arm in arms]
@@ -182,6 +188,7 @@ def setup_of(job: Job) -> Setup:
         BATCH,
         arm.interval * job.block_size,
         arm.save_decode,
+        plain=arm.plain,
     )
 
 

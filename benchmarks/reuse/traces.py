@@ -184,14 +184,28 @@ def agent(seed: int = 0, scale: float = 1.0, tasks: int = 12, steps: int = 30) -
 
 
 def increment(seed: int = 0, scale: float = 1.0, sessions: int = 50, steps: int = 4) -> Trace:
-    """Four images and a question; then the same with a fifth image inserted, and so on.
+    """Four images and a question; then the same with a fifth image before the question.
+
+    The fifth image is another one each time. So these prompts share with the first one
+    the four images, and never its end. Every session has an instruction of its own: its
+    first incremental request finds pages, and no state among them.
+    """
+    return _images("increment", seed, scale, sessions, steps, growing=False)
+
+
+def growing(seed: int = 0, scale: float = 1.0, sessions: int = 50, steps: int = 4) -> Trace:
+    """Four images and a question; then the same with a fifth image inserted, then a sixth.
 
     The new image comes before one of the last three. So a prompt shares with the one
     before it the images up to the insertion, and never its end. Every session has an
     instruction of its own: its first incremental request finds pages, and no state
     among them.
     """
-    draw = _Draw("increment", seed, scale)
+    return _images("growing", seed, scale, sessions, steps, growing=True)
+
+
+def _images(name: str, seed: int, scale: float, sessions: int, steps: int, growing: bool) -> Trace:
+    draw = _Draw(name, seed, scale)
     made = []
     for i in range(sessions):
         instruction, question = (
@@ -204,11 +218,14 @@ def increment(seed: int = 0, scale: float = 1.0, sessions: int = 50, steps: int 
             label = "four images" if step == 0 else "first increment" if step == 1 else "later ones"
             if step:
                 new = draw.span(f"{i}/image{3 + step}", 800, 1_600)
-                images.insert(draw.random.randint(len(images) - 3, len(images) - 1), new)
+                if growing:
+                    images.insert(draw.random.randint(len(images) - 3, len(images) - 1), new)
+                else:
+                    images[4:] = [new]
             answer = draw.span(f"{i}/answer{step}", SHORT_ANSWER)
             requests.append(Request((instruction, *images, question), answer, label))
         made.append(requests)
-    return Trace("increment", seed, draw.mixed(made))
+    return Trace(name, seed, draw.mixed(made))
 
 
 def documents(seed: int = 0, scale: float = 1.0, count: int = 60, questions: int = 360) -> Trace:
@@ -241,6 +258,7 @@ TRACES: dict[str, Callable[..., Trace]] = {
     "chat": chat,
     "agent": agent,
     "increment": increment,
+    "growing": growing,
     "documents": documents,
     "popular": popular,
 }

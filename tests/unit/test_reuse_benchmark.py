@@ -36,8 +36,15 @@ def test_tokens_follow_from_the_name() -> None:
     assert all(32 <= token < 127 for token in tokens([A, B, C], (32, 127)))
 
 
-def test_an_increment_shares_up_to_the_insertion_only() -> None:
-    trace = traces.increment(sessions=1)
+def test_increments_share_four_images_and_nothing_behind_them() -> None:
+    first, *others = traces.increment(sessions=1).requests
+    assert len(first.spans) == 6 and len({request.spans[5] for request in others}) == 4
+    for request in others:
+        assert request.spans[:5] + request.spans[6:] == first.spans
+
+
+def test_a_growing_prompt_shares_up_to_the_insertion_only() -> None:
+    trace = traces.growing(sessions=1)
     for before, after in zip(trace.requests, trace.requests[1:]):
         place = next(i for i, (x, y) in enumerate(zip(before.spans, after.spans)) if x != y)
         assert after.spans[:place] + after.spans[place + 1 :] == before.spans
