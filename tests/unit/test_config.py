@@ -9,6 +9,7 @@ from lmcache_hybrid import config as hybrid_config
 from lmcache_hybrid.config import (
     STABLE_HASH,
     Options,
+    check_checkpoints,
     load_lmcache_config,
     read_options,
     settle_lmcache_config,
@@ -320,3 +321,28 @@ def test_our_own_settings_do_not_reach_lmcache():
 def test_a_value_that_lmcache_does_not_take_is_refused():
     with pytest.raises(ConfigError, match="lmcache.chunk_size='many'"):
         load(**{"lmcache.chunk_size": "many"})
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("tokens, nearest", [(100, 384), (600, 768), (-384, 384), (1, 384)])
+def test_checkpoints_off_the_block_grid_are_refused(tokens, nearest):
+    chosen = options(**{"lmcache.hybrid_checkpoint_tokens": tokens})
+    with pytest.raises(ConfigError) as error:
+        check_checkpoints(chosen, 384)
+    assert_one_sentence(str(error.value))
+    assert str(error.value).startswith(f"lmcache.hybrid_checkpoint_tokens={tokens} is not a multip")
+    assert f"set it to {nearest}," in str(error.value)
+
+
+@pytest.mark.parametrize("tokens", [0, 384, 1152])
+def test_checkpoints_on_the_block_grid(tokens):
+    chosen = options(**{"lmcache.hybrid_checkpoint_tokens": tokens})
+    check_checkpoints(chosen, 384)
+    assert chosen.checkpoint_tokens == tokens
+
+
+def test_checkpoints_and_generated_tokens_are_off_by_default():
+    assert (options().checkpoint_tokens, options().save_decode) == (0, False)
+    assert options(lmcache=lmcache_config(save_decode_cache=True)).save_decode
