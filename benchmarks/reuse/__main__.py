@@ -48,7 +48,7 @@ def main(
     report.plot(figures, out.with_suffix(".svg"))
     page = out.with_suffix(".md")
     if page.exists():
-        report.write_into(page, figures)
+        report.replace(page, "reuse", report.tables(figures))
 
 
 def _measure(made: list[traces.Trace], arms: list[str] | None, block_size: int) -> dict:

@@ -3,26 +3,40 @@
 
 from pathlib import Path
 
-BEGIN, END = "<!-- reuse:begin -->", "<!-- reuse:end -->"
-
 
 def tables(figures: dict) -> str:
     """Markdown: shares by arm and trace, then each arm's cost, then the labels."""
     return "\n\n".join([_traces(figures), _shares(figures), _costs(figures), _labels(figures)])
 
 
-def write_into(page: Path, figures: dict) -> None:
-    """Replace what is between the two markers of a page.
+def checkpoints(figures: dict) -> str:
+    """Markdown: what each T costs a prefill."""
+    head = ["T", "Time of a cold prefill", "Steps", "States", "MB stored"]
+    rows = [
+        [
+            f"{row['interval']} N" if row["interval"] else "none",
+            f"{row['time_ratio']:.2f}x",
+            str(row["steps"]),
+            str(row["states"]),
+            f"{row['bytes'] / 1e6:.1f}",
+        ]
+        for row in figures["rows"]
+    ]
+    return _table(head, rows)
+
+
+def replace(page: Path, marker: str, table: str) -> None:
+    """Put a table between ``<!-- marker:begin -->`` and ``<!-- marker:end -->``.
 
     Raises:
         ValueError: the page lacks a marker.
     """
-    text = page.read_text()
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{page} lacks {BEGIN} or {END}")
-    page.write_text(f"{before}{BEGIN}\n\n{tables(figures)}\n\n{END}{after}")
+    begin, end = f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
+    before, found, rest = page.read_text().partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found or not found_end:
+        raise ValueError(f"{page} lacks {begin} or {end}")
+    page.write_text(f"{before}{begin}\n\n{table}\n\n{end}{after}")
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:

@@ -157,13 +157,13 @@ def test_the_tables_go_between_the_markers(tmp_path: Path) -> None:
         ],
     }
     page = tmp_path / "reuse.md"
-    page.write_text(f"Before\n{report.BEGIN}\nold\n{report.END}\nAfter\n")
+    page.write_text("Before\n<!-- reuse:begin -->\nold\n<!-- reuse:end -->\nAfter\n")
     for _ in range(2):
-        report.write_into(page, figures)
+        report.replace(page, "reuse", report.tables(figures))
     text = page.read_text()
     assert text.startswith("Before\n") and text.endswith("\nAfter\n") and "old" not in text
     for cell in ("| LMCache | 50.0 % |", "| LMCache | 15; 0.50 |", "| LMCache | 25.0 % |"):
         assert text.count(cell) == 1
     with pytest.raises(ValueError, match="lacks"):
         page.write_text("no markers")
-        report.write_into(page, figures)
+        report.replace(page, "reuse", "table")

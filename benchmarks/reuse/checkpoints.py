@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What checkpoints cost a prefill, on a real engine.
+
+    python -m benchmarks.reuse.checkpoints --out docs/checkpoints.json
+
+One engine, one prompt, cold each time; T changes from ask to ask, in rounds, so
+that every T meets the same noise. Time is that of the first token.
+"""
+
+import dataclasses
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import track
+
+from benchmarks.reuse import report
+from lmcache_hybrid.tinymodels import make_model
+
+BLOCKS = 20
+INTERVALS = (0, 8, 4, 2, 1)  # T in blocks
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "0,1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "LMCACHE_MAX_LOCAL_CPU_SIZE": "1",
+    "LMCACHE_TRACK_USAGE": "false",
+}
+
+
+class Engine:
+    """vLLM in this process, with its connector's scheduler and worker side at hand."""
+
+    def __init__(self, model: Path) -> None:
+        from vllm import LLM
+
+        self._llm = LLM(
+            str(model),
+            max_model_len=8192,
+            max_num_batched_tokens=2048,
+            enforce_eager=True,
+            kv_transfer_config={"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"},
+        )
+        self._core = self._llm.llm_engine.engine_core.engine_core
+        self._scheduler = self._core.scheduler.connector._hybrid.scheduler
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        self._worker = get_kv_transfer_group()._hybrid.worker
+        self.block_size = self._core.scheduler.connector._hybrid.plan.block_size
+        self._steps, step = 0, self._scheduler.step
+
+        def counted(output):
+            self._steps += bool(output.num_scheduled_tokens)
+            return step(output)
+
+        self._scheduler.step = counted
+
+    def prefill(self, ids: list[int], interval: int) -> dict:
+        """Seconds, steps, states and bytes of one cold prompt with T = ``interval`` tokens."""
+        from vllm import SamplingParams
+
+        self._core.scheduler.reset_prefix_cache(reset_connector=True)
+        self._scheduler._options = dataclasses.replace(
+            self._scheduler._options, checkpoint_tokens=interval
+        )
+        before, counts = self._steps, dataclasses.replace(self._worker.counts)
+        started = time.perf_counter()
+        (output,) = self._llm.generate(
+            [{"prompt_token_ids": ids}],
+            SamplingParams(max_tokens=1, temperature=0),
+            use_tqdm=False,
+        )
+        seconds = time.perf_counter() - started
+        assert not output.num_cached_tokens
+        return {
+            "seconds": seconds,
+            "steps": self._steps - before,
+            "states": self._worker.counts.saved_states - counts.saved_states,
+            "bytes": self._worker.counts.saved_bytes - counts.saved_bytes,
+        }
+
+    def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="JSON file; its table goes into reuse.md beside it.")],
+    rounds: Annotated[int, typer.Option(help="Asks per T; the median counts.")] = 7,
+    family: Annotated[str, typer.Option(help="One of lmcache_hybrid.tinymodels.")] = "qwen3_next",
+) -> None:
+    """Measure prefills with checkpoints every so many tokens."""
+    os.environ.update(ENVIRONMENT)
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Engine(make_model(family, Path(folder, family)))
+        size, rng = engine.block_size, random.Random(0)
+        ids = [rng.randrange(32, 127) for _ in range(BLOCKS * size + 1)]
+        engine.prefill(ids, 0)
+        asks: dict[int, list[dict]] = {interval: [] for interval in INTERVALS}
+        for _ in track(range(rounds), "rounds"):
+            for interval in rng.sample(INTERVALS, len(INTERVALS)):
+                asks[interval].append(engine.prefill(ids, interval * size))
+        engine.close()
+    base = statistics.median(ask["seconds"] for ask in asks[0])
+    figures = {
+        "command": " ".join(["python", "-m", "benchmarks.reuse.checkpoints", *sys.argv[1:]]),
+        "date": date.today().isoformat(),
+        "family": family,
+        "block_size": size,
+        "prompt_tokens": len(ids),
+        "rounds": rounds,
+        "rows": [
+            {
+                "interval": interval,
+                "time_ratio": statistics.median(ask["seconds"] for ask in of) / base,
+                "spread": [min(ask["seconds"] for ask in of), max(ask["seconds"] for ask in of)],
+                **{name: of[-1][name] for name in ("steps", "states", "bytes")},
+            }
+            for interval, of in asks.items()
+        ],
+        "base_seconds": base,
+    }
+    out.write_text(json.dumps(figures, indent=1) + "\n")
+    page = out.with_name("reuse.md")
+    if page.exists():
+        report.replace(page, "checkpoints", report.checkpoints(figures))
+
+
+if __name__ == "__main__":
+    typer.run(main)
