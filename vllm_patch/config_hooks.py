@@ -94,7 +94,14 @@ def _keep_hma_off(config: VllmConfig) -> None:
     advertises HMA, so the decision is made here per model. Whoever wants such a
     model with HMA, and its windows stored here, says --no-disable-hybrid-kv-cache-manager.
     """
-    config.scheduler_config.disable_hybrid_kv_cache_manager = True
+    scheduler = config.scheduler_config
+    if scheduler.disable_hybrid_kv_cache_manager is None and _mixes_windows(config):
+        logger.info_once(
+            "Window layers keep all of their KV cache, because LMCache's own adapter needs that. "
+            "With --no-disable-hybrid-kv-cache-manager they keep their windows only, and "
+            "lmcache-hybrid stores these."
+        )
+    scheduler.disable_hybrid_kv_cache_manager = True
 
 
 def _settle_states(config: VllmConfig) -> None:
