@@ -7,8 +7,8 @@ bits the same whoever stored a record, so that one answer per prompt is the righ
 
 - ``granular``, on LFM2: every prefill is cut at every block, wherever it starts. Prompts share
   prefixes and branch off; each has a state at each of its boundaries.
-- ``default``, on Qwen3-Next: vLLM's own options, one state per prompt. Prompts share nothing, so a
-  prefill is always cut at the last boundary, and starts there or at 0.
+- ``default``, on Qwen3-Next: vLLM's default retention, one state per prompt, and one more where
+  a store that lost a part makes a prefill stop. Prefills are cut at every block here too.
 
 That this holds for vLLM alone is seen here, before anything else runs.
 """
@@ -60,7 +60,7 @@ MODES = {
         {"max_num_batched_tokens": 128, "prefix_cache_retention_interval": None},
         bursts_compared=False,
     ),
-    "default": Mode("qwen3_next", 384, {}, bursts_compared=True),
+    "default": Mode("qwen3_next", 384, {"max_num_batched_tokens": 384}, bursts_compared=True),
 }
 
 
