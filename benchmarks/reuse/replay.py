@@ -48,6 +48,7 @@ class Arm:
     Attributes:
         interval: T in blocks, 0 for none.
         beside: vLLM's own cache is not emptied.
+        room: whether vLLM's pool has working room besides the store's bytes.
         plain: LMCache's own eviction, see :class:`benchmarks.reuse.engine.Setup`.
         only: traces it is run on, empty for all.
     """
@@ -58,6 +59,7 @@ class Arm:
     interval: int = 0
     save_decode: bool = False
     beside: bool = False
+    room: bool = True
     plain: bool = False
     only: tuple[str, ...] = ()
 
@@ -69,10 +71,12 @@ class Arm:
 
 ARMS = (
     Arm("vllm", "vLLM alone", store=False),
+    Arm("vllm-bare", "vLLM alone, no working room", store=False, room=False, only=FULL),
     Arm("default", "LMCache, defaults"),
     Arm("decode", "LMCache, generated tokens too", save_decode=True, only=("chat",)),
     Arm("T16", "LMCache, T = 16 N", interval=16),
     Arm("T4", "LMCache, T = 4 N", interval=4),
+    Arm("T2", "LMCache, T = 2 N", interval=2),
     Arm(
         "T4-decode", "LMCache, T = 4 N, generated too", interval=4, save_decode=True, only=("chat",)
     ),
@@ -118,7 +122,11 @@ def jobs(traces: Sequence[Trace], block_size: int) -> list[Job]:
     for trace in traces:
         arms = [arm for arm in ARMS if arm.available and trace.name in (arm.only or (trace.name,))]
         unlimited = _pages_at_most(trace, block_size)
-        made += [Job(trace, "unlimited", unlimited, block_size, a) for a in arms if not a.plain]
+        made += [
+            Job(trace, "unlimited", unlimited, block_size, a)
+            for a in arms
+            if a.room and not a.plain
+        ]
         if trace.contents:
             third = _pages_of_contents(trace, block_size) // 3
             made += [Job(trace, "a third", third, block_size, arm) for arm in arms]
@@ -180,7 +188,7 @@ def setup_of(job: Job) -> Setup:
     # The longest request with its states: running, restored, kept, for each group.
     room = job.trace.longest // job.block_size + 4 * STATE_PAGES + 4
     if not arm.store:
-        return Setup(job.block_size, job.capacity + room, None, BATCH)
+        return Setup(job.block_size, job.capacity + room * arm.room, None, BATCH)
     return Setup(
         job.block_size,
         room + ROOM_BESIDE * (arm.beside and job.store == "unlimited"),
