@@ -286,3 +286,13 @@ def test_a_state_that_nobody_uses_ages_out(pool):
     for start in range(0, 380, 20):
         assert story.ask(A[: 3 * N] + C[start : start + 2 * N])[0] == 3 * N
     assert story.ask(A[: 6 * N + 1]) == (3 * N, 0)
+
+
+def test_a_prompt_gives_up_its_end_before_its_beginning(pool):
+    story = Story(pool)
+    story.ask(A[: 4 * N + 1])
+    story.ask(A[: 10 * N + 1])
+    assert len(pool.records) == 12  # ten pages, the states at 4 and at 10
+    pool.shrink(12)
+    story.ask(B[: 5 * N + 1])  # takes the room of six
+    assert story.ask(A[: 10 * N + 1]) == (4 * N, 0)
