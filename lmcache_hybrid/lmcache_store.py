@@ -9,7 +9,7 @@ health, freeze mode, ``store_location``, ``retrieve_locations``, pins.
 import functools
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
+from lmcache.v1.storage_backend.cache_policy.base_policy import BaseCachePolicy
+from lmcache.v1.storage_backend.cache_policy.lru import LRUCachePolicy
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 from lmcache.v1.storage_backend.remote_backend import RemoteBackend
@@ -186,17 +188,29 @@ class LMCacheStore:
 
     def refresh(self, keys: Sequence[RecordKey]) -> None:
         engine_keys = [self.engine_key(key) for key in reversed(keys)]
-        for backend in self.manager.storage_backends.values():
-            if isinstance(backend, LocalCPUBackend):
-                lock, held = backend.cpu_lock, backend.hot_cache
-            elif isinstance(backend, LocalDiskBackend):
-                lock, held = backend.disk_lock, backend.dict
-            else:
-                continue  # evicts by itself, or never
+        for policy, lock, held in self._evicting():
             with lock:
                 for key in engine_keys:
                     if key in held:
-                        backend.cache_policy.update_on_hit(key, held)
+                        policy.update_on_hit(key, held)
+
+    def arrange(self, keys: Sequence[RecordKey]) -> None:
+        engine_keys = [self.engine_key(key) for key in reversed(keys)]
+        for policy, lock, held in self._evicting():
+            # Other policies have an order of their own, or count uses.
+            if isinstance(policy, LRUCachePolicy):
+                with lock:
+                    for key in engine_keys:
+                        if key in held:
+                            held.move_to_end(key)
+
+    def _evicting(self) -> Iterator[tuple[BaseCachePolicy, threading.Lock, Any]]:
+        """(policy, lock, records by key) of the backends that evict by LMCache's policies."""
+        for backend in self.manager.storage_backends.values():
+            if isinstance(backend, LocalCPUBackend):
+                yield backend.cache_policy, backend.cpu_lock, backend.hot_cache
+            elif isinstance(backend, LocalDiskBackend):
+                yield backend.cache_policy, backend.disk_lock, backend.dict
 
     def fetch(self, claim: LMCacheClaim, keys: Sequence[RecordKey]) -> list[LMCacheBuffer]:
         if not self.readable():

@@ -129,7 +129,8 @@ class HybridScheduler:
             tracked.stops.junction = max(tracked.stops.junction, request.shared_prefix_boundary)
             self._aim(tracked, num_computed_tokens + gain)
         size = self._plan.block_size
-        tracked.kept = {num_computed_tokens // size, (num_computed_tokens + gain) // size} - {0}
+        started = {num_computed_tokens // size, (num_computed_tokens + gain) // size}
+        tracked.kept = {b for b in started if 0 < b <= len(tracked.prefix.hashes)}
         return gain, gain > 0
 
     def _gain(self, tracked: _Tracked, num_computed_tokens: int) -> int:
@@ -318,7 +319,8 @@ class HybridScheduler:
         while 0 < tracked.seal <= min(computed, known):
             sealed.append(tracked.seal // size)
             self._reached(tracked, tracked.seal)
-        return sealed
+        # A resumed request may be past its prompt, where nothing is stored unless asked for.
+        return [boundary for boundary in sealed if boundary <= len(tracked.prefix.hashes)]
 
     def _kept(self, tracked: _Tracked, sealed: Iterable[int]) -> tuple[int, ...]:
         """Boundaries to keep longest, when there is a new one. Mutates ``tracked``."""

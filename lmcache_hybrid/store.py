@@ -69,6 +69,9 @@ class Store(Protocol):
     def refresh(self, keys: Sequence[RecordKey]) -> None:
         """These are in use: the first of them shall be the last to be evicted."""
 
+    def arrange(self, keys: Sequence[RecordKey]) -> None:
+        """The same of records just written, which is no use of them."""
+
     def clear(self) -> None:
         """Forget all records of this rank."""
 
@@ -153,6 +156,8 @@ class NaiveStore:
         for key in reversed(keys):
             if key in self.records:
                 self.records[key] = self.records.pop(key)
+
+    arrange = refresh
 
     def clear(self) -> None:
         self.records.clear()

@@ -253,7 +253,7 @@ class HybridWorker:
         self._store.put(gathered)
         if save.boundaries:
             # As they were written, the first pages would be evicted first.
-            self._store.refresh(used_keys(save.prefix, save.boundaries, plan))
+            self._store.arrange(used_keys(save.prefix, save.boundaries, plan))
         self.counts.saved_attention += len(save.attention)
         self.counts.saved_states += len(save.states)
         self.counts.saved_bytes += size

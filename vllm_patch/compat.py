@@ -8,8 +8,14 @@ start-up, with the name of what moved.
 
 import dataclasses
 import functools
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
+
+from vllm_patch.config_hooks import CONNECTOR
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
 
 logger = init_logger("vllm.lmcache_hybrid.compat")
 
@@ -23,6 +29,11 @@ def install() -> None:
     if current_platform.is_cpu():
         keep_cpu_block_size()
         no_cpu_prefill_checkpoints()
+
+
+def _is_ours(scheduler: "Scheduler") -> bool:
+    transfer = scheduler.vllm_config.kv_transfer_config
+    return transfer is not None and transfer.has_connector(CONNECTOR)
 
 
 def keep_cpu_block_size() -> None:
@@ -110,7 +121,7 @@ def promote_loads_in_order() -> None:
     def __init__(self, *args, **kwargs):
         original(self, *args, **kwargs)
         assert not self.kv_holding_waiting
-        if self.policy != SchedulingPolicy.FCFS:
+        if self.policy != SchedulingPolicy.FCFS and _is_ours(self):
             self.kv_holding_waiting = create_request_queue(SchedulingPolicy.FCFS)
 
     Scheduler.__init__ = __init__
@@ -131,6 +142,9 @@ def keep_restored_states() -> None:
 
     @functools.wraps(original)
     def _update_waiting_for_remote_kv(self, request):
+        if not _is_ours(self):
+            original(self, request)
+            return
         stop = request.shared_prefix_boundary
         # 0 after a failed load.
         request.shared_prefix_boundary = request.num_computed_tokens

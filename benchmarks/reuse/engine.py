@@ -146,6 +146,8 @@ class _PlainStore(LMCacheStore):
     def refresh(self, keys) -> None:
         return
 
+    arrange = refresh
+
     def claim(self, located):
         claim = super().claim(located)
         if claim is not None:

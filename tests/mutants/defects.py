@@ -273,7 +273,7 @@ DEFECTS = (
     _one(
         "the beginning of a prefix is evicted first",
         WORKER,
-        "            self._store.refresh(used_keys(save.prefix, save.boundaries, plan))\n",
+        "            self._store.arrange(used_keys(save.prefix, save.boundaries, plan))\n",
         "            pass\n",
     ),
     _one(

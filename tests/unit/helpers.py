@@ -19,7 +19,7 @@ from vllm.v1.core.sched.output import (
 from vllm.v1.request import Request
 
 from lmcache_hybrid.config import Options
-from lmcache_hybrid.groups import GroupPlan
+from lmcache_hybrid.groups import GroupPlan, Window
 from lmcache_hybrid.lookup import Answer, Prefix, Question, RankLookup, record_keys
 from lmcache_hybrid.pages import GroupPages
 from lmcache_hybrid.record import ATTENTION, STATE, RecordKey
@@ -30,6 +30,8 @@ N = 16
 PLAN = GroupPlan(block_size=N, attention=(2,), states=(0, 1, 3), selected_attention=2)
 # Two attention groups around one state group.
 WIDE = GroupPlan(block_size=N, attention=(0, 2), states=(1,), selected_attention=0)
+# No states: full attention and a window of two blocks.
+WINDOWS = GroupPlan(N, (0,), (), 0, (Window(1, 2),))
 
 OPTIONS = Options(
     attention_group=None,

@@ -13,7 +13,7 @@ from lmcache_hybrid.metadata import NOTHING, Load, Save, StepMetadata
 from lmcache_hybrid.prefix import Adapters, prefix_of
 from lmcache_hybrid.scheduler import HybridScheduler
 
-from .helpers import OPTIONS, PLAN, WIDE, N, Ranks, fill, make_output, make_request
+from .helpers import OPTIONS, PLAN, WIDE, WINDOWS, N, Ranks, fill, make_output, make_request
 
 # PLAN: states in groups 0, 1 and 3, attention in group 2.
 STATES = PLAN.states
@@ -726,3 +726,27 @@ def test_a_new_question_keeps_its_claim_from_an_unsent_drop():
     load = rig.admit(request, 0)
     assert load is not None and load.boundary == 3
     assert all(lookup.num_claims for lookup in rig.ranks.lookups)
+
+
+@pytest.mark.parametrize("save_decode, windows", [(False, []), (True, [3, 4])])
+def test_a_resumed_request_is_past_its_prompt(save_decode, windows):
+    """Preempted while decoding: what it generated has no name unless it is to be stored."""
+    rig = Rig(plan=WINDOWS, save_decode=save_decode)
+    request = make_request(tokens=3 * N + 1)
+    rig.prefill(request)
+    request.append_output_token_ids([1] * (2 * N))
+    request.num_computed_tokens = 0
+    save = rig.prefill(request)
+    # The window before the prompt's last boundary was stored before the preemption.
+    assert [block for _, block, _ in save.windows] == windows if save else windows == []
+    if save:
+        assert max(save.boundaries) * N <= len(save.prefix.hashes) * N
+        assert all(block < len(save.prefix.hashes) for _, block, _ in save.windows)
+
+
+def test_what_is_cached_locally_past_the_prompt_has_no_name():
+    rig = Rig()
+    request = make_request(tokens=3 * N + 1)
+    request.append_output_token_ids([1] * (2 * N))
+    rig.match(request, 5 * N)
+    assert rig.scheduler._tracked["r"].kept == set()
