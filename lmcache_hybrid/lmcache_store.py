@@ -128,7 +128,7 @@ class LMCacheStore:
         for name, backend in self.manager.storage_backends.items():
             count = functools.partial(self._count_failed_writes, name)
             if isinstance(backend, RemoteBackend):
-                remote.repair_queue(backend, count)
+                remote.repair(backend, count)
             elif isinstance(backend, LocalDiskBackend):
                 local_disk.survive_write_errors(backend, count)
                 local_disk.account_for_lost_files(backend)

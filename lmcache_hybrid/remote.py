@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's Redis connector made to survive failed reads and to close."""
+"""LMCache's Redis connector made to survive failed reads and restarts, and to close."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING
 
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
+from lmcache.v1.storage_backend.connector.redis_connector import RedisConnector
 from lmcache.v1.storage_backend.job_executor.pq_executor import AsyncPQExecutor
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 
 if TYPE_CHECKING:
     from lmcache.v1.storage_backend.remote_backend import RemoteBackend
@@ -32,10 +35,10 @@ def exists(backend: "RemoteBackend", key: CacheEngineKey) -> bool:
         question.cancel()
 
 
-def repair_queue(
+def repair(
     backend: "RemoteBackend", failed: Callable[[int], None] = lambda records: None
 ) -> None:
-    """Repair the job queue of this backend's connector, now and after a reconnect.
+    """Repair this backend's connector and its job queue, now and after a reconnect.
 
     Mutates ``backend``. Connectors without such a queue (``fs://``) are left alone.
 
@@ -62,6 +65,19 @@ def _repair(backend: "RemoteBackend", failed: Callable[[int], None]) -> None:
         queue._hybrid_repaired = True
         _keep_workers(queue, failed)
         _close_from_own_loop(queue)
+    if isinstance(connector, RedisConnector):
+        _reconnect(connector)
+
+
+def _reconnect(connector: RedisConnector) -> None:
+    """A connection that the server closed is opened anew and asked once more.
+
+    Bug: ``RedisConnector`` makes its pool of 150 connections without redis-py's retry.
+    Symptom: after a restart of the server each idle connection fails one read or
+    write when its turn comes, which may be hours later.
+    Remove when: ``RedisConnector`` sets a retry of its own.
+    """
+    connector.connection.set_retry(Retry(NoBackoff(), 1))
 
 
 def _keep_workers(queue: AsyncPQExecutor, failed: Callable[[int], None]) -> None:

@@ -501,6 +501,22 @@ def test_a_redis_server_that_went_away_is_a_miss(tmp_path):
         box.close()
 
 
+def test_connections_that_redis_closed_are_opened_anew(box):
+    """Each idle one of the pool would fail one read or write when its turn comes."""
+    box = box("redis").write()
+    put(box.store, KEYS, SIZE)  # several at once, for several connections
+    box.settle()
+    pool = box.backend.connection.getWrappedConnector().pool
+    assert len(pool._available_connections) > 1
+    box.redis.client_kill_filter(_type="normal", skipme=True)
+    box.read()
+    put(box.store, KEYS, SIZE)
+    box.settle()
+    assert not box.store.failed_writes
+    box.read()
+    box.assert_pool_is_free()
+
+
 def test_a_redis_that_stopped_does_not_hold_up_a_load(box):
     """After a read timed out its record is looked for, for no longer than a read."""
     box = box("redis", blocking_timeout_secs=0.2).write()
