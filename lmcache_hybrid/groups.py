@@ -115,12 +115,7 @@ def plan_groups(kv_cache_config: "KVCacheConfig", selected: int | None = None) -
             f"KV cache groups {kinds} lack attention or state groups; start this model without "
             "LMCacheConnectorV1."
         )
-    sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
-    if len(sizes) != 1:
-        raise ConfigError(
-            f"block sizes {sorted(sizes)} of KV cache groups {kinds} differ; remove --block-size "
-            "and --mamba-block-size so that vLLM unifies them."
-        )
+    block_size = _block_size(kv_cache_config)
     if selected is None:
         selected = attention[0]
     elif selected not in attention:
@@ -128,7 +123,17 @@ def plan_groups(kv_cache_config: "KVCacheConfig", selected: int | None = None) -
             f"{ATTENTION_GROUP_KEY}={selected} is not an attention group; the groups are {kinds}, "
             f"choose one of {attention}."
         )
-    return GroupPlan(sizes.pop(), tuple(attention), tuple(states), selected, tuple(windows))
+    return GroupPlan(block_size, tuple(attention), tuple(states), selected, tuple(windows))
+
+
+def _block_size(kv_cache_config: "KVCacheConfig") -> int:
+    sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
+    if len(sizes) != 1:
+        raise ConfigError(
+            f"block sizes {sorted(sizes)} of KV cache groups {_describe(kv_cache_config)} differ; "
+            "remove --block-size and --mamba-block-size so that vLLM unifies them."
+        )
+    return sizes.pop()
 
 
 def _describe(kv_cache_config: "KVCacheConfig") -> str:

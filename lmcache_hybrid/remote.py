@@ -35,9 +35,7 @@ def exists(backend: "RemoteBackend", key: CacheEngineKey) -> bool:
         question.cancel()
 
 
-def repair(
-    backend: "RemoteBackend", failed: Callable[[int], None] = lambda records: None
-) -> None:
+def repair(backend: "RemoteBackend", failed: Callable[[int], None] = lambda records: None) -> None:
     """Repair this backend's connector and its job queue, now and after a reconnect.
 
     Mutates ``backend``. Connectors without such a queue (``fs://``) are left alone.

@@ -2,7 +2,6 @@
 """Scheduler side: which boundary a request may start from, and what it will store."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -13,6 +12,7 @@ from lmcache_hybrid.lookup import Answer, Prefix, Question, agree
 from lmcache_hybrid.metadata import NOTHING, Load, Save, StepMetadata
 from lmcache_hybrid.prefix import Adapters, extended, prefix_of, transfer_params
 from lmcache_hybrid.stops import Stops
+from lmcache_hybrid.tracked import SchedulerCounts, Tracked
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
@@ -22,59 +22,6 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_hybrid.scheduler")
 
 NULL_BLOCK = 0
-
-
-@dataclass
-class _Tracked:
-    """One request from its first lookup to its end.
-
-    Attributes:
-        prefix: the prompt's whole blocks, and those of generated tokens as far as they
-            are stored; empty where nothing may be cached.
-        save: whether this request's blocks are stored.
-        stops: where its steps shall end so that a state can be stored.
-        answer: what the ranks promised and the scheduler has not yet allocated for.
-        floor: local blocks when the ranks answered; their claims start there.
-        claimed: whether ranks may hold a claim for it.
-        loading: boundary in blocks of the load under way, 0 for none.
-        saved: leading blocks whose attention pages are in the store.
-        saved_states: boundaries in blocks whose states are in the store.
-        saved_windows: (group, block) of window pages in the store.
-        kept: boundaries in blocks that later requests are the likeliest to need.
-        seal: without state groups: the next boundary in tokens whose windows are stored.
-        load_failed: after a failed load nothing is promised to it again.
-    """
-
-    request: "Request"
-    prefix: Prefix
-    save: bool
-    stops: Stops
-    answer: Answer | None = None
-    floor: int = 0
-    claimed: bool = False
-    loading: int = 0
-    saved: int = 0
-    saved_states: set[int] = field(default_factory=set)
-    saved_windows: set[tuple[int, int]] = field(default_factory=set)
-    kept: set[int] = field(default_factory=set)
-    seal: int = 0
-    load_failed: bool = False
-
-    @property
-    def unsaved(self) -> bool:
-        return self.save and (self.saved < len(self.prefix.hashes) or self.seal > 0)
-
-
-@dataclass
-class SchedulerCounts:
-    """Totals since start, in the unit each name gives."""
-
-    lookups: int = 0
-    hits: int = 0
-    hit_tokens: int = 0
-    lost_states_tokens: int = 0
-    failed_loads: int = 0
-    dropped_offers: int = 0
 
 
 class HybridScheduler:
@@ -103,9 +50,9 @@ class HybridScheduler:
         self._hashes_per_block = plan.block_size // hash_block_size
         self._ask = ask
         self._adapters = Adapters()
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, Tracked] = {}
         # Requests that still have blocks to store: all that a step looks at.
-        self._unsaved: dict[str, _Tracked] = {}
+        self._unsaved: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._dropped: list[str] = []
         self.counts = SchedulerCounts()
@@ -133,7 +80,7 @@ class HybridScheduler:
         tracked.kept = {b for b in started if 0 < b <= len(tracked.prefix.hashes)}
         return gain, gain > 0
 
-    def _gain(self, tracked: _Tracked, num_computed_tokens: int) -> int:
+    def _gain(self, tracked: Tracked, num_computed_tokens: int) -> int:
         """Tokens past ``num_computed_tokens`` that the ranks promise. Mutates ``tracked``."""
         request = tracked.request
         tracked.stops.begin(request.num_tokens)
@@ -147,7 +94,7 @@ class HybridScheduler:
         gain = tracked.answer.boundary * self._plan.block_size - num_computed_tokens
         return gain if gain >= max(1, self._options.min_retrieve_tokens) else 0
 
-    def _look_up(self, tracked: _Tracked, floor: int) -> Answer:
+    def _look_up(self, tracked: Tracked, floor: int) -> Answer:
         request, size = tracked.request, self._plan.block_size
         # The last token is always computed: a state that has seen it is too deep.
         limit = min((request.num_tokens - 1) // size, len(tracked.prefix.hashes))
@@ -218,7 +165,7 @@ class HybridScheduler:
             )
         )
 
-    def _track(self, request: "Request") -> _Tracked:
+    def _track(self, request: "Request") -> Tracked:
         tracked = self._tracked.get(request.request_id)
         size = self._plan.block_size
         if tracked is None:
@@ -230,7 +177,7 @@ class HybridScheduler:
                 self._options.save_decode,
                 offered=bool(self._plan.states),
             )
-            tracked = _Tracked(request, prefix or Prefix(()), save, stops)
+            tracked = Tracked(request, prefix or Prefix(()), save, stops)
             self._tracked[request.request_id] = tracked
         elif self._options.save_decode:
             self._extend(tracked, len(request.block_hashes) // self._hashes_per_block)
@@ -238,7 +185,7 @@ class HybridScheduler:
             self._unsaved[request.request_id] = tracked
         return tracked
 
-    def _extend(self, tracked: _Tracked, blocks: int) -> None:
+    def _extend(self, tracked: Tracked, blocks: int) -> None:
         """Take generated tokens into the prefix, ``blocks`` blocks in all. Mutates ``tracked``."""
         if tracked.save and blocks > len(tracked.prefix.hashes):
             tracked.prefix = extended(
@@ -251,7 +198,7 @@ class HybridScheduler:
             return False
         return not transfer_params(request).get("lmcache.skip_save", False)
 
-    def _give_up(self, tracked: _Tracked) -> None:
+    def _give_up(self, tracked: Tracked) -> None:
         """Nothing will be loaded from the last answer: let the ranks drop their claims."""
         tracked.answer = None if tracked.answer is None else Answer(0, tracked.answer.attention)
         if tracked.claimed:
@@ -297,7 +244,7 @@ class HybridScheduler:
             if not tracked.unsaved:
                 self._unsaved.pop(request_id, None)
 
-    def _aim(self, tracked: _Tracked, computed: int) -> None:
+    def _aim(self, tracked: Tracked, computed: int) -> None:
         """Let vLLM end a step at the next boundary wanted. Mutates ``tracked``."""
         tracked.request.shared_prefix_boundary = tracked.stops.after(computed)
         if not self._plan.states:
@@ -305,13 +252,13 @@ class HybridScheduler:
             if tracked.unsaved:
                 self._unsaved[tracked.request.request_id] = tracked
 
-    def _reached(self, tracked: _Tracked, boundary: int) -> None:
+    def _reached(self, tracked: Tracked, boundary: int) -> None:
         """``boundary`` (tokens) can be stored now: aim at the next one. Mutates ``tracked``."""
         self._aim(tracked, boundary)
         if self._options.save_decode:
             self._extend(tracked, boundary // self._plan.block_size)
 
-    def _sealed(self, tracked: _Tracked, computed: int) -> list[int]:
+    def _sealed(self, tracked: Tracked, computed: int) -> list[int]:
         """Blocks up to each boundary reached, where no state tells. Mutates ``tracked``."""
         size, sealed = self._plan.block_size, []
         # Of tokens that are still in flight or drafts there is no hash.
@@ -322,7 +269,7 @@ class HybridScheduler:
         # A resumed request may be past its prompt, where nothing is stored unless asked for.
         return [boundary for boundary in sealed if boundary <= len(tracked.prefix.hashes)]
 
-    def _kept(self, tracked: _Tracked, sealed: Iterable[int]) -> tuple[int, ...]:
+    def _kept(self, tracked: Tracked, sealed: Iterable[int]) -> tuple[int, ...]:
         """Boundaries to keep longest, when there is a new one. Mutates ``tracked``."""
         size, stops = self._plan.block_size, tracked.stops
         new = [boundary for boundary in sealed if stops.lasting(boundary * size)]
@@ -335,7 +282,7 @@ class HybridScheduler:
         return tuple(sorted(tracked.kept))
 
     def _windows_to_save(
-        self, tracked: _Tracked, boundaries: Iterable[int], block_state: "KVConnectorBlockState"
+        self, tracked: Tracked, boundaries: Iterable[int], block_state: "KVConnectorBlockState"
     ) -> tuple[tuple[int, int, int], ...]:
         """(group, block, block id) of the last pages before each boundary. Mutates ``tracked``."""
         wanted = dict.fromkeys(
@@ -355,7 +302,7 @@ class HybridScheduler:
         return tuple(page for page in pages if page[2] != NULL_BLOCK)
 
     def _attention_to_save(
-        self, tracked: _Tracked, computed: int, block_state: "KVConnectorBlockState"
+        self, tracked: Tracked, computed: int, block_state: "KVConnectorBlockState"
     ) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Blocks that are full after this step and not in the store yet. Mutates ``tracked``."""
         first = tracked.saved
@@ -371,7 +318,7 @@ class HybridScheduler:
         )
 
     def _states_to_save(
-        self, tracked: _Tracked, computed: int, offers: Iterable[tuple[int, int, int]]
+        self, tracked: Tracked, computed: int, offers: Iterable[tuple[int, int, int]]
     ) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Boundaries that vLLM hands off for every state group. Mutates ``tracked``."""
         by_boundary: dict[int, dict[int, int]] = {}

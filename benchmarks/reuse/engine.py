@@ -18,7 +18,7 @@ import functools
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -52,7 +52,7 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 import lmcache_hybrid.connector
 import vllm_patch
 from lmcache_hybrid import worker as worker_module
-from lmcache_hybrid.config import Options, read_options, settle_lmcache_config
+from lmcache_hybrid.config import read_options, settle_lmcache_config
 from lmcache_hybrid.groups import plan_groups
 from lmcache_hybrid.lmcache_store import LMCacheStore
 from lmcache_hybrid.lookup import Answer, Question, RankLookup
@@ -66,9 +66,6 @@ from lmcache_hybrid.worker import HybridWorker
 LONGEST = 65_536  # tokens of a request
 RECORD_BYTES = 256
 ID = "benchmarks.reuse"
-# Options that this package may not have yet.
-CHECKPOINTS = any(field.name == "checkpoint_tokens" for field in fields(Options))
-SAVE_DECODE = any(field.name == "save_decode" for field in fields(Options))
 # Steps of one request without a token scheduled, after which it counts as stuck.
 PATIENCE = 20
 
@@ -243,9 +240,9 @@ class ReplayEngine:
             config.kv_transfer_config = None
         else:
             config.kv_transfer_config = transfer = copy.copy(config.kv_transfer_config)
-            transfer.kv_connector_extra_config = (
-                {"lmcache.hybrid_checkpoint_tokens": setup.checkpoint} if CHECKPOINTS else {}
-            )
+            transfer.kv_connector_extra_config = {
+                "lmcache.hybrid_checkpoint_tokens": setup.checkpoint
+            }
         return config
 
     def _kv_cache_config(self) -> KVCacheConfig:

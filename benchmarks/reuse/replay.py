@@ -29,7 +29,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.reuse.engine import CHECKPOINTS, SAVE_DECODE, Outcome, ReplayEngine, Setup
+from benchmarks.reuse.engine import Outcome, ReplayEngine, Setup
 from benchmarks.reuse.reference import STATE_PAGES, LruReference, MarconiReference, Oracle
 from benchmarks.reuse.traces import Trace, tokens
 
@@ -62,11 +62,6 @@ class Arm:
     room: bool = True
     plain: bool = False
     only: tuple[str, ...] = ()
-
-    @property
-    def available(self) -> bool:
-        """Whether the installed package has this arm's options."""
-        return (CHECKPOINTS or not self.interval) and (SAVE_DECODE or not self.save_decode)
 
 
 ARMS = (
@@ -117,10 +112,10 @@ class Job:
 
 
 def jobs(traces: Sequence[Trace], block_size: int) -> list[Job]:
-    """All replays, of those arms that the installed package has the options for."""
+    """All replays."""
     made = []
     for trace in traces:
-        arms = [arm for arm in ARMS if arm.available and trace.name in (arm.only or (trace.name,))]
+        arms = [arm for arm in ARMS if trace.name in (arm.only or (trace.name,))]
         unlimited = _pages_at_most(trace, block_size)
         made += [
             Job(trace, "unlimited", unlimited, block_size, a)

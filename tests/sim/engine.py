@@ -14,14 +14,10 @@ import dataclasses
 import functools
 import tempfile
 from collections import Counter, deque
-from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
 import torch
-from lmcache.v1.cache_engine import LMCacheEngineBuilder
-from lmcache.v1.config import LMCacheEngineConfig
-from lmcache.v1.metadata import LMCacheMetadata
 from vllm import SamplingParams
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -50,9 +46,7 @@ import lmcache_hybrid.connector
 import vllm_patch
 from lmcache_hybrid import worker as worker_module
 from lmcache_hybrid.config import Options
-from lmcache_hybrid.errors import LoadError
 from lmcache_hybrid.groups import GroupPlan, plan_groups
-from lmcache_hybrid.lmcache_store import LMCacheStore
 from lmcache_hybrid.lookup import Answer, Question, RankLookup
 from lmcache_hybrid.metadata import NOTHING
 from lmcache_hybrid.pages import GroupPages
@@ -61,11 +55,8 @@ from lmcache_hybrid.tinymodels import make_model
 from lmcache_hybrid.worker import HybridWorker
 
 from .model import ToyRank, Truth
+from .storage import MODEL, FaultyStore, ManualExecutor, N, Pool, RankView, storage
 
-N = 8  # tokens per block
-MODEL = "toy"
-POOL_BYTES = 1 << 20
-RECORD_BYTES = 4096  # what LMCache's allocator gives out for one record
 # Steps without progress after which a request counts as stuck.
 PATIENCE = 400
 
@@ -136,190 +127,6 @@ def base_config() -> tuple[VllmConfig, StructuredOutputManager]:
             kv_transfer_config={"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"},
         ).create_engine_config()
         return config, StructuredOutputManager(config)
-
-
-@functools.cache
-def storage():
-    """LMCache's engine with its StorageManager: RAM, room for 256 records."""
-    engine = LMCacheEngineBuilder.get_or_create(
-        "simulation",
-        LMCacheEngineConfig.from_defaults(
-            chunk_size=N, max_local_cpu_size=POOL_BYTES / (1 << 30), local_cpu=True
-        ),
-        LMCacheMetadata(
-            model_name=MODEL,
-            world_size=1,
-            local_world_size=1,
-            worker_id=0,
-            local_worker_id=0,
-            kv_dtype=torch.bfloat16,
-            kv_shape=(1, 2, N, 1, 8),
-            role="worker",
-            chunk_size=N,
-        ),
-        None,
-        lambda tensor, source: tensor,
-        lambda value, source: value,
-    )
-    engine.post_init()
-    return engine
-
-
-def close_storage() -> None:
-    """End LMCache's threads; the next program starts it anew."""
-    LMCacheEngineBuilder.destroy("simulation")
-    storage.cache_clear()
-
-
-class Pool:
-    """The records of all engines of a program, in LMCache's RAM backend."""
-
-    def __init__(self) -> None:
-        self._engine = storage()
-        self._backend = self._engine.storage_manager.local_cpu_backend
-        self._allocate, self._bounded = self._backend.allocate, None
-        self._engine.storage_manager.clear()
-        self._start = self.used
-        assert not self._backend.hot_cache and self._start == 0, "a program left records behind"
-        self._ballast: list = []
-
-    @property
-    def used(self) -> int:
-        """Bytes of the pool that are given out."""
-        allocator = self._backend.memory_allocator.pin_allocator
-        return allocator.address_manager.total_allocated_size
-
-    @property
-    def records(self) -> list:
-        """(key, memory) of everything stored, oldest first."""
-        return list(self._backend.hot_cache.items())
-
-    @property
-    def pinned(self) -> int:
-        return sum(memory.is_pinned for _, memory in self.records)
-
-    def bound_once(self) -> None:
-        """Each store wraps ``allocate``; here all of them share one backend."""
-        self._bounded = self._bounded or self._backend.allocate
-        self._backend.allocate = self._bounded
-
-    def shrink(self, records: int) -> None:
-        """Leave room for so many records only."""
-        for memory in self._ballast:
-            memory.ref_count_down()
-        self._ballast.clear()
-        while POOL_BYTES - len(self._ballast) * RECORD_BYTES > records * RECORD_BYTES:
-            memory = self._backend.allocate(
-                torch.Size([1, 1, 1, 200]), torch.uint8, busy_loop=False
-            )
-            if memory is None:
-                break
-            self._ballast.append(memory)
-
-    def lose(self, index: int) -> None:
-        """Evict one record that is not pinned."""
-        records = [key for key, memory in self.records if memory.can_evict]
-        if records:
-            self._backend.remove(records[index % len(records)])
-
-    def damage(self, index: int, how: str) -> None:
-        """Change a record's bytes behind everybody's back."""
-        records = self.records
-        if not records:
-            return
-        memory = records[index % len(records)][1]
-        view = memoryview(memory.byte_array).cast("B")
-        if how == "flip":
-            view[-1 - index % 40] ^= 1 << index % 8
-        elif how == "header":
-            view[index % 100] ^= 1 << index % 8
-        else:
-            other = memoryview(records[(index + 1) % len(records)][1].byte_array).cast("B")
-            if len(other) == len(view):
-                view[:] = bytes(other)
-
-    def close(self) -> None:
-        """Raises AssertionError when a buffer or a pin is still held."""
-        self.shrink(POOL_BYTES // RECORD_BYTES)
-        assert self.pinned == 0, f"{self.pinned} records are still pinned"
-        self._engine.storage_manager.clear()
-        assert not self._backend.hot_cache
-        assert self.used == self._start, f"{self.used} bytes of LMCache's pool are not given back"
-
-    def reset(self) -> None:
-        """Whatever a failed program left: the next one must start from nothing."""
-        self._backend.allocate = self._allocate
-        self.shrink(POOL_BYTES // RECORD_BYTES)
-        if self.used or self.records:
-            close_storage()
-
-
-class _RankView:
-    """LMCache's engine as one rank of one deployment sees it."""
-
-    def __init__(self, engine, rank: int, ranks: int) -> None:
-        self._engine = engine
-        self.metadata = dataclasses.replace(engine.metadata, worker_id=rank, world_size=ranks)
-        self.healthy = True
-
-    def is_healthy(self) -> bool:
-        return self.healthy
-
-    def __getattr__(self, name: str):
-        return getattr(self._engine, name)
-
-
-class FaultyStore(LMCacheStore):
-    """The real store with faults that a program switches on.
-
-    Attributes:
-        failing: so many next fetches fail.
-        full: no memory for new records.
-    """
-
-    failing = 0
-    full = False
-
-    def fetch(self, claim, keys):
-        if self.failing:
-            self.failing -= 1
-            raise LoadError("a fault of the simulation")
-        return super().fetch(claim, keys)
-
-    def reserve(self, payload_bytes: int):
-        return None if self.full else super().reserve(payload_bytes)
-
-
-class ManualExecutor:
-    """Stands in for the loading thread: work runs when the program says so."""
-
-    def __init__(self) -> None:
-        self._queue: deque[tuple[Future, object]] = deque()
-
-    def submit(self, function, *args) -> Future:
-        future: Future = Future()
-        self._queue.append((future, functools.partial(function, *args)))
-        return future
-
-    def begin(self) -> None:
-        """Start the oldest load; it can no longer be cancelled."""
-        if self._queue and not self._queue[0][0].running() and not self._queue[0][0].done():
-            self._queue[0][0].set_running_or_notify_cancel()
-
-    def run(self) -> bool:
-        """Run the oldest load to its end; False when there is none."""
-        if not self._queue:
-            return False
-        future, work = self._queue.popleft()
-        if future.cancelled() or (
-            not future.running() and not future.set_running_or_notify_cancel()
-        ):
-            return True
-        future.set_result(work())
-        return True
-
-    def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
-        self._queue.clear()
 
 
 class SimConnector(lmcache_hybrid.connector.HybridConnector):
@@ -403,25 +210,7 @@ class SimEngine:
         )
         block_size, self.hash_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
         self._hasher = get_request_block_hasher(self.hash_size, sha256_cbor)
-        self.ranks = [
-            ToyRank(
-                rank,
-                setup.blocks,
-                N,
-                self.plan.attention,
-                self.plan.states,
-                {window.group: setup.window for window in self.plan.windows},
-                setup.drafts,
-            )
-            for rank in range(setup.ranks)
-        ]
-        self.views = [_RankView(storage(), rank, setup.ranks) for rank in range(setup.ranks)]
-        self.stores = [
-            FaultyStore(view, MODEL, bytes([rank + 1]) * 16, N * 8)
-            for rank, view in enumerate(self.views)
-        ]
-        pool.bound_once()
-        self.lookups = [RankLookup(self.plan, store) for store in self.stores]
+        self._make_ranks(pool)
         SimConnector.building = self
         from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import (
             LMCacheConnectorV1,
@@ -440,6 +229,28 @@ class SimEngine:
         self.hybrid = self.scheduler.connector._hybrid.scheduler
         self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, setup.ranks)
         self._depth = config.max_concurrent_batches
+
+    def _make_ranks(self, pool: Pool) -> None:
+        setup = self.setup
+        self.ranks = [
+            ToyRank(
+                rank,
+                setup.blocks,
+                N,
+                self.plan.attention,
+                self.plan.states,
+                {window.group: setup.window for window in self.plan.windows},
+                setup.drafts,
+            )
+            for rank in range(setup.ranks)
+        ]
+        self.views = [RankView(storage(), rank, setup.ranks) for rank in range(setup.ranks)]
+        self.stores = [
+            FaultyStore(view, MODEL, bytes([rank + 1]) * 16, N * 8)
+            for rank, view in enumerate(self.views)
+        ]
+        pool.bound_once()
+        self.lookups = [RankLookup(self.plan, store) for store in self.stores]
 
     def _vllm_config(self, base: VllmConfig) -> VllmConfig:
         setup, config = self.setup, copy.copy(base)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
 
-from .engine import N, Pool, Setup, SimEngine
+from .engine import Setup, SimEngine
 from .model import VOCABULARY
+from .storage import N, Pool
 
 # Prompts are prefixes of these; a branch leaves its trunk at some token.
 TRUNKS = [random.Random(seed).choices(range(VOCABULARY), k=400) for seed in range(3)]

@@ -389,6 +389,33 @@ def versions() -> dict[str, str]:
     return found
 
 
+def run(soak: Soak, phases: list[tuple[str, str]], minutes: float) -> str | None:
+    """All phases, as long each; the reason why the soak failed, None where it did not."""
+    try:
+        for number, (kind, mode) in enumerate(phases):
+            soak.phase(number, kind, mode, minutes * 60 / len(phases))
+    except Failed as error:
+        return str(error)
+    except Exception:
+        return traceback.format_exc()
+    if soak.grown:
+        return f"memory grew: {soak.grown}"
+    needed = int(HITS_IN_30_MINUTES * minutes / 30)
+    if soak.counts["compared: hit"] < needed:
+        return f"only {soak.counts['compared: hit']} of {needed} hits were compared"
+    return None
+
+
+def describe(known: Reference) -> dict:
+    return {
+        "family": known.mode.family,
+        "prompts": len(known.prompts),
+        "boundaries_equal_to_cold": known.boundaries,
+        "noise_of_batches": known.noise,
+        "memory": known.memory,
+    }
+
+
 def main(
     minutes: Annotated[float, typer.Option(help="Length of the stream, engine starts included.")],
     seed: Annotated[int, typer.Option(help="Of prompts, stream and faults.")] = 0,
@@ -423,28 +450,9 @@ def main(
             seconds = minutes * 60 / len(phases) * SHARE_OF_A_PHASE
             references[mode] = reference.record(models[mode], mode, count, seed, seconds)
         soak = Soak(models, Path(folder), seed, references)
-        failure = None
-        try:
-            for number, (kind, mode) in enumerate(phases):
-                soak.phase(number, kind, mode, minutes * 60 / len(phases))
-            if soak.grown:
-                raise Failed(f"memory grew: {soak.grown}")
-            needed = int(HITS_IN_30_MINUTES * minutes / 30)
-            if soak.counts["compared: hit"] < needed:
-                raise Failed(f"only {soak.counts['compared: hit']} of {needed} hits were compared")
-        except Exception as error:
-            failure = str(error) if isinstance(error, Failed) else traceback.format_exc()
+        failure = run(soak, phases, minutes)
     figures |= {
-        "reference": {
-            mode: {
-                "family": known.mode.family,
-                "prompts": len(known.prompts),
-                "boundaries_equal_to_cold": known.boundaries,
-                "noise_of_batches": known.noise,
-                "memory": known.memory,
-            }
-            for mode, known in references.items()
-        },
+        "reference": {mode: describe(known) for mode, known in references.items()},
         "wall_minutes": round((time.monotonic() - started) / 60, 1),
         "wrong_answers": soak.counts["wrong answers"],
         "counts": dict(sorted(soak.counts.items())),

@@ -14,6 +14,7 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -318,6 +319,49 @@ def test_no_prefill_checkpoints_on_cpu(monkeypatch, checkpoints):
     monkeypatch.setattr(MambaMixer2, "get_kv_cache_spec", lambda self, config: spec)
     compat.no_cpu_prefill_checkpoints()
     assert MambaMixer2.get_kv_cache_spec(None, None) == STATE
+
+
+CONNECTORS = pytest.mark.parametrize(
+    "connector_name, ours", [("LMCacheConnectorV1", True), ("NixlConnector", False), (None, False)]
+)
+
+
+def scheduler_of(connector_name: str | None, **attributes) -> SimpleNamespace:
+    transfer = connector_name and KVTransferConfig(kv_connector=connector_name, kv_role="kv_both")
+    return SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=transfer), **attributes)
+
+
+@CONNECTORS
+def test_loads_are_promoted_in_order(monkeypatch, connector_name, ours):
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    def __init__(self):
+        vars(self).update(vars(scheduler_of(connector_name)))
+        self.policy = SchedulingPolicy.PRIORITY
+        self.kv_holding_waiting = create_request_queue(self.policy)
+
+    monkeypatch.setattr(Scheduler, "__init__", __init__)
+    compat.promote_loads_in_order()
+    queue = Scheduler().kv_holding_waiting
+    assert type(queue) is type(create_request_queue(SchedulingPolicy.FCFS)) or not ours
+    assert type(queue) is type(create_request_queue(SchedulingPolicy.PRIORITY)) or ours
+
+
+@CONNECTORS
+def test_restored_states_are_published(monkeypatch, connector_name, ours):
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    published = []
+    monkeypatch.setattr(
+        Scheduler,
+        "_update_waiting_for_remote_kv",
+        lambda self, request: published.append(request.shared_prefix_boundary),
+    )
+    compat.keep_restored_states()
+    request = SimpleNamespace(shared_prefix_boundary=48, num_computed_tokens=32)
+    Scheduler._update_waiting_for_remote_kv(scheduler_of(connector_name), request)
+    assert published == [32 if ours else 48]
+    assert request.shared_prefix_boundary == 48
 
 
 # Versions

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler side remembers of a request, and what it counts."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lmcache_hybrid.lookup import Answer, Prefix
+from lmcache_hybrid.stops import Stops
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass
+class Tracked:
+    """One request from its first lookup to its end.
+
+    Attributes:
+        prefix: the prompt's whole blocks, and those of generated tokens as far as they
+            are stored; empty where nothing may be cached.
+        save: whether this request's blocks are stored.
+        stops: where its steps shall end so that a state can be stored.
+        answer: what the ranks promised and the scheduler has not yet allocated for.
+        floor: local blocks when the ranks answered; their claims start there.
+        claimed: whether ranks may hold a claim for it.
+        loading: boundary in blocks of the load under way, 0 for none.
+        saved: leading blocks whose attention pages are in the store.
+        saved_states: boundaries in blocks whose states are in the store.
+        saved_windows: (group, block) of window pages in the store.
+        kept: boundaries in blocks that later requests are the likeliest to need.
+        seal: without state groups: the next boundary in tokens whose windows are stored.
+        load_failed: after a failed load nothing is promised to it again.
+    """
+
+    request: "Request"
+    prefix: Prefix
+    save: bool
+    stops: Stops
+    answer: Answer | None = None
+    floor: int = 0
+    claimed: bool = False
+    loading: int = 0
+    saved: int = 0
+    saved_states: set[int] = field(default_factory=set)
+    saved_windows: set[tuple[int, int]] = field(default_factory=set)
+    kept: set[int] = field(default_factory=set)
+    seal: int = 0
+    load_failed: bool = False
+
+    @property
+    def unsaved(self) -> bool:
+        return self.save and (self.saved < len(self.prefix.hashes) or self.seal > 0)
+
+
+@dataclass
+class SchedulerCounts:
+    """Totals since start, in the unit each name gives."""
+
+    lookups: int = 0
+    hits: int = 0
+    hit_tokens: int = 0
+    lost_states_tokens: int = 0
+    failed_loads: int = 0
+    dropped_offers: int = 0
