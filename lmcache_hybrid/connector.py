@@ -25,6 +25,7 @@ from lmcache_hybrid.config import (
 from lmcache_hybrid.errors import ConfigError
 from lmcache_hybrid.fingerprint import fingerprint
 from lmcache_hybrid.groups import plan_groups
+from lmcache_hybrid.inquiry import Inquiries
 from lmcache_hybrid.lookup import RankLookup
 from lmcache_hybrid.metadata import NOTHING, StepMetadata
 from lmcache_hybrid.pages import GroupPages
@@ -74,6 +75,7 @@ class HybridConnector:
         self.worker: HybridWorker | None = None
         self._metadata: StepMetadata = NOTHING
         self._client: LookupClient | None = None
+        self._inquiries: Inquiries | None = None
         self._server: LookupServer | None = None
         self._lookup: RankLookup | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -89,7 +91,8 @@ class HybridConnector:
 
         _, hash_block_size = resolve_kv_cache_block_sizes(self._kv_cache_config, self._vllm_config)
         self._client = LookupClient(self._vllm_config, config.lookup_timeout_ms)
-        self.scheduler = HybridScheduler(self.plan, options, hash_block_size, self._client.ask)
+        self._inquiries = Inquiries(self._client.ask, config.lookup_timeout_ms)
+        self.scheduler = HybridScheduler(self.plan, options, hash_block_size, self._inquiries)
         logger.info(
             "LMCache serves hybrid groups: blocks of %d tokens, attention groups %s, "
             "window groups %s, state groups %s.",
@@ -169,7 +172,8 @@ class HybridConnector:
         """Stop threads, flush and close LMCache's backends."""
         if self._server is not None:
             self._server.close()
-        if self._client is not None:
+        if self._inquiries is not None:
+            self._inquiries.close()
             self._client.close()
         if self.worker is not None:
             self.worker.shutdown()
@@ -210,7 +214,7 @@ class HybridConnector:
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
-    ) -> tuple[int, bool]:
+    ) -> tuple[int | None, bool]:
         return self.scheduler.match(request, num_computed_tokens)
 
     def update_state_after_alloc(
@@ -232,7 +236,7 @@ class HybridConnector:
 
     def reset_cache(self) -> bool:
         """Forget all records of this engine's ranks; False when a rank did not answer."""
-        return self._client.clear()
+        return self._inquiries.run(self._client.clear)
 
 
 def _refuse_parallelism(vllm_config: "VllmConfig") -> None:

@@ -32,7 +32,7 @@ def _socket_path(vllm_config: "VllmConfig", rank: int) -> str:
 
 
 class LookupClient:
-    """Scheduler side. Not thread-safe."""
+    """Scheduler side, on the thread that asks. Not thread-safe."""
 
     def __init__(self, vllm_config: "VllmConfig", timeout_ms: int) -> None:
         ranks = range(vllm_config.parallel_config.world_size)

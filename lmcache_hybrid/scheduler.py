@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduler side: which boundary a request may start from, and what it will store."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
 from lmcache_hybrid.config import Options
 from lmcache_hybrid.groups import GroupPlan
-from lmcache_hybrid.lookup import Answer, Prefix, Question, agree
+from lmcache_hybrid.inquiry import Inquiries
+from lmcache_hybrid.lookup import Answer, Prefix, Question
 from lmcache_hybrid.metadata import NOTHING, Load, Save, StepMetadata
 from lmcache_hybrid.prefix import Adapters, extended, prefix_of, transfer_params
 from lmcache_hybrid.stops import Stops
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_hybrid.scheduler")
 
 NULL_BLOCK = 0
+# After a step without a forward a lookup is waited for so long, once per step,
+# instead of spinning through empty steps beside it.
+IDLE_WAIT_SECONDS = 0.005
 
 
 class HybridScheduler:
@@ -36,19 +40,20 @@ class HybridScheduler:
         plan: GroupPlan,
         options: Options,
         hash_block_size: int,
-        ask: Callable[[Question], list[Answer]],
+        inquiries: Inquiries,
     ) -> None:
         """Track requests.
 
         Args:
             hash_block_size: tokens per entry of ``request.block_hashes``; divides N.
-            ask: sends a question to every rank, see :func:`lmcache_hybrid.lookup.agree`.
+            inquiries: asks the ranks.
         """
         assert plan.block_size % hash_block_size == 0
         self._plan = plan
         self._options = options
         self._hashes_per_block = plan.block_size // hash_block_size
-        self._ask = ask
+        self._inquiries = inquiries
+        self._patience = 0.0
         self._adapters = Adapters()
         self._tracked: dict[str, Tracked] = {}
         # Requests that still have blocks to store: all that a step looks at.
@@ -59,16 +64,19 @@ class HybridScheduler:
 
     # Admission
 
-    def match(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
+    def match(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens past ``num_computed_tokens`` can be loaded.
 
-        Called again for as long as the request waits; asks the ranks once.
-        Returns (tokens, True) for an asynchronous load, (0, False) for none.
+        Called again for as long as the request waits; asks the ranks once. Returns
+        (tokens, True) for an asynchronous load, (0, False) for none, and
+        (None, False) as long as the ranks have not answered.
         """
         if request.request_id.startswith("mock_req"):
             return 0, False
         tracked = self._track(request)
         gain = self._gain(tracked, num_computed_tokens)
+        if gain is None:
+            return None, False
         if gain == 0:
             self._give_up(tracked)
         if tracked.save:
@@ -80,50 +88,70 @@ class HybridScheduler:
         tracked.kept = {b for b in started if 0 < b <= len(tracked.prefix.hashes)}
         return gain, gain > 0
 
-    def _gain(self, tracked: Tracked, num_computed_tokens: int) -> int:
-        """Tokens past ``num_computed_tokens`` that the ranks promise. Mutates ``tracked``."""
+    def _gain(self, tracked: Tracked, num_computed_tokens: int) -> int | None:
+        """Tokens past ``num_computed_tokens`` that the ranks promise. Mutates ``tracked``.
+
+        None as long as they have not answered.
+        """
         request = tracked.request
         tracked.stops.begin(request.num_tokens)
         if tracked.load_failed or request.skip_reading_prefix_cache or not tracked.prefix.hashes:
             return 0
         floor = num_computed_tokens // self._plan.block_size
-        if tracked.answer is None or floor < tracked.floor:
-            tracked.answer = self._look_up(tracked, floor)
-            tracked.floor = floor
+        if tracked.inquiry is None and (tracked.answer is None or floor < tracked.floor):
+            self._ask(tracked, floor)
+        if tracked.inquiry is not None:
+            answer = tracked.inquiry.poll(self._patience)
+            self._patience = 0.0
+            if answer is None:
+                return None
+            self._answered(tracked, answer)
+            if floor < tracked.floor:  # vLLM has lost blocks of its own in the meantime
+                return self._gain(tracked, num_computed_tokens)
+        assert tracked.answer is not None
         tracked.stops.junction = tracked.answer.attention * self._plan.block_size
         gain = tracked.answer.boundary * self._plan.block_size - num_computed_tokens
         return gain if gain >= max(1, self._options.min_retrieve_tokens) else 0
 
-    def _look_up(self, tracked: Tracked, floor: int) -> Answer:
+    def _ask(self, tracked: Tracked, floor: int) -> None:
+        """Ask the ranks, if there is anything to ask for. Mutates ``tracked``."""
         request, size = tracked.request, self._plan.block_size
+        tracked.floor = floor
         # The last token is always computed: a state that has seen it is too deep.
         limit = min((request.num_tokens - 1) // size, len(tracked.prefix.hashes))
         if self._options.max_tokens_per_load:
             limit = min(limit, floor + self._options.max_tokens_per_load // size)
         if limit <= floor and not tracked.save:
-            return Answer(0, 0)
+            tracked.answer = Answer(0, 0)
+            return
         tracked.claimed = True
         if request.request_id in self._dropped:
             # Not sent yet, it would drop the claim that this question makes.
             self._dropped.remove(request.request_id)
-        answer = agree(self._ask, Question(request.request_id, tracked.prefix, limit, floor))
+        tracked.inquiry = self._inquiries.ask(
+            Question(request.request_id, tracked.prefix, limit, floor)
+        )
+
+    def _answered(self, tracked: Tracked, answer: Answer) -> None:
+        """Take the ranks' answer. Mutates ``tracked``."""
+        request, size = tracked.request, self._plan.block_size
+        tracked.inquiry, tracked.answer = None, answer
         tracked.saved = max(tracked.saved, answer.attention)
         if not tracked.unsaved:
             self._unsaved.pop(request.request_id, None)
         self.counts.lookups += 1
         self.counts.hits += answer.boundary > 0
-        hit = max(answer.boundary, floor)
+        hit = max(answer.boundary, tracked.floor)
         self.counts.lost_states_tokens += max(0, answer.attention - hit) * size
         logger.info(
             "Reqid: %s, Total tokens %d, Inference Engine computed tokens: %d, "
             "LMCache hit tokens: %d, need to load: %d",
             request.request_id,
             request.num_tokens,
-            floor * size,
+            tracked.floor * size,
             answer.boundary * size,
-            max(0, answer.boundary - floor) * size,
+            max(0, answer.boundary - tracked.floor) * size,
         )
-        return answer
 
     def allocated(
         self, request: "Request", block_ids: tuple[list[int], ...], num_external_tokens: int
@@ -199,7 +227,10 @@ class HybridScheduler:
         return not transfer_params(request).get("lmcache.skip_save", False)
 
     def _give_up(self, tracked: Tracked) -> None:
-        """Nothing will be loaded from the last answer: let the ranks drop their claims."""
+        """Nothing will be loaded from the last question: let the ranks drop their claims."""
+        if tracked.inquiry is not None:
+            tracked.inquiry.give_up()
+            tracked.inquiry = None
         tracked.answer = None if tracked.answer is None else Answer(0, tracked.answer.attention)
         if tracked.claimed:
             tracked.claimed = False
@@ -213,7 +244,10 @@ class HybridScheduler:
         block_state = output.kv_connector_block_state
         if block_state is not None and (self._unsaved or block_state.boundary_state_offloads):
             saves = list(self._saves(output.num_scheduled_tokens, block_state))
+        while self._inquiries.left_over:
+            self._dropped.append(self._inquiries.left_over.popleft())
         idle = output.total_num_scheduled_tokens == 0
+        self._patience = IDLE_WAIT_SECONDS if idle else 0.0
         if not (saves or self._loads or self._dropped or idle):
             return NOTHING
         loads, self._loads = self._loads, []

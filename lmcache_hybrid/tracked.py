@@ -4,6 +4,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lmcache_hybrid.inquiry import Inquiry
 from lmcache_hybrid.lookup import Answer, Prefix
 from lmcache_hybrid.stops import Stops
 
@@ -20,8 +21,9 @@ class Tracked:
             are stored; empty where nothing may be cached.
         save: whether this request's blocks are stored.
         stops: where its steps shall end so that a state can be stored.
+        inquiry: what the ranks were asked and have not answered.
         answer: what the ranks promised and the scheduler has not yet allocated for.
-        floor: local blocks when the ranks answered; their claims start there.
+        floor: local blocks when the ranks were asked; their claims start there.
         claimed: whether ranks may hold a claim for it.
         loading: boundary in blocks of the load under way, 0 for none.
         saved: leading blocks whose attention pages are in the store.
@@ -36,6 +38,7 @@ class Tracked:
     prefix: Prefix
     save: bool
     stops: Stops
+    inquiry: Inquiry | None = None
     answer: Answer | None = None
     floor: int = 0
     claimed: bool = False

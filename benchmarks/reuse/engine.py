@@ -54,6 +54,7 @@ import vllm_patch
 from lmcache_hybrid import worker as worker_module
 from lmcache_hybrid.config import read_options, settle_lmcache_config
 from lmcache_hybrid.groups import plan_groups
+from lmcache_hybrid.inquiry import Inquiries
 from lmcache_hybrid.lmcache_store import LMCacheStore
 from lmcache_hybrid.lookup import Answer, Question, RankLookup
 from lmcache_hybrid.metadata import NOTHING
@@ -161,7 +162,10 @@ class _Connector(lmcache_hybrid.connector.HybridConnector):
         self._metadata = NOTHING
         if role == KVConnectorRole.SCHEDULER:
             self.scheduler = HybridScheduler(
-                engine.plan, engine.options, engine.setup.block_size, engine.ask
+                engine.plan,
+                engine.options,
+                engine.setup.block_size,
+                Inquiries(engine.ask, 1000, _AtOnce()),
             )
             return
         # One page for all blocks: nobody reads what is in it.

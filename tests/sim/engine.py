@@ -44,9 +44,11 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 import lmcache_hybrid.connector
 import vllm_patch
+from lmcache_hybrid import scheduler as scheduler_module
 from lmcache_hybrid import worker as worker_module
 from lmcache_hybrid.config import Options
 from lmcache_hybrid.groups import GroupPlan, plan_groups
+from lmcache_hybrid.inquiry import Inquiries
 from lmcache_hybrid.lookup import Answer, Question, RankLookup
 from lmcache_hybrid.metadata import NOTHING
 from lmcache_hybrid.pages import GroupPages
@@ -57,6 +59,7 @@ from lmcache_hybrid.worker import HybridWorker
 from .model import ToyRank, Truth
 from .storage import MODEL, FaultyStore, ManualExecutor, N, Pool, RankView, storage
 
+NEVER_MS = 10**9
 # Steps without progress after which a request counts as stuck.
 PATIENCE = 400
 
@@ -79,6 +82,7 @@ class Setup:
         overlap: asynchronous scheduling.
         load_limit: ``lmcache.max_tokens_per_load``.
         batch_bytes: bytes of records held at once while loading.
+        answers: lookups are answered every so many steps; 0 for at once.
     """
 
     groups: str = "sa"
@@ -98,6 +102,7 @@ class Setup:
     save_decode: bool = False
     batch_bytes: int = 1 << 20
     window: int = N
+    answers: int = 0
 
     @property
     def longest(self) -> int:
@@ -142,7 +147,10 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
         self._metadata = NOTHING
         if role == KVConnectorRole.SCHEDULER:
             self.scheduler = HybridScheduler(
-                engine.plan, engine.options, engine.hash_size, engine.ask
+                engine.plan,
+                engine.options,
+                engine.hash_size,
+                Inquiries(engine.ask, NEVER_MS, engine.asking),
             )
         else:
             rank = engine.ranks[SimConnector.rank]
@@ -173,6 +181,7 @@ def install(patch) -> None:
     """
     patch.setattr(lmcache_hybrid.connector, "HybridConnector", SimConnector)
     patch.setattr(worker_module, "IDLE_WAIT_SECONDS", 0)
+    patch.setattr(scheduler_module, "IDLE_WAIT_SECONDS", 0)
     patch.setattr(mixin, "get_kv_transfer_group", ToyRank.running_connector)
     patch.setattr(mixin, "get_forward_context", lambda: None)
 
@@ -211,6 +220,7 @@ class SimEngine:
         block_size, self.hash_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
         self._hasher = get_request_block_hasher(self.hash_size, sha256_cbor)
         self._make_ranks(pool)
+        self.asking = ManualExecutor(at_once=not setup.answers)
         SimConnector.building = self
         from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import (
             LMCacheConnectorV1,
@@ -369,6 +379,9 @@ class SimEngine:
         """Schedule and execute once; in overlapped mode take up the oldest result."""
         self.steps += 1
         output = self.scheduler.schedule()
+        if self.setup.answers and self.steps % self.setup.answers == 0:
+            while self.asking.run():
+                self.events["late answers"] += 1
         results = [rank.execute(output, self._truths) for rank in self.ranks]
         while self._late:
             question = self._late.pop()
@@ -453,6 +466,11 @@ class SimEngine:
             idle = 0 if len(self.live) < live else idle + 1
             if idle > PATIENCE:
                 raise Stuck(f"{self.live} do not end")
+        while self.asking.run():
+            pass
+        self.step()  # what those left behind is dropped with the next request's step
+        while self._queue:
+            self._finish_step()
 
     def check_empty(self) -> None:
         """Raises AssertionError when ended requests left something behind."""
@@ -460,6 +478,7 @@ class SimEngine:
         assert blocks.get_num_free_blocks() == blocks.num_gpu_blocks - 1, "blocks are leaked"
         assert self.hybrid.num_tracked == 0, "requests are still tracked"
         assert not self.hybrid._unsaved and not self.hybrid._loads
+        assert not self.hybrid._inquiries.left_over
         for rank, lookup in zip(self.ranks, self.lookups):
             assert lookup.num_claims == 0, f"rank {rank.rank} still holds claims"
             assert not rank.connector._hybrid.worker._loads

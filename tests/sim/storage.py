@@ -173,14 +173,17 @@ class FaultyStore(LMCacheStore):
 
 
 class ManualExecutor:
-    """Stands in for the loading thread: work runs when the program says so."""
+    """Stands in for a thread: work runs when the program says so, or at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: bool = False) -> None:
+        self._at_once = at_once
         self._queue: deque[tuple[Future, object]] = deque()
 
     def submit(self, function, *args) -> Future:
         future: Future = Future()
         self._queue.append((future, functools.partial(function, *args)))
+        if self._at_once:
+            self.run()
         return future
 
     def begin(self) -> None:

@@ -2,6 +2,7 @@
 """What several unit tests need: a small plan, prompts, records, pages, requests."""
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor, Future
 from types import SimpleNamespace
 
 import torch
@@ -20,6 +21,7 @@ from vllm.v1.request import Request
 
 from lmcache_hybrid.config import Options
 from lmcache_hybrid.groups import GroupPlan, Window
+from lmcache_hybrid.inquiry import Inquiries
 from lmcache_hybrid.lookup import Answer, Prefix, Question, RankLookup, record_keys
 from lmcache_hybrid.pages import GroupPages
 from lmcache_hybrid.record import ATTENTION, STATE, RecordKey
@@ -82,14 +84,26 @@ def payload_of(key: RecordKey, size: int = 8) -> torch.Tensor:
     return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
 
 
+class AtOnce(Executor):
+    """Runs what it is given before it returns."""
+
+    def submit(self, function, *args) -> Future:
+        future: Future = Future()
+        future.set_result(function(*args))
+        return future
+
+
 class Ranks:
     """Lookups over naive stores, asked as the scheduler does over the network."""
 
-    def __init__(self, ranks: int = 1, plan: GroupPlan = PLAN) -> None:
+    def __init__(
+        self, ranks: int = 1, plan: GroupPlan = PLAN, executor: Executor | None = None
+    ) -> None:
         self.stores = [NaiveStore() for _ in range(ranks)]
         self.lookups = [RankLookup(plan, store) for store in self.stores]
         self.questions: list[Question] = []
         self.silent = False
+        self.inquiries = Inquiries(self.ask, 1000, executor or AtOnce())
 
     def ask(self, question: Question) -> list[Answer]:
         self.questions.append(question)

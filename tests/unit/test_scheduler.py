@@ -26,7 +26,7 @@ class Rig:
         self.ranks = Ranks(ranks, plan)
         self.plan = plan
         self.scheduler = HybridScheduler(
-            plan, dataclasses.replace(OPTIONS, **options), hash_block_size, self.ranks.ask
+            plan, dataclasses.replace(OPTIONS, **options), hash_block_size, self.ranks.inquiries
         )
 
     def holds(self, request, attention: int, *states: int) -> "Rig":

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions to the ranks that the scheduler does not wait for."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+
+import msgspec
+from vllm.logger import init_logger
+
+from lmcache_hybrid.lookup import MISS, Answer, Question, agree
+
+logger = init_logger("vllm.lmcache_hybrid.inquiry")
+
+
+class Inquiry:
+    """One question, from the scheduler's asking to its answer."""
+
+    def __init__(self, question: Question, deadline: float) -> None:
+        """Not asked yet.
+
+        Args:
+            deadline: ``time.monotonic`` from which on no answer counts as a miss.
+        """
+        self.question = question
+        self._deadline = deadline
+        self._answer: Answer | None = None
+        self._unwanted = False
+        self._answered = threading.Event()
+        self._lock = threading.Lock()
+
+    def poll(self, seconds: float = 0.0) -> Answer | None:
+        """The answer, or None while there is none; waits for it for ``seconds`` at most."""
+        if not self._answered.wait(seconds) and time.monotonic() < self._deadline:
+            return None
+        return self.give_up() or MISS
+
+    def give_up(self) -> Answer | None:
+        """The answer, if there is one already; one that still comes reaches nobody."""
+        with self._lock:
+            self._unwanted |= self._answer is None
+            return self._answer
+
+    @property
+    def unwanted(self) -> bool:
+        return self._unwanted
+
+    def settle(self, answer: Answer) -> bool:
+        """File the answer; False when nobody wants it any more."""
+        with self._lock:
+            if self._unwanted:
+                return False
+            self._answer = answer
+        self._answered.set()
+        return True
+
+
+class Inquiries:
+    """Asks the ranks on a thread of its own, in the order of :meth:`ask`.
+
+    Attributes:
+        left_over: requests that gave up and whose ranks may still hold a claim.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[Question], list[Answer]],
+        timeout_ms: int,
+        executor: Executor | None = None,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            ask: sends a question to every rank, see :func:`lmcache_hybrid.lookup.agree`.
+            timeout_ms: of one ``ask``. A request waits for its answer, and for those of
+                the requests before it, twice as long at most.
+            executor: runs the questions instead, one at a time.
+        """
+        self.left_over: deque[str] = deque()
+        self._ask = ask
+        self._patience = 2 * timeout_ms / 1000
+        self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="hybrid-ask")
+
+    def ask(self, question: Question) -> Inquiry:
+        """Queue a question. Never blocks."""
+        inquiry = Inquiry(question, time.monotonic() + self._patience)
+        self._executor.submit(self._run, inquiry)
+        return inquiry
+
+    def run(self, function: Callable[[], bool]) -> bool:
+        """Call ``function`` between two questions and wait for its result."""
+        return self._executor.submit(function).result()
+
+    def _run(self, inquiry: Inquiry) -> None:
+        if inquiry.unwanted:
+            return
+        try:
+            answer = agree(self._ask, inquiry.question)
+        except Exception:
+            logger.exception("A cache lookup failed and counts as a miss.")
+            answer = MISS
+        if inquiry.settle(answer):
+            return
+        # Whoever gave up could not know of the claims that were being made.
+        if not self._ask(msgspec.structs.replace(inquiry.question, limit=0)):
+            self.left_over.append(inquiry.question.request_id)
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lookups that the scheduler does not wait for."""
+
+import threading
+import time
+from concurrent.futures import Executor, Future
+
+import pytest
+
+from lmcache_hybrid.inquiry import Inquiries
+from lmcache_hybrid.lookup import MISS, Answer, Prefix, Question
+from lmcache_hybrid.prefix import Adapters, prefix_of
+from lmcache_hybrid.scheduler import HybridScheduler
+
+from .helpers import OPTIONS, PLAN, N, Ranks, fill, make_output, make_request
+
+
+class Later(Executor):
+    """Runs what it was given when told to."""
+
+    def __init__(self) -> None:
+        self.waiting: list = []
+
+    def submit(self, function, *args) -> Future:
+        self.waiting.append(lambda: function(*args))
+        return Future()
+
+    def run(self) -> None:
+        while self.waiting:
+            self.waiting.pop(0)()
+
+
+class Rig:
+    """A scheduler whose ranks hold five blocks of ``request`` with states at 2 and 4."""
+
+    def __init__(self) -> None:
+        self.later = Later()
+        self.ranks = Ranks(2, executor=self.later)
+        self.request = make_request(tokens=5 * N + 1)
+        for store in self.ranks.stores:
+            fill(store, prefix_of(self.request, N, 1, Adapters()), 5, (2, 4), PLAN)
+        self.scheduler = HybridScheduler(PLAN, OPTIONS, N, self.ranks.inquiries)
+
+    def match(self, computed: int = 0):
+        return self.scheduler.match(self.request, computed)
+
+    def step(self, scheduled=None) -> None:
+        for request_id in self.scheduler.step(make_output(scheduled or {})).dropped:
+            for lookup in self.ranks.lookups:
+                lookup.drop(request_id)
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def test_a_request_waits_for_its_answer_and_the_scheduler_does_not(rig):
+    assert rig.match() == rig.match() == (None, False)
+    assert len(rig.later.waiting) == 1
+    rig.later.run()
+    assert rig.match() == rig.match() == (4 * N, True)
+    assert rig.scheduler.counts.lookups == 1
+
+
+def test_a_request_that_ended_before_it_was_asked_for_is_not(rig):
+    rig.match()
+    rig.scheduler.finished(rig.request)
+    rig.later.run()
+    assert rig.ranks.questions == [] and rig.ranks.pins == 0
+
+
+def test_a_request_that_ends_while_the_ranks_answer_leaves_no_claim(rig):
+    answer = rig.ranks.lookups[1].answer
+
+    def end_then_answer(question):
+        if question.limit:
+            rig.scheduler.finished(rig.request)
+            rig.step()  # its drop overtakes the answer
+        return answer(question)
+
+    rig.ranks.lookups[1].answer = end_then_answer
+    rig.match()
+    rig.later.run()
+    assert rig.ranks.num_claims == [0, 0] and rig.ranks.pins == 0
+
+
+def test_a_claim_that_could_not_be_dropped_is_dropped_with_the_next_step(rig):
+    ask = rig.ranks.inquiries._ask
+
+    def ask_once(question):
+        if question.limit == 0:
+            return []
+        answers = ask(question)
+        rig.scheduler.finished(rig.request)
+        return answers
+
+    rig.ranks.inquiries._ask = ask_once
+    rig.match()
+    rig.later.run()
+    rig.scheduler._dropped.clear()  # as if the drop had been sent before
+    assert rig.ranks.num_claims == [1, 1]
+    rig.step()
+    assert rig.ranks.num_claims == [0, 0] and not rig.ranks.inquiries.left_over
+
+
+def test_no_answer_in_time_is_a_miss(rig, monkeypatch):
+    rig.match()
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 1.9)
+    assert rig.match() == (None, False)
+    monkeypatch.setattr(time, "monotonic", lambda: now + 2.1)
+    assert rig.match() == (0, False)
+    rig.later.run()
+    rig.step()
+    assert rig.match() == (0, False)
+    assert rig.ranks.num_claims == [0, 0]
+
+
+def test_blocks_lost_meanwhile_are_asked_for(rig):
+    """The claims start at what was cached locally when the ranks were asked."""
+    rig.match(2 * N)
+    rig.later.run()
+    assert rig.match(0) == (None, False)
+    rig.later.run()
+    assert rig.match(0) == (4 * N, True)
+    assert [question.floor for question in rig.ranks.questions] == [2, 0]
+
+
+def test_the_wait_of_an_idle_engine_ends_with_the_answer(rig):
+    """Only after a step without a forward, and for one request per step."""
+    rig.scheduler._inquiries._executor = waiting = _Waiting()
+    rig.scheduler._inquiries._run = lambda inquiry: None
+    rig.step()
+    asked = []
+    monkey = rig.scheduler._inquiries.ask
+
+    def ask(question):
+        inquiry = monkey(question)
+        inquiry.poll = lambda seconds=0.0: asked.append(seconds)
+        return inquiry
+
+    rig.scheduler._inquiries.ask = ask
+    rig.match()
+    rig.match()
+    rig.step({"r": 1})
+    rig.match()
+    assert asked[0] > 0 == asked[1] == asked[2]
+    assert waiting.submitted == 1
+
+
+class _Waiting(Executor):
+    submitted = 0
+
+    def submit(self, function, *args) -> Future:
+        self.submitted += 1
+        return Future()
+
+
+def test_an_exception_is_a_miss():
+    def broken(question):
+        raise OSError("no socket")
+
+    inquiries = Inquiries(broken, 1000)
+    inquiry = inquiries.ask(Question("r", Prefix((b"x" * 32,)), 1, 0))
+    assert inquiry.poll(10) == MISS
+    inquiries.close()
+
+
+def test_the_thread_asks_in_order_and_one_at_a_time():
+    gate, seen = threading.Event(), []
+
+    def ask(question):
+        gate.wait(10)
+        seen.append(question.request_id)
+        return [Answer(1, 1)]
+
+    inquiries = Inquiries(ask, 60_000)
+    asked = [inquiries.ask(Question(name, Prefix(()), 1, 0)) for name in "abc"]
+    assert [inquiry.poll() for inquiry in asked] == [None] * 3
+    asked[1].give_up()
+    gate.set()
+    assert asked[2].poll(10) == Answer(1, 1)
+    assert inquiries.run(lambda: True)
+    assert seen == ["a", "c"]
+    inquiries.close()
