@@ -24,3 +24,7 @@ class RecordError(Exception):
 
 class LoadError(Exception):
     """A promised load cannot be kept; the request is recomputed. Message: the reason."""
+
+
+class NoRoomError(LoadError):
+    """There is no memory to read into just now."""

@@ -25,7 +25,8 @@ from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 from vllm.logger import init_logger
 
 from lmcache_hybrid import local_disk, remote
-from lmcache_hybrid.errors import LoadError, RecordError
+from lmcache_hybrid.copies import Threads
+from lmcache_hybrid.errors import LoadError, NoRoomError, RecordError
 from lmcache_hybrid.local_disk import record_shape
 from lmcache_hybrid.record import HEADER_BYTES, RecordKey, seal, verify
 
@@ -119,6 +120,7 @@ class LMCacheStore:
         self.reads: Counter[str] = Counter()
         self.failed_writes: Counter[str] = Counter()
         self._readers = ThreadPoolExecutor(REMOTE_READERS, thread_name_prefix="hybrid-read")
+        self._threads = Threads("hybrid-check")
         # Damaged records that a backend could not remove; gone once written anew.
         self._damaged: set[RecordKey] = set()
         # Looking up, pinning, reading and refreshing a prefix asks for the same keys.
@@ -296,7 +298,7 @@ class LMCacheStore:
         for memory in held:
             memory.ref_count_down()
         if len(held) < records:
-            raise LoadError("LMCache's CPU pool has no room to read into (max_local_cpu_size)")
+            raise NoRoomError("LMCache's CPU pool has no room to read into (max_local_cpu_size)")
 
     def _check(self, key: RecordKey, buffer: LMCacheBuffer) -> None:
         try:
@@ -350,15 +352,18 @@ class LMCacheStore:
         return None if memory is None else LMCacheBuffer(memory)
 
     def put(self, records: Iterable[tuple[RecordKey, LMCacheBuffer]]) -> None:
-        keys, memories = [], []
-        for key, buffer in records:
-            seal(buffer.record, key, self._fingerprint)
-            keys.append(self.engine_key(key))
-            memories.append(buffer.memory)
-            self._damaged.discard(key)
-        if not keys:
+        records = list(records)
+        if not records:
             return
+        keys = [self.engine_key(key) for key, _ in records]
+        memories = [buffer.memory for _, buffer in records]
         try:
+            self._threads.each(
+                lambda each: seal(each[1].record, each[0], self._fingerprint),
+                records,
+                sum(memory.get_size() for memory in memories),
+            )
+            self._damaged.difference_update(key for key, _ in records)
             # Takes over our references once it returns.
             self.manager.batched_put(keys, memories, location=self._engine.store_location)
         except BaseException:

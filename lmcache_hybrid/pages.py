@@ -8,6 +8,7 @@ is part of the fingerprint.
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from lmcache_hybrid.errors import ConfigError
@@ -19,6 +20,7 @@ class GroupPages:
     Attributes:
         layers: names of the layers, in the order their pages are stored.
         block_bytes: bytes of one block over all layers, without padding.
+        rows: per layer uint8 [blocks, page bytes], the KV cache itself.
         layout: one string per layer that names shape, strides and dtype of a block.
     """
 
@@ -30,7 +32,8 @@ class GroupPages:
                 contiguous runs of bytes.
         """
         self.layers = tuple(layers)
-        self._rows: list[torch.Tensor] = []
+        self.rows: list[torch.Tensor] = []
+        self._copy = _host_copy
         layout: list[str] = []
         for name in self.layers:
             tensor = kv_caches.get(name)
@@ -39,14 +42,16 @@ class GroupPages:
                     f"layer {name} has no single KV cache tensor ({type(tensor).__name__}), so "
                     "its pages cannot be stored; start this model without LMCacheConnectorV1."
                 )
-            self._rows.append(_byte_rows(name, tensor))
+            self.rows.append(_byte_rows(name, tensor))
             layout.append(f"{tuple(tensor.shape[1:])} {tensor.stride()[1:]} {tensor.dtype}")
+        if any(row.device.type != "cpu" for row in self.rows):
+            self._copy = torch.Tensor.copy_
         self.layout = tuple(layout)
-        self.block_bytes = sum(row.shape[1] for row in self._rows)
+        self.block_bytes = sum(row.shape[1] for row in self.rows)
 
     @property
     def num_blocks(self) -> int:
-        return min(row.shape[0] for row in self._rows)
+        return min(row.shape[0] for row in self.rows)
 
     def gather(self, block: int, out: torch.Tensor) -> None:
         """Copy one block of every layer into ``out``. Mutates ``out``.
@@ -57,9 +62,9 @@ class GroupPages:
         """
         self._check(block, out)
         start = 0
-        for rows in self._rows:
+        for rows in self.rows:
             end = start + rows.shape[1]
-            out[start:end].copy_(rows[block])
+            self._copy(out[start:end], rows[block])
             start = end
 
     def scatter(self, block: int, data: torch.Tensor) -> None:
@@ -71,14 +76,19 @@ class GroupPages:
         """
         self._check(block, data)
         start = 0
-        for rows in self._rows:
+        for rows in self.rows:
             end = start + rows.shape[1]
-            rows[block].copy_(data[start:end])
+            self._copy(rows[block], data[start:end])
             start = end
 
     def _check(self, block: int, data: torch.Tensor) -> None:
         assert 0 < block < self.num_blocks, f"block {block} of {self.num_blocks}"
         assert data.dtype == torch.uint8 and data.numel() == self.block_bytes
+
+
+def _host_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    # Not Tensor.copy_, which starts OpenMP threads beside those of the forward.
+    np.copyto(target.numpy(), source.numpy())
 
 
 def _byte_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:

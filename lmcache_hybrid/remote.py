@@ -5,12 +5,13 @@ import asyncio
 import contextlib
 import functools
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
-from lmcache.v1.storage_backend.connector.redis_connector import RedisConnector
+from lmcache.v1.storage_backend.connector.redis_connector import Priorities, RedisConnector
 from lmcache.v1.storage_backend.job_executor.pq_executor import AsyncPQExecutor
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -65,6 +66,7 @@ def _repair(backend: "RemoteBackend", failed: Callable[[int], None]) -> None:
         _close_from_own_loop(queue)
     if isinstance(connector, RedisConnector):
         _reconnect(connector)
+        _look_up_at_once(connector, backend.config.blocking_timeout_secs)
 
 
 def _reconnect(connector: RedisConnector) -> None:
@@ -76,6 +78,36 @@ def _reconnect(connector: RedisConnector) -> None:
     Remove when: ``RedisConnector`` sets a retry of its own.
     """
     connector.connection.set_retry(Retry(NoBackoff(), 1))
+
+
+def _look_up_at_once(connector: RedisConnector, seconds: float) -> None:
+    """A lookup takes one round trip, not one for each key.
+
+    Bug: ``RedisConnector`` has no ``batched_contains``, so ``RemoteBackend`` asks for
+    key after key and waits for each.
+    Symptom: a server that answers after 50 ms needs more than ``lookup_timeout_ms`` for
+    40 blocks, and never hits.
+    Remove when: ``RedisConnector.support_batched_contains`` is True.
+    """
+
+    async def leading(keys: Sequence[CacheEngineKey]) -> int:
+        async with connector.sem, connector.connection.pipeline(transaction=False) as pipeline:
+            for key in keys:
+                pipeline.exists(key.to_string() + "metadata")
+            return len(list(takewhile(bool, await pipeline.execute())))
+
+    def batched_contains(keys: Sequence[CacheEngineKey]) -> int:
+        if not keys:
+            return 0
+        job = connector.pq_executor.submit_job(leading, keys=keys, priority=Priorities.PEEK)
+        question = asyncio.run_coroutine_threadsafe(job, connector.loop)
+        try:
+            return question.result(seconds)
+        finally:
+            question.cancel()
+
+    connector.support_batched_contains = lambda: True
+    connector.batched_contains = batched_contains
 
 
 def _keep_workers(queue: AsyncPQExecutor, failed: Callable[[int], None]) -> None:

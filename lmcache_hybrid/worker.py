@@ -8,7 +8,7 @@ requests wait outside the running batch until the load is reported.
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.logger import init_logger
 
-from lmcache_hybrid.errors import LoadError, RecordError
+from lmcache_hybrid.copies import Item, Mark, Threads, copies_for
+from lmcache_hybrid.errors import LoadError, NoRoomError, RecordError
 from lmcache_hybrid.groups import GroupPlan
 from lmcache_hybrid.lookup import RankLookup, record_keys, used_keys, window_keys
 from lmcache_hybrid.metadata import Load, Save, StepMetadata
@@ -30,8 +31,9 @@ logger = init_logger("vllm.lmcache_hybrid.worker")
 # A step without a forward waits this long for a load before it returns to the
 # scheduler, instead of spinning through empty steps beside the loading thread.
 IDLE_WAIT_SECONDS = 0.005
-# Bytes of records held at once while loading.
-BATCH_BYTES = 256 << 20
+# Records are read, checked and copied in parts of so many bytes or one record,
+# as many parts at once as there are copying threads.
+PART_BYTES = 8 << 20
 
 
 @dataclass
@@ -63,21 +65,22 @@ class HybridWorker:
         store: Store,
         lookup: RankLookup,
         device: torch.device,
-        batch_bytes: int = BATCH_BYTES,
+        part_bytes: int = PART_BYTES,
     ) -> None:
         """Take over a store.
 
         Args:
             pages: of every group in the plan, by group index.
             device: where the KV cache lies.
-            batch_bytes: most bytes of records to hold while loading, one record at least.
+            part_bytes: most bytes to read, check and copy at once, one record at least.
         """
         self._plan = plan
         self._pages = pages
         self._store = store
         self._lookup = lookup
-        self._batch_bytes = batch_bytes
-        self._order = _DeviceOrder(device)
+        self._part_bytes = part_bytes
+        self._threads = Threads("hybrid-copy")
+        self._copies = copies_for(device, self._threads)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="hybrid-load")
         self._loads: dict[str, tuple[Future[str | None], Claim | None]] = {}
         self._counts_lock = threading.Lock()
@@ -92,7 +95,7 @@ class HybridWorker:
             self._lookup.drop(request_id)
         for load in metadata.loads:
             claim = self._lookup.take(load.request_id)
-            after = self._order.mark()
+            after = self._copies.mark()
             future = self._executor.submit(self._load, load, claim, after)
             self._loads[load.request_id] = future, claim
 
@@ -121,7 +124,7 @@ class HybridWorker:
                 results.failed_recving.add(request_id)
         return results
 
-    def _load(self, load: Load, claim: Claim | None, after: "_Mark") -> str | None:
+    def _load(self, load: Load, claim: Claim | None, after: Mark) -> str | None:
         """Restore one request's blocks; returns why it failed, None on success."""
         started = time.perf_counter()
         try:
@@ -162,15 +165,25 @@ class HybridWorker:
         )
         return None
 
-    def _restore(self, load: Load, claim: Claim | None, after: "_Mark") -> int:
+    def _restore(self, load: Load, claim: Claim | None, after: Mark) -> int:
         """Copy all records of a load into the cache; returns the bytes copied."""
         if claim is None:
             raise LoadError("its records are no longer pinned")
-        copied = 0
-        with self._order.loading(after):
-            for batch in self._batches(self._targets(load)):
-                copied += self._restore_batch(claim, batch)
-        return copied
+        targets = self._targets(load)
+        size = sum(self._pages[key.group].block_bytes for key, _ in targets)
+        crowded_out: list[list[tuple[RecordKey, int]]] = []
+
+        def restore(part: list[tuple[RecordKey, int]]) -> None:
+            try:
+                self._restore_part(claim, part, after)
+            except NoRoomError:
+                crowded_out.append(part)
+
+        self._threads.each(restore, list(self._parts(targets)), size)
+        # The parts beside them may have held the room that they lacked.
+        for part in crowded_out:
+            self._restore_part(claim, part, after)
+        return size
 
     def _targets(self, load: Load) -> list[tuple[RecordKey, int]]:
         """(record, block id) of everything the load writes: attention, windows, states."""
@@ -188,32 +201,34 @@ class HybridWorker:
                 raise LoadError(f"vLLM gave block {block} for {key.label} at {key.boundary}")
         return targets
 
-    def _batches(self, targets: Sequence[tuple[RecordKey, int]]):
-        batch: list[tuple[RecordKey, int]] = []
+    def _parts(
+        self, targets: Sequence[tuple[RecordKey, int]]
+    ) -> Iterator[list[tuple[RecordKey, int]]]:
+        part: list[tuple[RecordKey, int]] = []
         held = 0
         for key, block in targets:
             size = self._pages[key.group].block_bytes
-            if batch and held + size > self._batch_bytes:
-                yield batch
-                batch, held = [], 0
-            batch.append((key, block))
+            if part and held + size > self._part_bytes:
+                yield part
+                part, held = [], 0
+            part.append((key, block))
             held += size
-        yield batch
+        yield part
 
-    def _restore_batch(self, claim: Claim, batch: Sequence[tuple[RecordKey, int]]) -> int:
-        copied = 0
+    def _restore_part(
+        self, claim: Claim, part: Sequence[tuple[RecordKey, int]], after: Mark
+    ) -> None:
+        items = []
         with ExitStack() as stack:
-            buffers = self._store.fetch(claim, [key for key, _ in batch])
+            buffers = self._store.fetch(claim, [key for key, _ in part])
             for buffer in buffers:
                 stack.callback(buffer.release)
-            for (key, block), buffer in zip(batch, buffers, strict=True):
-                if buffer.payload.numel() != self._pages[key.group].block_bytes:
-                    raise LoadError(f"record {key.label} has {buffer.payload.numel()} bytes")
-                self._pages[key.group].scatter(block, buffer.payload)
-                copied += buffer.payload.numel()
-            # The buffers may be reused once released.
-            self._order.finish()
-        return copied
+            for (key, block), buffer in zip(part, buffers, strict=True):
+                pages, size = self._pages[key.group], buffer.payload.numel()
+                if size != pages.block_bytes:
+                    raise LoadError(f"record {key.label} has {size} bytes")
+                items.append(Item(pages, block, buffer.payload))
+            self._copies.scatter(items, after)
 
     # Saving
 
@@ -272,7 +287,7 @@ class HybridWorker:
     ) -> tuple[list[tuple[RecordKey, Buffer]], int]:
         """Copy pages into new buffers, all or none; the caller owns the buffers."""
         gathered: list[tuple[RecordKey, Buffer]] = []
-        size = 0
+        items = []
         with ExitStack() as on_error:
             for key, block in records:
                 pages = self._pages[key.group]
@@ -280,52 +295,13 @@ class HybridWorker:
                 if buffer is None:
                     raise MemoryError("LMCache's CPU pool is full (max_local_cpu_size)")
                 on_error.callback(buffer.release)
-                pages.gather(block, buffer.payload)
                 gathered.append((key, buffer))
-                size += pages.block_bytes
+                items.append(Item(pages, block, buffer.payload))
+            self._copies.gather(items)
             on_error.pop_all()
-        return gathered, size
+        return gathered, sum(item.pages.block_bytes for item in items)
 
     def shutdown(self) -> None:
-        """End the loading thread; loads that did not start are dropped."""
+        """End the threads; loads that did not start are dropped."""
         self._executor.shutdown(wait=True, cancel_futures=True)
-
-
-class _Mark:
-    """A point on the compute stream; None where the device has no streams."""
-
-    def __init__(self, event: "torch.Event | None") -> None:
-        self.event = event
-
-
-class _DeviceOrder:
-    """Orders load copies against the forward. Does nothing on CPU.
-
-    A block handed to a load may still be read by forwards that were queued
-    before; so load copies run on a stream of their own behind a mark on the
-    compute stream. Saves use the compute stream itself and block.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = None if device.type == "cpu" else torch.Stream(device=device)
-
-    def mark(self) -> _Mark:
-        if self._stream is None:
-            return _Mark(None)
-        event = torch.Event(device=self._device)
-        event.record(torch.accelerator.current_stream())
-        return _Mark(event)
-
-    def loading(self, after: _Mark) -> ExitStack:
-        """Context of one load on the loading thread."""
-        stack = ExitStack()
-        if self._stream is not None:
-            torch.accelerator.set_device_index(self._device.index or 0)
-            self._stream.wait_event(after.event)
-            stack.enter_context(self._stream)
-        return stack
-
-    def finish(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._threads.close()

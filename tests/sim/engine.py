@@ -81,7 +81,7 @@ class Setup:
         drafts: speculative tokens per step; ``mtp`` makes them count as MTP's.
         overlap: asynchronous scheduling.
         load_limit: ``lmcache.max_tokens_per_load``.
-        batch_bytes: bytes of records held at once while loading.
+        part_bytes: bytes of records held at once while loading.
         answers: lookups are answered every so many steps; 0 for at once.
     """
 
@@ -100,7 +100,7 @@ class Setup:
     load_limit: int = 0
     checkpoint: int = 0
     save_decode: bool = False
-    batch_bytes: int = 1 << 20
+    part_bytes: int = 1 << 20
     window: int = N
     answers: int = 0
 
@@ -163,7 +163,7 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
                 engine.stores[SimConnector.rank],
                 engine.lookups[SimConnector.rank],
                 torch.device("cpu"),
-                engine.setup.batch_bytes,
+                engine.setup.part_bytes,
             )
             self.worker._executor = ManualExecutor()
 

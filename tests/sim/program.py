@@ -50,7 +50,7 @@ def setups(draw) -> Setup:
         checkpoint=draw(st.sampled_from((0, 0, N, 2 * N, 3 * N))),
         save_decode=draw(st.booleans()),
         window=draw(st.sampled_from((2, N, N + 1, N + 2, 2 * N, 3 * N + 3))),
-        batch_bytes=draw(st.sampled_from((1, 1 << 20))),
+        part_bytes=draw(st.sampled_from((1, 1 << 20))),
         answers=draw(st.sampled_from((0, 1, 3))),
     )
 

@@ -111,7 +111,7 @@ def test_loads_of_different_priority_do_not_block_each_other():
 
     See :func:`vllm_patch.compat.promote_loads_in_order`.
     """
-    setup = Setup(groups="as", blocks=10, batch=2 * N, seqs=2, priority=True, batch_bytes=1)
+    setup = Setup(groups="as", blocks=10, batch=2 * N, seqs=2, priority=True, part_bytes=1)
     operations = (
         [("add", 0, 14, 0), ("step", 0, 15, 0), ("reset", 0, 0, 0)]
         + [("add", 0, 2, 10), ("add", 0, 104, 0), ("hold", 0, 0, 0)]

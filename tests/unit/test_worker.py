@@ -10,7 +10,7 @@ from lmcache_hybrid.lookup import Question, RankLookup
 from lmcache_hybrid.metadata import NOTHING, Load, Save, StepMetadata
 from lmcache_hybrid.record import ATTENTION, STATE
 from lmcache_hybrid.store import NaiveStore
-from lmcache_hybrid.worker import BATCH_BYTES, HybridWorker
+from lmcache_hybrid.worker import PART_BYTES, HybridWorker
 
 from .helpers import PLAN, WIDE, keys_of, make_pages, make_prefix
 
@@ -21,13 +21,13 @@ DEADLINE = 20.0
 class Rig:
     """A worker over a naive store; blocks 1 to 3 hold a prompt's pages, 4 its states."""
 
-    def __init__(self, plan=PLAN, store=None, batch_bytes=BATCH_BYTES) -> None:
+    def __init__(self, plan=PLAN, store=None, part_bytes=PART_BYTES) -> None:
         self.plan = plan
         self.store = store or NaiveStore()
         self.lookup = RankLookup(plan, self.store)
         self.buffer, self.pages = make_pages(plan)
         self.worker = HybridWorker(
-            plan, self.pages, self.store, self.lookup, torch.device("cpu"), batch_bytes
+            plan, self.pages, self.store, self.lookup, torch.device("cpu"), part_bytes
         )
 
     def save_metadata(self, request_id: str = "w") -> StepMetadata:
@@ -210,10 +210,10 @@ def test_a_failed_save_does_not_stop_the_others(rig):
 
 
 @pytest.mark.parametrize("plan", [PLAN, WIDE], ids=["three state groups", "two attention groups"])
-@pytest.mark.parametrize("batch_bytes", [1, 3000, BATCH_BYTES])
+@pytest.mark.parametrize("part_bytes", [1, 3000, PART_BYTES])
 @pytest.mark.parametrize("start", [0, 1, 2])
-def test_a_load_restores_every_byte_and_touches_nothing_else(rig, plan, batch_bytes, start):
-    rig = rig(plan, batch_bytes=batch_bytes).saved()
+def test_a_load_restores_every_byte_and_touches_nothing_else(rig, plan, part_bytes, start):
+    rig = rig(plan, part_bytes=part_bytes).saved()
     # Distinct destinations, because groups overlay each other in the buffer.
     attention = tuple(tuple(range(4 + start, 7)) for _ in plan.attention)
     if plan is WIDE:
@@ -249,9 +249,9 @@ def test_a_load_restores_every_byte_and_touches_nothing_else(rig, plan, batch_by
     rig.assert_clean()
 
 
-@pytest.mark.parametrize("batch_bytes, fetches", [(1, 6), (1024, 4), (3 * 1024, 2), (1 << 20, 1)])
-def test_batches_hold_no_more_than_allowed(rig, batch_bytes, fetches):
-    rig = rig(batch_bytes=batch_bytes).saved()
+@pytest.mark.parametrize("part_bytes, fetches", [(1, 6), (1024, 4), (3 * 1024, 2), (1 << 20, 1)])
+def test_parts_hold_no_more_than_allowed(rig, part_bytes, fetches):
+    rig = rig(part_bytes=part_bytes).saved()
     fetch, seen = rig.store.fetch, []
 
     def counting(claim, keys):
@@ -262,7 +262,7 @@ def test_batches_hold_no_more_than_allowed(rig, batch_bytes, fetches):
     rig.store.fetch = counting
     rig.run(rig.load())
     assert len(seen) == fetches
-    assert all(size <= max(batch_bytes, 1024) for size in seen)  # one record at least
+    assert all(size <= max(part_bytes, 1024) for size in seen)  # one record at least
 
 
 def lose(store, key):

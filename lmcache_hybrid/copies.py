@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies between pages and record buffers; all that depends on the device.
+
+On CPU a few threads copy record after record. Elsewhere the copies are queued on
+streams and ordered against the forward by events.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+
+from lmcache_hybrid.pages import GroupPages
+
+T = TypeVar("T")
+
+# More threads than this do not copy faster than memory.
+COPIERS = 4
+# Less is done before another thread has started.
+WORTH_A_THREAD = 1 << 20
+
+
+class Item(NamedTuple):
+    """One block of a group, and ``block_bytes`` of uint8 in CPU memory."""
+
+    pages: GroupPages
+    block: int
+    data: torch.Tensor
+
+
+class Mark(NamedTuple):
+    """A point on the compute stream; None where the device has no streams."""
+
+    event: "torch.Event | None"
+
+
+class Copies(Protocol):
+    def mark(self) -> Mark:
+        """Now, on the compute stream."""
+
+    def gather(self, items: Sequence[Item]) -> None:
+        """Pages to buffers, after what was queued on the compute stream. Mutates the buffers.
+
+        Both may be overwritten once it returns.
+        """
+
+    def scatter(self, items: Sequence[Item], after: Mark) -> None:
+        """Buffers to pages, once the device has passed ``after``. Mutates the KV cache.
+
+        Called on several threads. The pages may be read and the buffers overwritten
+        once it returns.
+        """
+
+
+def copies_for(device: torch.device, threads: "Threads") -> Copies:
+    """The copies of a KV cache on ``device``; saves may use ``threads``."""
+    return HostCopies(threads) if device.type == "cpu" else StreamCopies(device)
+
+
+class Threads:
+    """Work on bytes, spread over cores; everything of it must release the GIL."""
+
+    def __init__(self, name: str) -> None:
+        cores = _cores()
+        self._pool = ThreadPoolExecutor(
+            min(COPIERS, len(cores)), name, os.sched_setaffinity, (0, cores)
+        )
+
+    def each(self, function: Callable[[T], None], items: Sequence[T], size: int) -> None:
+        """Call ``function`` on all items, ``size`` bytes together.
+
+        Raises the first exception, once no call is under way any more.
+        """
+        if size < WORTH_A_THREAD or len(items) == 1:
+            for item in items:
+                function(item)
+            return
+        calls = [self._pool.submit(function, item) for item in items]
+        try:
+            wait(calls, return_when=FIRST_EXCEPTION)
+        finally:
+            for call in calls:
+                call.cancel()
+            wait(calls)
+        for call in calls:
+            if not call.cancelled():
+                call.result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def _cores() -> set[int]:
+    """Those of all threads: vLLM binds each to one, and a new thread to its parent's."""
+    cores: set[int] = set()
+    for task in os.listdir("/proc/self/task"):
+        try:
+            cores |= os.sched_getaffinity(int(task))
+        except ProcessLookupError:
+            continue
+    return cores
+
+
+class HostCopies:
+    """The KV cache lies in CPU memory."""
+
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
+
+    def mark(self) -> Mark:
+        return Mark(None)
+
+    def gather(self, items: Sequence[Item]) -> None:
+        self._threads.each(
+            lambda item: item.pages.gather(item.block, item.data),
+            items,
+            sum(item.pages.block_bytes for item in items),
+        )
+
+    def scatter(self, items: Sequence[Item], after: Mark) -> None:
+        for item in items:
+            item.pages.scatter(item.block, item.data)
+
+
+class StreamCopies:
+    """The KV cache lies on a device with streams.
+
+    A block handed to a load may still be read by forwards that were queued
+    before; so load copies run on a stream of their own behind a mark on the
+    compute stream. Saves use the compute stream itself and block.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device=device)
+
+    def mark(self) -> Mark:
+        event = torch.Event(device=self._device)
+        event.record(torch.accelerator.current_stream())
+        return Mark(event)
+
+    def gather(self, items: Sequence[Item]) -> None:
+        for item in items:
+            item.pages.gather(item.block, item.data)
+
+    def scatter(self, items: Sequence[Item], after: Mark) -> None:
+        # Each thread has a current device of its own.
+        torch.accelerator.set_device_index(self._device.index or 0)
+        self._stream.wait_event(after.event)
+        with self._stream:
+            for item in items:
+                item.pages.scatter(item.block, item.data)
+        self._stream.synchronize()
