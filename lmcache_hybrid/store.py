@@ -6,6 +6,7 @@ Verb pairs: ``reserve`` / ``put`` (or ``release``) for writing, ``claim`` /
 :mod:`lmcache_hybrid.lmcache_store`.
 """
 
+import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
@@ -79,14 +80,14 @@ class Store(Protocol):
 class _NaiveBuffer:
     def __init__(self, store: "NaiveStore", record: bytearray) -> None:
         self._store, self.record = store, record
-        store.live_buffers += 1
+        store.count_buffers(1)
 
     @property
     def payload(self) -> torch.Tensor:
         return torch.frombuffer(self.record, dtype=torch.uint8)[HEADER_BYTES:]
 
     def release(self) -> None:
-        self._store.live_buffers -= 1
+        self._store.count_buffers(-1)
 
 
 class _NaiveClaim:
@@ -102,7 +103,7 @@ class _NaiveClaim:
 
 
 class NaiveStore:
-    """A dict of records. Not thread-safe; nothing is ever evicted.
+    """A dict of records. Only reading is thread-safe; nothing is ever evicted.
 
     Attributes:
         records: sealed records by key, the least recently used first; tests reach in to
@@ -116,6 +117,11 @@ class NaiveStore:
         self.records: dict[RecordKey, bytearray] = {}
         self.pins: Counter[RecordKey] = Counter()
         self.live_buffers = 0
+        self._lock = threading.Lock()
+
+    def count_buffers(self, change: int) -> None:
+        with self._lock:
+            self.live_buffers += change
 
     def readable(self) -> bool:
         return True

@@ -199,8 +199,8 @@ DEFECTS = (
     _one(
         "pages are scattered one block too far",
         PAGES,
-        "            rows[block].copy_(data[start:end])\n",
-        "            rows[(block + 1) % len(rows)].copy_(data[start:end])\n",
+        "            self._copy(rows[block], data[start:end])\n",
+        "            self._copy(rows[(block + 1) % len(rows)], data[start:end])\n",
     ),
     # What is left behind
     _one(
@@ -275,6 +275,24 @@ DEFECTS = (
         WORKER,
         "            self._store.arrange(used_keys(save.prefix, save.boundaries, plan))\n",
         "            pass\n",
+    ),
+    _one(
+        "a lookup that nobody waits for any more keeps its claims",
+        "lmcache_hybrid/inquiry.py",
+        "        if inquiry.settle(answer):\n",
+        "        if inquiry.settle(answer) or True:\n",
+    ),
+    _one(
+        "a lookup is taken for answered before it is",
+        "lmcache_hybrid/inquiry.py",
+        "            return None\n        return self.give_up() or MISS",
+        "            return MISS\n        return self.give_up() or MISS",
+    ),
+    _one(
+        "a failed load is reported while parts of it still copy",
+        "lmcache_hybrid/copies.py",
+        "                call.cancel()\n            wait(calls)\n",
+        "                call.cancel()\n",
     ),
     _one(
         "a restored state is not found again in vLLM's own cache",

@@ -5,7 +5,8 @@ import threading
 import pytest
 import torch
 
-from lmcache_hybrid.errors import LoadError
+from lmcache_hybrid import copies
+from lmcache_hybrid.errors import LoadError, NoRoomError
 from lmcache_hybrid.lookup import Question, RankLookup
 from lmcache_hybrid.metadata import NOTHING, Load, Save, StepMetadata
 from lmcache_hybrid.record import ATTENTION, STATE
@@ -212,7 +213,11 @@ def test_a_failed_save_does_not_stop_the_others(rig):
 @pytest.mark.parametrize("plan", [PLAN, WIDE], ids=["three state groups", "two attention groups"])
 @pytest.mark.parametrize("part_bytes", [1, 3000, PART_BYTES])
 @pytest.mark.parametrize("start", [0, 1, 2])
-def test_a_load_restores_every_byte_and_touches_nothing_else(rig, plan, part_bytes, start):
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_load_restores_every_byte_and_touches_nothing_else(
+    rig, monkeypatch, plan, part_bytes, start, threads
+):
+    monkeypatch.setattr(copies, "WORTH_A_THREAD", 0 if threads else 1 << 30)
     rig = rig(plan, part_bytes=part_bytes).saved()
     # Distinct destinations, because groups overlay each other in the buffer.
     attention = tuple(tuple(range(4 + start, 7)) for _ in plan.attention)
@@ -263,6 +268,26 @@ def test_parts_hold_no_more_than_allowed(rig, part_bytes, fetches):
     rig.run(rig.load())
     assert len(seen) == fetches
     assert all(size <= max(part_bytes, 1024) for size in seen)  # one record at least
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_parts_that_find_no_room_go_one_by_one(rig, monkeypatch, always):
+    """The ones beside them may have held it."""
+    monkeypatch.setattr(copies, "WORTH_A_THREAD", 0)
+    rig = rig(part_bytes=1).saved()
+    fetch, refused = rig.store.fetch, set()
+
+    def crowded(claim, keys):
+        if always or keys[0] not in refused:
+            refused.add(keys[0])
+            raise NoRoomError("no room")
+        return fetch(claim, keys)
+
+    rig.store.fetch = crowded
+    results = rig.run(rig.load())
+    assert len(refused) == 6
+    assert bool(results.failed_recving) is always
+    rig.assert_clean()
 
 
 def lose(store, key):
