@@ -21,7 +21,7 @@ TORCH := torch==$(TORCH_VERSION)
 UV_TORCH := UV_TORCH_BACKEND=$(TORCH_BACKEND)
 endif
 
-.PHONY: help venv demo test test-fast sim mutants soak bench-reuse lint clean
+.PHONY: help venv demo test test-fast sim mutants soak bench bench-reuse lint clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,7 +45,7 @@ test: venv  ## all tests, real engines included: one on each of two cores
 test-fast: venv  ## the tests that start no engine
 	$(BIN)/python -m pytest -m "not engine"
 
-sim: venv  ## a million simulated steps from a random seed: about half an hour
+sim: venv  ## a million simulated steps from a random seed: five minutes
 	SIM_STEPS=1000000 SIM_SEED=random $(BIN)/python -m pytest tests/sim --numprocesses 2
 
 mutants: venv  ## plant every known defect, one at a time: the fast tests must find it
@@ -56,6 +56,9 @@ soak: venv  ## 30 minutes of faults under a running engine; figures go to docs/s
 
 bench-reuse: venv  ## replay traces of prompts: three minutes; figures go to docs/reuse.json
 	$(BIN)/python -m benchmarks.reuse --out docs/reuse.json
+
+bench: venv  ## times and bandwidths beside their limits: half an hour; to docs/performance.json
+	$(BIN)/python -m benchmarks.performance --out docs/performance.json
 
 lint: venv  ## ruff over everything
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

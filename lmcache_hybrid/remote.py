@@ -15,7 +15,6 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.connector.redis_connector import Priorities, RedisConnector
 from lmcache.v1.storage_backend.job_executor.pq_executor import AsyncPQExecutor
-from redis.asyncio import connection as asynchronous
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
@@ -26,11 +25,6 @@ if TYPE_CHECKING:
 FLUSH_SECONDS = 8.0
 WRITERS = 2
 WRITE_SECONDS = 20.0
-_BLOCKING = {
-    asynchronous.Connection: redis.Connection,
-    asynchronous.SSLConnection: redis.SSLConnection,
-    asynchronous.UnixDomainSocketConnection: redis.UnixDomainSocketConnection,
-}
 
 
 def exists(backend: "RemoteBackend", key: CacheEngineKey) -> bool:
@@ -77,7 +71,7 @@ def _repair(backend: "RemoteBackend", failed: Callable[[int], None]) -> None:
     if isinstance(connector, RedisConnector):
         _reconnect(connector)
         _look_up_at_once(connector, backend.config.blocking_timeout_secs)
-        _write_on_threads(connector)
+        _write_on_threads(connector, backend.config.remote_url)
 
 
 def _reconnect(connector: RedisConnector) -> None:
@@ -121,24 +115,17 @@ def _look_up_at_once(connector: RedisConnector, seconds: float) -> None:
     connector.batched_contains = batched_contains
 
 
-def _write_on_threads(connector: RedisConnector) -> None:
+def _write_on_threads(connector: RedisConnector, url: str) -> None:
     """Values go to the socket on threads, without a copy and without the GIL.
 
     Bug: asyncio copies a value of 50 MB several times before it is sent, with the GIL held.
     Symptom: saving to Redis at a third of the speed, and steps that wait for the GIL.
     Remove when: ``RedisConnector`` writes with a client of its own that does neither.
     """
-    pool = connector.pool
-    # The URL as LMCache read it: host, password, TLS.
-    client = redis.Redis(
-        connection_pool=redis.ConnectionPool(
-            connection_class=_BLOCKING[pool.connection_class],
-            **{
-                **{k: v for k, v in pool.connection_kwargs.items() if k != "retry"},
-                "socket_timeout": WRITE_SECONDS,
-                "retry": redis.retry.Retry(NoBackoff(), 1, (redis.ConnectionError,)),
-            },
-        )
+    client = redis.Redis.from_url(
+        url,
+        socket_timeout=WRITE_SECONDS,
+        retry=redis.retry.Retry(NoBackoff(), 1, (redis.ConnectionError,)),
     )
     threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="hybrid-redis")
 
