@@ -12,7 +12,10 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
+from lmcache_hybrid.errors import DamagedError, RecordError
 from lmcache_hybrid.pages import GroupPages
+from lmcache_hybrid.record import RecordKey
+from lmcache_hybrid.store import Buffer
 
 T = TypeVar("T")
 
@@ -23,11 +26,21 @@ WORTH_A_THREAD = 1 << 20
 
 
 class Item(NamedTuple):
-    """One block of a group, and ``block_bytes`` of uint8 in CPU memory."""
+    """One block of a group and the memory of its record."""
 
+    key: RecordKey
     pages: GroupPages
     block: int
-    data: torch.Tensor
+    buffer: Buffer
+
+    def gather(self) -> None:
+        self.buffer.digests = self.pages.gather(self.block, self.buffer.payload)
+
+    def scatter(self) -> None:
+        try:
+            self.pages.scatter(self.block, self.buffer.payload, self.buffer.digests)
+        except RecordError as error:
+            raise DamagedError(self.key, error) from error
 
 
 class Mark(NamedTuple):
@@ -41,16 +54,16 @@ class Copies(Protocol):
         """Now, on the compute stream."""
 
     def gather(self, items: Sequence[Item]) -> None:
-        """Pages to buffers, after what was queued on the compute stream. Mutates the buffers.
+        """Pages and digests to buffers, after what was queued on the compute stream.
 
-        Both may be overwritten once it returns.
+        Mutates the buffers. Both may be overwritten once it returns.
         """
 
     def scatter(self, items: Sequence[Item], after: Mark) -> None:
         """Buffers to pages, once the device has passed ``after``. Mutates the KV cache.
 
         Called on several threads. The pages may be read and the buffers overwritten
-        once it returns.
+        once it returns. Raises DamagedError before damaged bytes reach a page.
         """
 
 
@@ -114,14 +127,14 @@ class HostCopies:
 
     def gather(self, items: Sequence[Item]) -> None:
         self._threads.each(
-            lambda item: item.pages.gather(item.block, item.data),
+            Item.gather,
             items,
             sum(item.pages.block_bytes for item in items),
         )
 
     def scatter(self, items: Sequence[Item], after: Mark) -> None:
         for item in items:
-            item.pages.scatter(item.block, item.data)
+            item.scatter()
 
 
 class StreamCopies:
@@ -143,7 +156,7 @@ class StreamCopies:
 
     def gather(self, items: Sequence[Item]) -> None:
         for item in items:
-            item.pages.gather(item.block, item.data)
+            item.gather()
 
     def scatter(self, items: Sequence[Item], after: Mark) -> None:
         # Each thread has a current device of its own.
@@ -151,5 +164,5 @@ class StreamCopies:
         self._stream.wait_event(after.event)
         with self._stream:
             for item in items:
-                item.pages.scatter(item.block, item.data)
+                item.scatter()
         self._stream.synchronize()

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors of this package."""
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lmcache_hybrid.record import RecordKey
+
 
 class ConfigError(ValueError):
     """Bad configuration, found at start-up.
@@ -19,7 +24,19 @@ class RecordError(Exception):
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
-        self.reason = reason
+        self.reason, self.detail = reason, detail
+
+
+class DamagedError(RecordError):
+    """The payload of a record is damaged.
+
+    Attributes:
+        key: of the record.
+    """
+
+    def __init__(self, key: "RecordKey", error: RecordError) -> None:
+        super().__init__(error.reason, error.detail)
+        self.key = key
 
 
 class LoadError(Exception):

@@ -25,10 +25,16 @@ from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 from vllm.logger import init_logger
 
 from lmcache_hybrid import local_disk, remote
-from lmcache_hybrid.copies import Threads
 from lmcache_hybrid.errors import LoadError, NoRoomError, RecordError
 from lmcache_hybrid.local_disk import record_shape
-from lmcache_hybrid.record import HEADER_BYTES, RecordKey, seal, verify
+from lmcache_hybrid.record import (
+    HEADER_BYTES,
+    RecordKey,
+    open_record,
+    payload_bytes,
+    record_bytes,
+    seal,
+)
 
 if TYPE_CHECKING:
     from lmcache.v1.cache_engine import LMCacheEngine
@@ -48,6 +54,7 @@ class LMCacheBuffer:
 
     def __init__(self, memory: MemoryObj) -> None:
         self.memory = memory
+        self.digests = b""
 
     @property
     def record(self) -> memoryview:
@@ -58,7 +65,8 @@ class LMCacheBuffer:
     def payload(self) -> torch.Tensor:
         tensor = self.memory.tensor
         assert tensor is not None and tensor.dtype == torch.uint8
-        return tensor.view(-1)[HEADER_BYTES:]
+        record = tensor.view(-1)
+        return record[HEADER_BYTES : HEADER_BYTES + payload_bytes(record.numel())]
 
     def release(self) -> None:
         self.memory.ref_count_down()
@@ -116,11 +124,10 @@ class LMCacheStore:
         self._model_name = model_name
         self._fingerprint = fingerprint
         self._metadata = engine.metadata
-        self._max_record = HEADER_BYTES + max_payload
+        self._max_record = record_bytes(max_payload)
         self.reads: Counter[str] = Counter()
         self.failed_writes: Counter[str] = Counter()
         self._readers = ThreadPoolExecutor(REMOTE_READERS, thread_name_prefix="hybrid-read")
-        self._threads = Threads("hybrid-check")
         # Damaged records that a backend could not remove; gone once written anew.
         self._damaged: set[RecordKey] = set()
         # Looking up, pinning, reading and refreshing a prefix asks for the same keys.
@@ -233,7 +240,6 @@ class LMCacheStore:
                     )
             for key in keys:
                 self._check(key, buffers[key])
-            self._keep_in_ram(claim, buffers)
         except BaseException:
             for buffer in buffers.values():
                 buffer.release()
@@ -277,12 +283,12 @@ class LMCacheStore:
                 break
         return memories
 
-    def _keep_in_ram(self, claim: LMCacheClaim, buffers: dict[RecordKey, LMCacheBuffer]) -> None:
-        """Copy what other backends held to RAM, where LMCache is told to use it (local_cpu)."""
-        keys = [key for key in buffers if claim.located[key] != "LocalCPUBackend"]
-        if keys:
+    def keep(self, claim: LMCacheClaim, records: Iterable[tuple[RecordKey, LMCacheBuffer]]) -> None:
+        """Keep what other backends held in RAM, where LMCache is told to use it (local_cpu)."""
+        read = [(k, b) for k, b in records if claim.located[k] != "LocalCPUBackend"]
+        if read:
             self.manager.local_cpu_backend.batched_submit_put_task(
-                [self.engine_key(key) for key in keys], [buffers[key].memory for key in keys]
+                [self.engine_key(key) for key, _ in read], [buffer.memory for _, buffer in read]
             )
 
     def _probe_staging(self, records: int) -> None:
@@ -302,7 +308,7 @@ class LMCacheStore:
 
     def _check(self, key: RecordKey, buffer: LMCacheBuffer) -> None:
         try:
-            verify(buffer.record, key, self._fingerprint)
+            buffer.digests = open_record(buffer.record, key, self._fingerprint)
         except RecordError:
             # Kept, it would be promised and fail again for every later request.
             self.discard(key)
@@ -342,9 +348,9 @@ class LMCacheStore:
 
     # Writing
 
-    def reserve(self, payload_bytes: int) -> LMCacheBuffer | None:
+    def reserve(self, payload: int) -> LMCacheBuffer | None:
         memory = self.manager.allocate(
-            record_shape(HEADER_BYTES + payload_bytes),
+            record_shape(record_bytes(payload)),
             torch.uint8,
             fmt=MemoryFormat.KV_2LTD,
             busy_loop=False,
@@ -358,11 +364,8 @@ class LMCacheStore:
         keys = [self.engine_key(key) for key, _ in records]
         memories = [buffer.memory for _, buffer in records]
         try:
-            self._threads.each(
-                lambda each: seal(each[1].record, each[0], self._fingerprint),
-                records,
-                sum(memory.get_size() for memory in memories),
-            )
+            for key, buffer in records:
+                seal(buffer.record, key, self._fingerprint, buffer.digests)
             self._damaged.difference_update(key for key, _ in records)
             # Takes over our references once it returns.
             self.manager.batched_put(keys, memories, location=self._engine.store_location)

@@ -18,7 +18,7 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from vllm.logger import init_logger
 
 from lmcache_hybrid.errors import RecordError
-from lmcache_hybrid.record import HEADER_BYTES, read_header
+from lmcache_hybrid.record import HEADER_BYTES, read_header, record_bytes
 
 if TYPE_CHECKING:
     from lmcache.v1.metadata import LMCacheMetadata
@@ -101,9 +101,9 @@ def _belongs(file: Path, fingerprint: bytes) -> bool:
         header = read_header(data.read(HEADER_BYTES))
     if header.fingerprint != fingerprint:
         return False
-    found = file.stat().st_size - HEADER_BYTES
-    if found != header.length:
-        raise RecordError("length", f"{found} bytes of {header.length}")
+    found, whole = file.stat().st_size, record_bytes(header.length)
+    if found != whole:
+        raise RecordError("length", f"{found} bytes of {whole}")
     return True
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from lmcache_hybrid.errors import ConfigError
+from lmcache_hybrid.record import CHUNK_BYTES, DIGEST_BYTES, check, digest, digests_of
 
 
 class GroupPages:
@@ -33,7 +34,6 @@ class GroupPages:
         """
         self.layers = tuple(layers)
         self.rows: list[torch.Tensor] = []
-        self._copy = _host_copy
         layout: list[str] = []
         for name in self.layers:
             tensor = kv_caches.get(name)
@@ -44,51 +44,86 @@ class GroupPages:
                 )
             self.rows.append(_byte_rows(name, tensor))
             layout.append(f"{tuple(tensor.shape[1:])} {tensor.stride()[1:]} {tensor.dtype}")
-        if any(row.device.type != "cpu" for row in self.rows):
-            self._copy = torch.Tensor.copy_
         self.layout = tuple(layout)
         self.block_bytes = sum(row.shape[1] for row in self.rows)
+        self._chunks = _chunks([row.shape[1] for row in self.rows])
+        # Not Tensor.copy_ on CPU, which starts OpenMP threads beside those of the forward.
+        host = all(row.device.type == "cpu" for row in self.rows)
+        self._host = [row.numpy() for row in self.rows] if host else None
 
     @property
     def num_blocks(self) -> int:
         return min(row.shape[0] for row in self.rows)
 
-    def gather(self, block: int, out: torch.Tensor) -> None:
+    def gather(self, block: int, out: torch.Tensor) -> bytes:
         """Copy one block of every layer into ``out``. Mutates ``out``.
 
         Args:
             block: block id, never 0 (the null block).
-            out: uint8 of ``block_bytes`` elements, on any device.
+            out: uint8 of ``block_bytes`` elements, in CPU memory.
+
+        Returns:
+            The digests of the chunks of ``out``, see :mod:`lmcache_hybrid.record`.
         """
         self._check(block, out)
-        start = 0
-        for rows in self.rows:
-            end = start + rows.shape[1]
-            self._copy(out[start:end], rows[block])
-            start = end
+        target = out.numpy()
+        if self._host is None:
+            for pieces in self._chunks:
+                for row, at, to, size in pieces:
+                    out[to : to + size].copy_(self.rows[row][block, at : at + size])
+            return digests_of(memoryview(target))
+        digests = []
+        for number, pieces in enumerate(self._chunks):
+            for row, at, to, size in pieces:
+                np.copyto(target[to : to + size], self._host[row][block, at : at + size])
+            digests.append(digest(target[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]))
+        return b"".join(digests)
 
-    def scatter(self, block: int, data: torch.Tensor) -> None:
-        """Copy ``data`` into one block of every layer. Mutates the KV cache.
+    def scatter(self, block: int, data: torch.Tensor, digests: bytes) -> None:
+        """Copy ``data`` into one block of every layer, chunk by chunk. Mutates the KV cache.
 
         Args:
             block: block id, never 0 (the null block).
-            data: uint8 of ``block_bytes`` elements, on any device.
+            data: uint8 of ``block_bytes`` elements, in CPU memory.
+            digests: of the chunks of ``data``.
+
+        Raises:
+            RecordError: a chunk is damaged; neither it nor a later one was copied.
         """
         self._check(block, data)
-        start = 0
-        for rows in self.rows:
-            end = start + rows.shape[1]
-            self._copy(rows[block], data[start:end])
-            start = end
+        assert len(digests) == len(self._chunks) * DIGEST_BYTES
+        source = data.numpy()
+        for number, pieces in enumerate(self._chunks):
+            expected = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+            check(source[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES], expected)
+            for row, at, to, size in pieces:
+                if self._host is None:
+                    self.rows[row][block, at : at + size].copy_(
+                        data[to : to + size], non_blocking=True
+                    )
+                else:
+                    np.copyto(self._host[row][block, at : at + size], source[to : to + size])
 
     def _check(self, block: int, data: torch.Tensor) -> None:
         assert 0 < block < self.num_blocks, f"block {block} of {self.num_blocks}"
         assert data.dtype == torch.uint8 and data.numel() == self.block_bytes
 
 
-def _host_copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    # Not Tensor.copy_, which starts OpenMP threads beside those of the forward.
-    np.copyto(target.numpy(), source.numpy())
+def _chunks(rows: Sequence[int]) -> list[list[tuple[int, int, int, int]]]:
+    """Per chunk of a payload the pieces of rows in it: (row, from, to in the payload, size)."""
+    chunks: list[list[tuple[int, int, int, int]]] = [
+        [] for _ in range(-(-sum(rows) // CHUNK_BYTES))
+    ]
+    start = 0
+    for row, size in enumerate(rows):
+        at = 0
+        while at < size:
+            chunk, used = divmod(start + at, CHUNK_BYTES)
+            piece = min(size - at, CHUNK_BYTES - used)
+            chunks[chunk].append((row, at, start + at, piece))
+            at += piece
+        start += size
+    return chunks
 
 
 def _byte_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,27 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stored form of one block of one group: a checked header, then the pages' bytes.
+"""The stored form of one block of one group: a checked header, the pages' bytes, their digests.
 
-A record says whose bytes it holds, so that bytes under the wrong key, of
-another model, layout, rank or request, cut off or damaged, are told apart
-from the right ones by the record alone.
+The bytes have a digest per chunk, so that each chunk can be checked and copied, or copied
+and digested, while it lies in a core's cache: memory is read once.
+
+A record says whose bytes it holds, so that bytes under the wrong key, of another model,
+layout, rank or request, cut off or damaged, are told apart from the right ones by the
+record alone.
 """
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import xxhash
 
 from lmcache_hybrid.errors import RecordError
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"LMCHYBRD"
+Chunk = bytes | memoryview | np.ndarray
 # magic, version, kind, group, boundary, payload length, fingerprint, block hash,
-# tags digest, payload checksum; then 8 bytes of header checksum.
+# tags digest, digest of the digests; then 8 bytes of header checksum.
 _FIELDS = struct.Struct("<8sHBBQQ16s32s16s16s")
 _CHECKSUM = struct.Struct("<Q")
 # Whole cache lines, so that the payload stays aligned.
 HEADER_BYTES = 192
 assert _FIELDS.size + _CHECKSUM.size <= HEADER_BYTES
+
+# A chunk and its copy fit into the second-level cache of a core.
+CHUNK_BYTES = 256 << 10
+DIGEST_BYTES = 8
 
 ATTENTION = 0
 STATE = 1
@@ -77,22 +87,55 @@ def _header(key: RecordKey, fingerprint: bytes, length: int, checksum: bytes) ->
     return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
 
 
-def seal(record: memoryview, key: RecordKey, fingerprint: bytes) -> None:
-    """Write the header of a record whose payload is in place. Mutates ``record``.
+def record_bytes(payload: int) -> int:
+    """Bytes of a record whose pages have ``payload`` bytes."""
+    return HEADER_BYTES + payload + DIGEST_BYTES * -(-payload // CHUNK_BYTES)
+
+
+def payload_bytes(record: int) -> int:
+    """The inverse of :func:`record_bytes`; at most 0 for what cannot be a record's size."""
+    rest = record - HEADER_BYTES
+    return rest - DIGEST_BYTES * -(-rest // (CHUNK_BYTES + DIGEST_BYTES))
+
+
+def chunks_of(payload: memoryview) -> Iterator[memoryview]:
+    return (payload[at : at + CHUNK_BYTES] for at in range(0, len(payload), CHUNK_BYTES))
+
+
+def digest(chunk: Chunk) -> bytes:
+    """DIGEST_BYTES of at most CHUNK_BYTES."""
+    return xxhash.xxh3_64_digest(chunk)
+
+
+def digests_of(payload: memoryview) -> bytes:
+    return b"".join(map(digest, chunks_of(payload)))
+
+
+def check(chunk: Chunk, expected: bytes) -> None:
+    """Raises RecordError when these are not the bytes that were stored."""
+    if digest(chunk) != expected:
+        raise RecordError("checksum", f"{len(chunk)} bytes of the payload are damaged")
+
+
+def seal(record: memoryview, key: RecordKey, fingerprint: bytes, digests: bytes) -> None:
+    """Write what surrounds a payload that is in place. Mutates ``record``.
 
     Args:
-        record: writable bytes, HEADER_BYTES of room and then the payload.
+        record: writable, ``record_bytes`` of the payload.
         key: what the payload is.
         fingerprint: 16 bytes naming model, layout and rank.
+        digests: of the payload's chunks.
     """
-    payload = record[HEADER_BYTES:]
-    header = _header(key, fingerprint, len(payload), xxhash.xxh3_128_digest(payload))
+    length = payload_bytes(len(record))
+    assert len(record) == HEADER_BYTES + length + len(digests)
+    header = _header(key, fingerprint, length, xxhash.xxh3_128_digest(digests))
     record[: len(header)] = header
     record[len(header) : HEADER_BYTES] = bytes(HEADER_BYTES - len(header))
+    record[HEADER_BYTES + length :] = digests
 
 
-def verify(record: memoryview, key: RecordKey, fingerprint: bytes) -> memoryview:
-    """Check every field and the payload; return the payload.
+def open_record(record: memoryview, key: RecordKey, fingerprint: bytes) -> bytes:
+    """Check all but the payload, and return the digests to check that with.
 
     Raises:
         RecordError: the bytes are not the record of ``key`` under ``fingerprint``.
@@ -100,15 +143,15 @@ def verify(record: memoryview, key: RecordKey, fingerprint: bytes) -> memoryview
     stored = read_header(record)
     if stored.fingerprint != fingerprint:
         raise RecordError("fingerprint", "written by another model, layout or rank")
-    payload = record[HEADER_BYTES:]
-    if len(payload) != stored.length:
-        raise RecordError("length", f"{len(payload)} bytes of {stored.length}")
+    if len(record) != record_bytes(stored.length):
+        raise RecordError("length", f"{len(record)} bytes for a payload of {stored.length}")
     expected = _FIELDS.unpack_from(_header(key, fingerprint, stored.length, stored.checksum))
     if expected != stored.fields:
         raise RecordError("key", "holds another block, boundary or request")
-    if xxhash.xxh3_128_digest(payload) != stored.checksum:
-        raise RecordError("checksum", f"payload of {len(payload)} bytes is damaged")
-    return payload
+    digests = bytes(record[HEADER_BYTES + stored.length :])
+    if xxhash.xxh3_128_digest(digests) != stored.checksum:
+        raise RecordError("checksum", f"the digests of {stored.length} bytes are damaged")
+    return digests
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,28 @@ from typing import Protocol
 import torch
 
 from lmcache_hybrid.errors import LoadError, RecordError
-from lmcache_hybrid.record import HEADER_BYTES, RecordKey, seal, verify
+from lmcache_hybrid.record import (
+    HEADER_BYTES,
+    RecordKey,
+    open_record,
+    payload_bytes,
+    record_bytes,
+    seal,
+)
 
 
 class Buffer(Protocol):
-    """Memory of one record, owned by whoever holds it until ``release``."""
+    """Memory of one record, owned by whoever holds it until ``release``.
+
+    Attributes:
+        digests: of the payload's chunks, see :mod:`lmcache_hybrid.record`.
+    """
+
+    digests: bytes
 
     @property
     def payload(self) -> torch.Tensor:
-        """uint8, CPU, the record without its header."""
+        """uint8, CPU, the record's pages."""
 
     def release(self) -> None:
         """Give the memory back. Call exactly once."""
@@ -54,15 +67,21 @@ class Store(Protocol):
         """Pin all keys where ``locate`` found them, or none and return None."""
 
     def fetch(self, claim: Claim, keys: Sequence[RecordKey]) -> list[Buffer]:
-        """Read and check records of a claim; all or nothing.
+        """Read records of a claim and check all but their payloads; all or nothing.
 
         Raises:
             LoadError: a record is gone or there is no memory to read it into.
-            RecordError: a record's bytes are wrong; it was removed.
+            RecordError: it is not the record asked for; it was removed.
         """
 
-    def reserve(self, payload_bytes: int) -> Buffer | None:
-        """Memory for a new record, None when the store is full."""
+    def keep(self, claim: Claim, records: Iterable[tuple[RecordKey, Buffer]]) -> None:
+        """These were read and found good: a nearer backend may keep them."""
+
+    def discard(self, key: RecordKey) -> None:
+        """Remove a damaged record; never raises."""
+
+    def reserve(self, payload: int) -> Buffer | None:
+        """Memory for a record of ``payload`` bytes of pages, None when the store is full."""
 
     def put(self, records: Iterable[tuple[RecordKey, Buffer]]) -> None:
         """Seal and store the records, and release their buffers."""
@@ -78,13 +97,14 @@ class Store(Protocol):
 
 
 class _NaiveBuffer:
-    def __init__(self, store: "NaiveStore", record: bytearray) -> None:
-        self._store, self.record = store, record
+    def __init__(self, store: "NaiveStore", record: bytearray, digests: bytes = b"") -> None:
+        self._store, self.record, self.digests = store, record, digests
         store.count_buffers(1)
 
     @property
     def payload(self) -> torch.Tensor:
-        return torch.frombuffer(self.record, dtype=torch.uint8)[HEADER_BYTES:]
+        end = HEADER_BYTES + payload_bytes(len(self.record))
+        return torch.frombuffer(self.record, dtype=torch.uint8)[HEADER_BYTES:end]
 
     def release(self) -> None:
         self._store.count_buffers(-1)
@@ -141,20 +161,30 @@ class NaiveStore:
         for key in keys:
             if key not in self.records:
                 raise LoadError(f"record {key.label} at {key.boundary} is gone")
+        # A copy, so that nobody damages what is stored.
+        found = [bytearray(self.records[key]) for key in keys]
+        digests = []
+        for key, record in zip(keys, found, strict=True):
             try:
-                verify(memoryview(self.records[key]), key, self._fingerprint)
+                digests.append(open_record(memoryview(record), key, self._fingerprint))
             except RecordError:
-                del self.records[key]
+                self.discard(key)
                 raise
-        return [_NaiveBuffer(self, bytearray(self.records[key])) for key in keys]
+        return [_NaiveBuffer(self, *each) for each in zip(found, digests, strict=True)]
 
-    def reserve(self, payload_bytes: int) -> Buffer | None:
-        return _NaiveBuffer(self, bytearray(HEADER_BYTES + payload_bytes))
+    def keep(self, claim: Claim, records: Iterable[tuple[RecordKey, Buffer]]) -> None:
+        return
+
+    def discard(self, key: RecordKey) -> None:
+        self.records.pop(key, None)
+
+    def reserve(self, payload: int) -> Buffer | None:
+        return _NaiveBuffer(self, bytearray(record_bytes(payload)))
 
     def put(self, records: Iterable[tuple[RecordKey, Buffer]]) -> None:
         for key, buffer in records:
             assert isinstance(buffer, _NaiveBuffer)
-            seal(memoryview(buffer.record), key, self._fingerprint)
+            seal(memoryview(buffer.record), key, self._fingerprint, buffer.digests)
             self.records[key] = buffer.record
             buffer.release()
 

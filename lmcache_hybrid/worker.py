@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.logger import init_logger
 
 from lmcache_hybrid.copies import Item, Mark, Threads, copies_for
-from lmcache_hybrid.errors import LoadError, NoRoomError, RecordError
+from lmcache_hybrid.errors import DamagedError, LoadError, NoRoomError, RecordError
 from lmcache_hybrid.groups import GroupPlan
 from lmcache_hybrid.lookup import RankLookup, record_keys, used_keys, window_keys
 from lmcache_hybrid.metadata import Load, Save, StepMetadata
@@ -227,8 +227,14 @@ class HybridWorker:
                 pages, size = self._pages[key.group], buffer.payload.numel()
                 if size != pages.block_bytes:
                     raise LoadError(f"record {key.label} has {size} bytes")
-                items.append(Item(pages, block, buffer.payload))
-            self._copies.scatter(items, after)
+                items.append(Item(key, pages, block, buffer))
+            try:
+                self._copies.scatter(items, after)
+            except DamagedError as error:
+                # Kept, it would be promised and fail again for every later request.
+                self._store.discard(error.key)
+                raise
+            self._store.keep(claim, [(item.key, item.buffer) for item in items])
 
     # Saving
 
@@ -296,7 +302,7 @@ class HybridWorker:
                     raise MemoryError("LMCache's CPU pool is full (max_local_cpu_size)")
                 on_error.callback(buffer.release)
                 gathered.append((key, buffer))
-                items.append(Item(pages, block, buffer.payload))
+                items.append(Item(key, pages, block, buffer))
             self._copies.gather(items)
             on_error.pop_all()
         return gathered, sum(item.pages.block_bytes for item in items)

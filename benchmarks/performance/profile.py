@@ -19,11 +19,11 @@ from lmcache_hybrid.pages import GroupPages
 PARTS = (
     ("look up and pin", RankLookup, "answer"),
     ("read from the backend", LMCacheStore, "_read"),
-    ("check header and checksum", lmcache_store, "verify"),
-    ("copy into the cache", GroupPages, "scatter"),
+    ("check the header", lmcache_store, "open_record"),
+    ("check and copy into the cache", GroupPages, "scatter"),
     ("memory for new records", LMCacheStore, "reserve"),
-    ("copy out of the cache", GroupPages, "gather"),
-    ("write header and checksum", lmcache_store, "seal"),
+    ("copy out of the cache and digest", GroupPages, "gather"),
+    ("write the header", lmcache_store, "seal"),
     ("hand over to LMCache", LMCacheStore, "put"),
     ("order of eviction", LMCacheStore, "arrange"),
 )

@@ -59,7 +59,7 @@ from lmcache_hybrid.lmcache_store import LMCacheStore
 from lmcache_hybrid.lookup import Answer, Question, RankLookup
 from lmcache_hybrid.metadata import NOTHING
 from lmcache_hybrid.pages import GroupPages
-from lmcache_hybrid.record import HEADER_BYTES
+from lmcache_hybrid.record import payload_bytes
 from lmcache_hybrid.scheduler import HybridScheduler
 from lmcache_hybrid.tinymodels import make_model
 from lmcache_hybrid.worker import HybridWorker
@@ -169,7 +169,7 @@ class _Connector(lmcache_hybrid.connector.HybridConnector):
             )
             return
         # One page for all blocks: nobody reads what is in it.
-        page = torch.zeros(1, RECORD_BYTES - HEADER_BYTES, dtype=torch.uint8)
+        page = torch.zeros(1, payload_bytes(RECORD_BYTES), dtype=torch.uint8)
         page = page.expand(engine.setup.pool, -1)
         pages = {
             group: GroupPages(["layer"], {"layer": page})
@@ -298,7 +298,7 @@ class ReplayEngine:
         self._cleanup.callback(LMCacheEngineBuilder.destroy, ID)
         engine.post_init()
         store = _PlainStore if self.setup.plain else LMCacheStore
-        self.store = store(engine, ID, bytes(16), RECORD_BYTES - HEADER_BYTES)
+        self.store = store(engine, ID, bytes(16), payload_bytes(RECORD_BYTES))
         self.lookup = RankLookup(self.plan, self.store)
 
     def ask(self, question: Question) -> list[Answer]:

@@ -153,8 +153,20 @@ DEFECTS = (
     _one(
         "the payload's checksum is not compared",
         RECORD,
-        "if xxhash.xxh3_128_digest(payload) != stored.checksum:",
-        "if not payload:",
+        "    if digest(chunk) != expected:\n",
+        "    if not expected:\n",
+    ),
+    _one(
+        "chunks may change places",
+        RECORD,
+        "    if xxhash.xxh3_128_digest(digests) != stored.checksum:\n",
+        "    if not digests:\n",
+    ),
+    _one(
+        "a damaged record stays in the store",
+        WORKER,
+        "                self._store.discard(error.key)\n",
+        "",
     ),
     _one(
         "a record of another block or request is accepted",
@@ -165,7 +177,7 @@ DEFECTS = (
     _one(
         "a cut-off record is accepted",
         RECORD,
-        "if len(payload) != stored.length:",
+        "if len(record) != record_bytes(stored.length):",
         "if not payload:",
     ),
     Defect(
@@ -197,10 +209,10 @@ DEFECTS = (
         "                results.finished_recving.add(request_id)\n",
     ),
     _one(
-        "pages are scattered one block too far",
+        "pages are scattered one block off",
         PAGES,
-        "            self._copy(rows[block], data[start:end])\n",
-        "            self._copy(rows[(block + 1) % len(rows)], data[start:end])\n",
+        "np.copyto(self._host[row][block, at : at + size], source[to : to + size])",
+        "np.copyto(self._host[row][block - 1, at : at + size], source[to : to + size])",
     ),
     # What is left behind
     _one(

@@ -20,11 +20,12 @@ from vllm.v1.core.sched.output import (
 from vllm.v1.request import Request
 
 from lmcache_hybrid.config import Options
+from lmcache_hybrid.errors import RecordError
 from lmcache_hybrid.groups import GroupPlan, Window
 from lmcache_hybrid.inquiry import Inquiries
 from lmcache_hybrid.lookup import Answer, Prefix, Question, RankLookup, record_keys
 from lmcache_hybrid.pages import GroupPages
-from lmcache_hybrid.record import ATTENTION, STATE, RecordKey
+from lmcache_hybrid.record import ATTENTION, STATE, RecordKey, digests_of
 from lmcache_hybrid.store import NaiveStore
 
 N = 16
@@ -74,8 +75,27 @@ def put(store, keys: Sequence[RecordKey], size: int = 8) -> None:
     for key in keys:
         buffer = store.reserve(size)
         buffer.payload.copy_(payload_of(key, size))
+        buffer.digests = digests_of(memoryview(buffer.payload.numpy()))
         records.append((key, buffer))
     store.put(records)
+
+
+def fetch(store, claim, keys: Sequence[RecordKey]) -> list[torch.Tensor]:
+    """The payloads, read and checked as a load does. Releases the buffers, not the claim."""
+    buffers = store.fetch(claim, keys)
+    try:
+        payloads = []
+        for key, buffer in zip(keys, buffers, strict=True):
+            data = buffer.payload.clone()
+            if digests_of(memoryview(data.numpy())) != buffer.digests:
+                store.discard(key)
+                raise RecordError("checksum", "of the test")
+            payloads.append(data)
+        store.keep(claim, list(zip(keys, buffers, strict=True)))
+        return payloads
+    finally:
+        for buffer in buffers:
+            buffer.release()
 
 
 def payload_of(key: RecordKey, size: int = 8) -> torch.Tensor:

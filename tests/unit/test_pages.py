@@ -2,8 +2,9 @@
 import pytest
 import torch
 
-from lmcache_hybrid.errors import ConfigError
+from lmcache_hybrid.errors import ConfigError, RecordError
 from lmcache_hybrid.pages import GroupPages
+from lmcache_hybrid.record import CHUNK_BYTES, digests_of
 
 from .helpers import PLAN, make_pages, state_view
 
@@ -15,6 +16,14 @@ def random_bytes(size: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
 
 
+def scatter(pages: GroupPages, block: int, data: torch.Tensor) -> None:
+    pages.scatter(block, data, digests_of(memoryview(data.numpy())))
+
+
+def gather(pages: GroupPages, block: int, out: torch.Tensor) -> None:
+    assert pages.gather(block, out) == digests_of(memoryview(out.numpy()))
+
+
 def attention_cache(seed: int = 0) -> torch.Tensor:
     return random_bytes(BLOCKS * PAGE, seed).view(torch.bfloat16).view(BLOCKS, 2, 8, 8)
 
@@ -23,7 +32,7 @@ def test_gather_is_the_layers_bytes_in_order():
     caches = {"a": attention_cache(1), "b": attention_cache(2)}
     pages = GroupPages(["b", "a"], caches)
     out = torch.empty(pages.block_bytes, dtype=torch.uint8)
-    pages.gather(3, out)
+    gather(pages, 3, out)
     expected = [caches[name][3].flatten().view(torch.uint8) for name in ("b", "a")]
     assert torch.equal(out, torch.cat(expected))
     assert pages.block_bytes == 2 * PAGE and pages.num_blocks == BLOCKS
@@ -37,12 +46,12 @@ def test_scatter_writes_one_states_bytes_and_no_padding(block, state_bytes):
     pages = GroupPages(["m"], {"m": state_view(buffer, state_bytes)})
     assert pages.block_bytes == state_bytes
     data = random_bytes(state_bytes, 5)
-    pages.scatter(block, data)
+    scatter(pages, block, data)
     expected = before.clone()
     expected[block, :state_bytes] = data.view(torch.int8)
     assert torch.equal(buffer, expected)
     out = torch.empty(state_bytes, dtype=torch.uint8)
-    pages.gather(block, out)
+    gather(pages, block, out)
     assert torch.equal(out, data)
 
 
@@ -50,7 +59,7 @@ def test_gather_changes_no_page():
     buffer, pages = make_pages()
     before = buffer.clone()
     for group in pages.values():
-        group.gather(4, torch.empty(group.block_bytes, dtype=torch.uint8))
+        gather(group, 4, torch.empty(group.block_bytes, dtype=torch.uint8))
     assert torch.equal(buffer, before)
 
 
@@ -59,7 +68,7 @@ def test_groups_that_overlay_each_other_touch_their_own_block_only(group):
     """All groups share one buffer; block ids keep them apart."""
     buffer, pages = make_pages()
     before = buffer.clone()
-    pages[group].scatter(5, random_bytes(pages[group].block_bytes))
+    scatter(pages[group], 5, random_bytes(pages[group].block_bytes))
     changed = (buffer != before).any(dim=2)
     assert changed[:, 5].all()
     changed[:, 5] = False
@@ -70,10 +79,10 @@ def test_block_moves_between_ids_bit_for_bit():
     buffer, pages = make_pages()
     for group in pages.values():
         out = torch.empty(group.block_bytes, dtype=torch.uint8)
-        group.gather(2, out)
-        group.scatter(9, out)
+        gather(group, 2, out)
+        scatter(group, 9, out)
         again = torch.empty_like(out)
-        group.gather(9, again)
+        gather(group, 9, again)
         assert torch.equal(out, again)
     assert torch.equal(buffer[:, 2], buffer[:, 9])  # the attention group covers the page
 
@@ -82,18 +91,18 @@ def test_a_view_that_starts_inside_its_storage():
     buffer = random_bytes(3 * BLOCKS * PAGE).view(torch.int8).view(3, BLOCKS, PAGE)
     pages = GroupPages(["m"], {"m": state_view(buffer[1], 40)})
     out = torch.empty(40, dtype=torch.uint8)
-    pages.gather(2, out)
+    gather(pages, 2, out)
     assert torch.equal(out.view(torch.int8), buffer[1, 2, :40])
 
 
 @pytest.mark.parametrize("block", [0, -1, BLOCKS, BLOCKS + 5])
-@pytest.mark.parametrize("copy", ["gather", "scatter"])
+@pytest.mark.parametrize("copy", [gather, scatter])
 def test_refuses_the_null_block_and_blocks_that_do_not_exist(block, copy):
     cache = attention_cache()
     before = cache.clone()
     pages = GroupPages(["a"], {"a": cache})
     with pytest.raises(AssertionError):
-        getattr(pages, copy)(block, random_bytes(PAGE))
+        copy(pages, block, random_bytes(PAGE))
     assert torch.equal(cache.view(torch.uint8), before.view(torch.uint8))
 
 
@@ -101,11 +110,11 @@ def test_refuses_the_null_block_and_blocks_that_do_not_exist(block, copy):
     "data",
     [random_bytes(PAGE - 1), random_bytes(PAGE + 1), torch.zeros(PAGE, dtype=torch.int8)],
 )
-@pytest.mark.parametrize("copy", ["gather", "scatter"])
+@pytest.mark.parametrize("copy", [gather, scatter])
 def test_refuses_memory_of_another_size_or_type(data, copy):
     pages = GroupPages(["a"], {"a": attention_cache()})
     with pytest.raises(AssertionError):
-        getattr(pages, copy)(1, data)
+        copy(pages, 1, data)
 
 
 @pytest.mark.parametrize(
@@ -149,3 +158,27 @@ def test_padding_is_no_part_of_the_layout():
     narrow = state_view(torch.zeros(BLOCKS, 128, dtype=torch.int8), 100)
     wide = state_view(torch.zeros(BLOCKS, 256, dtype=torch.int8), 100)
     assert GroupPages(["m"], {"m": narrow}).layout == GroupPages(["m"], {"m": wide}).layout
+
+
+@pytest.mark.parametrize("rows", [(7,), (CHUNK_BYTES,), (CHUNK_BYTES - 1, 2, 3 * CHUNK_BYTES)])
+def test_rows_that_end_anywhere_in_a_chunk(rows):
+    caches = {f"l{i}": random_bytes(3 * size, i).view(3, size) for i, size in enumerate(rows)}
+    pages = GroupPages(list(caches), caches)
+    out = torch.empty(sum(rows), dtype=torch.uint8)
+    gather(pages, 1, out)
+    assert torch.equal(out, torch.cat([cache[1] for cache in caches.values()]))
+    scatter(pages, 2, out)
+    for cache in caches.values():
+        assert torch.equal(cache[1], cache[2])
+
+
+def test_no_byte_of_a_damaged_chunk_reaches_a_page():
+    size = 2 * CHUNK_BYTES + 5
+    cache = torch.zeros(2, size, dtype=torch.uint8)
+    pages, data = GroupPages(["a"], {"a": cache}), random_bytes(size)
+    digests = digests_of(memoryview(data.numpy()))
+    data[CHUNK_BYTES + 3] ^= 1
+    with pytest.raises(RecordError, match="checksum"):
+        pages.scatter(1, data, digests)
+    assert torch.equal(cache[1, :CHUNK_BYTES], data[:CHUNK_BYTES])
+    assert not cache[1, CHUNK_BYTES:].any()

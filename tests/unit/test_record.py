@@ -11,12 +11,19 @@ from lmcache_hybrid import record
 from lmcache_hybrid.errors import RecordError
 from lmcache_hybrid.record import (
     ATTENTION,
+    CHUNK_BYTES,
+    DIGEST_BYTES,
     HEADER_BYTES,
     STATE,
     RecordKey,
+    check,
+    chunks_of,
+    digests_of,
+    open_record,
+    payload_bytes,
     read_header,
+    record_bytes,
     seal,
-    verify,
 )
 
 FINGERPRINT = bytes(range(16))
@@ -34,10 +41,22 @@ keys = st.builds(
 )
 
 
-def sealed(payload: bytes = b"payload!", key: RecordKey = KEY) -> bytearray:
-    data = bytearray(HEADER_BYTES) + payload
-    seal(memoryview(data), key, FINGERPRINT)
+def sealed(
+    payload: bytes = b"payload!", key: RecordKey = KEY, fingerprint: bytes = FINGERPRINT
+) -> bytearray:
+    data = bytearray(b"\xff" * record_bytes(len(payload)))
+    data[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
+    seal(memoryview(data), key, fingerprint, digests_of(memoryview(payload)))
     return data
+
+
+def verify(data: memoryview, key: RecordKey, fingerprint: bytes) -> bytes:
+    """Open a record and check its payload, as a load does."""
+    digests = open_record(data, key, fingerprint)
+    payload = data[HEADER_BYTES : HEADER_BYTES + payload_bytes(len(data))]
+    for number, chunk in enumerate(chunks_of(payload)):
+        check(chunk, digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES])
+    return bytes(payload)
 
 
 def reason_of(data: bytes, key: RecordKey = KEY, fingerprint: bytes = FINGERPRINT) -> str:
@@ -56,8 +75,7 @@ def resealed_header(data: bytearray, offset: int, new: bytes) -> bytearray:
 
 @given(keys, st.binary(max_size=300), st.binary(min_size=16, max_size=16))
 def test_round_trip(key, payload, fingerprint):
-    data = bytearray(b"\xff" * HEADER_BYTES) + payload
-    seal(memoryview(data), key, fingerprint)
+    data = sealed(payload, key, fingerprint)
     assert bytes(verify(memoryview(data), key, fingerprint)) == payload
     header = read_header(data)
     assert (header.kind, header.group, header.boundary) == (key.kind, key.group, key.boundary)
@@ -104,7 +122,9 @@ def test_refuses_other_magic():
 
 
 def test_refuses_another_version():
-    assert reason_of(resealed_header(sealed(), 8, struct.pack("<H", 2))) == "version"
+    assert (
+        reason_of(resealed_header(sealed(), 8, struct.pack("<H", record.VERSION + 1))) == "version"
+    )
 
 
 def test_refuses_a_damaged_header():
@@ -125,15 +145,39 @@ def test_refuses_another_length(edit):
 
 
 def test_refuses_a_damaged_payload():
-    data = sealed()
-    data[-1] ^= 0x80
-    assert reason_of(data) == "checksum"
+    for at in (-1, HEADER_BYTES, HEADER_BYTES + 7):  # a digest, the payload
+        data = sealed()
+        data[at] ^= 0x80
+        assert reason_of(data) == "checksum"
 
 
 def test_refuses_a_payload_with_swapped_halves():
     """A checksum that does not depend on positions would let it pass."""
     data = sealed(b"aaaabbbb")
-    data[HEADER_BYTES:] = b"bbbbaaaa"
+    data[HEADER_BYTES : HEADER_BYTES + 8] = b"bbbbaaaa"
+    assert reason_of(data) == "checksum"
+
+
+def test_refuses_swapped_chunks_with_their_digests():
+    """Each would fit its digest; the header knows their order."""
+    one, two = b"a" * CHUNK_BYTES, b"b" * CHUNK_BYTES
+    data, other = sealed(one + two), sealed(two + one)
+    other[:HEADER_BYTES] = data[:HEADER_BYTES]
+    assert reason_of(other) == "checksum"
+
+
+@given(st.integers(0, 5 * CHUNK_BYTES))
+def test_a_payloads_size_follows_from_its_records(size):
+    assert payload_bytes(record_bytes(size)) == size
+    assert record_bytes(size) - HEADER_BYTES - size == len(digests_of(memoryview(bytes(size))))
+
+
+@pytest.mark.parametrize("size", [CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES])
+def test_chunks(size):
+    payload = bytes(i % 251 for i in range(size))
+    data = sealed(payload)
+    assert verify(memoryview(data), KEY, FINGERPRINT) == payload
+    data[HEADER_BYTES + size - 1] ^= 1
     assert reason_of(data) == "checksum"
 
 

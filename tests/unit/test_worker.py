@@ -9,7 +9,7 @@ from lmcache_hybrid import copies
 from lmcache_hybrid.errors import LoadError, NoRoomError
 from lmcache_hybrid.lookup import Question, RankLookup
 from lmcache_hybrid.metadata import NOTHING, Load, Save, StepMetadata
-from lmcache_hybrid.record import ATTENTION, STATE
+from lmcache_hybrid.record import ATTENTION, HEADER_BYTES, STATE, digests_of, payload_bytes
 from lmcache_hybrid.store import NaiveStore
 from lmcache_hybrid.worker import PART_BYTES, HybridWorker
 
@@ -118,7 +118,11 @@ def test_save_stores_every_group_under_its_own_key(rig):
             expected[key] = rig.bytes_of(group, 1 + i)
     for i, (group, key) in enumerate(zip(PLAN.states, keys_of(PREFIX, 2, STATE))):
         expected[key] = rig.bytes_of(group, 4 + i)
-    assert {key: bytes(r[192:]) for key, r in rig.store.records.items()} == expected
+    payloads = {
+        key: bytes(record[HEADER_BYTES : HEADER_BYTES + payload_bytes(len(record))])
+        for key, record in rig.store.records.items()
+    }
+    assert payloads == expected
     counts = rig.worker.counts
     assert (counts.saved_attention, counts.saved_states) == (3, 1)
     assert counts.saved_bytes == sum(map(len, expected.values()))
@@ -295,6 +299,10 @@ def lose(store, key):
 
 
 def flip(store, key):
+    store.records[key][HEADER_BYTES] ^= 1
+
+
+def flip_digest(store, key):
     store.records[key][-1] ^= 1
 
 
@@ -306,18 +314,19 @@ def shorter(store, key):
     """A whole record of the right key, but of another size."""
     del store.records[key]
     buffer = store.reserve(7)
+    buffer.digests = digests_of(memoryview(buffer.payload.numpy()))
     store.put([(key, buffer)])
 
 
 @pytest.mark.parametrize("kind, block", [(ATTENTION, 0), (ATTENTION, 2), (STATE, 2)])
-@pytest.mark.parametrize("damage", [lose, flip, cut, shorter])
+@pytest.mark.parametrize("damage", [lose, flip, flip_digest, cut, shorter])
 def test_a_bad_record_fails_the_load_once(rig, hybrid_log, damage, kind, block):
     rig = rig().saved()
     load = rig.load()
     damage(rig.store, keys_of(PREFIX, block, kind)[-1])
     results = rig.run(load)
     assert_failed(rig, results)
-    assert rig.worker.counts.rejected_records == (damage in (flip, cut))
+    assert rig.worker.counts.rejected_records == (damage in (flip, flip_digest, cut))
     (warning,) = [r for r in hybrid_log.records if r.levelname == "WARNING"]
     assert "Reqid: r, loading 48 tokens failed" in warning.getMessage()
     assert not warning.exc_info  # it is expected
