@@ -68,7 +68,7 @@ class Copies(Protocol):
 
 
 def copies_for(device: torch.device, threads: "Threads") -> Copies:
-    """The copies of a KV cache on ``device``; saves may use ``threads``."""
+    """The copies of a KV cache on ``device``; saves use ``threads``."""
     return HostCopies(threads) if device.type == "cpu" else StreamCopies(device)
 
 

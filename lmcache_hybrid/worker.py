@@ -79,8 +79,10 @@ class HybridWorker:
         self._store = store
         self._lookup = lookup
         self._part_bytes = part_bytes
-        self._threads = Threads("hybrid-copy")
-        self._copies = copies_for(device, self._threads)
+        self._threads = Threads("hybrid-restore")
+        # Others than those, which may be waiting for a store while a step saves.
+        self._savers = Threads("hybrid-save")
+        self._copies = copies_for(device, self._savers)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="hybrid-load")
         self._loads: dict[str, tuple[Future[str | None], Claim | None]] = {}
         self._counts_lock = threading.Lock()
@@ -311,3 +313,4 @@ class HybridWorker:
         """End the threads; loads that did not start are dropped."""
         self._executor.shutdown(wait=True, cancel_futures=True)
         self._threads.close()
+        self._savers.close()

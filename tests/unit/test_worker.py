@@ -445,3 +445,26 @@ def test_shutdown_drops_loads_that_did_not_start(rig):
     results = rig.worker.results(set(), False)
     assert results.finished_recving == {"first", "second"}
     rig.assert_clean()
+
+
+def test_a_save_does_not_wait_for_a_load(rig, monkeypatch):
+    """The store may take seconds for what a load waits for, and a step waits for its save."""
+    monkeypatch.setattr(copies, "WORTH_A_THREAD", 0)
+    rig = rig(part_bytes=1).saved()
+    load, fetch = rig.load(), rig.store.fetch
+    begun, gate = threading.Event(), threading.Event()
+
+    def slow(claim, keys):
+        begun.set()
+        assert gate.wait(DEADLINE)
+        return fetch(claim, keys)
+
+    rig.store.fetch = slow
+    rig.start(load)
+    assert begun.wait(DEADLINE)
+    before = rig.worker.counts.saved_states
+    rig.worker.save(rig.save_metadata("other"))
+    assert rig.worker.counts.saved_states == before + 1
+    gate.set()
+    results = rig.results()
+    assert results.finished_recving == {"r"} and not results.failed_recving
