@@ -21,7 +21,7 @@ import typer
 from benchmarks.performance.path import prefix_of
 from benchmarks.performance.shapes import SHAPES, Shape, block_ids
 from lmcache_hybrid.copies import Item, Threads, copies_for
-from lmcache_hybrid.record import RecordKey, payload_bytes, record_bytes
+from lmcache_hybrid.record import HEADER_BYTES, RecordKey, payload_bytes, record_bytes
 
 
 def _items(shape: Shape, pages: dict, blocks: int, first: int, memory: torch.Tensor) -> list[Item]:
@@ -30,7 +30,7 @@ def _items(shape: Shape, pages: dict, blocks: int, first: int, memory: torch.Ten
     for group, block in block_ids(shape.load("gpu", prefix_of(blocks), first)):
         size = record_bytes(pages[group].block_bytes)
         record = memory[at : at + size]
-        payload = record[record.numel() - size :][: payload_bytes(size)]
+        payload = record[HEADER_BYTES : HEADER_BYTES + payload_bytes(size)]
         buffer = SimpleNamespace(payload=payload, digests=b"")
         items.append(Item(RecordKey(0, group, b"", block), pages[group], block, buffer))
         at += size
