@@ -288,4 +288,10 @@ DEFECTS = (
         "    promote_loads_in_order()\n",
         "",
     ),
+    _one(
+        "a failed load keeps its blocks until its turn",
+        COMPAT,
+        "    free_failed_loads()\n",
+        "",
+    ),
 )

@@ -123,6 +123,16 @@ def test_loads_of_different_priority_do_not_block_each_other():
     assert tally.events["preempted"] and tally.events["hits"]
 
 
+def test_two_failed_loads_do_not_block_each_other():
+    """See :func:`vllm_patch.compat.free_failed_loads`."""
+    setup = Setup(groups="aw", engines=2, blocks=12, batch=2 * N, seqs=1, batch_bytes=1, window=2)
+    operations = [("add", 0, 4, 0), ("again", 1, 0, 0), ("step", 0, 0, 0)]
+    operations += [("again", 1, 0, 0), ("flip", 0, 0, 0)]
+    tally = Tally()
+    Run(setup, tally).play(operations)
+    assert tally.events["failed loads"] == 2
+
+
 def report(tally: Tally, seed: int, seconds: float, part: int, capsys) -> None:
     figures = {
         "seed": seed,

@@ -364,6 +364,39 @@ def test_restored_states_are_published(monkeypatch, connector_name, ours):
     assert request.shared_prefix_boundary == 48
 
 
+@dataclasses.dataclass(frozen=True)
+class Waiting:
+    request_id: str
+    num_computed_tokens: int
+
+
+@CONNECTORS
+def test_failed_loads_leave_the_queue_of_those_with_blocks(monkeypatch, connector_name, ours):
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    monkeypatch.setattr(Scheduler, "_update_from_kv_xfer_finished", lambda self, output: None)
+    compat.free_failed_loads()
+    requests = [
+        Waiting(name, computed)
+        for name, computed in (("failed", 0), ("loading", 0), ("partly", 16), ("also", 0))
+    ]
+    freed = []
+    scheduler = scheduler_of(
+        connector_name,
+        failed_recving_kv_req_ids={"failed", "partly", "also"},
+        finished_recving_kv_req_ids={"failed", "partly", "also", "another"},
+        kv_holding_waiting=create_request_queue(SchedulingPolicy.FCFS),
+        waiting=create_request_queue(SchedulingPolicy.FCFS),
+        _handle_blocked_waiting_request=lambda request: freed.append(request.request_id),
+    )
+    scheduler.kv_holding_waiting.extend(requests)
+    Scheduler._update_from_kv_xfer_finished(scheduler, None)
+    assert freed == (["failed", "also"] if ours else [])
+    assert [request.request_id for request in scheduler.waiting] == freed
+    kept = {"loading", "partly"} if ours else {"failed", "loading", "partly", "also"}
+    assert {request.request_id for request in scheduler.kv_holding_waiting} == kept
+
+
 # Versions
 
 
