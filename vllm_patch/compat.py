@@ -172,9 +172,9 @@ def free_failed_loads() -> None:
     @functools.wraps(original)
     def _update_from_kv_xfer_finished(self, kv_connector_output):
         original(self, kv_connector_output)
-        if not _is_ours(self):
-            return
         ended = self.failed_recving_kv_req_ids & self.finished_recving_kv_req_ids
+        if not ended or not _is_ours(self):
+            return
         failed = [
             request
             for request in self.kv_holding_waiting

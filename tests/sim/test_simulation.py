@@ -19,8 +19,9 @@ import hypothesis
 import pytest
 from hypothesis import HealthCheck, Phase
 
-from .engine import Setup, install
+from .engine import install
 from .program import Run, Tally, programs
+from .setup import Setup
 from .storage import N, close_storage
 
 STEPS = int(os.environ.get("SIM_STEPS", 200_000))
