@@ -161,9 +161,10 @@ def free_failed_loads() -> None:
     """A failed load must give its blocks back before another request asks for them.
 
     Bug: the blocks of a failed load are freed when its request is at the head of the
-    queue. The one at the head may have failed too, start over, and not find room.
+    queue. The one at the head may have failed too, start over, and not find room. Those
+    that the failed load still had to get stay reserved even then.
     Symptom: in a pool that is full both wait for ever.
-    Remove when: ``Scheduler._update_from_kv_xfer_finished`` frees them.
+    Remove when: ``Scheduler._update_from_kv_xfer_finished`` frees both.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -182,6 +183,7 @@ def free_failed_loads() -> None:
         ]
         for request in failed:
             self._handle_blocked_waiting_request(request)
+            self._inflight_prefills.discard(request)
         if failed:
             self.kv_holding_waiting.remove_requests(failed)
             # In the order they had: each is put in front of those before.

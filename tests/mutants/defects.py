@@ -312,4 +312,10 @@ DEFECTS = (
         "    free_failed_loads()\n",
         "",
     ),
+    _one(
+        "a failed load keeps its reservation",
+        COMPAT,
+        "            self._inflight_prefills.discard(request)\n",
+        "",
+    ),
 )

@@ -115,6 +115,7 @@ def test_failed_loads_leave_the_queue_of_those_with_blocks(monkeypatch, connecto
         kv_holding_waiting=create_request_queue(SchedulingPolicy.FCFS),
         waiting=create_request_queue(SchedulingPolicy.FCFS),
         _handle_blocked_waiting_request=lambda request: freed.append(request.request_id),
+        _inflight_prefills=set(requests),
     )
     scheduler.kv_holding_waiting.extend(requests)
     Scheduler._update_from_kv_xfer_finished(scheduler, None)
@@ -122,3 +123,4 @@ def test_failed_loads_leave_the_queue_of_those_with_blocks(monkeypatch, connecto
     assert [request.request_id for request in scheduler.waiting] == freed
     kept = {"loading", "partly"} if ours else {"failed", "loading", "partly", "also"}
     assert {request.request_id for request in scheduler.kv_holding_waiting} == kept
+    assert {request.request_id for request in scheduler._inflight_prefills} == kept
