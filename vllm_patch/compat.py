@@ -26,6 +26,7 @@ def install() -> None:
 
     promote_loads_in_order()
     keep_restored_states()
+    free_failed_loads()
     if current_platform.is_cpu():
         keep_cpu_block_size()
         no_cpu_prefill_checkpoints()
@@ -154,3 +155,38 @@ def keep_restored_states() -> None:
             request.shared_prefix_boundary = stop
 
     Scheduler._update_waiting_for_remote_kv = _update_waiting_for_remote_kv
+
+
+def free_failed_loads() -> None:
+    """A failed load must give its blocks back before another request asks for them.
+
+    Bug: the blocks of a failed load are freed when its request is at the head of the
+    queue. The one at the head may have failed too, start over, and not find room. Those
+    that the failed load still had to get stay reserved even then.
+    Symptom: in a pool that is full both wait for ever.
+    Remove when: ``Scheduler._update_from_kv_xfer_finished`` frees both.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    original = Scheduler._update_from_kv_xfer_finished
+
+    @functools.wraps(original)
+    def _update_from_kv_xfer_finished(self, kv_connector_output):
+        original(self, kv_connector_output)
+        ended = self.failed_recving_kv_req_ids & self.finished_recving_kv_req_ids
+        if not ended or not _is_ours(self):
+            return
+        failed = [
+            request
+            for request in self.kv_holding_waiting
+            if request.request_id in ended and not request.num_computed_tokens
+        ]
+        for request in failed:
+            self._handle_blocked_waiting_request(request)
+            self._inflight_prefills.discard(request)
+        if failed:
+            self.kv_holding_waiting.remove_requests(failed)
+            # In the order they had: each is put in front of those before.
+            self.waiting.prepend_requests(failed[::-1])
+
+    Scheduler._update_from_kv_xfer_finished = _update_from_kv_xfer_finished

@@ -318,4 +318,16 @@ DEFECTS = (
         "    promote_loads_in_order()\n",
         "",
     ),
+    _one(
+        "a failed load keeps its blocks until its turn",
+        COMPAT,
+        "    free_failed_loads()\n",
+        "",
+    ),
+    _one(
+        "a failed load keeps its reservation",
+        COMPAT,
+        "            self._inflight_prefills.discard(request)\n",
+        "",
+    ),
 )

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
 
-from .engine import Setup, SimEngine
+from .engine import SimEngine
 from .model import VOCABULARY
+from .setup import Setup
 from .storage import N, Pool
 
 # Prompts are prefixes of these; a branch leaves its trunk at some token.

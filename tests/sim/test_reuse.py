@@ -11,8 +11,9 @@ from vllm.v1.request import RequestStatus
 from lmcache_hybrid.lookup import Prefix, record_keys
 from lmcache_hybrid.record import ATTENTION
 
-from .engine import Setup, SimEngine, install
+from .engine import SimEngine, install
 from .program import TRUNKS
+from .setup import Setup
 from .storage import N, Pool, close_storage
 
 A, B, C = TRUNKS

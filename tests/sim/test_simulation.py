@@ -19,8 +19,9 @@ import hypothesis
 import pytest
 from hypothesis import HealthCheck, Phase
 
-from .engine import Setup, install
+from .engine import install
 from .program import Run, Tally, programs
+from .setup import Setup
 from .storage import N, close_storage
 
 STEPS = int(os.environ.get("SIM_STEPS", 200_000))
@@ -121,6 +122,28 @@ def test_loads_of_different_priority_do_not_block_each_other():
     tally = Tally()
     Run(setup, tally).play(operations)
     assert tally.events["preempted"] and tally.events["hits"]
+
+
+def test_two_failed_loads_do_not_block_each_other():
+    """See :func:`vllm_patch.compat.free_failed_loads`."""
+    setup = Setup(groups="aw", engines=2, blocks=12, batch=2 * N, seqs=1, part_bytes=1, window=2)
+    operations = [("add", 0, 4, 0), ("again", 1, 0, 0), ("step", 0, 0, 0)]
+    operations += [("again", 1, 0, 0), ("flip", 0, 0, 0)]
+    tally = Tally()
+    Run(setup, tally).play(operations)
+    assert tally.events["failed loads"] == 2
+
+
+def test_a_failed_load_reserves_nothing():
+    """A request of higher priority gets in, see :func:`vllm_patch.compat.free_failed_loads`."""
+    setup = Setup(groups="as", blocks=13, seqs=2, priority=True)
+    step, low, high = ("step", 0, 15, 0), 2 << 10, 1
+    operations = [("add", 0, 6, 0), step, ("add", 0, 7, 0), step, ("reset", 0, 0, 0)]
+    operations += [("hold", 0, 0, 0), ("again", 0, 0, low), step, ("again", 0, 1, high), step]
+    operations += [("flip", 0, 0, 0), ("hold", 0, 0, 0)]
+    tally = Tally()
+    Run(setup, tally).play(operations)
+    assert tally.events["failed loads"] == 1 and tally.events["hits"] == 2
 
 
 def report(tally: Tally, seed: int, seconds: float, part: int, capsys) -> None:

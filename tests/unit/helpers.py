@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What several unit tests need: a small plan, prompts, records, pages, requests."""
 
+import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, Future
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import xxhash
 from vllm import SamplingParams
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -27,8 +32,10 @@ from lmcache_hybrid.lookup import Answer, Prefix, Question, RankLookup, record_k
 from lmcache_hybrid.pages import GroupPages
 from lmcache_hybrid.record import ATTENTION, STATE, RecordKey, digests_of
 from lmcache_hybrid.store import NaiveStore
+from lmcache_hybrid.tinymodels import make_model
 
 N = 16
+LMCACHE = "LMCacheConnectorV1"
 # The attention group is not group 0, and there are several state groups.
 PLAN = GroupPlan(block_size=N, attention=(2,), states=(0, 1, 3), selected_attention=2)
 # Two attention groups around one state group.
@@ -234,3 +241,17 @@ def make_output(
 def vllm_config(transfer) -> SimpleNamespace:
     """Stands in for VllmConfig where only ``kv_transfer_config`` is read."""
     return SimpleNamespace(kv_transfer_config=transfer)
+
+
+@cache
+def model(family: str) -> str:
+    return str(make_model(family, Path(tempfile.gettempdir(), "tiny", family)))
+
+
+def engine_config(family: str, extra=None, connector: str | None = LMCACHE, **args) -> VllmConfig:
+    transfer = connector and KVTransferConfig(
+        kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra or {}
+    )
+    return EngineArgs(
+        model=model(family), max_model_len=2048, kv_transfer_config=transfer, **args
+    ).create_engine_config()

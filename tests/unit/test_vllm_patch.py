@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plugin on vLLM's real classes and configuration objects; no engine starts."""
 
-import dataclasses
 import os
-import tempfile
-from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +9,6 @@ import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
-from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -23,30 +17,16 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import vllm_patch
-from lmcache_hybrid.tinymodels import make_model
 from vllm_patch import compat, config_hooks, connector, versions
+
+from .helpers import LMCACHE, engine_config
 
 vllm_patch.register()
 
-LMCACHE = "LMCacheConnectorV1"
 STATE = MambaSpec(
     block_size=16, shapes=((4, 8),), dtypes=(torch.float32,), mamba_cache_mode="align"
 )
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-
-
-@cache
-def model(family: str) -> str:
-    return str(make_model(family, Path(tempfile.gettempdir(), "tiny", family)))
-
-
-def engine_config(family: str, extra=None, connector: str | None = LMCACHE, **args) -> VllmConfig:
-    transfer = connector and KVTransferConfig(
-        kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra or {}
-    )
-    return EngineArgs(
-        model=model(family), max_model_len=2048, kv_transfer_config=transfer, **args
-    ).create_engine_config()
 
 
 def cache_config(*specs) -> KVCacheConfig:
@@ -289,79 +269,6 @@ def test_engines_without_lmcache_are_left_alone(family):
     config = engine_config(family, connector=None)
     assert config.cache_config.prefix_caching_hash_algo == "sha256"
     assert not config.scheduler_config.disable_hybrid_kv_cache_manager
-
-
-# Repairs
-
-
-@pytest.mark.parametrize("blocks, expected", [(None, None), (0, None), (100, 384)])
-def test_the_block_size_is_kept_once_the_cache_exists(blocks, expected):
-    from vllm.platforms.cpu import CpuPlatform
-
-    config = engine_config("qwen3_next")
-    CpuPlatform.check_and_update_config(config)
-    chosen_by_vllm = config.cache_config.block_size
-    config.cache_config.block_size = 384
-    config.cache_config.num_gpu_blocks = blocks
-    CpuPlatform.check_and_update_config(config)
-    assert config.cache_config.block_size == (expected or chosen_by_vllm)
-
-
-@pytest.mark.parametrize("checkpoints", [0, 1])
-def test_no_prefill_checkpoints_on_cpu(monkeypatch, checkpoints):
-    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-
-    spec = dataclasses.replace(
-        STATE,
-        num_prefill_checkpoint_blocks=checkpoints,
-        prefill_checkpoint_alignment=64 if checkpoints else None,
-    )
-    monkeypatch.setattr(MambaMixer2, "get_kv_cache_spec", lambda self, config: spec)
-    compat.no_cpu_prefill_checkpoints()
-    assert MambaMixer2.get_kv_cache_spec(None, None) == STATE
-
-
-CONNECTORS = pytest.mark.parametrize(
-    "connector_name, ours", [("LMCacheConnectorV1", True), ("NixlConnector", False), (None, False)]
-)
-
-
-def scheduler_of(connector_name: str | None, **attributes) -> SimpleNamespace:
-    transfer = connector_name and KVTransferConfig(kv_connector=connector_name, kv_role="kv_both")
-    return SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=transfer), **attributes)
-
-
-@CONNECTORS
-def test_loads_are_promoted_in_order(monkeypatch, connector_name, ours):
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    def __init__(self):
-        vars(self).update(vars(scheduler_of(connector_name)))
-        self.policy = SchedulingPolicy.PRIORITY
-        self.kv_holding_waiting = create_request_queue(self.policy)
-
-    monkeypatch.setattr(Scheduler, "__init__", __init__)
-    compat.promote_loads_in_order()
-    queue = Scheduler().kv_holding_waiting
-    assert type(queue) is type(create_request_queue(SchedulingPolicy.FCFS)) or not ours
-    assert type(queue) is type(create_request_queue(SchedulingPolicy.PRIORITY)) or ours
-
-
-@CONNECTORS
-def test_restored_states_are_published(monkeypatch, connector_name, ours):
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    published = []
-    monkeypatch.setattr(
-        Scheduler,
-        "_update_waiting_for_remote_kv",
-        lambda self, request: published.append(request.shared_prefix_boundary),
-    )
-    compat.keep_restored_states()
-    request = SimpleNamespace(shared_prefix_boundary=48, num_computed_tokens=32)
-    Scheduler._update_waiting_for_remote_kv(scheduler_of(connector_name), request)
-    assert published == [32 if ours else 48]
-    assert request.shared_prefix_boundary == 48
 
 
 # Versions

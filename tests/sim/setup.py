@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes of simulated deployments as vLLM's own configuration objects."""
+
+import copy
+import dataclasses
+import functools
+import tempfile
+from pathlib import Path
+
+import torch
+from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.structured_output import StructuredOutputManager
+
+import vllm_patch
+from lmcache_hybrid.tinymodels import make_model
+
+from .storage import N
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """Shape of one simulated deployment.
+
+    Attributes:
+        groups: one letter per KV cache group, "a" for attention, "w" for a window, "s" for states.
+        window: tokens of sliding windows.
+        batch: most tokens per step.
+        hash_size: tokens per block hash, N or a divisor.
+        retention: ``prefix_cache_retention_interval``.
+        drafts: speculative tokens per step; ``mtp`` makes them count as MTP's.
+        overlap: asynchronous scheduling.
+        load_limit: ``lmcache.max_tokens_per_load``.
+        part_bytes: bytes of records held at once while loading.
+        answers: lookups are answered every so many steps; 0 for at once.
+    """
+
+    groups: str = "sa"
+    ranks: int = 1
+    engines: int = 1
+    blocks: int = 40
+    batch: int = 3 * N
+    seqs: int = 4
+    hash_size: int = N
+    retention: int | None = 0
+    drafts: int = 0
+    mtp: bool = False
+    overlap: bool = False
+    priority: bool = False
+    load_limit: int = 0
+    checkpoint: int = 0
+    save_decode: bool = False
+    part_bytes: int = 1 << 20
+    window: int = N
+    answers: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Most tokens a request may have so that the pool holds it alone."""
+        states = self.groups.count("s")
+        spare = self.blocks - 2 - states * (3 + self.drafts)
+        # At its worst a chunk needs all of its blocks in a window group too.
+        return min(16, spare // (len(self.groups) - states) - 1) * N
+
+    def vllm_config(self, base: VllmConfig) -> VllmConfig:
+        config = copy.copy(base)
+        config.model_config = copy.copy(config.model_config)
+        config.model_config.max_model_len = self.longest
+        config.cache_config = cache = copy.copy(config.cache_config)
+        cache.block_size = N
+        cache.mamba_block_size = N
+        cache.num_gpu_blocks = self.blocks
+        cache.prefix_match_unit = self.hash_size
+        config.scheduler_config = scheduler = copy.copy(config.scheduler_config)
+        scheduler.max_num_batched_tokens = self.batch
+        scheduler.max_num_scheduled_tokens = None
+        scheduler.max_num_seqs = self.seqs
+        scheduler.async_scheduling = self.overlap
+        scheduler.policy = "priority" if self.priority else "fcfs"
+        if self.drafts:
+            config.speculative_config = SpeculativeConfig(
+                method="ngram",
+                num_speculative_tokens=self.drafts,
+                prompt_lookup_max=2,
+                prompt_lookup_min=1,
+                target_model_config=config.model_config,
+                target_parallel_config=config.parallel_config,
+            )
+            if self.mtp:
+                config.speculative_config.method = "mtp"
+        return config
+
+    def kv_cache_config(self) -> KVCacheConfig:
+        groups = []
+        for index, letter in enumerate(self.groups):
+            if letter == "a":
+                spec = FullAttentionSpec(
+                    block_size=N, num_kv_heads=1, head_size=2, dtype=torch.bfloat16
+                )
+            elif letter == "w":
+                spec = SlidingWindowSpec(
+                    block_size=N,
+                    num_kv_heads=1,
+                    head_size=2,
+                    dtype=torch.bfloat16,
+                    sliding_window=self.window,
+                )
+            else:
+                spec = MambaSpec(
+                    block_size=N,
+                    shapes=((2,),),
+                    dtypes=(torch.int64,),
+                    page_size_padded=N * 8,
+                    mamba_cache_mode="align",
+                    num_speculative_blocks=self.drafts,
+                )
+            groups.append(KVCacheGroupSpec([f"layer{index}"], spec))
+        return KVCacheConfig(
+            num_blocks=self.blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=groups,
+            prefix_cache_retention_interval=self.retention,
+        )
+
+
+# Shared by all programs of a process: starting them costs more than a program.
+
+
+@functools.cache
+def base_config() -> tuple[VllmConfig, StructuredOutputManager]:
+    """vLLM's configuration of a small hybrid model with LMCacheConnectorV1."""
+    vllm_patch.register()
+    init_none_hash(sha256_cbor)
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model("lfm2", Path(folder, "lfm2"))
+        config = EngineArgs(
+            model=str(model),
+            max_model_len=1024,
+            max_num_batched_tokens=1024,
+            enforce_eager=True,
+            async_scheduling=False,
+            kv_transfer_config={"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"},
+        ).create_engine_config()
+        return config, StructuredOutputManager(config)

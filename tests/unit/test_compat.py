@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The repairs of vLLM, and that they leave engines without this connector alone."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig
+from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
+from vllm.v1.kv_cache_interface import MambaSpec
+
+import vllm_patch
+from vllm_patch import compat
+
+from .helpers import engine_config
+
+vllm_patch.register()
+
+STATE = MambaSpec(
+    block_size=16, shapes=((4, 8),), dtypes=(torch.float32,), mamba_cache_mode="align"
+)
+
+
+@pytest.mark.parametrize("blocks, expected", [(None, None), (0, None), (100, 384)])
+def test_the_block_size_is_kept_once_the_cache_exists(blocks, expected):
+    from vllm.platforms.cpu import CpuPlatform
+
+    config = engine_config("qwen3_next")
+    CpuPlatform.check_and_update_config(config)
+    chosen_by_vllm = config.cache_config.block_size
+    config.cache_config.block_size = 384
+    config.cache_config.num_gpu_blocks = blocks
+    CpuPlatform.check_and_update_config(config)
+    assert config.cache_config.block_size == (expected or chosen_by_vllm)
+
+
+@pytest.mark.parametrize("checkpoints", [0, 1])
+def test_no_prefill_checkpoints_on_cpu(monkeypatch, checkpoints):
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    spec = dataclasses.replace(
+        STATE,
+        num_prefill_checkpoint_blocks=checkpoints,
+        prefill_checkpoint_alignment=64 if checkpoints else None,
+    )
+    monkeypatch.setattr(MambaMixer2, "get_kv_cache_spec", lambda self, config: spec)
+    compat.no_cpu_prefill_checkpoints()
+    assert MambaMixer2.get_kv_cache_spec(None, None) == STATE
+
+
+CONNECTORS = pytest.mark.parametrize(
+    "connector_name, ours", [("LMCacheConnectorV1", True), ("NixlConnector", False), (None, False)]
+)
+
+
+def scheduler_of(connector_name: str | None, **attributes) -> SimpleNamespace:
+    transfer = connector_name and KVTransferConfig(kv_connector=connector_name, kv_role="kv_both")
+    return SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=transfer), **attributes)
+
+
+@CONNECTORS
+def test_loads_are_promoted_in_order(monkeypatch, connector_name, ours):
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    def __init__(self):
+        vars(self).update(vars(scheduler_of(connector_name)))
+        self.policy = SchedulingPolicy.PRIORITY
+        self.kv_holding_waiting = create_request_queue(self.policy)
+
+    monkeypatch.setattr(Scheduler, "__init__", __init__)
+    compat.promote_loads_in_order()
+    expected = SchedulingPolicy.FCFS if ours else SchedulingPolicy.PRIORITY
+    assert type(Scheduler().kv_holding_waiting) is type(create_request_queue(expected))
+
+
+@CONNECTORS
+def test_restored_states_are_published(monkeypatch, connector_name, ours):
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    published = []
+    monkeypatch.setattr(
+        Scheduler,
+        "_update_waiting_for_remote_kv",
+        lambda self, request: published.append(request.shared_prefix_boundary),
+    )
+    compat.keep_restored_states()
+    request = SimpleNamespace(shared_prefix_boundary=48, num_computed_tokens=32)
+    Scheduler._update_waiting_for_remote_kv(scheduler_of(connector_name), request)
+    assert published == [32 if ours else 48]
+    assert request.shared_prefix_boundary == 48
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting:
+    request_id: str
+    num_computed_tokens: int
+
+
+@CONNECTORS
+def test_failed_loads_leave_the_queue_of_those_with_blocks(monkeypatch, connector_name, ours):
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    monkeypatch.setattr(Scheduler, "_update_from_kv_xfer_finished", lambda self, output: None)
+    compat.free_failed_loads()
+    requests = [
+        Waiting(name, computed)
+        for name, computed in (("failed", 0), ("loading", 0), ("partly", 16), ("also", 0))
+    ]
+    freed = []
+    scheduler = scheduler_of(
+        connector_name,
+        failed_recving_kv_req_ids={"failed", "partly", "also"},
+        finished_recving_kv_req_ids={"failed", "partly", "also", "another"},
+        kv_holding_waiting=create_request_queue(SchedulingPolicy.FCFS),
+        waiting=create_request_queue(SchedulingPolicy.FCFS),
+        _handle_blocked_waiting_request=lambda request: freed.append(request.request_id),
+        _inflight_prefills=set(requests),
+    )
+    scheduler.kv_holding_waiting.extend(requests)
+    Scheduler._update_from_kv_xfer_finished(scheduler, None)
+    assert freed == (["failed", "also"] if ours else [])
+    assert [request.request_id for request in scheduler.waiting] == freed
+    kept = {"loading", "partly"} if ours else {"failed", "loading", "partly", "also"}
+    assert {request.request_id for request in scheduler.kv_holding_waiting} == kept
+    assert {request.request_id for request in scheduler._inflight_prefills} == kept
