@@ -68,9 +68,8 @@ class GroupPages:
         self._check(block, out)
         target = out.numpy()
         if self._host is None:
-            for pieces in self._chunks:
-                for row, at, to, size in pieces:
-                    out[to : to + size].copy_(self.rows[row][block, at : at + size])
+            for row, part in zip(self.rows, self._rows_of(out)):
+                part.copy_(row[block])
             return digests_of(memoryview(target))
         digests = []
         for number, pieces in enumerate(self._chunks):
@@ -96,13 +95,15 @@ class GroupPages:
         for number, pieces in enumerate(self._chunks):
             expected = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
             check(source[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES], expected)
-            for row, at, to, size in pieces:
-                if self._host is None:
-                    self.rows[row][block, at : at + size].copy_(
-                        data[to : to + size], non_blocking=True
-                    )
-                else:
+            if self._host is not None:
+                for row, at, to, size in pieces:
                     np.copyto(self._host[row][block, at : at + size], source[to : to + size])
+        if self._host is None:  # few large transfers
+            for row, part in zip(self.rows, self._rows_of(data)):
+                row[block].copy_(part, non_blocking=True)
+
+    def _rows_of(self, data: torch.Tensor) -> Sequence[torch.Tensor]:
+        return data.split([row.shape[1] for row in self.rows])
 
     def _check(self, block: int, data: torch.Tensor) -> None:
         assert 0 < block < self.num_blocks, f"block {block} of {self.num_blocks}"
