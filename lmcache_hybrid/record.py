@@ -30,7 +30,7 @@ HEADER_BYTES = 192
 assert _FIELDS.size + _CHECKSUM.size <= HEADER_BYTES
 
 # A chunk and its copy fit into the second-level cache of a core.
-CHUNK_BYTES = 256 << 10
+CHUNK_BYTES = 512 << 10
 DIGEST_BYTES = 8
 
 ATTENTION = 0
