@@ -507,9 +507,14 @@ def test_a_redis_server_that_went_away_is_a_miss(tmp_path):
 def test_connections_that_redis_closed_are_opened_anew(box):
     """Each idle one of the pool would fail one read or write when its turn comes."""
     box = box("redis").write()
-    box.read()  # several at once, on several connections
     pool = box.backend.connection.getWrappedConnector().pool
-    assert len(pool._available_connections) > 1
+
+    async def open_some() -> None:
+        for connection in [await pool.get_connection() for _ in range(3)]:
+            await pool.release(connection)
+
+    asyncio.run_coroutine_threadsafe(open_some(), box.backend.loop).result(10)
+    assert len(pool._available_connections) >= 3
     box.redis.client_kill_filter(_type="normal", skipme=True)
     box.read()
     put(box.store, KEYS, SIZE)
