@@ -27,6 +27,7 @@ def install() -> None:
     promote_loads_in_order()
     keep_restored_states()
     free_failed_loads()
+    reserve_windows()
     if current_platform.is_cpu():
         keep_cpu_block_size()
         no_cpu_prefill_checkpoints()
@@ -190,3 +191,35 @@ def free_failed_loads() -> None:
             self.waiting.prepend_requests(failed[::-1])
 
     Scheduler._update_from_kv_xfer_finished = _update_from_kv_xfer_finished
+
+
+def reserve_windows() -> None:
+    """A load that waits must find room for all that its window groups still need.
+
+    Bug: ``get_num_blocks_to_allocate`` compares a window group's admission cap with all
+    blocks of a request, null blocks before the window too. So a request whose load ended
+    past the window reserves nothing there.
+    Symptom: models with windows; in a pool that is full two loads wait for each other for ever.
+    Remove when: ``SingleTypeKVCacheManager.get_num_blocks_to_allocate`` leaves out null blocks.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    original = Scheduler._request_remaining_blocks
+
+    @functools.wraps(original)
+    def _request_remaining_blocks(self, request):
+        reserved = original(self, request)
+        if not _is_ours(self):
+            return reserved
+        for manager in self.kv_cache_manager.coordinator.single_type_managers:
+            cap = manager.max_admission_blocks_per_request
+            blocks = manager.req_to_blocks.get(request.request_id)
+            if cap is None or not blocks:
+                continue
+            all_needed = -(-request.num_tokens // manager.block_size)
+            counted = max(min(all_needed, cap) - len(blocks), 0)
+            held = sum(not block.is_null for block in blocks)
+            reserved += max(min(all_needed - len(blocks), cap - held) - counted, 0)
+        return reserved
+
+    Scheduler._request_remaining_blocks = _request_remaining_blocks

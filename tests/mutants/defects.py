@@ -325,6 +325,12 @@ DEFECTS = (
         "",
     ),
     _one(
+        "a load reserves nothing for its windows",
+        COMPAT,
+        "    reserve_windows()\n",
+        "",
+    ),
+    _one(
         "a failed load keeps its reservation",
         COMPAT,
         "            self._inflight_prefills.discard(request)\n",

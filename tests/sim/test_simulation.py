@@ -146,6 +146,17 @@ def test_a_failed_load_reserves_nothing():
     assert tally.events["failed loads"] == 1 and tally.events["hits"] == 2
 
 
+def test_a_load_reserves_room_for_its_windows():
+    """See :func:`vllm_patch.compat.reserve_windows`."""
+    setup = Setup(groups="aaws", blocks=38, batch=29, seqs=2, priority=True, checkpoint=N, window=9)
+    operations = [("add", 0, 248, 396), ("add", 0, 11147, 35753), ("step", 0, 6, 0)]
+    operations += [("step", 0, 2, 0), ("again", 0, 35, 1 << 16), ("step", 0, 3, 0)]
+    operations += [("step", 0, 15, 0), ("again", 0, 287, 45987), ("step", 0, 6, 0)]
+    tally = Tally()
+    Run(setup, tally).play(operations)
+    assert tally.events["hits"] >= 2
+
+
 def report(tally: Tally, seed: int, seconds: float, part: int, capsys) -> None:
     figures = {
         "seed": seed,

@@ -124,3 +124,38 @@ def test_failed_loads_leave_the_queue_of_those_with_blocks(monkeypatch, connecto
     kept = {"loading", "partly"} if ours else {"failed", "loading", "partly", "also"}
     assert {request.request_id for request in scheduler.kv_holding_waiting} == kept
     assert {request.request_id for request in scheduler._inflight_prefills} == kept
+
+
+@CONNECTORS
+@pytest.mark.parametrize(
+    "cap, held, expected",
+    [
+        (None, [1, 1, 1], 5),  # full attention: vLLM's own count is right
+        (4, [0, 0, 1], 5 + 1),  # vLLM has counted one
+        (4, [0, 1, 1], 5 + 1),
+        (2, [0, 0, 1], 5 + 1),
+        (2, [0, 1, 1], 5),
+        (8, [0, 0, 1], 5),  # both
+        (2, [], 5),
+    ],
+)
+def test_loads_reserve_what_their_windows_still_need(
+    monkeypatch, connector_name, ours, cap, held, expected
+):
+    """A request of five blocks, of which ``held`` has some; 0 stands for the null block."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    monkeypatch.setattr(Scheduler, "_request_remaining_blocks", lambda self, request: 5)
+    compat.reserve_windows()
+    manager = SimpleNamespace(
+        block_size=16,
+        max_admission_blocks_per_request=cap,
+        req_to_blocks={"r": [SimpleNamespace(is_null=not block) for block in held]},
+    )
+    coordinator = SimpleNamespace(single_type_managers=[manager])
+    scheduler = scheduler_of(
+        connector_name, kv_cache_manager=SimpleNamespace(coordinator=coordinator)
+    )
+    request = SimpleNamespace(request_id="r", num_tokens=65)
+    found = Scheduler._request_remaining_blocks(scheduler, request)
+    assert found == (expected if ours else 5)
