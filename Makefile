@@ -45,7 +45,7 @@ test: venv  ## all tests, real engines included: one on each of two cores
 test-fast: venv  ## the tests that start no engine
 	$(BIN)/python -m pytest -m "not engine"
 
-sim: venv  ## a million simulated steps from a random seed: five minutes
+sim: venv  ## a million simulated steps from a random seed: eight minutes
 	SIM_STEPS=1000000 SIM_SEED=random $(BIN)/python -m pytest tests/sim --numprocesses 2
 
 mutants: venv  ## plant every known defect, one at a time: the fast tests must find it
