@@ -199,7 +199,7 @@ def reserve_windows() -> None:
     Bug: ``get_num_blocks_to_allocate`` compares a window group's admission cap with all
     blocks of a request, null blocks before the window too. So a request whose load ended
     past the window reserves nothing there.
-    Symptom: models with windows; in a pool that is full two loads wait for each other for ever.
+    Symptom: models with windows; in a tight pool two loads wait for each other for ever.
     Remove when: ``SingleTypeKVCacheManager.get_num_blocks_to_allocate`` leaves out null blocks.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -211,12 +211,15 @@ def reserve_windows() -> None:
         reserved = original(self, request)
         if not _is_ours(self):
             return reserved
+        tokens = request.num_tokens
+        if self.num_spec_tokens:
+            tokens += 1 + self.num_spec_tokens + self.num_lookahead_tokens
         for manager in self.kv_cache_manager.coordinator.single_type_managers:
             cap = manager.max_admission_blocks_per_request
             blocks = manager.req_to_blocks.get(request.request_id)
             if cap is None or not blocks:
                 continue
-            all_needed = -(-request.num_tokens // manager.block_size)
+            all_needed = -(-tokens // manager.block_size)
             counted = max(min(all_needed, cap) - len(blocks), 0)
             held = sum(not block.is_null for block in blocks)
             reserved += max(min(all_needed - len(blocks), cap - held) - counted, 0)

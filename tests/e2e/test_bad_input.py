@@ -121,8 +121,8 @@ def damage(file: Path, change) -> None:
 def test_models_without_states_start_as_before(model_dir: Path, family: str) -> None:
     """They go to LMCache's own adapter with HMA off; on CPU that adapter only computes."""
     model = make_model(family, model_dir / family)
-    # Shorter than gemma3's window: with HMA off vLLM's CPU attention skips what lies before
-    # a window and then adds up memory that nobody wrote, NaN by chance (vLLM 0.32).
+    # Shorter than gemma3's window: beyond it, with HMA off, the first decode of vLLM's CPU
+    # attention reads memory that nobody wrote, and its logits are NaN by chance (vLLM 0.32).
     ids = list(cases(128, seed=15)[0].asked)[:100]
     with Engine(model, {"local_cpu": True}) as engine:
         assert not engine.info["hma"] and len(engine.info["groups"]) == 1

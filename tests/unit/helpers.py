@@ -22,6 +22,7 @@ from vllm.v1.core.sched.output import (
     NewRequestData,
     SchedulerOutput,
 )
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request
 
 from lmcache_hybrid.config import Options
@@ -35,6 +36,9 @@ from lmcache_hybrid.store import NaiveStore
 from lmcache_hybrid.tinymodels import make_model
 
 N = 16
+STATE_SPEC = MambaSpec(
+    block_size=16, shapes=((4, 8),), dtypes=(torch.float32,), mamba_cache_mode="align"
+)
 LMCACHE = "LMCacheConnectorV1"
 # The attention group is not group 0, and there are several state groups.
 PLAN = GroupPlan(block_size=N, attention=(2,), states=(0, 1, 3), selected_attention=2)

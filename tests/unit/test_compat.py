@@ -5,21 +5,15 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-import torch
 from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
-from vllm.v1.kv_cache_interface import MambaSpec
 
 import vllm_patch
 from vllm_patch import compat
 
-from .helpers import engine_config
+from .helpers import STATE_SPEC, engine_config
 
 vllm_patch.register()
-
-STATE = MambaSpec(
-    block_size=16, shapes=((4, 8),), dtypes=(torch.float32,), mamba_cache_mode="align"
-)
 
 
 @pytest.mark.parametrize("blocks, expected", [(None, None), (0, None), (100, 384)])
@@ -40,13 +34,13 @@ def test_no_prefill_checkpoints_on_cpu(monkeypatch, checkpoints):
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
     spec = dataclasses.replace(
-        STATE,
+        STATE_SPEC,
         num_prefill_checkpoint_blocks=checkpoints,
         prefill_checkpoint_alignment=64 if checkpoints else None,
     )
     monkeypatch.setattr(MambaMixer2, "get_kv_cache_spec", lambda self, config: spec)
     compat.no_cpu_prefill_checkpoints()
-    assert MambaMixer2.get_kv_cache_spec(None, None) == STATE
+    assert MambaMixer2.get_kv_cache_spec(None, None) == STATE_SPEC
 
 
 CONNECTORS = pytest.mark.parametrize(
@@ -128,19 +122,21 @@ def test_failed_loads_leave_the_queue_of_those_with_blocks(monkeypatch, connecto
 
 @CONNECTORS
 @pytest.mark.parametrize(
-    "cap, held, expected",
+    "cap, held, drafts, expected",
     [
-        (None, [1, 1, 1], 5),  # full attention: vLLM's own count is right
-        (4, [0, 0, 1], 5 + 1),  # vLLM has counted one
-        (4, [0, 1, 1], 5 + 1),
-        (2, [0, 0, 1], 5 + 1),
-        (2, [0, 1, 1], 5),
-        (8, [0, 0, 1], 5),  # both
-        (2, [], 5),
+        (None, [1, 1, 1], 0, 5),  # full attention: vLLM's own count is right
+        (4, [0, 0, 1], 0, 5 + 1),  # vLLM has counted one
+        (4, [0, 1, 1], 0, 5 + 1),
+        (2, [0, 0, 1], 0, 5 + 1),
+        (2, [0, 1, 1], 0, 5),
+        (8, [0, 0, 1], 0, 5),  # both
+        (2, [], 0, 5),
+        (3, [0, 0, 0, 0, 1], 0, 5),
+        (3, [0, 0, 0, 0, 1], 15, 5 + 1),  # drafts take a sixth block
     ],
 )
 def test_loads_reserve_what_their_windows_still_need(
-    monkeypatch, connector_name, ours, cap, held, expected
+    monkeypatch, connector_name, ours, cap, held, drafts, expected
 ):
     """A request of five blocks, of which ``held`` has some; 0 stands for the null block."""
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -154,7 +150,10 @@ def test_loads_reserve_what_their_windows_still_need(
     )
     coordinator = SimpleNamespace(single_type_managers=[manager])
     scheduler = scheduler_of(
-        connector_name, kv_cache_manager=SimpleNamespace(coordinator=coordinator)
+        connector_name,
+        kv_cache_manager=SimpleNamespace(coordinator=coordinator),
+        num_spec_tokens=drafts,
+        num_lookahead_tokens=0,
     )
     request = SimpleNamespace(request_id="r", num_tokens=65)
     found = Scheduler._request_remaining_blocks(scheduler, request)

@@ -13,19 +13,15 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    MambaSpec,
 )
 
 import vllm_patch
 from vllm_patch import compat, config_hooks, connector, versions
 
-from .helpers import LMCACHE, engine_config
+from .helpers import LMCACHE, STATE_SPEC, engine_config
 
 vllm_patch.register()
 
-STATE = MambaSpec(
-    block_size=16, shapes=((4, 8),), dtypes=(torch.float32,), mamba_cache_mode="align"
-)
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
 
 
@@ -85,7 +81,7 @@ def hybrid(monkeypatch):
     return connector.LMCacheConnectorV1(
         engine_config("qwen3_next"),
         KVConnectorRole.SCHEDULER,
-        cache_config(STATE, STATE, STATE, FULL),
+        cache_config(STATE_SPEC, STATE_SPEC, STATE_SPEC, FULL),
     )
 
 
