@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_hybrid.scheduler")
 
 NULL_BLOCK = 0
-# After a step without a forward a lookup is waited for so long, once per step,
-# instead of spinning through empty steps beside it.
+# Where no other request can run, a lookup is waited for so long, once per step, instead
+# of spinning through empty steps beside it.
 IDLE_WAIT_SECONDS = 0.005
 
 
@@ -53,7 +53,7 @@ class HybridScheduler:
         self._options = options
         self._hashes_per_block = plan.block_size // hash_block_size
         self._inquiries = inquiries
-        self._patience = 0.0
+        self._patience = IDLE_WAIT_SECONDS
         self._adapters = Adapters()
         self._tracked: dict[str, Tracked] = {}
         # Requests that still have blocks to store: all that a step looks at.
@@ -124,6 +124,13 @@ class HybridScheduler:
         if limit <= floor and not tracked.save:
             tracked.answer = Answer(0, 0)
             return
+        if len(tracked.prefix.hashes) <= floor:
+            # Nothing to load and nothing new: nobody waits to learn what is stored already.
+            tracked.answer = Answer(0, 0)
+            tracked.stored = self._inquiries.ask(
+                Question(request.request_id, tracked.prefix, limit, floor)
+            )
+            return
         tracked.claimed = True
         if request.request_id in self._dropped:
             # Not sent yet, it would drop the claim that this question makes.
@@ -135,7 +142,7 @@ class HybridScheduler:
     def _answered(self, tracked: Tracked, answer: Answer) -> None:
         """Take the ranks' answer. Mutates ``tracked``."""
         request, size = tracked.request, self._plan.block_size
-        tracked.inquiry, tracked.answer = None, answer
+        tracked.inquiry, tracked.stored, tracked.answer = None, None, answer
         tracked.saved = max(tracked.saved, answer.attention)
         if not tracked.unsaved:
             self._unsaved.pop(request.request_id, None)
@@ -339,6 +346,12 @@ class HybridScheduler:
         self, tracked: Tracked, computed: int, block_state: "KVConnectorBlockState"
     ) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Blocks that are full after this step and not in the store yet. Mutates ``tracked``."""
+        if tracked.stored is not None:
+            answer = tracked.stored.poll()
+            if answer is None:
+                return ()  # the pages stay what they are while the request runs
+            self._answered(tracked, answer)
+            tracked.answer = None  # of a request that runs; the next question is another
         first = tracked.saved
         last = min(computed // self._plan.block_size, len(tracked.prefix.hashes))
         if last <= first:
@@ -408,6 +421,10 @@ class HybridScheduler:
         # The worker's load holds the claim itself and drops it when it ends.
         if tracked is not None and not tracked.loading:
             self._give_up(tracked)
+        if tracked is not None and tracked.stored is not None:
+            tracked.stored.give_up()
+        if not self._tracked:
+            self._patience = IDLE_WAIT_SECONDS
 
     @property
     def num_tracked(self) -> int:

@@ -22,6 +22,7 @@ class Tracked:
         save: whether this request's blocks are stored.
         stops: where its steps shall end so that a state can be stored.
         inquiry: what the ranks were asked and have not answered.
+        stored: the same, where vLLM has all of it and nobody waits for the answer.
         answer: what the ranks promised and the scheduler has not yet allocated for.
         floor: local blocks when the ranks were asked; their claims start there.
         claimed: whether ranks may hold a claim for it.
@@ -39,6 +40,7 @@ class Tracked:
     save: bool
     stops: Stops
     inquiry: Inquiry | None = None
+    stored: Inquiry | None = None
     answer: Answer | None = None
     floor: int = 0
     claimed: bool = False

@@ -9,6 +9,7 @@ import pytest
 
 from lmcache_hybrid.inquiry import Inquiries
 from lmcache_hybrid.lookup import MISS, Answer, Prefix, Question
+from lmcache_hybrid.metadata import Save
 from lmcache_hybrid.prefix import Adapters, prefix_of
 from lmcache_hybrid.scheduler import HybridScheduler
 
@@ -44,10 +45,12 @@ class Rig:
     def match(self, computed: int = 0):
         return self.scheduler.match(self.request, computed)
 
-    def step(self, scheduled=None) -> None:
-        for request_id in self.scheduler.step(make_output(scheduled or {})).dropped:
+    def step(self, scheduled=None, tables=None) -> tuple[Save, ...]:
+        metadata = self.scheduler.step(make_output(scheduled or {}, tables))
+        for request_id in metadata.dropped:
             for lookup in self.ranks.lookups:
                 lookup.drop(request_id)
+        return metadata.saves
 
 
 @pytest.fixture
@@ -125,6 +128,55 @@ def test_blocks_lost_meanwhile_are_asked_for(rig):
     rig.later.run()
     assert rig.match(0) == (4 * N, True)
     assert [question.floor for question in rig.ranks.questions] == [2, 0]
+
+
+def test_what_vllm_has_all_of_is_not_waited_for(rig):
+    assert rig.match(5 * N) == (0, False)
+    assert rig.step({rig.request.request_id: 1}) == ()
+    rig.later.run()
+    assert rig.scheduler.counts.lookups == 0
+    rig.request.num_computed_tokens = 5 * N + 1
+    assert rig.step({rig.request.request_id: 1}) == (), "the store has these"
+    assert rig.scheduler.counts.lookups == 1
+    rig.scheduler.finished(rig.request)
+    assert rig.ranks.num_claims == [0, 0] and rig.ranks.pins == 0
+
+
+def test_what_vllm_has_all_of_and_the_store_has_not_is_stored(rig):
+    for store in rig.ranks.stores:
+        store.records.clear()
+    rig.match(5 * N)
+    rid, tables = rig.request.request_id, tuple([[i + 1 for i in range(6)]] * 4)
+    assert rig.step({rid: 1}) == ()
+    rig.later.run()
+    rig.request.num_computed_tokens = 5 * N + 1
+    (save,) = rig.step({rid: 1}, {rid: tables})
+    assert [block for block, _ in save.attention] == [0, 1, 2, 3, 4]
+
+
+def test_the_end_of_a_prompt_that_vllm_has_is_waited_for():
+    """The prompt's last block is computed again, and it is stored in this step or never."""
+    rig = Rig()
+    rig.request = make_request(tokens=5 * N)
+    assert rig.match(4 * N) == (None, False)
+    rig.later.run()
+    assert rig.match(4 * N) == (0, False)
+
+
+def test_a_request_that_ends_before_it_is_known_what_is_stored_is_not_asked_for(rig):
+    rig.match(5 * N)
+    rig.scheduler.finished(rig.request)
+    rig.later.run()
+    assert rig.ranks.questions == []
+
+
+def test_the_first_request_of_an_idle_engine_is_waited_for(rig):
+    assert rig.scheduler._patience > 0
+    rig.match()
+    rig.step({rig.request.request_id: 1})
+    assert rig.scheduler._patience == 0
+    rig.scheduler.finished(rig.request)
+    assert rig.scheduler._patience > 0
 
 
 def test_the_wait_of_an_idle_engine_ends_with_the_answer(rig):
