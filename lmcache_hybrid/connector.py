@@ -166,7 +166,7 @@ class HybridConnector:
         self._lookup = RankLookup(self.plan, store)
         first = next(iter(self.kv_caches.values()))
         self.worker = HybridWorker(self.plan, pages, store, self._lookup, first.device)
-        self._server.serve(self._lookup, store.clear)
+        self._server.serve(self._lookup, self.worker.forget)
 
     def shutdown(self) -> None:
         """Stop threads, flush and close LMCache's backends."""

@@ -2,7 +2,7 @@
 """Copies between pages and record buffers; all that depends on the device.
 
 On CPU a few threads copy record after record. Elsewhere the copies are queued on
-streams and ordered against the forward by events.
+streams and ordered against the forward by streams and events, and the host goes on.
 """
 
 import os
@@ -14,7 +14,7 @@ import torch
 
 from lmcache_hybrid.errors import DamagedError, RecordError
 from lmcache_hybrid.pages import GroupPages
-from lmcache_hybrid.record import RecordKey
+from lmcache_hybrid.record import RecordKey, digests_of
 from lmcache_hybrid.store import Buffer
 
 T = TypeVar("T")
@@ -53,10 +53,12 @@ class Copies(Protocol):
     def mark(self) -> Mark:
         """Now, on the compute stream."""
 
-    def gather(self, items: Sequence[Item]) -> None:
+    def gather(self, items: Sequence[Item]) -> Callable[[], None] | None:
         """Pages and digests to buffers, after what was queued on the compute stream.
 
-        Mutates the buffers. Both may be overwritten once it returns.
+        Mutates the buffers. What is queued on the compute stream from now on may overwrite
+        the pages. Returns None when all is done, else what waits for the rest and must be
+        called before the buffers are read or released; any thread may.
         """
 
     def scatter(self, items: Sequence[Item], after: Mark) -> None:
@@ -138,11 +140,14 @@ class HostCopies:
 
 
 class StreamCopies:
-    """The KV cache lies on a device with streams.
+    """The KV cache lies on a device with streams; buffers lie in pinned memory.
 
-    A block handed to a load may still be read by forwards that were queued
-    before; so load copies run on a stream of their own behind a mark on the
-    compute stream. Saves use the compute stream itself and block.
+    A block handed to a load may still be read by forwards that were queued before, so
+    loads run on a stream of their own behind a mark on the compute stream. Saves are
+    queued on the compute stream itself: the next forward may overwrite a state, and it
+    comes after them. That costs the device the time of the transfer and the host nothing,
+    nor any memory of the device, which vLLM has given away. A page is a few megabytes on
+    models of the usual sizes, so one transfer per page is as fast as a large one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -154,15 +159,32 @@ class StreamCopies:
         event.record(torch.accelerator.current_stream())
         return Mark(event)
 
-    def gather(self, items: Sequence[Item]) -> None:
-        for item in items:
-            item.gather()
+    def gather(self, items: Sequence[Item]) -> Callable[[], None]:
+        try:
+            for item in items:
+                item.pages.queue_gather(item.block, item.buffer.payload)
+        except BaseException:
+            # The buffers are about to be released and must not be written to later.
+            torch.accelerator.synchronize(self._device)
+            raise
+        copied = self.mark()
+
+        def finish() -> None:
+            torch.accelerator.set_device_index(self._device.index or 0)
+            copied.event.synchronize()
+            for item in items:
+                item.buffer.digests = digests_of(memoryview(item.buffer.payload.numpy()))
+
+        return finish
 
     def scatter(self, items: Sequence[Item], after: Mark) -> None:
         # Each thread has a current device of its own.
         torch.accelerator.set_device_index(self._device.index or 0)
         self._stream.wait_event(after.event)
         with self._stream:
-            for item in items:
-                item.scatter()
-        self._stream.synchronize()
+            try:
+                for item in items:
+                    item.scatter()
+            finally:
+                # What was queued before a damaged record reads buffers, too.
+                self._stream.synchronize()

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lmcache_hybrid.errors import ConfigError
-from lmcache_hybrid.record import CHUNK_BYTES, DIGEST_BYTES, check, digest, digests_of
+from lmcache_hybrid.record import CHUNK_BYTES, DIGEST_BYTES, check, digest
 
 
 class GroupPages:
@@ -66,17 +66,22 @@ class GroupPages:
             The digests of the chunks of ``out``, see :mod:`lmcache_hybrid.record`.
         """
         self._check(block, out)
-        target = out.numpy()
-        if self._host is None:
-            for row, part in zip(self.rows, self._rows_of(out)):
-                part.copy_(row[block])
-            return digests_of(memoryview(target))
-        digests = []
+        assert self._host is not None, "a device's pages are gathered by queue_gather"
+        target, digests = out.numpy(), []
         for number, pieces in enumerate(self._chunks):
             for row, at, to, size in pieces:
                 np.copyto(target[to : to + size], self._host[row][block, at : at + size])
             digests.append(digest(target[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]))
         return b"".join(digests)
+
+    def queue_gather(self, block: int, out: torch.Tensor) -> None:
+        """The same for a device: queued on its current stream, without digests.
+
+        Mutates ``out``, until what is queued on the stream has run.
+        """
+        self._check(block, out)
+        for row, part in zip(self.rows, self._rows_of(out)):
+            part.copy_(row[block], non_blocking=True)
 
     def scatter(self, block: int, data: torch.Tensor, digests: bytes) -> None:
         """Copy ``data`` into one block of every layer, chunk by chunk. Mutates the KV cache.

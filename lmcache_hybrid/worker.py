@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker side: copies between vLLM's pages and the store, on one rank.
 
-Saves are finished inside the step that computed them, because the next step
-may overwrite a state in place. Loads run on a thread of their own; their
+Saves are copied, or queued to be copied, inside the step that computed them, because
+the next step may overwrite a state in place. Loads run on a thread of their own; their
 requests wait outside the running batch until the load is reported.
 """
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,10 @@ IDLE_WAIT_SECONDS = 0.005
 # Records are read, checked and copied in parts of so many bytes or one record,
 # as many parts at once as there are copying threads.
 PART_BYTES = 8 << 20
+
+Records = list[tuple[RecordKey, Buffer]]
+# Of copies that go on after the step, see Copies.gather.
+Rest = Callable[[], None] | None
 
 
 @dataclass
@@ -84,6 +88,8 @@ class HybridWorker:
         self._savers = Threads("hybrid-save")
         self._copies = copies_for(device, self._savers)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="hybrid-load")
+        # Takes over from a step what a device has not copied yet, in the order of the steps.
+        self._finisher = ThreadPoolExecutor(1, thread_name_prefix="hybrid-finish")
         self._loads: dict[str, tuple[Future[str | None], Claim | None]] = {}
         self._counts_lock = threading.Lock()
         self._warned_save = False
@@ -245,24 +251,31 @@ class HybridWorker:
         if not metadata.saves:
             return
         if not self._store.writable():
-            self.counts.skipped_saves += len(metadata.saves)
+            with self._counts_lock:
+                self.counts.skipped_saves += len(metadata.saves)
             return
         for save in metadata.saves:
-            try:
+            with self._save_errors(save):
                 self._save(save)
-            except Exception as error:
+
+    @contextmanager
+    def _save_errors(self, save: Save) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            with self._counts_lock:
                 self.counts.skipped_saves += 1
-                if not self._warned_save:
-                    self._warned_save = True
-                    logger.warning(
-                        "Reqid: %s, storing failed; later failures are counted only: %r",
-                        save.request_id,
-                        error,
-                    )
+                warned, self._warned_save = self._warned_save, True
+            if not warned:
+                logger.warning(
+                    "Reqid: %s, storing failed; later failures are counted only: %r",
+                    save.request_id,
+                    error,
+                )
 
     def _save(self, save: Save) -> None:
         started = time.perf_counter()
-        plan, records = self._plan, []
+        plan, pages = self._plan, []
         # States last: one that can be found has its attention pages on the way.
         for kind, groups, blocks in (
             (ATTENTION, plan.attention, save.attention),
@@ -271,15 +284,52 @@ class HybridWorker:
         ):
             for block, ids in blocks:
                 keys = record_keys(save.prefix, block, plan.block_size, kind, groups)
-                records += zip(keys, ids, strict=True)
-        gathered, size = self._gather(records)
-        self._store.put(gathered)
+                pages += zip(keys, ids, strict=True)
+        records, rest = self._gather(pages)
+        if rest is None:
+            self._put(save, records, started)
+        else:
+            self._finisher.submit(self._finish, save, records, rest, started)
+
+    def _gather(self, pages: Sequence[tuple[RecordKey, int]]) -> tuple[Records, Rest]:
+        """Copy pages into new buffers, all or none; the caller owns the buffers."""
+        records: Records = []
+        items = []
+        with ExitStack() as on_error:
+            for key, block in pages:
+                group = self._pages[key.group]
+                buffer = self._store.reserve(group.block_bytes)
+                if buffer is None:
+                    raise MemoryError("LMCache's CPU pool is full (max_local_cpu_size)")
+                on_error.callback(buffer.release)
+                records.append((key, buffer))
+                items.append(Item(key, group, block, buffer))
+            rest = self._copies.gather(items)
+            on_error.pop_all()
+        return records, rest
+
+    def _finish(
+        self, save: Save, records: Records, rest: Callable[[], None], started: float
+    ) -> None:
+        with self._save_errors(save):
+            try:
+                rest()
+            except BaseException:
+                for _, buffer in records:
+                    buffer.release()
+                raise
+            self._put(save, records, started)
+
+    def _put(self, save: Save, records: Records, started: float) -> None:
+        size = sum(self._pages[key.group].block_bytes for key, _ in records)
+        self._store.put(records)
         if save.boundaries:
             # As they were written, the first pages would be evicted first.
-            self._store.arrange(used_keys(save.prefix, save.boundaries, plan))
-        self.counts.saved_attention += len(save.attention)
-        self.counts.saved_states += len(save.states)
-        self.counts.saved_bytes += size
+            self._store.arrange(used_keys(save.prefix, save.boundaries, self._plan))
+        with self._counts_lock:
+            self.counts.saved_attention += len(save.attention)
+            self.counts.saved_states += len(save.states)
+            self.counts.saved_bytes += size
         seconds = time.perf_counter() - started
         logger.debug(
             "Reqid: %s, Stored %d blocks and %d states. size: %.4f GB, cost: %.4f ms",
@@ -290,27 +340,13 @@ class HybridWorker:
             seconds * 1e3,
         )
 
-    def _gather(
-        self, records: Sequence[tuple[RecordKey, int]]
-    ) -> tuple[list[tuple[RecordKey, Buffer]], int]:
-        """Copy pages into new buffers, all or none; the caller owns the buffers."""
-        gathered: list[tuple[RecordKey, Buffer]] = []
-        items = []
-        with ExitStack() as on_error:
-            for key, block in records:
-                pages = self._pages[key.group]
-                buffer = self._store.reserve(pages.block_bytes)
-                if buffer is None:
-                    raise MemoryError("LMCache's CPU pool is full (max_local_cpu_size)")
-                on_error.callback(buffer.release)
-                gathered.append((key, buffer))
-                items.append(Item(key, pages, block, buffer))
-            self._copies.gather(items)
-            on_error.pop_all()
-        return gathered, sum(item.pages.block_bytes for item in items)
+    def forget(self) -> None:
+        """Empty the store, of what is still being copied, too. Any thread may call it."""
+        self._finisher.submit(self._store.clear).result()
 
     def shutdown(self) -> None:
-        """End the threads; loads that did not start are dropped."""
+        """End the threads; loads that did not start are dropped, saves are finished."""
         self._executor.shutdown(wait=True, cancel_futures=True)
+        self._finisher.shutdown(wait=True)
         self._threads.close()
         self._savers.close()

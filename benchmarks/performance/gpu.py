@@ -9,6 +9,7 @@ given as a share of what one large copy of the same bytes reaches on the same de
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -37,12 +38,22 @@ def _items(shape: Shape, pages: dict, blocks: int, first: int, memory: torch.Ten
     return items
 
 
-def _seconds(device: torch.device, work: Callable[[], None]) -> float:
+def _seconds(device: torch.device, work: Callable[[], object]) -> float:
     torch.accelerator.synchronize(device)
     started = time.perf_counter()
     work()
     torch.accelerator.synchronize(device)
     return time.perf_counter() - started
+
+
+def _host_seconds(device: torch.device, work: Callable[[], object]) -> float:
+    """Until the host may go on, which is all that a step waits for."""
+    torch.accelerator.synchronize(device)
+    started = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - started
+    torch.accelerator.synchronize(device)
+    return seconds
 
 
 def measure(shape: Shape, blocks: int, rounds: int) -> dict:
@@ -70,7 +81,7 @@ def measure(shape: Shape, blocks: int, rounds: int) -> dict:
         old._replace(block=new.block)
         for old, new in zip(saved, _items(shape, pages, blocks, used, memory), strict=True)
     ]
-    times: dict[str, list[float]] = {"gather": [], "scatter": [], "to host": [], "to device": []}
+    times: dict[str, list[float]] = defaultdict(list)
     for round_ in range(rounds + 1):
         one = {
             "to host": _seconds(device, lambda: plain_host.copy_(plain_device, non_blocking=True)),
@@ -78,6 +89,10 @@ def measure(shape: Shape, blocks: int, rounds: int) -> dict:
                 device, lambda: plain_device.copy_(plain_host, non_blocking=True)
             ),
             "gather": _seconds(device, lambda: copies.gather(saved)),
+            "host held up by a gather": _host_seconds(device, lambda: copies.gather(saved)),
+        }
+        copies.gather(saved)()  # the digests, which a thread of the worker computes
+        one |= {
             "scatter": _seconds(device, lambda: copies.scatter(loaded, copies.mark())),
         }
         if round_:
@@ -109,6 +124,8 @@ def main(
         for ours, plain in (("gather", "to host"), ("scatter", "to device")):
             share = median(run["seconds"][plain]) / median(run["seconds"][ours])
             typer.echo(f"{length} tokens, {ours}: {100 * share:.0f} % of one large copy")
+        held = median(run["seconds"]["host held up by a gather"]) * 1e3
+        typer.echo(f"{length} tokens, a save holds up the host for {held:.2f} ms")
         out.write_text(json.dumps(figures, indent=1) + "\n")
 
 

@@ -223,3 +223,29 @@ def save(backend: str, shape: Shape, blocks: int, rounds: int) -> dict[str, list
                 times["plain"].append(copied - started)
                 times["save"].append(ended - copied)
         return times
+
+
+def memory(backend: str, shape: Shape, blocks: int, rounds: int) -> dict[str, list[float]]:
+    """Bytes that the process grew by until the end of each restore, and at the peak within it.
+
+    LMCache's pool, the pages and the bytes of one restore in the disk's cache are there before.
+    """
+    prefix = prefix_of(blocks)
+    grown: dict[str, list[float]] = {"after": [], "peak": []}
+    with rank(backend, shape, blocks) as one:
+        one.save("save", prefix)
+        one.settle()
+        for round_ in range(rounds + 2):
+            before = _resident("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
+            one.restore(f"r{round_}", prefix)
+            if round_ > 1:  # the first ones touch the pool
+                grown["peak"].append(_resident("VmHWM") - before)
+                grown["after"].append(_resident("VmRSS") - before)
+    return grown
+
+
+def _resident(name: str) -> int:
+    """Bytes of a line of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name + ":"))

@@ -10,6 +10,7 @@ from benchmarks.reuse.report import replace
 # Which arm the others are divided by, and what the ratio is called.
 BASES = {
     "repeats": ("cold", "of the time without a cache"),
+    "whole_blocks": ("cold", "of the time without a cache"),
     "colds": ("none", "of the time without a connector"),
     "decodes": ("none", "of the time without a connector"),
     "beside_restores": ("none", "of the time with hits in vLLM's own cache"),
@@ -42,12 +43,13 @@ def _ratios(name: str, answer: dict) -> str:
     seconds = answer["seconds"]
     by = median(seconds[base])
     head = ["", "ms", "lowest to highest", what]
-    if name == "repeats":
+    repeated = "vllm" in seconds
+    if repeated:
         head += ["times as fast as cold", "of vLLM's own hit"]
     rows = []
     for arm, values in seconds.items():
         row = [arm, f"{median(values) * 1e3:.4g}", _spread(values), f"{median(values) / by:.3f}"]
-        if name == "repeats":
+        if repeated:
             row += [f"{by / median(values):.1f}", f"{median(values) / median(seconds['vllm']):.3f}"]
         rows.append(row)
     return _table(head, rows)
@@ -70,6 +72,15 @@ def _restore(name: str, answer: dict) -> str:
     head = ["", f"{name} GB/s", f"{what} GB/s", "share", "lowest to highest"]
     size = f"{answer['tokens']:,} tokens of {answer['shape']}, {answer['bytes'] / 1e6:,.0f} MB.\n\n"
     return size + _table(head, rows)
+
+
+def _memory(name: str, answer: dict) -> str:
+    rows = [
+        [backend, *(f"{median(grown[when]) / 1e6:.1f}" for when in ("peak", "after"))]
+        for backend, grown in answer["grown"].items()
+    ]
+    size = f"A restore of {answer['bytes'] / 1e6:,.0f} MB.\n\n"
+    return size + _table(["", "MB more at the peak", "MB more after it"], rows)
 
 
 def _profile(name: str, answer: dict) -> str:
@@ -119,6 +130,7 @@ def _bytes(name: str, answer: dict) -> str:
 _TABLES = {
     "restore": _restore,
     "save": _restore,
+    "memory": _memory,
     "profile": _profile,
     "lookup": _lookup,
     "bytes": _bytes,

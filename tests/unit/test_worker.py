@@ -211,6 +211,76 @@ def test_a_failed_save_does_not_stop_the_others(rig):
     rig.assert_clean()
 
 
+class Device(copies.HostCopies):
+    """Copies that have been queued by the time the step ends, and arrive when told to."""
+
+    def __init__(self, threads) -> None:
+        super().__init__(threads)
+        self.arrived = threading.Event()
+        self.error: Exception | None = None
+
+    def gather(self, items):
+        super().gather(items)  # before the next forward, as on a stream
+        digests = [item.buffer.digests for item in items]
+        for item in items:
+            item.buffer.digests = b""
+
+        def rest() -> None:
+            assert self.arrived.wait(DEADLINE)
+            if self.error is not None:
+                raise self.error
+            for item, known in zip(items, digests, strict=True):
+                item.buffer.digests = known
+
+        return rest
+
+
+@pytest.fixture
+def device_rig(rig):
+    rig = rig()
+    rig.device = rig.worker._copies = Device(rig.worker._savers)
+    return rig
+
+
+def test_a_step_does_not_wait_for_the_device(device_rig):
+    rig = device_rig.saved()
+    assert not rig.store.records and rig.worker.counts.saved_states == 0
+    stored = rig.bytes_of(PLAN.attention[0], 1)
+    rig.buffer.zero_()  # what the next forwards do
+    rig.device.arrived.set()
+    rig.worker._finisher.submit(int).result()
+    assert rig.worker.counts.saved_states == 1
+    rig.run(rig.load())
+    assert rig.bytes_of(PLAN.attention[0], 7) == stored
+    rig.assert_clean()
+
+
+def test_what_a_device_still_copies_is_stored_before_the_end(device_rig):
+    rig = device_rig.saved()
+    threading.Timer(0.05, rig.device.arrived.set).start()
+    rig.worker.shutdown()
+    assert rig.worker.counts.saved_states == 1 and rig.store.records
+
+
+def test_what_a_device_still_copies_is_forgotten_too(device_rig):
+    """It may have been computed with weights that are no longer there."""
+    rig = device_rig.saved()
+    threading.Timer(0.05, rig.device.arrived.set).start()
+    rig.worker.forget()
+    assert rig.worker.counts.saved_states == 1 and not rig.store.records
+
+
+def test_a_copy_that_fails_is_not_stored(device_rig, hybrid_log):
+    rig = device_rig
+    rig.device.error = RuntimeError("device lost")
+    rig.device.arrived.set()
+    rig.saved()
+    rig.worker.forget()
+    assert rig.worker.counts.skipped_saves == 1 and rig.worker.counts.saved_bytes == 0
+    assert [r for r in hybrid_log.records if "device lost" in r.getMessage()]
+    rig.assert_clean()
+
+
 # Loading
 
 
