@@ -7,6 +7,7 @@ health, freeze mode, ``store_location``, ``retrieve_locations``, pins.
 """
 
 import functools
+import os
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -141,6 +142,7 @@ class LMCacheStore:
             elif isinstance(backend, LocalDiskBackend):
                 local_disk.survive_write_errors(backend, count)
                 local_disk.account_for_lost_files(backend)
+                local_disk.delete_on_a_thread(backend)
                 local_disk.restore_index(backend, model_name, fingerprint, engine.metadata)
 
     @property
@@ -379,7 +381,15 @@ class LMCacheStore:
             self.failed_writes[name] += records
 
     def clear(self) -> None:
+        """Forget all records of this rank. Mutates the fingerprint, where others hold some.
+
+        LMCache empties its RAM alone, and what lies elsewhere may be shared. So from now on
+        this rank reads and writes under a name that nobody else has.
+        """
         self.manager.clear()
+        if self.manager.storage_backends.keys() - {"LocalCPUBackend"}:
+            self._fingerprint = os.urandom(len(self._fingerprint))
+            self._keys.cache_clear()
 
     def _bound_allocations(self) -> None:
         """Refuse buffers larger than any record of ours.

@@ -8,7 +8,10 @@ rebuilt from the files themselves.
 
 import contextlib
 import functools
+import itertools
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_hybrid.local_disk")
 
 SUFFIX = ".pt"
+EVICTED = ".evicted"
 
 
 def record_shape(size: int) -> torch.Size:
@@ -46,6 +50,9 @@ def restore_index(
     Mutates ``backend``. Returns the number of records.
     """
     prefix = f"{model_name}@{metadata.world_size}@{metadata.worker_id}@".replace("/", "-")
+    for file in Path(backend.path).glob("*" + EVICTED):  # by an engine that was killed
+        if file.name.startswith(prefix):
+            file.unlink(missing_ok=True)
     files = [p for p in Path(backend.path).glob("*" + SUFFIX) if p.name.startswith(prefix)]
     restored = damaged = 0
     for file in sorted(files, key=_written_at):
@@ -141,6 +148,32 @@ def account_for_lost_files(backend: "LocalDiskBackend") -> None:
                 backend.usage -= entry.size
 
     backend.read_file = read_file
+
+
+def delete_on_a_thread(backend: "LocalDiskBackend") -> None:
+    """Evicting takes no time from the step that stores. Mutates ``backend``.
+
+    Bug: ``submit_put_task`` deletes what it evicts in the caller's thread.
+    Symptom: with a full local_disk a save holds up its step several times as long, most of
+    it for the file system, which gives back the cached pages of each file.
+    Remove when: ``LocalDiskBackend.remove`` deletes elsewhere.
+    """
+    remove = backend.remove
+    thread = ThreadPoolExecutor(1, thread_name_prefix="hybrid-delete")
+    numbers = itertools.count()
+
+    @functools.wraps(remove)
+    def remove_later(key: CacheEngineKey, force: bool = True) -> bool:
+        entry = backend.dict.get(key)
+        if entry is not None:
+            old = Path(f"{entry.path}.{os.getpid()}.{next(numbers)}{EVICTED}")
+            with contextlib.suppress(OSError):
+                os.rename(entry.path, old)
+                Path(entry.path).touch()  # for LMCache to delete
+                thread.submit(old.unlink, missing_ok=True)
+        return remove(key, force)
+
+    backend.remove = remove_later
 
 
 def survive_write_errors(

@@ -19,8 +19,53 @@ BASES = {
 }
 
 
+# (question, arms, what is wanted of their medians over the base's; a time to be below).
+GOALS: tuple[tuple[str, str, tuple[str, ...], str, float], ...] = (
+    ("first token of a repeat, times as fast as cold", "repeats", ("ram",), "cold", 35),
+    ("first token of a repeat, times as fast as cold", "repeats", ("disk", "redis"), "cold", 34),
+    ("the same over vLLM's own hit", "repeats", ("ram",), "vllm", 1.05),
+    ("the same over vLLM's own hit", "repeats", ("disk", "redis"), "vllm", 1.10),
+    ("with the last block to compute, over vLLM's own", "whole_blocks", ("ram",), "vllm", 1.05),
+    (
+        "with the last block to compute, over vLLM's own",
+        "whole_blocks",
+        ("disk", "redis"),
+        "vllm",
+        1.10,
+    ),
+    ("restore bandwidth over a plain read", "restore", ("ram",), "plain", 0.70),
+    ("restore bandwidth over a plain read", "restore", ("disk", "redis"), "plain", 0.80),
+    ("first token of a new prompt", "colds", ("ram", "disk", "redis"), "none", 1.01),
+    ("time between tokens, nothing to do", "decodes", ("ram", "disk", "redis"), "none", 1.01),
+    ("decoding beside restores", "beside_restores", ("ram", "disk", "redis"), "none", 1.05),
+    ("steps beside a Redis that answers after 50 ms", "slow_lookups", ("slow",), "fast", 1.01),
+)
+MORE_IS_BETTER = {"cold", "plain"}
+
+
+def _goals(answers: dict) -> str:
+    rows = []
+    for what, question, arms, base, goal in GOALS:
+        if question not in answers:
+            continue
+        seconds = answers[question]["seconds"]
+        for arm in arms:
+            if base == "plain":
+                ratio = median(seconds[arm]["plain"]) / median(seconds[arm][question])
+            elif base == "cold":
+                ratio = median(seconds[base]) / median(seconds[arm])
+            else:
+                ratio = median(seconds[arm]) / median(seconds[base])
+            more = base in MORE_IS_BETTER
+            reached = ratio >= goal if more else ratio <= goal
+            bound = f"{'at least' if more else 'at most'} {goal:g}"
+            rows.append([f"{what}: {arm}", bound, f"{ratio:.3g}", "yes" if reached else "**no**"])
+    return _table(["", "goal", "measured", "reached"], rows)
+
+
 def fill(page: Path, figures: dict) -> None:
-    """Put a table for every question that was answered into ``page``."""
+    """Put a table for every question that was answered into ``page``, and the goals."""
+    replace(page, "goals", _goals(figures["answers"]))
     for name, answer in figures["answers"].items():
         table = _TABLES.get(name, _ratios)(name, answer)
         command = f"`{answer['command']}`, medians of {answer['rounds']}"

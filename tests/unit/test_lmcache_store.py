@@ -3,8 +3,11 @@
 
 import asyncio
 import contextlib
+import dataclasses
+import errno
 import gc
 import itertools
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -669,11 +672,54 @@ def test_more_than_the_largest_record_is_refused(box, kind):
     box.assert_pool_is_free()
 
 
-def test_clear_forgets_what_is_in_ram(box):
-    box = box("ram").write()
+@every_kind
+def test_clear_forgets_everything(box, kind):
+    """Weights that were replaced in place must not meet what the old ones left anywhere."""
+    box = box(kind).write()
     box.store.clear()
     assert box.store.locate(KEYS) == {}
-    assert box.used() == box.start
+    box.assert_pool_is_free()
+    box.write()
+    box.read()
+    box.assert_pool_is_free()
+
+
+def test_a_read_under_way_brings_nothing_back(box):
+    box = box("disk", local_cpu=True).write()
+    box.manager.clear(["LocalCPUBackend"])
+    claim = box.store.claim(box.store.locate(KEYS))
+    buffers = box.store.fetch(claim, KEYS)
+    box.store.clear()
+    box.store.keep(claim, zip(KEYS, buffers, strict=True))
+    for buffer in buffers:
+        buffer.release()
+    claim.release()
+    claim = box.store.claim(box.store.locate(KEYS))
+    assert set(claim.located.values()) == {"LocalCPUBackend"}
+    with pytest.raises(RecordError, match="fingerprint"):
+        box.store.fetch(claim, KEYS)
+    claim.release()
+
+
+def test_evicted_files_are_deleted(box):
+    box = box("disk").write()
+    other = [dataclasses.replace(key, block_hash=b"x" + key.block_hash[1:]) for key in KEYS]
+    box.backend.max_cache_size = box.backend.current_cache_size
+    box.write(other)
+    assert box.store.locate(KEYS) == {}
+    until(lambda: len(list(box.folder.iterdir())) == len(KEYS), "evicted files are still there")
+    assert box.backend.current_cache_size == box.backend.max_cache_size
+    box.read(other)
+
+
+def test_files_that_a_killed_engine_had_evicted_are_deleted(box):
+    first = box("disk").write()
+    path = first.path(KEYS[0])
+    left, others = Path(f"{path}.1.0.evicted"), path.with_name("other.pt.1.0.evicted")
+    left.write_bytes(b"x")
+    others.write_bytes(b"x")
+    box("disk")
+    assert not left.exists() and others.exists()
 
 
 def test_a_failed_put_releases_its_buffers(box):
@@ -838,8 +884,13 @@ def test_the_size_account_follows_lost_files(box, batch):
     box.assert_pool_is_free()
 
 
-def test_the_size_account_follows_a_record_that_cannot_be_deleted(box):
+def test_the_size_account_follows_a_record_that_cannot_be_deleted(box, monkeypatch):
     """A folder in the file's place: os.remove fails, as on a read-only file system."""
+
+    def read_only(*paths):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "rename", read_only)
     box = box("disk").write()
     each = box.backend.current_cache_size / len(KEYS)
     box.path(KEYS[1]).unlink()
