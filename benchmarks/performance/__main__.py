@@ -115,6 +115,9 @@ def _measure(asked, rounds: int, shape):
                     "bytes": shape.bytes_at(BLOCKS),
                     "seconds": {b: measure(b, shape, BLOCKS, rounds) for b in path.BACKENDS},
                 }
+                if name == "restore":
+                    cold = path.restore("disk", shape, BLOCKS, rounds, uncached=True)
+                    answer["seconds"]["disk, not cached"] = cold
             elif name == "memory":
                 answer = {
                     "shape": shape.name,

@@ -186,8 +186,23 @@ def plain(rank: Rank, size: int) -> Callable[[], float]:
     return measure
 
 
-def restore(backend: str, shape: Shape, blocks: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of restores and of plain reads, taken in turns."""
+def uncache(rank: Rank) -> None:
+    """Take the files out of the system's cache, so that the next read is one of the disk."""
+    for path in rank.folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def restore(
+    backend: str, shape: Shape, blocks: int, rounds: int, uncached: bool = False
+) -> dict[str, list[float]]:
+    """Seconds of restores and of plain reads, taken in turns.
+
+    Args:
+        uncached: of files that are not in the system's cache.
+    """
     prefix = prefix_of(blocks)
     with rank(backend, shape, blocks) as one:
         one.save("save", prefix)
@@ -198,7 +213,11 @@ def restore(backend: str, shape: Shape, blocks: int, rounds: int) -> dict[str, l
         measure()
         times: dict[str, list[float]] = {"restore": [], "plain": []}
         for round_ in range(rounds):
+            if uncached:
+                uncache(one)
             times["plain"].append(measure())
+            if uncached:
+                uncache(one)
             times["restore"].append(one.restore(f"r{round_}", prefix))
         return times
 
