@@ -59,7 +59,7 @@ DEFECTS = (
     _one(
         "a boundary is stored that the step does not reach",
         SCHEDULER,
-        "                or tokens > computed\n",
+        " or tokens > computed",
         "",
     ),
     _one(
@@ -248,8 +248,8 @@ DEFECTS = (
     _one(
         "a damaged record stays and is promised for ever",
         STORE,
-        "            self.discard(key)\n            raise\n",
-        "            raise\n",
+        "            self.discard(key)\n            raise Damaged",
+        "            raise Damaged",
     ),
     _one(
         "claims do not pin",
@@ -297,8 +297,8 @@ DEFECTS = (
     _one(
         "a lookup is taken for answered before it is",
         "lmcache_hybrid/inquiry.py",
-        "            return None\n        return self.give_up() or MISS",
-        "            return MISS\n        return self.give_up() or MISS",
+        "            return None\n        return self.give_up() or UNAVAILABLE",
+        "            return UNAVAILABLE\n        return self.give_up() or UNAVAILABLE",
     ),
     _one(
         "a failed load is reported while parts of it still copy",

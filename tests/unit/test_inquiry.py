@@ -8,7 +8,7 @@ from concurrent.futures import Executor, Future
 import pytest
 
 from lmcache_hybrid.inquiry import Inquiries
-from lmcache_hybrid.lookup import MISS, Answer, Prefix, Question
+from lmcache_hybrid.lookup import UNAVAILABLE, Answer, Prefix, Question
 from lmcache_hybrid.prefix import Adapters, prefix_of
 from lmcache_hybrid.scheduler import HybridScheduler
 
@@ -60,7 +60,7 @@ def test_a_request_waits_for_its_answer_and_the_scheduler_does_not(rig):
     assert len(rig.later.waiting) == 1
     rig.later.run()
     assert rig.match() == rig.match() == (4 * N, True)
-    assert rig.scheduler.counts.lookups == 1
+    assert rig.scheduler.counts.lookups == {"hit": 1}
 
 
 def test_a_request_that_ended_before_it_was_asked_for_is_not(rig):
@@ -163,7 +163,7 @@ def test_an_exception_is_a_miss():
 
     inquiries = Inquiries(broken, 1000)
     inquiry = inquiries.ask(Question("r", Prefix((b"x" * 32,)), 1, 0))
-    assert inquiry.poll(10) == MISS
+    assert inquiry.poll(10) == UNAVAILABLE
     inquiries.close()
 
 
