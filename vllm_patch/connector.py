@@ -90,7 +90,7 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
         """Only the hybrid adapter sends ``data``; LMCache's own has no stats for vLLM."""
         from lmcache_hybrid.metrics import HybridStats
 
-        return super().build_kv_connector_stats() if data is None else HybridStats(data)
+        return super().build_kv_connector_stats() if data is None else HybridStats(dict(data))
 
     @classmethod
     def build_prom_metrics(

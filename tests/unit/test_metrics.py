@@ -33,7 +33,7 @@ from .test_scheduler import all_offers, table
 from .test_worker import Rig as WorkerRig
 
 vllm_patch.register()
-DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -345,8 +345,7 @@ def test_every_count_is_a_metric_and_the_other_way_round():
 def test_every_reason_that_can_be_counted_exists_from_the_start():
     """A counter that appears with its first event shows no increase."""
     known = {metric.name: set(metric.known) for metric in METRICS}
-    package = Path(METRICS[0].__class__.__module__.replace(".", "/")).parent
-    code = "\n".join(file.read_text() for file in Path(__file__).parents[2].glob(f"{package}/*.py"))
+    code = "\n".join(file.read_text() for file in ROOT.glob("lmcache_hybrid/*.py"))
     offers = set(re.findall(r'_drop_offers\("(\w+)"', code))
     assert len(offers) == 3 and offers == known["dropped_offers"]
     assert RecordError("checksum", "").kind == LoadError("").kind == "none"
@@ -449,7 +448,7 @@ def test_vllm_logs_one_line_per_interval():
 
 
 def test_the_docs_name_every_metric_and_no_other():
-    documented = set(re.findall(rf"`{PREFIX}(\w+)", DOCS.read_text()))
+    documented = set(re.findall(rf"`{PREFIX}(\w+)", (ROOT / "docs" / "metrics.md").read_text()))
     names = {m.name + ("_total" if m.kind is Counter else "") for m in METRICS}
     assert documented == names
 
