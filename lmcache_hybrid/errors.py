@@ -26,9 +26,14 @@ class RecordError(Exception):
         super().__init__(f"{reason}: {detail}")
         self.reason, self.detail = reason, detail
 
+    @property
+    def kind(self) -> str:
+        """Of the record, for counters: ``state``, ``attention``, or ``none`` where unknown."""
+        return "none"
+
 
 class DamagedError(RecordError):
-    """The payload of a record is damaged.
+    """A record that was asked for is not the right one.
 
     Attributes:
         key: of the record.
@@ -38,10 +43,28 @@ class DamagedError(RecordError):
         super().__init__(error.reason, error.detail)
         self.key = key
 
+    @property
+    def kind(self) -> str:
+        return self.key.kind_name
+
 
 class LoadError(Exception):
-    """A promised load cannot be kept; the request is recomputed. Message: the reason."""
+    """A promised load cannot be kept; the request is recomputed. Message: why.
+
+    Attributes:
+        reason: one word for counters: ``gone``, ``unreadable``, ``unreachable``, ``no_room``,
+            ``unpinned``, ``unhealthy``, ``length`` or ``error``.
+        kind: of the record it is due to, for counters: ``state``, ``attention`` or ``none``.
+    """
+
+    def __init__(self, message: str, reason: str = "error", key: "RecordKey | None" = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.kind = "none" if key is None else key.kind_name
 
 
 class NoRoomError(LoadError):
     """There is no memory to read into just now."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "no_room")

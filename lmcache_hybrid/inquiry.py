@@ -10,7 +10,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 import msgspec
 from vllm.logger import init_logger
 
-from lmcache_hybrid.lookup import MISS, Answer, Question, agree
+from lmcache_hybrid.lookup import UNAVAILABLE, Answer, Question, agree
 
 logger = init_logger("vllm.lmcache_hybrid.inquiry")
 
@@ -25,8 +25,10 @@ class Inquiry:
             deadline: ``time.monotonic`` from which on no answer counts as a miss.
         """
         self.question = question
+        self._asked = time.monotonic()
         self._deadline = deadline
         self._answer: Answer | None = None
+        self._seconds: float | None = None
         self._unwanted = False
         self._answered = threading.Event()
         self._lock = threading.Lock()
@@ -35,13 +37,18 @@ class Inquiry:
         """The answer, or None while there is none; waits for it for ``seconds`` at most."""
         if not self._answered.wait(seconds) and time.monotonic() < self._deadline:
             return None
-        return self.give_up() or MISS
+        return self.give_up() or UNAVAILABLE
 
     def give_up(self) -> Answer | None:
         """The answer, if there is one already; one that still comes reaches nobody."""
         with self._lock:
             self._unwanted |= self._answer is None
             return self._answer
+
+    @property
+    def seconds(self) -> float:
+        """From the question to the answer, or to now."""
+        return time.monotonic() - self._asked if self._seconds is None else self._seconds
 
     @property
     def unwanted(self) -> bool:
@@ -53,6 +60,7 @@ class Inquiry:
             if self._unwanted:
                 return False
             self._answer = answer
+            self._seconds = time.monotonic() - self._asked
         self._answered.set()
         return True
 
@@ -100,7 +108,7 @@ class Inquiries:
             answer = agree(self._ask, inquiry.question)
         except Exception:
             logger.exception("A cache lookup failed and counts as a miss.")
-            answer = MISS
+            answer = UNAVAILABLE
         if inquiry.settle(answer):
             return
         # Whoever gave up could not know of the claims that were being made.

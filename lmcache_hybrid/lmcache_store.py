@@ -26,7 +26,8 @@ from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 from vllm.logger import init_logger
 
 from lmcache_hybrid import local_disk, remote
-from lmcache_hybrid.errors import LoadError, NoRoomError, RecordError
+from lmcache_hybrid.counts import ByLabel
+from lmcache_hybrid.errors import DamagedError, LoadError, NoRoomError, RecordError
 from lmcache_hybrid.local_disk import record_shape
 from lmcache_hybrid.record import (
     HEADER_BYTES,
@@ -127,7 +128,7 @@ class LMCacheStore:
         self._metadata = engine.metadata
         self._max_record = record_bytes(max_payload)
         self.reads: Counter[str] = Counter()
-        self.failed_writes: Counter[str] = Counter()
+        self.failed_writes = ByLabel()
         self._readers = ThreadPoolExecutor(REMOTE_READERS, thread_name_prefix="hybrid-read")
         # Damaged records that a backend could not remove; gone once written anew.
         self._damaged: set[RecordKey] = set()
@@ -225,7 +226,7 @@ class LMCacheStore:
 
     def fetch(self, claim: LMCacheClaim, keys: Sequence[RecordKey]) -> list[LMCacheBuffer]:
         if not self.readable():
-            raise LoadError("LMCache is unhealthy")
+            raise LoadError("LMCache is unhealthy", "unhealthy")
         by_location: dict[str, list[RecordKey]] = defaultdict(list)
         for key in keys:
             by_location[claim.located[key]].append(key)
@@ -235,10 +236,11 @@ class LMCacheStore:
                 self._read(location, wanted, buffers)
             for key in keys:
                 if key not in buffers:
-                    self._discard_if_present(key, claim.located[key])
+                    location = claim.located[key]
                     raise LoadError(
-                        f"record {key.label} at token {key.boundary} is gone from "
-                        f"{claim.located[key]}"
+                        f"record {key.label} at token {key.boundary} is gone from {location}",
+                        self._why_gone(key, location),
+                        key,
                     )
             for key in keys:
                 self._check(key, buffers[key])
@@ -256,14 +258,14 @@ class LMCacheStore:
         engine_keys = [self.engine_key(key) for key in keys]
         backend = dict(self.manager.get_active_storage_backends(location)).get(location)
         if backend is None:
-            raise LoadError(f"{location} is switched off")
+            raise LoadError(f"{location} is switched off", "unreachable")
         try:
             if isinstance(backend, RemoteBackend):
                 memories = self._read_remote(backend, engine_keys)
             else:
                 memories = backend.batched_get_blocking(engine_keys)
         except Exception as error:
-            raise LoadError(f"{location} failed: {error!r}") from error
+            raise LoadError(f"{location} failed: {error!r}", "unreachable") from error
         for key, memory in zip(keys, memories):
             if memory is not None:
                 buffers[key] = LMCacheBuffer(memory)
@@ -311,13 +313,16 @@ class LMCacheStore:
     def _check(self, key: RecordKey, buffer: LMCacheBuffer) -> None:
         try:
             buffer.digests = open_record(buffer.record, key, self._fingerprint)
-        except RecordError:
+        except RecordError as error:
             # Kept, it would be promised and fail again for every later request.
             self.discard(key)
-            raise
+            raise DamagedError(key, error) from error
 
-    def _discard_if_present(self, key: RecordKey, location: str) -> None:
-        """A record that is there but could not be read would be promised for ever."""
+    def _why_gone(self, key: RecordKey, location: str) -> str:
+        """The reason for counters why a promised record could not be read.
+
+        One that is there all the same would be promised for ever, and is removed.
+        """
         backend, engine_key = self.manager.storage_backends[location], self.engine_key(key)
         try:
             if isinstance(backend, RemoteBackend):
@@ -325,9 +330,11 @@ class LMCacheStore:
             else:
                 present = backend.contains(engine_key)
         except Exception:
-            present = False  # the store may only be away
-        if present:
-            self.discard(key)
+            return "unreachable"  # the store may only be away
+        if not present:
+            return "gone"
+        self.discard(key)
+        return "unreadable"
 
     def discard(self, key: RecordKey) -> None:
         """Remove a damaged record from every backend that can; never raises."""
@@ -378,7 +385,7 @@ class LMCacheStore:
 
     def _count_failed_writes(self, name: str, records: int) -> None:
         with self._counts_lock:  # called by the backends' writers
-            self.failed_writes[name] += records
+            self.failed_writes.add(name, records)
 
     def clear(self) -> None:
         """Forget all records of this rank. Mutates the fingerprint, where others hold some.

@@ -10,11 +10,13 @@ must name the same boundary.
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 
 import msgspec
 
 from lmcache_hybrid.groups import GroupPlan, Window
+from lmcache_hybrid.monitor import NO_MONITOR, Monitor
 from lmcache_hybrid.record import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.store import Claim, Store
 
@@ -40,6 +42,7 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
         limit: deepest block count allowed; 0 only drops the claim.
         floor: blocks that are cached locally; at or below them nothing is claimed.
         deadline: ``time.monotonic`` after which the scheduler no longer waits.
+        again: whether this is a further round of the same lookup.
     """
 
     request_id: str
@@ -47,6 +50,7 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
     limit: int
     floor: int
     deadline: float = math.inf
+    again: bool = False
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -55,13 +59,40 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         boundary: deepest boundary with everything it needs, 0 for none.
         attention: leading blocks whose attention pages exist.
+        sources: (backend, how many) of the blocks from the question's floor to ``boundary``,
+            by their pages of the first attention group.
+        available: False where there is no verdict, which is a miss.
     """
 
     boundary: int
     attention: int
+    sources: tuple[tuple[str, int], ...] = ()
+    available: bool = True
+
+    @property
+    def source(self) -> str:
+        """The backend of the last block."""
+        return self.sources[-1][0] if self.sources else "unknown"
+
+    def last(self, blocks: int) -> Iterator[tuple[str, int]]:
+        """(backend, how many) of the last ``blocks`` before ``boundary``, deepest first."""
+        for source, run in reversed(self.sources):
+            if blocks <= 0:
+                return
+            yield source, min(run, blocks)
+            blocks -= run
+
+    def outcome(self, floor: int, limit: int) -> str:
+        """In a word, of a question with this floor and limit."""
+        if not self.available:
+            return "unavailable"
+        if self.boundary:
+            return "hit"
+        return "local" if limit <= floor else "miss"
 
 
 MISS = Answer(0, 0)
+UNAVAILABLE = Answer(0, 0, available=False)
 
 
 def record_keys(
@@ -120,9 +151,10 @@ class RankLookup:
     that overtakes its question, because the scheduler stopped waiting, counts too.
     """
 
-    def __init__(self, plan: GroupPlan, store: Store) -> None:
+    def __init__(self, plan: GroupPlan, store: Store, monitor: Monitor = NO_MONITOR) -> None:
         self._plan = plan
         self._store = store
+        self._monitor = monitor
         self._claims: dict[str, Claim] = {}
         self._answering = ""
         self._given_up = False
@@ -130,6 +162,15 @@ class RankLookup:
 
     def answer(self, question: Question) -> Answer:
         """Find the deepest boundary and claim it. Mutates the claims."""
+        started = time.perf_counter()
+        answer = self._answer(question)
+        if question.limit > 0 and answer.available and not question.again:
+            size = self._plan.block_size
+            asked = len(question.prefix.hashes) * size
+            self._monitor.looked_up(asked, answer.boundary * size, started)
+        return answer
+
+    def _answer(self, question: Question) -> Answer:
         self.drop(question.request_id)
         with self._lock:
             self._answering, self._given_up = question.request_id, False
@@ -137,8 +178,10 @@ class RankLookup:
         # either seen there or the question is already too old here.
         if time.monotonic() > question.deadline:
             return MISS
-        if question.limit <= 0 or not self._store.readable():
+        if question.limit <= 0:
             return MISS
+        if not self._store.readable():
+            return UNAVAILABLE
         prefix, plan = question.prefix, self._plan
         # Counted past the limit too: what is stored need not be stored again.
         located, attention = self._attention_prefix(prefix, len(prefix.hashes))
@@ -152,7 +195,11 @@ class RankLookup:
             claim = self._store.claim({key: found.get(key) or located[key] for key in keys})
             if claim is not None:
                 self._store.refresh(used_keys(prefix, (boundary,), plan))
-                return Answer(boundary, attention) if self._keep(question, claim) else MISS
+                if not self._keep(question, claim):
+                    return MISS
+                blocks = boundary - question.floor
+                sources = _runs(located[key] for key in keys[:: len(plan.attention)][:blocks])
+                return Answer(boundary, attention, sources)
             boundary -= 1
         # vLLM takes its own copy, which may be gone the next time.
         local = min(question.floor, len(prefix.hashes))
@@ -222,8 +269,13 @@ class RankLookup:
         return len(self._claims)
 
 
+def _runs(names: Iterable[str]) -> tuple[tuple[str, int], ...]:
+    """Equal neighbours as (name, how many)."""
+    return tuple((name, len(list(run))) for name, run in groupby(names))
+
+
 def agree(ask: Callable[[Question], list[Answer]], question: Question) -> Answer:
-    """Ask all ranks until they name one boundary; MISS where they cannot.
+    """Ask all ranks until they name one boundary; UNAVAILABLE where one has no verdict.
 
     Args:
         ask: sends a question to every rank and returns all answers, or an empty
@@ -235,12 +287,13 @@ def agree(ask: Callable[[Question], list[Answer]], question: Question) -> Answer
     while True:
         answers = ask(question)
         if not answers:
-            return MISS
+            return UNAVAILABLE
         attention = min(answer.attention for answer in answers)
         lowest = min(answer.boundary for answer in answers)
+        available = all(answer.available for answer in answers)
         if all(answer.boundary == lowest for answer in answers):
-            return Answer(lowest, attention)
-        question = msgspec.structs.replace(question, limit=lowest)
+            return Answer(lowest, attention, answers[0].sources, available)
+        question = msgspec.structs.replace(question, limit=lowest, again=True)
         if lowest == 0:
             ask(question)  # makes the other ranks drop their claims
-            return Answer(0, attention)
+            return Answer(0, attention, available=available)

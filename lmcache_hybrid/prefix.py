@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from lmcache_hybrid.config import Options
 from lmcache_hybrid.lookup import Prefix
 
 if TYPE_CHECKING:
@@ -98,6 +99,17 @@ def prefix_of(
         tags.append(("lora", identity))
     blocks = request.num_prompt_tokens // block_size
     return extended(Prefix((), tuple(tags)), request, blocks, hashes_per_block)
+
+
+def why_unsaved(request: "Request", prefix: Prefix | None, options: Options) -> str | None:
+    """The reason for counters why nothing of a request is stored; None where it is."""
+    if prefix is None:
+        return "uncacheable"
+    if not options.save:
+        return "read_only"
+    if options.priority_limit is not None and request.priority > options.priority_limit:
+        return "priority"
+    return "skip_save" if transfer_params(request).get("lmcache.skip_save", False) else None
 
 
 def extended(prefix: Prefix, request: "Request", blocks: int, hashes_per_block: int) -> Prefix:

@@ -61,6 +61,10 @@ class RecordKey:
         """Kind and group as they appear in store keys: ``a3``, ``s0``."""
         return f"{'as'[self.kind]}{self.group}"
 
+    @property
+    def kind_name(self) -> str:
+        return ("attention", "state")[self.kind]
+
 
 def _tags_digest(tags: tuple[tuple[str, str], ...]) -> bytes:
     return xxhash.xxh3_128_digest(repr(tags).encode())

@@ -14,7 +14,7 @@ from lmcache.v1.rpc.zmq_transport import (
 from lmcache.v1.rpc_utils import get_zmq_rpc_path_lmcache
 from vllm.logger import init_logger
 
-from lmcache_hybrid.lookup import MISS, Answer, Question, RankLookup
+from lmcache_hybrid.lookup import UNAVAILABLE, Answer, Question, RankLookup
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -76,7 +76,7 @@ class LookupClient:
 class LookupServer:
     """Worker side: a thread that answers until :meth:`close`.
 
-    Starts before the store exists and answers MISS until :meth:`serve`, so a
+    Starts before the store exists and answers UNAVAILABLE until :meth:`serve`, so a
     rank whose store failed never keeps the scheduler waiting.
     """
 
@@ -101,7 +101,7 @@ class LookupServer:
             if request is None:
                 continue
             sender, (verb, body, _) = request
-            answer = MISS
+            answer = UNAVAILABLE
             try:
                 if verb == "clear":
                     self._clear()

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduler side: which boundary a request may start from, and what it will store."""
 
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
 from lmcache_hybrid.config import Options
+from lmcache_hybrid.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.groups import GroupPlan
 from lmcache_hybrid.inquiry import Inquiries
 from lmcache_hybrid.lookup import Answer, Prefix, Question
 from lmcache_hybrid.metadata import NOTHING, Load, Save, StepMetadata
-from lmcache_hybrid.prefix import Adapters, extended, prefix_of, transfer_params
+from lmcache_hybrid.prefix import Adapters, extended, prefix_of, why_unsaved
 from lmcache_hybrid.stops import Stops
-from lmcache_hybrid.tracked import SchedulerCounts, Tracked
+from lmcache_hybrid.tracked import Tracked
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
@@ -32,7 +34,7 @@ class HybridScheduler:
     """Life of requests between vLLM's scheduler and the ranks' stores.
 
     Attributes:
-        counts: totals for tests and metrics.
+        ledger: what is counted, for metrics.
     """
 
     def __init__(
@@ -60,7 +62,12 @@ class HybridScheduler:
         self._unsaved: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._dropped: list[str] = []
-        self.counts = SchedulerCounts()
+        self._loading: set[str] = set()
+        self.ledger = Ledger("scheduler", SchedulerCounts())
+
+    @property
+    def counts(self) -> SchedulerCounts:
+        return self.ledger.counts
 
     # Admission
 
@@ -142,15 +149,24 @@ class HybridScheduler:
     def _answered(self, tracked: Tracked, answer: Answer) -> None:
         """Take the ranks' answer. Mutates ``tracked``."""
         request, size = tracked.request, self._plan.block_size
+        inquiry = tracked.inquiry or tracked.stored
+        assert inquiry is not None
         tracked.inquiry, tracked.stored, tracked.answer = None, None, answer
         tracked.saved = max(tracked.saved, answer.attention)
         if not tracked.unsaved:
             self._unsaved.pop(request.request_id, None)
-        self.counts.lookups += 1
-        self.counts.hits += answer.boundary > 0
-        hit = max(answer.boundary, tracked.floor)
-        self.counts.lost_states_tokens += max(0, answer.attention - hit) * size
-        logger.info(
+        limit = inquiry.question.limit
+        # Past the limit nothing could be loaded in any case.
+        lost = min(answer.attention, limit) - max(answer.boundary, tracked.floor)
+        with self.ledger as counts:
+            counts.lookups.add(answer.outcome(tracked.floor, limit))
+            counts.lookup_seconds.append(inquiry.seconds)
+            if lost > 0:
+                counts.lost_hits += 1
+                counts.lost_tokens += lost * size
+        level, tracked.logged = logging.DEBUG if tracked.logged else logging.INFO, True
+        logger.log(
+            level,
             "Reqid: %s, Total tokens %d, Inference Engine computed tokens: %d, "
             "LMCache hit tokens: %d, need to load: %d",
             request.request_id,
@@ -183,8 +199,13 @@ class HybridScheduler:
         tracked.saved_windows.update(
             (group, block) for group, blocks in windows for block in blocks
         )
-        tracked.loading = boundary
-        self.counts.hit_tokens += num_external_tokens
+        tracked.loading, tracked.loading_tokens = boundary, num_external_tokens
+        self._loading.add(request.request_id)
+        with self.ledger as counts:
+            counts.hits.add(answer.source)
+            for source, blocks in answer.last(boundary - start):
+                counts.hit_tokens.add(source, blocks * size)
+            counts.loads_in_flight = len(self._loading)
         self._loads.append(
             Load(
                 request.request_id,
@@ -205,7 +226,11 @@ class HybridScheduler:
         size = self._plan.block_size
         if tracked is None:
             prefix = prefix_of(request, size, self._hashes_per_block, self._adapters)
-            save = prefix is not None and self._may_save(request)
+            unsaved = why_unsaved(request, prefix, self._options)
+            save = unsaved is None
+            if unsaved or not prefix.hashes:
+                with self.ledger as counts:
+                    counts.skipped_requests.add(unsaved or "short")
             stops = Stops(
                 size,
                 self._options.checkpoint_tokens,
@@ -226,12 +251,6 @@ class HybridScheduler:
             tracked.prefix = extended(
                 tracked.prefix, tracked.request, blocks, self._hashes_per_block
             )
-
-    def _may_save(self, request: "Request") -> bool:
-        limit = self._options.priority_limit
-        if not self._options.save or (limit is not None and request.priority > limit):
-            return False
-        return not transfer_params(request).get("lmcache.skip_save", False)
 
     def _give_up(self, tracked: Tracked) -> None:
         """Nothing will be loaded from the last question: let the ranks drop their claims."""
@@ -269,7 +288,8 @@ class HybridScheduler:
             tracked = self._tracked.get(request_id)
             if tracked is None or request_id not in scheduled or not tracked.save:
                 # Finished, preempted or waiting: its blocks may belong to another by now.
-                self.counts.dropped_offers += len(offers.get(request_id, ()))
+                if tracked is None or tracked.save:
+                    self._drop_offers("not_running", len(offers.get(request_id, ())))
                 continue
             computed = tracked.request.num_computed_tokens + scheduled[request_id]
             if request_id in offers:
@@ -371,14 +391,10 @@ class HybridScheduler:
         by_boundary: dict[int, dict[int, int]] = {}
         for group, block, tokens in offers:
             boundary, rest = divmod(tokens, self._plan.block_size)
-            if (
-                rest
-                or block == NULL_BLOCK
-                or tokens > computed
-                or not 0 < boundary <= len(tracked.prefix.hashes)
-                or boundary in tracked.saved_states
-            ):
-                self.counts.dropped_offers += 1
+            if boundary in tracked.saved_states or boundary > len(tracked.prefix.hashes):
+                continue  # stored already, or of generated tokens, which nobody asked for
+            if rest or block == NULL_BLOCK or tokens > computed or boundary == 0:
+                self._drop_offers("unusable", 1)
                 continue
             by_boundary.setdefault(boundary, {})[group] = block
         states = []
@@ -387,8 +403,13 @@ class HybridScheduler:
                 tracked.saved_states.add(boundary)
                 states.append((boundary, tuple(blocks[group] for group in self._plan.states)))
             else:
-                self.counts.dropped_offers += len(blocks)
+                self._drop_offers("incomplete", len(blocks))
         return tuple(states)
+
+    def _drop_offers(self, reason: str, offers: int) -> None:
+        if offers:
+            with self.ledger as counts:
+                counts.dropped_offers.add(reason, offers)
 
     # Completions
 
@@ -405,14 +426,19 @@ class HybridScheduler:
                 tracked.saved_windows.clear()
                 if tracked.save:
                     self._unsaved[request_id] = tracked
-                self.counts.failed_loads += 1
+                with self.ledger as counts:
+                    counts.failed_loads += 1
+                    counts.failed_tokens += tracked.loading_tokens
         for request_id in output.finished_recving or ():
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 if request_id not in failed:
                     tracked.saved_states.add(tracked.loading)
-                tracked.loading = 0
+                tracked.loading = tracked.loading_tokens = 0
                 tracked.claimed = False
+            self._loading.discard(request_id)  # also of a request that was aborted
+            with self.ledger as counts:
+                counts.loads_in_flight = len(self._loading)
 
     def finished(self, request: "Request") -> None:
         """Forget the request. A load under way goes on until the worker reports it."""

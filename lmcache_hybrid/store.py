@@ -14,7 +14,8 @@ from typing import Protocol
 
 import torch
 
-from lmcache_hybrid.errors import LoadError, RecordError
+from lmcache_hybrid.counts import ByLabel
+from lmcache_hybrid.errors import DamagedError, LoadError, RecordError
 from lmcache_hybrid.record import (
     HEADER_BYTES,
     RecordKey,
@@ -52,7 +53,13 @@ class Claim(Protocol):
 
 
 class Store(Protocol):
-    """Records of one rank. Every method may be called from any thread."""
+    """Records of one rank. Every method may be called from any thread.
+
+    Attributes:
+        failed_writes: records that a backend took and could not write, by backend.
+    """
+
+    failed_writes: ByLabel
 
     def readable(self) -> bool:
         """Whether lookups and loads make sense now."""
@@ -71,7 +78,7 @@ class Store(Protocol):
 
         Raises:
             LoadError: a record is gone or there is no memory to read it into.
-            RecordError: it is not the record asked for; it was removed.
+            DamagedError: it is not the record asked for; it was removed.
         """
 
     def keep(self, claim: Claim, records: Iterable[tuple[RecordKey, Buffer]]) -> None:
@@ -137,6 +144,7 @@ class NaiveStore:
         self.records: dict[RecordKey, bytearray] = {}
         self.pins: Counter[RecordKey] = Counter()
         self.live_buffers = 0
+        self.failed_writes = ByLabel()
         self._lock = threading.Lock()
 
     def count_buffers(self, change: int) -> None:
@@ -160,16 +168,16 @@ class NaiveStore:
     def fetch(self, claim: Claim, keys: Sequence[RecordKey]) -> list[Buffer]:
         for key in keys:
             if key not in self.records:
-                raise LoadError(f"record {key.label} at {key.boundary} is gone")
+                raise LoadError(f"record {key.label} at {key.boundary} is gone", "gone", key)
         # A copy, so that nobody damages what is stored.
         found = [bytearray(self.records[key]) for key in keys]
         digests = []
         for key, record in zip(keys, found, strict=True):
             try:
                 digests.append(open_record(memoryview(record), key, self._fingerprint))
-            except RecordError:
+            except RecordError as error:
                 self.discard(key)
-                raise
+                raise DamagedError(key, error) from error
         return [_NaiveBuffer(self, *each) for each in zip(found, digests, strict=True)]
 
     def keep(self, claim: Claim, records: Iterable[tuple[RecordKey, Buffer]]) -> None:

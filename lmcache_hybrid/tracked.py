@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler side remembers of a request, and what it counts."""
+"""What the scheduler side remembers of a request."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -27,6 +27,8 @@ class Tracked:
         floor: local blocks when the ranks were asked; their claims start there.
         claimed: whether ranks may hold a claim for it.
         loading: boundary in blocks of the load under way, 0 for none.
+        loading_tokens: tokens of the load under way.
+        logged: whether its lookup has had its line in the log.
         saved: leading blocks whose attention pages are in the store.
         saved_states: boundaries in blocks whose states are in the store.
         saved_windows: (group, block) of window pages in the store.
@@ -45,6 +47,8 @@ class Tracked:
     floor: int = 0
     claimed: bool = False
     loading: int = 0
+    loading_tokens: int = 0
+    logged: bool = False
     saved: int = 0
     saved_states: set[int] = field(default_factory=set)
     saved_windows: set[tuple[int, int]] = field(default_factory=set)
@@ -55,15 +59,3 @@ class Tracked:
     @property
     def unsaved(self) -> bool:
         return self.save and (self.saved < len(self.prefix.hashes) or self.seal > 0)
-
-
-@dataclass
-class SchedulerCounts:
-    """Totals since start, in the unit each name gives."""
-
-    lookups: int = 0
-    hits: int = 0
-    hit_tokens: int = 0
-    lost_states_tokens: int = 0
-    failed_loads: int = 0
-    dropped_offers: int = 0

@@ -6,22 +6,22 @@ the next step may overwrite a state in place. Loads run on a thread of their own
 requests wait outside the running batch until the load is reported.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.logger import init_logger
 
 from lmcache_hybrid.copies import Item, Mark, Threads, copies_for
+from lmcache_hybrid.counts import Ledger, WorkerCounts, failure_label
 from lmcache_hybrid.errors import DamagedError, LoadError, NoRoomError, RecordError
 from lmcache_hybrid.groups import GroupPlan
 from lmcache_hybrid.lookup import RankLookup, record_keys, used_keys, window_keys
 from lmcache_hybrid.metadata import Load, Save, StepMetadata
+from lmcache_hybrid.monitor import NO_MONITOR, Monitor
 from lmcache_hybrid.pages import GroupPages
 from lmcache_hybrid.record import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.store import Buffer, Claim, Store
@@ -40,26 +40,11 @@ Records = list[tuple[RecordKey, Buffer]]
 Rest = Callable[[], None] | None
 
 
-@dataclass
-class WorkerCounts:
-    """Totals since start, in the unit each name gives."""
-
-    saved_attention: int = 0
-    saved_states: int = 0
-    saved_bytes: int = 0
-    skipped_saves: int = 0
-    loaded_attention: int = 0
-    loaded_states: int = 0
-    loaded_bytes: int = 0
-    failed_loads: int = 0
-    rejected_records: int = 0
-
-
 class HybridWorker:
     """Copies of one rank.
 
     Attributes:
-        counts: totals for tests and metrics.
+        ledger: what is counted, for metrics.
     """
 
     def __init__(
@@ -70,6 +55,7 @@ class HybridWorker:
         lookup: RankLookup,
         device: torch.device,
         part_bytes: int = PART_BYTES,
+        monitor: Monitor = NO_MONITOR,
     ) -> None:
         """Take over a store.
 
@@ -77,6 +63,7 @@ class HybridWorker:
             pages: of every group in the plan, by group index.
             device: where the KV cache lies.
             part_bytes: most bytes to read, check and copy at once, one record at least.
+            monitor: LMCache's own metrics.
         """
         self._plan = plan
         self._pages = pages
@@ -91,9 +78,13 @@ class HybridWorker:
         # Takes over from a step what a device has not copied yet, in the order of the steps.
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="hybrid-finish")
         self._loads: dict[str, tuple[Future[str | None], Claim | None]] = {}
-        self._counts_lock = threading.Lock()
         self._warned_save = False
-        self.counts = WorkerCounts()
+        self._monitor = monitor
+        self.ledger = Ledger("worker", WorkerCounts(failed_writes=store.failed_writes))
+
+    @property
+    def counts(self) -> WorkerCounts:
+        return self.ledger.counts
 
     # Loading
 
@@ -104,7 +95,7 @@ class HybridWorker:
         for load in metadata.loads:
             claim = self._lookup.take(load.request_id)
             after = self._copies.mark()
-            future = self._executor.submit(self._load, load, claim, after)
+            future = self._executor.submit(self._load, load, claim, after, time.perf_counter())
             self._loads[load.request_id] = future, claim
 
     def results(self, finished: set[str], idle: bool) -> KVConnectorTransferResults:
@@ -132,21 +123,22 @@ class HybridWorker:
                 results.failed_recving.add(request_id)
         return results
 
-    def _load(self, load: Load, claim: Claim | None, after: Mark) -> str | None:
+    def _load(self, load: Load, claim: Claim | None, after: Mark, asked: float) -> str | None:
         """Restore one request's blocks; returns why it failed, None on success."""
         started = time.perf_counter()
+        tokens = (load.boundary - load.start) * self._plan.block_size
         try:
             size = self._restore(load, claim, after)
         except Exception as error:
             expected = isinstance(error, (LoadError, RecordError))
-            with self._counts_lock:
-                self.counts.failed_loads += 1
-                self.counts.rejected_records += isinstance(error, RecordError)
+            with self.ledger as counts:
+                counts.failed_loads.add(failure_label(error))
+            self._monitor.retrieved(tokens, 0, started)
             reason = str(error) if expected else repr(error)
             logger.warning(
                 "Reqid: %s, loading %d tokens failed and they are computed instead: %s",
                 load.request_id,
-                (load.boundary - load.start) * self._plan.block_size,
+                tokens,
                 reason,
                 exc_info=not expected,
             )
@@ -155,12 +147,16 @@ class HybridWorker:
             if claim is not None:
                 claim.release()
         seconds = time.perf_counter() - started
-        tokens = (load.boundary - load.start) * self._plan.block_size
-        with self._counts_lock:
-            self.counts.loaded_attention += load.boundary - load.start
-            self.counts.loaded_states += bool(self._plan.states)
-            self.counts.loaded_bytes += size
-        logger.info(
+        with self.ledger as counts:
+            counts.loaded_attention += load.boundary - load.start
+            counts.loaded_windows += sum(map(len, load.window_blocks))
+            counts.loaded_states += bool(self._plan.states)
+            counts.loaded_bytes += size
+            counts.load_seconds.append(seconds)
+            counts.load_wait_seconds.append(started - asked)
+        self._monitor.retrieved(tokens, tokens, started)
+        # The scheduler has logged this request's hit; each rank would repeat it.
+        logger.debug(
             "Reqid: %s, Retrieved %d tokens up to %d%s. size: %.4f GB, cost: %.4f ms, "
             "throughput: %.4f GB/s",
             load.request_id,
@@ -176,7 +172,7 @@ class HybridWorker:
     def _restore(self, load: Load, claim: Claim | None, after: Mark) -> int:
         """Copy all records of a load into the cache; returns the bytes copied."""
         if claim is None:
-            raise LoadError("its records are no longer pinned")
+            raise LoadError("its records are no longer pinned", "unpinned")
         targets = self._targets(load)
         size = sum(self._pages[key.group].block_bytes for key, _ in targets)
         crowded_out: list[list[tuple[RecordKey, int]]] = []
@@ -234,7 +230,7 @@ class HybridWorker:
             for (key, block), buffer in zip(part, buffers, strict=True):
                 pages, size = self._pages[key.group], buffer.payload.numel()
                 if size != pages.block_bytes:
-                    raise LoadError(f"record {key.label} has {size} bytes")
+                    raise LoadError(f"record {key.label} has {size} bytes", "length", key)
                 items.append(Item(key, pages, block, buffer))
             try:
                 self._copies.scatter(items, after)
@@ -251,8 +247,9 @@ class HybridWorker:
         if not metadata.saves:
             return
         if not self._store.writable():
-            with self._counts_lock:
-                self.counts.skipped_saves += len(metadata.saves)
+            with self.ledger as counts:
+                reason = "frozen" if self._store.readable() else "unhealthy"
+                counts.skipped_saves.add(reason, len(metadata.saves))
             return
         for save in metadata.saves:
             with self._save_errors(save):
@@ -263,8 +260,9 @@ class HybridWorker:
         try:
             yield
         except Exception as error:
-            with self._counts_lock:
-                self.counts.skipped_saves += 1
+            with self.ledger as counts:
+                full = isinstance(error, MemoryError)
+                counts.skipped_saves.add("no_room" if full else "error")
                 warned, self._warned_save = self._warned_save, True
             if not warned:
                 logger.warning(
@@ -326,11 +324,14 @@ class HybridWorker:
         if save.boundaries:
             # As they were written, the first pages would be evicted first.
             self._store.arrange(used_keys(save.prefix, save.boundaries, self._plan))
-        with self._counts_lock:
-            self.counts.saved_attention += len(save.attention)
-            self.counts.saved_states += len(save.states)
-            self.counts.saved_bytes += size
         seconds = time.perf_counter() - started
+        with self.ledger as counts:
+            counts.saved_attention += len(save.attention)
+            counts.saved_windows += len(save.windows)
+            counts.saved_states += len(save.states)
+            counts.saved_bytes += size
+            counts.save_seconds.append(seconds)
+        self._monitor.stored(len(save.attention) * self._plan.block_size, started)
         logger.debug(
             "Reqid: %s, Stored %d blocks and %d states. size: %.4f GB, cost: %.4f ms",
             save.request_id,

@@ -22,6 +22,10 @@ from lmcache_hybrid.groups import is_served
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+    )
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -71,6 +75,37 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         # A dropped save of a best-effort cache is only a later miss.
         return False if self._hybrid else super().requires_kv_delivery
+
+    # Metrics
+
+    def get_kv_connector_stats(self) -> "KVConnectorStats | None":
+        if self._hybrid is None:
+            return super().get_kv_connector_stats()
+        return self._hybrid.get_kv_connector_stats()
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> "KVConnectorStats | None":
+        """Only the hybrid adapter sends ``data``; LMCache's own has no stats for vLLM."""
+        from lmcache_hybrid.metrics import HybridStats
+
+        return super().build_kv_connector_stats() if data is None else HybridStats(dict(data))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> "KVConnectorPromMetrics | None":
+        """In the process that serves ``/metrics``, where the groups are not known."""
+        from lmcache_hybrid.metrics import HybridPromMetrics
+
+        served = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+        build = HybridPromMetrics if served else super().build_prom_metrics
+        return build(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # Worker side
 

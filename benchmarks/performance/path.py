@@ -235,7 +235,7 @@ def save(backend: str, shape: Shape, blocks: int, rounds: int) -> dict[str, list
             copied = time.perf_counter()
             one.save(f"r{round_}", prefix_of(blocks, round_))
             ended = time.perf_counter()
-            assert one.worker.counts.skipped_saves == 0
+            assert not one.worker.counts.skipped_saves
             one.settle()
             one.clear()
             if round_:  # the first one touches new memory

@@ -179,8 +179,16 @@ class Engine:
         return self.call("reads")
 
     def metrics(self) -> dict[str, float]:
-        """vLLM's own counters and gauges by name, without ``vllm:``."""
+        """vLLM's counters and gauges by name, without ``vllm:`` and added up over labels."""
         return self.call("metrics")
+
+    def exported(self) -> str:
+        """All metrics of vLLM, of LMCache and of this package, in Prometheus' text format."""
+        return self.call("exported")
+
+    def failures(self) -> dict[str, int]:
+        """Failed loads by ``reason,record``."""
+        return self.call("failures")
 
     def ask_held(self, ids: list[int], fault: Callable[[], object], max_tokens: int = 8) -> Answer:
         """One prompt; ``fault`` runs after its lookup promised a hit and before the load."""
@@ -339,11 +347,21 @@ class _Child:
         return sum(m.value for m in self._llm.get_metrics() if m.name == name)
 
     def metrics(self) -> dict:
-        return {
-            m.name.removeprefix("vllm:"): m.value
-            for m in self._llm.get_metrics()
-            if hasattr(m, "value")
-        }
+        from collections import Counter
+
+        totals = Counter()
+        for metric in self._llm.get_metrics():
+            totals[metric.name.removeprefix("vllm:")] += getattr(metric, "value", 0)
+        return totals
+
+    def exported(self) -> str:
+        """What ``/metrics`` would show; LMCache adds its own every ten seconds, here at once."""
+        from lmcache.v1.cache_engine import LMCacheEngineBuilder
+        from prometheus_client import REGISTRY, generate_latest
+
+        for logger in LMCacheEngineBuilder._stat_loggers.values():
+            logger.prometheus_logger.log_prometheus(logger.monitor.get_stats_and_clear())
+        return generate_latest(REGISTRY).decode()
 
     def forget(self) -> bool:
         return self._llm.reset_prefix_cache()
@@ -364,8 +382,9 @@ class _Child:
         files = list(disk.dict.values()) if disk else []
         allocated = pool.memory_allocator.pin_allocator.address_manager.total_allocated_size
         return {
-            "scheduler": asdict(self._hybrid.scheduler.counts),
-            "worker": asdict(worker.worker.counts),
+            "scheduler": _totals(self._hybrid.scheduler.counts),
+            "worker": _totals(worker.worker.counts)
+            | {"rejected_records": worker.worker.counts.rejected_records},
             "failed_writes": sum(worker.worker._store.failed_writes.values()),
             "pool": {
                 "records": len(pool.hot_cache),
@@ -388,6 +407,9 @@ class _Child:
             },
         }
 
+    def failures(self) -> dict:
+        return dict(self._worker().worker.counts.failed_loads)
+
     def work(self) -> dict:
         """What was done for requests on the way to the store and in it, from the first call on."""
         from collections import Counter
@@ -404,7 +426,7 @@ class _Child:
 
             store.locate = counting
         return {
-            "lookups": self._hybrid.scheduler.counts.lookups,
+            "lookups": self._hybrid.scheduler.counts.lookups.total,
             "lookup_calls": self._located["calls"],
             "keys_asked": self._located["asked"],
             "keys_found": self._located["found"],
@@ -505,6 +527,14 @@ def _let_cpu_schedule_ahead() -> None:
     torch.cuda.Event = torch.cuda.Stream = Nothing
     torch.cuda.current_stream = Nothing
     torch.cuda.stream = contextlib.nullcontext
+
+
+def _totals(counts) -> dict[str, int]:
+    """Totals over all labels, without the times."""
+    values = {
+        name: sum(v.values()) if isinstance(v, dict) else v for name, v in vars(counts).items()
+    }
+    return {name: value for name, value in values.items() if not isinstance(value, list)}
 
 
 def _lora(lora: list | None):

@@ -32,6 +32,8 @@ PAGES = "lmcache_hybrid/pages.py"
 GROUPS = "lmcache_hybrid/groups.py"
 PREFIX = "lmcache_hybrid/prefix.py"
 COMPAT = "vllm_patch/compat.py"
+COUNTS = "lmcache_hybrid/counts.py"
+METRICS = "lmcache_hybrid/metrics.py"
 
 DEFECTS = (
     # What is stored
@@ -59,7 +61,7 @@ DEFECTS = (
     _one(
         "a boundary is stored that the step does not reach",
         SCHEDULER,
-        "                or tokens > computed\n",
+        " or tokens > computed",
         "",
     ),
     _one(
@@ -248,8 +250,8 @@ DEFECTS = (
     _one(
         "a damaged record stays and is promised for ever",
         STORE,
-        "            self.discard(key)\n            raise\n",
-        "            raise\n",
+        "            self.discard(key)\n            raise Damaged",
+        "            raise Damaged",
     ),
     _one(
         "claims do not pin",
@@ -297,8 +299,8 @@ DEFECTS = (
     _one(
         "a lookup is taken for answered before it is",
         "lmcache_hybrid/inquiry.py",
-        "            return None\n        return self.give_up() or MISS",
-        "            return MISS\n        return self.give_up() or MISS",
+        "            return None\n        return self.give_up() or UNAVAILABLE",
+        "            return UNAVAILABLE\n        return self.give_up() or UNAVAILABLE",
     ),
     _one(
         "a failed load is reported while parts of it still copy",
@@ -335,5 +337,36 @@ DEFECTS = (
         COMPAT,
         "            self._inflight_prefills.discard(request)\n",
         "",
+    ),
+    # What is counted
+    _one(
+        "tokens lost for want of a state are not counted",
+        SCHEDULER,
+        "                counts.lost_tokens += lost * size\n",
+        "",
+    ),
+    _one(
+        "pages that no load could use count as lost",
+        SCHEDULER,
+        "lost = min(answer.attention, limit) - ",
+        "lost = answer.attention - ",
+    ),
+    _one(
+        "the load of an aborted request stays in flight",
+        SCHEDULER,
+        "            self._loading.discard(request_id)  # also of a request that was aborted\n",
+        "            self._loading.discard(request_id if tracked else None)\n",
+    ),
+    _one(
+        "the first rank's numbers stand for all",
+        METRICS,
+        "                self.data[name] = mine + value\n",
+        "                pass\n",
+    ),
+    _one(
+        "each report repeats the ones before",
+        COUNTS,
+        "            before, self._reported = self._reported, self._totals()\n",
+        "            before = self._reported\n",
     ),
 )

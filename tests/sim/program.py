@@ -107,9 +107,9 @@ class Run:
         counts = engine.hybrid.counts
         self.tally.events.update(
             {
-                "hits": counts.hits,
-                "hit tokens": counts.hit_tokens,
-                "offers not taken": counts.dropped_offers,
+                "hits": counts.lookups.get("hit", 0),
+                "hit tokens": counts.hit_tokens.total,
+                "offers dropped": counts.dropped_offers.total,
             }
         )
         self.tally.events["preempted"] += sum(
@@ -122,7 +122,7 @@ class Run:
                     "states saved": worker.saved_states,
                     "states loaded": worker.loaded_states,
                     "records rejected": worker.rejected_records,
-                    "saves skipped": worker.skipped_saves,
+                    "saves skipped": worker.skipped_saves.total,
                 }
             )
 

@@ -8,7 +8,7 @@ from concurrent.futures import Executor, Future
 import pytest
 
 from lmcache_hybrid.inquiry import Inquiries
-from lmcache_hybrid.lookup import MISS, Answer, Prefix, Question
+from lmcache_hybrid.lookup import UNAVAILABLE, Answer, Prefix, Question
 from lmcache_hybrid.metadata import Save
 from lmcache_hybrid.prefix import Adapters, prefix_of
 from lmcache_hybrid.scheduler import HybridScheduler
@@ -63,7 +63,7 @@ def test_a_request_waits_for_its_answer_and_the_scheduler_does_not(rig):
     assert len(rig.later.waiting) == 1
     rig.later.run()
     assert rig.match() == rig.match() == (4 * N, True)
-    assert rig.scheduler.counts.lookups == 1
+    assert rig.scheduler.counts.lookups == {"hit": 1}
 
 
 def test_a_request_that_ended_before_it_was_asked_for_is_not(rig):
@@ -134,10 +134,10 @@ def test_what_vllm_has_all_of_is_not_waited_for(rig):
     assert rig.match(5 * N) == (0, False)
     assert rig.step({rig.request.request_id: 1}) == ()
     rig.later.run()
-    assert rig.scheduler.counts.lookups == 0
+    assert rig.scheduler.counts.lookups == {}
     rig.request.num_computed_tokens = 5 * N + 1
     assert rig.step({rig.request.request_id: 1}) == (), "the store has these"
-    assert rig.scheduler.counts.lookups == 1
+    assert rig.scheduler.counts.lookups == {"local": 1}
     rig.scheduler.finished(rig.request)
     assert rig.ranks.num_claims == [0, 0] and rig.ranks.pins == 0
 
@@ -215,7 +215,7 @@ def test_an_exception_is_a_miss():
 
     inquiries = Inquiries(broken, 1000)
     inquiry = inquiries.ask(Question("r", Prefix((b"x" * 32,)), 1, 0))
-    assert inquiry.poll(10) == MISS
+    assert inquiry.poll(10) == UNAVAILABLE
     inquiries.close()
 
 

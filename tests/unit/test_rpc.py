@@ -10,7 +10,7 @@ import pytest
 from vllm.config import KVTransferConfig
 
 from lmcache_hybrid import rpc
-from lmcache_hybrid.lookup import Answer, Question, RankLookup
+from lmcache_hybrid.lookup import UNAVAILABLE, Answer, Question, RankLookup
 from lmcache_hybrid.rpc import LookupClient, LookupServer
 from lmcache_hybrid.store import NaiveStore
 
@@ -18,7 +18,7 @@ from .helpers import PLAN, fill, make_prefix
 
 PREFIX = make_prefix(3)
 QUESTION = Question("r", PREFIX, 3, 0)
-HIT = Answer(3, 3)
+HIT = Answer(3, 3, (("naive", 3),))
 
 
 class SlowStore(NaiveStore):
@@ -90,7 +90,7 @@ def test_every_rank_answers(wire):
 def test_a_lookup_that_raises_is_a_miss(wire):
     wire.serve()
     wire.stores[0].locate = None
-    assert wire.client.ask(QUESTION) == [Answer(0, 0)]
+    assert wire.client.ask(QUESTION) == [UNAVAILABLE]
     del wire.stores[0].locate
     assert wire.client.ask(QUESTION) == [HIT], "the server has died"
 

@@ -124,7 +124,8 @@ def test_a_hit_goes_to_the_state_boundary():
     rig = Rig().holds(request, 5, 1, 3)
     assert rig.match(request) == (3 * N, True)
     counts = rig.scheduler.counts
-    assert (counts.lookups, counts.hits, counts.lost_states_tokens) == (1, 1, 2 * N)
+    assert counts.lookups == {"hit": 1}
+    assert (counts.lost_hits, counts.lost_tokens) == (1, 2 * N)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -255,7 +256,7 @@ def test_a_load_names_each_groups_blocks():
     )
     assert load.prefix.hashes == prefix.hashes[:3]
     assert rig.ranks.stores[0].pins == dict.fromkeys(load_keys(prefix, 1, 3, PLAN), 1)
-    assert rig.scheduler.counts.hit_tokens == 2 * N
+    assert rig.scheduler.counts.hit_tokens == {"naive": 2 * N}
 
 
 def test_several_attention_groups():
@@ -368,7 +369,7 @@ def test_generated_tokens_are_not_stored():
     rig.prefill(request)
     request.append_output_token_ids(list(range(2 * N)))
     assert rig.forward(request, 2 * N, all_offers(2) + all_offers(3)) is None
-    assert rig.scheduler.counts.dropped_offers == 2 * len(STATES)
+    assert not rig.scheduler.counts.dropped_offers  # nobody wanted them
 
 
 def test_what_the_store_has_is_not_stored_again():
@@ -378,25 +379,29 @@ def test_what_the_store_has_is_not_stored_again():
 
 
 @pytest.mark.parametrize(
-    "offers, dropped",
+    "offers, stored, dropped",
     [
-        ([(g, 0, 2 * N) for g in STATES], 3),  # the null block
-        ([(0, 50, 2 * N), (1, 0, 2 * N), (3, 53, 2 * N)], 3),
-        ([(g, 50, 2 * N - 1) for g in STATES], 3),  # no block boundary
-        ([(g, 50, 0) for g in STATES], 3),
-        (all_offers(2, groups=(0, 3)), 2),  # group 1 is missing
-        (all_offers(3), 3),  # past what this step computes
-        ([(g, 50, 4 * N) for g in STATES], 3),  # past the prompt
-        (all_offers(2) + all_offers(2), 0),
+        ([(g, 0, 2 * N) for g in STATES], [], {"unusable": 3}),  # the null block
+        (
+            [(0, 50, 2 * N), (1, 0, 2 * N), (3, 53, 2 * N)],
+            [],
+            {"unusable": 1, "incomplete": 2},
+        ),
+        ([(g, 50, 2 * N - 1) for g in STATES], [], {"unusable": 3}),  # no block boundary
+        ([(g, 50, 0) for g in STATES], [], {"unusable": 3}),
+        (all_offers(2, groups=(0, 3)), [], {"incomplete": 2}),  # group 1 is missing
+        (all_offers(3), [], {"unusable": 3}),  # past what this step computes
+        ([(g, 50, 4 * N) for g in STATES], [], {}),  # past the prompt: nobody wants it
+        (all_offers(2) + all_offers(2), [2], {}),
     ],
 )
-def test_offers_that_are_dropped(offers, dropped):
+def test_offers_that_are_dropped(offers, stored, dropped):
     request = make_request(tokens=3 * N + 1)
     rig = Rig()
     rig.match(request)
     save = rig.forward(request, 2 * N + 3, offers)
     assert attention_of(save) == [0, 1]
-    assert [end for end, _ in save.states] == ([] if dropped else [2])
+    assert [end for end, _ in save.states] == stored
     assert rig.scheduler.counts.dropped_offers == dropped
 
 
@@ -407,7 +412,7 @@ def test_a_boundary_is_stored_once():
     assert rig.forward(request, 2 * N, all_offers(2)).states
     save = rig.forward(request, N, all_offers(2) + all_offers(3))
     assert [end for end, _ in save.states] == [3]
-    assert rig.scheduler.counts.dropped_offers == len(STATES)
+    assert not rig.scheduler.counts.dropped_offers  # offered again is no loss
 
 
 def test_a_state_alone_is_stored_after_its_attention_pages():
@@ -432,7 +437,7 @@ def test_offers_of_requests_that_do_not_run_are_dropped(gone):
         {"other": N}, {"other": table(other), "r": table(request)}, {"r": all_offers(1)}
     )
     assert not metadata.saves
-    assert rig.scheduler.counts.dropped_offers == len(STATES)
+    assert rig.scheduler.counts.dropped_offers == {"not_running": len(STATES)}
 
 
 def test_requests_of_one_step_keep_apart():

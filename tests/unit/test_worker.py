@@ -102,7 +102,7 @@ def rig():
 
 def assert_failed(rig: Rig, results, request_id: str = "r") -> None:
     assert results.failed_recving == results.finished_recving == {request_id}
-    assert rig.worker.counts.failed_loads == 1
+    assert rig.worker.counts.failed_loads.total == 1
     assert rig.worker.counts.loaded_states == 0
     rig.assert_clean()
 
@@ -150,7 +150,7 @@ def test_an_unwritable_store_skips_saves(rig):
     rig = rig()
     rig.store.writable = lambda: False
     rig.saved()
-    assert not rig.store.records and rig.worker.counts.skipped_saves == 1
+    assert not rig.store.records and rig.worker.counts.skipped_saves == {"frozen": 1}
 
 
 def refuse_reserve(store, after: int):
@@ -182,20 +182,20 @@ def raise_in_put(store):
 
 
 @pytest.mark.parametrize(
-    "damage",
+    "damage, reason",
     [
-        lambda store: refuse_reserve(store, 0),
-        lambda store: refuse_reserve(store, 3),
-        lambda store: raise_in(store, "reserve"),
-        raise_in_put,
+        (lambda store: refuse_reserve(store, 0), "no_room"),
+        (lambda store: refuse_reserve(store, 3), "no_room"),
+        (lambda store: raise_in(store, "reserve"), "error"),
+        (raise_in_put, "error"),
     ],
     ids=["full", "full midway", "reserve raises", "put raises"],
 )
-def test_a_failed_save_does_not_raise_and_leaks_nothing(rig, hybrid_log, damage):
+def test_a_failed_save_does_not_raise_and_leaks_nothing(rig, hybrid_log, damage, reason):
     rig = rig()
     damage(rig.store)
     rig.saved().saved()
-    assert rig.worker.counts.skipped_saves == 2
+    assert rig.worker.counts.skipped_saves == {reason: 2}
     assert rig.worker.counts.saved_attention == 0
     warnings = [r.getMessage() for r in hybrid_log.records if r.levelname == "WARNING"]
     assert len(warnings) == 1 and "Reqid: w" in warnings[0]
@@ -207,7 +207,7 @@ def test_a_failed_save_does_not_stop_the_others(rig):
     rig = rig()
     bad = Save("bad", PREFIX, ((0, (0,)),), ())  # the null block
     rig.worker.save(StepMetadata(saves=(bad, *rig.save_metadata().saves)))
-    assert rig.worker.counts.skipped_saves == 1 and rig.worker.counts.saved_states == 1
+    assert rig.worker.counts.skipped_saves.total == 1 and rig.worker.counts.saved_states == 1
     rig.assert_clean()
 
 
@@ -276,7 +276,7 @@ def test_a_copy_that_fails_is_not_stored(device_rig, hybrid_log):
     rig.device.arrived.set()
     rig.saved()
     rig.worker.forget()
-    assert rig.worker.counts.skipped_saves == 1 and rig.worker.counts.saved_bytes == 0
+    assert rig.worker.counts.skipped_saves == {"error": 1} and rig.worker.counts.saved_bytes == 0
     assert [r for r in hybrid_log.records if "device lost" in r.getMessage()]
     rig.assert_clean()
 
@@ -324,7 +324,7 @@ def test_a_load_restores_every_byte_and_touches_nothing_else(
     counts = rig.worker.counts
     assert (counts.loaded_attention, counts.loaded_states) == (3 - start, 1)
     assert counts.loaded_bytes == sum(map(len, source.values()))
-    assert counts.failed_loads == 0
+    assert not counts.failed_loads
     rig.assert_clean()
 
 
@@ -389,14 +389,25 @@ def shorter(store, key):
 
 
 @pytest.mark.parametrize("kind, block", [(ATTENTION, 0), (ATTENTION, 2), (STATE, 2)])
-@pytest.mark.parametrize("damage", [lose, flip, flip_digest, cut, shorter])
-def test_a_bad_record_fails_the_load_once(rig, hybrid_log, damage, kind, block):
+@pytest.mark.parametrize(
+    "damage, reason",
+    [
+        (lose, "gone"),
+        (flip, "checksum"),
+        (flip_digest, "checksum"),
+        (cut, "length"),
+        (shorter, "length"),
+    ],
+)
+def test_a_bad_record_fails_the_load_once(rig, hybrid_log, damage, reason, kind, block):
     rig = rig().saved()
     load = rig.load()
     damage(rig.store, keys_of(PREFIX, block, kind)[-1])
     results = rig.run(load)
     assert_failed(rig, results)
-    assert rig.worker.counts.rejected_records == (damage in (flip, flip_digest, cut))
+    kind_name = "state" if kind == STATE else "attention"
+    assert rig.worker.counts.failed_loads == {f"{reason},{kind_name}": 1}
+    assert rig.worker.counts.rejected_records == (reason != "gone")
     (warning,) = [r for r in hybrid_log.records if r.levelname == "WARNING"]
     assert "Reqid: r, loading 48 tokens failed" in warning.getMessage()
     assert not warning.exc_info  # it is expected

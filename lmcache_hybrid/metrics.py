@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The counts of both sides in vLLM's ``/metrics``, as ``vllm:lmcache_hybrid_*``.
+
+vLLM collects a :class:`HybridStats` from every rank and from the scheduler in each step,
+adds them up, and hands the sum to :class:`HybridPromMetrics` in the process that serves
+``/metrics``. So what workers count is summed over ranks, what the scheduler counts is
+there once per engine. docs/metrics.md explains each metric.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+from statistics import fmean
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from lmcache_hybrid.counts import CHECKS
+
+PREFIX = "vllm:lmcache_hybrid_"
+BACKENDS = ("LocalCPUBackend", "LocalDiskBackend", "RemoteBackend")
+RECORD_REASONS = (*CHECKS, "gone", "unreadable", "unreachable")
+LOAD_REASONS = ("unreachable", "no_room", "unpinned", "unhealthy", "error")
+# Seconds; a lookup and a save hold up one request and one step, a load may be long.
+LOOKUP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+COPY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric and the count it shows.
+
+    Attributes:
+        name: without PREFIX, and without the ``_total`` of counters.
+        source: ``side.count``, see :mod:`lmcache_hybrid.counts`.
+        kind: prometheus_client's class.
+        help: one sentence.
+        labels: names beyond vLLM's own (model_name, engine).
+        known: label values that exist from the start, several joined with commas, so
+            that the first event is an increase and not a new series.
+        buckets: of a histogram, in seconds.
+    """
+
+    name: str
+    source: str
+    kind: type
+    help: str
+    labels: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+def _total(name: str, source: str, help: str, label: str = "", known: tuple = ()) -> Metric:
+    return Metric(name, source, Counter, help, tuple(label.split(",")) if label else (), known)
+
+
+METRICS = (
+    # Lookups, once per engine
+    _total(
+        "lookups",
+        "scheduler.lookups",
+        "Lookups that were answered, by outcome.",
+        "outcome",
+        ("hit", "miss", "local", "unavailable"),
+    ),
+    Metric(
+        "lookup_seconds",
+        "scheduler.lookup_seconds",
+        Histogram,
+        "Time from the question to the answer of all ranks.",
+        buckets=LOOKUP_BUCKETS,
+    ),
+    _total(
+        "hits",
+        "scheduler.hits",
+        "Requests that started from LMCache, by the backend of their deepest block.",
+        "source",
+        BACKENDS,
+    ),
+    _total(
+        "hit_tokens",
+        "scheduler.hit_tokens",
+        "Prompt tokens that LMCache was to bring for them, by backend.",
+        "source",
+        BACKENDS,
+    ),
+    _total(
+        "lost_hits",
+        "scheduler.lost_hits",
+        "Lookups whose attention pages reach deeper than the deepest boundary with a state.",
+    ),
+    _total(
+        "lost_hit_tokens",
+        "scheduler.lost_tokens",
+        "Tokens that are computed only because no state was there to go with their pages.",
+    ),
+    _total(
+        "skipped_requests",
+        "scheduler.skipped_requests",
+        "Requests that are not looked up or not stored, by reason.",
+        "reason",
+        ("short", "uncacheable", "read_only", "priority", "skip_save"),
+    ),
+    # Loads
+    Metric(
+        "loads_in_flight",
+        "scheduler.loads_in_flight",
+        Gauge,
+        "Requests that wait for their load now.",
+    ),
+    _total(
+        "loaded_states",
+        "worker.loaded_states",
+        "Boundaries whose states were restored, summed over ranks.",
+    ),
+    _total(
+        "loaded_attention_blocks",
+        "worker.loaded_attention",
+        "Blocks whose attention pages were restored, summed over ranks.",
+    ),
+    _total(
+        "loaded_window_blocks",
+        "worker.loaded_windows",
+        "Blocks of window groups that were restored, summed over ranks.",
+    ),
+    _total("loaded_bytes", "worker.loaded_bytes", "Bytes restored, summed over ranks."),
+    Metric(
+        "load_seconds",
+        "worker.load_seconds",
+        Histogram,
+        "Time of a request's load on a rank, from its turn to its end.",
+        buckets=COPY_BUCKETS,
+    ),
+    Metric(
+        "load_wait_seconds",
+        "worker.load_wait_seconds",
+        Histogram,
+        "Time that a load waited for its turn on a rank.",
+        buckets=COPY_BUCKETS,
+    ),
+    _total(
+        "failed_loads",
+        "worker.failed_loads",
+        "Loads that failed on a rank, by reason and by the kind of record it was due to.",
+        "reason,record",
+        (
+            *map(",".join, product(RECORD_REASONS, ("state", "attention"))),
+            *(f"{reason},none" for reason in LOAD_REASONS),
+        ),
+    ),
+    _total(
+        "recomputed_requests",
+        "scheduler.failed_loads",
+        "Requests that were computed because their load failed on some rank.",
+    ),
+    _total(
+        "recomputed_tokens",
+        "scheduler.failed_tokens",
+        "Tokens that LMCache was to bring for them.",
+    ),
+    # Saves
+    _total(
+        "saved_states",
+        "worker.saved_states",
+        "Boundaries whose states were handed to the store, summed over ranks.",
+    ),
+    _total(
+        "saved_attention_blocks",
+        "worker.saved_attention",
+        "Blocks whose attention pages were handed to the store, summed over ranks.",
+    ),
+    _total(
+        "saved_window_blocks",
+        "worker.saved_windows",
+        "Blocks of window groups that were handed to the store, summed over ranks.",
+    ),
+    _total("saved_bytes", "worker.saved_bytes", "Bytes of all these, summed over ranks."),
+    Metric(
+        "save_seconds",
+        "worker.save_seconds",
+        Histogram,
+        "Time that a step waited for one request's save on a rank.",
+        buckets=COPY_BUCKETS,
+    ),
+    _total(
+        "skipped_saves",
+        "worker.skipped_saves",
+        "Saves of a request's step on a rank that stored nothing, by reason.",
+        "reason",
+        ("frozen", "unhealthy", "no_room", "error"),
+    ),
+    _total(
+        "failed_writes",
+        "worker.failed_writes",
+        "Records that a backend took and could not write, summed over ranks.",
+        "source",
+        BACKENDS,
+    ),
+    _total(
+        "dropped_offers",
+        "scheduler.dropped_offers",
+        "States of one group that vLLM handed off and nobody stored, by reason.",
+        "reason",
+        ("not_running", "unusable", "incomplete"),
+    ),
+)
+LEVELS = {metric.source for metric in METRICS if metric.kind is Gauge}
+
+
+class HybridStats(KVConnectorStats):
+    """What was counted since the last step: increments, levels and observations.
+
+    ``data`` is made of numbers, strings, lists and dicts only, because it is sent to
+    other processes: see :meth:`lmcache_hybrid.counts.Ledger.report`.
+    """
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def aggregate(self, other: KVConnectorStats) -> "HybridStats":
+        """Add another rank's, the scheduler's, or a later step's. Mutates ``self``."""
+        for name, value in other.data.items():
+            mine = self.data.get(name)
+            if mine is None or name in LEVELS:
+                self.data[name] = value
+            elif isinstance(value, dict):
+                labels = mine.keys() | value.keys()
+                self.data[name] = {each: mine.get(each, 0) + value.get(each, 0) for each in labels}
+            else:
+                self.data[name] = mine + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """What vLLM logs of an interval."""
+        times = self._of("worker.load_seconds", [])
+        return {
+            "lookups": sum(self._of("scheduler.lookups", {}).values()),
+            "hit_tokens": sum(self._of("scheduler.hit_tokens", {}).values()),
+            "lost_hit_tokens": self._of("scheduler.lost_tokens", 0),
+            "recomputed_requests": self._of("scheduler.failed_loads", 0),
+            "loaded_mb": round(self._of("worker.loaded_bytes", 0) / 1e6, 1),
+            "mean_load_ms": round(1e3 * fmean(times), 2) if times else 0.0,
+            "saved_mb": round(self._of("worker.saved_bytes", 0) / 1e6, 1),
+        }
+
+    def _of(self, name: str, default: Any) -> Any:
+        return self.data.get(name, default)
+
+
+class HybridPromMetrics(KVConnectorPromMetrics):
+    """The metrics of METRICS in vLLM's registry, with vLLM's own labels."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics = {}
+        for metric in METRICS:
+            options: dict[str, Any] = {}
+            if metric.kind is Histogram:
+                options["buckets"] = list(metric.buckets)
+            elif metric.kind is Gauge:
+                options["multiprocess_mode"] = "mostrecent"
+            self._metrics[metric.source] = metric_types[metric.kind](
+                name=PREFIX + metric.name,
+                documentation=metric.help,
+                labelnames=[*labelnames, *metric.labels],
+                **options,
+            )
+        for engine in per_engine_labelvalues:
+            for metric in METRICS:
+                for label in metric.known or ("",):
+                    self._child(metric.source, engine, label)
+
+    def _child(self, source: str, engine: int, label: str = "") -> Any:
+        values = label.split(",") if label else ()
+        return self._metrics[source].labels(*self.per_engine_labelvalues[engine], *values)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for source, value in transfer_stats_data.items():
+            if isinstance(value, dict):
+                for label, increase in value.items():
+                    self._child(source, engine_idx, label).inc(increase)
+            elif isinstance(value, list):
+                child = self._child(source, engine_idx)
+                for seconds in value:
+                    child.observe(seconds)
+            elif source in LEVELS:
+                self._child(source, engine_idx).set(value)
+            else:
+                self._child(source, engine_idx).inc(value)
