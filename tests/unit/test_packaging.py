@@ -2,7 +2,6 @@
 """What ``python -m build`` makes, installed where nothing of this checkout is in the way."""
 
 import shutil
-import site
 import subprocess
 import sys
 import venv
@@ -49,7 +48,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     below = Path(run([python, "-c", code], folder).strip(), "below.pth")
     # A path that a .pth names is searched, but its own .pth files (editable installs) are not.
-    below.write_text("\n".join(site.getsitepackages()))
+    below.write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
     return folder / "bin"
 
 
