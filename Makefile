@@ -64,7 +64,7 @@ lint: venv  ## ruff over everything, mypy over both packages
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 docs: venv  ## the pages of docs/ as a site, in site/
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 wheel: venv  ## sdist and wheel, in dist/
 	$(BIN)/python -m build --no-isolation
