@@ -21,7 +21,7 @@ TORCH := torch==$(TORCH_VERSION)
 UV_TORCH := UV_TORCH_BACKEND=$(TORCH_BACKEND)
 endif
 
-.PHONY: help venv demo test test-fast sim mutants soak bench bench-reuse lint clean
+.PHONY: help venv demo test test-fast sim mutants soak bench bench-reuse lint docs wheel clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -60,8 +60,14 @@ bench-reuse: venv  ## replay traces of prompts: three minutes; figures go to doc
 bench: venv  ## times and bandwidths beside their limits: half an hour; to docs/performance.json
 	$(BIN)/python -m benchmarks.performance --out docs/performance.json
 
-lint: venv  ## ruff over everything
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+lint: venv  ## ruff over everything, mypy over both packages
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+docs: venv  ## the pages of docs/ as a site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+wheel: venv  ## sdist and wheel, in dist/
+	$(BIN)/python -m build --no-isolation
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

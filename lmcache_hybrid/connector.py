@@ -37,6 +37,7 @@ from lmcache_hybrid.worker import HybridWorker
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.manager import LMCacheManager
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -110,7 +111,9 @@ class HybridConnector:
             self.plan.states,
         )
 
-    def _start_lmcache(self, config: "LMCacheEngineConfig", role: KVConnectorRole):
+    def _start_lmcache(
+        self, config: "LMCacheEngineConfig", role: KVConnectorRole
+    ) -> "LMCacheManager":
         from lmcache.v1.manager import LMCacheManager
 
         from lmcache_hybrid.services import HybridServiceFactory
@@ -163,6 +166,7 @@ class HybridConnector:
     def _open_store(self, engine: Any, pages: dict[int, GroupPages]) -> None:
         from lmcache_hybrid.lmcache_store import LMCacheStore
 
+        assert self._server is not None
         model = self._vllm_config.model_config.model
         store = LMCacheStore(
             engine,
@@ -185,6 +189,7 @@ class HybridConnector:
             self._server.close()
         if self._inquiries is not None:
             self._inquiries.close()
+        if self._client is not None:
             self._client.close()
         if self.worker is not None:
             self.worker.shutdown()
@@ -226,27 +231,33 @@ class HybridConnector:
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        assert self.scheduler is not None
         return self.scheduler.match(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
+        assert self.scheduler is not None
         self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
+        assert self.scheduler is not None
         return self.scheduler.step(scheduler_output)
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
+        assert self.scheduler is not None
         self.scheduler.transferred(output)
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        assert self.scheduler is not None
         self.scheduler.finished(request)
         return False, None
 
     def reset_cache(self) -> bool:
         """Forget all records of this engine's ranks; False when a rank did not answer."""
+        assert self._inquiries is not None and self._client is not None
         return self._inquiries.run(self._client.clear)
 
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lmcache.utils import CacheEngineKey
@@ -193,7 +193,7 @@ def survive_write_errors(
     warned = False
 
     @functools.wraps(write)
-    def async_save_bytes_to_disk(key: CacheEngineKey, memory_obj: MemoryObj, **kwargs) -> None:
+    def async_save_bytes_to_disk(key: CacheEngineKey, memory_obj: MemoryObj, **kwargs: Any) -> None:
         nonlocal warned
         size = memory_obj.get_physical_size()
         try:

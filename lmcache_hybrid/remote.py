@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import redis
 from lmcache.utils import CacheEngineKey
@@ -152,7 +152,7 @@ def _keep_workers(queue: AsyncPQExecutor, failed: Callable[[int], None]) -> None
     submit = queue.submit_job
 
     @functools.wraps(submit)
-    async def submit_job(*args, **kwargs):
+    async def submit_job(*args: Any, **kwargs: Any) -> Any:
         job = asyncio.ensure_future(submit(*args, **kwargs))
         try:
             return await asyncio.shield(job)

@@ -3,6 +3,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -85,12 +86,12 @@ class LookupServer:
             _socket_path(vllm_config, vllm_config.parallel_config.rank), recv_timeout_ms=200
         )
         self._lookup: RankLookup | None = None
-        self._clear = lambda: None
+        self._clear: Callable[[], None] = lambda: None
         self._running = True
         self._thread = threading.Thread(target=self._loop, name="hybrid-lookup", daemon=True)
         self._thread.start()
 
-    def serve(self, lookup: RankLookup, clear) -> None:
+    def serve(self, lookup: RankLookup, clear: Callable[[], None]) -> None:
         """Answer from ``lookup`` from now on; ``clear`` empties the store."""
         self._clear = clear
         self._lookup = lookup

@@ -23,6 +23,8 @@ class HybridServiceFactory(VllmServiceFactory):
     :mod:`lmcache_hybrid.worker`), and lookup by attention chunks.
     """
 
+    metadata: LMCacheMetadata | None
+
     def __init__(
         self,
         config: "LMCacheEngineConfig",

@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -52,8 +52,14 @@ class Claim(Protocol):
         """Unpin. May be called more than once."""
 
 
-class Store(Protocol):
+C = TypeVar("C", bound=Claim)
+B = TypeVar("B", bound=Buffer)
+
+
+class Store(Protocol[C, B]):
     """Records of one rank. Every method may be called from any thread.
+
+    Claims and buffers are of the store's own kinds.
 
     Attributes:
         failed_writes: records that a backend took and could not write, by backend.
@@ -70,10 +76,10 @@ class Store(Protocol):
     def locate(self, keys: Sequence[RecordKey]) -> dict[RecordKey, str]:
         """Name of the backend that holds each leading key, up to the first missing one."""
 
-    def claim(self, located: Mapping[RecordKey, str]) -> Claim | None:
+    def claim(self, located: Mapping[RecordKey, str]) -> C | None:
         """Pin all keys where ``locate`` found them, or none and return None."""
 
-    def fetch(self, claim: Claim, keys: Sequence[RecordKey]) -> list[Buffer]:
+    def fetch(self, claim: C, keys: Sequence[RecordKey]) -> list[B]:
         """Read records of a claim and check all but their payloads; all or nothing.
 
         Raises:
@@ -81,16 +87,16 @@ class Store(Protocol):
             DamagedError: it is not the record asked for; it was removed.
         """
 
-    def keep(self, claim: Claim, records: Iterable[tuple[RecordKey, Buffer]]) -> None:
+    def keep(self, claim: C, records: Iterable[tuple[RecordKey, B]]) -> None:
         """These were read and found good: a nearer backend may keep them."""
 
     def discard(self, key: RecordKey) -> None:
         """Remove a damaged record; never raises."""
 
-    def reserve(self, payload: int) -> Buffer | None:
+    def reserve(self, payload: int) -> B | None:
         """Memory for a record of ``payload`` bytes of pages, None when the store is full."""
 
-    def put(self, records: Iterable[tuple[RecordKey, Buffer]]) -> None:
+    def put(self, records: Iterable[tuple[RecordKey, B]]) -> None:
         """Seal and store the records, and release their buffers."""
 
     def refresh(self, keys: Sequence[RecordKey]) -> None:

@@ -191,7 +191,8 @@ class HybridWorker:
 
     def _targets(self, load: Load) -> list[tuple[RecordKey, int]]:
         """(record, block id) of everything the load writes: attention, windows, states."""
-        plan, targets = self._plan, []
+        plan = self._plan
+        targets: list[tuple[RecordKey, int]] = []
         for index, block in enumerate(range(load.start, load.boundary)):
             keys = record_keys(load.prefix, block, plan.block_size, ATTENTION, plan.attention)
             targets += zip(keys, (ids[index] for ids in load.attention_blocks), strict=True)
@@ -273,7 +274,8 @@ class HybridWorker:
 
     def _save(self, save: Save) -> None:
         started = time.perf_counter()
-        plan, pages = self._plan, []
+        plan = self._plan
+        pages: list[tuple[RecordKey, int]] = []
         # States last: one that can be found has its attention pages on the way.
         for kind, groups, blocks in (
             (ATTENTION, plan.attention, save.attention),

@@ -8,14 +8,18 @@ start-up, with the name of what moved.
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
 from vllm_patch.config_hooks import CONNECTOR
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
 
 logger = init_logger("vllm.lmcache_hybrid.compat")
 
@@ -55,7 +59,7 @@ def keep_cpu_block_size() -> None:
     original = CpuPlatform.check_and_update_config.__func__
 
     @functools.wraps(original)
-    def check_and_update_config(cls, vllm_config):
+    def check_and_update_config(cls: type, vllm_config: "VllmConfig") -> None:
         cache_config = vllm_config.cache_config
         # num_gpu_blocks is set once the KV cache exists: from then on its block
         # size is a fact, no longer a choice.
@@ -88,7 +92,7 @@ def no_cpu_prefill_checkpoints() -> None:
     original = MambaMixer2.get_kv_cache_spec
 
     @functools.wraps(original)
-    def get_kv_cache_spec(self, vllm_config):
+    def get_kv_cache_spec(self: MambaMixer2, vllm_config: "VllmConfig") -> "KVCacheSpec | None":
         spec = original(self, vllm_config)
         if not getattr(spec, "num_prefill_checkpoint_blocks", 0):
             return spec
@@ -120,7 +124,7 @@ def promote_loads_in_order() -> None:
     original = Scheduler.__init__
 
     @functools.wraps(original)
-    def __init__(self, *args, **kwargs):
+    def __init__(self: Scheduler, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         assert not self.kv_holding_waiting
         if self.policy != SchedulingPolicy.FCFS and _is_ours(self):
@@ -143,7 +147,7 @@ def keep_restored_states() -> None:
     original = Scheduler._update_waiting_for_remote_kv
 
     @functools.wraps(original)
-    def _update_waiting_for_remote_kv(self, request):
+    def _update_waiting_for_remote_kv(self: Scheduler, request: "Request") -> None:
         if not _is_ours(self):
             original(self, request)
             return
@@ -172,7 +176,9 @@ def free_failed_loads() -> None:
     original = Scheduler._update_from_kv_xfer_finished
 
     @functools.wraps(original)
-    def _update_from_kv_xfer_finished(self, kv_connector_output):
+    def _update_from_kv_xfer_finished(
+        self: Scheduler, kv_connector_output: "KVConnectorOutput"
+    ) -> None:
         original(self, kv_connector_output)
         ended = self.failed_recving_kv_req_ids & self.finished_recving_kv_req_ids
         if not ended or not _is_ours(self):
@@ -207,7 +213,7 @@ def reserve_windows() -> None:
     original = Scheduler._request_remaining_blocks
 
     @functools.wraps(original)
-    def _request_remaining_blocks(self, request):
+    def _request_remaining_blocks(self: Scheduler, request: "Request") -> int:
         reserved = original(self, request)
         if not _is_ours(self):
             return reserved

@@ -3,8 +3,9 @@
 
 import functools
 import os
+from collections.abc import Callable
 
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
 from vllm.logger import init_logger
 
 logger = init_logger("vllm.lmcache_hybrid.config")
@@ -35,7 +36,7 @@ def _default_kv_role() -> None:
     original = KVTransferConfig.__post_init__
 
     @functools.wraps(original)
-    def __post_init__(self) -> None:
+    def __post_init__(self: KVTransferConfig) -> None:
         if self.kv_connector == CONNECTOR and self.kv_role is None:
             logger.info_once("kv_role is not set: using kv_both for %s.", CONNECTOR)
             self.kv_role = "kv_both"
@@ -44,7 +45,7 @@ def _default_kv_role() -> None:
     KVTransferConfig.__post_init__ = __post_init__
 
 
-def _before_hma_check(settle) -> None:
+def _before_hma_check(settle: Callable[[VllmConfig], None]) -> None:
     """Run ``settle(vllm_config)`` when the connector is known and HMA undecided.
 
     ``VllmConfig.__post_init__`` calls ``_post_init_kv_transfer_config`` right
@@ -53,7 +54,7 @@ def _before_hma_check(settle) -> None:
     original = VllmConfig._post_init_kv_transfer_config
 
     @functools.wraps(original)
-    def _post_init_kv_transfer_config(self) -> None:
+    def _post_init_kv_transfer_config(self: VllmConfig) -> None:
         original(self)
         transfer = self.kv_transfer_config
         if self.model_config is not None and transfer and transfer.has_connector(CONNECTOR):
@@ -157,7 +158,7 @@ def _refuse_unsound(config: VllmConfig) -> None:
         )
 
 
-def _settle_hash(cache) -> None:
+def _settle_hash(cache: CacheConfig) -> None:
     """Stored records are found again by vLLM's block hashes, so these must be stable."""
     algorithm = cache.prefix_caching_hash_algo
     if algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:

@@ -16,23 +16,29 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import (
+    LMCacheConnectorV1 as UpstreamConnector,
+)
 from vllm.logger import init_logger
 
 from lmcache_hybrid.groups import is_served
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVConnectorKVEvents
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
     )
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = init_logger("vllm.lmcache_hybrid.connector")
+    from lmcache_hybrid.connector import HybridConnector
 
-UpstreamConnector = upstream.LMCacheConnectorV1
+logger = init_logger("vllm.lmcache_hybrid.connector")
 
 
 def install() -> None:
@@ -49,6 +55,8 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
     Attributes:
         kv_cache_config: vLLM's KV cache configuration, groups included.
     """
+
+    _hybrid: "HybridConnector | None"
 
     def __init__(
         self,
@@ -109,7 +117,7 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
 
     # Worker side
 
-    def bind_connector_metadata(self, connector_metadata) -> None:
+    def bind_connector_metadata(self, connector_metadata: "KVConnectorMetadata") -> None:
         if self._hybrid is None:
             super().bind_connector_metadata(connector_metadata)
             return
@@ -121,7 +129,7 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
             return super().get_transfer_results(finished_req_ids)
         return self._hybrid.get_transfer_results(finished_req_ids)
 
-    def get_kv_connector_kv_cache_events(self):
+    def get_kv_connector_kv_cache_events(self) -> "KVConnectorKVEvents | None":
         return None if self._hybrid else super().get_kv_connector_kv_cache_events()
 
     def shutdown(self) -> None:
@@ -147,7 +155,7 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
         else:
             self._hybrid.update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def update_connector_output(self, connector_output) -> None:
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         if self._hybrid is None:
             super().update_connector_output(connector_output)
         else:

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``python -m build`` makes, installed where nothing of this checkout is in the way."""
+
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+from email import message_from_bytes
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("lmcache_hybrid", "vllm_patch")
+
+
+def run(command: Sequence[str | Path], cwd: Path, **environment: str) -> str:
+    result = subprocess.run(
+        command, cwd=cwd, env=environment or None, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built out of the sdist. From a copy: a build leaves folders behind."""
+    folder = tmp_path_factory.mktemp("build")
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "site", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, folder / "source", ignore=ignored)
+    run([sys.executable, "-m", "build", "--no-isolation"], folder / "source")
+    (sdist,) = (folder / "source/dist").glob("*.tar.gz")
+    (wheel,) = (folder / "source/dist").glob("*.whl")
+    assert sdist.name.removesuffix(".tar.gz") == wheel.name.split("-py3")[0]
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``bin`` of a fresh environment with the wheel, above the packages of this one."""
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder, symlinks=True)
+    python = folder / "bin/python"
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    run([*pip, "install", "--no-deps", "--no-index", "--quiet", wheel], folder)
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    below = Path(run([python, "-c", code], folder).strip(), "below.pth")
+    # A path that a .pth names is searched, but its own .pth files (editable installs) are not.
+    below.write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    return folder / "bin"
+
+
+def sources() -> set[str]:
+    """Every file of both packages, as git would list them."""
+    return {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def test_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
+    with ZipFile(wheel) as archive:
+        files = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert files == sources()
+    assert {f"{package}/py.typed" for package in PACKAGES} <= files
+
+
+def test_wheel_metadata(wheel: Path) -> None:
+    with ZipFile(wheel) as archive:
+        info = {
+            name.split(".dist-info/")[1]: archive.read(name)
+            for name in archive.namelist()
+            if ".dist-info/" in name
+        }
+    assert info["licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
+    assert b"Apache License" in info["licenses/LICENSE"]
+    metadata = message_from_bytes(info["METADATA"])
+    assert metadata["License-Expression"] == "Apache-2.0"
+    needed = [need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need]
+    # An install must not change what serves the model.
+    assert needed and not any(n.startswith(("vllm", "lmcache", "torch")) for n in needed)
+
+
+def test_installed_command(installed: Path) -> None:
+    from lmcache_hybrid import __version__
+
+    shown = run([installed / "lmcache-hybrid", "version"], installed, PATH="/usr/bin:/bin")
+    assert shown.startswith(f"lmcache-hybrid {__version__}, vLLM ")
+
+
+def test_vllm_finds_the_plugin(installed: Path) -> None:
+    """Through the entry point of the installed wheel, not of this checkout."""
+    code = """
+from importlib.metadata import entry_points
+(plugin,) = entry_points(group="vllm.general_plugins", name="lmcache_hybrid")
+print(plugin.value, plugin.load().__code__.co_filename)
+"""
+    shown = run([installed / "python", "-c", code], installed, PATH="/usr/bin:/bin")
+    value, file = shown.split()
+    assert value == "vllm_patch:register"
+    assert Path(file).is_relative_to(installed.parent)
