@@ -21,7 +21,7 @@ TORCH := torch==$(TORCH_VERSION)
 UV_TORCH := UV_TORCH_BACKEND=$(TORCH_BACKEND)
 endif
 
-.PHONY: help venv demo test test-fast sim mutants soak bench bench-reuse lint docs wheel clean
+.PHONY: help venv demo test test-fast sim mutants soak bench bench-reuse bench-scale lint docs wheel clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -59,6 +59,9 @@ bench-reuse: venv  ## replay traces of prompts: three minutes; figures go to doc
 
 bench: venv  ## times and bandwidths beside their limits: half an hour; to docs/performance.json
 	$(BIN)/python -m benchmarks.performance --out docs/performance.json
+
+bench-scale: venv  ## what one Valkey serves of one engine, and of a thousand; to docs/scale.json
+	$(BIN)/python -m benchmarks.scale --out docs/scale.json
 
 lint: venv  ## ruff over everything, mypy over both packages
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

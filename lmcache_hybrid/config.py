@@ -2,15 +2,14 @@
 """LMCache's options for a hybrid model: what is set, what is kept, what is refused."""
 
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from vllm.logger import init_logger
 
+from lmcache_hybrid.backends import check_plugins, check_remote_url
 from lmcache_hybrid.errors import ConfigError
 from lmcache_hybrid.groups import ATTENTION_GROUP_KEY
 
@@ -26,10 +25,6 @@ LOAD_LIMIT_KEY = "lmcache.max_tokens_per_load"
 CHECKPOINT_KEY = "lmcache.hybrid_checkpoint_tokens"
 DEFAULT_CHUNK_SIZE = 256
 STABLE_HASH = "sha256_cbor"
-# Remote stores that keep a record's size with it. Others hand out buffers of
-# LMCache's chunk shape, which a record does not have.
-REMOTE_SCHEMES = ("fs", "redis", "rediss", "unix")
-REMOTE_PLUGINS = ("fs", "redis")
 
 # Options whose meaning cannot be kept: value test, and what to do about it.
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -37,7 +32,7 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "enable_blending": (bool, "a recurrent state cannot be blended; set it to false"),
     "enable_async_loading": (bool, "hybrid loads are asynchronous already; set it to false"),
     "save_unfull_chunk": (bool, "states exist at block boundaries only; set it to false"),
-    "enable_p2p": (bool, "peers cannot exchange states yet; set it to false"),
+    "enable_p2p": (bool, "peers exchange whole chunks of attention only; set it to false"),
     "enable_pd": (bool, "use kv_role with a shared redis:// or fs:// store; set it to false"),
     "enable_controller": (bool, "the controller does not know state records; set it to false"),
     "enable_kv_events": (bool, "events are not sent for state records yet; set it to false"),
@@ -47,8 +42,8 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "external_lookup_client": (bool, "every rank must be asked; remove it"),
     "lookup_server_worker_ids": (bool, "every rank must be asked; remove it"),
     "hit_miss_ratio": (lambda v: v is not None, "hits are not thinned out here; remove it"),
-    "gds_path": (bool, "use local_disk or fs:// instead; remove it"),
-    "maru_path": (bool, "use local_disk or fs:// instead; remove it"),
+    "gds_path": (bool, "its buffers lie on the GPU; use local_disk or fs:// and remove it"),
+    "maru_path": (bool, "its buffers are one chunk long; use redis:// and remove it"),
     "storage_plugins": (bool, "its buffers may not fit a record; use redis:// or fs://"),
     "remote_serde": (
         lambda v: v not in (None, "naive"),
@@ -214,27 +209,11 @@ def _settle_chunk_size(config: "LMCacheEngineConfig", block_size: int) -> None:
 
 
 def _check_remote(config: "LMCacheEngineConfig") -> None:
-    for plugin in config.remote_storage_plugins or ():
-        if plugin.split(".")[0] not in REMOTE_PLUGINS:
-            raise ConfigError(
-                f"LMCache option remote_storage_plugins={config.remote_storage_plugins!r} names a "
-                f"store that cannot hold states; use one of {', '.join(REMOTE_PLUGINS)}."
-            )
-    url = config.remote_url
-    if not url:
+    check_plugins(config.remote_storage_plugins)
+    if not config.remote_url:
         return
-    parts = urlsplit(url)
-    if parts.scheme not in REMOTE_SCHEMES:
-        raise ConfigError(
-            f"LMCache option remote_url={_without_password(url)!r} names a store that cannot hold "
-            f"states; use one of {', '.join(s + '://' for s in REMOTE_SCHEMES)}."
-        )
+    parts = check_remote_url(config.remote_url)
     if parts.scheme == "fs":
-        if not re.fullmatch(r"[^:]+:\d+", parts.netloc):
-            raise ConfigError(
-                f"LMCache option remote_url={url!r} has no host and port, which LMCache needs to "
-                "find the path; write fs://localhost:0/absolute/path."
-            )
         for path in parts.path.split(","):
             _check_writable("remote_url", path)
 
@@ -267,8 +246,3 @@ def _check_writable(option: str, path: str) -> None:
             f"LMCache option {option}={path!r} cannot be written ({error.strerror}); "
             "make it a writable directory or choose another."
         ) from error
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -1,30 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's Redis connector made to survive failed reads and restarts, and to close."""
+"""LMCache's remote connectors made to survive failed reads and restarts, and to close."""
 
 import asyncio
 import contextlib
 import functools
 import traceback
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import takewhile
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import redis
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
-from lmcache.v1.storage_backend.connector.redis_connector import Priorities, RedisConnector
 from lmcache.v1.storage_backend.job_executor.pq_executor import AsyncPQExecutor
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
+
+from lmcache_hybrid import redis_stores
 
 if TYPE_CHECKING:
     from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
 # Writes still queued at shutdown get this long.
 FLUSH_SECONDS = 8.0
-WRITERS = 2
-WRITE_SECONDS = 20.0
 
 
 def exists(backend: "RemoteBackend", key: CacheEngineKey) -> bool:
@@ -60,85 +54,12 @@ def repair(backend: "RemoteBackend", failed: Callable[[int], None] = lambda reco
 
 
 def _repair(backend: "RemoteBackend", failed: Callable[[int], None]) -> None:
-    connector = backend.connection
-    while hasattr(connector, "getWrappedConnector"):
-        connector = connector.getWrappedConnector()
+    connector = redis_stores.repair(backend)
     queue = getattr(connector, "pq_executor", None)
     if isinstance(queue, AsyncPQExecutor) and not hasattr(queue, "_hybrid_repaired"):
         queue._hybrid_repaired = True
         _keep_workers(queue, failed)
         _close_from_own_loop(queue)
-    if isinstance(connector, RedisConnector):
-        _reconnect(connector)
-        _look_up_at_once(connector, backend.config.blocking_timeout_secs)
-        _write_on_threads(connector, backend.config.remote_url)
-
-
-def _reconnect(connector: RedisConnector) -> None:
-    """A connection that the server closed is opened anew and asked once more.
-
-    Bug: ``RedisConnector`` makes its pool of 150 connections without redis-py's retry.
-    Symptom: after a restart of the server each idle connection fails one read or
-    write when its turn comes, which may be hours later.
-    Remove when: ``RedisConnector`` sets a retry of its own.
-    """
-    connector.connection.set_retry(Retry(NoBackoff(), 1))
-
-
-def _look_up_at_once(connector: RedisConnector, seconds: float) -> None:
-    """A lookup takes one round trip, not one for each key.
-
-    Bug: ``RedisConnector`` has no ``batched_contains``, so ``RemoteBackend`` asks for
-    key after key and waits for each.
-    Symptom: a server that answers after 50 ms needs more than ``lookup_timeout_ms`` for
-    40 blocks, and never hits.
-    Remove when: ``RedisConnector.support_batched_contains`` is True.
-    """
-
-    async def leading(keys: Sequence[CacheEngineKey]) -> int:
-        async with connector.sem, connector.connection.pipeline(transaction=False) as pipeline:
-            for key in keys:
-                pipeline.exists(key.to_string() + "metadata")
-            return len(list(takewhile(bool, await pipeline.execute())))
-
-    def batched_contains(keys: Sequence[CacheEngineKey]) -> int:
-        if not keys:
-            return 0
-        job = connector.pq_executor.submit_job(leading, keys=keys, priority=Priorities.PEEK)
-        question = asyncio.run_coroutine_threadsafe(job, connector.loop)
-        try:
-            return question.result(seconds)
-        finally:
-            question.cancel()
-
-    connector.support_batched_contains = lambda: True
-    connector.batched_contains = batched_contains
-
-
-def _write_on_threads(connector: RedisConnector, url: str) -> None:
-    """Values go to the socket on threads, without a copy and without the GIL.
-
-    Bug: asyncio copies a value of 50 MB several times before it is sent, with the GIL held.
-    Symptom: saving to Redis at a third of the speed, and steps that wait for the GIL.
-    Remove when: ``RedisConnector`` writes with a client of its own that does neither.
-    """
-    client = redis.Redis.from_url(
-        url,
-        socket_timeout=WRITE_SECONDS,
-        retry=redis.retry.Retry(NoBackoff(), 1, (redis.ConnectionError,)),
-    )
-    threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="hybrid-redis")
-
-    async def set_(name: str, value: bytes | memoryview) -> bool:
-        return await connector.loop.run_in_executor(threads, client.set, name, value)
-
-    async def close() -> None:
-        threads.shutdown(wait=False, cancel_futures=True)
-        client.close()
-        await closing()
-
-    closing, connector.connection.close = connector.connection.close, close
-    connector.connection.set = set_
 
 
 def _keep_workers(queue: AsyncPQExecutor, failed: Callable[[int], None]) -> None:

@@ -38,7 +38,14 @@ class Rank:
         server: Valkey, where the backend is Redis.
     """
 
-    def __init__(self, stack: ExitStack, backend: str, shape: Shape, blocks: int) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        backend: str,
+        shape: Shape,
+        blocks: int,
+        local_cpu: bool | None = None,
+    ) -> None:
         from lmcache.v1.cache_engine import LMCacheEngineBuilder
         from lmcache.v1.config import LMCacheEngineConfig
         from lmcache.v1.metadata import LMCacheMetadata
@@ -48,7 +55,9 @@ class Rank:
         self.backend, self.shape, self.plan = backend, shape, shape.plan
         room = 2.2 * shape.bytes_at(blocks) / (1 << 30) + 0.1
         config = LMCacheEngineConfig.from_defaults(
-            chunk_size=shape.block_size, max_local_cpu_size=room, local_cpu=backend == "ram"
+            chunk_size=shape.block_size,
+            max_local_cpu_size=room,
+            local_cpu=backend == "ram" if local_cpu is None else local_cpu,
         )
         self.folder = self.server = None
         self._saved: list[Prefix] = []
@@ -144,9 +153,9 @@ class Rank:
 
 
 @contextmanager
-def rank(backend: str, shape: Shape, blocks: int) -> Iterator[Rank]:
+def rank(backend: str, shape: Shape, blocks: int, local_cpu: bool | None = None) -> Iterator[Rank]:
     with ExitStack() as stack:
-        yield Rank(stack, backend, shape, blocks)
+        yield Rank(stack, backend, shape, blocks, local_cpu)
 
 
 def plain(rank: Rank, size: int) -> Callable[[], float]:

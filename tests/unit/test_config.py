@@ -3,8 +3,11 @@ import pytest
 import yaml
 from lmcache.integration.vllm import utils as lmcache_utils
 from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.storage_backend.connector import ConnectorAdapter
+from lmcache.v1.utils.subclass_discovery import discover_subclasses
 from vllm.config import KVTransferConfig
 
+from lmcache_hybrid import backends
 from lmcache_hybrid import config as hybrid_config
 from lmcache_hybrid.config import (
     STABLE_HASH,
@@ -111,6 +114,8 @@ def test_refused_values_are_options_of_this_lmcache(name):
         {"remote_url": "redis://user:secret@host:1"},
         {"remote_url": "rediss://host:1"},
         {"remote_url": "unix:///run/redis.sock"},
+        {"remote_url": "redis-cluster://user:secret@one:7000,two:7001"},
+        {"remote_url": "redis-sentinel://one:26379,two:26379/service"},
         {"remote_storage_plugins": ["fs", "fs.second", "redis"]},
         {"local_cpu": False},
         {"cache_policy": "LFU"},
@@ -139,6 +144,42 @@ def test_refuses_other_stores_without_telling_their_password(url, shown):
     assert_one_sentence(message.replace("://", ""))
     assert f"remote_url={shown!r}" in message and "redis://" in message
     assert "secret" not in message
+
+
+@pytest.mark.parametrize("scheme", backends.REASONS)
+def test_refuses_other_stores_with_the_reason(scheme):
+    message = refusal(remote_url=f"{scheme}://host:1")
+    assert_one_sentence(message.replace("://", ""))
+    assert f"hold states: {backends.REASONS[scheme]}; use one of fs://, redis://" in message
+
+
+def schemes_of_lmcache() -> set[str]:
+    """Every scheme and plugin type that an adapter of this LMCache answers to."""
+    found = set()
+    for cls in discover_subclasses(
+        "lmcache.v1.storage_backend.connector",
+        ConnectorAdapter,
+        module_filter=lambda name: name.endswith("_adapter"),
+        require_defined_in_module=False,
+    ):
+        # "plugin://" alone is Hugging Face's, which knows itself by the plugin's name.
+        schema = cls().schema.removeprefix("plugin://").removesuffix("://") or "hfbucket"
+        found.add(schema)
+    return found
+
+
+def test_every_store_of_this_lmcache_is_served_or_refused_with_a_reason():
+    served = {*backends.REMOTE_SCHEMES} - {"rediss", "unix"}  # the adapter of redis
+    assert schemes_of_lmcache() == served | backends.REASONS.keys()
+
+
+@pytest.mark.parametrize("hosts", ["one", "one:7000,two", "user:secret@one:7000,two", ":1", ""])
+@pytest.mark.parametrize("scheme", backends.SEVERAL_HOSTS)
+def test_refuses_hosts_without_a_port(scheme, hosts):
+    """LMCache logs a warning and goes on without the store."""
+    message = refusal(remote_url=f"{scheme}://{hosts}")
+    assert_one_sentence(message.replace("://", ""))
+    assert "secret" not in message and f"write {scheme}://host:port,host:port" in message
 
 
 def test_refuses_other_store_plugins():

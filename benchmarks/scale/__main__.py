@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python -m benchmarks.scale: what one Valkey serves; figures and tables."""
+
+import dataclasses
+import json
+import logging
+import os
+import platform
+import shlex
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Annotated
+
+# Before LMCache is imported.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("LMCACHE_LOG_LEVEL", "CRITICAL")
+os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+
+import typer  # noqa: E402
+
+from benchmarks.scale import report  # noqa: E402
+from benchmarks.scale.model import Sizes, Stream  # noqa: E402
+
+BLOCKS = 14  # of 784 tokens: 10,976
+LOCAL = 2  # a system prompt of 1,568 tokens
+CLUSTERS = (3, 6, 12, 24)
+PROMPTS = 500
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="JSON file; the page lies beside it.")] = Path(
+        "docs/scale.json"
+    ),
+    shape: Annotated[str, typer.Option(help="Page sizes: qwen3.6-27b or small.")] = "qwen3.6-27b",
+    render_only: Annotated[
+        bool, typer.Option("--render-only", help="Page anew from the JSON file.")
+    ] = False,
+) -> None:
+    """Measure what one engine asks of a real Valkey, and compute what many would."""
+    if not render_only:
+        logging.disable(logging.ERROR)
+        figures = {
+            "command": shlex.join(["python", "-m", "benchmarks.scale", *sys.argv[1:]]),
+            "date": date.today().isoformat(),
+            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            **_measure(shape),
+        }
+        out.write_text(json.dumps(figures, indent=1) + "\n")
+    page = out.with_suffix(".md")
+    if page.exists():
+        report.fill(page, json.loads(out.read_text()))
+
+
+def _measure(name: str) -> dict:
+    from benchmarks.performance.shapes import SHAPES
+    from benchmarks.scale import measure
+
+    shape = SHAPES[name]
+    sizes = Sizes(
+        attention=shape.layers * shape.attention_bytes,
+        state=shape.layers * shape.states * shape.state_bytes,
+        groups=shape.states,
+    )
+    figures = measure.events(shape, BLOCKS, LOCAL)
+    _check(figures["events"], sizes)
+    moved = [figures["events"]["save"], figures["events"]["hit"]]
+    figures["events"] |= measure.kept_in_ram(shape, BLOCKS)
+    return figures | {
+        "shape": shape.name,
+        "block_size": shape.block_size,
+        "blocks": BLOCKS,
+        "sizes": dataclasses.asdict(sizes),
+        "cpu_per_byte": sum(seen["cpu_seconds"] for seen in moved)
+        / sum(seen["bytes_in"] + seen["bytes_out"] for seen in moved),
+        "streams": [
+            dataclasses.asdict(stream)
+            for stream in (
+                Stream("half new prompts", 1, BLOCKS, 0.5, BLOCKS, BLOCKS / 2, 0.5),
+                Stream("chat", 1, BLOCKS + 1, 1, BLOCKS, 1, 1),
+                Stream("chat, in vLLM's cache", 1, BLOCKS + 1, 0.1, BLOCKS, 1, 1),
+            )
+        ],
+        "spread": measure.spread(shape, BLOCKS, CLUSTERS, PROMPTS),
+    }
+
+
+def _check(events: dict, sizes: Sizes) -> None:
+    """The formulae of model.py count what was measured. Raises AssertionError."""
+    records = sizes.records_of(BLOCKS)
+    assert events["lookup of a new prompt"]["commands"] == {"exists": BLOCKS}
+    assert events["lookup of a stored prompt"]["commands"] == {"exists": records}
+    assert events["hit"]["commands"] == {"exists": records, "get": 2 * records}
+    assert events["save"]["commands"] == {"set": 2 * records}
+    for event, direction in (("hit", "bytes_out"), ("save", "bytes_in")):
+        assert 1 <= events[event][direction] / sizes.bytes_of(BLOCKS) < 1.001, event
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Redis cluster that loses a node, and gets it back, under a running engine."""
+
+import random
+import re
+import time
+from pathlib import Path
+
+import pytest
+from engine import Engine
+from servers import Cluster
+
+from lmcache_hybrid.tinymodels import make_model
+
+pytestmark = pytest.mark.engine
+
+N = 128
+CONFIG = {
+    "local_cpu": False,
+    "max_local_cpu_size": 0.05,
+    # Short, as the defaults only make the test longer.
+    "blocking_timeout_secs": 2,
+    "lookup_timeout_ms": 1000,
+    # After ten failed reads in 30 s LMCache leaves a remote store alone for 5 minutes.
+    "extra_config": {"get_blocking_failed_threshold": 1_000_000},
+}
+
+
+def test_a_node_is_killed_between_a_lookup_and_its_load(model_dir: Path, tmp_path: Path) -> None:
+    rng = random.Random("cluster")
+    prompts = [[rng.randrange(32, 127) for _ in range(3 * N + 40)] for _ in range(3)]
+    model = make_model("lfm2", model_dir / "lfm2")
+    cluster = Cluster(tmp_path)
+    try:
+        # Cut at every block, a computation that starts at a boundary has the same last bits.
+        with Engine(
+            model, {**CONFIG, "remote_url": cluster.url}, max_num_batched_tokens=N
+        ) as engine:
+            expected = [engine.ask(prompt).output for prompt in prompts[:1]]
+            engine.settle()
+            # A node that the load of the first prompt needs.
+            node = next(n for n in cluster.nodes if n.client.keys("*kv_bytes"))
+            expected += [engine.ask(prompt).output for prompt in prompts[1:]]
+            engine.settle()
+            before = engine.counts()
+
+            def check(hit: bool | None) -> None:
+                for prompt, output in zip(prompts, expected, strict=True):
+                    engine.forget()
+                    answer = engine.ask(prompt)
+                    assert answer.output == output
+                    assert hit is None or answer.external == (3 * N if hit else 0)
+                engine.settle()
+
+            check(hit=True)
+            engine.forget()
+            answer = engine.ask_held(prompts[0], node.kill)
+            assert answer.output == expected[0]
+            warned = re.findall(r"loading .* failed and they are computed instead", engine.log)
+            assert len(warned) == 1
+            cluster.wait_until("fail")
+            check(hit=False)
+            assert engine.counts()["failed_writes"] > before["failed_writes"]
+
+            node.start()
+            cluster.wait_until("ok")
+            deadline = time.monotonic() + 20
+            while engine.counts()["live"] != before["live"]:
+                assert time.monotonic() < deadline, "something is left over"
+                time.sleep(0.1)
+            check(hit=None)  # what the node had is lost, and stored again
+            check(hit=True)
+            assert engine.counts()["live"] == before["live"]
+    finally:
+        cluster.close()

