@@ -175,13 +175,13 @@ HOOKS = (
         replaced_in=_COMPAT,
     ),
     *_all(_SPECS, "MambaSpec", "num_prefill_checkpoint_blocks prefill_checkpoint_alignment"),
+    Hook(_SCHEDULER, "Scheduler.kv_holding_waiting", replaced_in=_COMPAT),
     Hook(
         _SCHEDULER,
         "Scheduler.__init__",
         holds=("self.kv_holding_waiting = create_request_queue(self.policy)",),
         replaced_in=_COMPAT,
     ),
-    Hook(_SCHEDULER, "Scheduler.kv_holding_waiting", replaced_in=_COMPAT),
     Hook(
         _SCHEDULER,
         "Scheduler._update_waiting_for_remote_kv",
