@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vllm_patch.source import Tree, imported, parameters
 
-PACKAGES = ("vllm", "lmcache")
+PACKAGES = ("vllm", "lmcache", "redis")
 
 
 @dataclass(frozen=True)
@@ -412,24 +412,24 @@ HOOKS = (
         "validate_and_set_config_value",
         ("config", "config_key", "value"),
     ),
-    Hook(
+    *_all(
         "lmcache.v1.config",
         "_CONFIG_DEFINITIONS",
-        holds=(
-            "'chunk_size'",
-            "'local_cpu'",
-            "'max_local_cpu_size'",
-            "'local_disk'",
-            "'max_local_disk_size'",
-            "'remote_url'",
-            "'remote_storage_plugins'",
-            "'priority_limit'",
-            "'min_retrieve_tokens'",
-            "'save_decode_cache'",
-            "'lookup_timeout_ms'",
-            "'blocking_timeout_secs'",
-            "'pre_caching_hash_algorithm'",
-            "'extra_config'",
-        ),
+        "local_cpu max_local_cpu_size local_disk max_local_disk_size remote_url "
+        "remote_storage_plugins priority_limit min_retrieve_tokens save_decode_cache "
+        "lookup_timeout_ms blocking_timeout_secs extra_config",
     ),
+    Hook(
+        "lmcache.v1.config",
+        "_CONFIG_DEFINITIONS.chunk_size",
+        replaced_in="lmcache_hybrid/config.py",
+    ),
+    Hook(
+        "lmcache.v1.config",
+        "_CONFIG_DEFINITIONS.pre_caching_hash_algorithm",
+        replaced_in="lmcache_hybrid/config.py",
+    ),
+    # The client that LMCache uses
+    Hook("redis.asyncio", "Redis.set", replaced_in="lmcache_hybrid/remote.py"),
+    Hook("redis.asyncio", "Redis.close", replaced_in="lmcache_hybrid/remote.py"),
 )

@@ -56,7 +56,8 @@ class Tree:
         """``name`` ("Class.attribute", "function", "" for the module) as ``module`` has it.
 
         Follows imports and base classes. An attribute of a class is one that its body
-        defines or one of its methods assigns to ``self``.
+        defines or one of its methods assigns to ``self``; one of a variable is a key of the
+        dict that it is set to.
         """
         tree = self.module(module)
         if tree is None or not name:
@@ -85,6 +86,8 @@ class Tree:
     def _attribute(self, owner: Found, name: str) -> Found | None:
         if isinstance(owner.node, ast.Module):
             return self._global(owner.module, name)
+        if isinstance(owner.node, (ast.Assign, ast.AnnAssign)):
+            return _key(owner, name)
         if not isinstance(owner.node, ast.ClassDef):
             return None
         for node in _members(owner.node):
@@ -134,6 +137,13 @@ def _members(owner: ast.ClassDef) -> Iterator[ast.AST]:
     for method in owner.body:
         if isinstance(method, _Function):
             yield from (n for n in ast.walk(method) if isinstance(n, (ast.Assign, ast.AnnAssign)))
+
+
+def _key(owner: Found, name: str) -> Found | None:
+    value = owner.node.value
+    keys = value.keys if isinstance(value, ast.Dict) else ()
+    here = any(isinstance(key, ast.Constant) and key.value == name for key in keys)
+    return owner if here else None
 
 
 def _names(node: ast.AST) -> set[str]:

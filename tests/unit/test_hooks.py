@@ -17,7 +17,12 @@ from vllm_patch.hooks import Hook
 from vllm_patch.source import Tree
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted(f for name in ("vllm_patch", "lmcache_hybrid") for f in (ROOT / name).rglob("*.py"))
+FILES = sorted(
+    file
+    for name in ("vllm_patch", "lmcache_hybrid")
+    for file in (ROOT / name).rglob("*.py")
+    if file.name != "tinymodels.py"  # it fills tokenizers of its own
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +75,16 @@ def targets_of(node: ast.AST) -> list[ast.Attribute]:
     return [t for t in targets if isinstance(t, ast.Attribute) and isinstance(t.ctx, ast.Store)]
 
 
+def is_frozen(owner: ast.ClassDef) -> bool:
+    return any("frozen=True" in ast.unparse(n) for n in (*owner.decorator_list, *owner.keywords))
+
+
 def own_data() -> set[str]:
-    """Attributes that our own classes declare, or set on themselves."""
+    """Attributes that our own classes declare, or set on themselves; frozen ones have none."""
     names = set()
     for file in FILES:
         for owner in ast.walk(ast.parse(file.read_text())):
-            if not isinstance(owner, ast.ClassDef):
+            if not isinstance(owner, ast.ClassDef) or is_frozen(owner):
                 continue
             for node in ast.walk(owner):
                 if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -89,12 +98,13 @@ def own_data() -> set[str]:
 
 
 def test_every_foreign_attribute_that_we_assign_to_is_listed_and_no_other() -> None:
-    own = own_data()
-    assigned = {
-        (str(file.relative_to(ROOT)), name) for file in FILES for name in foreign_writes(file, own)
-    }
     listed = {
         (hook.replaced_in, hook.name.rpartition(".")[2]) for hook in hooks.HOOKS if hook.replaced_in
+    }
+    # A name that is both (block_size) counts as theirs.
+    own = own_data() - {name for _, name in listed}
+    assigned = {
+        (str(file.relative_to(ROOT)), name) for file in FILES for name in foreign_writes(file, own)
     }
     assert assigned == listed
 
