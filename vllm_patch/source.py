@@ -172,3 +172,46 @@ def _origin(tree: Tree, module: str, node: ast.ImportFrom) -> str:
     is_package = any((r / Path(*parts) / "__init__.py").is_file() for r in tree._roots)
     base = parts[: len(parts) - node.level + is_package]
     return ".".join([*base, *(node.module or "").split(".")]).rstrip(".")
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One name of upstream's.
+
+    Attributes:
+        module: where we get it from.
+        name: "Class.attribute" or a name in the module.
+        takes: positional parameters that we pass, or that it passes to what replaces
+            it; upstream may add others that have defaults. None where that is open.
+        holds: code that its definition must hold, as ``ast.unparse`` writes it.
+        replaced_in: our file that assigns to it, "" where it is only used.
+    """
+
+    module: str
+    name: str
+    takes: tuple[str, ...] | None = None
+    holds: tuple[str, ...] = ()
+    replaced_in: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}" if self.name else self.module
+
+    def problem(self, tree: Tree) -> str | None:
+        """What is wrong with it in ``tree``, in a few words; None when it is as we need it."""
+        found = tree.find(self.module, self.name)
+        if found is None:
+            return f"{self} is missing"
+        node = found.node
+        if self.takes is not None and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            names, required = parameters(node)
+            expected = list(self.takes)
+            if names[: len(expected)] != expected or required > len(expected):
+                return f"{self} takes ({', '.join(names)}) instead of ({', '.join(expected)})"
+        text = ast.unparse(node) if self.holds else ""
+        gone = [code for code in self.holds if code not in text]
+        return f"{self} no longer holds {gone[0]!r}" if gone else None
+
+
+def attributes(module: str, owner: str, names: str) -> Iterator[Hook]:
+    """Hooks for attributes of one owner, their names separated by spaces."""
+    yield from (Hook(module, f"{owner}.{name}") for name in names.split())

