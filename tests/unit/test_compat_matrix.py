@@ -68,7 +68,7 @@ def test_the_page_says_the_range() -> None:
 )
 def test_what_pytest_says_is_read(tmp_path: Path, body: str, state: str, why: str) -> None:
     (tmp_path / "test_it.py").write_text(body)
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=line", "-rfE"]
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=short", "-rfE"]
     command += ["-p", "no:cacheprovider", "test_it.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert verdict(done.returncode, done.stdout) == (state, why)
