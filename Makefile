@@ -21,7 +21,7 @@ TORCH := torch==$(TORCH_VERSION)
 UV_TORCH := UV_TORCH_BACKEND=$(TORCH_BACKEND)
 endif
 
-.PHONY: help venv demo test test-fast sim mutants soak bench bench-reuse bench-scale lint docs wheel clean
+.PHONY: help venv demo test test-fast sim mutants compat soak bench bench-reuse bench-scale lint docs wheel clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,6 +50,9 @@ sim: venv  ## a million simulated steps from a random seed: eight minutes
 
 mutants: venv  ## plant every known defect, one at a time: the fast tests must find it
 	$(BIN)/python tests/mutants/run.py
+
+compat: venv  ## the tests on other releases of vLLM and LMCache; the table goes to docs/compat.md
+	$(BIN)/python tests/compat/run.py
 
 soak: venv  ## 30 minutes of faults under a running engine; figures go to docs/soak.json
 	$(BIN)/python -u tests/soak/soak.py --minutes $(SOAK_MINUTES) --out docs/soak.json

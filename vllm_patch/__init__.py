@@ -23,13 +23,27 @@ def register() -> None:
         return
     _registered = True
 
-    from vllm_patch import compat, config_hooks, connector, versions
+    from vllm_patch import versions
 
     problem = versions.unsupported()
     if problem is not None:
-        logging.getLogger("vllm").warning("lmcache-hybrid is not active: %s", problem)
-        config_hooks.refuse_hybrid_models(problem)
+        _refuse(problem)
         return
+    # Not before: on another version these imports may fail.
+    from vllm_patch import compat, config_hooks, connector
+
     connector.install()
     config_hooks.install()
     compat.install()
+
+
+def _refuse(problem: str) -> None:
+    logger = logging.getLogger("vllm")
+    logger.warning("lmcache-hybrid is not active: %s", problem)
+    try:
+        from vllm_patch import config_hooks
+
+        config_hooks.refuse_hybrid_models(problem)
+    except (ImportError, AttributeError) as error:
+        # As without this package: vLLM's own class serves no hybrid model.
+        logger.debug("lmcache-hybrid has no place to refuse in: %r", error)

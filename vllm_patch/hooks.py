@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything in vLLM that this package replaces or relies on by name.
+
+For LMCache see :mod:`lmcache_hybrid.hooks`. What is merely imported is not listed:
+:func:`missing` reads that off our own files. Whoever assigns to or uses another
+attribute of theirs adds it; a test compares the assignments in our code with
+``replaced_in``.
+"""
+
+from pathlib import Path
+
+from lmcache_hybrid.hooks import LMCACHE
+from vllm_patch.source import Hook, Tree, attributes, imported
+
+PACKAGES = ("vllm", "lmcache", "redis")
+
+
+def missing(tree: Tree, packages: tuple[str, ...] = PACKAGES) -> list[str]:
+    """What our code needs and ``tree`` lacks, in the order of :data:`HOOKS`, imports last."""
+    hooks = [hook for hook in (*HOOKS, *imports()) if hook.module.split(".")[0] in packages]
+    return [problem for hook in hooks if (problem := hook.problem(tree)) is not None]
+
+
+def imports() -> list[Hook]:
+    """What our files import from upstream."""
+    root = Path(__file__).parents[1]
+    files = [f for name in ("vllm_patch", "lmcache_hybrid") for f in (root / name).rglob("*.py")]
+    return [Hook(module, name) for module, name in sorted(set(imported(files, PACKAGES)))]
+
+
+_CONFIG_HOOKS = "vllm_patch/config_hooks.py"
+_COMPAT = "vllm_patch/compat.py"
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+_OUTPUT = "vllm.v1.core.sched.output"
+_REQUEST = "vllm.v1.request"
+_CONFIG = "vllm.config"
+_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_LMCACHE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
+_SPECS = "vllm.v1.kv_cache_interface"
+
+HOOKS = (
+    # What vLLM must offer for states to be stored and restored at all
+    Hook(_BASE, "SupportsHMA.request_finished_all_groups", ("request", "block_ids")),
+    Hook(_OUTPUT, "SchedulerOutput.kv_connector_block_state"),
+    *attributes(
+        _OUTPUT,
+        "KVConnectorBlockState",
+        "boundary_state_offloads get_block_ids",
+    ),
+    Hook(_BASE, "KVConnectorBase_V1.get_transfer_results", ("finished_req_ids",)),
+    *attributes(_BASE, "KVConnectorTransferResults", "finished_recving failed_recving"),
+    *attributes("vllm.v1.outputs", "KVConnectorOutput", "finished_recving failed_recving"),
+    Hook(_REQUEST, "Request.shared_prefix_boundary", replaced_in=_COMPAT),
+    Hook(_SPECS, "MambaSpec.mamba_cache_mode"),
+    # vllm_patch/connector.py
+    Hook(
+        _LMCACHE,
+        "LMCacheConnectorV1",
+        holds=("self._lmcache_engine", "self._kv_cache_events"),
+        replaced_in="vllm_patch/connector.py",
+    ),
+    Hook(
+        _LMCACHE,
+        "LMCacheConnectorV1.__init__",
+        ("vllm_config", "role", "kv_cache_config"),
+    ),
+    Hook(
+        _BASE,
+        "KVConnectorBase_V1.__init__",
+        ("vllm_config", "role", "kv_cache_config"),
+    ),
+    *attributes(
+        _LMCACHE,
+        "LMCacheConnectorV1",
+        "requires_kv_delivery bind_connector_metadata get_kv_connector_kv_cache_events shutdown "
+        "update_connector_output reset_cache",
+    ),
+    Hook(
+        _LMCACHE,
+        "LMCacheConnectorV1.get_num_new_matched_tokens",
+        ("request", "num_computed_tokens"),
+    ),
+    Hook(
+        _LMCACHE,
+        "LMCacheConnectorV1.update_state_after_alloc",
+        ("request", "blocks", "num_external_tokens"),
+    ),
+    Hook(
+        "vllm.distributed.kv_transfer.kv_connector.factory",
+        "KVConnectorFactory.get_connector_class_by_name",
+        ("connector_name",),
+    ),
+    # vllm_patch/config_hooks.py
+    Hook(_CONFIG, "KVTransferConfig.__post_init__", (), replaced_in=_CONFIG_HOOKS),
+    Hook(_CONFIG, "KVTransferConfig.kv_role", replaced_in=_CONFIG_HOOKS),
+    Hook(
+        _CONFIG,
+        "VllmConfig._post_init_kv_transfer_config",
+        (),
+        replaced_in=_CONFIG_HOOKS,
+    ),
+    Hook(
+        _CONFIG,
+        "VllmConfig.__post_init__",
+        holds=("self._post_init_kv_transfer_config()", "KVConnectorFactory.supports_hma_config("),
+    ),
+    Hook(_CONFIG, "KVTransferConfig.kv_load_failure_policy", replaced_in=_CONFIG_HOOKS),
+    Hook(_CONFIG, "KVTransferConfig.get_from_extra_config", ("key", "default")),
+    Hook(_CONFIG, "KVTransferConfig.has_connector", ("connector_name",)),
+    Hook(_CONFIG, "CacheConfig.mamba_cache_mode", replaced_in=_CONFIG_HOOKS),
+    Hook(_CONFIG, "CacheConfig.prefix_caching_hash_algo", replaced_in=_CONFIG_HOOKS),
+    Hook(
+        _CONFIG,
+        "SchedulerConfig.disable_hybrid_kv_cache_manager",
+        replaced_in=_CONFIG_HOOKS,
+    ),
+    *attributes(_CONFIG, "VllmConfig", "weight_transfer_config speculative_config"),
+    *attributes(_CONFIG, "ModelConfig", "is_hybrid hf_text_config"),
+    # vllm_patch/compat.py
+    Hook(
+        "vllm.platforms.cpu",
+        "CpuPlatform.check_and_update_config",
+        ("vllm_config",),
+        replaced_in=_COMPAT,
+    ),
+    Hook(_CONFIG, "CacheConfig.block_size", replaced_in=_COMPAT),
+    Hook(_CONFIG, "CacheConfig.num_gpu_blocks"),
+    Hook(
+        "vllm.model_executor.layers.mamba.mamba_mixer2",
+        "MambaMixer2.get_kv_cache_spec",
+        ("vllm_config",),
+        replaced_in=_COMPAT,
+    ),
+    *attributes(_SPECS, "MambaSpec", "num_prefill_checkpoint_blocks prefill_checkpoint_alignment"),
+    Hook(_SCHEDULER, "Scheduler.kv_holding_waiting", replaced_in=_COMPAT),
+    Hook(
+        _SCHEDULER,
+        "Scheduler.__init__",
+        holds=("self.kv_holding_waiting = create_request_queue(self.policy)",),
+        replaced_in=_COMPAT,
+    ),
+    Hook(
+        _SCHEDULER,
+        "Scheduler._update_waiting_for_remote_kv",
+        ("request",),
+        holds=("self.kv_cache_manager.cache_blocks(", "self.failed_recving_kv_req_ids"),
+        replaced_in=_COMPAT,
+    ),
+    Hook(
+        _SCHEDULER,
+        "Scheduler._update_from_kv_xfer_finished",
+        ("kv_connector_output",),
+        replaced_in=_COMPAT,
+    ),
+    Hook(_SCHEDULER, "Scheduler._handle_blocked_waiting_request", ("request",)),
+    Hook(
+        _SCHEDULER,
+        "Scheduler._request_remaining_blocks",
+        ("request",),
+        holds=("apply_admission_cap=True",),
+        replaced_in=_COMPAT,
+    ),
+    *attributes(
+        _SCHEDULER,
+        "Scheduler",
+        "policy waiting finished_recving_kv_req_ids failed_recving_kv_req_ids _inflight_prefills "
+        "num_spec_tokens num_lookahead_tokens kv_cache_manager",
+    ),
+    *attributes(
+        "vllm.v1.core.sched.request_queue",
+        "RequestQueue",
+        "remove_requests prepend_requests",
+    ),
+    *attributes(
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "SingleTypeKVCacheManager",
+        "max_admission_blocks_per_request req_to_blocks block_size",
+    ),
+    Hook("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator.single_type_managers"),
+    Hook("vllm.v1.core.kv_cache_utils", "KVCacheBlock.is_null"),
+    # lmcache_hybrid, vLLM's side
+    Hook(
+        "vllm.v1.core.kv_cache_utils",
+        "resolve_kv_cache_block_sizes",
+        ("kv_cache_config", "vllm_config"),
+    ),
+    Hook("vllm.v1.core.kv_cache_manager", "KVCacheBlocks.get_block_ids"),
+    *attributes(
+        _OUTPUT,
+        "SchedulerOutput",
+        "num_scheduled_tokens total_num_scheduled_tokens",
+    ),
+    *attributes(
+        _REQUEST,
+        "Request",
+        "request_id num_tokens num_prompt_tokens num_computed_tokens block_hashes lora_request "
+        "skip_reading_prefix_cache priority",
+    ),
+    Hook(
+        _REQUEST,
+        "Request.shared_prefix_boundary",
+        replaced_in="lmcache_hybrid/scheduler.py",
+    ),
+    *attributes(_SPECS, "KVCacheConfig", "num_blocks kv_cache_groups"),
+    *attributes(_SPECS, "KVCacheGroupSpec", "layer_names kv_cache_spec"),
+    *attributes(_SPECS, "SlidingWindowSpec", "block_size sliding_window extra_retained_tokens"),
+    *attributes(_CONFIG, "VllmConfig", "model_config load_config mamba_config additional_config"),
+    *attributes(_CONFIG, "VllmConfig", "parallel_config lora_config compilation_config"),
+    *attributes(_CONFIG, "ModelConfig", "model model_weights model_impl model_class_overrides"),
+    *attributes(_CONFIG, "ModelConfig", "revision quantization quantization_config seed dtype"),
+    *attributes(_CONFIG, "CacheConfig", "cache_dtype kv_cache_layout use_replayssm"),
+    *attributes(_CONFIG, "CacheConfig", "replayssm_buffer_len enable_prefix_caching"),
+    *attributes(_CONFIG, "LoadConfig", "load_format model_loader_extra_config"),
+    *attributes(_CONFIG, "MambaConfig", "backend enable_stochastic_rounding"),
+    *attributes(_CONFIG, "ParallelConfig", "world_size rank tensor_parallel_size"),
+    *attributes(_CONFIG, "LoRAConfig", "lora_dtype target_modules enable_tower_connector_lora"),
+    *attributes(_CONFIG, "MultiModalConfig", "mm_processor_kwargs media_io_kwargs"),
+    *attributes(_CONFIG, "MultiModalConfig", "video_pruning_rate mm_encoder_attn_dtype"),
+    *LMCACHE,
+)
