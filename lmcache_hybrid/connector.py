@@ -5,7 +5,6 @@ One object per role and process. It answers the calls that vLLM's
 ``LMCacheConnectorV1`` passes on, see :mod:`vllm_patch.connector`.
 """
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +30,7 @@ from lmcache_hybrid.metadata import NOTHING, StepMetadata
 from lmcache_hybrid.pages import GroupPages
 from lmcache_hybrid.rpc import LookupClient, LookupServer
 from lmcache_hybrid.scheduler import HybridScheduler
+from lmcache_hybrid.stored.keys import readable_name
 from lmcache_hybrid.worker import HybridWorker
 
 if TYPE_CHECKING:
@@ -158,8 +158,7 @@ class HybridConnector:
         model = self._vllm_config.model_config.model
         store = LMCacheStore(
             engine,
-            # Readable only, so kept short: a key becomes a file name.
-            Path(model).name.replace("@", "-")[:64],
+            readable_name(model),
             fingerprint(self._vllm_config, self.plan, pages),
             max(group.block_bytes for group in pages.values()),
         )
