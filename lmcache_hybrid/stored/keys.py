@@ -4,6 +4,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 # LMCache's CacheEngineKey with the tag of LMCacheStore.engine_key. Another LMCache user's
 # key has no such tag, so it is never taken for ours.
@@ -70,3 +71,9 @@ def readable_name(model: str) -> str:
 def printable(text: str) -> str:
     """``text`` without what could steer a terminal; names come from whoever can write there."""
     return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def without_password(url: str) -> str:
+    """``url`` as it may be shown: neither user nor password, nor settings in its query."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()

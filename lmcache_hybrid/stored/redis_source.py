@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, BinaryIO
-from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -18,7 +17,7 @@ from redis.retry import Retry
 
 from lmcache_hybrid.errors import StoreError
 from lmcache_hybrid.record import HEADER_BYTES
-from lmcache_hybrid.stored.keys import parse_key, printable
+from lmcache_hybrid.stored.keys import parse_key, printable, without_password
 from lmcache_hybrid.stored.source import Entry
 from lmcache_hybrid.stored.wrapper import WRAPPER_BYTES
 
@@ -27,12 +26,6 @@ VALUE, METADATA = "kv_bytes", "metadata"
 PATTERN = "*@uint8@hybrid%*"
 PAGE = 500
 CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 30.0
-
-
-def without_password(url: str) -> str:
-    """``url`` as it may be shown: neither user nor password, nor settings in its query."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
 
 
 def connect(url: str) -> redis.Redis:
