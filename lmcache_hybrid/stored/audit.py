@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a stored record is what its name claims: by its header, or by all of its bytes."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import BinaryIO
+
+from lmcache_hybrid.errors import RecordError
+from lmcache_hybrid.record import (
+    CHUNK_BYTES,
+    HEADER_BYTES,
+    Header,
+    check_digests,
+    digest,
+    read_header,
+    record_bytes,
+    tags_digest,
+)
+from lmcache_hybrid.stored.keys import StoredKey
+from lmcache_hybrid.stored.source import Entry, Source
+from lmcache_hybrid.stored.wrapper import check_wrapper
+
+# What an engine is writing just now is incomplete, but not damaged.
+WRITING_SECONDS = 300.0
+
+
+class Status(str, Enum):
+    """What an engine would make of a record."""
+
+    GOOD = "good"
+    DAMAGED = "damaged"
+    OTHER_VERSION = "other version"
+    UNFINISHED = "unfinished"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """
+    Attributes:
+        header: of a good record; None otherwise.
+        reason: why it is not good, else empty.
+    """
+
+    entry: Entry
+    status: Status
+    header: Header | None = None
+    reason: str = ""
+
+
+def judge(entry: Entry) -> Verdict:
+    """By name, sizes and headers alone; payloads are not read."""
+    if entry.missing is not None:
+        return _incomplete(entry, entry.missing)
+    try:
+        header = read_header(entry.head)
+        if entry.size != record_bytes(header.length):
+            raise RecordError("length", f"{entry.size} bytes for a payload of {header.length}")
+        if entry.wrapper is not None:
+            check_wrapper(entry.wrapper, entry.size)
+        _check_name(entry.key, header)
+    except RecordError as error:
+        if error.reason == "version":
+            return Verdict(entry, Status.OTHER_VERSION, None, str(error))
+        # local_disk writes in place.
+        if error.reason in ("short", "length") and entry.wrapper is None:
+            return _incomplete(entry, str(error))
+        return Verdict(entry, Status.DAMAGED, None, str(error))
+    return Verdict(entry, Status.GOOD, header)
+
+
+def verify(source: Source, entry: Entry) -> Verdict:
+    """By every byte.
+
+    Raises:
+        StoreError, OSError: it cannot be read now, whatever it holds.
+    """
+    verdict = judge(entry)
+    if verdict.header is None:
+        return verdict
+    try:
+        with source.open(entry) as data:
+            header = _check_payload(data, entry.key)
+    except FileNotFoundError:
+        return Verdict(entry, Status.GONE)
+    except RecordError as error:
+        return Verdict(entry, Status.DAMAGED, None, str(error))
+    return Verdict(entry, Status.GOOD, header)
+
+
+def _incomplete(entry: Entry, reason: str) -> Verdict:
+    young = entry.age is None or entry.age < WRITING_SECONDS
+    return Verdict(entry, Status.UNFINISHED if young else Status.DAMAGED, None, reason)
+
+
+def _check_name(key: StoredKey, header: Header) -> None:
+    """A record under another's name is a miss for an engine, whoever put it there."""
+    if header.label != key.label:
+        raise RecordError("name", f"holds {header.label} under the name of {key.label}")
+    if header.fingerprint[:8].hex() != key.fingerprint:
+        raise RecordError("name", "holds bytes of another model, layout or rank")
+    # A hash that is no SHA-256 is stored as twice its digest, which says nothing of the name.
+    half = len(header.block_hash) // 2
+    widened = header.block_hash[:half] == header.block_hash[half:]
+    if not widened and int.from_bytes(header.block_hash[:8], "big") != key.block_hash:
+        raise RecordError("name", "holds another block")
+    if key.tags is not None and header.tags != tags_digest(key.tags):
+        raise RecordError("name", "holds another request's block")
+
+
+def _check_payload(data: BinaryIO, key: StoredKey) -> Header:
+    """Check a record from its first byte to its last, a chunk at a time."""
+    header = read_header(data.read(HEADER_BYTES))
+    _check_name(key, header)
+    digests = bytearray()
+    for start in range(0, header.length, CHUNK_BYTES):
+        wanted = min(CHUNK_BYTES, header.length - start)
+        chunk = data.read(wanted)
+        if len(chunk) < wanted:
+            raise RecordError("length", f"ends within a payload of {header.length} bytes")
+        digests += digest(chunk)
+    check_digests(bytes(digests), header)
+    if data.read(len(digests) + 1) != digests:
+        raise RecordError("checksum", "the digests do not fit the payload")
+    return header

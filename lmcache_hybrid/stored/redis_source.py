@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of LMCache's Redis connector: ``KEYkv_bytes`` and ``KEYmetadata``.
+
+Keys are listed with SCAN and a pattern and asked for in pipelines, so nothing here holds
+up a server for longer than a page of keys takes.
+"""
+
+import io
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, BinaryIO
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from lmcache_hybrid.errors import StoreError
+from lmcache_hybrid.record import HEADER_BYTES
+from lmcache_hybrid.stored.keys import parse_key, printable, without_password
+from lmcache_hybrid.stored.source import Entry
+from lmcache_hybrid.stored.wrapper import WRAPPER_BYTES
+
+SCHEMES = ("redis", "rediss", "unix")
+VALUE, METADATA = "kv_bytes", "metadata"
+PATTERN = "*@uint8@hybrid%*"
+PAGE = 500
+CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 30.0
+
+
+def connect(url: str) -> redis.Redis:
+    """One connection, so that CLIENT settings hold.
+
+    Raises:
+        StoreError: the server cannot be reached, or refuses us.
+    """
+    shown = printable(without_password(url))
+    try:
+        client = redis.Redis.from_url(
+            url,
+            single_connection_client=True,
+            socket_connect_timeout=CONNECT_SECONDS,
+            socket_timeout=ANSWER_SECONDS,
+            retry=Retry(NoBackoff(), 0),
+        )
+        client.ping()
+    except (redis.RedisError, OSError, ValueError) as error:
+        raise StoreError(
+            f"{shown} cannot be used ({printable(str(error))}); start the server, or correct host, "
+            "port and password."
+        ) from error
+    return client
+
+
+class RedisSource:
+    """Records in one Redis or Valkey server's database."""
+
+    def __init__(self, url: str) -> None:
+        """
+        Raises:
+            StoreError: the server cannot be reached, or refuses us.
+        """
+        self.name = printable(without_password(url))
+        self.notes: list[str] = []
+        self.foreign = 0
+        self._client = connect(url)
+        try:
+            # Looking shall not make records look used: eviction goes by that.
+            self._client.execute_command("CLIENT", "NO-TOUCH", "ON")
+        except redis.ResponseError:
+            self.notes.append(
+                "This server has no CLIENT NO-TOUCH: looking at a record counts as its use, so the "
+                "next look shows ages since this one."
+            )
+
+    def entries(self) -> Iterator[Entry]:
+        self.foreign = 0
+        ours = 0
+        with self._answers():
+            for names in self._pages(VALUE):
+                for entry in self._described(names):
+                    ours += 1 + (entry.wrapper is not None)
+                    yield entry
+            for names in self._pages(METADATA):
+                for entry in self._alone(names):
+                    ours += 1
+                    yield entry
+            self.foreign = max(0, self._client.dbsize() - ours)
+
+    def _pages(self, suffix: str) -> Iterator[list[str]]:
+        """Names of our keys without ``suffix``, each once."""
+        seen: set[str] = set()
+        for keys in pages(self._client.scan_iter(PATTERN + suffix, PAGE)):
+            names = (key.decode("utf-8", "surrogateescape").removesuffix(suffix) for key in keys)
+            fresh = [name for name in dict.fromkeys(names) if name not in seen and parse_key(name)]
+            seen.update(fresh)
+            yield fresh
+
+    def _described(self, names: list[str]) -> Iterator[Entry]:
+        answers = self._ask(
+            command
+            for name in names
+            for command in (
+                # First, as the others may count as a use.
+                ("OBJECT", "IDLETIME", _bytes(name + VALUE)),
+                ("STRLEN", _bytes(name + VALUE)),
+                ("GETRANGE", _bytes(name + VALUE), 0, HEADER_BYTES - 1),
+                ("STRLEN", _bytes(name + METADATA)),
+                ("GETRANGE", _bytes(name + METADATA), 0, WRAPPER_BYTES),
+            )
+        )
+        for name, (idle, size, head, extra, wrapper) in zip(names, answers_of(answers, 5)):
+            if not size or isinstance(size, Exception) or isinstance(extra, Exception):
+                continue  # gone by now, or no string: not LMCache's
+            key = parse_key(name)
+            assert key is not None
+            yield Entry(
+                key,
+                name,
+                size,
+                size + extra,
+                None if isinstance(idle, Exception) or idle is None else float(idle),
+                head,
+                wrapper if extra else None,
+                None if extra else "a value whose metadata is missing",
+            )
+
+    def _alone(self, names: list[str]) -> Iterator[Entry]:
+        """Metadata whose value is missing: Redis evicted it, or somebody deleted it."""
+        answers = self._ask(
+            command
+            for name in names
+            for command in (
+                ("EXISTS", _bytes(name + VALUE)),
+                ("OBJECT", "IDLETIME", _bytes(name + METADATA)),
+                ("STRLEN", _bytes(name + METADATA)),
+            )
+        )
+        for name, (value, idle, size) in zip(names, answers_of(answers, 3)):
+            if value or not size or isinstance(size, Exception):
+                continue
+            key = parse_key(name)
+            assert key is not None
+            age = None if isinstance(idle, Exception) or idle is None else float(idle)
+            yield Entry(key, name, 0, size, age, b"", None, "metadata whose value is missing")
+
+    @contextmanager
+    def open(self, entry: Entry) -> Iterator[BinaryIO]:
+        # In one piece: an engine may write the key anew between two reads.
+        with self._answers():
+            value = self._client.get(_bytes(entry.where + VALUE))
+        if value is None:
+            raise FileNotFoundError(entry.where)
+        yield io.BytesIO(value)
+
+    def delete(self, entries: Iterable[Entry]) -> int:
+        return sum(self._delete(page) for page in pages(entries))
+
+    def _delete(self, page: list[Entry]) -> int:
+        pairs = [(_bytes(entry.where + METADATA), _bytes(entry.where + VALUE)) for entry in page]
+        with self._answers():
+            removed = self._ask(("UNLINK", *pair) for pair in pairs)
+        for answer in removed:
+            if isinstance(answer, Exception):
+                raise StoreError(
+                    f"{self.name} does not delete ({printable(str(answer))}); allow UNLINK."
+                )
+        return sum(answer > 0 for answer in removed)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _ask(self, commands: Iterable[tuple]) -> list[Any]:
+        pipeline = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        return pipeline.execute(raise_on_error=False)
+
+    @contextmanager
+    def _answers(self) -> Iterator[None]:
+        try:
+            yield
+        except redis.RedisError as error:
+            raise StoreError(
+                f"{self.name} stopped answering ({printable(str(error))}); try again."
+            ) from error
+
+
+def pages(items: Iterable[Any]) -> Iterator[list[Any]]:
+    """PAGE items at a time."""
+    rest = iter(items)
+    while page := list(islice(rest, PAGE)):
+        yield page
+
+
+def answers_of(answers: list[Any], count: int) -> Iterator[tuple]:
+    """The answers of a pipeline, ``count`` for each key."""
+    return zip(*[iter(answers)] * count)
+
+
+def _bytes(name: str) -> bytes:
+    return name.encode("utf-8", "surrogateescape")

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store as ``inspect``, ``verify`` and ``purge`` see it, and how to open one."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+from urllib.parse import urlsplit
+
+from lmcache_hybrid.errors import ConfigError, StoreError
+from lmcache_hybrid.stored.keys import StoredKey
+
+__all__ = ["ConfigError", "Entry", "Source", "StoreError", "open_source"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One record, or what is left of one.
+
+    Attributes:
+        key: what its name claims.
+        where: file path or Redis key, as bytes or text that the source understands.
+        size: bytes of the record, 0 where it is missing.
+        taken: bytes that it takes in the store.
+        age: seconds since it was written (files) or last used (Redis); None if unknown.
+        head: its first HEADER_BYTES, less where it is shorter.
+        wrapper: LMCache's own header in front of it or beside it; None for ``local_disk``,
+            which has none.
+        missing: why it cannot be whole, for what a writer has begun and not ended; else None.
+    """
+
+    key: StoredKey
+    where: str
+    size: int
+    taken: int
+    age: float | None
+    head: bytes
+    wrapper: bytes | None
+    missing: str | None = None
+
+
+class Source(Protocol):
+    """Records of one folder or server.
+
+    Attributes:
+        name: for people, without a password.
+        notes: sentences that a reader of the figures must know.
+        foreign: files or values that are not ours, counted by ``entries``.
+    """
+
+    name: str
+    notes: list[str]
+    foreign: int
+
+    def entries(self) -> Iterator[Entry]:
+        """Every record once, headers read.
+
+        Raises:
+            StoreError: the store cannot be read at all.
+        """
+
+    def open(self, entry: Entry) -> AbstractContextManager[BinaryIO]:
+        """The record's bytes as they are now, all of one writing.
+
+        Raises:
+            FileNotFoundError: it is gone.
+            StoreError, OSError: it cannot be read.
+        """
+
+    def delete(self, entries: Iterable[Entry]) -> int:
+        """Remove records; how many were there. Never touches anything else."""
+
+    def close(self) -> None:
+        """Give back connections."""
+
+
+def open_source(store: str) -> Source:
+    """The source that ``store`` names: a folder, ``fs://`` or a Redis URL.
+
+    Raises:
+        ConfigError: it names no store that can be looked into.
+        StoreError: it cannot be reached.
+    """
+    from lmcache_hybrid.stored.folder import FolderSource
+    from lmcache_hybrid.stored.redis_source import SCHEMES, RedisSource
+
+    scheme = urlsplit(store).scheme if "://" in store else ""
+    if scheme in SCHEMES:
+        return RedisSource(store)
+    if scheme in ("fs", "file"):
+        folders = urlsplit(store).path
+    elif scheme:
+        raise ConfigError(
+            f"STORE {scheme}:// cannot be looked into; give a folder, fs://HOST:PORT/PATH, or one "
+            f"of {', '.join(name + '://' for name in SCHEMES)}."
+        )
+    else:
+        folders = store
+    # LMCache splits at commas, so a folder with one in its name cannot be configured.
+    paths = [Path(part.strip()) for part in folders.split(",") if part.strip()]
+    for path in paths:
+        if not path.is_dir():
+            raise ConfigError(
+                f"STORE {str(path)!r} is not a folder; name the one with the records."
+            )
+    if not paths:
+        raise ConfigError(f"STORE {store!r} has no path; write fs://localhost:0/absolute/path.")
+    return FolderSource(paths)
