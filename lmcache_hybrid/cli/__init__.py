@@ -5,6 +5,7 @@ import typer
 
 from lmcache_hybrid import __version__
 from lmcache_hybrid.cli.demo import demo
+from lmcache_hybrid.cli.plan import plan
 
 app = typer.Typer(
     help="LMCache prefix caching for hybrid (attention + recurrent) models in vLLM.",
@@ -12,6 +13,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(demo)
+app.command()(plan)
 
 
 @app.command()

@@ -57,14 +57,15 @@ def find_shape(model: str) -> tuple[str, ModelShape]:
     )
 
 
+# Of the states: in how many tokens' attention they would fit.
 HEAD = (
     "Model",
-    "Layers: attention, recurrent",
+    "Attention, recurrent layers",
+    "Groups",
     "N",
-    "Groups: attention, state",
-    "A block's attention [MB]",
-    "A boundary's states [MB]",
-    "State is as large as",
+    "MB per block",
+    "MB per state",
+    "State in tokens",
     "From",
 )
 
@@ -82,11 +83,11 @@ def table(platform: Platform) -> list[list[str]]:
             [
                 known.name,
                 f"{counts[0]}, {counts[1]}",
-                str(sizes.block_size),
                 f"{groups[0]}, {groups[1]}",
+                f"{sizes.block_size:,}",
                 f"{block / 1e6:.2f}",
                 f"{state / 1e6:.2f}",
-                f"{state * sizes.block_size / block:,.0f} tokens",
+                f"{state * sizes.block_size / block:,.0f}",
                 known.source,
             ]
         )

@@ -3,7 +3,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,16 @@ class ModelShape:
     dtype: str
     ssm_dtype: str
     kv_dtype: str
+
+    def with_dtype(self, dtype: str) -> "ModelShape":
+        """With vLLM's ``--dtype``, which the other two follow where they are the weights'."""
+        own = self.dtype
+        return replace(
+            self,
+            dtype=dtype,
+            ssm_dtype=dtype if self.ssm_dtype == own else self.ssm_dtype,
+            kv_dtype=dtype if self.kv_dtype == own else self.kv_dtype,
+        )
 
 
 Config = Mapping[str, Any]

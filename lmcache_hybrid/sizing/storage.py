@@ -22,10 +22,7 @@ def _pages(size: int) -> int:
 
 
 def jemalloc_bytes(size: int) -> int:
-    """What jemalloc, Redis's allocator on Linux, gives out for ``size`` > 16 KiB: 4 sizes an octave.
-
-    Smaller ones are rounded by the same rule here, which is at most 128 bytes off.
-    """
+    """What jemalloc, Redis's allocator on Linux, gives out: four sizes between powers of two."""
     step = max(16, 1 << max(0, (size - 1).bit_length() - 3))
     return -(-size // step) * step
 
