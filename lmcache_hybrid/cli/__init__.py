@@ -7,6 +7,7 @@ from lmcache_hybrid import __version__
 from lmcache_hybrid.cli.demo import demo
 from lmcache_hybrid.cli.doctor import doctor
 from lmcache_hybrid.cli.inspect import inspect_store, purge_store, verify_store
+from lmcache_hybrid.cli.plan import plan
 
 app = typer.Typer(
     help="LMCache prefix caching for hybrid (attention + recurrent) models in vLLM.",
@@ -18,6 +19,7 @@ app.command()(doctor)
 app.command("inspect")(inspect_store)
 app.command("verify")(verify_store)
 app.command("purge")(purge_store)
+app.command()(plan)
 
 
 @app.command()

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a hybrid model's blocks and states take, from its ``config.json`` alone.
+
+:mod:`shape` reads the config, :mod:`blocks` computes what vLLM makes of it (N, groups,
+bytes), :mod:`storage` what prompts take in LMCache's backends, :mod:`catalogue` knows
+some models by name. No torch, no vLLM: plain integers that a test compares with vLLM's.
+"""

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What prompts and checkpoints take, what plan prints, and what its page says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lmcache_hybrid.cli import app
+from lmcache_hybrid.cli.plan import tokens
+from lmcache_hybrid.errors import ConfigError
+from lmcache_hybrid.record import record_bytes
+from lmcache_hybrid.sizing import catalogue, storage
+from lmcache_hybrid.sizing.blocks import PLATFORMS, Sizes, compute, grouped
+from lmcache_hybrid.sizing.shape import ATTENTION, STATE, read_shape
+from lmcache_hybrid.sizing.storage import BACKENDS, Workload
+from lmcache_hybrid.tinymodels import _COMMON, FAMILIES
+
+ROOT = Path(__file__).parents[2]
+GPU = PLATFORMS["gpu"]
+LFM2 = catalogue.find_shape("LFM2-350M")[1]
+QWEN = catalogue.find_shape("qwen3.6-27b")[1]
+
+
+def run(*words: str):
+    return CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "200"})
+
+
+# Storage
+
+
+@pytest.fixture(scope="module")
+def measured() -> tuple[dict, Sizes]:
+    """docs/checkpoints.json, measured on a real engine, and that model's sizes on it."""
+    figures = json.loads((ROOT / "docs" / "checkpoints.json").read_text())
+    config = {**_COMMON, **FAMILIES[figures["family"]].config, "model_type": figures["family"]}
+    config |= {"linear_conv_kernel_dim": 4}  # transformers' default, as saved beside the weights
+    return figures, compute(read_shape(config), PLATFORMS["cpu"])
+
+
+def test_states_steps_and_bytes_of_a_real_prefill(measured):
+    figures, sizes = measured
+    n, context = figures["block_size"], figures["prompt_tokens"]
+    assert sizes.block_size == n
+    for row in figures["rows"]:
+        interval = row["interval"] * n
+        assert len(storage.boundaries(context, n, interval)) == row["states"]
+        assert storage.prefill_steps(context, n, interval, 2048) == row["steps"]
+        found = storage.stored(sizes, Workload(context, 1, checkpoint=interval), BACKENDS["ram"])
+        assert found.payload == row["bytes"]
+
+
+@pytest.mark.parametrize("context", [1, 15, 16, 17, 32, 33, 100])
+@pytest.mark.parametrize("checkpoint", [0, 16, 32, 64])
+def test_recomputed_tokens_are_those_behind_the_last_state(context, checkpoint):
+    """Against counting: a branch after each number of shared tokens, one by one."""
+    ends = [0, *storage.boundaries(context, 16, checkpoint)]
+    lost = [place - max(end for end in ends if end <= place) for place in range(context)]
+    branch = storage.after_branch(context, 16, checkpoint)
+    assert branch.at_most == max(lost)
+    assert branch.expected == pytest.approx(sum(lost) / context)
+
+
+def test_a_prompt_has_no_state_that_contains_its_last_token():
+    assert storage.boundaries(15, 16, 0) == storage.boundaries(16, 16, 16) == []
+    assert storage.boundaries(17, 16, 0) == [16]
+    assert storage.boundaries(48, 16, 16) == [16, 32]
+
+
+def test_what_prompts_share_is_stored_once():
+    sizes, ram = compute(LFM2, GPU), BACKENDS["ram"]
+    n = sizes.block_size
+    apart = storage.stored(sizes, Workload(10 * n + 1, 5), ram)
+    assert (apart.blocks, apart.states) == (50, 5)
+    together = storage.stored(sizes, Workload(10 * n + 1, 5, shared=4 * n), ram)
+    assert (together.blocks, together.states) == (4 + 5 * 6, 5 + 1)  # one where they branch off
+    dense = storage.stored(sizes, Workload(10 * n + 1, 5, shared=4 * n, checkpoint=2 * n), ram)
+    assert (dense.blocks, dense.states) == (34, 2 + 5 * 3)
+    assert storage.stored(sizes, Workload(10 * n + 1, 1, shared=4 * n), ram).states == 1
+
+
+def test_totals_are_those_of_all_groups_and_ranks():
+    sizes = compute(QWEN, GPU, tp=2)
+    work = Workload(3 * sizes.block_size + 1, 7)
+    for backend in BACKENDS.values():
+        found = storage.stored(sizes, work, backend)
+        per_rank = [
+            7 * (3 if group.kind == ATTENTION else 1) * backend.stored(record_bytes(group.bytes))
+            for group in sizes.groups
+        ]
+        assert found.taken == 2 * sum(per_rank)
+        assert found.records == 2 * 7 * (3 + 3)
+        assert found.payload == 7 * (3 * sizes.in_all(ATTENTION) + sizes.in_all(STATE))
+
+
+# Redis 6.2.5 with jemalloc 5.1.0: (bytes of a value, used_memory of its record).
+REDIS_USED = [
+    (8_392, 10_576),
+    (16_576, 20_816),
+    (100_000, 115_024),
+    (1_000_000, 1_048_912),
+    (3_207_416, 3_670_352),
+    (8_400_000, 10_486_026),
+    (12_812_288, 14_680_336),
+    (51_381_248, 58_720_528),
+]
+
+
+@pytest.mark.parametrize(("size", "used"), REDIS_USED)
+def test_redis_takes_what_was_measured(size, used):
+    assert BACKENDS["redis"].stored(size) == pytest.approx(used, abs=100)
+
+
+# Blocks
+
+
+@pytest.mark.parametrize(
+    ("attention", "state", "lengths"),
+    [(16, 48, [16] * 4), (6, 10, [6, 5, 5]), (10, 14, [10, 14]), (7, 20, [7, 7, 7, 6])],
+)
+def test_groups_are_as_long_as_the_rarer_kind(attention, state, lengths):
+    found = grouped((ATTENTION,) * attention + (STATE,) * state)
+    assert [length for _, length in found] == lengths
+    assert sum(length for kind, length in found if kind == STATE) == state
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "llama"}, "model_type='llama' is not a hybrid family"),
+        (
+            {"model_type": "lfm2", "layer_types": ["full_attention"] * 2},
+            "this lfm2 model has no state layers",
+        ),
+        (
+            {"model_type": "lfm2", "layer_types": ["conv", "sliding_attention"]},
+            "layers of type sliding_attention cannot be sized",
+        ),
+        (
+            {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+            "has no 'num_attention_heads'",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_sized_is_refused(config, said):
+    with pytest.raises(ConfigError, match=said):
+        read_shape(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tp": 3}, "--tp 3 does not fit 4 key/value heads"),
+        ({"tp": 32}, "--tp 32 does not divide 48 heads"),
+        ({"kv_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 cannot be sized"),
+        ({"ssm_dtype": "fp8"}, "--ssm-dtype fp8 cannot be sized"),
+    ],
+)
+def test_an_option_that_does_not_fit_is_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        compute(QWEN, GPU, **options)
+
+
+def test_a_checkpoint_names_its_cache_dtype():
+    """ModelOpt's checkpoints do; vLLM follows, and N doubles."""
+    config = next(m.config for m in catalogue.models() if m.name == "Qwen3.6-27B")
+    quantized = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}
+    shape = read_shape({"text_config": config, "quantization_config": quantized})
+    assert compute(shape, GPU).block_size == 2 * compute(QWEN, GPU).block_size
+    other = {"quant_method": "compressed-tensors", "kv_cache_quant_algo": "FP8"}
+    assert read_shape({**config, "quantization_config": other}) == QWEN
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("100k", 100_000), ("1.5M", 1_500_000), ("7", 7), ("8_192", 8192)]
+)
+def test_tokens(text, number):
+    assert tokens(text) == number
+
+
+@pytest.mark.parametrize("text", ["k", "-1", "1.5", "100g", "1.2.3", ""])
+def test_what_is_no_number_of_tokens(text):
+    answer = run("Qwen3.6-27B", "--context", text)
+    assert answer.exit_code == 2 and "is no number of tokens" in answer.output
+
+
+def test_json_of_a_named_model():
+    answer = run(
+        "Qwen3.6-27B", "--context", "100k", "--prompts", "500", "--backend", "redis", "--json"
+    )
+    assert answer.exit_code == 0
+    found = json.loads(answer.output)
+    assert found["block_size"] == 784
+    assert found["state_bytes_per_boundary"] == 153_944_064
+    redis = found["backends"].pop("redis")
+    assert not found["backends"]
+    assert redis["records"] == 500 * (127 + 3)
+    assert redis["taken"] > redis["payload"] == 500 * found["bytes_per_prompt"]
+    none, *others = found["checkpoints"]
+    assert none["tokens"] == 0 and [row["tokens"] // 784 for row in others] == [16, 8, 4, 2, 1]
+    assert all(row["recomputed_at_most"] == row["tokens"] - 1 for row in others)
+
+
+@pytest.mark.parametrize("inside", ["", "config.json"])
+def test_a_folder_and_its_config(tmp_path, inside):
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    known = next(m for m in catalogue.models() if m.name == "Nemotron-H-8B")
+    (folder / "config.json").write_text(json.dumps(known.config))
+    answer = run(str(folder / inside), "--json")
+    found = json.loads(answer.output)
+    assert found["model"] == "my-model"
+    assert found["block_size"] == compute(known.shape, GPU).block_size
+
+
+def test_an_interval_of_your_own_is_a_row_and_counts():
+    answer = json.loads(run("Qwen3.6-27B", "--checkpoint-tokens", "2352", "--json").output)
+    assert 2352 in [row["tokens"] for row in answer["checkpoints"]]
+    plain = json.loads(run("Qwen3.6-27B", "--json").output)
+    assert answer["bytes_per_prompt"] > plain["bytes_per_prompt"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["Qwen3.6-27B", "--checkpoint-tokens", "1000"], "is not a multiple of N=784; use 784"),
+        (["Qwen3.6-27B", "--shared", "64k"], "--shared 64000 is more than --context 32000"),
+        (["no-such-model"], "neither a folder with a config.json nor a model of the table"),
+        ([], "name a MODEL"),
+        ([__file__], "cannot be read"),
+    ],
+)
+def test_mistakes_are_one_sentence(words, said):
+    answer = run(*words)
+    assert answer.exit_code == 2
+    assert said in " ".join(answer.output.replace("│", " ").split())
+
+
+def test_what_is_printed():
+    answer = run("LFM2-350M", "--context", "10", "--platform", "cpu")
+    assert answer.exit_code == 0
+    assert "N = 128 tokens\n" in answer.output, "vLLM logs nothing of its own default"
+    assert "never hits: N is 128" in answer.output
+    listed = run("--list").output
+    assert all(known.name in listed for known in catalogue.models())
+
+
+def test_the_answer_needs_neither_torch_nor_vllm():
+    code = (
+        "import sys; from lmcache_hybrid.cli import app; sys.argv = ['x', 'plan', 'LFM2-350M'];"
+        "app(standalone_mode=False); print({'torch', 'vllm', 'lmcache'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.endswith("set()\n"), done.stdout + done.stderr
+
+
+def test_the_page_has_this_table():
+    page = (ROOT / "docs" / "sizing.md").read_text()
+    begin, end = "<!-- models:begin -->", "<!-- models:end -->"
+    assert page.partition(begin)[2].partition(end)[0].strip() == catalogue.markdown(GPU)
+    assert run("--list", "--markdown").output.strip() == catalogue.markdown(GPU)
+
+
+def test_the_page_shows_what_is_printed():
+    page = (ROOT / "docs" / "sizing.md").read_text()
+    words = ["Qwen3.6-27B", "--context", "100k", "--prompts", "500"]
+    assert f"lmcache-hybrid plan {' '.join(words)}" in page
+    printed = CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "100"}).output
+    for line in printed.splitlines():
+        assert line.rstrip() in page
