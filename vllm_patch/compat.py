@@ -32,6 +32,7 @@ def install() -> None:
     keep_restored_states()
     free_failed_loads()
     reserve_windows()
+    forget_what_did_not_run()
     if current_platform.is_cpu():
         keep_cpu_block_size()
         no_cpu_prefill_checkpoints()
@@ -232,3 +233,31 @@ def reserve_windows() -> None:
         return reserved
 
     Scheduler._request_remaining_blocks = _request_remaining_blocks
+
+
+def forget_what_did_not_run() -> None:
+    """A block whose step was taken back must not be found in vLLM's own prefix cache.
+
+    Bug: blocks get their hash when the scheduler allocates them, before the step that
+    computes them. With ``--scheduling-policy priority`` a request can be preempted later in
+    the same ``schedule()``; it is taken out of the step, its blocks keep their hash.
+    Symptom: the request itself, or the next one with this prefix, hits what was never
+    computed and gets wrong tokens, without a connector too. With one they are stored.
+    Remove when: ``Scheduler._preempt_request`` evicts blocks past what was computed.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    original = Scheduler._preempt_request
+
+    @functools.wraps(original)
+    def _preempt_request(self: Scheduler, request, *args, **kwargs) -> None:
+        if _is_ours(self):
+            # Of steps that were scheduled before this one all tokens count as computed.
+            computed = request.num_computed_tokens
+            for manager in self.kv_cache_manager.coordinator.single_type_managers:
+                blocks = manager.req_to_blocks.get(request.request_id, ())
+                unfinished = blocks[computed // manager.block_size :]
+                manager.block_pool.evict_blocks({b.block_id for b in unfinished if not b.is_null})
+        original(self, request, *args, **kwargs)
+
+    Scheduler._preempt_request = _preempt_request

@@ -333,6 +333,12 @@ DEFECTS = (
         "",
     ),
     _one(
+        "blocks of a step that was taken back can be hit",
+        COMPAT,
+        "    forget_what_did_not_run()\n",
+        "",
+    ),
+    _one(
         "a failed load keeps its reservation",
         COMPAT,
         "            self._inflight_prefills.discard(request)\n",

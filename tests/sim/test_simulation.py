@@ -157,6 +157,26 @@ def test_a_load_reserves_room_for_its_windows():
     assert tally.events["hits"] >= 2
 
 
+def test_a_step_that_was_taken_back_leaves_nothing_to_hit():
+    """See :func:`vllm_patch.compat.forget_what_did_not_run`."""
+    setup = Setup(
+        groups="awsss",
+        blocks=39,
+        batch=2 * N,
+        seqs=2,
+        drafts=2,
+        priority=True,
+        checkpoint=N,
+        window=2,
+        part_bytes=1,
+    )
+    operations = [("add", 0, 9, 255), ("step", 0, 12, 0), ("add", 0, 0, 0), ("step", 0, 4, 0)]
+    operations += [("again", 0, 0, 3496), ("add", 0, 5, 0)]
+    tally = Tally()
+    Run(setup, tally).play(operations)
+    assert tally.events["preempted"] and tally.events["hits"]
+
+
 def report(tally: Tally, seed: int, seconds: float, part: int, capsys) -> None:
     figures = {
         "seed": seed,

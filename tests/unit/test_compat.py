@@ -158,3 +158,35 @@ def test_loads_reserve_what_their_windows_still_need(
     request = SimpleNamespace(request_id="r", num_tokens=65)
     found = Scheduler._request_remaining_blocks(scheduler, request)
     assert found == (expected if ours else 5)
+
+
+@CONNECTORS
+@pytest.mark.parametrize(
+    "computed, evicted", [(48, {3, 13}), (63, {3, 13}), (47, {2, 3, 12, 13}), (64, set())]
+)
+def test_blocks_of_a_step_that_was_taken_back_lose_their_hash(
+    monkeypatch, connector_name, ours, computed, evicted
+):
+    """A request of four blocks in two groups; the null block stands for a state not kept."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    freed, seen = [], set()
+    monkeypatch.setattr(
+        Scheduler, "_preempt_request", lambda self, request, *args, **kwargs: freed.append(args)
+    )
+    compat.forget_what_did_not_run()
+    managers = [
+        SimpleNamespace(
+            block_size=16,
+            block_pool=SimpleNamespace(evict_blocks=seen.update),
+            req_to_blocks={"r": [SimpleNamespace(block_id=i, is_null=i == 10) for i in ids]},
+        )
+        for ids in (range(4), (10, 10, 12, 13), ())
+    ]
+    coordinator = SimpleNamespace(single_type_managers=managers)
+    scheduler = scheduler_of(
+        connector_name, kv_cache_manager=SimpleNamespace(coordinator=coordinator)
+    )
+    request = SimpleNamespace(request_id="r", num_computed_tokens=computed)
+    Scheduler._preempt_request(scheduler, request, 1.0)
+    assert seen == (evicted if ours else set()) and freed == [(1.0,)]
