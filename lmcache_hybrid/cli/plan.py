@@ -20,8 +20,22 @@ from lmcache_hybrid.sizing.shape import ATTENTION, STATE, ModelShape
 from lmcache_hybrid.sizing.storage import BACKENDS, Workload
 
 INTERVALS = (16, 8, 4, 2, 1)  # T in blocks, as in docs/reuse.md
-PlatformName = Enum("PlatformName", {name: name for name in PLATFORMS}, type=str)
-BackendName = Enum("BackendName", {name: name for name in BACKENDS}, type=str)
+
+
+class PlatformName(str, Enum):
+    """Of PLATFORMS."""
+
+    gpu = "gpu"
+    cpu = "cpu"
+
+
+class BackendName(str, Enum):
+    """Of BACKENDS."""
+
+    ram = "ram"
+    disk = "disk"
+    fs = "fs"
+    redis = "redis"
 
 
 def tokens(text: str | int) -> int:
@@ -117,10 +131,11 @@ def plan(
     console = Console()
     where = PLATFORMS[platform.value]
     if kernel_block:
-        where = Platform(
-            f"{platform.value.upper()}, kernel blocks of {kernel_block} tokens",
-            max(where.block_size, kernel_block),
-            kernel_block,
+        where = dataclasses.replace(
+            where,
+            name=f"{platform.value.upper()}, kernel blocks of {kernel_block} tokens",
+            block_size=max(where.block_size, kernel_block),
+            kernel_block=kernel_block,
         )
     if list_models:
         _list_models(console, where, markdown)
@@ -233,7 +248,7 @@ def _print(console: Console, plan: Plan) -> None:
                 f"{row['tokens']:,} ({row['tokens'] // n} N)" if row["tokens"] else "none",
                 str(row["states"]),
                 f"{row['bytes_per_prompt'] / 1e9:.3f}",
-                f"{100 * (row['bytes_per_prompt'] / plan.with_checkpoint(0).per_prompt - 1):.0f} %",
+                _more(row["bytes_per_prompt"], plan.with_checkpoint(0).per_prompt, 0),
                 f"{row['recomputed_at_most']:,}",
                 f"{row['recomputed_expected']:,}",
                 str(row["prefill_steps"]),
@@ -254,7 +269,7 @@ def _print_backends(console: Console, plan: Plan) -> None:
                 backend.title,
                 f"{stored.records:,}",
                 f"{stored.taken / 1e9:,.2f}",
-                f"{100 * (stored.taken / stored.payload - 1):.2f} %" if stored.payload else "",
+                _more(stored.taken, stored.payload, 2),
                 f"{backend.limit}: {math.ceil(gib * 10) / 10:.1f}" if backend.limit else "",
             ]
         )
@@ -275,6 +290,10 @@ def _table(title: str, head: tuple[str, ...], rows: list[list[str]]) -> Table:
     for row in rows:
         made.add_row(*row)
     return made
+
+
+def _more(size: int, base: int, digits: int) -> str:
+    return f"{100 * (size / base - 1):.{digits}f} %" if base else ""
 
 
 def _mb(size: int) -> str:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """N, the groups and the bytes that vLLM makes of a model; each function names vLLM's own."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from lmcache_hybrid.errors import ConfigError
@@ -26,16 +27,19 @@ class Platform:
     Attributes:
         block_size: vLLM's default, which hybrid models round up from.
         kernel_block: smallest block of the attention kernels; N is a multiple.
+        ssm_dtype: what vLLM makes of ``auto`` here whatever the model says, empty for nothing.
     """
 
     name: str
     block_size: int
     kernel_block: int
+    ssm_dtype: str = ""
 
 
 PLATFORMS = {
     "gpu": Platform("GPU, kernel blocks of 16 tokens (FlashAttention, FlashInfer)", 16, 16),
-    "cpu": Platform("CPU", 128, 32),
+    # CpuPlatform.check_and_update_config
+    "cpu": Platform("CPU with AVX512-BF16, states in float32", 128, 32, "float32"),
 }
 
 
@@ -101,7 +105,8 @@ def compute(
         ConfigError: a dtype that cannot be sized, or a ``tp`` that does not divide.
     """
     kv_dtype = shape.kv_dtype if kv_dtype == "auto" else kv_dtype
-    ssm_dtype = shape.ssm_dtype if ssm_dtype == "auto" else ssm_dtype
+    if ssm_dtype == "auto":
+        ssm_dtype = platform.ssm_dtype or shape.ssm_dtype
     heads = shape.attention.heads
     if tp < 1 or max(heads, tp) % min(heads, tp) and not shape.attention.latent:
         raise ConfigError(
@@ -119,10 +124,10 @@ def compute(
     return Sizes(n, token, state, n * token - state, groups, tp)
 
 
-def _bytes_of(option: str, dtype: str, known: object) -> int:
-    if dtype not in known:  # type: ignore[operator]
+def _bytes_of(option: str, dtype: str, known: Collection[str]) -> int:
+    if dtype not in known:
         raise ConfigError(
-            f"{option} {dtype} cannot be sized; the types are auto, {', '.join(known)}."  # type: ignore[arg-type]
+            f"{option} {dtype} cannot be sized; the types are auto, {', '.join(known)}."
         )
     return DTYPE_BYTES[dtype]
 

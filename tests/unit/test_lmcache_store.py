@@ -33,6 +33,7 @@ from lmcache_hybrid.record import (
     digests_of,
     record_bytes,
 )
+from lmcache_hybrid.sizing import storage as sizing
 
 from .helpers import fetch, payload_of, put
 
@@ -301,6 +302,23 @@ def test_any_size_up_to_the_largest(box, kind, size):
     (payload,) = box.read(KEYS[:1])
     assert torch.equal(payload, payload_of(KEYS[0], size))
     box.assert_pool_is_free()
+
+
+@every_kind
+def test_a_record_takes_what_plan_counts(box, kind):
+    box, record = box(kind).write(KEYS[:1], MAX_PAYLOAD), record_bytes(MAX_PAYLOAD)
+    counted = sizing.BACKENDS[kind].stored(record)
+    if kind == "ram":
+        assert counted == box.used() - box.start
+    elif kind == "redis":
+        name = box.store.engine_key(KEYS[0]).to_string()
+        taken = [box.redis.memory_usage(name + part) for part in ("kv_bytes", "metadata")]
+        # This server's allocator is libc's, which rounds up less than jemalloc.
+        assert record < sum(taken) <= counted
+    else:
+        size = box.path(KEYS[0]).stat().st_size
+        assert size == record + box.metadata_bytes <= counted < size + sizing.PAGE
+        assert box.metadata_bytes in (0, sizing.METADATA_BYTES)
 
 
 @every_kind

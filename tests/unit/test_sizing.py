@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lmcache_hybrid.cli import app
-from lmcache_hybrid.cli.plan import tokens
+from lmcache_hybrid.cli.plan import BackendName, PlatformName, tokens
 from lmcache_hybrid.errors import ConfigError
 from lmcache_hybrid.record import record_bytes
 from lmcache_hybrid.sizing import catalogue, storage
@@ -114,6 +114,14 @@ def test_redis_takes_what_was_measured(size, used):
     assert BACKENDS["redis"].stored(size) == pytest.approx(used, abs=100)
 
 
+@pytest.mark.parametrize(
+    ("kind", "record", "taken"),
+    [("ram", 4096, 4096), ("disk", 4097, 8192), ("fs", 4068, 4096), ("fs", 4069, 8192)],
+)
+def test_whole_pages(kind, record, taken):
+    assert BACKENDS[kind].stored(record) == taken
+
+
 # Blocks
 
 
@@ -141,7 +149,7 @@ def test_groups_are_as_long_as_the_rarer_kind(attention, state, lengths):
         ),
         (
             {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
-            "has no 'num_attention_heads'",
+            "the config of a lfm2 model has no 'hidden_size'",
         ),
     ],
 )
@@ -247,6 +255,8 @@ def test_what_is_printed():
     assert answer.exit_code == 0
     assert "N = 128 tokens\n" in answer.output, "vLLM logs nothing of its own default"
     assert "never hits: N is 128" in answer.output
+    assert {name.value for name in BackendName} == set(BACKENDS)
+    assert {name.value for name in PlatformName} == set(PLATFORMS)
     listed = run("--list").output
     assert all(known.name in listed for known in catalogue.models())
 
