@@ -63,19 +63,23 @@ def verify_store(
         bool, typer.Option("--delete-damaged", help="Delete what is damaged.")
     ] = False,
 ) -> None:
-    """Read every record and check it as an engine does. Exit code 1 if damaged ones are left."""
+    """Read every record and check it as an engine does.
+
+    Exit code 1 if damaged or unreadable ones are left.
+    """
     results, left = [], 0
     for source in sources(store, lmcache_config):
         counts: dict[str, int] = {}
-        damaged: list[Verdict] = []
+        bad: list[Verdict] = []
         with refusals(), progress(as_json) as show:
             for verdict in show(verify(source, entry) for entry in source.entries()):
                 counts[verdict.status.value] = counts.get(verdict.status.value, 0) + 1
-                if verdict.status == Status.DAMAGED:
-                    damaged.append(verdict)
-            deleted = source.delete(v.entry for v in damaged) if delete_damaged else 0
-        left += len(damaged) if not delete_damaged else 0
-        results.append((source, counts, damaged, deleted))
+                if verdict.status in (Status.DAMAGED, Status.UNREADABLE):
+                    bad.append(verdict)
+            damaged = [verdict.entry for verdict in bad if verdict.status == Status.DAMAGED]
+            deleted = source.delete(damaged) if delete_damaged else 0
+        left += len(bad) - (len(damaged) if delete_damaged else 0)
+        results.append((source, counts, bad, deleted))
     if as_json:
         print(json.dumps([_described(s) | _verified(c, b, d) for s, c, b, d in results]))
     else:
@@ -256,13 +260,13 @@ def _print_rows(source: Source, rows: list[Row]) -> None:
 
 
 def _print_verified(
-    source: Source, counts: dict[str, int], damaged: list[Verdict], deleted: int
+    source: Source, counts: dict[str, int], bad: list[Verdict], deleted: int
 ) -> None:
     console = Console()
-    for verdict in damaged[:SHOWN]:
+    for verdict in bad[:SHOWN]:
         console.print(Text(f"{printable(verdict.entry.where)}: {printable(verdict.reason)}"))
-    if len(damaged) > SHOWN:
-        console.print(f"... and {len(damaged) - SHOWN} more damaged records.")
+    if len(bad) > SHOWN:
+        console.print(f"... and {len(bad) - SHOWN} more.")
     told = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
     console.print(Text(f"{source.name}: {told or 'no records'}."))
     if deleted:
@@ -273,6 +277,6 @@ def _described(source: Source) -> dict:
     return {"store": source.name, "notes": source.notes, "foreign": source.foreign}
 
 
-def _verified(counts: dict[str, int], damaged: list[Verdict], deleted: int) -> dict:
-    told = [{"where": v.entry.where, "reason": v.reason} for v in damaged]
-    return {"counts": counts, "damaged": told, "deleted": deleted}
+def _verified(counts: dict[str, int], bad: list[Verdict], deleted: int) -> dict:
+    told = [{"where": v.entry.where, "status": v.status, "reason": v.reason} for v in bad]
+    return {"counts": counts, "bad": told, "deleted": deleted}

@@ -71,7 +71,7 @@ def _read_transfer(settings: dict[str, Any], troubles: list[Finding]) -> "KVTran
         checked = KVTransferConfig(**settings)
     except (TypeError, ValueError) as failure:
         troubles.append(
-            error("kv-transfer-config", f"vLLM refuses it: {one_line(failure)}", "Correct it.")
+            error("kv-transfer-config", f"vLLM refuses it: {one_line(failure)}.", "Correct it.")
         )
         return None
     if checked.kv_connector != CONNECTOR:
@@ -97,7 +97,7 @@ def _read_lmcache(
         troubles.append(
             error(
                 "LMCache config",
-                f"LMCache cannot read its configuration: {one_line(failure)}",
+                f"LMCache refuses its configuration: {one_line(failure)}.",
                 "Correct the YAML file or the LMCACHE_* variable.",
             )
         )

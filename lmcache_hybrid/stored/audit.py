@@ -32,6 +32,7 @@ class Status(str, Enum):
     OTHER_VERSION = "other version"
     UNFINISHED = "unfinished"
     GONE = "gone"
+    UNREADABLE = "unreadable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ def verify(source: Source, entry: Entry) -> Verdict:
     """By every byte.
 
     Raises:
-        StoreError, OSError: it cannot be read now, whatever it holds.
+        StoreError: the store is away.
     """
     verdict = judge(entry)
     if verdict.header is None:
@@ -83,6 +84,9 @@ def verify(source: Source, entry: Entry) -> Verdict:
             header = _check_payload(data, entry.key)
     except FileNotFoundError:
         return Verdict(entry, Status.GONE)
+    except OSError as error:
+        # The disk may be broken, or the file server away: not a reason to delete it.
+        return Verdict(entry, Status.UNREADABLE, None, f"cannot be read: {error.strerror}")
     except RecordError as error:
         return Verdict(entry, Status.DAMAGED, None, str(error))
     return Verdict(entry, Status.GOOD, header)
