@@ -139,15 +139,13 @@ def purge_store(
             chosen = [verdict.entry for verdict in show(fits(source))]
         size = decimal(sum(entry.taken for entry in chosen))
         what = f"{len(chosen)} records ({size}) in {source.name}"
-        if dry_run or not chosen:
-            typer.echo(
-                f"Would delete {what}." if chosen else f"Nothing to delete in {source.name}."
-            )
-            continue
-        if not yes:
-            typer.confirm(f"Delete {what}?", abort=True)
-        with refusals():
-            typer.echo(f"Deleted {source.delete(chosen)} of {what}.")
+        if not chosen:
+            typer.echo(f"Nothing to delete in {source.name}.")
+        elif dry_run:
+            typer.echo(f"Would delete {what}.")
+        elif yes or typer.confirm(f"Delete {what}?", abort=True):
+            with refusals():
+                typer.echo(f"Deleted {source.delete(chosen)} of {what}.")
 
 
 def _seconds(text: str) -> float:
