@@ -362,6 +362,14 @@ def test_a_record_goes_through_every_backend_and_leaves_nothing(context, tmp_pat
     assert found.config.max_local_cpu_size == 5.0 and found.config.chunk_size == 256
 
 
+def test_where_an_engine_stores_does_not_matter(context, tmp_path):
+    """With store_location the others would get nothing, which is not their fault."""
+    found = context(
+        local_disk=str(tmp_path / "d"), max_local_disk_size=0.1, store_location="LocalCPUBackend"
+    )
+    assert [f.status for f in check_backends(found)] == [OK, OK]
+
+
 def test_a_shared_folder(context, tmp_path):
     folder = tmp_path / "shared"
     found = context(local_cpu=False, remote_url=f"fs://localhost:0{folder}")
@@ -393,7 +401,8 @@ def test_a_server_that_is_full(context, valkey, redis, monkeypatch):
     redis.config_set("maxmemory", redis.info("memory")["used_memory"] + 1000)
     found = context(local_cpu=False, remote_url=url_of(valkey))
     full = assert_sentences(check_backends(found))
-    assert full[0].status == ERROR and "did not keep a record" in full[0].message
+    assert full[0].status == ERROR and "did not take a record" in full[0].message
+    assert "maxmemory" in full[0].message  # the server's own words
     assert of_status(check_redis(found), ERROR)
 
 
@@ -405,7 +414,7 @@ def test_a_disk_that_is_full(context, tmp_path, monkeypatch):
     try:
         found = context(local_cpu=False, local_disk=str(tmp_path / "d"), max_local_disk_size=1)
         full = assert_sentences(check_backends(found))
-        assert full[0].status == ERROR and "did not keep a record" in full[0].message
+        assert full[0].status == ERROR and "No space left on device" in full[0].message
         assert only(check_disks(found)).status == ERROR
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
