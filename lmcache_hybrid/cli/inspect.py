@@ -211,25 +211,23 @@ def progress(quiet: bool):
 
 
 def age_of(seconds: float | None) -> str:
-    """Two units at most: ``3 d 4 h``."""
+    """In the largest unit that fits: ``3 d``."""
     if seconds is None:
         return "?"
-    for unit, smaller in (("d", "h"), ("h", "m"), ("m", "s")):
-        if seconds >= UNITS[unit]:
-            whole, rest = divmod(seconds, UNITS[unit])
-            return f"{whole:.0f} {unit} {rest // UNITS[smaller]:.0f} {smaller}"
-    return f"{seconds:.0f} s"
+    unit = next((unit for unit in "dhm" if seconds >= UNITS[unit]), "s")
+    return f"{seconds // UNITS[unit]:.0f} {unit}"
 
 
 def _print_rows(source: Source, rows: list[Row]) -> None:
     console = Console()
-    table = Table(title=Text(source.name), title_justify="left")
+    console.print(Text(source.name, "bold"))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("model", overflow="fold")
     table.add_column("rank")
     table.add_column("fingerprint", no_wrap=True)
-    right = "records", "size", "prompts", "states", "deepest", "age", "damaged", "other version"
-    for name in right:
-        table.add_column(name, justify="right")
+    right = "records", "size", "prompts", "states", "deepest", "newest", "oldest"
+    for name in (*right, "damaged", "other version"):
+        table.add_column(name, justify="right", overflow="fold")
     for row in rows:
         table.add_row(
             Text(printable(row.model)),
@@ -237,10 +235,11 @@ def _print_rows(source: Source, rows: list[Row]) -> None:
             row.fingerprint,
             str(row.records),
             decimal(row.bytes),
-            f">= {row.prompts}",
+            f"{row.prompts}+",
             str(row.resumable),
             str(row.deepest),
-            f"{age_of(row.youngest)} to {age_of(row.oldest)}",
+            age_of(row.youngest),
+            age_of(row.oldest),
             Text(str(row.damaged), "red" if row.damaged else ""),
             str(row.other_version),
         )

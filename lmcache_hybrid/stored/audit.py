@@ -8,6 +8,7 @@ from typing import BinaryIO
 from lmcache_hybrid.errors import RecordError
 from lmcache_hybrid.record import (
     CHUNK_BYTES,
+    DIGEST_BYTES,
     HEADER_BYTES,
     Header,
     check_digests,
@@ -123,7 +124,11 @@ def _check_payload(data: BinaryIO, key: StoredKey) -> Header:
         if len(chunk) < wanted:
             raise RecordError("length", f"ends within a payload of {header.length} bytes")
         digests += digest(chunk)
-    check_digests(bytes(digests), header)
-    if data.read(len(digests) + 1) != digests:
-        raise RecordError("checksum", "the digests do not fit the payload")
+    stored = data.read(len(digests) + 1)
+    if len(stored) != len(digests):
+        raise RecordError("length", f"does not end after the digests of {header.length} bytes")
+    check_digests(stored, header)
+    if stored != digests:
+        first = next(at for at, (a, b) in enumerate(zip(stored, digests)) if a != b)
+        raise RecordError("checksum", f"chunk {first // DIGEST_BYTES} of the payload is damaged")
     return header

@@ -184,7 +184,7 @@ def test_ages(box, kind):  # noqa: F811
     aged(filled, KEYS[0])
     row = row_of(filled)
     assert row["youngest"] < 60 and LONG_AGO <= row["oldest"] < LONG_AGO + 60
-    assert "90 d 0 h" in run("inspect", store_of(filled))
+    assert "90 d" in run("inspect", store_of(filled))
     # Looking is no use: the server's own eviction must not be misled.
     assert row_of(filled)["oldest"] >= LONG_AGO
 
