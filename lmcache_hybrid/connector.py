@@ -148,10 +148,12 @@ class HybridConnector:
         from lmcache_hybrid.lmcache_store import LMCacheStore
 
         model = self._vllm_config.model_config.model
+        name = fingerprint(self._vllm_config, self.plan, pages)
+        logger.info("Records of this rank have the fingerprint %s.", name[:8].hex())
         store = LMCacheStore(
             engine,
             readable_name(model),
-            fingerprint(self._vllm_config, self.plan, pages),
+            name,
             max(group.block_bytes for group in pages.values()),
         )
         self._lookup = RankLookup(self.plan, store)
