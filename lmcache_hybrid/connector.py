@@ -160,10 +160,12 @@ class HybridConnector:
 
         assert self._server is not None
         model = self._vllm_config.model_config.model
+        name = fingerprint(self._vllm_config, self.plan, pages)
+        logger.info("Records of this rank have the fingerprint %s.", name[:8].hex())
         store = LMCacheStore(
             engine,
             readable_name(model),
-            fingerprint(self._vllm_config, self.plan, pages),
+            name,
             max(group.block_bytes for group in pages.values()),
         )
         monitor = LMCacheMonitor(engine.stats_monitor)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lmcache-hybrid doctor``: what an operator would otherwise find out one restart at a time."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -94,8 +95,9 @@ def diagnose(model: str | None, transfer: dict | None) -> Iterator[Finding]:
         assert process.stdin is not None
         watchdog = threading.Timer(SECONDS, process.kill)
         watchdog.start()
-        json.dump({"model": model, "transfer": transfer}, process.stdin)
-        process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it died; its exit code says so below
+            process.stdin.write(json.dumps({"model": model, "transfer": transfer}))
+            process.stdin.close()
         with os.fdopen(read_fd) as lines:
             for line in lines:
                 fields = json.loads(line)

@@ -63,19 +63,23 @@ def verify_store(
         bool, typer.Option("--delete-damaged", help="Delete what is damaged.")
     ] = False,
 ) -> None:
-    """Read every record and check it as an engine does. Exit code 1 if damaged ones are left."""
+    """Read every record and check it as an engine does.
+
+    Exit code 1 if damaged or unreadable ones are left.
+    """
     results, left = [], 0
     for source in sources(store, lmcache_config):
         counts: dict[str, int] = {}
-        damaged: list[Verdict] = []
+        bad: list[Verdict] = []
         with refusals(), progress(as_json) as show:
             for verdict in show(verify(source, entry) for entry in source.entries()):
                 counts[verdict.status.value] = counts.get(verdict.status.value, 0) + 1
-                if verdict.status == Status.DAMAGED:
-                    damaged.append(verdict)
-            deleted = source.delete(v.entry for v in damaged) if delete_damaged else 0
-        left += len(damaged) if not delete_damaged else 0
-        results.append((source, counts, damaged, deleted))
+                if verdict.status in (Status.DAMAGED, Status.UNREADABLE):
+                    bad.append(verdict)
+            damaged = [verdict.entry for verdict in bad if verdict.status == Status.DAMAGED]
+            deleted = source.delete(damaged) if delete_damaged else 0
+        left += len(bad) - (len(damaged) if delete_damaged else 0)
+        results.append((source, counts, bad, deleted))
     if as_json:
         print(json.dumps([_described(s) | _verified(c, b, d) for s, c, b, d in results]))
     else:
@@ -135,15 +139,13 @@ def purge_store(
             chosen = [verdict.entry for verdict in show(fits(source))]
         size = decimal(sum(entry.taken for entry in chosen))
         what = f"{len(chosen)} records ({size}) in {source.name}"
-        if dry_run or not chosen:
-            typer.echo(
-                f"Would delete {what}." if chosen else f"Nothing to delete in {source.name}."
-            )
-            continue
-        if not yes:
-            typer.confirm(f"Delete {what}?", abort=True)
-        with refusals():
-            typer.echo(f"Deleted {source.delete(chosen)} of {what}.")
+        if not chosen:
+            typer.echo(f"Nothing to delete in {source.name}.")
+        elif dry_run:
+            typer.echo(f"Would delete {what}.")
+        elif yes or typer.confirm(f"Delete {what}?", abort=True):
+            with refusals():
+                typer.echo(f"Deleted {source.delete(chosen)} of {what}.")
 
 
 def _seconds(text: str) -> float:
@@ -209,25 +211,23 @@ def progress(quiet: bool):
 
 
 def age_of(seconds: float | None) -> str:
-    """Two units at most: ``3 d 4 h``."""
+    """In the largest unit that fits: ``3 d``."""
     if seconds is None:
         return "?"
-    for unit, smaller in (("d", "h"), ("h", "m"), ("m", "s")):
-        if seconds >= UNITS[unit]:
-            whole, rest = divmod(seconds, UNITS[unit])
-            return f"{whole:.0f} {unit} {rest // UNITS[smaller]:.0f} {smaller}"
-    return f"{seconds:.0f} s"
+    unit = next((unit for unit in "dhm" if seconds >= UNITS[unit]), "s")
+    return f"{seconds // UNITS[unit]:.0f} {unit}"
 
 
 def _print_rows(source: Source, rows: list[Row]) -> None:
     console = Console()
-    table = Table(title=Text(source.name), title_justify="left")
+    console.print(Text(source.name, "bold"))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("model", overflow="fold")
     table.add_column("rank")
     table.add_column("fingerprint", no_wrap=True)
-    right = "records", "size", "prompts", "states", "deepest", "age", "damaged", "other version"
-    for name in right:
-        table.add_column(name, justify="right")
+    right = "records", "size", "prompts", "states", "deepest", "newest", "oldest"
+    for name in (*right, "damaged", "other version"):
+        table.add_column(name, justify="right", overflow="fold")
     for row in rows:
         table.add_row(
             Text(printable(row.model)),
@@ -235,10 +235,11 @@ def _print_rows(source: Source, rows: list[Row]) -> None:
             row.fingerprint,
             str(row.records),
             decimal(row.bytes),
-            f">= {row.prompts}",
+            f"{row.prompts}+",
             str(row.resumable),
             str(row.deepest),
-            f"{age_of(row.youngest)} to {age_of(row.oldest)}",
+            age_of(row.youngest),
+            age_of(row.oldest),
             Text(str(row.damaged), "red" if row.damaged else ""),
             str(row.other_version),
         )
@@ -256,13 +257,13 @@ def _print_rows(source: Source, rows: list[Row]) -> None:
 
 
 def _print_verified(
-    source: Source, counts: dict[str, int], damaged: list[Verdict], deleted: int
+    source: Source, counts: dict[str, int], bad: list[Verdict], deleted: int
 ) -> None:
     console = Console()
-    for verdict in damaged[:SHOWN]:
+    for verdict in bad[:SHOWN]:
         console.print(Text(f"{printable(verdict.entry.where)}: {printable(verdict.reason)}"))
-    if len(damaged) > SHOWN:
-        console.print(f"... and {len(damaged) - SHOWN} more damaged records.")
+    if len(bad) > SHOWN:
+        console.print(f"... and {len(bad) - SHOWN} more.")
     told = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
     console.print(Text(f"{source.name}: {told or 'no records'}."))
     if deleted:
@@ -273,6 +274,6 @@ def _described(source: Source) -> dict:
     return {"store": source.name, "notes": source.notes, "foreign": source.foreign}
 
 
-def _verified(counts: dict[str, int], damaged: list[Verdict], deleted: int) -> dict:
-    told = [{"where": v.entry.where, "reason": v.reason} for v in damaged]
-    return {"counts": counts, "damaged": told, "deleted": deleted}
+def _verified(counts: dict[str, int], bad: list[Verdict], deleted: int) -> dict:
+    told = [{"where": v.entry.where, "status": v.status, "reason": v.reason} for v in bad]
+    return {"counts": counts, "bad": told, "deleted": deleted}

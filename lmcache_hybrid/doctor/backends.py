@@ -18,6 +18,7 @@ from lmcache_hybrid import remote
 from lmcache_hybrid.config import refusals, settle_lmcache_config
 from lmcache_hybrid.doctor.context import Context
 from lmcache_hybrid.doctor.finding import Finding, error, ok, one_line, skipped
+from lmcache_hybrid.doctor.listening import listen
 from lmcache_hybrid.errors import LoadError, RecordError, StoreError
 from lmcache_hybrid.record import STATE, RecordKey, digests_of
 from lmcache_hybrid.stored.keys import without_password
@@ -42,7 +43,8 @@ def check_backends(context: Context) -> Iterator[Finding]:
         yield skipped("backends", "They are tried once the options are accepted.")
         return
     config = copy.deepcopy(context.config)
-    config.remote_config_url = None
+    # Every backend gets the record and is read, whichever the engine will use.
+    config.store_location = config.retrieve_locations = config.remote_config_url = None
     settle_lmcache_config(config, context.block_size or config.chunk_size)
     url = config.remote_url
     if url and urlsplit(url).scheme in SCHEMES:
@@ -56,7 +58,7 @@ def check_backends(context: Context) -> Iterator[Finding]:
 
 
 def _through_all(config: "LMCacheEngineConfig", size: int) -> Iterator[Finding]:
-    with _opened(config, size) as store:
+    with _opened(config, size) as store, listen("lmcache", "vllm.lmcache_hybrid") as heard:
         tried = [
             name
             for name, backend in store.manager.storage_backends.items()
@@ -79,33 +81,45 @@ def _through_all(config: "LMCacheEngineConfig", size: int) -> Iterator[Finding]:
         buffer.digests = digests_of(memoryview(expected.numpy()))
         store.put([(key, buffer)])
         for name in tried:
-            yield _through(store, name, key, expected, _label(config, name))
+            yield _through(store, name, key, expected, _label(config, name), heard)
         yield from _delete(store, tried, key, config)
 
 
 def _through(
-    store: "LMCacheStore", name: str, key: RecordKey, expected: torch.Tensor, label: tuple[str, str]
+    store: "LMCacheStore",
+    name: str,
+    key: RecordKey,
+    expected: torch.Tensor,
+    label: tuple[str, str],
+    heard: list[str],
 ) -> Finding:
     """Wait until the record is there, read it and compare."""
     option, shown = label
-    fix = "Look for LMCache's own message above the engine's first request."
     if not until(lambda: _holds(store, name, key)):
         return error(
             option,
-            f"{shown} did not keep a record of {expected.numel():,} bytes for {WAIT_SECONDS:.0f} "
-            "seconds after it was written.",
-            "Make room, or allow writing: the disk or server refuses such a value.",
+            f"{shown} did not take a record of {expected.numel():,} bytes within "
+            f"{WAIT_SECONDS:.0f} seconds{_reason(heard)}.",
+            "Make room, or allow values of this size.",
         )
     claim = store.claim({key: name})
     if claim is None:
-        return error(option, f"{shown} lost a record as soon as it was written.", fix)
+        return error(
+            option,
+            f"{shown} lost a record as soon as it was written{_reason(heard)}.",
+            "Make room.",
+        )
     started = time.perf_counter()
     try:
         (buffer,) = store.fetch(claim, [key])
         same = torch.equal(buffer.payload, expected)
         buffer.release()
     except (LoadError, RecordError) as failure:
-        return error(option, f"{shown} did not give a record back: {one_line(failure)}.", fix)
+        return error(
+            option,
+            f"{shown} did not give a record back: {one_line(failure)}{_reason(heard)}.",
+            "Look at the disk's or server's own log.",
+        )
     finally:
         claim.release()
     if not same:
@@ -116,6 +130,11 @@ def _through(
         f"{shown} takes and returns a record of {expected.numel():,} bytes (read in "
         f"{milliseconds:.1f} ms).",
     )
+
+
+def _reason(heard: list[str]) -> str:
+    """The last that was logged, LMCache's own words."""
+    return f" ({heard[-1]})" if heard else ""
 
 
 def _delete(

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is examined: the user's settings, read as an engine reads them."""
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lmcache_hybrid.config import load_lmcache_config
 from lmcache_hybrid.doctor.finding import Finding, error, one_line, warning
+from lmcache_hybrid.doctor.listening import listen
 from lmcache_hybrid.doctor.model import Model, ModelError, read_model
 from lmcache_hybrid.errors import ConfigError
 
@@ -71,7 +69,7 @@ def _read_transfer(settings: dict[str, Any], troubles: list[Finding]) -> "KVTran
         checked = KVTransferConfig(**settings)
     except (TypeError, ValueError) as failure:
         troubles.append(
-            error("kv-transfer-config", f"vLLM refuses it: {one_line(failure)}", "Correct it.")
+            error("kv-transfer-config", f"vLLM refuses it: {one_line(failure)}.", "Correct it.")
         )
         return None
     if checked.kv_connector != CONNECTOR:
@@ -88,37 +86,25 @@ def _read_transfer(settings: dict[str, Any], troubles: list[Finding]) -> "KVTran
 def _read_lmcache(
     transfer: "KVTransferConfig", troubles: list[Finding]
 ) -> "LMCacheEngineConfig | None":
+    from lmcache.v1 import config_base
+
     try:
-        with _complaints(troubles):
-            return load_lmcache_config(SimpleNamespace(kv_transfer_config=transfer))
+        # LMCache ignores options that it does not know or cannot parse, but logs them.
+        with listen(config_base.__name__) as heard:
+            config = load_lmcache_config(SimpleNamespace(kv_transfer_config=transfer))
+        troubles.extend(
+            warning("LMCache config", f"LMCache says: {message}.", "Correct or remove it.")
+            for message in heard
+        )
+        return config
     except ConfigError as failure:
         troubles.append(error("LMCache config", str(failure)))
     except Exception as failure:  # YAML, types, LMCache's own checks: whatever it raises
         troubles.append(
             error(
                 "LMCache config",
-                f"LMCache cannot read its configuration: {one_line(failure)}",
+                f"LMCache refuses its configuration: {one_line(failure)}.",
                 "Correct the YAML file or the LMCACHE_* variable.",
             )
         )
     return None
-
-
-@contextmanager
-def _complaints(troubles: list[Finding]) -> Iterator[None]:
-    """LMCache ignores options that it does not know or cannot parse, but logs them."""
-    from lmcache.v1 import config_base
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            message = record.getMessage()
-            troubles.append(
-                warning("LMCache config", f"LMCache says: {message}.", "Correct or remove it.")
-            )
-
-    handler = Handler(logging.WARNING)
-    config_base.logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        config_base.logger.removeHandler(handler)

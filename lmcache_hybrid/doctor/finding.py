@@ -44,11 +44,16 @@ def skipped(check: str, message: str, fix: str = "") -> Finding:
 
 
 def one_line(failure: BaseException) -> str:
-    """The message of an error as one line; of pydantic's, what the validator said."""
+    """The message of an error as one line without a full stop; of pydantic's, each complaint."""
     errors = getattr(failure, "errors", None)
     if callable(errors):
-        try:
-            return errors()[0]["msg"].removeprefix("Value error, ")
-        except (LookupError, TypeError):
-            pass
-    return " ".join(str(failure).split()) or type(failure).__name__
+        told = "; ".join(map(_complaint, errors()))
+    else:
+        told = " ".join(str(failure).split())
+    return (told or type(failure).__name__).rstrip(".")
+
+
+def _complaint(error: dict) -> str:
+    field = ".".join(map(str, error.get("loc", ())))
+    message = error["msg"].removeprefix("Value error, ").rstrip(".")
+    return f"{field}: {message}" if field else message

@@ -68,12 +68,12 @@ def read_model(model: str, transfer: dict[str, Any]) -> Model:
             model=model, load_format="dummy", kv_transfer_config=KVTransferConfig(**transfer)
         ).create_engine_config()
     except Exception as failure:  # from the hub, transformers, pydantic, vLLM and us
-        raise ModelError(f"vLLM refuses {model!r}: {one_line(failure)}") from failure
+        raise ModelError(f"vLLM refuses {model!r}: {one_line(failure)}.") from failure
     try:
         groups = kv_cache_config(config)
     except Exception as failure:
         raise ModelError(
-            f"vLLM cannot build {model!r} without an engine here: {one_line(failure)}",
+            f"vLLM cannot build {model!r} without an engine here: {one_line(failure)}.",
             "Run this where the engine runs; the engine's log names groups and block size, too.",
         ) from failure
     if not is_served(groups):

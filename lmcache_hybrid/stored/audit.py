@@ -8,6 +8,7 @@ from typing import BinaryIO
 from lmcache_hybrid.errors import RecordError
 from lmcache_hybrid.record import (
     CHUNK_BYTES,
+    DIGEST_BYTES,
     HEADER_BYTES,
     Header,
     check_digests,
@@ -32,6 +33,7 @@ class Status(str, Enum):
     OTHER_VERSION = "other version"
     UNFINISHED = "unfinished"
     GONE = "gone"
+    UNREADABLE = "unreadable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def verify(source: Source, entry: Entry) -> Verdict:
     """By every byte.
 
     Raises:
-        StoreError, OSError: it cannot be read now, whatever it holds.
+        StoreError: the store is away.
     """
     verdict = judge(entry)
     if verdict.header is None:
@@ -83,6 +85,9 @@ def verify(source: Source, entry: Entry) -> Verdict:
             header = _check_payload(data, entry.key)
     except FileNotFoundError:
         return Verdict(entry, Status.GONE)
+    except OSError as error:
+        # The disk may be broken, or the file server away: not a reason to delete it.
+        return Verdict(entry, Status.UNREADABLE, None, f"cannot be read: {error.strerror}")
     except RecordError as error:
         return Verdict(entry, Status.DAMAGED, None, str(error))
     return Verdict(entry, Status.GOOD, header)
@@ -119,7 +124,11 @@ def _check_payload(data: BinaryIO, key: StoredKey) -> Header:
         if len(chunk) < wanted:
             raise RecordError("length", f"ends within a payload of {header.length} bytes")
         digests += digest(chunk)
-    check_digests(bytes(digests), header)
-    if data.read(len(digests) + 1) != digests:
-        raise RecordError("checksum", "the digests do not fit the payload")
+    stored = data.read(len(digests) + 1)
+    if len(stored) != len(digests):
+        raise RecordError("length", f"does not end after the digests of {header.length} bytes")
+    check_digests(stored, header)
+    if stored != digests:
+        first = next(at for at, (a, b) in enumerate(zip(stored, digests)) if a != b)
+        raise RecordError("checksum", f"chunk {first // DIGEST_BYTES} of the payload is damaged")
     return header

@@ -29,7 +29,7 @@ CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 30.0
 
 
 def connect(url: str) -> redis.Redis:
-    """One connection, so that CLIENT settings hold.
+    """A client whose commands and pipelines take turns on one connection.
 
     Raises:
         StoreError: the server cannot be reached, or refuses us.
@@ -38,7 +38,6 @@ def connect(url: str) -> redis.Redis:
     try:
         client = redis.Redis.from_url(
             url,
-            single_connection_client=True,
             socket_connect_timeout=CONNECT_SECONDS,
             socket_timeout=ANSWER_SECONDS,
             retry=Retry(NoBackoff(), 0),
@@ -103,14 +102,15 @@ class RedisSource:
             for command in (
                 # First, as the others may count as a use.
                 ("OBJECT", "IDLETIME", _bytes(name + VALUE)),
+                ("EXISTS", _bytes(name + VALUE)),
                 ("STRLEN", _bytes(name + VALUE)),
                 ("GETRANGE", _bytes(name + VALUE), 0, HEADER_BYTES - 1),
                 ("STRLEN", _bytes(name + METADATA)),
                 ("GETRANGE", _bytes(name + METADATA), 0, WRAPPER_BYTES),
             )
         )
-        for name, (idle, size, head, extra, wrapper) in zip(names, answers_of(answers, 5)):
-            if not size or isinstance(size, Exception) or isinstance(extra, Exception):
+        for name, (idle, there, size, head, extra, wrapper) in zip(names, answers_of(answers, 6)):
+            if not there or isinstance(size, Exception) or isinstance(extra, Exception):
                 continue  # gone by now, or no string: not LMCache's
             key = parse_key(name)
             assert key is not None

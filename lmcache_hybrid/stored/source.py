@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 from urllib.parse import urlsplit
 
-from lmcache_hybrid.errors import ConfigError, StoreError
+from lmcache_hybrid.errors import ConfigError
 from lmcache_hybrid.stored.keys import StoredKey
-
-__all__ = ["ConfigError", "Entry", "Source", "StoreError", "open_source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,8 @@ class Source(Protocol):
 
         Raises:
             FileNotFoundError: it is gone.
-            StoreError, OSError: it cannot be read.
+            OSError: it cannot be read, as may any read of it.
+            StoreError: the store is away.
         """
 
     def delete(self, entries: Iterable[Entry]) -> int:

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which boundary is hit: interior ones, shared stores, half local, many at once."""
 
+import json
 from pathlib import Path
 
 import pytest
 from engine import Engine
 from prompts import cases, shortened
+from typer.testing import CliRunner
 
+from lmcache_hybrid.cli import app
+from lmcache_hybrid.record import record_bytes
+from lmcache_hybrid.stored.wrapper import WRAPPER_BYTES
 from lmcache_hybrid.tinymodels import make_model
 
 pytestmark = pytest.mark.engine
@@ -60,6 +65,23 @@ def test_two_engines_share_one_redis(model: Path, redis_url: str) -> None:
             answer = second.ask(list(case.asked))
             assert stored.cached == 0 < answer.external
             assert answer.output == stored.output
+    # Seen from outside, while no engine runs.
+    assert told("verify", redis_url)["counts"].keys() == {"good"}
+    (row,) = told("inspect", redis_url)["rows"]
+    assert (row["model"], row["rank"]) == (model.name, "0/1")
+    assert row["states"] == 3 * row["resumable"] > 0 < row["prompts"]
+    # Of the sizes that `doctor` tells of this model: two layers in each group.
+    attention, state = (record_bytes(2 * page) + WRAPPER_BYTES for page in (196_608, 135_680))
+    pages = row["records"] - row["states"]
+    assert row["bytes"] == pages * attention + row["states"] * state
+
+
+def told(command: str, store: str) -> dict:
+    """What ``lmcache-hybrid`` says of a store on which nothing is wrong."""
+    result = CliRunner().invoke(app, [command, store, "--json"])
+    assert result.exit_code == 0, result.output
+    (only,) = json.loads(result.stdout)
+    return only
 
 
 def test_prefix_half_in_vllm_and_half_in_the_store(model: Path) -> None:

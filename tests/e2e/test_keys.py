@@ -14,7 +14,9 @@ import torch
 from engine import Answer, Engine
 from safetensors import safe_open
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
+from lmcache_hybrid.cli import app
 from lmcache_hybrid.tinymodels import make_model
 
 pytestmark = pytest.mark.engine
@@ -155,6 +157,10 @@ def test_adapters(model: Path, tmp_path: Path) -> None:
         trained = ask_cold(engine, first)
         assert not hits(trained) and trained.output != cold["first"].output
         assert hits(ask_cold(engine, first), trained)
+    # An adapter's tag is a part of the name and of the record, which must agree.
+    result = CliRunner().invoke(app, ["verify", str(tmp_path / "store"), "--json"])
+    assert result.exit_code == 0 and json.loads(result.stdout)[0]["counts"].keys() == {"good"}
+    assert list((tmp_path / "store").glob("*@lora%*"))
 
 
 def test_an_adapter_whose_files_change_under_a_running_engine(model: Path, tmp_path: Path) -> None:
