@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from lmcache_hybrid.config import Options
 from lmcache_hybrid.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.groups import GroupPlan
-from lmcache_hybrid.inquiry import Inquiries
+from lmcache_hybrid.inquiry import Inquiries, Inquiry
 from lmcache_hybrid.lookup import Answer, Prefix, Question
 from lmcache_hybrid.metadata import NOTHING, Load, Save, StepMetadata
 from lmcache_hybrid.prefix import Adapters, extended, prefix_of, why_unsaved
@@ -112,7 +112,7 @@ class HybridScheduler:
             self._patience = 0.0
             if answer is None:
                 return None
-            self._answered(tracked, answer)
+            self._answered(tracked, tracked.inquiry, answer)
             if floor < tracked.floor:  # vLLM has lost blocks of its own in the meantime
                 return self._gain(tracked, num_computed_tokens)
         assert tracked.answer is not None
@@ -146,11 +146,9 @@ class HybridScheduler:
             Question(request.request_id, tracked.prefix, limit, floor)
         )
 
-    def _answered(self, tracked: Tracked, answer: Answer) -> None:
+    def _answered(self, tracked: Tracked, inquiry: Inquiry, answer: Answer) -> None:
         """Take the ranks' answer. Mutates ``tracked``."""
         request, size = tracked.request, self._plan.block_size
-        inquiry = tracked.inquiry or tracked.stored
-        assert inquiry is not None
         tracked.inquiry, tracked.stored, tracked.answer = None, None, answer
         tracked.saved = max(tracked.saved, answer.attention)
         if not tracked.unsaved:
@@ -370,7 +368,7 @@ class HybridScheduler:
             answer = tracked.stored.poll()
             if answer is None:
                 return ()  # the pages stay what they are while the request runs
-            self._answered(tracked, answer)
+            self._answered(tracked, tracked.stored, answer)
             tracked.answer = None  # of a request that runs; the next question is another
         first = tracked.saved
         last = min(computed // self._plan.block_size, len(tracked.prefix.hashes))

@@ -44,15 +44,14 @@ def names(expression: str) -> Named:
     while at < len(tokens):
         token, following = tokens[at], tokens[at + 1 : at + 2]
         at += 1
-        if not NAME.fullmatch(token) or token in OPERATORS:
+        if not NAME.fullmatch(token) or token in OPERATORS | FUNCTIONS:
             continue
         if token in GROUPING:
             end = tokens.index(")", at)
             found.labels |= set(tokens[at + 1 : end]) - {","}
             at = end + 1
         elif following == ["("]:
-            if token not in FUNCTIONS:
-                raise ValueError(f"{token} is not a function known here: {expression}")
+            raise ValueError(f"{token} is not a function known here: {expression}")
         else:
             matchers = []
             if following == ["{"]:

@@ -57,6 +57,11 @@ def test_two_ranks_and_a_record_that_one_of_them_lost(
             held = case is not chosen[-1]
             assert answer.external == ((len(case.asked) - 1) // size * size if held else 0)
             assert answer.output == expected.output
+        # Through all processes: once per request, or added up over the ranks.
+        metrics = engine.metrics()
+        assert metrics["lmcache_hybrid_hit_tokens"] == metrics["external_prefix_cache_hits"]
+        assert metrics["lmcache_hybrid_hits"] == 2
+        assert metrics["lmcache_hybrid_loaded_states"] == 4
 
 
 def is_state(record: Path) -> bool:
