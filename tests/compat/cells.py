@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".compat"
-STAGES = ("resolves", "names", "imports", "unit", "e2e")
+STAGES = ("resolves", "hooks", "imports", "unit", "e2e")
 # A release without a CPU build: its Python code runs over the kernels of this one.
 KERNELS = "0.32.0"
 TORCH = "2.13.0"

