@@ -3,15 +3,18 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.performance.path import prefix_of
-from benchmarks.performance.shapes import QWEN36_27B, SMALL
-from benchmarks.scale import report
-from benchmarks.scale.model import Sizes, Stream, demand, hot_key_bytes
-from lmcache_hybrid.lookup import load_keys
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.performance.path import prefix_of  # noqa: E402
+from benchmarks.performance.shapes import QWEN36_27B, SMALL  # noqa: E402
+from benchmarks.scale import report  # noqa: E402
+from benchmarks.scale.model import Sizes, Stream, demand, hot_key_bytes  # noqa: E402
+from lmcache_hybrid.lookup import load_keys  # noqa: E402
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -44,8 +47,8 @@ def test_commands_and_bytes_of_one_request_each_second():
 def test_servers_are_counted_by_what_bounds_them():
     asked = demand(Sizes(60, 0, 0), Stream("hits", 1, 1, 1, 1, 0, 0), 10)
     assert asked.bytes_out == 600
-    assert asked.nodes(1000, 0.0) == {"network": 1, "core": 0, "memory": 0}
-    assert asked.nodes(999, 0.0021) == {"network": 2, "core": 3, "memory": 0}
+    assert asked.nodes(1000, 0.0, 1.0) == {"network": 1, "core": 0, "memory": 0}
+    assert asked.nodes(999, 0.0021, 1.0) == {"network": 2, "core": 3, "memory": 0}
 
 
 def test_a_hot_block_does_not_get_smaller_with_more_servers():
