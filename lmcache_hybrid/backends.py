@@ -34,7 +34,7 @@ REASONS = {
     "mock": "it keeps no bytes",
     "mooncakestore": "it cannot read a single value, and " + _NO_SERVER,
     "resp": _ONE_SIZE + ", while redis:// reaches the same server",
-    "s3": _ONE_SIZE + " and writes no value of another size",
+    "s3": "LMCache writes and reads only values of one chunk's size there",
     "sagemaker-hyperpod": _NO_SERVER,
     "valkey": _ONE_SIZE + ", while redis:// and redis-cluster:// reach the same server",
 }

@@ -399,10 +399,11 @@ class LMCacheStore:
             self._keys.cache_clear()
 
     def _bound_allocations(self) -> None:
-        """Refuse buffers larger than any record of ours.
+        """Refuse buffers that no record of ours fits into.
 
-        Sizes of remote values come out of the store. LMCache would evict all it
-        holds and then wait for ever for memory that a damaged size asks for.
+        Sizes and types of remote values come out of the store. LMCache would evict all
+        it holds and then wait for ever for memory that a damaged size asks for, and a
+        buffer of floats, or with a negative length, is of no use to anybody.
         """
         backend = self.manager.local_cpu_backend
         allocate, limit = backend.allocate, self._max_record
@@ -410,9 +411,12 @@ class LMCacheStore:
         def bounded(shapes: Any, dtypes: Any, *args: Any, **kwargs: Any) -> MemoryObj | None:
             shape_list = [shapes] if isinstance(shapes, torch.Size) else list(shapes)
             dtype_list = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
-            sizes = [s.numel() * (d.itemsize if d else 1) for s, d in zip(shape_list, dtype_list)]
-            if not all(0 < size for size in sizes) or sum(sizes) > limit:
-                logger.warning("Refused to read a stored value of %s bytes.", sum(sizes))
+            size = sum(shape.numel() for shape in shape_list)
+            bytes_only = all(dtype is torch.uint8 for dtype in dtype_list)
+            if not bytes_only or size > limit or min(map(min, shape_list)) <= 0:
+                logger.warning(
+                    "Refused to read a stored value of shape %s, type %s.", shape_list, dtype_list
+                )
                 return None
             return allocate(shapes, dtypes, *args, **kwargs)
 

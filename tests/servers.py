@@ -56,10 +56,12 @@ class Cluster:
 
     Attributes:
         url: as LMCache's ``remote_url``.
+        port: of one of them.
     """
 
     def __init__(self, folder: Path, *, full_coverage: bool = True) -> None:
         ports, buses = free_ports(3), free_ports(3)
+        self.port = ports[0]
         self.nodes = [
             Node(
                 folder / str(port),
@@ -151,9 +153,10 @@ class Sentinels:
         return next(c for c in alive if c.info("replication")["role"] == "master")
 
     def wait_for_failover(self) -> None:
-        """Until the replica is in the killed primary's place."""
+        """Until the sentinel names the replica in the killed primary's place."""
+        sentinel = redis.Redis(port=self.port)
         wait_for(
-            lambda: self.replica.client.info("replication")["role"] == "master",
+            lambda: sentinel.sentinel_master(self.service)["port"] == self.replica.port,
             "the replica was not promoted",
         )
 

@@ -25,7 +25,7 @@ from benchmarks.scale.model import Sizes, Stream  # noqa: E402
 BLOCKS = 14  # of 784 tokens: 10,976
 LOCAL = 2  # a system prompt of 1,568 tokens
 CLUSTERS = (3, 6, 12, 24)
-PROMPTS = 500
+PROMPTS = 3000
 
 
 def main(
@@ -64,15 +64,17 @@ def _measure(name: str) -> dict:
     )
     figures = measure.events(shape, BLOCKS, LOCAL)
     _check(figures["events"], sizes)
-    moved = [figures["events"]["save"], figures["events"]["hit"]]
+    hit, save = figures["events"]["hit"], figures["events"]["save"]
     figures["events"] |= measure.kept_in_ram(shape, BLOCKS)
     return figures | {
         "shape": shape.name,
         "block_size": shape.block_size,
         "blocks": BLOCKS,
         "sizes": dataclasses.asdict(sizes),
-        "cpu_per_byte": sum(seen["cpu_seconds"] for seen in moved)
-        / sum(seen["bytes_in"] + seen["bytes_out"] for seen in moved),
+        "cpu_per_byte": {
+            "out": hit["cpu_seconds"] / hit["bytes_out"],
+            "in": save["cpu_seconds"] / save["bytes_in"],
+        },
         "streams": [
             dataclasses.asdict(stream)
             for stream in (

@@ -86,7 +86,7 @@ def events(shape: Shape, blocks: int, local: int) -> dict:
             save(one, prefixes[seed])
         hit(one, "warm", prefixes[0], 0)
         watch = Watch(client)
-        client.flushall()
+        client.execute_command("FLUSHALL", "SYNC")
         empty = client.info("memory")["used_memory"]
 
         found = {"lookup of a new prompt": watch.of(lambda: ask(one, "new", prefixes[2]))}
@@ -119,10 +119,12 @@ def kept_in_ram(shape: Shape, blocks: int) -> dict:
     """Counters of a first and a second hit of an engine with ``local_cpu: true``."""
     prefix = prefix_of(blocks)
     with rank("redis", shape, blocks, local_cpu=True) as one:
+        client = one.server.client()
         one.save("save", prefix)
-        one.settle()
+        while client.dbsize() < 2 * (blocks + shape.states):
+            time.sleep(0.01)
         one.store.manager.local_cpu_backend.clear()  # as after a restart of the engine
-        watch = Watch(one.server.client())
+        watch = Watch(client)
         return {
             f"{which} hit, local_cpu": watch.of(lambda which=which: hit(one, which, prefix, 0))
             for which in ("first", "second")

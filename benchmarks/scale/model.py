@@ -66,17 +66,17 @@ class Demand:
     bytes_in: float
     memory_per_hour: float
 
-    def nodes(self, nic: float, cpu_seconds_per_byte: float) -> dict[str, int]:
+    def nodes(self, nic: float, cpu_out: float, cpu_in: float) -> dict[str, int]:
         """Equal servers that are needed, by what bounds them. A server runs on one core.
 
         Args:
             nic: bytes a second, in each direction.
+            cpu_out, cpu_in: the server's CPU seconds for a byte that is read, or written.
         """
-        busiest = max(self.bytes_out, self.bytes_in)
-        moved = self.bytes_out + self.bytes_in
+        cores = self.bytes_out * cpu_out + self.bytes_in * cpu_in
         return {
-            "network": math.ceil(busiest / (SHARE * nic)),
-            "core": math.ceil(moved * cpu_seconds_per_byte / SHARE),
+            "network": math.ceil(max(self.bytes_out, self.bytes_in) / (SHARE * nic)),
+            "core": math.ceil(cores / SHARE),
             "memory": math.ceil(self.memory_per_hour / NODE_MEMORY),
         }
 

@@ -46,12 +46,11 @@ def _events(figures: dict) -> str:
         commands = ", ".join(
             f"{count} {command.upper()}" for command, count in sorted(seen["commands"].items())
         )
-        moved = seen["bytes_in"] + seen["bytes_out"]
-        cpu = f"{seen['cpu_seconds'] / moved * 1e9:.2f} s" if moved > 1e8 else ""
+        cpu = f"{seen['cpu_seconds'] * 1e3:.3g} ms"
         rows.append(
             [name, commands or "none", size(seen["bytes_in"]), size(seen["bytes_out"]), cpu]
         )
-    head = ["Event", "Commands", "To the server", "From the server", "Its CPU time per GB"]
+    head = ["Event", "Commands", "To the server", "From the server", "Its CPU time"]
     return _table(head, rows)
 
 
@@ -82,7 +81,8 @@ def _demand(figures: dict, sizes: Sizes, streams: list[Stream]) -> str:
     for stream in streams:
         for engines in ENGINES:
             asked = demand(sizes, stream, engines)
-            needed = [asked.nodes(nic, figures["cpu_per_byte"]) for nic in NIC_BYTES.values()]
+            cpu = figures["cpu_per_byte"]
+            needed = [asked.nodes(nic, cpu["out"], cpu["in"]) for nic in NIC_BYTES.values()]
             rows.append(
                 [
                     stream.name,
@@ -106,7 +106,9 @@ def _hot(sizes: Sizes, streams: list[Stream]) -> str:
         [s.name, *(f"{size(hot_key_bytes(sizes, s, engines))}/s" for engines in ENGINES)]
         for s in streams
     ]
-    return _table(["Stream", *(f"{engines:,} engines" for engines in ENGINES)], rows)
+    return _table(
+        ["Stream", "1 engine", *(f"{engines:,} engines" for engines in ENGINES[1:])], rows
+    )
 
 
 def _spread(figures: dict) -> str:

@@ -10,7 +10,7 @@ from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.protocol import RemoteMetadata
 from servers import Cluster, Sentinels
 
-from lmcache_hybrid.errors import LoadError
+from lmcache_hybrid.errors import LoadError, RecordError
 from lmcache_hybrid.record import ATTENTION, RecordKey, record_bytes
 
 from .helpers import payload_of, put
@@ -78,7 +78,7 @@ def outcome(box: Box, key: RecordKey) -> str:
     claim = box.store.claim(located)
     try:
         (payload,) = box.fetch(claim, [key])
-    except LoadError:
+    except (LoadError, RecordError):
         return "failed"
     assert torch.equal(payload, payload_of(key, SIZE)), "wrong bytes"
     return "hit"
@@ -155,7 +155,9 @@ def test_a_hostile_size_is_a_failed_load_or_the_right_bytes(box, kind, damage):
     box = box(kind).write()
     box.redis.set(box.store.engine_key(KEYS[1]).to_string() + "metadata", HOSTILE[damage]())
     box.scrub()
-    assert outcome(box, KEYS[1]) in ("hit", "failed")
+    seen = outcome(box, KEYS[1])
+    assert seen in ("hit", "failed")
+    assert outcome(box, KEYS[1]) == ("hit" if seen == "hit" else "miss"), "promised again"
     assert torch.equal(box.read([KEYS[3]])[0], payload_of(KEYS[3], SIZE))
     box.assert_pool_is_free()
 
@@ -188,7 +190,7 @@ def test_a_killed_node_costs_hits_and_comes_back(box, cluster, broken):
         box.fetch(claim, MANY)
     cluster.wait_until("fail")
     # Without all slots the cluster answers nothing at all: misses.
-    assert {outcome(box, key) for key in MANY} == {"miss"}
+    assert {outcome(box, key) for key in MANY[:3]} == {"miss"}
     put(box.store, KEYS, SIZE)
     until(lambda: box.store.failed_writes["RemoteBackend"] == len(KEYS), "no write failed")
     until(lambda: box.used() == box.start, "failed writes keep their buffers")
@@ -210,7 +212,7 @@ def test_a_cluster_that_serves_what_it_still_has(box, tmp_path):
         box = box(cluster, **SHORT).write(MANY)
         lost = cluster.node_of(box.store.engine_key(MANY[0]).to_string() + "metadata")
         lost.kill()
-        found = [outcome(box, key) for key in MANY]
+        found = [outcome(box, key) for key in MANY[:8]]
         assert found[0] == "miss" and "hit" in found
         assert box.store.locate(MANY) == {}
         box.assert_pool_is_free()
