@@ -162,8 +162,8 @@ class Ledger(Generic[C]):
                 value, name = getattr(self.counts, each.name), f"{self._side}.{each.name}"
                 if isinstance(value, list):
                     if value:
-                        news[name] = value
-                        setattr(self.counts, each.name, [])
+                        news[name] = value.copy()
+                        value.clear()
                 elif value == before[each.name]:
                     continue
                 elif isinstance(value, dict):
