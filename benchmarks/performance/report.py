@@ -55,7 +55,7 @@ def _goals(answers: dict) -> str:
         if question not in answers:
             continue
         seconds = answers[question]["seconds"]
-        for arm in arms:
+        for arm in (arm for arm in arms if arm in seconds):
             if base == "plain":
                 ratio = median(seconds[arm]["plain"]) / median(seconds[arm][question])
             elif base == "cold":
