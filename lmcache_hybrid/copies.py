@@ -171,6 +171,7 @@ class StreamCopies:
 
         def finish() -> None:
             torch.accelerator.set_device_index(self._device.index or 0)
+            assert copied.event is not None
             copied.event.synchronize()
             for item in items:
                 item.buffer.digests = digests_of(memoryview(item.buffer.payload.numpy()))

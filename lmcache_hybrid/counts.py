@@ -133,7 +133,7 @@ class Ledger(Generic[C]):
         Args:
             side: ``scheduler`` or ``worker``, the first part of the names in reports.
         """
-        self.counts = counts
+        self.counts: C = counts
         self._side = side
         self._lock = threading.Lock()
         self._changed = False

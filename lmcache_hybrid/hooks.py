@@ -12,6 +12,8 @@ _REDIS = f"{_BACKENDS}.connector.redis_connector"
 _QUEUE = f"{_BACKENDS}.job_executor.pq_executor"
 _ZMQ = "lmcache.v1.rpc.zmq_transport"
 _DISK_PATCH, _REMOTE_PATCH = "lmcache_hybrid/local_disk.py", "lmcache_hybrid/remote.py"
+_REDIS_PATCH, _DOCTOR = "lmcache_hybrid/redis_stores.py", "lmcache_hybrid/doctor/backends.py"
+_CONFIG = "lmcache.v1.config"
 
 LMCACHE = (
     Hook(
@@ -104,10 +106,11 @@ LMCACHE = (
     Hook(_DISK, "LocalDiskBackend.insert_key", ("key", "size", "shape", "dtype", "fmt")),
     Hook(_DISK, "LocalDiskBackend._key_to_path", ("key",)),
     Hook(_DISK, "LocalDiskWorker.remove_put_task", ("key",)),
+    Hook(_DISK, "LocalDiskBackend.remove", ("key", "force"), replaced_in=_DISK_PATCH),
     *attributes(
         _DISK,
         "LocalDiskBackend",
-        "path dict disk_lock disk_worker max_cache_size cache_policy pin unpin contains remove "
+        "path dict disk_lock disk_worker max_cache_size cache_policy pin unpin contains "
         "batched_get_blocking",
     ),
     Hook(
@@ -131,15 +134,23 @@ LMCACHE = (
         _REDIS,
         "RedisConnector.support_batched_contains",
         (),
-        replaced_in=_REMOTE_PATCH,
+        replaced_in=_REDIS_PATCH,
     ),
     Hook(
         _REDIS,
         "RedisConnector.batched_contains",
         ("keys",),
-        replaced_in=_REMOTE_PATCH,
+        replaced_in=_REDIS_PATCH,
     ),
-    *attributes(_REDIS, "RedisConnector", "connection sem loop pq_executor"),
+    Hook(_REDIS, "RedisConnector.connection", replaced_in=_REDIS_PATCH),
+    *attributes(_REDIS, "RedisConnector", "sem loop pq_executor local_cpu_backend"),
+    Hook(_REDIS, "RedisClusterConnector.support_batched_contains", ()),
+    Hook(_REDIS, "RedisClusterConnector.batched_contains", ("keys",)),
+    *attributes(_REDIS, "RedisClusterConnector", "cluster sem loop pq_executor"),
+    Hook(_REDIS, "RedisSentinelConnector.exists", ("key",)),
+    *attributes(
+        _REDIS, "RedisSentinelConnector", "ENV_REDIS_TIMEOUT master sentinel local_cpu_backend"
+    ),
     Hook(_REDIS, "Priorities.PEEK"),
     Hook(_QUEUE, "AsyncPQExecutor.submit_job", ("fn",), replaced_in=_REMOTE_PATCH),
     Hook(_QUEUE, "AsyncPQExecutor.shutdown", ("wait",), replaced_in=_REMOTE_PATCH),
@@ -167,23 +178,49 @@ LMCACHE = (
         ("config", "config_key", "value"),
     ),
     *attributes(
-        "lmcache.v1.config",
+        _CONFIG,
         "_CONFIG_DEFINITIONS",
-        "local_cpu max_local_cpu_size local_disk max_local_disk_size remote_url "
+        "local_cpu local_disk max_local_disk_size "
         "remote_storage_plugins priority_limit min_retrieve_tokens save_decode_cache "
         "lookup_timeout_ms blocking_timeout_secs extra_config",
     ),
     Hook(
-        "lmcache.v1.config",
+        _CONFIG,
         "_CONFIG_DEFINITIONS.chunk_size",
         replaced_in="lmcache_hybrid/config.py",
     ),
     Hook(
-        "lmcache.v1.config",
+        _CONFIG,
         "_CONFIG_DEFINITIONS.pre_caching_hash_algorithm",
         replaced_in="lmcache_hybrid/config.py",
     ),
+    # The doctor opens every backend, with little memory.
+    Hook(_CONFIG, "_CONFIG_DEFINITIONS.max_local_cpu_size", replaced_in=_DOCTOR),
+    Hook(_CONFIG, "_CONFIG_DEFINITIONS.remote_url", replaced_in=_DOCTOR),
+    Hook(_CONFIG, "_CONFIG_DEFINITIONS.remote_config_url", replaced_in=_DOCTOR),
+    Hook(_CONFIG, "_CONFIG_DEFINITIONS.store_location", replaced_in=_DOCTOR),
+    Hook(_CONFIG, "_CONFIG_DEFINITIONS.retrieve_locations", replaced_in=_DOCTOR),
+    # lmcache_hybrid/monitor.py
+    *(
+        Hook("lmcache.observability", name, replaced_in="lmcache_hybrid/monitor.py")
+        for name in (
+            "LookupRequestStats.start_time",
+            "RetrieveRequestStats.start_time",
+            "StoreRequestStats.start_time",
+        )
+    ),
+    *attributes(
+        "lmcache.observability",
+        "LMCStatsMonitor",
+        "on_lookup_request on_lookup_finished on_retrieve_request on_retrieve_finished "
+        "on_store_request on_store_finished",
+    ),
     # The client that LMCache uses
-    Hook("redis.asyncio", "Redis.set", replaced_in=_REMOTE_PATCH),
-    Hook("redis.asyncio", "Redis.close", replaced_in=_REMOTE_PATCH),
+    Hook("redis.asyncio", "Redis.set", replaced_in=_REDIS_PATCH),
+    Hook("redis.asyncio", "Redis.close", replaced_in=_REDIS_PATCH),
+    Hook("redis.asyncio", "Redis.set_retry", ("retry",)),
+    Hook("redis.asyncio.cluster", "RedisCluster.retry", replaced_in=_REDIS_PATCH),
+    *attributes(
+        "redis.asyncio.cluster", "RedisCluster", "set close connection_kwargs nodes_manager"
+    ),
 )

@@ -219,7 +219,7 @@ class HybridStats(KVConnectorStats):
     """
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def is_empty(self) -> bool:
         return not self.data

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import redis
 from lmcache.utils import CacheEngineKey
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 WRITERS = 2
 WRITE_SECONDS = 20.0
 
-Writer = redis.Redis | redis.RedisCluster
+Writer: TypeAlias = redis.Redis | redis.RedisCluster
 
 
 def repair(backend: "RemoteBackend") -> RemoteConnector | None:
@@ -61,7 +61,7 @@ def repair(backend: "RemoteBackend") -> RemoteConnector | None:
     return connector
 
 
-def _client(connector: RedisConnector | RedisClusterConnector):
+def _client(connector: RedisConnector | RedisClusterConnector) -> Any:
     """The asyncio client that this connector's commands go to."""
     if isinstance(connector, RedisClusterConnector):
         return connector.cluster

@@ -226,7 +226,7 @@ class HybridScheduler:
             prefix = prefix_of(request, size, self._hashes_per_block, self._adapters)
             unsaved = why_unsaved(request, prefix, self._options)
             save = unsaved is None
-            if unsaved or not prefix.hashes:
+            if unsaved or not (prefix and prefix.hashes):
                 with self.ledger as counts:
                     counts.skipped_requests.add(unsaved or "short")
             stops = Stops(

@@ -250,7 +250,7 @@ def forget_what_did_not_run() -> None:
     original = Scheduler._preempt_request
 
     @functools.wraps(original)
-    def _preempt_request(self: Scheduler, request, *args, **kwargs) -> None:
+    def _preempt_request(self: Scheduler, request: "Request", *args: Any, **kwargs: Any) -> None:
         if _is_ours(self):
             # Of steps that were scheduled before this one all tokens count as computed.
             computed = request.num_computed_tokens

@@ -160,6 +160,8 @@ HOOKS = (
         holds=("apply_admission_cap=True",),
         replaced_in=_COMPAT,
     ),
+    Hook(_SCHEDULER, "Scheduler._preempt_request", ("request", "timestamp"), replaced_in=_COMPAT),
+    *attributes("vllm.v1.core.block_pool", "BlockPool", "evict_blocks"),
     *attributes(
         _SCHEDULER,
         "Scheduler",
@@ -174,7 +176,7 @@ HOOKS = (
     *attributes(
         "vllm.v1.core.single_type_kv_cache_manager",
         "SingleTypeKVCacheManager",
-        "max_admission_blocks_per_request req_to_blocks block_size",
+        "max_admission_blocks_per_request req_to_blocks block_size block_pool",
     ),
     Hook("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator.single_type_managers"),
     Hook("vllm.v1.core.kv_cache_utils", "KVCacheBlock.is_null"),
@@ -208,7 +210,8 @@ HOOKS = (
     *attributes(_CONFIG, "VllmConfig", "parallel_config lora_config compilation_config"),
     *attributes(_CONFIG, "ModelConfig", "model model_weights model_impl model_class_overrides"),
     *attributes(_CONFIG, "ModelConfig", "revision quantization quantization_config seed dtype"),
-    *attributes(_CONFIG, "CacheConfig", "cache_dtype kv_cache_layout use_replayssm"),
+    Hook(_CONFIG, "CacheConfig.kv_cache_layout", replaced_in="lmcache_hybrid/doctor/model.py"),
+    *attributes(_CONFIG, "CacheConfig", "cache_dtype use_replayssm"),
     *attributes(_CONFIG, "CacheConfig", "replayssm_buffer_len enable_prefix_caching"),
     *attributes(_CONFIG, "LoadConfig", "load_format model_loader_extra_config"),
     *attributes(_CONFIG, "MambaConfig", "backend enable_stochastic_rounding"),

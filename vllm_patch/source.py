@@ -41,8 +41,9 @@ class Tree:
     def installed(cls, *packages: str) -> "Tree":
         """Where the packages lie that ``import`` would find; none of them is imported."""
         specs = [importlib.util.find_spec(name) for name in packages]
-        folders = [s.submodule_search_locations[0] for s in specs if s is not None]
-        return cls(*dict.fromkeys(Path(folder).parent for folder in folders))
+        found = [spec.submodule_search_locations for spec in specs if spec is not None]
+        folders = [Path(locations[0]).parent for locations in found if locations]
+        return cls(*dict.fromkeys(folders))
 
     def _parse(self, module: str) -> ast.Module | None:
         path = Path(*module.split("."))
@@ -60,8 +61,10 @@ class Tree:
         dict that it is set to.
         """
         tree = self.module(module)
-        if tree is None or not name:
-            return tree and Found(module, tree)
+        if tree is None:
+            return None
+        if not name:
+            return Found(module, tree)
         first, *rest = name.split(".")
         found = self._global(module, first)
         for attribute in rest:
@@ -81,7 +84,7 @@ class Tree:
                         return self._global(_origin(self, module, node), alias.name)
         submodule = f"{module}.{name}"
         tree = self.module(submodule)
-        return tree and Found(submodule, tree)
+        return None if tree is None else Found(submodule, tree)
 
     def _attribute(self, owner: Found, name: str) -> Found | None:
         if isinstance(owner.node, ast.Module):
@@ -113,7 +116,7 @@ def imported(files: Sequence[Path], packages: Sequence[str]) -> Iterator[tuple[s
     """(module, name) of each ``import`` in ``files`` from one of ``packages``."""
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and not node.level:
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 found = [(node.module, alias.name) for alias in node.names]
             elif isinstance(node, ast.Import):
                 found = [(alias.name, "") for alias in node.names]
@@ -140,6 +143,7 @@ def _members(owner: ast.ClassDef) -> Iterator[ast.AST]:
 
 
 def _key(owner: Found, name: str) -> Found | None:
+    assert isinstance(owner.node, (ast.Assign, ast.AnnAssign))
     value = owner.node.value
     keys = value.keys if isinstance(value, ast.Dict) else ()
     here = any(isinstance(key, ast.Constant) and key.value == name for key in keys)

@@ -3,7 +3,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -174,7 +174,8 @@ def sources(store: str | None, lmcache_config: Path | None) -> Iterator[Source]:
             source.close()
 
 
-def _configured(path: Path) -> list[str]:
+def _configured(path: Path | None) -> list[str]:
+    assert path is not None
     from lmcache_hybrid.stored.configured import stores_of
 
     return stores_of(path)
@@ -191,7 +192,7 @@ def refusals() -> Iterator[None]:
 
 
 @contextmanager
-def progress(quiet: bool):
+def progress(quiet: bool) -> Iterator[Callable[[Iterator[Verdict]], Iterator[Verdict]]]:
     """Gives a function that passes verdicts on, and shows on standard error how many."""
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from typing import Any
 
 from lmcache_hybrid.doctor.finding import Finding, error, one_line
 from lmcache_hybrid.doctor.installation import check_plugin, check_versions
@@ -49,7 +50,7 @@ def findings(model: str | None, transfer: dict | None) -> Iterator[Finding]:
         yield from guarded(check, context)
 
 
-def guarded(check: Callable[..., Iterator[Finding]], *arguments) -> Iterator[Finding]:
+def guarded(check: Callable[..., Iterator[Finding]], *arguments: Any) -> Iterator[Finding]:
     """A check that fails must not hide what the others find."""
     try:
         yield from check(*arguments)

@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch
@@ -145,7 +146,7 @@ def _delete(
         option, shown = _label(config, name)
         backend = store.manager.storage_backends[name]
         _remove_from_redis(backend, store.engine_key(key).to_string())
-        if not until(lambda name=name: not _holds(store, name, key)):
+        if not until(partial(_gone, store, name, key)):
             yield error(
                 option,
                 f"{shown} still holds the test record of {MODEL_NAME}.",
@@ -153,15 +154,19 @@ def _delete(
             )
 
 
-def _remove_from_redis(backend, name: str) -> None:
+def _remove_from_redis(backend: Any, name: str) -> None:
     """LMCache's Redis connector cannot delete, but its connection can."""
-    connector = getattr(backend, "connection", None)
+    connector: Any = getattr(backend, "connection", None)
     while hasattr(connector, "getWrappedConnector"):
         connector = connector.getWrappedConnector()
     delete = getattr(getattr(connector, "connection", None), "delete", None)
     if delete is not None:
         job = delete(name + METADATA, name + VALUE)
         asyncio.run_coroutine_threadsafe(job, connector.loop).result(WAIT_SECONDS)
+
+
+def _gone(store: "LMCacheStore", name: str, key: RecordKey) -> bool:
+    return not _holds(store, name, key)
 
 
 def _holds(store: "LMCacheStore", name: str, key: RecordKey) -> bool:

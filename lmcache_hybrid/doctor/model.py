@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from lmcache_hybrid.doctor.context import Context
 
+# Bytes; vLLM asks how much there is, and the groups do not depend on it.
+ANY_MEMORY = 1 << 50
+
 
 class ModelError(Exception):
     """vLLM or this package refuses the model. The message is one sentence."""
@@ -112,8 +115,7 @@ def kv_cache_config(config: "VllmConfig") -> "KVCacheConfig":
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import set_default_torch_dtype
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.engine.core import get_kv_cache_configs
     from vllm.v1.worker.worker_base import WorkerBase
 
     with set_current_vllm_config(config), _one_rank():
@@ -126,8 +128,7 @@ def kv_cache_config(config: "VllmConfig") -> "KVCacheConfig":
         names = WorkerBase.get_supported_kv_cache_layouts(SimpleNamespace(vllm_config=config))
         layout = resolve_kv_cache_layout(config, [names], list(specs.values()))
         config.cache_config.kv_cache_layout = layout.name
-        groups = get_kv_cache_groups(config, specs)
-    return KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
+        return get_kv_cache_configs(config, [specs], [ANY_MEMORY])[0]
 
 
 @contextmanager

@@ -27,7 +27,7 @@ def check_options(context: Context) -> Iterator[Finding]:
     yield from (error("options", sentence) for sentence in refused)
     try:
         options = read_options(SimpleNamespace(kv_transfer_config=context.transfer), config)
-        if context.block_size is not None:
+        if context.model is not None and context.block_size is not None:
             check_checkpoints(options, context.block_size)
             check_pool(config, context.model.largest)
     except ConfigError as failure:

@@ -238,8 +238,10 @@ def _kv_dtype(config: Config, text: Config, dtype: str) -> str:
     if not algorithm or not str(quantization.get("quant_method")).startswith("modelopt"):
         return dtype
     if isinstance(algorithm, dict):
-        bits, floats = algorithm.get("num_bits"), algorithm.get("type") == "float"
-        algorithm = {8: "fp8", 4: "nvfp4"}.get(bits) if floats else None
+        floats = algorithm.get("type") == "float"
+        algorithm = (
+            {"8": "fp8", "4": "nvfp4"}.get(str(algorithm.get("num_bits"))) if floats else None
+        )
     return {"fp8": "fp8", "nvfp4": "nvfp4"}.get(str(algorithm).lower(), dtype)
 
 

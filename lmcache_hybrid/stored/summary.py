@@ -49,7 +49,7 @@ class Tally:
     """
 
     statuses: Counter[Status] = field(default_factory=Counter)
-    bytes: int = 0
+    taken: int = 0
     states: int = 0
     youngest: float | None = None
     oldest: float | None = None
@@ -60,7 +60,7 @@ class Tally:
     def add(self, verdict: Verdict) -> None:
         entry, header = verdict.entry, verdict.header
         self.statuses[verdict.status] += 1
-        self.bytes += entry.taken
+        self.taken += entry.taken
         if entry.age is not None:
             self.youngest = min(entry.age, entry.age if self.youngest is None else self.youngest)
             self.oldest = max(entry.age, self.oldest or 0.0)
@@ -80,7 +80,7 @@ class Tally:
             fingerprint,
             self.statuses[Status.GOOD],
             self.states,
-            self.bytes,
+            self.taken,
             max((len(prefixes) for prefixes in self.prefixes.values()), default=0),
             sum(groups == every for groups in self.groups.values()),
             max(self.prefixes, default=0),

@@ -90,7 +90,7 @@ def main(
     for cell in cells_of(vllm or VLLM, lmcache or LMCACHE):
         name = f"vLLM {cell.vllm or 'any'}, LMCache {cell.lmcache or 'any'}"
         if cell.ends:
-            console.print(f"{name}: {cell.outcomes['names'].why}")
+            console.print(f"{name}: {cell.outcomes['hooks'].why}")
         else:
             with console.status(name) as status:
                 for stage in run_cell(cell, e2e):
