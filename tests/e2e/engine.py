@@ -1,26 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real vLLM engine in a process of its own, driven over pipes.
 
-Parent side: :class:`Engine`. Child side: ``python engine.py`` with the arguments
-of ``vllm.LLM`` as JSON. The engine core runs inside the child process
+Parent side: :class:`Engine`. Child side: :class:`_Child`, with the arguments of
+``vllm.LLM``. The engine core runs inside the child process
 (``VLLM_ENABLE_V1_MULTIPROCESSING=0``), so that a test can read its counters.
+
+Children are forked from a server that has imported vLLM and done nothing
+else: importing takes longer than all the rest of an engine's start.
 """
 
+import atexit
 import contextlib
+import faulthandler
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TextIO
 
 import yaml
 
-START_SECONDS = 300
+_forks = multiprocessing.get_context("forkserver")
+# Not LMCache: it brings numba, and vLLM wants to replace its kernels before that is there.
+_forks.set_forkserver_preload(["vllm.entrypoints.llm"])
 CONNECTOR = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
 
 
@@ -81,6 +88,7 @@ class Engine:
             # One core each: the reduction order, and with it the last bits, depend on it.
             "VLLM_CPU_OMP_THREADS_BIND": str(int(worker[2:]) % (os.cpu_count() or 1)),
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            "LMCACHE_TRACK_USAGE": "false",
             **(env or {}),
         }
         environment.pop("LMCACHE_CONFIG_FILE", None)
@@ -99,19 +107,16 @@ class Engine:
                 config = Path(self._folder.name, "lmcache.yaml")
                 config.write_text(yaml.safe_dump({"max_local_cpu_size": 0.5, **lmcache}))
                 environment["LMCACHE_CONFIG_FILE"] = str(config)
-        self._log = self.log_path.open("wb")
-        self._to_child, child_in = _pipe("w")
-        child_out, self._from_child = _pipe("r")
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(arguments), str(child_in), str(child_out)],
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            pass_fds=(child_in, child_out),
-            env=environment,
-            cwd=self._folder.name,
+        child_in, to_child = _forks.Pipe(duplex=False)
+        from_child, child_out = _forks.Pipe(duplex=False)
+        self._to_child, self._from_child = _file(to_child, "w"), _file(from_child, "r")
+        self.log_path.touch()
+        self.process = _forks.Process(
+            target=_main, args=(arguments, environment, self.log_path, child_in, child_out)
         )
-        os.close(child_in)
-        os.close(child_out)
+        self.process.start()
+        child_in.close()
+        child_out.close()
         self.info: dict = {}
 
     def __enter__(self) -> "Engine":
@@ -129,18 +134,15 @@ class Engine:
         """End the engine as a user's program would, so that LMCache flushes its writes."""
         with contextlib.suppress(OSError):
             self._to_child.close()
-        try:
-            self.process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        self.process.join(timeout=60)
+        if self.process.is_alive():
+            self.kill()
         self._from_child.close()
-        self._log.close()
 
     def kill(self) -> None:
         """End the engine without warning."""
         self.process.kill()
-        self.process.wait()
+        self.process.join()
 
     @property
     def log(self) -> str:
@@ -211,7 +213,7 @@ class Engine:
     def _receive(self):
         line = self._from_child.readline()
         if not line:
-            self.process.wait()
+            self.process.join()
             raise EngineDied(self.log[-6000:])
         reply = json.loads(line)
         if "error" in reply:
@@ -219,12 +221,10 @@ class Engine:
         return reply["result"]
 
 
-def _pipe(parent: str):
-    """(parent's file, child's fd) for writing, (child's fd, parent's file) for reading."""
-    read_fd, write_fd = os.pipe()
-    if parent == "w":
-        return os.fdopen(write_fd, "w"), read_fd
-    return write_fd, os.fdopen(read_fd)
+def _file(end: Connection, mode: str) -> TextIO:
+    """One end of a pipe as a text file. Closes ``end``."""
+    with end:
+        return os.fdopen(os.dup(end.fileno()), mode)
 
 
 class _Child:
@@ -549,14 +549,24 @@ def _tensor(path: str):
     return torch.load(path)
 
 
-def _main() -> None:
-    arguments = json.loads(sys.argv[1])
-    commands, replies = os.fdopen(int(sys.argv[2])), os.fdopen(int(sys.argv[3]), "w")
-    child = _Child(arguments, commands, replies)
+def _main(
+    arguments: dict,
+    environment: dict[str, str],
+    log: Path,
+    requests: Connection,
+    answers: Connection,
+) -> None:
+    """The child: serve one engine until the pipe ends."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(log.parent)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    faulthandler.enable()
+    child = _Child(arguments, _file(requests, "r"), _file(answers, "w"))
     child.reply(result=child.info())
     child.serve()
     child.stop()
-
-
-if __name__ == "__main__":
-    _main()
+    # A forked process leaves them out.
+    atexit._run_exitfuncs()

@@ -27,7 +27,6 @@ TOKENS = 4
 BURSTS = 15
 CHANCE_OF_BURST = 0.03
 ENVIRONMENT = {
-    "PYTHONFAULTHANDLER": "1",
     # oneDNN keeps code for each shape of a batch, 1024 of them. Bursts that hit in part have ever
     # new shapes, and an engine grows by tens of MB per minute, with a connector or without.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8",

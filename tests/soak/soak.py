@@ -9,6 +9,7 @@ Every answer is compared with that of a vLLM without a connector. See ``make soa
 import contextlib
 import importlib.metadata
 import json
+import os
 import platform
 import random
 import signal
@@ -161,8 +162,8 @@ class Soak:
                 self._single()
         killer.cancel()
         killer.join()
-        self.engine.process.wait()
-        if self.engine.process.returncode != -signal.SIGKILL:
+        self.engine.process.join()
+        if self.engine.process.exitcode != -signal.SIGKILL:
             raise Failed(f"the engine ended by itself: {self.engine.log[-6000:]}")
         self.counts["engine kills"] += 1
 
@@ -274,7 +275,7 @@ class Soak:
     def _verb(self, verb: str, **arguments):
         """Like ``engine.call``, but not for ever."""
         abort = threading.Timer(
-            HANG_SECONDS, self.engine.process.send_signal, args=(signal.SIGABRT,)
+            HANG_SECONDS, os.kill, args=(self.engine.process.pid, signal.SIGABRT)
         )
         abort.start()
         try:
