@@ -30,6 +30,9 @@ E2E = (
 NOT_HERE = (
     "--ignore=tests/unit/test_compat_matrix.py",
     "--deselect=tests/unit/test_vllm_patch.py::test_the_versions_here_are_supported",
+    "--deselect=tests/unit/test_doctor.py::test_versions_that_are_supported",
+    "--deselect=tests/unit/test_doctor.py::test_a_version_that_is_not_supported",
+    "--deselect=tests/unit/test_doctor.py::test_the_whole_of_it",
 )
 
 

@@ -100,6 +100,7 @@ class Engine:
             mamba_ssm_cache_dtype=self.ssm_dtype,
             mamba_cache_mode="align",
             mamba_block_size=None,
+            user_specified_mamba_block_size=False,  # read by vLLM up to 0.31
             mamba_page_size_padded=None,
             use_replayssm=False,
             use_kda_recoverssm=False,
