@@ -58,13 +58,13 @@ soak: venv  ## 30 minutes of faults under a running engine; figures go to docs/s
 	$(BIN)/python -u tests/soak/soak.py --minutes $(SOAK_MINUTES) --out docs/soak.json
 
 bench-reuse: venv  ## replay traces of prompts: three minutes; figures go to docs/reuse.json
-	$(BIN)/python -m benchmarks.reuse --out docs/reuse.json
+	$(BIN)/lmcache-hybrid bench reuse --out docs/reuse.json
 
 bench: venv  ## times and bandwidths beside their limits: half an hour; to docs/performance.json
-	$(BIN)/python -m benchmarks.performance --out docs/performance.json
+	$(BIN)/lmcache-hybrid bench performance --out docs/performance.json
 
 bench-scale: venv  ## what one Valkey serves of one engine, and of a thousand; to docs/scale.json
-	$(BIN)/python -m benchmarks.scale --out docs/scale.json
+	$(BIN)/lmcache-hybrid bench scale --out docs/scale.json
 
 lint: venv  ## ruff over everything, mypy over both packages
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -4,6 +4,7 @@
 import typer
 
 from lmcache_hybrid import __version__
+from lmcache_hybrid.cli.bench import bench
 from lmcache_hybrid.cli.demo import demo
 from lmcache_hybrid.cli.doctor import doctor
 from lmcache_hybrid.cli.inspect import inspect_store, purge_store, verify_store
@@ -20,6 +21,7 @@ app.command("inspect")(inspect_store)
 app.command("verify")(verify_store)
 app.command("purge")(purge_store)
 app.command()(plan)
+app.add_typer(bench, name="bench")
 
 
 @app.command()
