@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from lmcache_hybrid import config
+from lmcache_hybrid import backends, config
 from lmcache_hybrid.tinymodels import FAMILIES
 from vllm_patch.versions import LMCACHE_RANGE, VLLM_RANGE
 
@@ -24,7 +24,7 @@ def test_every_refused_option_is_on_the_options_page() -> None:
     text = (DOCS / "options.md").read_text()
     for name in (*config._REFUSED, *config._REFUSED_EXTRA, config.CHECKPOINT_KEY):
         assert f"{name}`" in text or f"{name}:" in text, name
-    for scheme in config.REMOTE_SCHEMES:
+    for scheme in backends.REMOTE_SCHEMES:
         assert f"`{scheme}://" in text
 
 
