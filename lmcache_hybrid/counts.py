@@ -78,9 +78,11 @@ class WorkerCounts:
         saved_windows: pages of window groups.
         saved_states: boundaries; each is one record per state group.
         saved_bytes: of all these.
-        save_seconds: of one request's blocks in one step.
-        skipped_saves: of those, the ones that stored nothing, by reason.
-        failed_writes: records that a backend took and could not write, by backend.
+        save_seconds: by which one step was held up, of all its requests together; not what a
+            device copies after it.
+        skipped_saves: a request's in one step that stored nothing, by reason.
+        failed_writes: records that a backend took and could not write, by backend; the
+            store's own, and reported with the next thing that is counted here.
         loaded_attention, loaded_windows, loaded_states, loaded_bytes: as above.
         load_seconds: of one request's load, from its turn to its end.
         load_wait_seconds: from the step that asked for it to its turn.
@@ -157,9 +159,10 @@ class Ledger(Generic[C]):
         news: dict[str, Any] = {}
         with self._lock:
             self._changed = False
+            # Compared as it is in this copy: a backend's writers count without our lock.
             before, self._reported = self._reported, self._totals()
             for each in dataclasses.fields(self.counts):
-                value, name = getattr(self.counts, each.name), f"{self._side}.{each.name}"
+                value, name = self._reported[each.name], f"{self._side}.{each.name}"
                 if isinstance(value, list):
                     if value:
                         news[name] = value.copy()

@@ -25,7 +25,7 @@ PREFIX = "vllm:lmcache_hybrid_"
 BACKENDS = ("LocalCPUBackend", "LocalDiskBackend", "RemoteBackend")
 RECORD_REASONS = (*CHECKS, "gone", "unreadable", "unreachable")
 LOAD_REASONS = ("unreachable", "no_room", "unpinned", "unhealthy", "error")
-# Seconds; a lookup and a save hold up one request and one step, a load may be long.
+# Seconds; a lookup holds up one request, saves hold up one step, a load may be long.
 LOOKUP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 COPY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
@@ -183,7 +183,7 @@ METRICS = (
         "save_seconds",
         "worker.save_seconds",
         Histogram,
-        "Time that a step waited for one request's save on a rank.",
+        "Time by which a step was held up by its saves on a rank.",
         buckets=COPY_BUCKETS,
     ),
     _total(
@@ -266,6 +266,8 @@ class HybridPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics = {}
+        # The name of a backend is its user's, and may have a comma.
+        self._commas = {metric.source: len(metric.labels) - 1 for metric in METRICS}
         for metric in METRICS:
             options: dict[str, Any] = {}
             if metric.kind is Histogram:
@@ -284,7 +286,7 @@ class HybridPromMetrics(KVConnectorPromMetrics):
                     self._child(metric.source, engine, label)
 
     def _child(self, source: str, engine: int, label: str = "") -> Any:
-        values = label.split(",") if label else ()
+        values = label.split(",", self._commas[source]) if label else ()
         return self._metrics[source].labels(*self.per_engine_labelvalues[engine], *values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

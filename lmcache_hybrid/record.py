@@ -12,15 +12,18 @@ record alone.
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
 import xxhash
 
 from lmcache_hybrid.errors import RecordError
 
+if TYPE_CHECKING:
+    import numpy as np
+
 VERSION = 2
 MAGIC = b"LMCHYBRD"
-Chunk = bytes | memoryview | np.ndarray
+Chunk: TypeAlias = "bytes | memoryview | np.ndarray"
 # magic, version, kind, group, boundary, payload length, fingerprint, block hash,
 # tags digest, digest of the digests; then 8 bytes of header checksum.
 _FIELDS = struct.Struct("<8sHBBQQ16s32s16s16s")

@@ -26,6 +26,8 @@ from lmcache.v1.storage_backend.connector.redis_connector import (
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from lmcache_hybrid.stored.redis_source import METADATA, VALUE
+
 if TYPE_CHECKING:
     from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
@@ -41,9 +43,7 @@ def repair(backend: "RemoteBackend") -> RemoteConnector | None:
     Returns:
         The connector that does the work, None where LMCache could not make one.
     """
-    connector = backend.connection
-    while hasattr(connector, "getWrappedConnector"):
-        connector = connector.getWrappedConnector()
+    connector = _unwrapped(backend.connection)
     seconds = backend.config.blocking_timeout_secs
     if isinstance(connector, RedisSentinelConnector):
         make_writer = _writer_behind_sentinels(connector)
@@ -58,6 +58,26 @@ def repair(backend: "RemoteBackend") -> RemoteConnector | None:
     _try_twice(connector)
     _look_up_at_once(connector, seconds)
     _write_on_threads(connector, make_writer)
+    return connector
+
+
+def delete(backend: "RemoteBackend", key: CacheEngineKey, seconds: float) -> None:
+    """Delete a record, where this is a Redis: LMCache's connectors to it cannot.
+
+    Raises:
+        Exception: the server did not answer within ``seconds``, or refused.
+    """
+    connector = _unwrapped(backend.connection)
+    if isinstance(connector, (RedisConnector, RedisClusterConnector)):
+        name = key.to_string()
+        job = _client(connector).delete(name + METADATA, name + VALUE)
+        asyncio.run_coroutine_threadsafe(job, connector.loop).result(seconds)
+
+
+def _unwrapped(connector: Any) -> Any:
+    """The connector that does the work, without LMCache's instruments around it."""
+    while hasattr(connector, "getWrappedConnector"):
+        connector = connector.getWrappedConnector()
     return connector
 
 
@@ -123,7 +143,7 @@ def _look_up_at_once(connector: RedisConnector | RedisClusterConnector, seconds:
         async with connector.sem:
             pipeline = client.pipeline(transaction=False)
             for key in keys:
-                pipeline.exists(key.to_string() + "metadata")
+                pipeline.exists(key.to_string() + METADATA)
             return len(list(takewhile(bool, await pipeline.execute())))
 
     def batched_contains(keys: Sequence[CacheEngineKey]) -> int:

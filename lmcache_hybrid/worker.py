@@ -247,6 +247,7 @@ class HybridWorker:
         """Store this step's blocks. Never raises: a lost save is only a later miss."""
         if not metadata.saves:
             return
+        started = time.perf_counter()
         if not self._store.writable():
             with self.ledger as counts:
                 reason = "frozen" if self._store.readable() else "unhealthy"
@@ -255,6 +256,9 @@ class HybridWorker:
         for save in metadata.saves:
             with self._save_errors(save):
                 self._save(save)
+        # Whatever a device still copies, and failed saves, too: the step goes on from here.
+        with self.ledger as counts:
+            counts.save_seconds.append(time.perf_counter() - started)
 
     @contextmanager
     def _save_errors(self, save: Save) -> Iterator[None]:
@@ -332,7 +336,6 @@ class HybridWorker:
             counts.saved_windows += len(save.windows)
             counts.saved_states += len(save.states)
             counts.saved_bytes += size
-            counts.save_seconds.append(seconds)
         self._monitor.stored(len(save.attention) * self._plan.block_size, started)
         logger.debug(
             "Reqid: %s, Stored %d blocks and %d states. size: %.4f GB, cost: %.4f ms",

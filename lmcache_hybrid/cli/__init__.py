@@ -14,6 +14,7 @@ app = typer.Typer(
     help="LMCache prefix caching for hybrid (attention + recurrent) models in vLLM.",
     no_args_is_help=True,
     add_completion=False,
+    pretty_exceptions_show_locals=False,  # URLs with passwords are among them
 )
 app.command()(demo)
 app.command()(doctor)

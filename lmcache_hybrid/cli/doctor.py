@@ -4,11 +4,12 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -19,9 +20,12 @@ from rich.table import Table
 from rich.text import Text
 
 from lmcache_hybrid.doctor.finding import Finding, Status, error
+from lmcache_hybrid.stored.keys import printable
 
 # vLLM loads in ten seconds or in a minute; nothing takes longer than this but a hang.
 SECONDS = 600
+# For the checks to delete their test record when they are stopped.
+GRACE_SECONDS = 60
 COLOURS = {
     Status.OK: "green",
     Status.WARNING: "yellow",
@@ -55,8 +59,11 @@ def doctor(
             raise typer.BadParameter(f"--lmcache-config {str(lmcache_config)!r} is not a file")
         os.environ["LMCACHE_CONFIG_FILE"] = str(lmcache_config)
     found = []
-    with Console(stderr=True).status("Loading vLLM and LMCache") as status:
-        for finding in diagnose(model, transfer):
+    with (
+        Console(stderr=True).status("Loading vLLM and LMCache") as status,
+        contextlib.closing(diagnose(model, transfer)) as findings,
+    ):
+        for finding in findings:
             found.append(finding)
             status.update(f"Checked: {finding.check}")
     if as_json:
@@ -78,8 +85,11 @@ def _transfer(text: str | None) -> dict | None:
     return transfer
 
 
-def diagnose(model: str | None, transfer: dict | None) -> Iterator[Finding]:
-    """Run the checks in a process of their own, see :mod:`lmcache_hybrid.doctor.__main__`."""
+def diagnose(model: str | None, transfer: dict | None) -> Generator[Finding, None, None]:
+    """Run the checks in a process of their own, see :mod:`lmcache_hybrid.doctor.__main__`.
+
+    Closed early, it stops them and waits until they have cleaned up.
+    """
     read_fd, write_fd = os.pipe()
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -90,24 +100,40 @@ def diagnose(model: str | None, transfer: dict | None) -> Iterator[Finding]:
             pass_fds=(write_fd,),
             env={"LMCACHE_TRACK_USAGE": "false", **os.environ},
             text=True,
+            start_new_session=True,  # Ctrl-C is for us, who stop it gently
         )
         os.close(write_fd)
         assert process.stdin is not None
-        watchdog = threading.Timer(SECONDS, process.kill)
+        watchdog = threading.Timer(SECONDS, _stop, (process,))
         watchdog.start()
-        with contextlib.suppress(BrokenPipeError):  # it died; its exit code says so below
-            process.stdin.write(json.dumps({"model": model, "transfer": transfer}))
-            process.stdin.close()
-        with os.fdopen(read_fd) as lines:
-            for line in lines:
-                fields = json.loads(line)
-                yield Finding(**fields | {"status": Status(fields["status"])})
-        code = process.wait()
-        watchdog.cancel()
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it died; its exit code says so below
+                process.stdin.write(json.dumps({"model": model, "transfer": transfer}))
+                process.stdin.close()
+            with os.fdopen(read_fd) as lines:
+                for line in lines:
+                    fields = json.loads(line)
+                    yield Finding(**fields | {"status": Status(fields["status"])})
+            code = process.wait()
+        finally:
+            watchdog.cancel()
+            _stop(process)
         if code != 0:
             log.seek(0)
             last = " ".join(log.read().split()[-40:])
             yield error("doctor", f"The checks ended with exit code {code}: ... {last}")
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """Let the checks clean up, then end them and whatever they have started."""
+    try:
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
+    finally:  # a second Ctrl-C
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _print(found: list[Finding]) -> None:
@@ -116,9 +142,12 @@ def _print(found: list[Finding]) -> None:
     table.add_column("check", no_wrap=True)
     table.add_column("finding", overflow="fold")
     for finding in found:
-        text = Text(finding.message)
+        # They quote what servers and libraries said.
+        text = Text(printable(finding.message))
         if finding.fix:
-            text.append(f"\n{finding.fix}", "bold" if finding.status == Status.ERROR else "")
+            text.append(
+                f"\n{printable(finding.fix)}", "bold" if finding.status == Status.ERROR else ""
+            )
         table.add_row(Text(finding.status.value, COLOURS[finding.status]), finding.check, text)
     console = Console()
     console.print(table)

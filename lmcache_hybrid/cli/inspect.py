@@ -110,13 +110,21 @@ def purge_store(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Delete records that all of the given conditions fit. A running engine misses them."""
+    for option, value in (
+        ("--model", model),
+        ("--fingerprint", fingerprint),
+        ("--older-than", older_than),
+    ):
+        if value is not None and not value.strip():
+            # An unset variable of a script must not widen what goes.
+            raise typer.BadParameter(f"{option} {value!r} is empty, name what to delete")
+    if damaged and other_version:
+        raise typer.BadParameter("a record is --damaged or of --other-version, give one of them")
     if not (model or fingerprint or older_than or damaged or other_version):
         raise typer.BadParameter(
             "name what to delete: --model, --fingerprint, --older-than, --damaged or "
             "--other-version"
         )
-    if damaged and other_version:
-        raise typer.BadParameter("a record is --damaged or of --other-version, give one of them")
     seconds = _seconds(older_than) if older_than else None
 
     def fits(source: Source) -> Iterator[Verdict]:

@@ -8,8 +8,11 @@ found stays found when a check hangs or dies, and nothing is left running.
 
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +20,7 @@ from lmcache_hybrid.doctor.finding import Finding, error, one_line
 from lmcache_hybrid.doctor.installation import check_plugin, check_versions
 
 
-def findings(model: str | None, transfer: dict | None) -> Iterator[Finding]:
+def findings(model: str | None, transfer: dict | None) -> Generator[Finding, None, None]:
     """All checks in the order in which their answers help."""
     yield from check_versions()
     from vllm_patch import versions
@@ -63,12 +66,28 @@ def guarded(check: Callable[..., Iterator[Finding]], *arguments: Any) -> Iterato
 
 
 def main() -> None:
-    task = json.load(sys.stdin)
-    with os.fdopen(int(sys.argv[1]), "w", buffering=1) as out:
-        for finding in findings(task["model"], task["transfer"]):
-            out.write(json.dumps(asdict(finding)) + "\n")
-        out.flush()
-    os._exit(0)  # LMCache's threads would hold this process
+    signal.signal(signal.SIGTERM, _stop)
+    code = 1
+    try:
+        task = json.load(sys.stdin)
+        with (
+            os.fdopen(int(sys.argv[1]), "w", buffering=1) as out,
+            # Where nobody reads on, a check that has begun still cleans up.
+            closing(findings(task["model"], task["transfer"])) as found,
+        ):
+            for finding in found:
+                out.write(json.dumps(asdict(finding)) + "\n")
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(code)  # LMCache's threads would hold this process
+
+
+def _stop(*_: Any) -> None:
+    """End by an exception, so that the test record is deleted; once, for that must not end, too."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise SystemExit
 
 
 if __name__ == "__main__":

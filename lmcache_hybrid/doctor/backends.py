@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A record goes through every configured backend, by LMCache's own StorageManager."""
 
-import asyncio
 import copy
 import itertools
 import os
@@ -10,12 +9,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import torch
+from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
+from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
-from lmcache_hybrid import remote
+from lmcache_hybrid import redis_stores, remote
 from lmcache_hybrid.config import refusals, settle_lmcache_config
 from lmcache_hybrid.doctor.context import Context
 from lmcache_hybrid.doctor.finding import Finding, error, ok, one_line, skipped
@@ -23,7 +25,7 @@ from lmcache_hybrid.doctor.listening import listen
 from lmcache_hybrid.errors import LoadError, RecordError, StoreError
 from lmcache_hybrid.record import STATE, RecordKey, digests_of
 from lmcache_hybrid.stored.keys import without_password
-from lmcache_hybrid.stored.redis_source import METADATA, SCHEMES, VALUE, connect
+from lmcache_hybrid.stored.redis_source import SCHEMES, connect
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -34,6 +36,8 @@ MODEL_NAME = "lmcache-hybrid-doctor"
 # Of the test record, where no model says how large records are.
 DEFAULT_BYTES, MOST_BYTES = 1 << 20, 256 << 20
 WAIT_SECONDS = 20.0
+# For a write that is still under way when the test record is deleted.
+SETTLE_SECONDS = 5.0
 CLOSE_SECONDS = 10.0
 _names = itertools.count()
 
@@ -80,10 +84,19 @@ def _through_all(config: "LMCacheEngineConfig", size: int) -> Iterator[Finding]:
             return
         buffer.payload.copy_(expected)
         buffer.digests = digests_of(memoryview(expected.numpy()))
-        store.put([(key, buffer)])
-        for name in tried:
-            yield _through(store, name, key, expected, _label(config, name), heard)
-        yield from _delete(store, tried, key, config)
+        try:
+            store.put([(key, buffer)])
+            for name in tried:
+                yield _through(store, name, key, expected, _label(config, name), heard)
+        finally:  # also when a check fails, and when somebody does not want to wait for it
+            left = _delete(store, tried, key)
+        for name in left:
+            option, shown = _label(config, name)
+            yield error(
+                option,
+                f"{shown} still holds the test record of {MODEL_NAME}.",
+                f"Delete it: lmcache-hybrid purge STORE --model {MODEL_NAME}.",
+            )
 
 
 def _through(
@@ -138,40 +151,37 @@ def _reason(heard: list[str]) -> str:
     return f" ({heard[-1]})" if heard else ""
 
 
-def _delete(
-    store: "LMCacheStore", names: list[str], key: RecordKey, config: "LMCacheEngineConfig"
-) -> Iterator[Finding]:
-    store.discard(key)
+def _delete(store: "LMCacheStore", names: list[str], key: RecordKey) -> list[str]:
+    """Delete the test record; returns the backends that still hold it."""
     for name in names:
-        option, shown = _label(config, name)
-        backend = store.manager.storage_backends[name]
-        _remove_from_redis(backend, store.engine_key(key).to_string())
-        if not until(partial(_gone, store, name, key)):
-            yield error(
-                option,
-                f"{shown} still holds the test record of {MODEL_NAME}.",
-                f"Delete it: lmcache-hybrid purge STORE --model {MODEL_NAME}.",
-            )
+        # Deleted before it is written, it would stay.
+        until(partial(_holds, store, name, key), min(SETTLE_SECONDS, WAIT_SECONDS))
+    store.discard(key)
+    return [name for name in names if not _deleted(store, name, key)]
 
 
-def _remove_from_redis(backend: Any, name: str) -> None:
-    """LMCache's Redis connector cannot delete, but its connection can."""
-    connector: Any = getattr(backend, "connection", None)
-    while hasattr(connector, "getWrappedConnector"):
-        connector = connector.getWrappedConnector()
-    delete = getattr(getattr(connector, "connection", None), "delete", None)
-    if delete is not None:
-        job = delete(name + METADATA, name + VALUE)
-        asyncio.run_coroutine_threadsafe(job, connector.loop).result(WAIT_SECONDS)
+def _deleted(store: "LMCacheStore", name: str, key: RecordKey) -> bool:
+    backend, engine_key = store.manager.storage_backends[name], store.engine_key(key)
+    if isinstance(backend, RemoteBackend):
+        try:
+            redis_stores.delete(backend, engine_key, WAIT_SECONDS)
+        except Exception:  # whatever its client raises
+            return False
+    return until(partial(_gone, store, name, key))
 
 
 def _gone(store: "LMCacheStore", name: str, key: RecordKey) -> bool:
+    backend = store.manager.storage_backends[name]
+    if isinstance(backend, LocalDiskBackend):
+        # Out of its index before the file is deleted, on another thread and under another name.
+        file = Path(backend._key_to_path(store.engine_key(key)))
+        return not any(each.name.startswith(file.name) for each in file.parent.iterdir())
     return not _holds(store, name, key)
 
 
 def _holds(store: "LMCacheStore", name: str, key: RecordKey) -> bool:
     backend, engine_key = store.manager.storage_backends[name], store.engine_key(key)
-    if not hasattr(backend, "connection"):
+    if not isinstance(backend, RemoteBackend):
         return backend.contains(engine_key)
     try:
         return remote.exists(backend, engine_key)

@@ -39,7 +39,11 @@ def in_another_process(algorithm: str) -> Callable[[], str]:
     )
 
     def result() -> str:
-        out, _ = process.communicate(timeout=SECONDS)
+        try:
+            out, _ = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
         if process.returncode:
             raise RuntimeError(f"the other process ended with exit code {process.returncode}")
         return out.split()[-1]

@@ -4,7 +4,6 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 # LMCache's CacheEngineKey with the tag of LMCacheStore.engine_key. Another LMCache user's
 # key has no such tag, so it is never taken for ours.
@@ -75,5 +74,8 @@ def printable(text: str) -> str:
 
 def without_password(url: str) -> str:
     """``url`` as it may be shown: neither user nor password, nor settings in its query."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
+    scheme, separator, rest = url.partition("://")
+    if scheme not in ("fs", "file"):  # these have none, but paths with any sign
+        # Up to the last "@": a password that is not escaped may hold "/", "?" and "#".
+        rest = re.split("[?#]", rest.rpartition("@")[2])[0]
+    return scheme + separator + rest

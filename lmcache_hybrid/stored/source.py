@@ -84,11 +84,11 @@ def open_source(store: str) -> Source:
     from lmcache_hybrid.stored.folder import FolderSource
     from lmcache_hybrid.stored.redis_source import SCHEMES, RedisSource
 
-    scheme = urlsplit(store).scheme if "://" in store else ""
+    scheme = store.partition("://")[0].lower() if "://" in store else ""
     if scheme in SCHEMES:
         return RedisSource(store)
     if scheme in ("fs", "file"):
-        folders = urlsplit(store).path
+        folders = _path_of(store)
     elif scheme:
         raise ConfigError(
             f"STORE {scheme}:// cannot be looked into; give a folder, fs://HOST:PORT/PATH, or one "
@@ -106,3 +106,13 @@ def open_source(store: str) -> Source:
     if not paths:
         raise ConfigError(f"STORE {store!r} has no path; write fs://localhost:0/absolute/path.")
     return FolderSource(paths)
+
+
+def _path_of(url: str) -> str:
+    """As LMCache reads it."""
+    try:
+        return urlsplit(url).path
+    except ValueError as error:
+        raise ConfigError(
+            f"STORE {url!r} is no URL ({error}); write fs://localhost:0/absolute/path."
+        ) from error

