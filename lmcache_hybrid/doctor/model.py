@@ -164,7 +164,7 @@ def check_model(context: "Context") -> Iterator[Finding]:
     yield ok("groups", f"Attention groups {model.attention}{windows}, state groups {model.states}.")
     yield ok(
         "block size",
-        f"N is {model.block_size} tokens: prompts hit at multiples of it, and shorter ones never.",
+        f"N is {model.block_size} tokens: prompts longer than that hit, at multiples of it.",
     )
     sizes = [f"{model.attention_bytes:,} bytes of attention"]
     if model.windows:

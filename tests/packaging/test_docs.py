@@ -7,17 +7,56 @@ from pathlib import Path
 import yaml
 
 from lmcache_hybrid import backends, config
+from lmcache_hybrid.sizing import catalogue
+from lmcache_hybrid.sizing.blocks import PLATFORMS, compute
 from lmcache_hybrid.tinymodels import FAMILIES
-from vllm_patch.versions import LMCACHE_RANGE, VLLM_RANGE
+from tests.mutants.defects import DEFECTS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 
-def test_supported_range() -> None:
-    text = (DOCS / "upgrades.md").read_text()
-    for first, last in (VLLM_RANGE, LMCACHE_RANGE):
-        assert f">={first},<{last}" in text
+def pages() -> dict[str, str]:
+    """Text of every page by its path, README and the like among them."""
+    files = [*ROOT.glob("*.md"), ROOT / "examples/README.md", *DOCS.rglob("*.md")]
+    return {str(file.relative_to(ROOT)): file.read_text() for file in files}
+
+
+def test_supported_range_is_written_once() -> None:
+    """So that a new one is one line, which tests/unit/test_compat_matrix.py compares."""
+    bounds = re.compile(r">=\s*\d+\.\d+")
+    assert [name for name, text in pages().items() if bounds.search(text)] == ["docs/compat.md"]
+
+
+def test_tested_versions_are_those_of_the_makefile() -> None:
+    defaults = dict(re.findall(r"^(\w+) \?= (.+)$", (ROOT / "Makefile").read_text(), re.M))
+    vllm, lmcache = (defaults[name].partition("==")[2] for name in ("VLLM", "LMCACHE"))
+    torch = defaults["TORCH_VERSION"]
+    said = f"vLLM {vllm} (CPU build), LMCache {lmcache}, torch {torch}, Python 3.11"
+    for name in ("README.md", "docs/families/index.md"):
+        assert said in pages()[name], name
+
+
+def test_n_of_published_models_is_what_plan_says() -> None:
+    text = "\n".join((DOCS / "families").joinpath(p).read_text() for p in families())
+    (*lines,) = re.findall(r"^\| N on one GPU, .*?\| (.*) \|$", text, re.M)
+    said = dict(re.findall(r"(\S+): ([\d,]+)(?:, |$)", ", ".join(lines)))
+    assert said == {
+        known.name: f"{compute(known.shape, PLATFORMS['gpu']).block_size:,}"
+        for known in catalogue.models()
+    }
+
+
+def families() -> list[str]:
+    return sorted(page.name for page in (DOCS / "families").glob("*.md"))
+
+
+def test_planted_defects_are_counted() -> None:
+    assert f"| {len(DEFECTS)} planted" in pages()["docs/reliability.md"]
+
+
+def test_no_mark_was_left_to_be_filled_in() -> None:
+    assert not [name for name, text in pages().items() if re.search(r"@@|TODO|FIXME", text)]
 
 
 def test_every_refused_option_is_on_the_options_page() -> None:
@@ -55,3 +94,10 @@ def test_site_fetches_nothing() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     assert site["theme"]["font"] is False
     assert not {"extra_javascript", "extra_css"} & site.keys()
+
+
+def test_every_repair_of_vllm_is_in_the_design_notes() -> None:
+    code = (ROOT / "vllm_patch/compat.py").read_text()
+    install = re.findall(r"^ +(\w+)\(\)$", re.split(r"^def ", code, flags=re.M)[1], re.M)
+    listed = re.findall(r"^\| `(\w+)` \|", pages()["docs/design.md"], re.M)
+    assert install and set(install) == set(listed)
