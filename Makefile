@@ -31,7 +31,7 @@ venv: $(VENV)/.ready  ## everything for CPU in .venv/, this project installed ed
 $(VENV)/.ready: pyproject.toml .ci/overrides.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(UV_TORCH) $(BIN)/uv pip install --quiet --python $(BIN)/python \
+	$(UV_TORCH) $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python \
 		--override .ci/overrides.txt "$(VLLM)" "$(LMCACHE)" "$(TORCH)" --editable ".[test,bench]"
 	touch $@
 
