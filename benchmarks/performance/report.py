@@ -47,6 +47,7 @@ GOALS: tuple[tuple[str, str, tuple[str, ...], str, float], ...] = (
     ("steps beside a Redis that answers after 50 ms", "slow_lookups", ("slow",), "fast", 1.01),
 )
 MORE_IS_BETTER = {"cold", "plain"}
+LOOKUPS, LOOKUP_MS = ("128000 tokens, 1 ranks", "128000 tokens, 4 ranks"), 5.0
 
 
 def _goals(answers: dict) -> str:
@@ -66,6 +67,11 @@ def _goals(answers: dict) -> str:
             reached = ratio >= goal if more else ratio <= goal
             bound = f"{'at least' if more else 'at most'} {goal:g}"
             rows.append([f"{what}: {arm}", bound, f"{ratio:.3g}", "yes" if reached else "**no**"])
+    if "lookup" in answers:
+        for arm in LOOKUPS:
+            ms = median(answers["lookup"]["transport"][arm]["all"]) * 1e3
+            reached = "yes" if ms <= LOOKUP_MS else "**no**"
+            rows.append([f"lookup, ms: {arm}", f"at most {LOOKUP_MS:g}", f"{ms:.3g}", reached])
     return _table(["", "goal", "measured", "reached"], rows)
 
 
