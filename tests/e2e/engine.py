@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -115,6 +116,7 @@ class Engine:
             target=_main, args=(arguments, environment, self.log_path, child_in, child_out)
         )
         self.process.start()
+        self._waiting = threading.Lock()
         child_in.close()
         child_out.close()
         self.info: dict = {}
@@ -134,15 +136,21 @@ class Engine:
         """End the engine as a user's program would, so that LMCache flushes its writes."""
         with contextlib.suppress(OSError):
             self._to_child.close()
-        self.process.join(timeout=60)
-        if self.process.is_alive():
+        if self.wait(seconds=60) is None:
             self.kill()
         self._from_child.close()
 
     def kill(self) -> None:
         """End the engine without warning."""
         self.process.kill()
-        self.process.join()
+        self.wait()
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """The exit code once the engine has ended, negative for a signal; None if it has not."""
+        # Of two threads that wait for a forked process only one is told how it ended.
+        with self._waiting:
+            self.process.join(seconds)
+            return self.process.exitcode
 
     @property
     def log(self) -> str:
@@ -213,7 +221,7 @@ class Engine:
     def _receive(self):
         line = self._from_child.readline()
         if not line:
-            self.process.join()
+            self.wait()
             raise EngineDied(self.log[-6000:])
         reply = json.loads(line)
         if "error" in reply:

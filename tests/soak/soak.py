@@ -162,9 +162,9 @@ class Soak:
                 self._single()
         killer.cancel()
         killer.join()
-        self.engine.process.join()
-        if self.engine.process.exitcode != -signal.SIGKILL:
-            raise Failed(f"the engine ended by itself: {self.engine.log[-6000:]}")
+        code = self.engine.wait()
+        if code != -signal.SIGKILL:
+            raise Failed(f"the engine ended by itself ({code}): {self.engine.log[-6000:]}")
         self.counts["engine kills"] += 1
 
     # The stream
