@@ -48,9 +48,9 @@ class Rank:
     ) -> None:
         from lmcache.v1.cache_engine import LMCacheEngineBuilder
         from lmcache.v1.config import LMCacheEngineConfig
-        from lmcache.v1.metadata import LMCacheMetadata
 
         from lmcache_hybrid.lmcache_store import LMCacheStore
+        from lmcache_hybrid.standalone import make_engine
 
         self.backend, self.shape, self.plan = backend, shape, shape.plan
         room = 2.2 * shape.bytes_at(blocks) / (1 << 30) + 0.1
@@ -72,24 +72,7 @@ class Rank:
             config.remote_url = f"redis://127.0.0.1:{self.server.port}"
             config.blocking_timeout_secs = 60
         name = f"bench-{next(_names)}"
-        engine = LMCacheEngineBuilder.get_or_create(
-            name,
-            config,
-            LMCacheMetadata(
-                model_name=shape.name,
-                world_size=1,
-                local_world_size=1,
-                worker_id=0,
-                local_worker_id=0,
-                kv_dtype=torch.bfloat16,
-                kv_shape=(1, 2, shape.block_size, 1, 8),
-                role="worker",
-                chunk_size=shape.block_size,
-            ),
-            None,
-            lambda tensor, source: tensor,
-            lambda value, source: value,
-        )
+        engine = make_engine(name, config, shape.name)
         stack.callback(LMCacheEngineBuilder.destroy, name)
         engine.post_init()
         # As many blocks to save from as to load into, and block 0.

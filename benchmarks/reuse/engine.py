@@ -25,7 +25,6 @@ from unittest import mock
 import torch
 from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
-from lmcache.v1.metadata import LMCacheMetadata
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -61,6 +60,7 @@ from lmcache_hybrid.metadata import NOTHING
 from lmcache_hybrid.pages import GroupPages
 from lmcache_hybrid.record import payload_bytes
 from lmcache_hybrid.scheduler import HybridScheduler
+from lmcache_hybrid.standalone import make_engine
 from lmcache_hybrid.tinymodels import make_model
 from lmcache_hybrid.worker import HybridWorker
 
@@ -281,20 +281,7 @@ class ReplayEngine:
         )
         settle_lmcache_config(lmcache, setup.block_size)
         self.options = read_options(config, lmcache)
-        metadata = LMCacheMetadata(
-            model_name=ID,
-            world_size=1,
-            local_world_size=1,
-            worker_id=0,
-            local_worker_id=0,
-            kv_dtype=torch.bfloat16,
-            kv_shape=(1, 2, setup.block_size, 1, 8),
-            role="worker",
-            chunk_size=setup.block_size,
-        )
-        engine = LMCacheEngineBuilder.get_or_create(
-            ID, lmcache, metadata, None, lambda tensor, source: tensor, lambda value, source: value
-        )
+        engine = make_engine(ID, lmcache, ID)
         self._cleanup.callback(LMCacheEngineBuilder.destroy, ID)
         engine.post_init()
         store = _PlainStore if self.setup.plain else LMCacheStore

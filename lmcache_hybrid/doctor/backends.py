@@ -213,31 +213,14 @@ def _label(config: "LMCacheEngineConfig", name: str) -> tuple[str, str]:
 def _opened(config: "LMCacheEngineConfig", size: int) -> Iterator["LMCacheStore"]:
     """An LMCache engine of our own with a small pool, without vLLM."""
     from lmcache.v1.cache_engine import LMCacheEngineBuilder
-    from lmcache.v1.metadata import LMCacheMetadata
 
     from lmcache_hybrid.lmcache_store import LMCacheStore
+    from lmcache_hybrid.standalone import make_engine
 
     # Writing holds one buffer, reading two.
     config.max_local_cpu_size = (4 * size + (16 << 20)) / (1 << 30)
     name = f"{MODEL_NAME}-{os.getpid()}-{next(_names)}"
-    engine = LMCacheEngineBuilder.get_or_create(
-        name,
-        config,
-        LMCacheMetadata(
-            model_name=MODEL_NAME,
-            world_size=1,
-            local_world_size=1,
-            worker_id=0,
-            local_worker_id=0,
-            kv_dtype=torch.bfloat16,
-            kv_shape=(1, 2, config.chunk_size, 1, 8),
-            role="worker",
-            chunk_size=config.chunk_size,
-        ),
-        None,
-        lambda tensor, source: tensor,
-        lambda value, source: value,
-    )
+    engine = make_engine(name, config, MODEL_NAME)
     try:
         engine.post_init()
         # A fingerprint of its own, so that nobody else's record is ever read or deleted.

@@ -9,10 +9,10 @@ from concurrent.futures import Future
 import torch
 from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
-from lmcache.v1.metadata import LMCacheMetadata
 
 from lmcache_hybrid.errors import LoadError
 from lmcache_hybrid.lmcache_store import LMCacheStore
+from lmcache_hybrid.standalone import make_engine
 
 N = 8  # tokens per block
 MODEL = "toy"
@@ -23,26 +23,10 @@ RECORD_BYTES = 4096  # what LMCache's allocator gives out for one record
 @functools.cache
 def storage():
     """LMCache's engine with its StorageManager: RAM, room for 256 records."""
-    engine = LMCacheEngineBuilder.get_or_create(
-        "simulation",
-        LMCacheEngineConfig.from_defaults(
-            chunk_size=N, max_local_cpu_size=POOL_BYTES / (1 << 30), local_cpu=True
-        ),
-        LMCacheMetadata(
-            model_name=MODEL,
-            world_size=1,
-            local_world_size=1,
-            worker_id=0,
-            local_worker_id=0,
-            kv_dtype=torch.bfloat16,
-            kv_shape=(1, 2, N, 1, 8),
-            role="worker",
-            chunk_size=N,
-        ),
-        None,
-        lambda tensor, source: tensor,
-        lambda value, source: value,
+    config = LMCacheEngineConfig.from_defaults(
+        chunk_size=N, max_local_cpu_size=POOL_BYTES / (1 << 30), local_cpu=True
     )
+    engine = make_engine("simulation", config, MODEL)
     engine.post_init()
     return engine
 

