@@ -6,8 +6,9 @@ streams and ordered against the forward by streams and events, and the host goes
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -37,10 +38,35 @@ class Item(NamedTuple):
         self.buffer.digests = self.pages.gather(self.block, self.buffer.payload)
 
     def scatter(self) -> None:
-        try:
+        with self._damage_named():
             self.pages.scatter(self.block, self.buffer.payload, self.buffer.digests)
+
+    def check(self) -> None:
+        """Raises DamagedError when the buffer does not hold what was stored."""
+        with self._damage_named():
+            self.pages.check_payload(self.buffer.payload, self.buffer.digests)
+
+    def pieces(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(bytes of the KV cache, bytes of the buffer), see :meth:`GroupPages.pieces`."""
+        return self.pages.pieces(self.block, self.buffer.payload)
+
+    @contextmanager
+    def _damage_named(self) -> Iterator[None]:
+        try:
+            yield
         except RecordError as error:
             raise DamagedError(self.key, error) from error
+
+
+# Queues copies (target, source) on the device's current stream and returns at once.
+# One of each pair is device memory, the other pinned host memory, both dense uint8.
+Transfer = Callable[[Sequence[tuple[torch.Tensor, torch.Tensor]]], None]
+
+
+def copy_one_by_one(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """The plain Transfer: one asynchronous copy per pair."""
+    for target, source in copies:
+        target.copy_(source, non_blocking=True)
 
 
 class Mark(NamedTuple):
@@ -150,8 +176,9 @@ class StreamCopies:
     models of the usual sizes, so one transfer per page is as fast as a large one.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, transfer: Transfer = copy_one_by_one) -> None:
         self._device = device
+        self._transfer = transfer
         self._stream = torch.Stream(device=device)
 
     def mark(self) -> Mark:
@@ -161,8 +188,7 @@ class StreamCopies:
 
     def gather(self, items: Sequence[Item]) -> Callable[[], None]:
         try:
-            for item in items:
-                item.pages.queue_gather(item.block, item.buffer.payload)
+            self._transfer([(part, page) for item in items for page, part in item.pieces()])
         except BaseException:
             # The buffers are about to be released and must not be written to later.
             torch.accelerator.synchronize(self._device)
@@ -179,13 +205,14 @@ class StreamCopies:
         return finish
 
     def scatter(self, items: Sequence[Item], after: Mark) -> None:
+        for item in items:
+            item.check()
         # Each thread has a current device of its own.
         torch.accelerator.set_device_index(self._device.index or 0)
         self._stream.wait_event(after.event)
         with self._stream:
             try:
-                for item in items:
-                    item.scatter()
+                self._transfer([pair for item in items for pair in item.pieces()])
             finally:
-                # What was queued before a damaged record reads buffers, too.
+                # Also after an error: what was queued before it reads the buffers.
                 self._stream.synchronize()

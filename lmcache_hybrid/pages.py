@@ -66,22 +66,13 @@ class GroupPages:
             The digests of the chunks of ``out``, see :mod:`lmcache_hybrid.record`.
         """
         self._check(block, out)
-        assert self._host is not None, "a device's pages are gathered by queue_gather"
+        assert self._host is not None, "a device's pages are gathered by StreamCopies"
         target, digests = out.numpy(), []
         for number, pieces in enumerate(self._chunks):
             for row, at, to, size in pieces:
                 np.copyto(target[to : to + size], self._host[row][block, at : at + size])
             digests.append(digest(target[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]))
         return b"".join(digests)
-
-    def queue_gather(self, block: int, out: torch.Tensor) -> None:
-        """The same for a device: queued on its current stream, without digests.
-
-        Mutates ``out``, until what is queued on the stream has run.
-        """
-        self._check(block, out)
-        for row, part in zip(self.rows, self._rows_of(out)):
-            part.copy_(row[block], non_blocking=True)
 
     def scatter(self, block: int, data: torch.Tensor, digests: bytes) -> None:
         """Copy ``data`` into one block of every layer, chunk by chunk. Mutates the KV cache.
@@ -95,20 +86,37 @@ class GroupPages:
             RecordError: a chunk is damaged; neither it nor a later one was copied.
         """
         self._check(block, data)
-        assert len(digests) == len(self._chunks) * DIGEST_BYTES
+        assert self._host is not None, "a device's pages are scattered by StreamCopies"
         source = data.numpy()
         for number, pieces in enumerate(self._chunks):
-            expected = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-            check(source[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES], expected)
-            if self._host is not None:
-                for row, at, to, size in pieces:
-                    np.copyto(self._host[row][block, at : at + size], source[to : to + size])
-        if self._host is None:  # few large transfers
-            for row, part in zip(self.rows, self._rows_of(data)):
-                row[block].copy_(part, non_blocking=True)
+            self._check_chunk(number, source, digests)
+            for row, at, to, size in pieces:
+                np.copyto(self._host[row][block, at : at + size], source[to : to + size])
 
-    def _rows_of(self, data: torch.Tensor) -> Sequence[torch.Tensor]:
-        return data.split([row.shape[1] for row in self.rows])
+    def check_payload(self, data: torch.Tensor, digests: bytes) -> None:
+        """Raises RecordError when ``data`` is not what was digested."""
+        source = data.numpy()
+        for number in range(len(self._chunks)):
+            self._check_chunk(number, source, digests)
+
+    def _check_chunk(self, number: int, source: np.ndarray, digests: bytes) -> None:
+        assert len(digests) == len(self._chunks) * DIGEST_BYTES
+        expected = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        check(source[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES], expected)
+
+    def pieces(self, block: int, data: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pair the bytes of one block with their place in ``data``, for copies on a device.
+
+        Args:
+            block: block id, never 0 (the null block).
+            data: uint8 of ``block_bytes`` elements, in CPU memory.
+
+        Returns:
+            (bytes of the KV cache, as many bytes of ``data``), both dense uint8 views.
+        """
+        self._check(block, data)
+        parts = data.split([row.shape[1] for row in self.rows])
+        return [(row[block], part) for row, part in zip(self.rows, parts)]
 
     def _check(self, block: int, data: torch.Tensor) -> None:
         assert 0 < block < self.num_blocks, f"block {block} of {self.num_blocks}"

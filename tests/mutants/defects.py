@@ -161,7 +161,7 @@ DEFECTS = (
     _one(
         "chunks may change places",
         RECORD,
-        "    if xxhash.xxh3_128_digest(digests) != stored.checksum:\n",
+        "    if xxhash.xxh3_128_digest(digests) != header.checksum:\n",
         "    if not digests:\n",
     ),
     _one(
@@ -287,7 +287,7 @@ DEFECTS = (
     _one(
         "the beginning of a prefix is evicted first",
         WORKER,
-        "            self._store.arrange(used_keys(save.prefix, save.boundaries, plan))\n",
+        "            self._store.arrange(used_keys(save.prefix, save.boundaries, self._plan))\n",
         "            pass\n",
     ),
     _one(
