@@ -35,6 +35,7 @@ COMPAT = "vllm_patch/compat.py"
 COUNTS = "lmcache_hybrid/counts.py"
 METRICS = "lmcache_hybrid/metrics.py"
 TRANSFERS = "lmcache_hybrid/transfers.py"
+PINNED = "lmcache_hybrid/pinned.py"
 
 DEFECTS = (
     # What is stored
@@ -395,8 +396,8 @@ DEFECTS = (
     _one(
         "one copy spans two allocations",
         TRANSFERS,
-        "        and following.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()\n",
-        "",
+        "following.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()",
+        "True",
     ),
     _one(
         "a batched copy that was seen to be wrong is used",
@@ -415,5 +416,30 @@ DEFECTS = (
         TRANSFERS,
         "            copy_one_by_one(joined)\n\n\ndef _takes",
         "            copy_one_by_one(joined[:0])\n\n\ndef _takes",
+    ),
+    # Memory of the pool
+    _one(
+        "the pool is given back while the device may write to it",
+        PINNED,
+        "elif self._spec.unpin_memory(ptr):",
+        "elif self._spec.unpin_memory(ptr) or True:",
+    ),
+    _one(
+        "a pool that CUDA did not register counts as pinned",
+        PINNED,
+        "if self._spec.pin_memory(address, len(memory)):",
+        "if self._spec.pin_memory(address, len(memory)) or True:",
+    ),
+    _one(
+        "a pool of a power of two is thought not to be rounded",
+        PINNED,
+        "asked = size + PAGE",
+        "asked = size",
+    ),
+    _one(
+        "a fork leaves the device with pages that the pool has left",
+        PINNED,
+        "    memory.madvise(mmap.MADV_DONTFORK)\n",
+        "",
     ),
 )
