@@ -157,6 +157,7 @@ class HybridConnector:
 
     def _open_store(self, engine: Any, pages: dict[int, GroupPages]) -> None:
         from lmcache_hybrid.lmcache_store import LMCacheStore
+        from lmcache_hybrid.pinned import report_pool
 
         assert self._server is not None
         model = self._vllm_config.model_config.model
@@ -174,6 +175,7 @@ class HybridConnector:
         self.worker = HybridWorker(
             self.plan, pages, store, self._lookup, first.device, monitor=monitor
         )
+        report_pool(engine.storage_manager.local_cpu_backend, first.device)
         self._server.serve(self._lookup, self.worker.forget)
 
     def shutdown(self) -> None:

@@ -17,6 +17,7 @@ from lmcache_hybrid.errors import DamagedError, RecordError
 from lmcache_hybrid.pages import GroupPages
 from lmcache_hybrid.record import RecordKey, digests_of
 from lmcache_hybrid.store import Buffer
+from lmcache_hybrid.transfers import Transfer, copy_one_by_one, transfer_for
 
 T = TypeVar("T")
 
@@ -58,17 +59,6 @@ class Item(NamedTuple):
             raise DamagedError(self.key, error) from error
 
 
-# Queues copies (target, source) on the device's current stream and returns at once.
-# One of each pair is device memory, the other pinned host memory, both dense uint8.
-Transfer = Callable[[Sequence[tuple[torch.Tensor, torch.Tensor]]], None]
-
-
-def copy_one_by_one(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """The plain Transfer: one asynchronous copy per pair."""
-    for target, source in copies:
-        target.copy_(source, non_blocking=True)
-
-
 class Mark(NamedTuple):
     """A point on the compute stream; None where the device has no streams."""
 
@@ -97,7 +87,9 @@ class Copies(Protocol):
 
 def copies_for(device: torch.device, threads: "Threads") -> Copies:
     """The copies of a KV cache on ``device``; saves use ``threads``."""
-    return HostCopies(threads) if device.type == "cpu" else StreamCopies(device)
+    if device.type == "cpu":
+        return HostCopies(threads)
+    return StreamCopies(device, transfer_for(device))
 
 
 class Threads:

@@ -14,6 +14,8 @@ _ZMQ = "lmcache.v1.rpc.zmq_transport"
 _DISK_PATCH, _REMOTE_PATCH = "lmcache_hybrid/local_disk.py", "lmcache_hybrid/remote.py"
 _REDIS_PATCH, _DOCTOR = "lmcache_hybrid/redis_stores.py", "lmcache_hybrid/doctor/backends.py"
 _CONFIG = "lmcache.v1.config"
+_OPS = "lmcache.v1.platform.base.device_ops"
+_SPEC = "lmcache.v1.platform.base.device_spec"
 
 LMCACHE = (
     Hook(
@@ -200,6 +202,46 @@ LMCACHE = (
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.remote_config_url", replaced_in=_DOCTOR),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.store_location", replaced_in=_DOCTOR),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.retrieve_locations", replaced_in=_DOCTOR),
+    # lmcache_hybrid/pinned.py
+    Hook(_OPS, "DeviceOps.bind_native", ("module",), holds=("setattr(self, name, native_sym)",)),
+    Hook(_OPS, "DeviceOps.device_type"),
+    Hook(_OPS, "DeviceOps.alloc_pinned_ptr", ("size", "device_id")),
+    Hook(_OPS, "DeviceOps.alloc_pinned_numa_ptr", ("size", "numa_id")),
+    Hook(_OPS, "DeviceOps.alloc_hugepage_pinned_ptr", ("size", "device_id")),
+    Hook(_OPS, "DeviceOps.alloc_hugepage_pinned_numa_ptr", ("size", "numa_id")),
+    Hook(_OPS, "DeviceOps.free_pinned_ptr", ("ptr",)),
+    Hook(_OPS, "DeviceOps.free_pinned_numa_ptr", ("ptr", "size")),
+    Hook(_OPS, "DeviceOps.free_hugepage_pinned_ptr", ("ptr", "size")),
+    Hook(_OPS, "DeviceOps.free_hugepage_pinned_numa_ptr", ("ptr", "size")),
+    Hook(
+        "lmcache.v1.platform.devices.cuda.device_ops",
+        "CudaDeviceOps.ensure_native",
+        (),
+        holds=("import lmcache.cuda_ops as native", "self.bind_native(native)"),
+    ),
+    Hook(
+        "lmcache.v1.platform.torch_ops.mem_alloc",
+        "_alloc_page_aligned_pinned_view",
+        holds=("size + _PAGE_SIZE, dtype=torch.uint8, pin_memory=_use_pinned",),
+    ),
+    Hook(
+        "lmcache.v1.memory_management",
+        "_resolve_pinned_alloc_free",
+        holds=(
+            "alloc_fn=device_ops.alloc_pinned_ptr, alloc_args=(size, flags), "
+            "free_fn=device_ops.free_pinned_ptr, free_args=()",
+            "alloc_fn=device_ops.alloc_pinned_numa_ptr, alloc_args=(size, numa_id), "
+            "free_fn=device_ops.free_pinned_numa_ptr, free_args=(size,)",
+        ),
+    ),
+    Hook(_SPEC, "DeviceSpec.pin_memory", ("ptr", "size", "flags")),
+    Hook(_SPEC, "DeviceSpec.unpin_memory", ("ptr",)),
+    Hook(f"{_BACKENDS}.local_cpu_backend", "LocalCPUBackend.memory_allocator"),
+    *attributes(
+        "lmcache.v1.memory_allocators.mixed_memory_allocator",
+        "MixedMemoryAllocator",
+        "buffer shm_name",
+    ),
     # lmcache_hybrid/monitor.py
     *(
         Hook("lmcache.observability", name, replaced_in="lmcache_hybrid/monitor.py")

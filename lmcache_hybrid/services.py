@@ -9,6 +9,8 @@ from lmcache.integration.vllm.vllm_service_factory import VllmServiceFactory
 from lmcache.v1.cache_engine import LMCacheEngine, LMCacheEngineBuilder
 from lmcache.v1.metadata import LMCacheMetadata
 
+from lmcache_hybrid.pinned import pin_exactly
+
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
     from vllm.config import VllmConfig
@@ -58,6 +60,7 @@ class HybridServiceFactory(VllmServiceFactory):
     def get_or_create_lmcache_engine(self) -> LMCacheEngine | None:
         if self.role == "scheduler":
             return super().get_or_create_lmcache_engine()
+        pin_exactly()
         self.lmcache_engine = LMCacheEngineBuilder.get_or_create(
             ENGINE_NAME,
             self.lmcache_config,

@@ -203,6 +203,12 @@ HOOKS = (
         "Request.shared_prefix_boundary",
         replaced_in="lmcache_hybrid/scheduler.py",
     ),
+    Hook(
+        "vllm._custom_ops",
+        "swap_blocks_batch",
+        ("src_ptrs", "dst_ptrs", "sizes", "is_src_access_order_any"),
+        holds=("torch.ops._C_cache_ops.swap_blocks_batch(",),
+    ),
     *attributes(_SPECS, "KVCacheConfig", "num_blocks kv_cache_groups"),
     *attributes(_SPECS, "KVCacheGroupSpec", "layer_names kv_cache_spec"),
     *attributes(_SPECS, "SlidingWindowSpec", "block_size sliding_window extra_retained_tokens"),

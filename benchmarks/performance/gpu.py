@@ -64,6 +64,8 @@ def measure(shape: Shape, blocks: int, rounds: int) -> dict:
     """
     device = torch.accelerator.current_accelerator()
     device = torch.device(device.type, torch.accelerator.current_device_index())
+    # As vLLM computes; drivers take no batches of copies on the default stream.
+    torch.accelerator.set_stream(torch.Stream(device=device))
     used = blocks + shape.states + 1
     pages = shape.pages(2 * used, str(device))
     size = shape.bytes_at(blocks)

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lmcache_hybrid.doctor.finding import Finding, error, one_line
-from lmcache_hybrid.doctor.installation import check_plugin, check_versions
+from lmcache_hybrid.doctor.installation import check_compiled, check_plugin, check_versions
 
 
 def findings(model: str | None, transfer: dict | None) -> Generator[Finding, None, None]:
@@ -32,6 +32,7 @@ def findings(model: str | None, transfer: dict | None) -> Generator[Finding, Non
 
     other_hash = in_another_process(STABLE_HASH)
     yield from guarded(check_plugin)
+    yield from guarded(check_compiled)
     from lmcache_hybrid.doctor.backends import check_backends
     from lmcache_hybrid.doctor.capacity import check_disks, check_memory, check_redis
     from lmcache_hybrid.doctor.context import read_context

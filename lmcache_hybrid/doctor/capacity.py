@@ -7,11 +7,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
+from lmcache import device_ops
 from rich.filesize import decimal
 
 from lmcache_hybrid.doctor.context import Context
 from lmcache_hybrid.doctor.finding import Finding, Status, error, ok, skipped, warning
 from lmcache_hybrid.errors import StoreError
+from lmcache_hybrid.pinned import DONT_ROUND, compiled_part_missing, rounded
 from lmcache_hybrid.stored.redis_source import SCHEMES, connect
 
 GIB = 1 << 30
@@ -29,6 +31,16 @@ def check_memory(context: Context) -> Iterator[Finding]:
     message = f"max_local_cpu_size takes {decimal(wanted)} per rank, {decimal(free)} are available"
     if wanted > free:
         yield warning("memory", f"{message}.", "Lower max_local_cpu_size, or free memory.")
+        return
+    ranks = free // wanted if wanted else 0
+    message += f": enough for {ranks} rank{'s' * (ranks != 1)}" if ranks else ""
+    fallback = rounded(wanted)
+    if compiled_part_missing(device_ops) and fallback > free:
+        yield warning(
+            "memory",
+            f"{message}, but {decimal(fallback)} per rank where CUDA cannot pin it as it is.",
+            f"Set {DONT_ROUND}, or lower max_local_cpu_size.",
+        )
     else:
         yield ok("memory", f"{message}.")
 

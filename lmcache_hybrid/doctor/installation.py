@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Versions, and whether vLLM loads the plugin. Imports vLLM for the last only."""
 
+import importlib
 import os
 from collections.abc import Iterator
 from importlib.metadata import entry_points, requires
@@ -9,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from lmcache_hybrid import __version__
-from lmcache_hybrid.doctor.finding import Finding, error, ok, warning
+from lmcache_hybrid.doctor.finding import Finding, error, ok, one_line, warning
 from vllm_patch import versions
 
 PLUGINS = "vllm.general_plugins"
@@ -59,6 +60,29 @@ def _torch() -> Finding:
 
 def _applies(requirement: Requirement) -> bool:
     return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+
+
+def check_compiled() -> Iterator[Finding]:
+    """Whether LMCache's compiled part loads with this torch; a torch for CPU needs none."""
+    import torch
+
+    from lmcache_hybrid.pinned import DONT_ROUND
+
+    if torch.version.cuda is None:
+        return
+    try:
+        importlib.import_module("lmcache.cuda_ops")
+    except ImportError as failure:
+        yield warning(
+            "LMCache compiled",
+            f"LMCache's compiled part does not load with torch {torch.__version__}: "
+            f"{one_line(failure)}.",
+            "For hybrid models nothing is to be done: their pool is pinned as large as it is. "
+            f"For others set {DONT_ROUND}, or their pool takes up to twice max_local_cpu_size.",
+        )
+    else:
+        message = f"LMCache's compiled part loads with torch {torch.__version__}."
+        yield ok("LMCache compiled", message)
 
 
 def check_plugin() -> Iterator[Finding]:

@@ -34,6 +34,8 @@ PREFIX = "lmcache_hybrid/prefix.py"
 COMPAT = "vllm_patch/compat.py"
 COUNTS = "lmcache_hybrid/counts.py"
 METRICS = "lmcache_hybrid/metrics.py"
+TRANSFERS = "lmcache_hybrid/transfers.py"
+PINNED = "lmcache_hybrid/pinned.py"
 
 DEFECTS = (
     # What is stored
@@ -374,5 +376,70 @@ DEFECTS = (
         COUNTS,
         "            before, self._reported = self._reported, self._totals()\n",
         "            before = self._reported\n",
+    ),
+    # How copies are queued
+    _one(
+        "a save may read pages before the forward has written them",
+        TRANSFERS,
+        "is_src_access_order_any=any_order",
+        "is_src_access_order_any=True",
+    ),
+    _one(
+        "copies are joined although their sources lie apart",
+        TRANSFERS,
+        """            if _continues(first_target, length, target) and _continues(
+                first_source, length, source
+            ):
+""",
+        "            if _continues(first_target, length, target):\n",
+    ),
+    _one(
+        "one copy spans two allocations",
+        TRANSFERS,
+        "following.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()",
+        "True",
+    ),
+    _one(
+        "a batched copy that was seen to be wrong is used",
+        TRANSFERS,
+        "            reason = _difference(device, queue_batched)\n",
+        "            _difference(device, queue_batched)\n",
+    ),
+    _one(
+        "batches are queued on a stream where vLLM's op ignores errors",
+        TRANSFERS,
+        "        and torch.cuda.current_stream(device).cuda_stream not in DEFAULT_STREAMS\n",
+        "",
+    ),
+    _one(
+        "after a failed batch its copies are missing",
+        TRANSFERS,
+        "            copy_one_by_one(joined)\n\n\ndef _takes",
+        "            copy_one_by_one(joined[:0])\n\n\ndef _takes",
+    ),
+    # Memory of the pool
+    _one(
+        "the pool is given back while the device may write to it",
+        PINNED,
+        "elif self._spec.unpin_memory(ptr):",
+        "elif self._spec.unpin_memory(ptr) or True:",
+    ),
+    _one(
+        "a pool that CUDA did not register counts as pinned",
+        PINNED,
+        "if self._spec.pin_memory(address, len(memory)):",
+        "if self._spec.pin_memory(address, len(memory)) or True:",
+    ),
+    _one(
+        "a pool of a power of two is thought not to be rounded",
+        PINNED,
+        "asked = size + PAGE",
+        "asked = size",
+    ),
+    _one(
+        "a fork leaves the device with pages that the pool has left",
+        PINNED,
+        "    memory.madvise(mmap.MADV_DONTFORK)\n",
+        "",
     ),
 )

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from lmcache.integration.vllm import utils as lmcache_utils
 from servers import Cluster
@@ -128,6 +129,20 @@ def test_another_torch_than_vllms(monkeypatch):
     monkeypatch.setattr(versions, "version", lambda n: "1.0" if n == "torch" else real(n))
     bad = only(of_status(installation.check_versions(), WARNING))
     assert bad.message == "torch 1.0 is not what vLLM asks for."
+
+
+def test_a_torch_without_cuda_needs_no_compiled_part():
+    assert list(installation.check_compiled()) == []
+
+
+def test_lmcaches_compiled_part(monkeypatch):
+    """Here it never loads: it is built for CUDA."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    bad = only(assert_sentences(installation.check_compiled()))
+    assert bad.status == WARNING and "does not load with torch" in bad.message
+    assert "nothing is to be done" in bad.fix and "PYTORCH_ALLOC_CONF=" in bad.fix
+    monkeypatch.setitem(sys.modules, "lmcache.cuda_ops", SimpleNamespace())
+    assert only(assert_sentences(installation.check_compiled())).status == OK
 
 
 def test_the_plugin_is_effective():
@@ -508,6 +523,24 @@ def test_shared_folders_never_evict(context, monkeypatch, tmp_path, free, status
 def test_memory(context):
     assert only(check_memory(context(max_local_cpu_size=0.001))).status == OK
     assert only(assert_sentences(check_memory(context(max_local_cpu_size=1e6)))).status == WARNING
+
+
+@pytest.mark.parametrize(
+    "size, compiled, status, told",
+    [
+        (5, False, OK, "42.9 GB are available: enough for 8 ranks."),
+        (39, True, OK, "enough for 1 rank."),
+        (39, False, WARNING, "68.7 GB per rank where CUDA cannot pin it as it is."),
+        (41, False, WARNING, "42.9 GB are available."),
+    ],
+)
+def test_memory_that_torch_would_round(context, monkeypatch, size, compiled, status, told):
+    memory = SimpleNamespace(available=40 << 30)
+    monkeypatch.setattr(capacity.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(capacity, "compiled_part_missing", lambda ops: not compiled)
+    finding = only(assert_sentences(check_memory(context(max_local_cpu_size=size))))
+    assert finding.status == status and told in finding.message
+    assert ("PYTORCH_ALLOC_CONF" in finding.fix) == (size == 39 and not compiled)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies handed over in batches. CPU memory and ``memmove`` stand for the device only."""
+
+import ctypes
+import random
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lmcache_hybrid import copies, transfers
+from lmcache_hybrid.transfers import (
+    BatchedTransfer,
+    copy_joined,
+    copy_one_by_one,
+    join,
+    queue_batched,
+    transfer_for,
+)
+
+GPU = torch.device("cuda", 0)
+SCHEMA = (
+    "swap_blocks_batch(Tensor src_ptrs, Tensor dst_ptrs, Tensor sizes,"
+    " bool is_src_access_order_any=False) -> ()"
+)
+
+
+class OnDevice(torch.Tensor):
+    """CPU memory that says it is the device's."""
+
+    device = property(lambda self: GPU)
+
+
+def on_device(size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint8).as_subclass(OnDevice)
+
+
+def noise(size: int, seed: int = 0) -> torch.Tensor:
+    made = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (size,), generator=made, dtype=torch.uint8)
+
+
+class Op:
+    """vLLM's op with its checks, over memmove.
+
+    Attributes:
+        calls: per call (copies, whether the order of the source is any).
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[tuple[int, int, int]], bool]] = []
+        self.error: Exception | None = None
+        self.spoil = 0
+
+    def __call__(self, src_ptrs, dst_ptrs, sizes, is_src_access_order_any=False) -> None:
+        for each in (src_ptrs, dst_ptrs, sizes):
+            assert each.dtype == torch.int64 and each.device.type == "cpu"
+            assert each.is_contiguous() and each.shape == sizes.shape
+        batch = list(zip(src_ptrs.tolist(), dst_ptrs.tolist(), sizes.tolist(), strict=True))
+        self.calls.append((batch, is_src_access_order_any))
+        if self.error is not None:
+            raise self.error
+        assert all(size > 0 for *_, size in batch), "the driver refuses empty copies"
+        for source, target, size in batch:
+            ctypes.memmove(target, source, size - self.spoil)
+
+    @property
+    def copies(self) -> int:
+        return sum(len(batch) for batch, _ in self.calls)
+
+
+@pytest.fixture
+def op():
+    """As vLLM registers it: for pointers in CPU tensors."""
+    library = torch.library.Library("_C_cache_ops", "FRAGMENT")
+    library.define(SCHEMA)
+    fake = Op()
+    library.impl("swap_blocks_batch", fake, "CPU")
+    yield fake
+    library._destroy()
+    if "swap_blocks_batch" in vars(torch.ops._C_cache_ops):
+        del torch.ops._C_cache_ops.swap_blocks_batch
+
+
+class Stream(nullcontext):
+    def synchronize(self) -> None:
+        return
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """What the choice and each call ask of CUDA; change its fields to change the answer."""
+    state = SimpleNamespace(cuda="13.0", driver=13000, device=0, stream=42, pinned=True)
+    monkeypatch.setattr(torch.version, "cuda", state.cuda)
+    monkeypatch.setattr(transfers, "_driver_version", lambda: state.driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: state.device)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=state.stream)
+    )
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: state.pinned)
+    monkeypatch.setattr(transfers, "_stream", lambda device: Stream())
+    monkeypatch.setattr(transfers, "_pinned", lambda size: torch.zeros(size, dtype=torch.uint8))
+    zeros = torch.zeros
+    monkeypatch.setattr(
+        torch,
+        "zeros",
+        lambda *size, device=None, **more: (
+            on_device(*size) if device == GPU else zeros(*size, device=device, **more)
+        ),
+    )
+    return state
+
+
+def random_pairs(seed: int, count: int, to_device: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pieces of odd sizes at odd places, some side by side on one side or on both."""
+    dice = random.Random(seed)
+    sizes = [dice.choice((0, 1, 3, 255, 256, 1000, dice.randrange(5000))) for _ in range(count)]
+    gaps = [(dice.choice((0, 0, 7)), dice.choice((0, 0, 5))) for _ in sizes]
+    total = sum(sizes) + 7 * count + 16
+    device, host = on_device(total), torch.zeros(total, dtype=torch.uint8)
+    (host if to_device else device).copy_(noise(total, seed))
+    pairs, there, here = [], 3, 1
+    for size, (gap_there, gap_here) in zip(sizes, gaps):
+        pair = device[there : there + size], host[here : here + size]
+        pairs.append(pair if to_device else pair[::-1])
+        there, here = there + size + gap_there, here + size + gap_here
+    return pairs
+
+
+def result(transfer, pairs) -> list[torch.Tensor]:
+    """All of the targets' memory after the copies."""
+    transfer(pairs)
+    wholes = {t.untyped_storage().data_ptr(): t for t, _ in pairs}
+    return [
+        torch.zeros(0, dtype=torch.uint8).set_(each.untyped_storage()).clone()
+        for each in wholes.values()
+    ]
+
+
+# Joining
+
+
+def test_neighbours_on_both_sides_are_one_copy():
+    there, here = on_device(100), noise(100)
+    cuts = [(0, 10), (10, 30), (30, 31), (31, 31), (31, 60)]
+    ((target, source),) = join([(there[a:b], here[20 + a : 20 + b]) for a, b in cuts])
+    assert (target.numel(), source.numel()) == (60, 60)
+    assert target.data_ptr() == there.data_ptr() and source.data_ptr() == here.data_ptr() + 20
+    assert isinstance(target, OnDevice)
+
+
+@pytest.mark.parametrize("target_gap, source_gap", [(1, 0), (0, 1), (-10, 0), (0, -10), (-20, 0)])
+def test_others_stay_apart(target_gap, source_gap):
+    there, here = on_device(100), noise(100)
+    to, of = 40 + target_gap, 40 + source_gap
+    pairs = [(there[30:40], here[30:40]), (there[to : to + 10], here[of : of + 10])]
+    assert len(join(pairs)) == 2
+
+
+def test_adjacent_memory_of_two_allocations_stays_apart():
+    """No copy may span two allocations, nor two registrations of host memory."""
+    memory = (ctypes.c_char * 100)()
+    first, second = (
+        torch.frombuffer(memory, dtype=torch.uint8, count=50, offset=at) for at in (0, 50)
+    )
+    assert second.data_ptr() == first.data_ptr() + 50
+    there = on_device(100)
+    assert len(join([(there[:50], first), (there[50:], second)])) == 2
+    assert len(join([(first, there[:50]), (second, there[50:])])) == 2
+
+
+def test_nothing_to_copy():
+    assert join([]) == [] and join([(on_device(0), noise(0))]) == []
+    for transfer in (copy_one_by_one, copy_joined, BatchedTransfer(GPU)):
+        transfer([])
+
+
+@pytest.mark.parametrize(
+    "target, source",
+    [
+        (torch.zeros(4, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)),
+        (torch.zeros(4, dtype=torch.int8), torch.zeros(4, dtype=torch.uint8)),
+        (torch.zeros(8, dtype=torch.uint8)[::2], torch.zeros(4, dtype=torch.uint8)),
+    ],
+    ids=("sizes", "dtype", "strides"),
+)
+def test_what_is_no_run_of_bytes_is_refused(target, source):
+    """``copy_`` would broadcast or convert the first two."""
+    with pytest.raises(ValueError):
+        copy_joined([(target, source)])
+
+
+# Copying
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("to_device", [True, False])
+def test_every_path_copies_the_same_bytes(op, gpu, seed, to_device):
+    pairs, copied = (random_pairs(seed, 30, to_device) for _ in range(2))
+    ours = random_pairs(seed, 30, to_device)
+    expected = result(copy_one_by_one, pairs)
+    assert any(whole.any() for whole in expected)
+    assert all(map(torch.equal, result(copy_joined, copied), expected))
+    assert all(map(torch.equal, result(BatchedTransfer(GPU), ours), expected))
+    assert op.copies == len(join(ours))
+    assert {any_order for _, any_order in op.calls} == {to_device}
+
+
+def test_seven_hundred_pages_are_one_call(op, gpu):
+    there, here = on_device(700 * 20), noise(700 * 20)
+    spans = [(20 * i, 20 * i + 17) for i in range(700)]
+    BatchedTransfer(GPU)([(there[a:b], here[a:b]) for a, b in spans])
+    assert len(op.calls) == 1 and op.copies == 700
+    assert all(torch.equal(there[a:b], here[a:b]) for a, b in spans)
+
+
+def test_a_batch_has_an_end(op, gpu, monkeypatch):
+    monkeypatch.setattr(transfers, "MAX_BATCH", 300)
+    there, here = on_device(1400), noise(1400)
+    BatchedTransfer(GPU)([(there[a : a + 1], here[a : a + 1]) for a in range(0, 1400, 2)])
+    assert [len(batch) for batch, _ in op.calls] == [300, 300, 100]
+    assert torch.equal(there[::2], here[::2])
+
+
+def test_one_copy_needs_no_batch(op, gpu):
+    there, here = on_device(10), noise(10)
+    BatchedTransfer(GPU)([(there, here)])
+    assert not op.calls and torch.equal(there, here)
+
+
+def test_pages_are_read_in_the_order_of_the_stream(op, gpu):
+    """The forward that writes them may only be queued; and one such copy binds its batch."""
+    there, here = on_device(100), noise(100)
+    queue_batched([(there[:10], here[:10]), (here[50:60], there[50:60])])
+    queue_batched([(there[:10], here[:10])])
+    assert [any_order for _, any_order in op.calls] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "change", [{"stream": 0}, {"stream": 1}, {"pinned": False}, {"device": 1}], ids=str
+)
+def test_what_the_driver_does_not_batch_is_copied_one_by_one(op, gpu, change):
+    vars(gpu).update(change)
+    pairs = random_pairs(1, 30, True)
+    expected = result(copy_one_by_one, random_pairs(1, 30, True))
+    assert all(map(torch.equal, result(BatchedTransfer(GPU), pairs), expected))
+    assert not op.calls
+
+
+def test_after_an_error_the_plain_path_goes_on(op, gpu, hybrid_log):
+    transfer, op.error = BatchedTransfer(GPU), RuntimeError("cuMemcpyBatchAsync failed")
+    for seed in (1, 2):
+        expected = result(copy_one_by_one, random_pairs(seed, 30, True))
+        assert all(map(torch.equal, result(transfer, random_pairs(seed, 30, True)), expected))
+    assert len(op.calls) == 1
+    assert hybrid_log.text.count("one by one") == 1
+
+
+# Choice
+
+
+def test_the_batched_copy_is_chosen(op, gpu, hybrid_log):
+    assert isinstance(transfer_for(GPU), BatchedTransfer)
+    assert {any_order for _, any_order in op.calls} == {True, False}
+    assert "in batches" in hybrid_log.text
+    assert [r.levelname for r in hybrid_log.records] == ["INFO"]
+
+
+def plain(hybrid_log, why: str) -> None:
+    assert transfer_for(GPU) is copy_joined
+    assert why in hybrid_log.text and "one by one" in hybrid_log.text
+
+
+def test_a_vllm_without_the_op(gpu, hybrid_log):
+    plain(hybrid_log, "no batched copy")
+    assert "WARNING" not in {record.levelname for record in hybrid_log.records}
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("invalid argument"), TypeError("renamed"), torch.OutOfMemoryError("x")]
+)
+def test_an_op_that_raises(op, gpu, hybrid_log, error):
+    op.error = error
+    plain(hybrid_log, "it fails here")
+
+
+@pytest.mark.parametrize("to_host", [False, True])
+def test_an_op_that_copies_other_bytes(op, gpu, hybrid_log, monkeypatch, to_host):
+    """The last byte of each piece is missing, on one of the ways."""
+    real = queue_batched
+
+    def queue(pairs):
+        op.spoil = int((pairs[0][1].device.type != "cpu") == to_host)
+        real(pairs)
+
+    monkeypatch.setattr(transfers, "queue_batched", queue)
+    plain(hybrid_log, "other bytes")
+
+
+def test_an_op_that_writes_beyond(op, gpu, hybrid_log):
+    op.spoil = -1
+    plain(hybrid_log, "other bytes")
+
+
+@pytest.mark.parametrize(
+    "cuda, driver, why",
+    [
+        (None, 13000, "need CUDA"),
+        ("12.6", 13000, "built for 12.6"),
+        ("12.8", 12060, "is of 12.6"),
+        ("13.0", 0, "unknown version"),
+    ],
+)
+def test_an_old_cuda(op, gpu, hybrid_log, monkeypatch, cuda, driver, why):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    gpu.driver = driver
+    plain(hybrid_log, why)
+    assert not op.calls
+
+
+def test_the_first_cuda_with_batches(op, gpu, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    gpu.driver = 12080
+    assert isinstance(transfer_for(GPU), BatchedTransfer)
+
+
+def test_the_version_of_the_driver(monkeypatch):
+    def library(name):
+        if installed is None:
+            raise OSError(name)
+        return SimpleNamespace(cuDriverGetVersion=answer)
+
+    def answer(version):
+        ctypes.memmove(version, ctypes.byref(ctypes.c_int(installed)), 4)
+
+    monkeypatch.setattr(ctypes, "CDLL", library)
+    for installed in (12090, None):
+        assert transfers._driver_version() == (installed or 0)
+
+
+def test_another_device(hybrid_log):
+    assert transfer_for(torch.device("xpu", 0)) is copy_joined
+    assert "this is xpu" in hybrid_log.text
+
+
+def test_the_choice_is_what_a_worker_copies_with(op, gpu, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        copies, "StreamCopies", lambda device, transfer: made.append(transfer) or made
+    )
+    assert copies.copies_for(GPU, None) is made
+    assert isinstance(made[0], BatchedTransfer)
