@@ -5,6 +5,7 @@ One object per role and process. It answers the calls that vLLM's
 ``LMCacheConnectorV1`` passes on, see :mod:`vllm_patch.connector`.
 """
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -174,7 +175,7 @@ class HybridConnector:
         self.worker = HybridWorker(
             self.plan, pages, store, self._lookup, first.device, monitor=monitor
         )
-        self._server.serve(self._lookup, self.worker.forget)
+        self._server.serve(self._lookup, self.worker.reset)
 
     def shutdown(self) -> None:
         """Stop threads, flush and close LMCache's backends."""
@@ -249,9 +250,12 @@ class HybridConnector:
         return False, None
 
     def reset_cache(self) -> bool:
-        """Forget all records of this engine's ranks; False when a rank did not answer."""
-        assert self._inquiries is not None and self._client is not None
-        return self._inquiries.run(self._client.clear)
+        """Serve nothing that was stored before; False when a rank did not say so."""
+        assert self._inquiries is not None and self._client is not None and self.scheduler
+        clear = functools.partial(self._client.clear, self.scheduler.begin_reset())
+        done = self._inquiries.run(clear)
+        self.scheduler.end_reset(done)
+        return done
 
 
 def _refuse_parallelism(vllm_config: "VllmConfig") -> None:

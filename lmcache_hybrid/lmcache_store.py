@@ -161,10 +161,10 @@ class LMCacheStore:
 
         The tag carries group and fingerprint; the record's header the full hash.
         """
-        return self._keys(key)
+        return self._keys(self._fingerprint, key)
 
-    def _make_key(self, key: RecordKey) -> CacheEngineKey:
-        tags = {f"{TAG}hybrid": f"{key.label}-{self._fingerprint.hex()[:16]}"}
+    def _make_key(self, fingerprint: bytes, key: RecordKey) -> CacheEngineKey:
+        tags = {f"{TAG}hybrid": f"{key.label}-{fingerprint.hex()[:16]}"}
         tags.update((TAG + name, value) for name, value in key.tags)
         return CacheEngineKey(
             self._model_name,
@@ -388,15 +388,15 @@ class LMCacheStore:
             self.failed_writes.add(name, records)
 
     def clear(self) -> None:
-        """Forget all records of this rank. Mutates the fingerprint, where others hold some.
+        """Forget all records of this rank. Mutates the fingerprint.
 
-        LMCache empties its RAM alone, and what lies elsewhere may be shared. So from now on
-        this rank reads and writes under a name that nobody else has.
+        LMCache empties its RAM alone and leaves out what is pinned there; what lies elsewhere
+        may be shared. So from now on this rank reads and writes under a name that nobody
+        else has.
         """
+        self._fingerprint = os.urandom(len(self._fingerprint))
+        self._keys.cache_clear()
         self.manager.clear()
-        if self.manager.storage_backends.keys() - {"LocalCPUBackend"}:
-            self._fingerprint = os.urandom(len(self._fingerprint))
-            self._keys.cache_clear()
 
     def _bound_allocations(self) -> None:
         """Refuse buffers that no record of ours fits into.

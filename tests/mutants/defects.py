@@ -341,7 +341,7 @@ DEFECTS = (
     _one(
         "a failed load keeps its reservation",
         COMPAT,
-        "            self._inflight_prefills.discard(request)\n",
+        "        scheduler._inflight_prefills.discard(request)\n",
         "",
     ),
     # What is counted
@@ -374,5 +374,31 @@ DEFECTS = (
         COUNTS,
         "            before, self._reported = self._reported, self._totals()\n",
         "            before = self._reported\n",
+    ),
+    # Resets
+    _one(
+        "records keep their names over a reset",
+        STORE,
+        "        self._fingerprint = os.urandom(len(self._fingerprint))\n",
+        "",
+    ),
+    _one("a rank that failed to reset counts as reset", RPC, " and all(done)", ""),
+    _one(
+        "a step that was scheduled before a reset stores after it",
+        WORKER,
+        "            if metadata.epoch != self._epoch:\n",
+        "            if metadata.epoch > self._epoch:\n",
+    ),
+    _one(
+        "what was promised before a reset is loaded after it",
+        SCHEDULER,
+        "                self._give_up(tracked)\n                del self._tracked[request_id]\n",
+        "                pass\n",
+    ),
+    _one(
+        "hits and saves go on after a reset that failed",
+        SCHEDULER,
+        "        self._closed = not done\n",
+        "        self._closed = False\n",
     ),
 )

@@ -606,7 +606,7 @@ def test_a_claim_is_all_or_nothing(box, kind):
 def test_claimed_records_are_not_evicted(box):
     box = box("ram").write()
     claim = box.store.claim(box.store.locate(KEYS[:2]))
-    box.store.clear()
+    box.manager.clear()
     held = list(iter(lambda: box.store.reserve(MAX_PAYLOAD), None))
     assert list(box.store.locate(KEYS)) == KEYS[:2]
     for buffer in held:
@@ -682,6 +682,22 @@ def test_clear_forgets_everything(box, kind):
     box.assert_pool_is_free()
     box.write()
     box.read()
+    box.assert_pool_is_free()
+
+
+@pytest.mark.parametrize("kind", ["ram", "disk"])
+def test_clear_forgets_what_is_pinned(box, kind):
+    """A request that waits with a claim gets nothing that was stored before."""
+    box = box(kind).write()
+    claim = box.store.claim(box.store.locate(KEYS))
+    box.store.clear()
+    assert box.store.locate(KEYS) == {}
+    with pytest.raises(LoadError, match="gone"):
+        box.store.fetch(claim, KEYS)
+    claim.release()
+    box.write()
+    box.read()
+    box.manager.clear()  # what nobody can find any more is evicted like the rest
     box.assert_pool_is_free()
 
 
