@@ -107,8 +107,7 @@ class FolderSource:
 
 def _key_of(name: str) -> StoredKey | None:
     stem, suffix = os.path.splitext(name)
-    slash = {DATA: "-SEP-", TEMPORARY: "-SEP-", LOCAL_DISK: "-"}.get(suffix)
-    return parse_key(stem, slash) if slash else None
+    return parse_key(stem) if suffix in (DATA, TEMPORARY, LOCAL_DISK) else None
 
 
 @contextmanager
