@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 
 from lmcache_hybrid.config import (
     Options,
-    check_checkpoints,
+    check_lengths,
     check_pool,
     load_lmcache_config,
     read_options,
@@ -75,7 +75,7 @@ class HybridConnector:
         options = read_options(vllm_config, config)
         self.plan = plan_groups(kv_cache_config, options.attention_group)
         settle_lmcache_config(config, self.plan.block_size)
-        check_checkpoints(options, self.plan.block_size)
+        check_lengths(options, self.plan.block_size)
         self.scheduler: HybridScheduler | None = None
         self.worker: HybridWorker | None = None
         self._metadata: StepMetadata = NOTHING

@@ -997,3 +997,19 @@ def test_no_tag_of_a_client_changes_what_our_own_tags_say(box, kind, tags):
     assert box.store.locate(KEYS) == {}
     box.read(keys)
     box.assert_pool_is_free()
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_or_a_link_in_the_place_of_a_file_is_left_alone(box):
+    """Others may write to the folder: an index that opens a pipe never ends."""
+    first = box("disk").write()
+    pipe, link = first.path(KEYS[0]), first.path(KEYS[1])
+    kept = link.with_name("elsewhere")
+    pipe.unlink()
+    os.mkfifo(pipe)
+    link.rename(kept)
+    link.symlink_to(kept)
+    first.close()
+    found = box("disk").store.locate
+    assert found(KEYS[:1]) == found(KEYS[1:2]) == {}
+    assert list(found(KEYS[2:])) == KEYS[2:]
