@@ -2,6 +2,7 @@
 """LMCache's options for a hybrid model: what is set, what is kept, what is refused."""
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -57,6 +58,9 @@ _REFUSED_EXTRA: dict[str, tuple[Callable[[Any], bool], str]] = {
     "save_chunk_meta": (lambda v: v is False, "a record needs its size beside it; remove it"),
 }
 
+# Options that must be above 0, and their units.
+_POSITIVE = {"lookup_timeout_ms": "milliseconds", "blocking_timeout_secs": "seconds"}
+
 
 @dataclass(frozen=True)
 class Options:
@@ -85,7 +89,8 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
     """Collect the options, refusing what is malformed.
 
     Raises:
-        ConfigError: a setting of ours that does not exist or has no whole number.
+        ConfigError: a setting of ours that does not exist or has no whole number, or a length
+            that is negative.
     """
     transfer = vllm_config.kv_transfer_config
     known = {ATTENTION_GROUP_KEY, CHECKPOINT_KEY, "lmcache.hybrid_load_failure_policy"}
@@ -98,30 +103,44 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
         try:
             if value is None or int(value) == float(value):
                 return default if value is None else int(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             pass
         raise ConfigError(f"{key}={value!r} is not a whole number; write one.")
+
+    def tokens(key: str, value: int) -> int:
+        if value < 0:
+            raise ConfigError(f"{key}={value} is negative; write a number of tokens, or 0.")
+        return value
 
     return Options(
         attention_group=whole(ATTENTION_GROUP_KEY, None),
         save=transfer.kv_role != "kv_consumer" and not os.environ.get("LMCACHE_FORCE_SKIP_SAVE"),
         priority_limit=config.priority_limit,
-        min_retrieve_tokens=config.min_retrieve_tokens,
-        max_tokens_per_load=whole(LOAD_LIMIT_KEY, 0) or 0,
+        min_retrieve_tokens=tokens(
+            "LMCache option min_retrieve_tokens", config.min_retrieve_tokens
+        ),
+        max_tokens_per_load=tokens(LOAD_LIMIT_KEY, whole(LOAD_LIMIT_KEY, 0) or 0),
         checkpoint_tokens=whole(CHECKPOINT_KEY, 0) or 0,
         save_decode=bool(config.save_decode_cache),
     )
 
 
-def check_checkpoints(options: Options, block_size: int) -> None:
-    """A state exists at block boundaries only.
+def check_lengths(options: Options, block_size: int) -> None:
+    """Refuse lengths in tokens that this model's blocks do not fit.
 
     Args:
         block_size: N in tokens.
 
     Raises:
-        ConfigError: ``checkpoint_tokens`` is not a multiple of N.
+        ConfigError: ``checkpoint_tokens`` is not a multiple of N, for a state exists at block
+            boundaries only, or ``max_tokens_per_load`` lets no block be loaded.
     """
+    limit = options.max_tokens_per_load
+    if 0 < limit < block_size:
+        raise ConfigError(
+            f"{LOAD_LIMIT_KEY}={limit} is less than this model's block size {block_size}, so "
+            f"nothing could be loaded; set it to {block_size} or more, or to 0 for no limit."
+        )
     tokens = options.checkpoint_tokens
     if tokens < 0 or tokens % block_size:
         nearest = max(1, round(tokens / block_size)) * block_size
@@ -222,6 +241,8 @@ def _checks(config: "LMCacheEngineConfig", block_size: int | None) -> Iterator[C
         yield partial(_refuse_if, name, getattr(config, name, None), is_set, why)
     for name, (is_set, why) in _REFUSED_EXTRA.items():
         yield partial(_refuse_if, f"extra_config.{name}", extra.get(name), is_set, why)
+    for name, unit in _POSITIVE.items():
+        yield partial(_check_positive, name, getattr(config, name, None), unit)
     yield partial(_check_remote, config)
     yield partial(_check_local, config)
     if block_size is not None:
@@ -232,6 +253,15 @@ def _refuse_if(name: str, value: Any, is_set: Callable[[Any], bool], why: str) -
     if is_set(value):
         raise ConfigError(
             f"LMCache option {name}={value!r} does not work on a hybrid model: {why}."
+        )
+
+
+def _check_positive(name: str, value: Any, unit: str) -> None:
+    # A comparison that fails is that of NaN, too.
+    if value is not None and not value > 0:
+        raise ConfigError(
+            f"LMCache option {name}={value!r} leaves no time to wait; set it to a number of {unit} "
+            "above 0, or remove it for LMCache's default."
         )
 
 
@@ -284,9 +314,9 @@ def _check_local(config: "LMCacheEngineConfig") -> None:
 def _check_writable(option: str, path: str) -> None:
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
-        probe = Path(path, f".lmcache-hybrid-{os.getpid()}.tmp")
-        probe.write_bytes(b"probe")
-        probe.unlink()
+        # Of a name that no other engine on a shared folder has.
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".lmcache-hybrid-") as probe:
+            probe.write(b"probe")
     except OSError as error:
         raise ConfigError(
             f"LMCache option {option}={path!r} cannot be written ({error.strerror}); "

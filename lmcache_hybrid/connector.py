@@ -5,6 +5,7 @@ One object per role and process. It answers the calls that vLLM's
 ``LMCacheConnectorV1`` passes on, see :mod:`vllm_patch.connector`.
 """
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from vllm.logger import init_logger
 
 from lmcache_hybrid.config import (
     Options,
-    check_checkpoints,
+    check_lengths,
     check_pool,
     load_lmcache_config,
     read_options,
@@ -74,7 +75,7 @@ class HybridConnector:
         options = read_options(vllm_config, config)
         self.plan = plan_groups(kv_cache_config, options.attention_group)
         settle_lmcache_config(config, self.plan.block_size)
-        check_checkpoints(options, self.plan.block_size)
+        check_lengths(options, self.plan.block_size)
         self.scheduler: HybridScheduler | None = None
         self.worker: HybridWorker | None = None
         self._metadata: StepMetadata = NOTHING
@@ -176,7 +177,7 @@ class HybridConnector:
             self.plan, pages, store, self._lookup, first.device, monitor=monitor
         )
         report_pool(engine.storage_manager.local_cpu_backend, first.device)
-        self._server.serve(self._lookup, self.worker.forget)
+        self._server.serve(self._lookup, self.worker.reset)
 
     def shutdown(self) -> None:
         """Stop threads, flush and close LMCache's backends."""
@@ -251,9 +252,12 @@ class HybridConnector:
         return False, None
 
     def reset_cache(self) -> bool:
-        """Forget all records of this engine's ranks; False when a rank did not answer."""
-        assert self._inquiries is not None and self._client is not None
-        return self._inquiries.run(self._client.clear)
+        """Serve nothing that was stored before; False when a rank did not say so."""
+        assert self._inquiries is not None and self._client is not None and self.scheduler
+        clear = functools.partial(self._client.clear, self.scheduler.begin_reset())
+        done = self._inquiries.run(clear)
+        self.scheduler.end_reset(done)
+        return done
 
 
 def _refuse_parallelism(vllm_config: "VllmConfig") -> None:

@@ -14,7 +14,7 @@ import torch
 import vllm.envs as envs
 import xxhash
 
-from lmcache_hybrid import record
+from lmcache_hybrid import record, settings
 from lmcache_hybrid.groups import GroupPlan
 from lmcache_hybrid.pages import GroupPages
 
@@ -33,6 +33,7 @@ _MAX_SAMPLES = 1 << 15
 
 # Environment that changes pages under the same shape, or values by more than the order of a sum.
 _ENVIRONMENT = (
+    "VLLM_BATCH_INVARIANT",
     "VLLM_B12X_MOE_FP4_FORCE_A16",
     "VLLM_CPU_INT4_W4A8",
     "VLLM_DEEPEPLL_NVFP4_DISPATCH",
@@ -63,7 +64,7 @@ def _facts(
     vllm_config: "VllmConfig", plan: GroupPlan, pages: Mapping[int, GroupPages]
 ) -> dict[str, Any]:
     model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
-    parallel, mamba = vllm_config.parallel_config, vllm_config.mamba_config
+    parallel = vllm_config.parallel_config
     return {
         "record": record.VERSION,
         # Kernels decide how a page is packed, and vLLM ships the kernels.
@@ -74,8 +75,7 @@ def _facts(
         "dummy_seed": load.load_format == "dummy" and model.seed,
         "implementation": (model.model_impl, model.model_class_overrides),
         "dtype": model.dtype,
-        "cache_dtype": cache.cache_dtype,
-        "cache_layout": cache.kv_cache_layout,
+        "settings": settings.counted(vllm_config),
         "block_size": plan.block_size,
         "attention": plan.attention,
         "windows": [window.group for window in plan.windows],
@@ -83,7 +83,6 @@ def _facts(
         "layers": {group: list(zip(p.layers, p.layout)) for group, p in pages.items()},
         "backends": _backends(vllm_config, pages),
         "state_layout": _state_layout(vllm_config, pages),
-        "mamba": (mamba.backend, mamba.enable_stochastic_rounding),
         "replayssm": cache.use_replayssm and cache.replayssm_buffer_len,
         "device": _device(vllm_config),
         "environment": {name: getattr(envs, name, None) for name in _ENVIRONMENT},

@@ -36,6 +36,7 @@ from lmcache_hybrid.record import (
     payload_bytes,
     record_bytes,
     seal,
+    tags_digest,
 )
 
 if TYPE_CHECKING:
@@ -157,15 +158,17 @@ class LMCacheStore:
         return self._engine.is_healthy() and not self._engine.is_frozen()
 
     def engine_key(self, key: RecordKey) -> CacheEngineKey:
-        """LMCache's key: model, rank, 64 bits of the block hash, and a tag.
+        """LMCache's key: model, rank, 64 bits of the block hash, and one or two tags.
 
-        The tag carries group and fingerprint; the record's header the full hash.
+        The first carries group and fingerprint, the second a digest of the request's own
+        tags, which may have any name and length; the record's header has the full hash.
         """
-        return self._keys(key)
+        return self._keys(self._fingerprint, key)
 
-    def _make_key(self, key: RecordKey) -> CacheEngineKey:
-        tags = {f"{TAG}hybrid": f"{key.label}-{self._fingerprint.hex()[:16]}"}
-        tags.update((TAG + name, value) for name, value in key.tags)
+    def _make_key(self, fingerprint: bytes, key: RecordKey) -> CacheEngineKey:
+        tags = {f"{TAG}hybrid": f"{key.label}-{fingerprint.hex()[:16]}"}
+        if key.tags:
+            tags[f"{TAG}of"] = tags_digest(key.tags).hex()
         return CacheEngineKey(
             self._model_name,
             self._metadata.world_size,
@@ -388,15 +391,15 @@ class LMCacheStore:
             self.failed_writes.add(name, records)
 
     def clear(self) -> None:
-        """Forget all records of this rank. Mutates the fingerprint, where others hold some.
+        """Forget all records of this rank. Mutates the fingerprint.
 
-        LMCache empties its RAM alone, and what lies elsewhere may be shared. So from now on
-        this rank reads and writes under a name that nobody else has.
+        LMCache empties its RAM alone and leaves out what is pinned there; what lies elsewhere
+        may be shared. So from now on this rank reads and writes under a name that nobody
+        else has.
         """
+        self._fingerprint = os.urandom(len(self._fingerprint))
+        self._keys.cache_clear()
         self.manager.clear()
-        if self.manager.storage_backends.keys() - {"LocalCPUBackend"}:
-            self._fingerprint = os.urandom(len(self._fingerprint))
-            self._keys.cache_clear()
 
     def _bound_allocations(self) -> None:
         """Refuse buffers that no record of ours fits into.

@@ -21,6 +21,7 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from vllm.logger import init_logger
 
 from lmcache_hybrid.errors import RecordError
+from lmcache_hybrid.files import open_regular
 from lmcache_hybrid.record import HEADER_BYTES, read_header, record_bytes
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _belongs(file: Path, fingerprint: bytes) -> bool:
     Raises:
         RecordError: not a record, or cut off.
     """
-    with file.open("rb") as data:
+    with open_regular(str(file)) as data:
         header = read_header(data.read(HEADER_BYTES))
     if header.fingerprint != fingerprint:
         return False

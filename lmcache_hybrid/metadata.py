@@ -56,12 +56,15 @@ class StepMetadata(KVConnectorMetadata):
     Attributes:
         dropped: requests whose claims are to be released.
         idle: no forward runs in this step, so waiting for a load delays nobody.
+        epoch: how often the store was reset when the step was scheduled. What a step of
+            an earlier epoch computed is not stored: the weights may be others by now.
     """
 
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
     dropped: tuple[str, ...] = ()
     idle: bool = False
+    epoch: int = 0
 
 
 NOTHING = StepMetadata()

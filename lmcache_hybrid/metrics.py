@@ -191,7 +191,7 @@ METRICS = (
         "worker.skipped_saves",
         "Saves of a request's step on a rank that stored nothing, by reason.",
         "reason",
-        ("frozen", "unhealthy", "no_room", "error"),
+        ("frozen", "unhealthy", "no_room", "reset", "error"),
     ),
     _total(
         "failed_writes",

@@ -46,16 +46,21 @@ class LookupClient:
     def ask(self, question: Question) -> list[Answer]:
         """All ranks' answers, or [] when one does not answer in time."""
         deadline = time.monotonic() + self._timeout_ms / 1000
+        if time.monotonic() < self._paused_until:
+            return []
         question = msgspec.structs.replace(question, deadline=deadline)
         return [msgspec.msgpack.decode(raw, type=Answer) for raw in self._send("ask", question)]
 
-    def clear(self) -> bool:
-        """Make every rank forget its records; False when one did not answer."""
-        return bool(self._send("clear", None))
+    def clear(self, epoch: int) -> bool:
+        """Make every rank forget its records; False when one did not, or did not say so.
 
-    def _send(self, verb: str, body: Question | None) -> list[bytes]:
-        if time.monotonic() < self._paused_until:
-            return []
+        Args:
+            epoch: number of this reset, see :class:`lmcache_hybrid.metadata.StepMetadata`.
+        """
+        done = [msgspec.msgpack.decode(raw, type=bool) for raw in self._send("clear", epoch)]
+        return len(done) == len(self._transport.sockets) and all(done)
+
+    def _send(self, verb: str, body: Question | int) -> list[bytes]:
         # LMCache's transport wants three frames, each packed by itself.
         raw = self._transport.send_and_recv_all([verb, msgspec.msgpack.encode(body), 0])
         if not raw:
@@ -86,15 +91,19 @@ class LookupServer:
             _socket_path(vllm_config, vllm_config.parallel_config.rank), recv_timeout_ms=200
         )
         self._lookup: RankLookup | None = None
-        self._clear: Callable[[], None] = lambda: None
+        self._clear: Callable[[int], None] | None = None
+        self._unserved_epoch = 0
+        self._lock = threading.Lock()  # serving thread, main thread
         self._running = True
         self._thread = threading.Thread(target=self._loop, name="hybrid-lookup", daemon=True)
         self._thread.start()
 
-    def serve(self, lookup: RankLookup, clear: Callable[[], None]) -> None:
-        """Answer from ``lookup`` from now on; ``clear`` empties the store."""
-        self._clear = clear
-        self._lookup = lookup
+    def serve(self, lookup: RankLookup, clear: Callable[[int], None]) -> None:
+        """Answer from ``lookup`` from now on; ``clear`` empties the store for a reset."""
+        with self._lock:
+            if self._unserved_epoch:
+                clear(self._unserved_epoch)
+            self._clear, self._lookup = clear, lookup
 
     def _loop(self) -> None:
         while self._running:
@@ -102,15 +111,30 @@ class LookupServer:
             if request is None:
                 continue
             sender, (verb, body, _) = request
-            answer = UNAVAILABLE
-            try:
-                if verb == "clear":
-                    self._clear()
-                elif self._lookup is not None:
-                    answer = self._lookup.answer(msgspec.msgpack.decode(body, type=Question))
-            except Exception:
-                logger.exception("A cache lookup failed and counts as a miss.")
+            answer = self._reset(body) if verb == "clear" else self._answer(body)
             self._transport.send_response(sender, msgspec.msgpack.encode(answer))
+
+    def _answer(self, body: bytes) -> Answer:
+        try:
+            if self._lookup is not None:
+                return self._lookup.answer(msgspec.msgpack.decode(body, type=Question))
+        except Exception:
+            logger.exception("A cache lookup failed and counts as a miss.")
+        return UNAVAILABLE
+
+    def _reset(self, body: bytes) -> bool:
+        """Whether nothing stored before can be served by this rank any more."""
+        try:
+            epoch = msgspec.msgpack.decode(body, type=int)
+            with self._lock:
+                if self._clear is None:  # no store yet, or none at all
+                    self._unserved_epoch = epoch
+                else:
+                    self._clear(epoch)
+            return True
+        except Exception:
+            logger.exception("The store of this rank could not be reset.")
+            return False
 
     def close(self) -> None:
         self._running = False

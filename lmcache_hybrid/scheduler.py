@@ -63,6 +63,8 @@ class HybridScheduler:
         self._loads: list[Load] = []
         self._dropped: list[str] = []
         self._loading: set[str] = set()
+        self._epoch = 0
+        self._closed = False
         self.ledger = Ledger("scheduler", SchedulerCounts())
 
     @property
@@ -78,7 +80,7 @@ class HybridScheduler:
         (tokens, True) for an asynchronous load, (0, False) for none, and
         (None, False) as long as the ranks have not answered.
         """
-        if request.request_id.startswith("mock_req"):
+        if request.request_id.startswith("mock_req") or self._closed:
             return 0, False
         tracked = self._track(request)
         gain = self._gain(tracked, num_computed_tokens)
@@ -260,6 +262,40 @@ class HybridScheduler:
             tracked.claimed = False
             self._dropped.append(tracked.request.request_id)
 
+    # Reset
+
+    def begin_reset(self) -> int:
+        """Give up what was promised and stored before. Returns the number of the new epoch.
+
+        Requests that have computed or loaded something go on without the store: their
+        blocks may be of weights that were replaced. The others start anew. Until
+        :meth:`end_reset` nothing is looked up.
+        """
+        self._epoch, self._closed = self._epoch + 1, True
+        for request_id, tracked in list(self._tracked.items()):
+            if tracked.stored is not None:
+                tracked.stored.give_up()
+            if tracked.loading:
+                tracked.load_failed, tracked.save = True, False
+            elif tracked.request.num_computed_tokens:
+                self._give_up(tracked)
+                tracked.load_failed, tracked.save, tracked.stored = True, False, None
+            else:
+                self._give_up(tracked)
+                del self._tracked[request_id]
+        self._unsaved.clear()
+        return self._epoch
+
+    def end_reset(self, done: bool) -> None:
+        """Serve again, if every rank was reset; else serve nothing until a reset succeeds."""
+        self._closed = not done
+        if not done:
+            logger.error(
+                "A rank did not reset its store: this engine computes every prompt and stores "
+                "nothing until a reset succeeds (POST /reset_prefix_cache?reset_external=true) "
+                "or it is restarted."
+            )
+
     # One step
 
     def step(self, output: "SchedulerOutput") -> StepMetadata:
@@ -276,7 +312,7 @@ class HybridScheduler:
             return NOTHING
         loads, self._loads = self._loads, []
         dropped, self._dropped = self._dropped, []
-        return StepMetadata(tuple(loads), tuple(saves), tuple(dropped), idle)
+        return StepMetadata(tuple(loads), tuple(saves), tuple(dropped), idle, self._epoch)
 
     def _saves(
         self, scheduled: dict[str, int], block_state: "KVConnectorBlockState"
@@ -430,7 +466,7 @@ class HybridScheduler:
         for request_id in output.finished_recving or ():
             tracked = self._tracked.get(request_id)
             if tracked is not None:
-                if request_id not in failed:
+                if request_id not in failed and not tracked.load_failed:
                     tracked.saved_states.add(tracked.loading)
                 tracked.loading = tracked.loading_tokens = 0
                 tracked.claimed = False

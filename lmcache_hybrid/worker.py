@@ -6,6 +6,7 @@ the next step may overwrite a state in place. Loads run on a thread of their own
 requests wait outside the running batch until the load is reported.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -79,6 +80,9 @@ class HybridWorker:
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="hybrid-finish")
         self._loads: dict[str, tuple[Future[str | None], Claim | None]] = {}
         self._warned_save = False
+        self._epoch = 0
+        # Held while a step's blocks are copied: a reset comes before or after all of them.
+        self._saving = threading.Lock()
         self._monitor = monitor
         self.ledger = Ledger("worker", WorkerCounts(failed_writes=store.failed_writes))
 
@@ -253,9 +257,14 @@ class HybridWorker:
                 reason = "frozen" if self._store.readable() else "unhealthy"
                 counts.skipped_saves.add(reason, len(metadata.saves))
             return
-        for save in metadata.saves:
-            with self._save_errors(save):
-                self._save(save)
+        with self._saving:
+            if metadata.epoch != self._epoch:
+                with self.ledger as counts:
+                    counts.skipped_saves.add("reset", len(metadata.saves))
+                return
+            for save in metadata.saves:
+                with self._save_errors(save):
+                    self._save(save)
         # Whatever a device still copies, and failed saves, too: the step goes on from here.
         with self.ledger as counts:
             counts.save_seconds.append(time.perf_counter() - started)
@@ -346,8 +355,14 @@ class HybridWorker:
             seconds * 1e3,
         )
 
-    def forget(self) -> None:
-        """Empty the store, of what is still being copied, too. Any thread may call it."""
+    def reset(self, epoch: int) -> None:
+        """Clear the store, in-flight saves included. Thread-safe.
+
+        Args:
+            epoch: of the steps whose blocks are stored from now on.
+        """
+        with self._saving:
+            self._epoch = epoch
         self._finisher.submit(self._store.clear).result()
 
     def shutdown(self) -> None:

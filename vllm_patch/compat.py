@@ -31,6 +31,7 @@ def install() -> None:
     promote_loads_in_order()
     keep_restored_states()
     free_failed_loads()
+    fail_loads_at_reset()
     reserve_windows()
     forget_what_did_not_run()
     if current_platform.is_cpu():
@@ -181,23 +182,57 @@ def free_failed_loads() -> None:
         self: Scheduler, kv_connector_output: "KVConnectorOutput"
     ) -> None:
         original(self, kv_connector_output)
-        ended = self.failed_recving_kv_req_ids & self.finished_recving_kv_req_ids
-        if not ended or not _is_ours(self):
-            return
-        failed = [
-            request
-            for request in self.kv_holding_waiting
-            if request.request_id in ended and not request.num_computed_tokens
-        ]
-        for request in failed:
-            self._handle_blocked_waiting_request(request)
-            self._inflight_prefills.discard(request)
-        if failed:
-            self.kv_holding_waiting.remove_requests(failed)
-            # In the order they had: each is put in front of those before.
-            self.waiting.prepend_requests(failed[::-1])
+        if _is_ours(self):
+            _free_ended(self)
 
     Scheduler._update_from_kv_xfer_finished = _update_from_kv_xfer_finished
+
+
+def _free_ended(scheduler: "Scheduler") -> None:
+    """Free the blocks of loads that have failed and ended, and queue their requests again."""
+    ended = scheduler.failed_recving_kv_req_ids & scheduler.finished_recving_kv_req_ids
+    if not ended:
+        return
+    failed = [
+        request
+        for request in scheduler.kv_holding_waiting
+        if request.request_id in ended and not request.num_computed_tokens
+    ]
+    for request in failed:
+        scheduler._handle_blocked_waiting_request(request)
+        scheduler._inflight_prefills.discard(request)
+    if failed:
+        scheduler.kv_holding_waiting.remove_requests(failed)
+        # In the order they had: each is put in front of those before.
+        scheduler.waiting.prepend_requests(failed[::-1])
+
+
+def fail_loads_at_reset() -> None:
+    """A reset of the connector's cache must reach what is being loaded from it.
+
+    Bug: ``Scheduler.reset_connector_cache`` asks the connector alone. A request whose load
+    is under way, or has ended and was not taken up yet, goes on with what was loaded.
+    Symptom: after weights were replaced it answers from what the old ones left, and the
+    blocks are published in vLLM's own prefix cache.
+    Remove when: ``Scheduler.reset_connector_cache`` fails or preempts such requests.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import RequestStatus
+
+    original = Scheduler.reset_connector_cache
+
+    @functools.wraps(original)
+    def reset_connector_cache(self: Scheduler) -> bool:
+        done = original(self)
+        if _is_ours(self):
+            for request in self.kv_holding_waiting:
+                if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                    request.num_computed_tokens = 0
+                    self.failed_recving_kv_req_ids.add(request.request_id)
+            _free_ended(self)
+        return done
+
+    Scheduler.reset_connector_cache = reset_connector_cache
 
 
 def reserve_windows() -> None:

@@ -51,6 +51,7 @@ HOOKS = (
     *attributes(_BASE, "KVConnectorTransferResults", "finished_recving failed_recving"),
     *attributes("vllm.v1.outputs", "KVConnectorOutput", "finished_recving failed_recving"),
     Hook(_REQUEST, "Request.shared_prefix_boundary", replaced_in=_COMPAT),
+    Hook(_REQUEST, "Request.num_computed_tokens", replaced_in=_COMPAT),
     Hook(_SPECS, "MambaSpec.mamba_cache_mode"),
     # vllm_patch/connector.py
     Hook(
@@ -153,6 +154,7 @@ HOOKS = (
         replaced_in=_COMPAT,
     ),
     Hook(_SCHEDULER, "Scheduler._handle_blocked_waiting_request", ("request",)),
+    Hook(_SCHEDULER, "Scheduler.reset_connector_cache", (), replaced_in=_COMPAT),
     Hook(
         _SCHEDULER,
         "Scheduler._request_remaining_blocks",

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from lmcache_hybrid.config import (
     DEFAULT_CHUNK_SIZE,
-    check_checkpoints,
+    check_lengths,
     check_pool,
     read_options,
     refusals,
@@ -28,7 +28,7 @@ def check_options(context: Context) -> Iterator[Finding]:
     try:
         options = read_options(SimpleNamespace(kv_transfer_config=context.transfer), config)
         if context.model is not None and context.block_size is not None:
-            check_checkpoints(options, context.block_size)
+            check_lengths(options, context.block_size)
             check_pool(config, context.model.largest)
     except ConfigError as failure:
         refused.append(str(failure))

@@ -15,7 +15,6 @@ from lmcache_hybrid.record import (
     digest,
     read_header,
     record_bytes,
-    tags_digest,
 )
 from lmcache_hybrid.stored.keys import StoredKey
 from lmcache_hybrid.stored.source import Entry, Source
@@ -109,7 +108,7 @@ def _check_name(key: StoredKey, header: Header) -> None:
     widened = header.block_hash[:half] == header.block_hash[half:]
     if not widened and int.from_bytes(header.block_hash[:8], "big") != key.block_hash:
         raise RecordError("name", "holds another block")
-    if key.tags is not None and header.tags != tags_digest(key.tags):
+    if header.tags != key.tags:
         raise RecordError("name", "holds another request's block")
 
 

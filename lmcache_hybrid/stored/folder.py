@@ -2,7 +2,6 @@
 """Folders of LMCache's ``fs://`` (``*.data``) and ``local_disk`` (``*.pt``)."""
 
 import os
-import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lmcache_hybrid.errors import StoreError
+from lmcache_hybrid.files import open_regular
 from lmcache_hybrid.record import HEADER_BYTES
 from lmcache_hybrid.stored.keys import StoredKey, parse_key, printable
 from lmcache_hybrid.stored.source import Entry
@@ -61,7 +61,7 @@ class FolderSource:
             self.notes.append(LOCAL_DISK_NOTE)
         offset = WRAPPER_BYTES if wrapped else 0
         try:
-            with _open(file.path) as data:
+            with open_regular(file.path) as data:
                 status = os.fstat(data.fileno())
                 head = data.read(offset + HEADER_BYTES)
         except FileNotFoundError:
@@ -82,7 +82,7 @@ class FolderSource:
 
     @contextmanager
     def open(self, entry: Entry) -> Iterator[BinaryIO]:
-        with _open(entry.where) as data:
+        with open_regular(entry.where) as data:
             data.seek(0 if entry.wrapper is None else WRAPPER_BYTES)
             yield data
 
@@ -107,15 +107,4 @@ class FolderSource:
 
 def _key_of(name: str) -> StoredKey | None:
     stem, suffix = os.path.splitext(name)
-    slash = {DATA: "-SEP-", TEMPORARY: "-SEP-", LOCAL_DISK: "-"}.get(suffix)
-    return parse_key(stem, slash) if slash else None
-
-
-@contextmanager
-def _open(path: str) -> Iterator[BinaryIO]:
-    """Open a regular file; neither a link that took its place, nor a pipe that never answers."""
-    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(number, "rb") as data:
-        if not stat.S_ISREG(os.fstat(number).st_mode):
-            raise FileNotFoundError(path)
-        yield data
+    return parse_key(stem) if suffix in (DATA, TEMPORARY, LOCAL_DISK) else None

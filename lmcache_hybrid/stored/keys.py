@@ -5,12 +5,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from lmcache_hybrid.record import tags_digest
+
 # LMCache's CacheEngineKey with the tag of LMCacheStore.engine_key. Another LMCache user's
 # key has no such tag, so it is never taken for ours.
 _KEY = re.compile(
     r"(?P<model>[^@]+)@(?P<world>\d{1,9})@(?P<rank>\d{1,9})@(?P<hash>[0-9a-f]{1,16})@uint8"
     r"@hybrid%(?P<label>[as]\d{1,3})-(?P<fingerprint>[0-9a-f]{16})"
-    r"(?P<tags>(?:@[^@%]*%[^@%]*)*)",
+    r"(?:@of%(?P<tags>[0-9a-f]{32}))?",
     re.DOTALL,
 )
 MODEL_NAME_LENGTH = 64
@@ -26,8 +28,7 @@ class StoredKey:
         block_hash: first 64 bits of vLLM's block hash.
         label: kind and group, ``a3`` or ``s0``.
         fingerprint: first 8 bytes, in hex.
-        tags: further (name, value) pairs of the request; None where the name does not
-            say them for certain.
+        tags: digest of the request's own tags, as in the record's header.
     """
 
     model: str
@@ -36,21 +37,14 @@ class StoredKey:
     block_hash: int
     label: str
     fingerprint: str
-    tags: tuple[tuple[str, str], ...] | None
+    tags: bytes
 
 
-def parse_key(text: str, slash: str = "/") -> StoredKey | None:
-    """None for a name that is not of a record of ours.
-
-    Args:
-        slash: what the backend wrote for ``/``. A tag that contains it may have been
-            another one.
-    """
+def parse_key(text: str) -> StoredKey | None:
+    """None for a name that is not of a record of ours."""
     found = _KEY.fullmatch(text)
     if found is None:
         return None
-    pairs = found["tags"].split("@")[1:]
-    certain = slash == "/" or slash not in found["tags"]
     return StoredKey(
         found["model"],
         int(found["world"]),
@@ -58,7 +52,7 @@ def parse_key(text: str, slash: str = "/") -> StoredKey | None:
         int(found["hash"], 16),
         found["label"],
         found["fingerprint"],
-        tuple(tuple(pair.split("%", 1)) for pair in pairs) if certain else None,
+        bytes.fromhex(found["tags"]) if found["tags"] else tags_digest(()),
     )
 
 

@@ -138,8 +138,8 @@ DEFECTS = (
     _one(
         "the user's tags are left out of the store's key",
         STORE,
-        "        tags.update((TAG + name, value) for name, value in key.tags)\n",
-        "",
+        "        if key.tags:\n",
+        "        if False:\n",
     ),
     _one(
         "groups share one key",
@@ -343,7 +343,7 @@ DEFECTS = (
     _one(
         "a failed load keeps its reservation",
         COMPAT,
-        "            self._inflight_prefills.discard(request)\n",
+        "        scheduler._inflight_prefills.discard(request)\n",
         "",
     ),
     # What is counted
@@ -441,5 +441,30 @@ DEFECTS = (
         PINNED,
         "    memory.madvise(mmap.MADV_DONTFORK)\n",
         "",
+    # Resets
+    _one(
+        "records keep their names over a reset",
+        STORE,
+        "        self._fingerprint = os.urandom(len(self._fingerprint))\n",
+        "",
+    ),
+    _one("a rank that failed to reset counts as reset", RPC, " and all(done)", ""),
+    _one(
+        "a step that was scheduled before a reset stores after it",
+        WORKER,
+        "            if metadata.epoch != self._epoch:\n",
+        "            if metadata.epoch > self._epoch:\n",
+    ),
+    _one(
+        "what was promised before a reset is loaded after it",
+        SCHEDULER,
+        "                self._give_up(tracked)\n                del self._tracked[request_id]\n",
+        "                pass\n",
+    ),
+    _one(
+        "hits and saves go on after a reset that failed",
+        SCHEDULER,
+        "        self._closed = not done\n",
+        "        self._closed = False\n",
     ),
 )

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import os
+
 import pytest
 import yaml
 from lmcache.integration.vllm import utils as lmcache_utils
@@ -12,7 +14,7 @@ from lmcache_hybrid import config as hybrid_config
 from lmcache_hybrid.config import (
     STABLE_HASH,
     Options,
-    check_checkpoints,
+    check_lengths,
     load_lmcache_config,
     read_options,
     settle_lmcache_config,
@@ -371,7 +373,7 @@ def test_a_value_that_lmcache_does_not_take_is_refused():
 def test_checkpoints_off_the_block_grid_are_refused(tokens, nearest):
     chosen = options(**{"lmcache.hybrid_checkpoint_tokens": tokens})
     with pytest.raises(ConfigError) as error:
-        check_checkpoints(chosen, 384)
+        check_lengths(chosen, 384)
     assert_one_sentence(str(error.value))
     assert str(error.value).startswith(f"lmcache.hybrid_checkpoint_tokens={tokens} is not a multip")
     assert f"set it to {nearest}," in str(error.value)
@@ -380,10 +382,55 @@ def test_checkpoints_off_the_block_grid_are_refused(tokens, nearest):
 @pytest.mark.parametrize("tokens", [0, 384, 1152])
 def test_checkpoints_on_the_block_grid(tokens):
     chosen = options(**{"lmcache.hybrid_checkpoint_tokens": tokens})
-    check_checkpoints(chosen, 384)
+    check_lengths(chosen, 384)
     assert chosen.checkpoint_tokens == tokens
 
 
 def test_checkpoints_and_generated_tokens_are_off_by_default():
     assert (options().checkpoint_tokens, options().save_decode) == (0, False)
     assert options(lmcache=lmcache_config(save_decode_cache=True)).save_decode
+
+
+# Lengths and times
+
+
+@pytest.mark.parametrize("tokens", [1, 383])
+def test_a_load_limit_below_one_block_is_refused(tokens):
+    """It would switch loading off without a word."""
+    chosen = options(**{"lmcache.max_tokens_per_load": tokens})
+    with pytest.raises(ConfigError, match="384 or more, or to 0") as error:
+        check_lengths(chosen, 384)
+    assert_one_sentence(str(error.value))
+    for allowed in (0, 384, 10_000):
+        check_lengths(options(**{"lmcache.max_tokens_per_load": allowed}), 384)
+
+
+def test_a_negative_length_is_refused():
+    with pytest.raises(ConfigError, match="max_tokens_per_load=-1 is negative") as error:
+        options(**{"lmcache.max_tokens_per_load": -1})
+    assert_one_sentence(str(error.value))
+    with pytest.raises(ConfigError, match="min_retrieve_tokens=-5 is negative"):
+        options(lmcache=lmcache_config(min_retrieve_tokens=-5))
+
+
+@pytest.mark.parametrize("value", ["inf", float("inf"), float("nan"), "1e999"])
+def test_a_length_that_is_no_number_of_tokens_is_refused(value):
+    with pytest.raises(ConfigError, match="is not a whole number"):
+        options(**{"lmcache.max_tokens_per_load": value})
+
+
+@pytest.mark.parametrize("name", ["lookup_timeout_ms", "blocking_timeout_secs"])
+@pytest.mark.parametrize("value", [0, -3, float("nan")])
+def test_a_deadline_that_leaves_no_time_is_refused(name, value):
+    config = lmcache_config()
+    setattr(config, name, value)
+    with pytest.raises(ConfigError, match=f"{name}=.* above 0") as error:
+        settle_lmcache_config(config, 384)
+    assert_one_sentence(str(error.value))
+
+
+def test_the_write_probe_leaves_nothing_and_shares_its_name_with_nobody(tmp_path):
+    """Engines in two containers have the same process ID."""
+    (tmp_path / f".lmcache-hybrid-{os.getpid()}.tmp").mkdir()
+    settle_lmcache_config(lmcache_config(local_disk=str(tmp_path), max_local_disk_size=1), 384)
+    assert [p.is_dir() for p in tmp_path.iterdir()] == [True]

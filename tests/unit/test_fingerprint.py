@@ -2,6 +2,7 @@
 """What must match for bytes to be shared, and what need not."""
 
 import copy
+import dataclasses
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from lmcache_hybrid import fingerprint as module
+from lmcache_hybrid import settings
 from lmcache_hybrid.fingerprint import fingerprint, weights_identity
 from lmcache_hybrid.groups import GroupPlan
 from lmcache_hybrid.pages import GroupPages
@@ -100,6 +102,18 @@ FACTS = {
         "attn_backend",
         type("OtherBackend", (), {}),
     ),
+    "mixture of experts": lambda c: setattr(c.kernel_config, "moe_backend", "triton"),
+    "linear layers": lambda c: setattr(c.kernel_config, "linear_backend", "marlin"),
+    "linear layers by quantisation": lambda c: setattr(
+        c.kernel_config, "linear_backend_per_quant", {"fp8": "triton"}
+    ),
+    "quantised queries": lambda c: setattr(
+        c.attention_config, "disable_flashinfer_q_quantization", True
+    ),
+    "quantised queries of prefills": lambda c: setattr(
+        c.attention_config, "use_prefill_query_quantization", True
+    ),
+    "trtllm": lambda c: setattr(c.attention_config, "use_trtllm_attention", True),
     "stochastic rounding": lambda c: setattr(c.mamba_config, "enable_stochastic_rounding", True),
     "additional": lambda c: setattr(c, "additional_config", {"gdn_prefill_backend": "triton"}),
     "rank": lambda c: setattr(c.parallel_config, "rank", 1),
@@ -154,6 +168,34 @@ NO_FACTS = {
     "name in the config": lambda c: setattr(c.model_config.hf_config, "_name_or_path", "/else"),
     "transformers": lambda c: setattr(c.model_config.hf_config, "transformers_version", "9"),
 }
+
+
+# As of the releases this was looked at with. A field that is in neither list counts
+# until it has been looked at too: add it here, or to NOT_COUNTED with its reason.
+COUNTED = {
+    "attention_config": "minimax_m3_msa_decode_backend flash_attn_version use_trtllm_attention "
+    "disable_flashinfer_q_quantization mla_prefill_backend use_prefill_query_quantization "
+    "indexer_kv_dtype indexer_sparse_logits hisparse_config use_non_causal sparse_mla_force_mqa",
+    "kernel_config": "moe_backend sparse_indexer_topk_backend linear_backend "
+    "linear_backend_per_quant",
+    "mamba_config": "backend enable_stochastic_rounding stochastic_rounding_philox_rounds",
+    "cache_config": "kv_cache_layout cache_dtype sliding_window use_replayssm use_kda_recoverssm "
+    "kv_sharing_fast_prefill swa_bounded_replay",
+}
+
+
+@pytest.mark.parametrize("section", COUNTED)
+def test_every_setting_has_been_looked_at(made, section):
+    assert settings.counted(made)[section].keys() == set(COUNTED[section].split())
+    fields = {field.name for field in dataclasses.fields(getattr(made, section))}
+    assert settings.NOT_COUNTED[section].keys() <= fields, "vLLM has given up a setting"
+
+
+@pytest.mark.parametrize("section", COUNTED)
+def test_a_setting_that_counts_is_the_same_in_every_process(made, section):
+    """No address in its text."""
+    text = json.dumps(module._plain(settings.counted(made)[section]))
+    assert " at 0x" not in text and " object" not in text
 
 
 @pytest.mark.parametrize("fact", NO_FACTS)

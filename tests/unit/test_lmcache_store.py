@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import errno
 import gc
@@ -606,7 +607,7 @@ def test_a_claim_is_all_or_nothing(box, kind):
 def test_claimed_records_are_not_evicted(box):
     box = box("ram").write()
     claim = box.store.claim(box.store.locate(KEYS[:2]))
-    box.store.clear()
+    box.manager.clear()
     held = list(iter(lambda: box.store.reserve(MAX_PAYLOAD), None))
     assert list(box.store.locate(KEYS)) == KEYS[:2]
     for buffer in held:
@@ -682,6 +683,22 @@ def test_clear_forgets_everything(box, kind):
     box.assert_pool_is_free()
     box.write()
     box.read()
+    box.assert_pool_is_free()
+
+
+@pytest.mark.parametrize("kind", ["ram", "disk"])
+def test_clear_forgets_what_is_pinned(box, kind):
+    """A request that waits with a claim gets nothing that was stored before."""
+    box = box(kind).write()
+    claim = box.store.claim(box.store.locate(KEYS))
+    box.store.clear()
+    assert box.store.locate(KEYS) == {}
+    with pytest.raises(LoadError, match="gone"):
+        box.store.fetch(claim, KEYS)
+    claim.release()
+    box.write()
+    box.read()
+    box.manager.clear()  # what nobody can find any more is evicted like the rest
     box.assert_pool_is_free()
 
 
@@ -902,10 +919,11 @@ def test_the_size_account_follows_a_record_that_cannot_be_deleted(box, monkeypat
     box.path(KEYS[1]).rmdir()
 
 
-def test_a_tag_that_is_no_file_name_leaks_nothing(box):
-    """open() raises ValueError for a NUL, and tags come from clients."""
+def test_a_key_that_is_no_file_name_leaks_nothing(box):
+    """open() raises ValueError for a NUL."""
     box = box("disk")
-    key = box.store.engine_key(RecordKey(STATE, 0, b"t" * 32, N, (("user", "a\0b"),)))
+    key = copy.copy(box.store.engine_key(KEYS[0]))
+    key.model_name = "a\0b"
     memory = box.store.reserve(SIZE).memory
     # What submit_put_task does before it hands over to a thread.
     box.backend.disk_worker.insert_put_task(key)
@@ -916,16 +934,14 @@ def test_a_tag_that_is_no_file_name_leaks_nothing(box):
 
 
 @pytest.mark.parametrize("kind, twin", [("disk", "a-b"), ("fs", "a-SEP-b")])
-def test_tags_that_share_a_file_never_share_its_payload(box, kind, twin):
-    """LMCache replaces slashes in file names."""
+def test_tags_that_lmcache_would_give_one_file_have_two(box, kind, twin):
+    """It replaces slashes in file names."""
     box = box(kind)
     keys = [RecordKey(STATE, 0, b"t" * 32, N, (("user", tag),)) for tag in ("a/b", twin)]
-    assert box.path(keys[0]) == box.path(keys[1])
     box.write(keys[:1])
     box.write(keys[1:])
-    assert torch.equal(box.read(keys[1:])[0], payload_of(keys[1], SIZE))
-    with pytest.raises((LoadError, RecordError)):
-        box.read(keys[:1])
+    for key, payload in zip(keys, box.read(keys), strict=True):
+        assert torch.equal(payload, payload_of(key, SIZE))
 
 
 def gone(folder: Path) -> None:
@@ -956,3 +972,44 @@ def test_a_failed_disk_write_leaks_nothing_and_can_be_repeated(box, hybrid_log, 
     box.folder.mkdir()
     box.write()
     assert torch.equal(box.read()[0], payload_of(KEYS[0], SIZE))
+
+
+# What a client may name its tags
+
+
+@pytest.mark.parametrize("kind", ["ram", "disk", "fs", "redis"])
+@pytest.mark.parametrize(
+    "tags",
+    [
+        (("hybrid", "a0-0123456789abcdef"),),
+        (("of", "x"),),
+        (("team", "t" * 4000),),
+        (("a/b", "c/d"),),
+    ],
+    ids=["ours", "ours too", "long", "slashes"],
+)
+def test_no_tag_of_a_client_changes_what_our_own_tags_say(box, kind, tags):
+    """Groups keep keys of their own, and names stay short enough for a file."""
+    keys = [dataclasses.replace(key, tags=tags) for key in KEYS]
+    box = box(kind).write(keys)
+    names = {box.store.engine_key(key).to_string() for key in (*keys, *KEYS)}
+    assert len(names) == 2 * len(KEYS) and max(map(len, names)) < 200
+    assert box.store.locate(KEYS) == {}
+    box.read(keys)
+    box.assert_pool_is_free()
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_or_a_link_in_the_place_of_a_file_is_left_alone(box):
+    """Others may write to the folder: an index that opens a pipe never ends."""
+    first = box("disk").write()
+    pipe, link = first.path(KEYS[0]), first.path(KEYS[1])
+    kept = link.with_name("elsewhere")
+    pipe.unlink()
+    os.mkfifo(pipe)
+    link.rename(kept)
+    link.symlink_to(kept)
+    first.close()
+    found = box("disk").store.locate
+    assert found(KEYS[:1]) == found(KEYS[1:2]) == {}
+    assert list(found(KEYS[2:])) == KEYS[2:]

@@ -4,6 +4,7 @@
 import threading
 import time
 import uuid
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -55,10 +56,15 @@ class Wire:
             store.go.set()
         self.servers = [LookupServer(each) for each in config]
         self.client = LookupClient(config[0], timeout_ms)
+        self.epochs: list[int] = []
 
     def serve(self) -> None:
         for server, lookup, store in zip(self.servers, self.lookups, self.stores):
-            server.serve(lookup, store.clear)
+            server.serve(lookup, partial(self.cleared, store))
+
+    def cleared(self, store: NaiveStore, epoch: int) -> None:
+        store.clear()
+        self.epochs.append(epoch)
 
     def close(self) -> None:
         for store in self.stores:
@@ -82,8 +88,46 @@ def test_every_rank_answers(wire):
     wire.serve()
     assert wire.client.ask(QUESTION) == [HIT, HIT]
     assert [lookup.num_claims for lookup in wire.lookups] == [1, 1]
-    assert wire.client.clear()
+    assert wire.client.clear(7)
     assert [len(store.records) for store in wire.stores] == [0, 0]
+    assert wire.epochs == [7, 7]
+
+
+@pytest.mark.parametrize("wire", [(2, 10_000)], indirect=True)
+def test_a_reset_that_fails_on_one_rank_is_no_success(wire):
+    wire.serve()
+    wire.stores[1].clear = None
+    assert not wire.client.clear(1)
+    assert wire.stores[1].records
+
+
+@pytest.mark.parametrize("wire", [(2, 200)], indirect=True)
+def test_a_reset_that_a_rank_does_not_answer_is_no_success(wire):
+    wire.serve()
+    wire.servers[1]._running = False
+    wire.servers[1]._thread.join()
+    assert not wire.client.clear(1)
+
+
+@pytest.mark.parametrize("wire", [(1, 10_000)], indirect=True)
+def test_a_reset_before_there_is_a_store_empties_it_before_it_serves(wire):
+    assert wire.client.clear(3), "nothing can be served by this rank"
+    assert wire.epochs == [] and wire.stores[0].records
+    wire.serve()
+    assert wire.epochs == [3] and not wire.stores[0].records
+
+
+@pytest.mark.parametrize("wire", [(1, 200)], indirect=True)
+def test_a_reset_goes_through_while_lookups_pause(wire, monkeypatch):
+    wire.serve()
+    wire.stores[0].go.clear()
+    monkeypatch.setattr(rpc, "PAUSE_SECONDS", 1000.0)
+    assert wire.client.ask(QUESTION) == []
+    wire.stores[0].go.set()
+    done = time.monotonic() + 20
+    while not wire.client.clear(1):
+        assert time.monotonic() < done
+    assert wire.client.ask(QUESTION) == [], "lookups do not pause"
 
 
 @pytest.mark.parametrize("wire", [(1, 10_000)], indirect=True)

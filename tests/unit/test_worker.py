@@ -280,8 +280,19 @@ def test_what_a_device_still_copies_is_forgotten_too(device_rig):
     """It may have been computed with weights that are no longer there."""
     rig = device_rig.saved()
     threading.Timer(0.05, rig.device.arrived.set).start()
-    rig.worker.forget()
+    rig.worker.reset(1)
     assert rig.worker.counts.saved_states == 1 and not rig.store.records
+
+
+def test_a_step_scheduled_before_a_reset_stores_nothing_after_it(rig):
+    """With steps in flight it may come to its saves when the reset is done."""
+    rig = rig()
+    rig.worker.reset(1)
+    rig.saved()
+    assert not rig.store.records and rig.worker.counts.skipped_saves == {"reset": 1}
+    rig.worker.save(dataclasses.replace(rig.save_metadata(), epoch=1))
+    assert rig.store.records and rig.worker.counts.saved_states == 1
+    rig.assert_clean()
 
 
 def test_a_copy_that_fails_is_not_stored(device_rig, hybrid_log):
@@ -289,7 +300,7 @@ def test_a_copy_that_fails_is_not_stored(device_rig, hybrid_log):
     rig.device.error = RuntimeError("device lost")
     rig.device.arrived.set()
     rig.saved()
-    rig.worker.forget()
+    rig.worker.reset(1)
     assert rig.worker.counts.skipped_saves == {"error": 1} and rig.worker.counts.saved_bytes == 0
     assert [r for r in hybrid_log.records if "device lost" in r.getMessage()]
     rig.assert_clean()
