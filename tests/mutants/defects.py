@@ -441,6 +441,7 @@ DEFECTS = (
         PINNED,
         "    memory.madvise(mmap.MADV_DONTFORK)\n",
         "",
+    ),
     # Resets
     _one(
         "records keep their names over a reset",
