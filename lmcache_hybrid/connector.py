@@ -24,7 +24,7 @@ from lmcache_hybrid.config import (
 )
 from lmcache_hybrid.errors import ConfigError
 from lmcache_hybrid.fingerprint import fingerprint
-from lmcache_hybrid.groups import layer_specs, plan_groups
+from lmcache_hybrid.groups import layer_specs, page_bytes, plan_groups
 from lmcache_hybrid.inquiry import Inquiries
 from lmcache_hybrid.lookup import RankLookup
 from lmcache_hybrid.metadata import NOTHING, StepMetadata
@@ -140,6 +140,13 @@ class HybridConnector:
             index: GroupPages(groups[index].layer_names, kv_caches, num_blocks)
             for index in self.plan.groups
         }
+        for index, group in pages.items():
+            wanted = page_bytes(groups[index], group.layers)
+            if group.block_bytes != wanted:
+                raise ConfigError(
+                    f"blocks of KV cache group {index} have {group.block_bytes} bytes instead of "
+                    f"the {wanted} of their specs; choose another --attention-backend."
+                )
         context = self._vllm_config.compilation_config.static_forward_context
         reset_scales(self._kv_cache_config, kv_caches, context)
         check_pool(self._manager.config, max(group.block_bytes for group in pages.values()))

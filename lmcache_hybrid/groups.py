@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which KV cache groups hold attention pages, windows or states, and what is refused."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -127,11 +127,14 @@ def layer_specs(group: "KVCacheGroupSpec") -> "Collection[KVCacheSpec]":
     return iter_layer_specs(group.kv_cache_spec)
 
 
-def page_bytes(group: "KVCacheGroupSpec") -> int:
-    """What is stored of one block: its layers' pages without padding."""
-    specs = layer_specs(group)
-    pages = sum(spec.real_page_size_bytes for spec in specs)
-    return pages * (len(group.layer_names) // len(specs))
+def page_bytes(group: "KVCacheGroupSpec", layers: Sequence[str] = ()) -> int:
+    """What is stored of one block of ``layers`` (all by default): pages without padding."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    spec = group.kv_cache_spec
+    several = isinstance(spec, UniformTypeKVCacheSpecs)
+    specs = spec.kv_cache_specs if several else dict.fromkeys(group.layer_names, spec)
+    return sum(specs[name].real_page_size_bytes for name in layers or specs)
 
 
 def _kind(spec: "KVCacheSpec") -> str | None:

@@ -209,6 +209,7 @@ HOOKS = (
     *attributes(_SPECS, "SlidingWindowSpec", "block_size sliding_window extra_retained_tokens"),
     *attributes(_SPECS, "AttentionSpec", "kv_quant_mode real_page_size_bytes"),
     Hook(_SPECS, "MambaSpec.real_page_size_bytes"),
+    Hook(_SPECS, "UniformTypeKVCacheSpecs.kv_cache_specs"),
     Hook(_SPECS, "KVQuantMode.is_per_token_head"),
     Hook(
         _TRITON,

@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from lmcache_hybrid.groups import page_bytes
 from lmcache_hybrid.pages import GroupPages
 from lmcache_hybrid.record import (
     ATTENTION,
@@ -128,6 +129,7 @@ def noise(size: int) -> torch.Tensor:
 def assert_a_block_moves(built: Built, group: KVCacheGroupSpec) -> GroupPages:
     """Through a record, and as a device copies; no other byte changes."""
     pages = GroupPages(group.layer_names, built.views, built.config.num_blocks)
+    assert pages.block_bytes == page_bytes(group, pages.layers)
     before = built.memory.clone()
     expected = built.over(before.clone())
     for name in group.layer_names:

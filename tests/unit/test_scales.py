@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scales per token and head, which vLLM resets in a layer's first forward."""
 
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from lmcache_hybrid.connector import HybridConnector
 from lmcache_hybrid.errors import ConfigError
-from lmcache_hybrid.groups import plan_groups
+from lmcache_hybrid.groups import page_bytes, plan_groups
 from lmcache_hybrid.pages import GroupPages
 from lmcache_hybrid.scales import reset_scales
 
@@ -133,23 +132,39 @@ def test_refuses_scales_that_could_be_reset_later(fault):
     assert "use --kv-cache-dtype fp8 or auto" in str(error.value)
 
 
-def test_the_connector_resets_them_and_groups_kernel_blocks(monkeypatch, hybrid_log):
-    """When the KV cache is registered, before anything can be loaded."""
-    dtype = "int8_per_token_head"
-    built = hybrid(dtype, 32)
-    layers = layers_of(built, dtype)
+def register(built: Built, layers: dict[str, SimpleNamespace], monkeypatch) -> int:
+    """As vLLM does, with a store that does not open; returns bytes of the largest block."""
     connector = object.__new__(HybridConnector)
     connector._kv_cache_config = built.config
     connector.plan = plan_groups(built.config)
     context = SimpleNamespace(static_forward_context=layers)
     connector._vllm_config = SimpleNamespace(compilation_config=context)
-    # A store that did not open: registration ends once pages and scales are settled.
-    connector._manager = SimpleNamespace(
-        config=SimpleNamespace(max_local_cpu_size=1), post_init=list, lmcache_engine=None
-    )
-    with hybrid_log.at_level(logging.ERROR, "vllm"):
-        connector.register_kv_caches(dict(built.views))
+    connector._manager = SimpleNamespace(config=None, post_init=list, lmcache_engine=None)
+    found: list[int] = []
+    monkeypatch.setattr("lmcache_hybrid.connector.check_pool", lambda _, size: found.append(size))
+    connector.register_kv_caches(dict(built.views))
+    return found[0]
+
+
+def test_the_connector_resets_them_and_groups_kernel_blocks(monkeypatch, hybrid_log):
+    """When the KV cache is registered, before anything can be loaded."""
+    dtype = "int8_per_token_head"
+    built = hybrid(dtype, 32)
+    layers = layers_of(built, dtype)
+    largest = register(built, layers, monkeypatch)
     assert "could not open its store" in hybrid_log.text
+    assert largest == max(page_bytes(group) for group in built.config.kv_cache_groups)
     loaded = built.memory.fill_(7).clone()
     first_forward(layers)
     assert torch.equal(built.memory, loaded)
+
+
+def test_the_connector_refuses_blocks_of_another_size(monkeypatch):
+    built = hybrid("int8_per_token_head")
+    built.views["a0"] = built.views["a0"][..., :8]
+    with pytest.raises(ConfigError) as error:
+        register(built, layers_of(built, "int8_per_token_head"), monkeypatch)
+    assert str(error.value) == (
+        "blocks of KV cache group 1 have 12288 bytes instead of the 20480 of their specs; choose "
+        "another --attention-backend."
+    )
