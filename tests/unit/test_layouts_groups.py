@@ -22,6 +22,7 @@ from lmcache_hybrid.doctor.model import kv_cache_config
 from lmcache_hybrid.errors import ConfigError
 from lmcache_hybrid.groups import is_served, page_bytes, plan_groups
 from lmcache_hybrid.pages import GroupPages
+from lmcache_hybrid.tinymodels import FAMILIES
 
 from .helpers import engine_config
 from .layouts import BLOCKS, FROM, Built, N, allocate, assert_a_block_moves, build
@@ -172,7 +173,7 @@ def test_a_drafter_makes_groups_of_several_specs(layout):
     assert page_bytes(built.config.kv_cache_groups[2]) == 3 * 4 * full(2).page_size_bytes
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "gemma3"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama"])
 def test_groups_of_a_model_as_vllm_makes_them(family):
     """With N, padding and placement of vLLM's own, on CPU and with another layout."""
     config = engine_config(family, connector=None)
