@@ -12,6 +12,7 @@ else: importing takes longer than all the rest of an engine's start.
 import atexit
 import contextlib
 import faulthandler
+import gc
 import json
 import multiprocessing
 import os
@@ -590,6 +591,8 @@ def _main(
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faulthandler.enable()
+    # vLLM collects garbage eight times at start-up, over all that it has imported.
+    gc.freeze()
     if prepare is not None:
         prepare()
     child = _Child(arguments, _file(requests, "r"), _file(answers, "w"))

@@ -7,3 +7,5 @@ v2.use_interpreter()
 
 import vllm.entrypoints.llm  # noqa: E402, F401
 import vllm.v1.worker.gpu.model_runner  # noqa: E402, F401
+
+v2.run_fewer_programs()

@@ -6,6 +6,7 @@ compared with what is the same as in test_families.
 """
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,8 @@ from lmcache_hybrid.tinymodels import make_model
 
 pytestmark = pytest.mark.engine
 
-TOKENS = 4
+# Each decode step costs what a prefill does.
+TOKENS = 3
 
 
 def start(model: Path, lmcache: dict | None = None, **options) -> Engine:
@@ -117,3 +119,136 @@ def test_ram_and_fs_after_a_restart(own: Own, tmp_path: Path) -> None:
         check_runner(engine)
         check_hits(engine, own, repeated(own))
         assert "RemoteBackend" in engine.reads()
+
+
+# Kernel blocks
+
+
+@pytest.mark.parametrize("size", [64, 32])
+def test_blocks_that_attention_takes_in_parts(size: int, qwen: Path) -> None:
+    """FlashInfer and others take blocks smaller than N; vLLM's own hit is the reference."""
+    with start(qwen, {"local_cpu": True}, prepare=partial(v2.split_blocks, size)) as engine:
+        check_runner(engine)
+        assert size in engine.info["kernel_blocks"]
+        own = Own(qwen, engine.info["block_size"], v2_cases(engine.info["block_size"]), {})
+        for case in own.cases:
+            ask(engine, case.stored)
+            own.answers[case.name] = answer = ask(engine, case.asked)
+            assert (answer.cached, answer.external) == (hit_of(case, own.block_size), 0)
+        check_hits(engine, own, repeated(own))
+
+
+# V1 and V2
+
+
+def test_v1_and_v2_find_each_others_records(qwen: Path, tmp_path: Path) -> None:
+    """The kernels that make states are the layers', not the runner's."""
+    config = {"local_cpu": False, "remote_url": f"fs://localhost:0{tmp_path}"}
+    same = {name: value for name, value in v2.OPTIONS.items() if name != "async_scheduling"}
+    runners = {"v1": lambda: Engine(qwen, config, **same), "v2": lambda: start(qwen, config)}
+    stored: dict[str, tuple] = {}
+    for runner, begin in (*runners.items(), ("v1", runners["v1"])):
+        with begin() as engine:
+            size = engine.info["block_size"]
+            first, second = (case for case in v2_cases(size, seed=9) if "57" in case.name), None
+    del first, second, stored
+
+
+# Several requests, faults
+
+
+@pytest.fixture(scope="module")
+def qwen(model_dir: Path) -> Path:
+    return make_model("qwen3_next", model_dir / "qwen3_next")
+
+
+@pytest.fixture(scope="module")
+def shared(qwen: Path) -> Iterator[Engine]:
+    """One engine for the tests that leave nothing behind but records of their own prompts."""
+    with start(qwen, {"local_cpu": True}) as engine:
+        check_runner(engine)
+        yield engine
+
+
+def new_prompts(engine: Engine, name: str, *extra: int) -> list[tuple[int, ...]]:
+    """Prompts of N + each of ``extra`` tokens that no other test asks."""
+    rng = random.Random(name)
+    size = engine.info["block_size"]
+    return [tuple(rng.randrange(32, 127) for _ in range(size + more)) for more in extra]
+
+
+def store(engine: Engine, *prompts: tuple[int, ...]) -> list[Answer]:
+    """Compute each by itself; afterwards only the store has it."""
+    answers = []
+    for ids in prompts:
+        engine.forget()
+        answers.append(ask(engine, ids))
+        assert answers[-1].cached == 0
+    engine.settle()
+    engine.forget()
+    return answers
+
+
+def test_four_at_once(shared: Engine) -> None:
+    """Three hit and one misses, side by side."""
+    size = shared.info["block_size"]
+    prompts = new_prompts(shared, "four", 1, 60, size + 30, 20)
+    alone = store(shared, *prompts[:3])
+    before = shared.counts()
+    together = shared.ask_many([list(ids) for ids in prompts], TOKENS)
+    after = shared.counts()
+    assert together[0].external == 4 * size
+    assert [answer.cached for answer in together] == [size, size, 2 * size, 0]
+    assert after["worker"]["loaded_states"] - before["worker"]["loaded_states"] == 3
+    alone.append(ask(shared, prompts[3]))
+    for one, other, ids in zip(alone, together, prompts, strict=True):
+        assert_close(one, other, str(len(ids)))
+    check_nothing_held(shared)
+
+
+def test_abort_during_a_load(shared: Engine) -> None:
+    prompts = new_prompts(shared, "abort", 9, 10)
+    answers = store(shared, *prompts)
+    loading, held = shared.call(
+        "fault", name="abort_in_load", prompts=[list(ids) for ids in prompts]
+    )
+    assert loading == 2
+    assert held > 1, "blocks were freed under a load"
+    check_nothing_held(shared)
+    for ids, expected in zip(prompts, answers, strict=True):
+        shared.forget()
+        answer = ask(shared, ids)
+        assert answer.external == shared.info["block_size"]
+        assert answer.output == expected.output
+
+
+@pytest.mark.parametrize("label", ["%s0-", "%a3-"])
+def test_damaged_record(shared: Engine, label: str) -> None:
+    """Warned of once, computed instead, and stored anew."""
+    shelf = faults.RamShelf(shared)
+    (ids,) = new_prompts(shared, label, 30)
+    names = shelf.names()
+    (expected,) = store(shared, ids)
+    (record,) = (name for name in shelf.names() - names if label in name)
+    shelf.write(record, faults.flipped(shelf.read(record)))
+    before, log = shared.counts(), len(shared.log)
+    answer = ask(shared, ids)
+    assert answer.cached == 0 and answer.output == expected.output
+    after = shared.counts()
+    for side in ("worker", "scheduler"):
+        assert after[side]["failed_loads"] - before[side]["failed_loads"] == 1
+    assert after["worker"]["loaded_states"] == before["worker"]["loaded_states"]
+    warnings = re.findall(r"Reqid: (\S+), loading .* computed instead: checksum", shared.log[log:])
+    assert warnings == re.findall(r"Reqid: (\S+), Total tokens", shared.log[log:])
+    assert len(warnings) == 1
+    check_nothing_held(shared)
+    shared.settle()
+    shared.forget()
+    again = ask(shared, ids)
+    assert again.external == shared.info["block_size"] and again.output == expected.output
+
+
+def test_preemption(qwen: Path) -> None:
+    """Two requests grow into a pool that holds one of them; the other starts over from the store."""
+    with start(qwen, {"local_cpu": True}, num_gpu_blocks_override=POOL) as engine:
+        check_runner(engine)

@@ -7,10 +7,9 @@ made at import; so these engines are forked from a server of their own, which
 imported vLLM after :func:`use_interpreter`.
 """
 
-import multiprocessing
 import os
 import threading
-from multiprocessing import forkserver, util
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -65,6 +64,16 @@ def use_interpreter() -> None:
     import triton.backends
 
     triton.backends.backends["cpu"] = SimpleNamespace(compiler=None, driver=CpuDriver)
+
+
+def run_fewer_programs() -> None:
+    """The same work in fewer programs of a kernel: here they do not run side by side.
+
+    Call after vLLM is imported.
+    """
+    from vllm.v1.worker import mamba_utils
+
+    mamba_utils._TEMPORAL_TILES = 1
 
 
 def split_blocks(size: int) -> None:
