@@ -24,7 +24,7 @@ from lmcache_hybrid.config import (
 )
 from lmcache_hybrid.errors import ConfigError
 from lmcache_hybrid.fingerprint import fingerprint
-from lmcache_hybrid.groups import plan_groups
+from lmcache_hybrid.groups import layer_specs, page_bytes, plan_groups
 from lmcache_hybrid.inquiry import Inquiries
 from lmcache_hybrid.lookup import RankLookup
 from lmcache_hybrid.metadata import NOTHING, StepMetadata
@@ -32,6 +32,7 @@ from lmcache_hybrid.metrics import HybridStats
 from lmcache_hybrid.monitor import LMCacheMonitor
 from lmcache_hybrid.pages import GroupPages
 from lmcache_hybrid.rpc import LookupClient, LookupServer
+from lmcache_hybrid.scales import reset_scales
 from lmcache_hybrid.scheduler import HybridScheduler
 from lmcache_hybrid.stored.keys import readable_name
 from lmcache_hybrid.worker import HybridWorker
@@ -124,7 +125,7 @@ class HybridConnector:
             config,
             self._vllm_config,
             role.name.lower(),
-            groups[0].kv_cache_spec,
+            next(iter(layer_specs(groups[0]))),
             sum(len(group.layer_names) for group in groups),
         )
         manager = LMCacheManager(config, factory, connector=self)
@@ -134,16 +135,20 @@ class HybridConnector:
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Map the pages, open the store, answer lookups from now on."""
         self.kv_caches = kv_caches  # where LMCache's API server looks
+        groups, num_blocks = self._kv_cache_config.kv_cache_groups, self._kv_cache_config.num_blocks
         pages = {
-            index: GroupPages(self._kv_cache_config.kv_cache_groups[index].layer_names, kv_caches)
+            index: GroupPages(groups[index].layer_names, kv_caches, num_blocks)
             for index in self.plan.groups
         }
         for index, group in pages.items():
-            if group.num_blocks != self._kv_cache_config.num_blocks:
+            wanted = page_bytes(groups[index], group.layers)
+            if group.block_bytes != wanted:
                 raise ConfigError(
-                    f"KV cache group {index} has tensors of {group.num_blocks} blocks instead of "
-                    f"{self._kv_cache_config.num_blocks}; choose another attention backend."
+                    f"blocks of KV cache group {index} have {group.block_bytes} bytes instead of "
+                    f"the {wanted} of their specs; choose another --attention-backend."
                 )
+        context = self._vllm_config.compilation_config.static_forward_context
+        reset_scales(self._kv_cache_config, kv_caches, context)
         check_pool(self._manager.config, max(group.block_bytes for group in pages.values()))
         self._manager.post_init()
         engine = self._manager.lmcache_engine

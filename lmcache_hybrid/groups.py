@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which KV cache groups hold attention pages, windows or states, and what is refused."""
 
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmcache_hybrid.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 ATTENTION_GROUP_KEY = "lmcache.hybrid_attention_group"
 
@@ -60,7 +61,7 @@ def is_served(kv_cache_config: "KVCacheConfig") -> bool:
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group)]
     if any(isinstance(spec, MambaSpec) for spec in specs):
         return True
     kinds = (FullAttentionSpec, SlidingWindowSpec)
@@ -79,40 +80,29 @@ def plan_groups(kv_cache_config: "KVCacheConfig", selected: int | None = None) -
         ConfigError: a group of a kind that is not served, groups with different
             block sizes, a state group outside align mode, or an invalid ``selected``.
     """
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        MambaSpec,
-        MLAAttentionSpec,
-        SlidingWindowSpec,
-    )
-
     attention: list[int] = []
     windows: list[Window] = []
     states: list[int] = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        spec = group.kv_cache_spec
-        if isinstance(spec, MambaSpec):
-            if spec.mamba_cache_mode != "align":
-                raise ConfigError(
-                    f"mamba_cache_mode={spec.mamba_cache_mode!r} of KV cache group {index} keeps "
-                    "no states at block boundaries; use --mamba-cache-mode align."
-                )
+        specs = layer_specs(group)
+        kinds = {_kind(spec) for spec in specs}
+        if kinds == {"state"}:
+            _refuse_other_modes(index, specs)
             states.append(index)
-        # Exact types: a subclass may drop or share blocks in ways not served here.
-        elif type(spec) in (FullAttentionSpec, MLAAttentionSpec):
+        elif kinds == {"attention"}:
             attention.append(index)
-        elif type(spec) is SlidingWindowSpec and not spec.extra_retained_tokens:
-            windows.append(Window(index, -(-(spec.sliding_window - 1) // spec.block_size)))
+        elif kinds == {"window"}:
+            windows.append(Window(index, max(_window_blocks(spec) for spec in specs)))
         else:
             raise ConfigError(
-                f"KV cache group {index} is {type(spec).__name__} (layers "
+                f"KV cache group {index} is {_names(group)} (layers "
                 f"{group.layer_names[0]} and {len(group.layer_names) - 1} more), which LMCache "
                 "cannot restore by whole blocks; start this model without LMCacheConnectorV1."
             )
-    kinds = _describe(kv_cache_config)
+    described = _describe(kv_cache_config)
     if not attention or not (states or windows):
         raise ConfigError(
-            f"KV cache groups {kinds} lack attention or state groups; start this model without "
+            f"KV cache groups {described} lack attention or state groups; start this model without "
             "LMCacheConnectorV1."
         )
     block_size = _block_size(kv_cache_config)
@@ -120,10 +110,63 @@ def plan_groups(kv_cache_config: "KVCacheConfig", selected: int | None = None) -
         selected = attention[0]
     elif selected not in attention:
         raise ConfigError(
-            f"{ATTENTION_GROUP_KEY}={selected} is not an attention group; the groups are {kinds}, "
-            f"choose one of {attention}."
+            f"{ATTENTION_GROUP_KEY}={selected} is not an attention group; the groups are "
+            f"{described}, choose one of {attention}."
         )
     return GroupPlan(block_size, tuple(attention), tuple(states), selected, tuple(windows))
+
+
+def layer_specs(group: "KVCacheGroupSpec") -> "Collection[KVCacheSpec]":
+    """The specs in a group: one per layer where they differ, else one for all layers.
+
+    Layers of one kind with pages of several sizes share a group where vLLM packs a
+    block of all layers together, as with a drafter beside the model.
+    """
+    from vllm.v1.kv_cache_interface import iter_layer_specs
+
+    return iter_layer_specs(group.kv_cache_spec)
+
+
+def page_bytes(group: "KVCacheGroupSpec", layers: Sequence[str] = ()) -> int:
+    """What is stored of one block of ``layers`` (all by default): pages without padding."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    spec = group.kv_cache_spec
+    several = isinstance(spec, UniformTypeKVCacheSpecs)
+    specs = spec.kv_cache_specs if several else dict.fromkeys(group.layer_names, spec)
+    return sum(specs[name].real_page_size_bytes for name in layers or specs)
+
+
+def _kind(spec: "KVCacheSpec") -> str | None:
+    """What a hit needs of a layer; None if that cannot be told."""
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+    )
+
+    if isinstance(spec, MambaSpec):
+        return "state"
+    # Exact types: a subclass may drop or share blocks in ways not served here.
+    if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
+        return "attention"
+    if type(spec) is SlidingWindowSpec and not spec.extra_retained_tokens:
+        return "window"
+    return None
+
+
+def _window_blocks(spec: "KVCacheSpec") -> int:
+    return -(-(spec.sliding_window - 1) // spec.block_size)
+
+
+def _refuse_other_modes(index: int, states: "Iterable[KVCacheSpec]") -> None:
+    for mode in {spec.mamba_cache_mode for spec in states}:
+        if mode != "align":
+            raise ConfigError(
+                f"mamba_cache_mode={mode!r} of KV cache group {index} keeps "
+                "no states at block boundaries; use --mamba-cache-mode align."
+            )
 
 
 def _block_size(kv_cache_config: "KVCacheConfig") -> int:
@@ -137,5 +180,9 @@ def _block_size(kv_cache_config: "KVCacheConfig") -> int:
 
 
 def _describe(kv_cache_config: "KVCacheConfig") -> str:
-    names = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
+    names = map(_names, kv_cache_config.kv_cache_groups)
     return "[" + ", ".join(f"{i}: {name}" for i, name in enumerate(names)) + "]"
+
+
+def _names(group: "KVCacheGroupSpec") -> str:
+    return " and ".join(sorted({type(spec).__name__ for spec in layer_specs(group)}))

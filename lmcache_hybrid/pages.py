@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One block of one group as bytes.
 
-Pages are copied whole and as bytes, so every layout that keeps a block's
-bytes of a layer together is right without knowing what they mean; the layout
-is part of the fingerprint.
+Pages are copied whole and as bytes, so every layout is right without knowing what
+its bytes mean; the layout is part of the fingerprint.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,47 +12,55 @@ import torch
 
 from lmcache_hybrid.errors import ConfigError
 from lmcache_hybrid.record import CHUNK_BYTES, DIGEST_BYTES, check, digest
+from lmcache_hybrid.runs import merge, runs_of
 
 
 class GroupPages:
-    """The pages of one group: for each layer a row of bytes per block.
+    """The pages of one group: one or more rows of bytes per block.
 
     Attributes:
-        layers: names of the layers, in the order their pages are stored.
+        layers: names of the layers, in the order their pages are stored, without those
+            that share another one's pages.
+        num_blocks: how many blocks vLLM gives out, the null block included.
         block_bytes: bytes of one block over all layers, without padding.
-        rows: per layer uint8 [blocks, page bytes], the KV cache itself.
-        layout: one string per layer that names shape, strides and dtype of a block.
+        rows: uint8 [num_blocks, bytes], the KV cache itself; one after the other they
+            are the bytes of a block as they are stored. Never inference tensors.
+        layout: one string per layer that says which value of a block is where in them.
     """
 
-    def __init__(self, layers: Sequence[str], kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Map the layers' tensors, whose first dimension is the block.
+    def __init__(
+        self,
+        layers: Sequence[str],
+        kv_caches: Mapping[str, torch.Tensor],
+        num_blocks: int | None = None,
+    ) -> None:
+        """Map the layers' tensors.
+
+        Args:
+            layers: names of the group's layers.
+            kv_caches: per layer a tensor whose first dimension is the block, or the
+                kernel block where the attention backend splits blocks.
+            num_blocks: how many blocks vLLM gives out; None takes the first dimension.
 
         Raises:
-            ConfigError: a layer without a tensor, or one whose blocks are not
-                contiguous runs of bytes.
+            ConfigError: a layer has no single tensor, or one whose blocks cannot be
+                told apart, see :func:`lmcache_hybrid.runs.runs_of`.
         """
-        self.layers = tuple(layers)
-        self.rows: list[torch.Tensor] = []
-        layout: list[str] = []
-        for name in self.layers:
-            tensor = kv_caches.get(name)
-            if not isinstance(tensor, torch.Tensor):
-                raise ConfigError(
-                    f"layer {name} has no single KV cache tensor ({type(tensor).__name__}), so "
-                    "its pages cannot be stored; start this model without LMCacheConnectorV1."
-                )
-            self.rows.append(_byte_rows(name, tensor))
-            layout.append(f"{tuple(tensor.shape[1:])} {tensor.stride()[1:]} {tensor.dtype}")
-        self.layout = tuple(layout)
-        self.block_bytes = sum(row.shape[1] for row in self.rows)
-        self._chunks = _chunks([row.shape[1] for row in self.rows])
+        tensors = _own({name: _single_tensor(name, kv_caches.get(name)) for name in layers})
+        if num_blocks is None:
+            num_blocks = min(tensor.shape[0] for tensor in tensors.values())
+        self.num_blocks = num_blocks
+        self.layers = tuple(tensors)
+        found = [runs_of(name, tensor, num_blocks) for name, tensor in tensors.items()]
+        self.layout = tuple(layout for _, layout in found)
+        runs = merge([run for runs, _ in found for run in runs])
+        self.rows = [run.rows(num_blocks) for run in runs]
+        self._sizes = [run.size for run in runs]
+        self.block_bytes = sum(self._sizes)
+        self._chunks = _chunks(self._sizes)
         # Not Tensor.copy_ on CPU, which starts OpenMP threads beside those of the forward.
         host = all(row.device.type == "cpu" for row in self.rows)
         self._host = [row.numpy() for row in self.rows] if host else None
-
-    @property
-    def num_blocks(self) -> int:
-        return min(row.shape[0] for row in self.rows)
 
     def gather(self, block: int, out: torch.Tensor) -> bytes:
         """Copy one block of every layer into ``out``. Mutates ``out``.
@@ -115,7 +122,7 @@ class GroupPages:
             (bytes of the KV cache, as many bytes of ``data``), both dense uint8 views.
         """
         self._check(block, data)
-        parts = data.split([row.shape[1] for row in self.rows])
+        parts = data.split(self._sizes)
         return [(row[block], part) for row, part in zip(self.rows, parts)]
 
     def _check(self, block: int, data: torch.Tensor) -> None:
@@ -140,18 +147,24 @@ def _chunks(rows: Sequence[int]) -> list[list[tuple[int, int, int, int]]]:
     return chunks
 
 
-def _byte_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as uint8 [num_blocks, page_bytes], sharing its memory."""
-    if tensor.dim() < 2 or not tensor[0].is_contiguous():
+def _single_tensor(name: str, tensor: object) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
         raise ConfigError(
-            f"KV cache of layer {name} with shape {tuple(tensor.shape)} and strides "
-            f"{tensor.stride()} does not keep a block together; choose another attention backend "
-            "or KV cache layout."
+            f"layer {name} has no single KV cache tensor ({type(tensor).__name__}), so "
+            "its pages cannot be stored; start this model without LMCacheConnectorV1."
         )
-    size = tensor.element_size()
-    storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    return storage.as_strided(
-        (tensor.shape[0], tensor[0].numel() * size),
-        (tensor.stride(0) * size, 1),
-        tensor.storage_offset() * size,
-    )
+    if tensor.dim() < 2 or not tensor.numel():
+        raise ConfigError(
+            f"KV cache of layer {name} with shape {tuple(tensor.shape)} has no blocks, so its "
+            "pages cannot be stored; choose another --attention-backend or start this model "
+            "without LMCacheConnectorV1."
+        )
+    return tensor
+
+
+def _own(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Leave out layers that share the KV cache of another: its pages are stored once."""
+    own: dict[tuple, str] = {}
+    for name, tensor in tensors.items():
+        own.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype), name)
+    return {name: tensors[name] for name in own.values()}

@@ -37,6 +37,7 @@ _CONFIG = "vllm.config"
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _LMCACHE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
 _SPECS = "vllm.v1.kv_cache_interface"
+_TRITON = "vllm.v1.attention.backends.triton_attn"
 
 HOOKS = (
     # What vLLM must offer for states to be stored and restored at all
@@ -206,6 +207,21 @@ HOOKS = (
     *attributes(_SPECS, "KVCacheConfig", "num_blocks kv_cache_groups"),
     *attributes(_SPECS, "KVCacheGroupSpec", "layer_names kv_cache_spec"),
     *attributes(_SPECS, "SlidingWindowSpec", "block_size sliding_window extra_retained_tokens"),
+    *attributes(_SPECS, "AttentionSpec", "kv_quant_mode real_page_size_bytes"),
+    Hook(_SPECS, "MambaSpec.real_page_size_bytes"),
+    Hook(_SPECS, "UniformTypeKVCacheSpecs.kv_cache_specs"),
+    Hook(_SPECS, "KVQuantMode.is_per_token_head"),
+    Hook(
+        _TRITON,
+        "TritonAttentionImpl._ensure_scale_caches",
+        ("kv_cache",),
+        holds=(
+            "if self._k_scale_cache is not None:",
+            "self._k_scale_cache.fill_(1.0)",
+            "self._v_scale_cache.fill_(1.0)",
+        ),
+    ),
+    *attributes(_TRITON, "TritonAttentionImpl", "_k_scale_cache _v_scale_cache"),
     *attributes(_CONFIG, "VllmConfig", "model_config load_config mamba_config additional_config"),
     *attributes(_CONFIG, "VllmConfig", "parallel_config lora_config compilation_config"),
     *attributes(_CONFIG, "ModelConfig", "model model_weights model_impl model_class_overrides"),

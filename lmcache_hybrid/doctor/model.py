@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_hybrid.doctor.finding import Finding, ok, one_line, skipped, warning
 from lmcache_hybrid.errors import ConfigError
-from lmcache_hybrid.groups import ATTENTION_GROUP_KEY, is_served, plan_groups
+from lmcache_hybrid.groups import ATTENTION_GROUP_KEY, is_served, page_bytes, plan_groups
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from lmcache_hybrid.doctor.context import Context
 
@@ -86,7 +86,7 @@ def read_model(model: str, transfer: dict[str, Any]) -> Model:
         plan = plan_groups(groups, None if selected is None else int(selected))
     except (ConfigError, ValueError) as failure:
         raise ModelError(str(failure)) from failure
-    sizes = [_block_bytes(group) for group in groups.kv_cache_groups]
+    sizes = [page_bytes(group) for group in groups.kv_cache_groups]
     windows = tuple(window.group for window in plan.windows)
     return Model(
         True,
@@ -99,11 +99,6 @@ def read_model(model: str, transfer: dict[str, Any]) -> Model:
         sum(sizes[group] for group in plan.states),
         max(sizes),
     )
-
-
-def _block_bytes(group: "KVCacheGroupSpec") -> int:
-    """What is stored of one block: its layers' pages without padding."""
-    return len(group.layer_names) * group.kv_cache_spec.real_page_size_bytes
 
 
 def kv_cache_config(config: "VllmConfig") -> "KVCacheConfig":

@@ -30,6 +30,7 @@ CONNECTOR = "lmcache_hybrid/connector.py"
 RPC = "lmcache_hybrid/rpc.py"
 PAGES = "lmcache_hybrid/pages.py"
 GROUPS = "lmcache_hybrid/groups.py"
+RUNS = "lmcache_hybrid/runs.py"
 PREFIX = "lmcache_hybrid/prefix.py"
 COMPAT = "vllm_patch/compat.py"
 COUNTS = "lmcache_hybrid/counts.py"
@@ -374,5 +375,78 @@ DEFECTS = (
         COUNTS,
         "            before, self._reported = self._reported, self._totals()\n",
         "            before = self._reported\n",
+    ),
+    # Layouts of the KV cache
+    _one(
+        "kernel blocks are taken for blocks",
+        RUNS,
+        "    block_stride = kernel_blocks * strides[0]\n",
+        "    block_stride = strides[0]\n",
+    ),
+    _one(
+        "pages are not told how many blocks there are",
+        CONNECTOR,
+        "GroupPages(groups[index].layer_names, kv_caches, num_blocks)",
+        "GroupPages(groups[index].layer_names, kv_caches)",
+    ),
+    _one(
+        "the order of strides is left out of the layout",
+        RUNS,
+        "in order {tuple(order)} of {dtype}",
+        "of {dtype}",
+    ),
+    _one(
+        "the split into kernel blocks is left out of the layout",
+        RUNS,
+        'f"{shape[0]} x {tuple(shape[1:])}',
+        'f"{tuple(shape[1:])}',
+    ),
+    _one(
+        "a merged row is one layer short",
+        RUNS,
+        "size=merged[-1].size + run.size)",
+        "size=merged[-1].size)",
+    ),
+    _one(
+        "rows are merged across padding",
+        RUNS,
+        "            and self.start + self.size == other.start\n",
+        "            and self.start + self.size <= other.start\n",
+    ),
+    _one(
+        "padding is copied",
+        RUNS,
+        "sum(offsets), size, block_stride)",
+        "sum(offsets), size if outer else block_stride, block_stride)",
+    ),
+    _one(
+        "blocks that overlap are taken",
+        RUNS,
+        "[*inner, (block_stride, num_blocks, -1)]",
+        "inner",
+    ),
+    _one(
+        "rows are inference tensors",
+        RUNS,
+        "        with torch.inference_mode(False):\n",
+        "        with torch.inference_mode(torch.is_inference_mode_enabled()):\n",
+    ),
+    _one(
+        "layers that share a KV cache are stored twice",
+        PAGES,
+        "    return {name: tensors[name] for name in own.values()}\n",
+        "    return dict(tensors)\n",
+    ),
+    _one(
+        "a group is judged by its first layer",
+        GROUPS,
+        "kinds = {_kind(spec) for spec in specs}",
+        "kinds = {_kind(spec) for spec in [*specs][:1]}",
+    ),
+    _one(
+        "scales of loaded blocks are reset by the first forward",
+        CONNECTOR,
+        "        reset_scales(self._kv_cache_config, kv_caches, context)\n",
+        "",
     ),
 )

@@ -3,6 +3,7 @@ import gc
 import logging
 
 import pytest
+import torch
 
 
 @pytest.fixture
@@ -19,3 +20,12 @@ def quick_garbage_collection():
     """LMCache collects garbage for each engine: 0.7 s while it looks through all of vLLM."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def one_thread():
+    """For thousands of small copies, whose OpenMP threads would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -6,15 +6,18 @@ import torch
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    HiSparseResidentSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
     MLAAttentionSpec,
+    RSWASpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from lmcache_hybrid.errors import ConfigError
-from lmcache_hybrid.groups import GroupPlan, Window, is_served, plan_groups
+from lmcache_hybrid.groups import GroupPlan, Window, is_served, page_bytes, plan_groups
 
 N = 384
 SHAPE = dict(block_size=N, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
@@ -124,3 +127,60 @@ def test_refuses_a_model_without_both_kinds(specs):
 def test_refuses_different_block_sizes(odd):
     with pytest.raises(ConfigError, match=r"block sizes \[128, 384\] .*differ; remove"):
         plan_groups(config(FULL, STATE, dataclasses.replace(odd, block_size=128)))
+
+
+# Groups of several specs
+
+
+def several(*specs) -> UniformTypeKVCacheSpecs:
+    return UniformTypeKVCacheSpecs(
+        block_size=N, kv_cache_specs={f"g0.{name}": spec for name, spec in zip("ab", specs)}
+    )
+
+
+WIDE_FULL = dataclasses.replace(FULL, num_kv_heads=8)
+
+
+@pytest.mark.parametrize(
+    "specs, plan",
+    [
+        ((several(FULL, WIDE_FULL), STATE), GroupPlan(N, (0,), (1,), 0)),
+        ((several(FULL, MLA), STATE), GroupPlan(N, (0,), (1,), 0)),
+        ((several(STATE, STATE), FULL), GroupPlan(N, (1,), (0,), 1)),
+        ((several(WINDOW, WINDOW), FULL), GroupPlan(N, (1,), (), 1, (Window(0, 1),))),
+    ],
+)
+def test_layers_of_one_kind_share_a_group(specs, plan):
+    """vLLM shows the first spec alone to the scheduler, so both sides must plan the same."""
+    assert plan_groups(config(*specs)) == plan and is_served(config(*specs))
+    first = [getattr(spec, "first_spec", spec) for spec in specs]
+    assert plan_groups(config(*first)) == plan and is_served(config(*first))
+
+
+def test_page_bytes_count_every_layer():
+    groups = config(several(FULL, WIDE_FULL), FULL, STATE).kv_cache_groups
+    sizes = [page_bytes(group) for group in groups]
+    assert sizes == [5 * FULL.page_size_bytes, 2 * FULL.page_size_bytes, 2 * 128]
+
+
+@pytest.mark.parametrize(
+    "odd, name",
+    [
+        (several(FULL, RSWASpec(**SHAPE, rswa_window=64)), "FullAttentionSpec and RSWASpec"),
+        (several(FULL, WINDOW), "FullAttentionSpec and SlidingWindowSpec"),
+        (several(FULL, STATE), "FullAttentionSpec and MambaSpec"),
+        # Without a view per layer.
+        (HiSparseResidentSpec(block_size=N, page_size=64), "HiSparseResidentSpec"),
+        (several(), ""),
+    ],
+)
+def test_refuses_a_group_of_other_kinds(odd, name):
+    assert name != "HiSparseResidentSpec" or not odd.has_layer_views
+    with pytest.raises(ConfigError, match=rf"^KV cache group 0 is {name} \(layers g0.a and 1 more"):
+        plan_groups(config(odd, FULL, STATE))
+
+
+def test_refuses_one_state_outside_align_mode_among_several():
+    other = dataclasses.replace(STATE, mamba_cache_mode="all")
+    with pytest.raises(ConfigError, match="^mamba_cache_mode='all' of KV cache group 0 keeps"):
+        plan_groups(config(several(STATE, other), FULL))

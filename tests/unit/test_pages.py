@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -118,17 +120,95 @@ def test_refuses_memory_of_another_size_or_type(data, copy):
 
 
 @pytest.mark.parametrize(
-    "cache",
+    "cache, rows",
     [
-        # K and V apart, the block in the second dimension: a block is not a run.
-        torch.zeros(2, BLOCKS, 8, 8).transpose(0, 1),
-        torch.zeros(BLOCKS, 8, 16)[:, :, ::2],
-        torch.zeros(BLOCKS),
+        # K and V apart, the block in the second dimension.
+        (torch.zeros(2, BLOCKS, 8, 8).transpose(0, 1), 2),
+        (torch.zeros(BLOCKS, 8, 16)[:, :, ::2], 8 * 8),  # slow, and right
+        (torch.zeros(8, BLOCKS, 4).permute(1, 2, 0), 8),
     ],
 )
-def test_refuses_blocks_that_are_not_runs_of_bytes(cache):
-    with pytest.raises(ConfigError, match=r"layer a .*does not keep a block together; choose"):
+def test_blocks_in_several_pieces_are_copied_piece_by_piece(cache, rows):
+    cache.copy_(random_bytes(cache.numel()).view(cache.shape))
+    before = cache.clone()
+    pages = GroupPages(["a"], {"a": cache})
+    assert len(pages.rows) == rows
+    out = torch.empty(pages.block_bytes, dtype=torch.uint8)
+    gather(pages, 3, out)
+    scatter(pages, 5, out)
+    before[5] = before[3]
+    assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        torch.zeros(BLOCKS, 8).as_strided((BLOCKS, 4, 8), (8, 0, 1)),
+        torch.zeros(64).as_strided((BLOCKS, 8), (4, 1)),  # blocks overlap
+        torch.zeros(64).as_strided((BLOCKS, 4, 2), (8, 1, 1)),
+        torch.zeros(1, 8).expand(BLOCKS, 8),
+        torch.zeros(64).as_strided((2 * BLOCKS, 4), (2, 1)),  # kernel blocks overlap
+    ],
+)
+def test_refuses_values_that_share_bytes(cache):
+    with pytest.raises(ConfigError) as error:
+        GroupPages(["a"], {"a": cache}, BLOCKS)
+    assert str(error.value) == (
+        f"KV cache of layer a with shape {tuple(cache.shape)} and strides {cache.stride()} has "
+        "values that share bytes, so its blocks cannot be stored one by one; set "
+        "VLLM_KV_CACHE_LAYOUT=LBNHC or choose another --attention-backend."
+    )
+
+
+@pytest.mark.parametrize("cache", [torch.zeros(BLOCKS), torch.zeros(BLOCKS, 0), torch.zeros(0, 8)])
+def test_refuses_a_tensor_without_blocks(cache):
+    """Also the raw memory that vLLM registers for specs without a view per layer."""
+    with pytest.raises(ConfigError, match=r"layer a .* has no blocks.* --attention-backend or"):
         GroupPages(["a"], {"a": cache})
+
+
+@pytest.mark.parametrize("blocks", [2, 4, BLOCKS - 1, BLOCKS + 1, 2 * BLOCKS])
+def test_refuses_another_number_of_blocks(blocks):
+    with pytest.raises(ConfigError) as error:
+        GroupPages(["a"], {"a": attention_cache()}, blocks)
+    assert str(error.value) == (
+        f"KV cache of layer a has {BLOCKS} blocks, which is no multiple of vLLM's {blocks}; "
+        "choose another --attention-backend."
+    )
+
+
+def test_kernel_blocks_are_grouped_into_blocks():
+    cache = random_bytes(3 * BLOCKS * PAGE).view(3 * BLOCKS, 4, PAGE // 4)
+    pages = GroupPages(["a"], {"a": cache}, BLOCKS)
+    assert (pages.num_blocks, pages.block_bytes) == (BLOCKS, 3 * PAGE)
+    out = torch.empty(3 * PAGE, dtype=torch.uint8)
+    gather(pages, 2, out)
+    assert torch.equal(out, cache[6:9].flatten())
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["normal mode", "inference mode"])
+def test_any_thread_writes_to_a_kv_cache_of_inference_mode(made):
+    """``copy_`` into an inference tensor outside of inference mode is an error."""
+    with torch.inference_mode():
+        cache = torch.zeros(BLOCKS, PAGE, dtype=torch.uint8)
+    assert cache.is_inference()
+    with torch.inference_mode(made):
+        pages = GroupPages(["a"], {"a": cache})
+    data = random_bytes(PAGE)
+
+    def load() -> None:
+        assert not torch.is_inference_mode_enabled()
+        with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+            cache[2].copy_(data)
+        for page, part in pages.pieces(2, data):
+            page.copy_(part)
+        scatter(pages, 3, data)
+
+    with ThreadPoolExecutor(1) as thread, torch.inference_mode():
+        thread.submit(load).result()
+        for page, part in pages.pieces(4, data):
+            page.copy_(part)
+    assert all(torch.equal(cache[block], data) for block in (2, 3, 4))
 
 
 @pytest.mark.parametrize("caches", [{}, {"a": [torch.zeros(2, 2)]}])
