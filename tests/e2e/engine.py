@@ -121,7 +121,7 @@ class Engine:
         from_child, child_out = _forks.Pipe(duplex=False)
         self._to_child, self._from_child = _file(to_child, "w"), _file(from_child, "r")
         self.log_path.touch()
-        forks = v2.Context() if runner == "v2" else _forks
+        forks = v2.FORKS if runner == "v2" else _forks
         self.process = forks.Process(
             target=_main,
             args=(arguments, environment, prepare, self.log_path, child_in, child_out),

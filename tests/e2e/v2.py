@@ -112,7 +112,8 @@ class Process(ForkServerProcess):
 
     @staticmethod
     def _Popen(process: BaseProcess) -> Any:
-        # It asks multiprocessing's one server for a child.
+        # It asks multiprocessing's one server for a child. So do other threads meanwhile,
+        # which must not start engines on V1 then.
         ask = mock.patch.object(
             forkserver, "connect_to_new_process", _server.connect_to_new_process
         )
@@ -124,3 +125,6 @@ class Context(ForkServerContext):
     """In place of ``multiprocessing.get_context("forkserver")``."""
 
     Process = Process
+
+
+FORKS = Context()
