@@ -12,18 +12,21 @@ else: importing takes longer than all the rest of an engine's start.
 import atexit
 import contextlib
 import faulthandler
+import gc
 import json
 import multiprocessing
 import os
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
+import v2
 import yaml
 
 _forks = multiprocessing.get_context("forkserver")
@@ -68,6 +71,8 @@ class Engine:
         lmcache: LMCache's YAML as a dict; None for an engine without a connector,
             ``{}`` for the connector with no configuration at all.
         transfer: added to ``kv_transfer_config``.
+        runner: vLLM's model runner; ``v2`` takes the settings in :mod:`v2`.
+        prepare: called in the child before the engine is made; can be pickled.
         env: added to the environment.
         options: further arguments of ``vllm.LLM``.
     """
@@ -78,6 +83,8 @@ class Engine:
         lmcache: dict | None = None,
         transfer: dict | None = None,
         env: dict[str, str] | None = None,
+        runner: Literal["v1", "v2"] = "v1",
+        prepare: Callable[[], None] | None = None,
         **options,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="engine-")
@@ -90,6 +97,7 @@ class Engine:
             "VLLM_CPU_OMP_THREADS_BIND": str(int(worker[2:]) % (os.cpu_count() or 1)),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "LMCACHE_TRACK_USAGE": "false",
+            **(v2.ENVIRONMENT if runner == "v2" else {}),
             **(env or {}),
         }
         environment.pop("LMCACHE_CONFIG_FILE", None)
@@ -100,6 +108,7 @@ class Engine:
             "enforce_eager": True,
             "seed": 0,
             "disable_log_stats": False,
+            **(v2.OPTIONS if runner == "v2" else {}),
             **options,
         }
         if lmcache is not None:
@@ -112,8 +121,10 @@ class Engine:
         from_child, child_out = _forks.Pipe(duplex=False)
         self._to_child, self._from_child = _file(to_child, "w"), _file(from_child, "r")
         self.log_path.touch()
-        self.process = _forks.Process(
-            target=_main, args=(arguments, environment, self.log_path, child_in, child_out)
+        forks = v2.FORKS if runner == "v2" else _forks
+        self.process = forks.Process(
+            target=_main,
+            args=(arguments, environment, prepare, self.log_path, child_in, child_out),
         )
         self.process.start()
         self._waiting = threading.Lock()
@@ -270,8 +281,14 @@ class _Child:
             "connector": type(self._core.scheduler.connector).__module__,
             "num_blocks": self._core.scheduler.kv_cache_config.num_blocks,
             "scheduler": type(self._core.scheduler).__name__,
+            # On CPU each is a subclass of the GPU's.
+            "runner": type(self._runner()).__base__.__module__,
+            "kernel_blocks": getattr(self._runner(), "kernel_block_sizes", None),
             "batches_ahead": self._core.batch_queue_size,
         }
+
+    def _runner(self):
+        return self._core.model_executor.driver_worker.worker.model_runner
 
     def ask(self, prompts: list[list[int] | dict], max_tokens: int, sampling: dict) -> list[dict]:
         """Generate. A prompt is a list of ids, or a dict of vLLM's with these keys beside.
@@ -476,6 +493,7 @@ class _Child:
             try:
                 self.reply(result=getattr(self, message.pop("verb"))(**message))
             except Exception as error:
+                traceback.print_exc()
                 self.reply(error=repr(error))
 
     def reply(self, **message) -> None:
@@ -560,6 +578,7 @@ def _tensor(path: str):
 def _main(
     arguments: dict,
     environment: dict[str, str],
+    prepare: Callable[[], None] | None,
     log: Path,
     requests: Connection,
     answers: Connection,
@@ -572,6 +591,10 @@ def _main(
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faulthandler.enable()
+    # vLLM collects garbage eight times at start-up, over all that it has imported.
+    gc.freeze()
+    if prepare is not None:
+        prepare()
     child = _Child(arguments, _file(requests, "r"), _file(answers, "w"))
     child.reply(result=child.info())
     child.serve()

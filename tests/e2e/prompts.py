@@ -52,3 +52,12 @@ def shortened(block_size: int, seed: int = 1) -> tuple[tuple[int, ...], list[tup
     ids = _ids(random.Random(seed), max(3400, 6 * block_size + 10))
     ends = range(block_size, len(ids), block_size)
     return ids, [ids[: end + 1] for end in ends]
+
+
+def v2_cases(block_size: int, seed: int = 2) -> list[Case]:
+    """Few and short: before, at and after a multiple of N, past two, and one that grows."""
+    rng = random.Random(seed)
+    lengths = (block_size - 1, block_size + 1, 2 * block_size, 2 * block_size + 57)
+    made = [Case(str(length), *[_ids(rng, length)] * 2) for length in lengths]
+    ids = _ids(rng, block_size + 57)
+    return [*made, Case("extended", ids, ids + _ids(rng, block_size))]
