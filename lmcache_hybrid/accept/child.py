@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn, TextIO
 
 from vllm import SamplingParams
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.plugins import load_general_plugins
@@ -87,7 +88,7 @@ class Child:
             self._asked += 1
             names.append(f"accept-{self._asked}")
             prompt = {"prompt_token_ids": ids, "cache_salt": salt}
-            self.engine.add_request(names[-1], prompt, params)  # type: ignore[arg-type]
+            self.engine.add_request(names[-1], prompt, params)
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 if output.finished:
@@ -123,7 +124,7 @@ class Child:
 
     def _external(self) -> int:
         """vLLM's own counter of tokens that the connector brought."""
-        return sum(m.value for m in self.engine.get_metrics() if m.name == EXTERNAL)  # type: ignore[attr-defined]
+        return sum(m.value for m in self.engine.get_metrics() if m.name == EXTERNAL)
 
     def _facts(self) -> dict[str, Any]:
         """What is reported, and nothing that names a place, a person or a secret."""
@@ -166,37 +167,35 @@ def engine_arguments(model: str, flags: list[str]) -> EngineArgs:
         ConfigError: vLLM does not take a flag, or this test cannot keep it.
     """
     parsed = make_arg_parser(_Parser(prog="vllm serve")).parse_args([model, *flags])
-    parsed.model = model
-    arguments = AsyncEngineArgs.from_cli_args(parsed)
-    if arguments.data_parallel_size > 1:
+    given = AsyncEngineArgs.from_cli_args(parsed)
+    if given.data_parallel_size > 1:
         raise ConfigError(
-            f"--data-parallel-size={arguments.data_parallel_size} starts copies of one engine, "
-            "and one is tested; leave it out."
+            f"--data-parallel-size={given.data_parallel_size} starts copies of one engine, and "
+            "one is tested; leave it out."
         )
-    if arguments.worker_extension_cls:
+    if given.worker_extension_cls:
         raise ConfigError(
-            f"--worker-extension-cls={arguments.worker_extension_cls} takes the place that this "
-            "test needs on the workers; leave it out."
+            f"--worker-extension-cls={given.worker_extension_cls} takes the place that this test "
+            "needs on the workers; leave it out."
         )
-    if arguments.prefix_match_unit:
+    if given.prefix_match_unit:
         raise ConfigError(
-            f"--prefix-match-unit={arguments.prefix_match_unit} lets vLLM hit inside a block, "
-            "where LMCache has nothing to compare with; leave it out."
+            f"--prefix-match-unit={given.prefix_match_unit} lets vLLM hit inside a block, where "
+            "LMCache has nothing to compare with; leave it out."
         )
-    transfer: Any = arguments.kv_transfer_config or DEFAULT_TRANSFER
-    settings = transfer if isinstance(transfer, dict) else vars(transfer)
-    if settings.get("kv_connector") != CONNECTOR or settings.get("kv_role") != "kv_both":
+    transfer = given.kv_transfer_config or KVTransferConfig(**DEFAULT_TRANSFER)
+    if transfer.kv_connector != CONNECTOR or transfer.kv_role != "kv_both":
         raise ConfigError(
-            f"--kv-transfer-config names {settings.get('kv_connector')} with kv_role "
-            f"{settings.get('kv_role')}; test {CONNECTOR} with kv_both, which saves and loads."
+            f"--kv-transfer-config names {transfer.kv_connector} with kv_role {transfer.kv_role}; "
+            f"test {CONNECTOR} with kv_both, which saves and loads."
         )
-    if arguments.kv_transfer_config is None:
-        from vllm.config import KVTransferConfig
-
-        arguments.kv_transfer_config = KVTransferConfig(**DEFAULT_TRANSFER)
-    arguments.worker_extension_cls = EXTENSION
-    arguments.disable_log_stats = False
-    return arguments
+    vars(parsed).update(
+        model=model,
+        kv_transfer_config=transfer,
+        worker_extension_cls=EXTENSION,
+        disable_log_stats=False,
+    )
+    return AsyncEngineArgs.from_cli_args(parsed)
 
 
 def _answer(output: Any, external: int) -> dict[str, Any]:

@@ -81,7 +81,8 @@ class Check:
     slack: float = 0.0
 
     def outcome(self, allowed: float) -> Outcome:
-        """
+        """Judge the comparison.
+
         Args:
             allowed: difference of log-probabilities that noise explains.
         """
@@ -122,7 +123,8 @@ class Noise:
 def check(
     case: str, step: int, where: str, tokens: int, own: Answer, restored: Answer, external: int
 ) -> Check:
-    """
+    """Compare a restored prompt with vLLM's own hit.
+
     Args:
         external: tokens that the connector brought for ``restored``.
     """
@@ -166,7 +168,8 @@ def noise_of(pairs: Iterable[tuple[Answer, Answer]]) -> float:
 
 
 def verdict_of(checks: Sequence[Check], noise: Noise, problems: Sequence[str]) -> Verdict:
-    """
+    """Judge all comparisons.
+
     Args:
         problems: what is wrong beside the answers, such as a tier that was not read.
     """

@@ -18,6 +18,7 @@ from lmcache_hybrid.accept.compare import Answer
 # LMCache's writers are waited for so long before an engine is ended.
 FLUSH_SECONDS = 300
 STOP_SECONDS = 90
+GONE_SECONDS = 20
 LOG_LINES = 15
 
 
@@ -90,6 +91,12 @@ class Engine:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._replies.close()
+        # Its workers give a device's memory back when they are gone, which the next engine needs.
+        deadline = time.monotonic() + GONE_SECONDS
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            while time.monotonic() < deadline:
+                os.killpg(self._process.pid, 0)
+                time.sleep(0.05)
 
     def call(self, verb: str, **arguments: Any) -> Any:
         """Run one verb of :class:`lmcache_hybrid.accept.child.Child`.

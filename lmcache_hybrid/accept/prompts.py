@@ -37,17 +37,18 @@ class Limits:
     Attributes:
         block: N, tokens.
         longest: most tokens of a prompt and its answer together.
-        batch: most tokens of prompts that are asked at once, together.
+        together: most tokens of all prompts of a case, which must be kept at once.
     """
 
     block: int
     longest: int
-    batch: int
+    together: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """
+    """What is asked.
+
     Attributes:
         left_out: names of what does not fit in the limits.
     """
@@ -68,7 +69,7 @@ def limits_of(facts: dict, longest: int = 0) -> Limits:
     """
     block = facts["block_size"]
     paged = facts["groups"]["attention"] + facts["groups"]["window"]
-    usable = facts["num_blocks"] // 2 - 8 * facts["groups"]["state"]
+    usable = facts["num_blocks"] // 2 - 4 * facts["groups"]["state"]
     pool = facts["pool_bytes"] // 2 - 3 * facts["state_bytes"]
     room = max(0, min(usable // paged, pool // facts["block_bytes"])) * block
     wanted = longest or max(LONGEST.get(facts["device_type"], LONGEST_ELSEWHERE), 4 * block)
@@ -86,9 +87,11 @@ def plan_prompts(limits: Limits, ordinary: Sequence[int], quick: bool = False) -
     n, half = limits.block, limits.block // 2
     cases = [_repeat(draw, "N+1", n + 1), _repeat(draw, "2N", 2 * n)]
     if not quick:
-        cases += [
+        cases = [
             _repeat(draw, "N", n),
+            _repeat(draw, "N+1", n + 1),
             _repeat(draw, "2N-1", 2 * n - 1),
+            _repeat(draw, "2N", 2 * n),
             _repeat(draw, "2N+1", 2 * n + 1),
             _extended(draw, n, half),
             _branch(draw, n, half),
@@ -117,11 +120,8 @@ def other_prefix(prompt: Sequence[int], boundary: int, ordinary: Sequence[int]) 
 
 
 def _fits(case: Case, limits: Limits) -> bool:
-    together = sum(map(len, case.steps)) if case.kind == "batch" else 0
-    return (
-        length_of(case) + ANSWER_TOKENS <= limits.longest
-        and together + ANSWER_TOKENS * len(case.steps) <= limits.batch
-    )
+    kept = sum(len(prompt) + ANSWER_TOKENS for prompt in set(case.steps))
+    return length_of(case) + ANSWER_TOKENS <= limits.longest and kept <= limits.together
 
 
 class _Draw:

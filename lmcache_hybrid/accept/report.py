@@ -69,7 +69,10 @@ def print_verdict(console: Console, result: Result) -> None:
     """One screen: at most 40 lines of 100 columns."""
     parts: list[Any] = [*_heading(result), Text()]
     if result.checks:
-        parts += [_compared(result), *_noise(result), Text(), _times(result), *_rates(result)]
+        parts += [Text("Restored, against vLLM's own hit at the same boundary", "bold")]
+        parts += [_compared(result), *_noise(result), Text()]
+        parts += [Text("First token, ms (the best of a few)", "bold"), _times(result)]
+        parts += _rates(result)
     parts += [Text(f"! {problem}", "bold red") for problem in result.problems]
     parts.append(_last_line(result))
     console.print(Group(*parts), highlight=False)
@@ -95,7 +98,7 @@ def _heading(result: Result) -> Iterator[Text]:
 
 
 def _compared(result: Result) -> Table:
-    table = _table("Restored, against vLLM's own hit at the same boundary", "prompt")
+    table = _table()
     columns = list(dict.fromkeys(each.where.partition(",")[0] for each in result.checks))
     for name in ("tokens", "hit", *columns):
         table.add_column(name, justify="right")
@@ -142,7 +145,7 @@ def _noise(result: Result) -> Iterator[Text]:
 
 def _times(result: Result) -> Table:
     """The shortest and the longest prompts that were asked twice."""
-    table = _table("First token, ms (the best of a few)", "prompt")
+    table = _table()
     names = [name for name in result.first_token if result.first_token[name].get("own")]
     length = {told.case.name: len(told.prompts[-1]) for told in result.told}
     hits = {told.case.name: told.own[-1].cached for told in result.told}
@@ -176,6 +179,7 @@ def rates(result: Result) -> dict[str, float]:
 
 def _rates(result: Result) -> Iterator[Text]:
     found = rates(result)
+    on_device = "gather" in found and result.facts["device_type"] != "cpu"
     if "to_device" in found:
         for title, ours, plain in (("Load", "scatter", "to_device"), ("Save", "gather", "to_host")):
             yield Text(
@@ -193,7 +197,12 @@ def _rates(result: Result) -> Iterator[Text]:
     if saving.get("save_seconds_count"):
         mean = 1e3 * saving["save_seconds_sum"] / saving["save_seconds_count"]
         size = saving["saved_bytes"] / saving["save_seconds_count"] / 1e6
-        yield Text(f"A save holds up its step for {mean:.2f} ms on average ({size:.1f} MB each).")
+        device = f", and the device for {size / found['gather']:.2f} ms" if on_device else ""
+        yield Text(
+            f"A save of {size:.1f} MB, the average, holds up its step for {mean:.2f} ms{device}."
+        )
+    if on_device and not result.copies[0]["pinned"]:
+        yield Text("LMCache's pool is not pinned memory, so copies are slow.", "yellow")
 
 
 def _last_line(result: Result) -> Text:
@@ -213,7 +222,7 @@ def _last_line(result: Result) -> Text:
     return Text(f"{text}. {seconds:.0f} s.", COLOURS[verdict])
 
 
-def _table(title: str, first: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    table.add_column(first, no_wrap=True)
+def _table() -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("prompt", no_wrap=True)
     return table

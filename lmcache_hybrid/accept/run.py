@@ -186,10 +186,11 @@ class Run:
             with self._counted(engine, result, tier["name"], where):
                 for number, told in enumerate(result.told, 1):
                     self._say(f"{where}: {told.case.name} ({number} of {len(result.told)})")
+                    place = f"{where}, one by one" if told.batch else where
                     for step, prompt, own in told.last:
                         engine.forget()
                         (answer,) = engine.ask([prompt], self._salt, save=False)
-                        result.checks.append(_check(told, step, where, own, answer))
+                        result.checks.append(_check(told, step, place, own, answer))
                         self._time(result, told, where, answer)
         engine.use(None)
 
@@ -266,11 +267,11 @@ class Run:
             noise.wrong / MARGIN,
         )
         for index, (mine, answer) in enumerate(zip(own, answers, strict=True)):
-            made = _check(told, 2 * index + 1, f"{where}, four at once", mine, answer)
+            made = _check(told, 2 * index + 1, f"{where}, at once", mine, answer)
             result.checks.append(replace(made, external=answer.cached, slack=slack))
             # The blocks that were loaded are vLLM's own now, to be compared exactly.
             (alone,) = engine.ask([told.case.steps[index]], self._salt, save=False)
-            made = _check(told, 2 * index + 1, f"{where}, after four at once", mine, alone)
+            made = _check(told, 2 * index + 1, f"{where}, one by one", mine, alone)
             result.checks.append(replace(made, external=min(alone.cached, answer.cached)))
 
     def _counted(self, engine: Asked, result: Result, tier: str, where: str) -> "_Counted":

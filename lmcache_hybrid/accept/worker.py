@@ -8,7 +8,7 @@ Results are made of plain types, because they are sent to other processes.
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -17,6 +17,7 @@ from lmcache_hybrid.record import RecordKey
 
 if TYPE_CHECKING:
     from lmcache_hybrid.connector import HybridConnector
+    from lmcache_hybrid.lmcache_store import LMCacheStore
     from lmcache_hybrid.worker import HybridWorker
 
 ROUNDS = 5
@@ -35,9 +36,9 @@ class AcceptExtension:
         connector = _connector()
         if connector is None or connector.worker is None:
             return {"served": False}
-        worker, plan = connector.worker, connector.plan
-        pages = worker._pages
-        config = worker_config(worker)
+        plan, pages = connector.plan, connector.worker._pages
+        store = _store(connector.worker)
+        config = store._engine.config
         paged = (*plan.attention, *(window.group for window in plan.windows))
         return {
             "served": True,
@@ -57,8 +58,8 @@ class AcceptExtension:
             "attention_backends": self._backends(connector),
             "pool_bytes": int(config.max_local_cpu_size * (1 << 30)),
             "save_decode": bool(config.save_decode_cache),
-            "tiers": _tiers(worker),
-            "missing_tiers": _missing(worker),
+            "tiers": _tiers(store),
+            "missing_tiers": _missing(store),
             **_device(self.device),
         }
 
@@ -72,18 +73,19 @@ class AcceptExtension:
 
     def accept_use(self, tiers: list[str] | None) -> None:
         """Look up and load from these of LMCache's backends only; None for all of them."""
-        engine = _worker()._store._engine
+        engine = _store(_worker())._engine
         engine.retrieve_locations = tiers
 
     def accept_reads(self) -> dict[str, int]:
         """Records read since the start, by backend."""
-        return dict(_worker()._store.reads)
+        return dict(_store(_worker()).reads)
 
     def accept_pending(self) -> int:
         """What is not written yet; waits for copies that a device has not finished."""
         worker = _worker()
         worker._finisher.submit(_nothing).result()
-        return sum(_writing(each) for each in worker._store.manager.storage_backends.values())
+        backends = _store(worker).manager.storage_backends.values()
+        return sum(_writing(backend) for backend in backends)
 
     def accept_copies(self) -> dict[str, Any]:
         """Copy blocks of this rank's KV cache out and into others, and time it.
@@ -119,16 +121,15 @@ def _worker() -> "HybridWorker":
     return connector.worker
 
 
-def worker_config(worker: "HybridWorker") -> Any:
-    """LMCache's configuration of this rank."""
-    return worker._store._engine.config
+def _store(worker: "HybridWorker") -> "LMCacheStore":
+    return cast("LMCacheStore", worker._store)
 
 
-def _tiers(worker: "HybridWorker") -> list[dict[str, Any]]:
+def _tiers(store: "LMCacheStore") -> list[dict[str, Any]]:
     """Backends that may answer a lookup, the nearest first, and whether a restart keeps them."""
-    config, found = worker_config(worker), []
+    config, found = store._engine.config, []
     allowed = config.retrieve_locations
-    for name in worker._store.manager.storage_backends:
+    for name in store.manager.storage_backends:
         if name == "LocalCPUBackend" and not config.local_cpu:
             continue  # only a place to copy through
         if allowed and name not in allowed:
@@ -144,9 +145,9 @@ def _tiers(worker: "HybridWorker") -> list[dict[str, Any]]:
     return found
 
 
-def _missing(worker: "HybridWorker") -> list[str]:
+def _missing(store: "LMCacheStore") -> list[str]:
     """Stores that are configured and that LMCache did not open."""
-    config, there = worker_config(worker), worker._store.manager.storage_backends
+    config, there = store._engine.config, store.manager.storage_backends
     wanted = {"LocalDiskBackend": config.local_disk, "RemoteBackend": config.remote_url}
     return [name for name, setting in wanted.items() if setting and name not in there]
 
@@ -157,11 +158,11 @@ def _nothing() -> None:
 
 def _writing(backend: Any) -> int:
     """Writes that a backend has queued."""
-    total = len(getattr(backend, "put_tasks", ()))
+    total: int = len(getattr(backend, "put_tasks", ()))
     disk = getattr(backend, "disk_worker", None)
     total += len(disk.put_tasks) if disk is not None else 0
     # Redis: LMCache does not list batched writes in put_tasks.
-    connector = getattr(backend, "connection", None)
+    connector: Any = getattr(backend, "connection", None)
     while hasattr(connector, "getWrappedConnector"):
         connector = connector.getWrappedConnector()
     queue = getattr(connector, "pq_executor", None)
@@ -169,8 +170,11 @@ def _writing(backend: Any) -> int:
 
 
 def _device(device: torch.device) -> dict[str, Any]:
-    if device.type == "cpu":
-        return {"device": "CPU", "cuda": None, "capability": None}
+    if device.type != "cuda":
+        from vllm.platforms import current_platform
+
+        name = "CPU" if device.type == "cpu" else current_platform.get_device_name()
+        return {"device": name, "cuda": None, "capability": None}
     return {
         "device": torch.cuda.get_device_name(device),
         "cuda": torch.version.cuda or torch.version.hip,

@@ -46,18 +46,17 @@ def accept(
         bool, typer.Option("--quick", help="Two short prompts only, to try the command.")
     ] = False,
 ) -> None:
-    """Prove on this machine that restored prompts are answered as vLLM itself answers them.
+    """Prove on this machine that restored prompts are answered as vLLM does.
 
-    Starts MODEL with your flags and your LMCache file, asks prompts cold, from vLLM's own
-    prefix cache and from each tier of LMCache (after a restart where the tier survives
-    one), and compares log-probabilities. Ends in one screen.
+    Starts MODEL with your flags and your LMCache file, asks prompts cold, from
+    vLLM's own prefix cache and from each tier of LMCache (after a restart where
+    it survives one), and compares log-probabilities. Ends in one screen.
 
-    Example: lmcache-hybrid accept MODEL --lmcache-config lmcache.yaml --out report.json --
-    --max-model-len 32768 --tensor-parallel-size 2
+    lmcache-hybrid accept MODEL --lmcache-config lmcache.yaml -- --max-model-len 32768
 
-    Exit code 0: passed, 1: failed, 2: no engine could be started or asked, 3: this engine's
-    own noise is too large to tell. Prompts are stored under a salt of this run's own, so they
-    neither hit nor are hit by others; stores keep the records until they evict them.
+    Exit code 0: passed, 1: failed, 2: no verdict, 3: noise is too large to tell.
+    The prompts have a cache salt of this run's own: they neither hit nor are hit
+    by others. Stores keep the records until they evict them.
     """
     if lmcache_config is not None and not lmcache_config.is_file():
         raise typer.BadParameter(f"--lmcache-config {str(lmcache_config)!r} is not a file")
