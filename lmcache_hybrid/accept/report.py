@@ -15,14 +15,13 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from lmcache_hybrid.accept.compare import Check, Outcome, Verdict
+from lmcache_hybrid.accept.compare import BAD, Check, Outcome, Verdict
 from lmcache_hybrid.accept.run import Result
 
 FORMAT = 1
 COLOURS = {Verdict.PASS: "bold green", Verdict.FAIL: "bold red", Verdict.UNDECIDED: "bold yellow"}
 # The worst first.
-SEVERITY = (Outcome.DIFFERS, Outcome.BOUNDARY, Outcome.MISSED, Outcome.NOISE, Outcome.EQUAL)
-BAD = SEVERITY[:3]
+SEVERITY = (*BAD, Outcome.NOISE, Outcome.EQUAL)
 SHOWN_TIMES = 4
 
 

@@ -247,10 +247,12 @@ def _measure(
 
 
 def _plain(device: torch.device, size: int) -> dict[str, float]:
-    """Seconds of one plain copy of ``size`` bytes each way."""
-    pin = device.type != "cpu"
-    host = torch.zeros(size, dtype=torch.uint8, pin_memory=pin)
-    there = torch.zeros(size, dtype=torch.uint8, device=device)
+    """Seconds of one plain copy of ``size`` bytes each way; empty where memory is too short."""
+    try:
+        host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
+        there = torch.zeros(size, dtype=torch.uint8, device=device)
+    except RuntimeError:  # vLLM has taken the device's memory
+        return {}
     ways: dict[str, Callable[[], object]] = {
         "to_host": lambda: host.copy_(there, non_blocking=True),
         "to_device": lambda: there.copy_(host, non_blocking=True),
