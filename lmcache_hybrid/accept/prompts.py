@@ -65,14 +65,14 @@ def limits_of(facts: dict, longest: int = 0) -> Limits:
 
     Args:
         facts: of :meth:`lmcache_hybrid.accept.child.Child.start`.
-        longest: the user's choice in tokens, 0 for none.
+        longest: the user's choice in tokens, 0 for none; four blocks at least.
     """
     block = facts["block_size"]
     paged = facts["groups"]["attention"] + facts["groups"]["window"]
     usable = facts["num_blocks"] // 2 - 4 * facts["groups"]["state"]
     pool = facts["pool_bytes"] // 2 - 3 * facts["state_bytes"]
     room = max(0, min(usable // paged, pool // facts["block_bytes"])) * block
-    wanted = longest or max(LONGEST.get(facts["device_type"], LONGEST_ELSEWHERE), 4 * block)
+    wanted = max(longest or LONGEST.get(facts["device_type"], LONGEST_ELSEWHERE), 4 * block)
     return Limits(block, min(wanted, facts["max_model_len"], room), room)
 
 

@@ -7,6 +7,7 @@ Results are made of plain types, because they are sent to other processes.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
@@ -102,7 +103,10 @@ class AcceptExtension:
         items, targets = _items(worker)
         try:
             copies = copies_for(self.device, threads)
-            return _measure(copies, self.device, items, targets)
+            _wait(self.device)
+            # As vLLM computes: drivers take no batches of copies on the default stream.
+            with _own_stream(self.device):
+                return _measure(copies, self.device, items, targets)
         finally:
             threads.close()
             for item in items:
@@ -261,6 +265,10 @@ def _plain(device: torch.device, size: int) -> dict[str, float]:
         name: median([_seconds(device, work) for _ in range(ROUNDS + 1)][1:])
         for name, work in ways.items()
     }
+
+
+def _own_stream(device: torch.device) -> AbstractContextManager:
+    return nullcontext() if device.type == "cpu" else torch.Stream(device=device)
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:

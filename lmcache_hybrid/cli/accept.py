@@ -77,9 +77,9 @@ def accept(
         with _progress(errors) as say:
             result = run(engine, say, longest, quick)
     except EngineError as error:
-        errors.print(f"[red]No verdict:[/] the engine ended: {error}", markup=True, soft_wrap=True)
-        errors.print(f"The end of its log, {log}:")
-        errors.print(tail(log), markup=False)
+        errors.print(f"The end of the engine's log, {log}:", soft_wrap=True)
+        errors.print(tail(log), markup=False, soft_wrap=True)
+        errors.print(f"No verdict, the engine ended: {error}", style="red", markup=False)
         raise typer.Exit(NO_RESULT) from error
     except KeyboardInterrupt:
         errors.print(f"Stopped. The engine's log is {log}.")

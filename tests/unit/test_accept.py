@@ -35,7 +35,7 @@ FACTS = {
     "block_bytes": 1000,
     "state_bytes": 3000,
     "pool_bytes": 1 << 30,
-    "max_model_len": 8192,
+    "max_model_len": 512,
     "device_type": "cuda",
     "device": "NVIDIA H100",
     "cuda": "13.0",
@@ -178,14 +178,15 @@ def test_prompts_fit_in_a_small_context(size: int, blocks: float) -> None:
 
 
 def test_limits_are_context_cache_pool_and_wish() -> None:
-    assert limits_of(FACTS) == Limits(16, 8192, (4000 // 2 - 12) * 16)
+    assert limits_of(FACTS) == Limits(16, 512, (4000 // 2 - 12) * 16)
     assert limits_of(FACTS, longest=500).longest == 500
-    small_cache = {**FACTS, "num_blocks": 100}
-    assert limits_of(small_cache) == Limits(16, 38 * 16, 38 * 16)
+    assert limits_of(FACTS, longest=10).longest == 4 * 16
+    small_cache = {**FACTS, "num_blocks": 60}
+    assert limits_of(small_cache) == Limits(16, 18 * 16, 18 * 16)
     small_pool = {**FACTS, "pool_bytes": 50_000}
     assert limits_of(small_pool).longest == 16 * 16
     assert limits_of({**FACTS, "max_model_len": 99_999, "num_blocks": 40_000}).longest == 16_384
-    assert limits_of({**FACTS, "device_type": "cpu"}).longest == 4096
+    assert limits_of({**FACTS, "device_type": "cpu", "max_model_len": 99_999}).longest == 4096
     # Four blocks at least, however long they are.
     assert limits_of({**FACTS, "block_size": 8304, "max_model_len": 99_999}).longest == 4 * 8304
 
