@@ -91,6 +91,9 @@ class Engine:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._replies.close()
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):  # what it was not sent any more
+                self._process.stdin.close()
         # Its workers give a device's memory back when they are gone, which the next engine needs.
         deadline = time.monotonic() + GONE_SECONDS
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -12,11 +12,12 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from lmcache_hybrid.accept import prompts
+from lmcache_hybrid.accept import prompts, worker
 from lmcache_hybrid.accept.child import engine_arguments
 from lmcache_hybrid.accept.compare import Answer, Noise, Outcome, Verdict, check, difference
 from lmcache_hybrid.accept.engine import cause_in
@@ -343,6 +344,27 @@ def test_the_report_is_plain_json_of_digests() -> None:
     prompt = result.told[0].prompts[0]
     assert ", ".join(map(str, prompt[:4])) not in text
     assert {"differs"} <= {each["outcome"] for each in report["checks"]}
+
+
+def test_stores_are_named_without_host_user_password_or_path() -> None:
+    config = SimpleNamespace(
+        local_cpu=True,
+        local_disk="/home/me/disk",
+        remote_url="redis://me:secret@store.example:6379",
+        retrieve_locations=None,
+    )
+    backends = {"LocalCPUBackend": None, "RemoteBackend": None}
+    store = SimpleNamespace(
+        _engine=SimpleNamespace(config=config), manager=SimpleNamespace(storage_backends=backends)
+    )
+    tiers, missing = worker._tiers(store), worker._missing(store)
+    assert [(tier["title"], tier["survives"]) for tier in tiers] == [
+        ("RAM", False),
+        ("redis://", True),
+    ]
+    assert missing == ["LocalDiskBackend"]
+    told = json.dumps([tiers, missing, as_json(run(tiers=tiers, missing_tiers=missing))])
+    assert not [word for word in ("me:", "secret", "example", "/home") if word in told]
 
 
 # Flags and logs
