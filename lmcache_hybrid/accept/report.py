@@ -213,7 +213,9 @@ def _last_line(result: Result) -> Text:
         for each, outcome in zip(result.checks, outcomes, strict=True)
         if outcome in BAD
     )
-    text = f"{verdict.value}: {good} of {len(outcomes)} restored prompts are answered as vLLM does"
+    exact = "to the last bit" if set(outcomes) <= {Outcome.EQUAL} else "within its own noise"
+    text = f"{verdict.value}: {good} of {len(outcomes)} answers are those of vLLM's own cache"
+    text += f", {exact}" if good == len(outcomes) else ""
     if bad:
         named = ", ".join(list(bad)[:6]) + (f" and {len(bad) - 6} more" if len(bad) > 6 else "")
         text += f"; not {named}"
