@@ -55,6 +55,12 @@ LMCACHE = (
         "LMCacheEngine",
         "storage_manager metadata is_healthy is_frozen retrieve_locations store_location",
     ),
+    # The acceptance test asks one tier at a time.
+    Hook(
+        "lmcache.v1.cache_engine",
+        "LMCacheEngine.retrieve_locations",
+        replaced_in="lmcache_hybrid/accept/worker.py",
+    ),
     *attributes(
         f"{_BACKENDS}.storage_manager",
         "StorageManager",

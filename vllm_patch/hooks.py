@@ -38,6 +38,7 @@ _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _LMCACHE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
 _SPECS = "vllm.v1.kv_cache_interface"
 _TRITON = "vllm.v1.attention.backends.triton_attn"
+_ENGINE = "vllm.v1.engine.llm_engine"
 
 HOOKS = (
     # What vLLM must offer for states to be stored and restored at all
@@ -243,5 +244,30 @@ HOOKS = (
     *attributes(_CONFIG, "LoRAConfig", "lora_dtype target_modules enable_tower_connector_lora"),
     *attributes(_CONFIG, "MultiModalConfig", "mm_processor_kwargs media_io_kwargs"),
     *attributes(_CONFIG, "MultiModalConfig", "video_pruning_rate mm_encoder_attn_dtype"),
+    # lmcache_hybrid/accept
+    *attributes(
+        "vllm.engine.arg_utils",
+        "EngineArgs",
+        "model kv_transfer_config worker_extension_cls disable_log_stats data_parallel_size "
+        "prefix_match_unit",
+    ),
+    Hook("vllm.engine.arg_utils", "EngineArgs.from_cli_args", ("args",)),
+    Hook("vllm.utils.argparse_utils", "FlexibleArgumentParser.error", ("message",)),
+    Hook(_ENGINE, "LLMEngine.from_engine_args", ("engine_args", "usage_context")),
+    Hook(_ENGINE, "LLMEngine.add_request", ("request_id", "prompt", "params")),
+    Hook(_ENGINE, "LLMEngine.collective_rpc", ("method", "timeout", "args")),
+    *attributes(
+        _ENGINE,
+        "LLMEngine",
+        "step has_unfinished_requests reset_prefix_cache get_metrics get_tokenizer engine_core "
+        "vllm_config model_config",
+    ),
+    *attributes("vllm.v1.metrics.reader", "Metric", "name labels"),
+    *attributes("vllm.v1.metrics.reader", "Histogram", "sum count"),
+    *attributes("vllm.v1.metrics.stats", "RequestStateStats", "first_token_latency"),
+    *attributes("vllm.outputs", "RequestOutput", "request_id num_cached_tokens metrics finished"),
+    *attributes(_CONFIG, "VllmConfig", "use_v2_model_runner"),
+    *attributes(_CONFIG, "SchedulerConfig", "async_scheduling max_num_seqs max_num_batched_tokens"),
+    *attributes("vllm.v1.worker.worker_base", "WorkerBase", "vllm_config device"),
     *LMCACHE,
 )

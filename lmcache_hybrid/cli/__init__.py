@@ -4,6 +4,7 @@
 import typer
 
 from lmcache_hybrid import __version__
+from lmcache_hybrid.cli.accept import accept
 from lmcache_hybrid.cli.bench import bench
 from lmcache_hybrid.cli.demo import demo
 from lmcache_hybrid.cli.doctor import doctor
@@ -18,6 +19,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(doctor)
+app.command()(accept)
 app.command("inspect")(inspect_store)
 app.command("verify")(verify_store)
 app.command("purge")(purge_store)

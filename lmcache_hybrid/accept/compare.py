@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is equal: log-probabilities, noise, and what a wrong prefix would change."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+# Of the measured noise, what a restored prompt may differ by.
+NOISE_FACTOR = 2.0
+# A tolerance is of use only where a wrong prefix changes answers by this many times as much.
+MARGIN = 5.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One finished request.
+
+    Attributes:
+        tokens: generated token ids, greedy.
+        logprobs: of each step, {token id: log-probability} of the best few.
+        cached: prompt tokens that were not computed, local and external.
+        external: of these, what the connector brought; of a batch for all together.
+        first_token_seconds: from arrival to the first token.
+    """
+
+    tokens: list[int]
+    logprobs: list[dict[str, float]]
+    cached: int
+    external: int
+    first_token_seconds: float
+
+    def same(self, other: "Answer") -> bool:
+        return self.tokens == other.tokens and self.logprobs == other.logprobs
+
+
+class Outcome(str, Enum):
+    """Of one comparison."""
+
+    EQUAL = "equal"
+    NOISE = "within noise"
+    DIFFERS = "differs"
+    MISSED = "missed"
+    BOUNDARY = "other boundary"
+
+
+BAD = (Outcome.DIFFERS, Outcome.BOUNDARY, Outcome.MISSED)
+
+
+class Verdict(str, Enum):
+    """Of all of them."""
+
+    PASS = "PASS"
+    FAIL = "FAIL"
+    UNDECIDED = "NOT DECIDABLE"
+
+
+@dataclass(frozen=True)
+class Check:
+    """A restored prompt against vLLM's own hit at the same boundary.
+
+    Attributes:
+        case: name of the prompt.
+        step: which of the case's prompts, from 0.
+        where: the tier, and whether over a restart.
+        tokens: of the prompt.
+        boundary: where vLLM's own hit ended.
+        cached, external: of the restored prompt.
+        difference: of log-probabilities, see :func:`difference`.
+        same: whether tokens and log-probabilities are equal to the last bit.
+        slack: what it may differ by in any case: prompts that are asked at once are rounded
+            otherwise than one at a time.
+    """
+
+    case: str
+    step: int
+    where: str
+    tokens: int
+    boundary: int
+    cached: int
+    external: int
+    difference: float
+    same: bool
+    slack: float = 0.0
+
+    def outcome(self, allowed: float) -> Outcome:
+        """Judge the comparison.
+
+        Args:
+            allowed: difference of log-probabilities that noise explains.
+        """
+        if min(self.cached, self.external) < self.boundary:
+            return Outcome.MISSED
+        if self.cached > self.boundary:
+            return Outcome.BOUNDARY
+        if self.same:
+            return Outcome.EQUAL
+        return Outcome.NOISE if self.difference <= max(allowed, self.slack) else Outcome.DIFFERS
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How far an engine's answers to the same question lie apart.
+
+    Attributes:
+        own: largest difference between two answers of vLLM's own cache, or two cold ones.
+        restart: the same between two engines.
+        wrong: least difference that another prefix made to an answer; 0 where nothing
+            was compared.
+    """
+
+    own: float
+    restart: float
+    wrong: float
+
+    @property
+    def allowed(self) -> float:
+        return NOISE_FACTOR * max(self.own, self.restart)
+
+    @property
+    def decidable(self) -> bool:
+        """Whether what is allowed is well below what a wrong prefix does."""
+        return self.wrong > 0 and MARGIN * self.allowed <= self.wrong
+
+
+def check(
+    case: str, step: int, where: str, tokens: int, own: Answer, restored: Answer, external: int
+) -> Check:
+    """Compare a restored prompt with vLLM's own hit.
+
+    Args:
+        external: tokens that the connector brought for ``restored``.
+    """
+    return Check(
+        case,
+        step,
+        where,
+        tokens,
+        own.cached,
+        restored.cached,
+        external,
+        difference(own, restored),
+        own.same(restored),
+    )
+
+
+def difference(one: Answer, other: Answer) -> float:
+    """Largest difference of log-probabilities, up to the first step with other tokens.
+
+    A token that is among the best of one answer only counts with the least that it must
+    have changed by. Infinite where the answers are of different lengths.
+    """
+    if len(one.logprobs) != len(other.logprobs) or not one.logprobs:
+        return math.inf
+    largest = 0.0
+    for mine, theirs, my_token, their_token in zip(
+        one.logprobs, other.logprobs, one.tokens, other.tokens, strict=True
+    ):
+        for token in mine.keys() | theirs.keys():
+            a = mine.get(token, min(mine.values()))
+            b = theirs.get(token, min(theirs.values()))
+            largest = max(largest, abs(a - b) if math.isfinite(a - b) else math.inf)
+        if my_token != their_token:
+            break
+    return largest
+
+
+def noise_of(pairs: Iterable[tuple[Answer, Answer]]) -> float:
+    """Largest difference within pairs of answers that should be the same."""
+    return max((0.0 if a.same(b) else difference(a, b) for a, b in pairs), default=0.0)
+
+
+def verdict_of(checks: Sequence[Check], noise: Noise, problems: Sequence[str]) -> Verdict:
+    """Judge all comparisons.
+
+    Args:
+        problems: what is wrong beside the answers, such as a tier that was not read.
+    """
+    if problems or any(each.outcome(noise.allowed) in BAD for each in checks):
+        return Verdict.FAIL
+    if not noise.decidable or not any(each.external for each in checks):
+        return Verdict.UNDECIDED
+    return Verdict.PASS

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lmcache-hybrid accept`` as a user runs it: on both runners, and with a planted fault."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lmcache_hybrid.tinymodels import make_model
+
+pytestmark = pytest.mark.engine
+
+FLAGS = ("--max-num-batched-tokens", "1024", "--enforce-eager", "--max-num-seqs", "4")
+# A vLLM plugin, so that it is there in the process that loads.
+LOSE_STATES = """
+from lmcache_hybrid.record import STATE
+from lmcache_hybrid.worker import HybridWorker
+
+targets = HybridWorker._targets
+
+def plant():
+    HybridWorker._targets = lambda self, load: [
+        (key, block) for key, block in targets(self, load) if key.kind != STATE
+    ]
+"""
+# vLLM takes its V2 runner wherever Triton works, and the interpreter needs only a driver.
+TRITON_ON_CPU = """
+import os
+from types import SimpleNamespace
+os.environ["TRITON_INTERPRET"] = "1"
+import triton.backends
+
+class Driver:
+    is_active = staticmethod(lambda: True)
+
+    def get_current_target(self):
+        return SimpleNamespace(backend="cpu", arch=0, warp_size=1)
+
+    def get_active_torch_device(self):
+        import torch
+        return torch.device("cpu")
+
+    def get_current_device(self):
+        return 0
+
+    def get_device_interface(self):
+        import torch
+        return torch.cpu
+
+    utils = SimpleNamespace(
+        get_device_properties=lambda _: {"max_shared_mem": 1 << 20, "multiprocessor_count": 1}
+    )
+
+triton.backends.backends["cpu"] = SimpleNamespace(compiler=None, driver=Driver)
+"""
+FEWER_PROGRAMS = """
+def plant():
+    from vllm.v1.worker import mamba_utils
+    mamba_utils._TEMPORAL_TILES = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def model(model_dir: Path) -> Path:
+    return make_model("qwen3_next", model_dir / "qwen3_next")
+
+
+def plugin(folder: Path, code: str) -> Path:
+    """A folder for PYTHONPATH with a vLLM plugin that calls ``plant()`` of ``code``."""
+    info = folder / "planted-1.dist-info"
+    info.mkdir(parents=True)
+    (folder / "planted.py").write_text(code)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nplanted = planted:plant\n")
+    return folder
+
+
+def accept(
+    model: Path, folder: Path, config: dict, *options: str, path: Path | None = None, **env: str
+) -> tuple[int, str, dict]:
+    """Exit code, output (standard error first) and report of the command."""
+    lmcache, report = folder / "lmcache.yaml", folder / "report.json"
+    lmcache.write_text(yaml.safe_dump({"max_local_cpu_size": 0.5, **config}))
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    paths = [*filter(None, [path and str(path), os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ,
+        "VLLM_CPU_OMP_THREADS_BIND": str(worker % (os.cpu_count() or 1)),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "TMPDIR": str(folder),
+        "COLUMNS": "100",
+        **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {}),
+        **env,
+    }
+    command = [sys.executable, "-c", "from lmcache_hybrid.cli import app; app()", "accept"]
+    done = subprocess.run(
+        [*command, str(model), f"--lmcache-config={lmcache}", f"--out={report}", *options],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    found = json.loads(report.read_text()) if report.exists() else {}
+    return done.returncode, done.stderr + done.stdout, found
+
+
+def check_restored(report: dict, places: set[str]) -> None:
+    """Every place brought tokens, and nothing differs from vLLM's own hit by a bit."""
+    assert {check["where"] for check in report["checks"]} == places
+    for place in places:
+        found = [check for check in report["checks"] if check["where"] == place]
+        assert any(check["external"] for check in found), place
+    for check in report["checks"]:
+        assert check["external"] == check["cached"] == check["boundary"], check
+        if "at once" not in check["where"]:
+            assert check["same"] and check["difference"] == 0, check
+    assert report["noise"]["own"] == report["noise"]["restart"] == 0 < report["noise"]["wrong"]
+    assert all(rank["bytes"] > 0 == rank["wrong"] for rank in report["copies"])
+    for place, counts in report["metrics"].items():
+        assert counts["loaded_bytes"] > 0 < counts["load_seconds_sum"], place
+        assert not [name for name in counts if name.startswith(("failed", "skipped_saves"))]
+
+
+def test_ram_disk_and_a_folder_are_accepted(model: Path, tmp_path: Path) -> None:
+    config = {
+        "local_cpu": True,
+        "local_disk": str(tmp_path / "disk"),
+        "max_local_disk_size": 1,
+        "remote_url": f"fs://localhost:0{tmp_path}/fs",
+    }
+    # --port is the server's: a command line of vllm serve can be taken as it is.
+    flags = ("--max-model-len", "4096", "--port", "8123", *FLAGS)
+    options = ("--longest", "2000", "--", *flags)
+    # One process less to import vLLM in; the next test has it.
+    code, output, report = accept(
+        model, tmp_path, config, *options, VLLM_ENABLE_V1_MULTIPROCESSING="0"
+    )
+    assert code == 0, output
+    assert report["verdict"] == "PASS" and not report["problems"] and not report["left_out"]
+    restarted = [f"{tier} after a restart" for tier in ("local disk", "fs://")]
+    places = {f"{place}{how}" for place in ("RAM", *restarted) for how in ("", ", one by one")}
+    check_restored(report, places | {"RAM, at once"})
+    assert report["facts"]["runner"] == "V1" and report["facts"]["block_size"] == 384
+    assert {prompt["case"] for prompt in report["prompts"]} == {
+        *("N", "N+1", "2N-1", "2N", "2N+1", "extended", "branch", "chat", "batch", "longest")
+    }
+    # A branch is restored where no prompt ended, a chat at each of its turns.
+    hits = {prompt["case"]: prompt["own_hits"] for prompt in report["prompts"]}
+    assert hits["branch"] == [0, 0, 768, 1152] and hits["chat"] == [0, 384, 768, 768]
+    screen = output[output.index("Qwen3NextForCausalLM") :].splitlines()
+    assert len(screen) <= 40 and all(len(line) <= 100 for line in screen), output
+    # Nothing tells where, by whom or with which paths it was made.
+    text = json.dumps(report)
+    for private in (str(tmp_path), str(model), os.uname().nodename, str(Path.home()) + "/"):
+        assert private not in text
+    # A verdict that passed leaves no log behind, and nothing is left running.
+    assert not list(tmp_path.glob("*.log"))
+
+
+def test_states_that_are_not_restored_fail_and_the_prompts_are_named(
+    model: Path, tmp_path: Path
+) -> None:
+    planted = plugin(tmp_path / "plugin", LOSE_STATES)
+    code, output, report = accept(
+        model, tmp_path, {"local_cpu": True}, "--quick", "--", *FLAGS, path=planted
+    )
+    assert code == 1, output
+    assert report["verdict"] == "FAIL" and not report["problems"]
+    for check in report["checks"]:
+        # The hit is there and the answer is wrong.
+        assert check["external"] == check["cached"] == check["boundary"] == 384
+        assert check["outcome"] == "differs" and check["difference"] > 0.01
+    last = output[output.index("FAIL:") :]
+    assert "N+1 (RAM)" in last and "2N (RAM)" in last
+    assert len(list(tmp_path.glob("*.log"))) == 1
+
+
+def test_the_v2_runner_is_accepted(model: Path, tmp_path: Path) -> None:
+    folder = plugin(tmp_path / "triton", FEWER_PROGRAMS)
+    (folder / "sitecustomize.py").write_text(TRITON_ON_CPU)
+    flags = ("--max-model-len", "1024", "--num-gpu-blocks-override", "64", *FLAGS)
+    code, output, report = accept(
+        model,
+        tmp_path,
+        {"local_cpu": True},
+        *("--quick", "--", *flags),
+        path=folder,
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    )
+    assert code == 0, output
+    assert report["facts"]["runner"] == "V2" and report["verdict"] == "PASS"
+    check_restored(report, {"RAM"})

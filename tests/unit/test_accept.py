@@ -1,0 +1,425 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The acceptance test's plan, its judgement and its report.
+
+``tests/e2e/test_accept.py`` runs it on real engines. The engine here is made up, because
+noise, misses and prompts that do not fit cannot be had from a small model on a CPU.
+"""
+
+import dataclasses
+import io
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from lmcache_hybrid.accept import prompts, worker
+from lmcache_hybrid.accept.child import engine_arguments
+from lmcache_hybrid.accept.compare import Answer, Noise, Outcome, Verdict, check, difference
+from lmcache_hybrid.accept.engine import cause_in
+from lmcache_hybrid.accept.prompts import Limits, length_of, limits_of, plan_prompts
+from lmcache_hybrid.accept.report import as_json, print_verdict
+from lmcache_hybrid.accept.run import Result, Run
+from lmcache_hybrid.errors import ConfigError
+
+ORDINARY = range(32, 127)
+RAM = {"name": "LocalCPUBackend", "title": "RAM", "survives": False}
+REDIS = {"name": "RemoteBackend", "title": "redis://", "survives": True}
+FACTS = {
+    "block_size": 16,
+    "num_blocks": 4000,
+    "groups": {"attention": 1, "window": 0, "state": 3},
+    "block_bytes": 1000,
+    "state_bytes": 3000,
+    "pool_bytes": 1 << 30,
+    "max_model_len": 512,
+    "device_type": "cuda",
+    "device": "NVIDIA H100",
+    "cuda": "13.0",
+    "capability": "9.0",
+    "layout": {"attention": ["(2, 16, 128) (2048, 128, 1) torch.bfloat16"], "state": []},
+    "attention_backends": ["FlashAttentionBackend"],
+    "tiers": [RAM, REDIS],
+    "missing_tiers": [],
+    "architecture": "Qwen3NextForCausalLM",
+    "dtype": "bfloat16",
+    "runner": "V2",
+    "enforce_eager": False,
+    "ranks": 1,
+    "checkpoint_tokens": 0,
+    "save_decode": False,
+    "versions": {"vllm": "0.32.0"},
+}
+
+
+class Engine:
+    """Caches as vLLM does, at every boundary; answers depend on all tokens.
+
+    Args:
+        held: (salt, tokens) in each tier, by its name.
+        jitter: by how much answers to one question differ.
+        wrong: tokens before it are not what a restored prompt stands on.
+        lose: names of tiers that find nothing.
+    """
+
+    def __init__(
+        self, held: dict[str, set], jitter: float = 0, wrong: int = 0, lose: str = "", **facts
+    ) -> None:
+        self.facts = {**FACTS, **facts, "ordinary": list(ORDINARY)}
+        self._tiers, self._jitter, self._wrong, self._lose = held, jitter, wrong, lose
+        self._local: set = set()
+        self._used = list(held)
+        self._reads: Counter = Counter()
+        self._random = random.Random(1)
+        self.counted = 0
+
+    def ask(self, asked: Sequence[Sequence[int]], salt: str, save: bool) -> list[Answer]:
+        found = [self._find(tuple(ids), salt) for ids in asked]
+        external = sum(brought for _, brought in found)
+        size = self.facts["block_size"]
+        for ids in asked:
+            keys = {(salt, tuple(ids[:end])) for end in range(size, len(ids) + 1, size)}
+            self._local |= keys
+            for held in self._tiers.values() if save else ():
+                held |= keys
+        return [
+            self._answer(tuple(ids), cached, brought, external)
+            for ids, (cached, brought) in zip(asked, found)
+        ]
+
+    def _find(self, ids: tuple, salt: str) -> tuple[int, int]:
+        """(tokens cached, of these external)."""
+        size = self.facts["block_size"]
+        for end in range((len(ids) - 1) // size * size, 0, -size):
+            if (salt, ids[:end]) in self._local:
+                return end, 0
+            for name in self._used:
+                if name != self._lose and (salt, ids[:end]) in self._tiers[name]:
+                    self._reads[name] += 1
+                    return end, end
+        return 0, 0
+
+    def _answer(self, ids: tuple, cached: int, brought: int, external: int) -> Answer:
+        seen = ids[min(self._wrong, brought) :]
+        best = -(hash(seen) % 1000) / 1000 - 1 + self._jitter * self._random.random()
+        return Answer([7], [{"7": best, "8": best - 1}], cached, external, 0.01)
+
+    def forget(self) -> None:
+        self._local.clear()
+
+    def settle(self) -> None: ...
+
+    def use(self, tiers: Sequence[str] | None) -> None:
+        self._used = list(tiers or self._tiers)
+
+    def reads(self) -> dict[str, int]:
+        return dict(self._reads)
+
+    def copies(self) -> list[dict]:
+        seconds = {"gather": 2.0, "scatter": 1.0, "to_host": 0.5, "to_device": 0.5}
+        return [{"bytes": 10**9, "wrong": 0, "pinned": True, **seconds}]
+
+    def metrics(self) -> dict[str, float]:
+        self.counted += 1
+        names = ("loaded_bytes", "load_seconds_sum", "saved_bytes", "save_seconds_sum")
+        return dict.fromkeys((*names, "save_seconds_count"), self.counted)
+
+
+def run(second: dict | None = None, quick: bool = False, **options) -> Result:
+    """A run on one engine and, where a tier survives, on a second one with its content."""
+    tiers = {tier["name"]: set() for tier in options.get("tiers", FACTS["tiers"])}
+    asking = Run(lambda text: None, quick=quick)
+    result = asking.first(Engine(tiers, **options))
+    if "LocalCPUBackend" in tiers:
+        tiers["LocalCPUBackend"] = set()
+    if not result.problems and any(t["survives"] for t in result.facts["tiers"]):
+        asking.second(Engine(tiers, **{**options, **(second or {})}), result)
+    return result
+
+
+# Prompts
+
+
+@pytest.mark.parametrize("size", [16, 400, 784, 8304])
+def test_prompts_are_around_multiples_of_n_and_share_nothing(size: int) -> None:
+    plan = plan_prompts(Limits(size, 20 * size, 100 * size), ORDINARY)
+    assert not plan.left_out
+    lengths = {case.name: [len(step) for step in case.steps] for case in plan.cases}
+    assert lengths["N"] == [size] * 2 and lengths["N+1"] == [size + 1] * 2
+    assert lengths["2N-1"] == [2 * size - 1] * 2 and lengths["2N"] == [2 * size] * 2
+    assert lengths["2N+1"] == [2 * size + 1] * 2 and len(lengths["batch"]) == 4
+    assert lengths["longest"] == [20 * size - prompts.ANSWER_TOKENS] * 2
+    by_name = {case.name: case.steps for case in plan.cases}
+    first, longer, again = by_name["extended"]
+    assert longer[: len(first)] == first and again == longer
+    # The longer one starts inside the second block and ends in the third: another boundary.
+    assert (len(first) - 1) // size == 1 and (len(longer) - 1) // size == 2
+    trunk, one, other, _ = by_name["branch"]
+    assert one[: 2 * size] == other[: 2 * size] == trunk[: 2 * size]
+    assert one[: 3 * size] != other[: 3 * size] and len(one) > 3 * size
+    starts = [step[:size] for case in plan.cases for step in set(case.steps)]
+    assert len(set(starts)) == len(starts) - 2 * 1 - 1  # of branch and extended
+    assert plan == plan_prompts(Limits(size, 20 * size, 100 * size), ORDINARY)
+
+
+@pytest.mark.parametrize("size", [16, 400, 784, 8304])
+@pytest.mark.parametrize("blocks", [0.5, 1, 1.5, 2, 2.5, 3.5, 4, 8])
+def test_prompts_fit_in_a_small_context(size: int, blocks: float) -> None:
+    limits = Limits(size, int(size * blocks) + 1, int(size * blocks) + 1)
+    plan = plan_prompts(limits, ORDINARY)
+    for case in plan.cases:
+        assert length_of(case) + prompts.ANSWER_TOKENS <= limits.longest
+    names = {case.name for case in plan.cases} | set(plan.left_out)
+    assert names >= {"N", "N+1", "2N-1", "2N", "2N+1", "extended", "branch", "chat", "batch"}
+    assert bool(plan.cases) == (limits.longest >= size + prompts.ANSWER_TOKENS)
+
+
+def test_limits_are_context_cache_pool_and_wish() -> None:
+    assert limits_of(FACTS) == Limits(16, 512, (4000 // 2 - 12) * 16)
+    assert limits_of(FACTS, longest=500).longest == 500
+    assert limits_of(FACTS, longest=10).longest == 4 * 16
+    small_cache = {**FACTS, "num_blocks": 60}
+    assert limits_of(small_cache) == Limits(16, 18 * 16, 18 * 16)
+    small_pool = {**FACTS, "pool_bytes": 50_000}
+    assert limits_of(small_pool).longest == 16 * 16
+    assert limits_of({**FACTS, "max_model_len": 99_999, "num_blocks": 40_000}).longest == 16_384
+    assert limits_of({**FACTS, "device_type": "cpu", "max_model_len": 99_999}).longest == 4096
+    # Four blocks at least, however long they are.
+    assert limits_of({**FACTS, "block_size": 8304, "max_model_len": 99_999}).longest == 4 * 8304
+
+
+def test_another_prefix_leaves_the_rest_alone() -> None:
+    ids = tuple(random.Random(0).choices(ORDINARY, k=100))
+    other = prompts.other_prefix(ids, 64, ORDINARY)
+    assert other[64:] == ids[64:] and other[:64] != ids[:64] and len(other) == 100
+
+
+# Judgement
+
+
+def test_a_good_engine_passes() -> None:
+    result = run()
+    assert result.verdict is Verdict.PASS and not result.problems
+    assert {each.where for each in result.checks} == {
+        "RAM",
+        "RAM, at once",
+        "RAM, one by one",
+        "redis:// after a restart",
+        "redis:// after a restart, one by one",
+    }
+    assert all(each.outcome(0) is Outcome.EQUAL for each in result.checks)
+    assert result.noise.own == result.noise.restart == 0 < result.noise.wrong
+
+
+@pytest.mark.parametrize("jitter", [0, 1e-3])
+def test_a_wrong_prefix_fails_with_and_without_noise(jitter: float) -> None:
+    result = run(wrong=16, jitter=jitter)
+    assert result.verdict is Verdict.FAIL
+    assert any(each.outcome(result.noise.allowed) is Outcome.DIFFERS for each in result.checks)
+
+
+def test_without_noise_the_least_difference_fails() -> None:
+    result = run()
+    odd = dataclasses.replace(result.checks[0], same=False, difference=1e-7)
+    result.checks[0] = odd
+    assert result.verdict is Verdict.FAIL
+
+
+def test_noise_is_measured_and_allowed() -> None:
+    noise = Noise(1e-3, 0, 0.5)
+    own = Answer([1], [{"1": -1.0}], 16, 0, 0)
+    near = Answer([1], [{"1": -1.0015}], 16, 16, 0)
+    made = check("N", 1, "RAM", 17, own, near, 16)
+    assert made.outcome(noise.allowed) is Outcome.NOISE
+    assert made.outcome(0) is Outcome.DIFFERS
+
+
+def test_noise_as_large_as_a_wrong_prefix_is_not_decidable() -> None:
+    result = run(jitter=5.0)
+    assert result.noise.own > 1 and not result.noise.decidable
+    assert result.verdict in (Verdict.UNDECIDED, Verdict.FAIL)
+    result.checks = [dataclasses.replace(each, difference=0.0) for each in result.checks]
+    assert result.verdict is Verdict.UNDECIDED
+
+
+def test_answers_that_do_not_depend_on_the_prefix_decide_nothing() -> None:
+    result = run()
+    for told in result.told:
+        told.control = told.control and told.own[-1]
+    assert result.verdict is Verdict.UNDECIDED
+
+
+def test_a_tier_that_forgets_is_a_miss() -> None:
+    result = run(second={"lose": "RemoteBackend"})
+    missed = {each.where for each in result.checks if each.outcome(0) is Outcome.MISSED}
+    assert result.verdict is Verdict.FAIL and missed
+    assert all(where.startswith("redis:// after a restart") for where in missed)
+
+
+def test_another_tier_that_answers_is_a_problem() -> None:
+    result = run(lose="LocalCPUBackend")
+    assert result.verdict is Verdict.FAIL
+    assert "records came from ['RemoteBackend'], not from LocalCPUBackend only" in str(
+        result.problems
+    )
+
+
+def test_a_store_that_was_not_opened_is_a_problem() -> None:
+    result = run(missing_tiers=["RemoteBackend"])
+    assert result.verdict is Verdict.FAIL and "RemoteBackend is configured" in result.problems[0]
+
+
+def test_a_context_of_one_block_is_a_problem() -> None:
+    result = run(max_model_len=16)
+    assert result.verdict is Verdict.FAIL
+    assert result.problems[0].startswith("No prompt longer than N = 16 fits in 16 tokens")
+
+
+def test_a_cold_engine_that_loads_would_be_no_reference() -> None:
+    class Leaky(Engine):
+        def _find(self, ids: tuple, salt: str) -> tuple[int, int]:
+            found = super()._find(ids, salt)
+            return found if "own" not in salt or len(ids) != 32 else (16, 16)
+
+    result = Run(lambda text: None).first(Leaky({"LocalCPUBackend": set()}, tiers=[RAM]))
+    assert "2N: the connector loaded in 'own'." in result.problems
+
+
+@pytest.mark.parametrize(
+    "one, other, expected",
+    [
+        ([{"1": -1.0, "2": -2.0}], [{"1": -1.0, "2": -2.5}], 0.5),
+        # What is not among the best has changed by this at least.
+        ([{"1": -1.0, "2": -2.0}], [{"1": -1.0, "3": -3.0}], 1.0),
+        ([{"1": -1.0}], [], math.inf),
+        ([{"1": math.nan}], [{"1": -1.0}], math.inf),
+    ],
+)
+def test_difference(one: list, other: list, expected: float) -> None:
+    first, second = (Answer([1] * len(steps), steps, 0, 0, 0) for steps in (one, other))
+    assert difference(first, second) == expected
+
+
+def test_difference_ends_with_the_first_other_token() -> None:
+    first = Answer([1, 1], [{"1": -1.0}, {"1": -1.0}], 0, 0, 0)
+    second = Answer([2, 1], [{"1": -1.1}, {"1": -9.0}], 0, 0, 0)
+    assert difference(first, second) == pytest.approx(0.1)
+
+
+# Report
+
+
+def shown(result: Result) -> list[str]:
+    out = io.StringIO()
+    print_verdict(Console(file=out, width=100), result)
+    return out.getvalue().splitlines()
+
+
+def test_one_screen() -> None:
+    lines = shown(run())
+    assert len(lines) <= 40 and all(len(line) <= 100 for line in lines)
+    text = "\n".join(lines)
+    assert "V2 model runner" in text and "NVIDIA H100 (CUDA 13.0)" in text and "N = 16" in text
+    assert "Save: copies 0.50 GB/s, 25% of one plain copy (2.00 GB/s)" in text
+    assert lines[-1].startswith("PASS")
+
+
+def test_prompts_that_differ_are_named() -> None:
+    lines = shown(run(wrong=16, tiers=[RAM]))
+    assert any("2N+1" in line and "differs by" in line for line in lines)
+    assert "FAIL" in " ".join(lines) and "N+1 (RAM)" in " ".join(lines[-4:])
+
+
+def test_the_report_is_plain_json_of_digests() -> None:
+    result = run(wrong=16)
+    result.checks[0] = dataclasses.replace(result.checks[0], difference=math.inf)
+    report = as_json(result)
+    text = json.dumps(report, allow_nan=False)
+    assert report["verdict"] == "FAIL" and report["checks"][0]["difference"] is None
+    assert "ordinary" not in report["facts"]
+    prompt = result.told[0].prompts[0]
+    assert ", ".join(map(str, prompt[:4])) not in text
+    assert {"differs"} <= {each["outcome"] for each in report["checks"]}
+
+
+def test_stores_are_named_without_host_user_password_or_path() -> None:
+    config = SimpleNamespace(
+        local_cpu=True,
+        local_disk="/home/me/disk",
+        remote_url="redis://me:secret@store.example:6379",
+        retrieve_locations=None,
+    )
+    backends = {"LocalCPUBackend": None, "RemoteBackend": None}
+    store = SimpleNamespace(
+        _engine=SimpleNamespace(config=config), manager=SimpleNamespace(storage_backends=backends)
+    )
+    tiers, missing = worker._tiers(store), worker._missing(store)
+    assert [(tier["title"], tier["survives"]) for tier in tiers] == [
+        ("RAM", False),
+        ("redis://", True),
+    ]
+    assert missing == ["LocalDiskBackend"]
+    told = json.dumps([tiers, missing, as_json(run(tiers=tiers, missing_tiers=missing))])
+    assert not [word for word in ("me:", "secret", "example", "/home") if word in told]
+
+
+# Flags and logs
+
+
+def test_a_command_line_of_vllm_serve_is_taken(tmp_path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("max-num-seqs: 7\nport: 8001\n")
+    flags = "--api-key secret --host 0.0.0.0 --max-model-len 4k --served-model-name me"
+    made = engine_arguments("some/model", [*flags.split(), "--config", str(file)])
+    assert (made.model, made.max_model_len, made.max_num_seqs) == ("some/model", 4000, 7)
+    assert made.kv_transfer_config.kv_connector == "LMCacheConnectorV1"
+    assert made.kv_transfer_config.kv_role == "kv_both" and made.disable_log_stats is False
+    assert made.worker_extension_cls.endswith("AcceptExtension")
+
+
+def test_settings_of_the_connector_are_kept() -> None:
+    extra = {"lmcache.hybrid_checkpoint_tokens": 384}
+    transfer = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+    text = json.dumps({**transfer, "kv_connector_extra_config": extra})
+    made = engine_arguments("m", ["--kv-transfer-config", text, "--disable-log-stats"])
+    assert made.kv_transfer_config.kv_connector_extra_config == extra
+    assert made.disable_log_stats is False
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--no-such-flag"], "vLLM does not take these flags: unrecognized arguments"),
+        (["--max-model-len", "many"], "vLLM does not take these flags: argument --max-model-len"),
+        (["--data-parallel-size", "2"], "--data-parallel-size=2 starts copies"),
+        (["--worker-extension-cls", "a.B"], "--worker-extension-cls=a.B takes the place"),
+        (["--prefix-match-unit", "64"], "--prefix-match-unit=64 lets vLLM hit inside a block"),
+        (
+            [
+                "--kv-transfer-config",
+                '{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_consumer"}',
+            ],
+            "names LMCacheConnectorV1 with kv_role kv_consumer; test LMCacheConnectorV1",
+        ),
+    ],
+)
+def test_flags_that_cannot_be_tested_are_refused(flags: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        engine_arguments("m", flags)
+    assert says in str(error.value)
+
+
+def test_the_cause_is_found_in_a_log() -> None:
+    log = (
+        "(EngineCore pid=1) ERROR lmcache_hybrid.errors.ConfigError: chunk_size=100 is wrong; "
+        "remove it.\n"
+        "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    assert cause_in(log) == "chunk_size=100 is wrong; remove it."
+    late = "ValueError: no\ntorch.OutOfMemoryError: CUDA out of memory.\n"
+    assert cause_in(late) == "OutOfMemoryError: CUDA out of memory."
+    assert cause_in("all is well") is None
