@@ -77,9 +77,10 @@ def accept(
         with _progress(errors) as say:
             result = run(engine, say, longest, quick)
     except EngineError as error:
-        errors.print(f"The end of the engine's log, {log}:", soft_wrap=True)
-        errors.print(tail(log), markup=False, soft_wrap=True)
+        if not error.refused:
+            errors.print(tail(log), markup=False, soft_wrap=True)
         errors.print(f"No verdict, the engine ended: {error}", style="red", markup=False)
+        errors.print(f"The engine's log is {log}.", soft_wrap=True)
         raise typer.Exit(NO_RESULT) from error
     except KeyboardInterrupt:
         errors.print(f"Stopped. The engine's log is {log}.")
