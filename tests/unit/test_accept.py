@@ -273,10 +273,12 @@ def test_a_store_that_was_not_opened_is_a_problem() -> None:
     assert result.verdict is Verdict.FAIL and "RemoteBackend is configured" in result.problems[0]
 
 
-def test_a_context_of_one_block_is_a_problem() -> None:
-    result = run(max_model_len=16)
+@pytest.mark.parametrize("tokens", [16, 16 + prompts.ANSWER_TOKENS])
+def test_a_context_of_one_block_is_a_problem(tokens: int) -> None:
+    result = run(max_model_len=tokens)
     assert result.verdict is Verdict.FAIL
-    assert result.problems[0].startswith("No prompt longer than N = 16 fits in 16 tokens")
+    assert result.problems[0].startswith(f"No prompt longer than N = 16 fits in {tokens} tokens")
+    assert shown(result)[-1].startswith("FAIL: nothing was compared.")
 
 
 def test_a_cold_engine_that_loads_would_be_no_reference() -> None:
