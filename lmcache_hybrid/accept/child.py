@@ -240,9 +240,8 @@ def serve(child: Child, commands: TextIO, replies: TextIO) -> None:
         try:
             reply = {"result": getattr(child, message.pop("verb"))(**message)}
         except Exception as error:
-            traceback.print_exc()
-            final = isinstance(error, ConfigError)
-            reply = {"error": str(error) if final else repr(error), "final": final}
+            traceback.print_exc()  # into the log, where the cause is looked for
+            reply = {"error": repr(error)}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 

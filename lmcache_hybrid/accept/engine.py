@@ -23,7 +23,15 @@ LOG_LINES = 15
 
 
 class EngineError(RuntimeError):
-    """The engine refused to start, or died. The message says why, as far as is known."""
+    """The engine refused to start, or died. The message says why, as far as is known.
+
+    Attributes:
+        refused: whether the message is a sentence with the fix, and the log adds nothing.
+    """
+
+    def __init__(self, message: str, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
 
 
 class Engine:
@@ -113,11 +121,10 @@ class Engine:
             self._process.stdin.flush()
         line = self._replies.readline()
         if not line:
-            raise EngineError(self._cause() or f"exit code {self._process.wait()}")
+            raise self._error(f"exit code {self._process.wait()}")
         reply = json.loads(line)
         if "error" in reply:
-            # An engine in processes of its own says the cause in the log only.
-            raise EngineError(reply["error"] if reply["final"] else self._cause() or reply["error"])
+            raise self._error(reply["error"])
         return reply["result"]
 
     def ask(self, prompts: Sequence[Sequence[int]], salt: str, save: bool) -> list[Answer]:
@@ -166,23 +173,31 @@ class Engine:
         """This package's counters since the start; histograms as ``..._sum`` and ``..._count``."""
         return self.call("metrics")
 
-    def _cause(self) -> str | None:
-        """The sentence of the last error in this engine's log that is not a consequence."""
+    def _error(self, said: str) -> EngineError:
+        """What to raise: an engine in processes of its own says the cause in its log only."""
         with self._log.open("rb") as file:
             file.seek(self._written)
-            return cause_in(file.read().decode(errors="replace"))
+            log = file.read().decode(errors="replace")
+        sentence = sentence_in(log)
+        return EngineError(sentence or cause_in(log) or said, refused=sentence is not None)
+
+
+_ERROR = re.compile(r"(\w+(?:Error|Exception|Exit)): (.+)")
+
+
+def sentence_in(log: str) -> str | None:
+    """The first sentence of ours in a log."""
+    return next((text for kind, text in _ERROR.findall(log) if kind == "ConfigError"), None)
 
 
 def cause_in(log: str) -> str | None:
-    """The first sentence of ours in a log, else the last error that is no consequence."""
-    errors = re.findall(r"(\w+(?:Error|Exception|Exit)): (.+)", log)
-    ours = [text for kind, text in errors if kind == "ConfigError"]
-    others = [
+    """The last error in a log that is no consequence of another."""
+    causes = [
         f"{kind}: {text}"
-        for kind, text in errors
+        for kind, text in _ERROR.findall(log)
         if "See root cause" not in text and "initialization failed" not in text
     ]
-    return next(iter(ours), None) or next(reversed(others), None)
+    return next(reversed(causes), None)
 
 
 def run_quietly(command: Callable[[], str]) -> str:

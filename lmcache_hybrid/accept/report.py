@@ -219,6 +219,8 @@ def _last_line(result: Result) -> Text:
     if bad:
         named = ", ".join(list(bad)[:6]) + (f" and {len(bad) - 6} more" if len(bad) > 6 else "")
         text += f"; not {named}"
+    if not outcomes:
+        text = f"{verdict.value}: nothing was compared"
     seconds = sum(result.seconds.get(part, 0.0) for part in ("first engine", "second engine"))
     return Text(f"{text}. {seconds:.0f} s.", COLOURS[verdict])
 

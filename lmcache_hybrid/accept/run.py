@@ -28,6 +28,7 @@ from lmcache_hybrid.accept.prompts import (
     Ids,
     Limits,
     Plan,
+    length_of,
     limits_of,
     other_prefix,
     plan_prompts,
@@ -151,7 +152,7 @@ class Run:
         ]
         if not tiers:
             result.problems.append("LMCache has no tier to load from; configure one.")
-        if not result.plan.cases:
+        if all(length_of(case) <= limits.block for case in result.plan.cases):
             result.problems.append(
                 f"No prompt longer than N = {limits.block} fits in {limits.longest} tokens, so "
                 "nothing can hit; raise --max-model-len, the KV cache or max_local_cpu_size."

@@ -68,22 +68,7 @@ def accept(
     handle, name = tempfile.mkstemp(prefix="lmcache-hybrid-accept-", suffix=".log")
     os.close(handle)
     log = Path(name)
-    errors = Console(stderr=True, highlight=False)
-
-    def engine() -> Engine:
-        return Engine(model, vllm_flags or [], log, environment)
-
-    try:
-        with _progress(errors) as say:
-            result = run(engine, say, longest, quick)
-    except EngineError as error:
-        errors.print(f"The end of the engine's log, {log}:", soft_wrap=True)
-        errors.print(tail(log), markup=False, soft_wrap=True)
-        errors.print(f"No verdict, the engine ended: {error}", style="red", markup=False)
-        raise typer.Exit(NO_RESULT) from error
-    except KeyboardInterrupt:
-        errors.print(f"Stopped. The engine's log is {log}.")
-        raise typer.Exit(130) from None
+    result = _result(lambda: Engine(model, vllm_flags or [], log, environment), log, longest, quick)
     result.facts["driver"] = run_quietly(_driver)
     if out is not None:
         out.write_text(json.dumps(as_json(result), indent=1, allow_nan=False) + "\n")
@@ -91,8 +76,29 @@ def accept(
     if result.verdict is Verdict.PASS:
         log.unlink()
     else:
-        errors.print(f"The engine's log is {log}.")
+        _errors().print(f"The engine's log is {log}.", soft_wrap=True)
     raise typer.Exit(EXIT_CODES[result.verdict])
+
+
+def _errors() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+def _result(engine: Callable[[], Engine], log: Path, longest: int, quick: bool) -> Result:
+    """Raises typer.Exit once it has said why there is no result."""
+    errors = _errors()
+    try:
+        with _progress(errors) as say:
+            return run(engine, say, longest, quick)
+    except EngineError as error:
+        if not error.refused:
+            errors.print(tail(log), markup=False, soft_wrap=True)
+        errors.print(f"No verdict, the engine ended: {error}", style="red", markup=False)
+        errors.print(f"The engine's log is {log}.", soft_wrap=True)
+        raise typer.Exit(NO_RESULT) from error
+    except KeyboardInterrupt:
+        errors.print(f"Stopped. The engine's log is {log}.", soft_wrap=True)
+        raise typer.Exit(130) from None
 
 
 def run(engine: Callable[[], Engine], say: Say, longest: int, quick: bool) -> Result:

@@ -135,10 +135,7 @@ def test_ram_disk_and_a_folder_are_accepted(model: Path, tmp_path: Path) -> None
     # --port is the server's: a command line of vllm serve can be taken as it is.
     flags = ("--max-model-len", "4096", "--port", "8123", *FLAGS)
     options = ("--longest", "2000", "--", *flags)
-    # One process less to import vLLM in; the next test has it.
-    code, output, report = accept(
-        model, tmp_path, config, *options, VLLM_ENABLE_V1_MULTIPROCESSING="0"
-    )
+    code, output, report = accept(model, tmp_path, config, *options)
     assert code == 0, output
     assert report["verdict"] == "PASS" and not report["problems"] and not report["left_out"]
     restarted = [f"{tier} after a restart" for tier in ("local disk", "fs://")]

@@ -20,7 +20,7 @@ from rich.console import Console
 from lmcache_hybrid.accept import prompts, worker
 from lmcache_hybrid.accept.child import engine_arguments
 from lmcache_hybrid.accept.compare import Answer, Noise, Outcome, Verdict, check, difference
-from lmcache_hybrid.accept.engine import cause_in
+from lmcache_hybrid.accept.engine import cause_in, sentence_in
 from lmcache_hybrid.accept.prompts import Limits, length_of, limits_of, plan_prompts
 from lmcache_hybrid.accept.report import as_json, print_verdict
 from lmcache_hybrid.accept.run import Result, Run
@@ -273,10 +273,12 @@ def test_a_store_that_was_not_opened_is_a_problem() -> None:
     assert result.verdict is Verdict.FAIL and "RemoteBackend is configured" in result.problems[0]
 
 
-def test_a_context_of_one_block_is_a_problem() -> None:
-    result = run(max_model_len=16)
+@pytest.mark.parametrize("tokens", [16, 16 + prompts.ANSWER_TOKENS])
+def test_a_context_of_one_block_is_a_problem(tokens: int) -> None:
+    result = run(max_model_len=tokens)
     assert result.verdict is Verdict.FAIL
-    assert result.problems[0].startswith("No prompt longer than N = 16 fits in 16 tokens")
+    assert result.problems[0].startswith(f"No prompt longer than N = 16 fits in {tokens} tokens")
+    assert shown(result)[-1].startswith("FAIL: nothing was compared.")
 
 
 def test_a_cold_engine_that_loads_would_be_no_reference() -> None:
@@ -419,7 +421,7 @@ def test_the_cause_is_found_in_a_log() -> None:
         "remove it.\n"
         "RuntimeError: Engine core initialization failed. See root cause above.\n"
     )
-    assert cause_in(log) == "chunk_size=100 is wrong; remove it."
+    assert sentence_in(log) == "chunk_size=100 is wrong; remove it."
     late = "ValueError: no\ntorch.OutOfMemoryError: CUDA out of memory.\n"
     assert cause_in(late) == "OutOfMemoryError: CUDA out of memory."
-    assert cause_in("all is well") is None
+    assert cause_in("all is well") is sentence_in(late) is None
