@@ -182,6 +182,7 @@ def report(tally: Tally, seed: int, seconds: float, part: int, capsys) -> None:
         "seed": seed,
         "programs": tally.programs,
         "steps": tally.steps,
+        "steps on devices": tally.steps_on_devices,
         "steps per CPU second": round(tally.steps / seconds),
         **dict(sorted(tally.events.items())),
     }
