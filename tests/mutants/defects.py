@@ -32,6 +32,7 @@ PAGES = "lmcache_hybrid/pages.py"
 GROUPS = "lmcache_hybrid/groups.py"
 PREFIX = "lmcache_hybrid/prefix.py"
 COMPAT = "vllm_patch/compat.py"
+COPIES = "lmcache_hybrid/copies.py"
 COUNTS = "lmcache_hybrid/counts.py"
 METRICS = "lmcache_hybrid/metrics.py"
 
@@ -374,5 +375,128 @@ DEFECTS = (
         COUNTS,
         "            before, self._reported = self._reported, self._totals()\n",
         "            before = self._reported\n",
+    ),
+    # The order of copies on a device
+    _one(
+        "a load does not wait for its mark",
+        COPIES,
+        "        stream.wait_event(after.event)\n",
+        "",
+    ),
+    _one(
+        "a load waits for the mark of an earlier step",
+        WORKER,
+        "            after = self._copies.mark()\n",
+        "            mark = self._copies.mark()\n"
+        '            after, self._mark = getattr(self, "_mark", mark), mark\n',
+    ),
+    Defect(
+        "the mark is taken before the step zeroes blocks and saves",
+        (
+            (
+                WORKER,
+                "            after = self._copies.mark()\n",
+                '            after = getattr(self, "_mark", None) or self._copies.mark()\n',
+            ),
+            (
+                WORKER,
+                "        results = KVConnectorTransferResults()\n",
+                "        results = KVConnectorTransferResults()\n"
+                "        self._mark = self._copies.mark()\n",
+            ),
+        ),
+    ),
+    Defect(
+        "the mark is taken by the loading thread, on a stream of its own",
+        (
+            (
+                WORKER,
+                "            after = self._copies.mark()\n",
+                "            after = Mark(None)\n",
+            ),
+            (
+                WORKER,
+                "size = self._restore(load, claim, after)",
+                "size = self._restore(load, claim, self._copies.mark())",
+            ),
+        ),
+    ),
+    _one(
+        "the mark is on the thread's current device, whichever that is",
+        COPIES,
+        "self._module.current_stream(self._device)",
+        "self._module.current_stream()",
+    ),
+    _one(
+        "one event is recorded for every mark",
+        COPIES,
+        "        event = self._module.Event(**blocking)\n",
+        '        event = self.__dict__.setdefault("_event", self._module.Event(**blocking))\n',
+    ),
+    _one(
+        "a load is reported before the device has copied it",
+        COPIES,
+        "            self._wait(self._record(stream))\n",
+        "            pass\n",
+    ),
+    Defect(
+        "saves are copied on another stream",
+        (
+            (
+                COPIES,
+                "            self._transfer([(part, page) for item in items for page, part in "
+                "item.pieces()])\n",
+                "            with self._module.stream(self._stream()):\n"
+                "                self._transfer([(b, a) for i in items for a, b in i.pieces()])\n",
+            ),
+            (
+                COPIES,
+                "        copied = self.mark()\n",
+                "        copied = self._record(self._stream())\n",
+            ),
+        ),
+    ),
+    _one(
+        "the checksum of a save is computed before the device has copied it",
+        COPIES,
+        "            self._wait(copied)\n",
+        "",
+    ),
+    _one(
+        "the buffers of a save go to the store before the device has copied them",
+        WORKER,
+        "                rest()\n",
+        "                pass\n",
+    ),
+    _one(
+        "all restoring threads share a stream",
+        COPIES,
+        "        self._restoring = threading.local()\n",
+        '        self._restoring = type("Shared", (), {})()\n',
+    ),
+    _one(
+        "a load that fails leaves copies in flight",
+        COPIES,
+        "        finally:\n            # Also after an error",
+        "        except ZeroDivisionError:\n            raise\n"
+        "        else:\n            # Not after one",
+    ),
+    _one(
+        "a save that fails leaves copies in flight",
+        COPIES,
+        "            self._wait(self.mark())\n            raise\n",
+        "            raise\n",
+    ),
+    _one(
+        "who waits for the device keeps a core busy",
+        COPIES,
+        '{"blocking": True} if',
+        "{} if",
+    ),
+    _one(
+        "a new thread waits with another device current",
+        COPIES,
+        "it would make a context.\n        self._module.set_device(self._device.index or 0)\n",
+        "it would make a context.\n",
     ),
 )

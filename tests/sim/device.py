@@ -114,7 +114,8 @@ class Device:
     """One rank's device.
 
     Attributes:
-        compute: the stream of the forward.
+        compute: the stream of the forward, current in the main thread. It is not the one that is
+            current in new threads, as where vLLM sets a stream of its own (``current_stream``).
         errors: what went wrong on it, or was asked of it.
         breaking: so many next copies are refused, from the ``after``-th on.
     """
@@ -126,7 +127,7 @@ class Device:
         self.errors: list[Exception] = []
         self.events: Counter[str] = Counter()
         self.streams: list[Stream] = []
-        self.compute = Stream(self)
+        self.compute, self._default = Stream(self), Stream(self)
         # Small numbers, as torch's are; 0 is what is current in a new thread, and no device.
         self.index = next(i for i in itertools.count(1) if i not in Device.known)
         self.torch_device = torch.device("cuda", self.index)
@@ -140,7 +141,11 @@ class Device:
     @property
     def current(self) -> Stream:
         """The calling thread's current stream on this device."""
-        return here.streams.get(self.index, self.compute)
+        return here.streams.get(self.index, self._default)
+
+    def enter(self) -> None:
+        """Make the calling thread the rank's main thread."""
+        here.device, here.streams[self.index] = self.index, self.compute
 
     def go_on(self) -> None:
         """Run what the mode says, now that there is more to run."""
@@ -249,18 +254,19 @@ class DeviceModule:
 
     @contextmanager
     def stream(self, stream: Stream):
-        before, device = (here.device, stream.device.current), stream.device
-        me = threading.get_ident()
+        device, me = stream.device, threading.get_ident()
+        here.check_device(device)
+        before = here.streams.get(device.index)
         if stream.user not in (None, me):
             device.errors.append(HostAccess("two threads use one stream at once"))
-        stream.user, here.device, here.streams[device.index] = me, device.index, stream
+        stream.user, here.streams[device.index] = me, stream
         try:
             yield
         finally:
             stream.user = None
-            here.device, here.streams[device.index] = before
-            if before[1] is device.compute:
-                del here.streams[device.index]
+            here.streams.pop(device.index)
+            if before is not None:
+                here.streams[device.index] = before
 
 
 # Views: nothing is read or written.

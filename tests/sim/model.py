@@ -23,7 +23,7 @@ import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from .device import Device, Point, Stream, here
+from .device import Device, Point, Stream
 from .orders import V1, V2
 
 VOCABULARY = 50
@@ -101,6 +101,8 @@ class ToyRank:
         order: of the connector's calls, as the runner makes them.
         checkpoint: (offset, column) of the state to be written inside a prefill chunk, from
             (end, tokens) of the chunk; offset 0 for none.
+        checkpoints: states that were written inside a chunk.
+        resumed: requests that arrived as new ones after a preemption.
     """
 
     rank: int
@@ -114,6 +116,8 @@ class ToyRank:
     checkpoint: Callable[[int, int], tuple[int, int]] = lambda end, count: (0, -1)
     order: V1 | V2 | None = None
     connector: object = None
+    checkpoints: int = 0
+    resumed: int = 0
     requests: dict[str, _Running] = field(default_factory=dict)
 
     running: ClassVar["ToyRank"]
@@ -147,7 +151,7 @@ class ToyRank:
         """Run one step; raises WrongBytes when a page is not what it should be."""
         ToyRank.running = self
         if self.device is not None:
-            here.device = self.device.index
+            self.device.enter()
         self.order.before_blocks(output)
         self._update(output, truths)
         if not output.total_num_scheduled_tokens:
@@ -216,12 +220,14 @@ class ToyRank:
         for source, target in output.kv_cache_block_copies or ():
             self._copy_page(source, target, self.block_size)
         for new in output.scheduled_new_reqs:
+            known = len(new.prefill_token_ids or new.prompt_token_ids)
+            self.resumed += known > len(new.prompt_token_ids)
             # With the V2 runner also those that go on after a preemption.
             self.requests[new.req_id] = _Running(
                 truths[new.req_id],
                 tuple(list(ids) for ids in new.block_ids),
                 new.num_computed_tokens,
-                len(new.prefill_token_ids or new.prompt_token_ids),
+                known,
             )
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
@@ -333,6 +339,7 @@ class ToyRank:
         tokens, block = end - count + offset, request.block_ids[group][column]
         if not block:
             return  # none is kept; kernels write nothing to the null block
+        self.checkpoints += 1
         state = (tokens, request.truth.hash_at(tokens) ^ self._mix[group])
         self._queue(lambda: self.pages[block, :2].__setitem__(slice(None), state))
 

@@ -77,7 +77,7 @@ _VERBS = (
     + ["load", "begin", "hold", "abort"] * 2
     + ["reset"] * 3
     + ["reset running", "clear", "lose", "lose many", "shrink", "restart"]
-    + ["flip", "header", "swap", "fail", "break", "full", "unhealthy", "silent"]
+    + ["flip", "header", "swap", "fail", "break", "break", "full", "unhealthy", "silent"]
 )
 # Operations after which a fault of an engine ends by itself.
 FAULT_LASTS = 4
@@ -138,6 +138,8 @@ class Run:
                     "states loaded": worker.loaded_states,
                     "records rejected": worker.rejected_records,
                     "saves skipped": worker.skipped_saves.total,
+                    "checkpoints inside a chunk": rank.checkpoints,
+                    "resumed as new requests": rank.resumed,
                 }
             )
         if engine.setup.device:
@@ -237,7 +239,7 @@ class Run:
         """One of the next copies is refused."""
         device = engine.ranks[x % len(engine.ranks)].device
         if device is not None:
-            device.breaking, device.after = 1, y % 12
+            device.breaking, device.after = 1, y % 3
 
     def _full(self, engine: SimEngine, x: int, y: int) -> None:
         engine.stores[x % len(engine.stores)].full = True

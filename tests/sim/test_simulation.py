@@ -51,6 +51,16 @@ MET = (
     "aborted RUNNING",
     "reset",
     "restarts",
+    "checkpoints inside a chunk",
+    "resumed as new requests",
+    "device: loads",
+    "device: loads of aborted requests",
+    "device: failed loads",
+    "device: broken copies",
+    "device: pages saved",
+    "device: loads beside a forward",
+    "device: loads of blocks that were saved",
+    "device: parts side by side",
 )
 
 
