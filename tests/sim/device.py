@@ -24,6 +24,8 @@ from .threads import Threads
 
 # How many entries run on their own after something was queued, in mode "random".
 BURSTS = (0, 0, 0, 1, 3, 1000)
+# How probable it is that somebody who waits for the device goes on waiting.
+PATIENCE = 0.9
 
 
 class HostAccess(AssertionError):
@@ -105,8 +107,10 @@ class Event:
         if not self.blocking:
             device.errors.append(HostAccess("a thread keeps a core busy while it waits"))
         here.check_device(device)
-        # Whatever others do in the meantime, with the device still behind.
+        # The device is behind, and others go on.
         device.threads.pause()
+        while not point.done and device.threads.random.random() < PATIENCE:
+            device.threads.pause()
         device.reach(point)
 
 
@@ -132,7 +136,7 @@ class Device:
         self.index = next(i for i in itertools.count(1) if i not in Device.known)
         self.torch_device = torch.device("cuda", self.index)
         self.breaking = self.after = 0
-        self._saved: set[int] = set()
+        self._saves: Counter[int] = Counter()  # that are queued, by page
         Device.known[self.index] = self
 
     def retire(self) -> None:
@@ -183,23 +187,25 @@ class Device:
         address = host.data_ptr()
         given = self._reuses[address & ~0xFFF]
 
+        to_device = source is host
+        page = (target if to_device else source).data_ptr()
+
         def run() -> None:
             if self._reuses[address & ~0xFFF] != given:
                 raise AssertionError("a buffer was released before its copy ended")
             target.copy_(source)
+            if not to_device:
+                self._saves[page] -= 1
 
-        stream = self.current
-        self._count(stream, target, source, to_device=source is host)
-        stream.add("run", run)
-
-    def _count(self, stream: Stream, target, source, to_device: bool) -> None:
         if to_device:
             self.events["pages loaded"] += 1
-            self.events["loads of blocks that were saved"] += target.data_ptr() in self._saved
+            self.events["loads of blocks that were saved"] += page in self._saves
+            self.events["loads of blocks that are being saved"] += self._saves[page] > 0
             self.events["loads beside a forward"] += bool(self.compute.queue)
         else:
             self.events["pages saved"] += 1
-            self._saved.add(source.data_ptr())
+            self._saves[page] += 1
+        self.current.add("run", run)
 
     def check(self) -> None:
         """Raises the first error."""

@@ -272,8 +272,6 @@ class ToyRank:
             self._attend(request_id, group, start, end, end - len(drafts) + accepted)
         for group in self.states:
             self._advance(request_id, group, start, end - len(drafts), len(drafts), accepted)
-            if not drafts:
-                self._write_checkpoint(request, group, end, count)
         request.state_tokens = end - len(drafts)
         if end < request.known:
             return []  # the prompt is not computed yet
@@ -316,6 +314,7 @@ class ToyRank:
         ids = list(request.block_ids[group][index : index + drafts + 1])
         assert ids[0], "a running state in the null block"
         before = request.block_ids[group][index + request.accepted - 1]
+        inside = None if drafts else self._find_checkpoint(request, group, start, first)
 
         def advance() -> None:
             held = self.pages[before, :2]
@@ -324,6 +323,10 @@ class ToyRank:
                     f"{request_id} rank {self.rank} state group {group}: block {before} "
                     f"should hold the state at {start}, says {held[0]}"
                 )
+            if inside is not None:
+                # Before the last state, whose block it may be, as in ``mamba_mixer2``.
+                block, tokens = inside
+                self.pages[block, :2] = tokens, truth.hash_at(tokens) ^ mix
             for i, block in enumerate(ids):
                 right = i <= accepted
                 self.pages[block, 0] = first + i if right else RUBBISH
@@ -331,17 +334,16 @@ class ToyRank:
 
         self._queue(advance)
 
-    def _write_checkpoint(self, request: _Running, group: int, end: int, count: int) -> None:
-        """Write the state at a boundary inside the chunk to the block that is kept for it."""
-        offset, column = self.checkpoint(end, count)
-        if not offset:
-            return
-        tokens, block = end - count + offset, request.block_ids[group][column]
+    def _find_checkpoint(
+        self, request: _Running, group: int, start: int, end: int
+    ) -> tuple[int, int] | None:
+        """(block, tokens) of the state that the chunk writes at a boundary inside."""
+        offset, column = self.checkpoint(end, end - start)
+        block = request.block_ids[group][column] if offset else 0
         if not block:
-            return  # none is kept; kernels write nothing to the null block
+            return None  # none is kept; kernels write nothing to the null block
         self.checkpoints += 1
-        state = (tokens, request.truth.hash_at(tokens) ^ self._mix[group])
-        self._queue(lambda: self.pages[block, :2].__setitem__(slice(None), state))
+        return block, start + offset
 
     def _keep_boundary(self, request: _Running, accepted: int) -> None:
         """Copy the state at a boundary passed by accepted drafts to its own block.

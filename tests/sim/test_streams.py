@@ -17,9 +17,10 @@ from lmcache_hybrid.pages import GroupPages
 from lmcache_hybrid.record import digests_of
 from lmcache_hybrid.store import NaiveStore
 
+from . import device as simulated
 from .device import BrokenCopy, Device, HostAccess, here, on_device
 from .engine import install
-from .program import Run, Tally
+from .program import TRUNKS, Run, Tally
 from .setup import Setup
 from .storage import N, close_storage
 from .threads import Threads
@@ -275,6 +276,35 @@ def test_nothing_is_lost_beside_a_drafter(runner):
         play(seed, tally, device="late", runner=runner, drafts=2, overlap=False, blocks=40)
     nothing_was_lost(tally)
     assert tally.events["accepted drafts"]
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        dict(runner="v2"),
+        dict(runner="v2", overlap=True),
+        dict(runner="v1", drafts=1),
+        dict(runner="v2 deferred", drafts=1),
+    ],
+    ids=lambda setup: " ".join(f"{name}={value}" for name, value in setup.items()),
+)
+def test_a_block_that_is_still_being_saved_is_handed_to_a_load(setup, monkeypatch):
+    """The pool holds one request: the next one's load gets the blocks of the one that ended."""
+    monkeypatch.setattr(simulated, "PATIENCE", 0.98)
+    setup = Setup(blocks=14, seqs=1, save_decode=True, device="late", **setup)
+    run = Run(setup, tally := Tally())
+    (engine,) = run.engines
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    ballast = pool.get_new_blocks(pool.get_num_free_blocks() - 8 - setup.drafts)
+    for number in range(18):
+        # One of the last steps ends at a boundary, which is saved; prompts part in a last block.
+        prompt = TRUNKS[number % 2][: 4 * N + 1] + TRUNKS[2][9 * number : 9 * number + 2]
+        engine.add(f"r{number}", prompt, N - 2 + number % 3)
+    engine.drain()
+    pool.free_blocks(ballast)
+    run.play([])
+    assert tally.events["device: loads of blocks that are being saved"]
+    nothing_was_lost(tally)
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
