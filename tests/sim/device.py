@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lmcache_hybrid import copies
+from lmcache_hybrid import copies, worker
 from lmcache_hybrid.pages import GroupPages
 
 from .threads import Threads
@@ -278,6 +278,7 @@ class DeviceModule:
 # Views: nothing is read or written.
 _VIEWS = ("narrow", "select", "split", "unbind", "view", "as_strided", "flatten", "reshape")
 _FACTS = ("shape", "dtype", "ndim", "dim", "size", "stride", "numel", "element_size")
+_FACTS += ("data_ptr", "untyped_storage", "storage_offset", "is_contiguous")
 
 
 class DeviceRow:
@@ -308,6 +309,8 @@ class DeviceRow:
         return cut
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> "DeviceRow":
+        if not isinstance(source, torch.Tensor):
+            raise HostAccess("a copy within the device")
         self.owner.copy(self.memory, source, host=source)
         if not non_blocking:
             self.owner.current.synchronize()
@@ -339,4 +342,12 @@ def install(patch) -> None:
         names.pop(name, None)  # none of them reaches the simulated device
     names["get_device_module"] = lambda device: module
     patch.setattr(copies, "torch", types.SimpleNamespace(**names))
+    # The plain transfer: others are for real devices only.
+    patch.setattr(
+        worker,
+        "copies_for",
+        lambda on, threads: (
+            copies.HostCopies(threads) if on.type == "cpu" else copies.StreamCopies(on)
+        ),
+    )
     patch.setattr(Device, "known", {})
