@@ -5,6 +5,7 @@ The device runs nothing before it must (mode "late"), so what is not ordered com
 The last tests put whole engines on such devices, without faults: there nothing may be lost.
 """
 
+import inspect
 import random
 from collections import Counter
 
@@ -211,6 +212,24 @@ def test_the_host_touches_no_device_memory(bench, access):
     """Of the simulation itself: whatever is no copy to or from the host raises."""
     with pytest.raises((HostAccess, TypeError)):
         access(bench.pages.rows[0])
+
+
+@pytest.mark.parametrize("module, event", [(torch.cuda, {"blocking": True}), (torch.xpu, {})])
+def test_torch_takes_the_calls_that_the_simulated_device_takes(module, event):
+    """Of the simulation itself: there is no device here to call."""
+    at = torch.device("cuda", 1)
+    for function, args, named in (
+        (module.set_device, (1,), {}),
+        (module.current_stream, (at,), {}),
+        (module.stream, (None,), {}),
+        (module.Stream.__new__, (module.Stream,), {"device": at}),
+        (module.Stream.wait_event, (None, None), {}),
+        (module.Event.__new__, (module.Event,), event),
+        (module.Event.record, (None, None), {}),
+        (module.Event.synchronize, (None,), {}),
+    ):
+        inspect.signature(function).bind(*args, **named)
+    assert torch.get_device_module(torch.device("cuda", 1)) is torch.cuda
 
 
 def test_a_buffer_that_is_released_too_early_is_noticed(bench):
