@@ -6,10 +6,11 @@ streams and ordered against the forward by streams and events, and the host goes
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -62,7 +63,7 @@ class Item(NamedTuple):
 class Mark(NamedTuple):
     """A point on the compute stream; None where the device has no streams."""
 
-    event: "torch.Event | None"
+    event: Any  # of the device's module
 
 
 class Copies(Protocol):
@@ -160,37 +161,51 @@ class HostCopies:
 class StreamCopies:
     """The KV cache lies on a device with streams; buffers lie in pinned memory.
 
-    A block handed to a load may still be read by forwards that were queued before, so
-    loads run on a stream of their own behind a mark on the compute stream. Saves are
-    queued on the compute stream itself: the next forward may overwrite a state, and it
-    comes after them. That costs the device the time of the transfer and the host nothing,
-    nor any memory of the device, which vLLM has given away. A page is a few megabytes on
-    models of the usual sizes, so one transfer per page is as fast as a large one.
+    Rules, each held by a test in ``tests/sim/test_streams.py``:
+
+    - Saves are queued on the compute stream itself: the next forward may overwrite a state,
+      and it comes after them. That costs the device the time of the transfer and the host
+      nothing, nor any memory of the device, which vLLM has given away.
+    - Loads run on streams of their own, behind a mark on the compute stream: forwards and
+      saves that were queued before may still use a block that vLLM handed to the load.
+    - A load returns once the device has copied, also after an error: vLLM then zeroes,
+      reads or overwrites the blocks, and the buffers go back to the pool.
+    - Buffers of a save are read and released once the device has copied, also after an error.
+    - Each restoring thread has a stream of its own, so that no load waits for another's copies.
+
+    What of vLLM this rests on (V1 and V2 model runner): the current stream of the thread that
+    calls the connector is the one that zeroes blocks, moves states and runs the forward. Both
+    runners switch to another stream only to copy sampled tokens and drafts to the host, and
+    switch back before the connector is called. Microbatches on two streams (DBO) end on the
+    compute stream, and V2 refuses them for hybrid models. ``start_load_kv``, ``wait_for_save``
+    and, with a drafter, the finalizing ``wait_for_save`` come on that thread after zeroing,
+    state moves and forward were queued; a step without a forward has zeroed before, too.
     """
 
     def __init__(self, device: torch.device, transfer: Transfer = copy_one_by_one) -> None:
         self._device = device
         self._transfer = transfer
-        self._stream = torch.Stream(device=device)
+        # torch.cuda and its like: ``torch.Event`` takes ``blocking`` and ignores it, so waiting
+        # for one keeps a core busy, and ``torch.Stream`` as a context keeps on itself
+        # what was current before, whichever thread enters it.
+        self._module = torch.get_device_module(device)
+        self._restoring = threading.local()
 
     def mark(self) -> Mark:
-        event = torch.Event(device=self._device)
-        event.record(torch.accelerator.current_stream())
-        return Mark(event)
+        # Of this device, not of the thread's current one.
+        return self._record(self._module.current_stream(self._device))
 
     def gather(self, items: Sequence[Item]) -> Callable[[], None]:
         try:
             self._transfer([(part, page) for item in items for page, part in item.pieces()])
         except BaseException:
             # The buffers are about to be released and must not be written to later.
-            torch.accelerator.synchronize(self._device)
+            self._wait(self.mark())
             raise
         copied = self.mark()
 
         def finish() -> None:
-            torch.accelerator.set_device_index(self._device.index or 0)
-            assert copied.event is not None
-            copied.event.synchronize()
+            self._wait(copied)
             for item in items:
                 item.buffer.digests = digests_of(memoryview(item.buffer.payload.numpy()))
 
@@ -199,12 +214,32 @@ class StreamCopies:
     def scatter(self, items: Sequence[Item], after: Mark) -> None:
         for item in items:
             item.check()
-        # Each thread has a current device of its own.
-        torch.accelerator.set_device_index(self._device.index or 0)
-        self._stream.wait_event(after.event)
-        with self._stream:
-            try:
+        self._module.set_device(self._device.index or 0)
+        stream = self._stream()
+        stream.wait_event(after.event)
+        try:
+            with self._module.stream(stream):
                 self._transfer([pair for item in items for pair in item.pieces()])
-            finally:
-                # Also after an error: what was queued before it reads the buffers.
-                self._stream.synchronize()
+        finally:
+            # Also after an error: what was queued before it reads the buffers.
+            self._wait(self._record(stream))
+
+    def _stream(self) -> Any:
+        """The calling thread's own stream."""
+        if not hasattr(self._restoring, "stream"):
+            self._restoring.stream = self._module.Stream(device=self._device)
+        return self._restoring.stream
+
+    def _record(self, stream: Any) -> Mark:
+        """Record a new event on ``stream``; a thread that waits for it sleeps."""
+        blocking = {"blocking": True} if self._device.type == "cuda" else {}
+        event = self._module.Event(**blocking)
+        event.record(stream)
+        return Mark(event)
+
+    def _wait(self, mark: Mark) -> None:
+        """Block the calling thread, of which this may be the first call to the device."""
+        # A new thread's current device is the first one, where it would make a context.
+        self._module.set_device(self._device.index or 0)
+        assert mark.event is not None
+        mark.event.synchronize()

@@ -15,7 +15,8 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.mutants.defects import DEFECTS, Defect  # noqa: E402
+from tests.mutants.defect import Defect  # noqa: E402
+from tests.mutants.defects import DEFECTS  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 # The test that catches most first; "-x" ends a run at the first failure.

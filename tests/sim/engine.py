@@ -6,88 +6,53 @@ Everything between the requests and the pages is the real thing: vLLM's
 as patched, :class:`HybridScheduler`, :class:`HybridWorker`, :class:`LMCacheStore`
 over LMCache's ``StorageManager``, vLLM's aggregator of the ranks' results. What is
 left out is time: loads run when the program says so, questions to the ranks are
-function calls, and all engines and ranks live in one thread.
+function calls, and all engines and ranks live in one thread. With ``Setup.device`` the
+pages lie on a simulated device, and each rank has threads, see :mod:`tests.sim.device`.
 """
 
+import os
 from collections import Counter, deque
+from functools import partial
+from unittest import mock
 
 import msgspec
-import torch
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
+    resolve_cache_hit_alignment_tokens,
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 import lmcache_hybrid.connector
 from lmcache_hybrid import scheduler as scheduler_module
 from lmcache_hybrid import worker as worker_module
 from lmcache_hybrid.config import Options
 from lmcache_hybrid.groups import GroupPlan, plan_groups
-from lmcache_hybrid.inquiry import Inquiries
 from lmcache_hybrid.lookup import Answer, Question, RankLookup
-from lmcache_hybrid.metadata import NOTHING
-from lmcache_hybrid.pages import GroupPages
-from lmcache_hybrid.scheduler import HybridScheduler
-from lmcache_hybrid.worker import HybridWorker
 
+from . import device, orders
+from .connector import SimConnector
+from .device import Device
 from .model import ToyRank, Truth
 from .setup import Setup, base_config
 from .storage import MODEL, FaultyStore, ManualExecutor, N, Pool, RankView, storage
+from .threads import Threads
 
-NEVER_MS = 10**9
 # Steps without progress after which a request counts as stuck.
 PATIENCE = 400
+# Turns of the threads between two steps.
+SPANS = (0, 2, 10, 50, 1000)
 
 
 class Stuck(AssertionError):
     """Requests that should end do not."""
-
-
-class SimConnector(lmcache_hybrid.connector.HybridConnector):
-    """HybridConnector without processes, sockets and start-up of LMCache."""
-
-    building: "SimEngine"  # whose connectors are being made
-    rank = 0
-
-    def __init__(self, vllm_config, role, kv_cache_config) -> None:
-        self.engine = engine = SimConnector.building
-        self.plan = engine.plan
-        self.scheduler = self.worker = None
-        self._metadata = NOTHING
-        if role == KVConnectorRole.SCHEDULER:
-            self.scheduler = HybridScheduler(
-                engine.plan,
-                engine.options,
-                engine.hash_size,
-                Inquiries(engine.ask, NEVER_MS, engine.asking),
-            )
-        else:
-            rank = engine.ranks[SimConnector.rank]
-            pages = {
-                group: GroupPages([f"layer{group}"], rank.kv_caches()) for group in self.plan.groups
-            }
-            self.worker = HybridWorker(
-                self.plan,
-                pages,
-                engine.stores[SimConnector.rank],
-                engine.lookups[SimConnector.rank],
-                torch.device("cpu"),
-                engine.setup.part_bytes,
-            )
-            self.worker._executor = ManualExecutor()
-
-    def reset_cache(self) -> bool:
-        for store in self.engine.stores:
-            store.clear()
-        return True
 
 
 def install(patch) -> None:
@@ -99,8 +64,8 @@ def install(patch) -> None:
     patch.setattr(lmcache_hybrid.connector, "HybridConnector", SimConnector)
     patch.setattr(worker_module, "IDLE_WAIT_SECONDS", 0)
     patch.setattr(scheduler_module, "IDLE_WAIT_SECONDS", 0)
-    patch.setattr(mixin, "get_kv_transfer_group", ToyRank.running_connector)
-    patch.setattr(mixin, "get_forward_context", lambda: None)
+    orders.install(patch, ToyRank.running_connector)
+    device.install(patch)
 
 
 class SimEngine:
@@ -137,28 +102,56 @@ class SimEngine:
         block_size, self.hash_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
         self._hasher = get_request_block_hasher(self.hash_size, sha256_cbor)
         self._make_ranks(pool)
+        for rank in self.ranks:
+            rank.checkpoint = self._checkpoints(config, kv_cache_config, block_size)
         self.asking = ManualExecutor(at_once=not setup.answers)
         SimConnector.building = self
         from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import (
             LMCacheConnectorV1,
         )
 
-        self.scheduler = config.scheduler_config.get_scheduler_cls()(
-            vllm_config=config,
-            kv_cache_config=kv_cache_config,
-            structured_output_manager=structured_output,
-            block_size=block_size,
-            hash_block_size=self.hash_size,
-        )
+        v2 = str(int(setup.runner != "v1"))
+        with mock.patch.dict(os.environ, VLLM_USE_V2_MODEL_RUNNER=v2):
+            self.scheduler = config.scheduler_config.get_scheduler_cls()(
+                vllm_config=config,
+                kv_cache_config=kv_cache_config,
+                structured_output_manager=structured_output,
+                block_size=block_size,
+                hash_block_size=self.hash_size,
+            )
+        assert self.scheduler.use_v2_model_runner == (setup.runner != "v1")
         for rank in self.ranks:
             SimConnector.rank = rank.rank
+            ToyRank.running = rank
             rank.connector = LMCacheConnectorV1(config, KVConnectorRole.WORKER, kv_cache_config)
+            rank.order = orders.make_order(setup.runner, rank.connector, config, setup.drafts > 0)
         self.hybrid = self.scheduler.connector._hybrid.scheduler
         self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, setup.ranks)
         self._depth = config.max_concurrent_batches
 
+    def _checkpoints(self, config, kv_cache_config, block_size: int):
+        """(offset, column) of a chunk's checkpoint, as vLLM's backends find them."""
+        compute = partial(
+            compute_mamba_prefill_checkpoints,
+            hash_block_size=self.hash_size,
+            mamba_block_size=N,
+            checkpoint_alignment=self.setup.interior or None,
+            drop_eagle_block=self.setup.drafts > 0
+            and config.speculative_config.use_eagle_block_drop(),
+            cache_hit_alignment_tokens=resolve_cache_hit_alignment_tokens(
+                kv_cache_config, config, block_size, self.hash_size
+            ),
+        )
+
+        def checkpoint(end: int, count: int) -> tuple[int, int]:
+            (offset,), (column,) = compute([end], [count])
+            return offset, column
+
+        return checkpoint if self.setup.interior else lambda end, count: (0, -1)
+
     def _make_ranks(self, pool: Pool) -> None:
         setup = self.setup
+        self.threads = Threads(setup.seed)
         self.ranks = [
             ToyRank(
                 rank,
@@ -168,6 +161,7 @@ class SimEngine:
                 self.plan.states,
                 {window.group: setup.window for window in self.plan.windows},
                 setup.drafts,
+                Device(setup.device, self.threads, pool.reuses) if setup.device else None,
             )
             for rank in range(setup.ranks)
         ]
@@ -177,6 +171,8 @@ class SimEngine:
             for rank, view in enumerate(self.views)
         ]
         pool.bound_once()
+        for store in self.stores:
+            store.damaged, store.pause = pool.damaged, self.threads.pause
         self.lookups = [RankLookup(self.plan, store) for store in self.stores]
 
     # What a program does to an engine
@@ -244,12 +240,16 @@ class SimEngine:
             question = self._late.pop()
             assert all(lookup.answer(question).boundary == 0 for lookup in self.lookups)
         self._queue.append((output, self._aggregator.aggregate(results)))
+        self.check_devices()
         if len(self._queue) < self._depth and output.total_num_scheduled_tokens:
             return
         self._finish_step()
 
     def _finish_step(self) -> None:
         output, result = self._queue.popleft()
+        for rank in self.ranks:
+            rank.await_tokens()
+        self.check_devices()
         transfers = result.kv_connector_output
         if transfers is not None:
             self.events["failed loads"] += len(transfers.failed_recving or ())
@@ -289,14 +289,31 @@ class SimEngine:
         self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
 
     def load(self, rank: int | None = None) -> None:
-        """Run the oldest load of one rank, or all loads of all ranks."""
+        """Run the oldest load of one rank, or all loads of all ranks.
+
+        With devices: the oldest of one rank to its end, or those of all ranks for a while.
+        """
+        held, self.holding = self.holding, False
         for each in self.ranks if rank is None else [self.ranks[rank % len(self.ranks)]]:
             executor = each.connector._hybrid.worker._executor
+            if self.setup.device and rank is None:
+                executor.begin()
+                continue
             while executor.run() and rank is None:
                 pass
+        if self.setup.device and rank is None:
+            self.threads.advance(self.threads.random.choice(SPANS))
+        self.holding = held
 
     def begin_load(self, rank: int) -> None:
         self.ranks[rank % len(self.ranks)].connector._hybrid.worker._executor.begin()
+        self.threads.advance(self.threads.random.choice(SPANS[:3]))
+
+    def check_devices(self) -> None:
+        """Raises what went wrong on a device."""
+        for rank in self.ranks:
+            if rank.device is not None:
+                rank.device.check()
 
     # The end
 
@@ -305,6 +322,9 @@ class SimEngine:
         self.silent = ""
         for view, store in zip(self.views, self.stores):
             view.healthy, store.failing, store.full = True, 0, False
+        for rank in self.ranks:
+            if rank.device is not None:
+                rank.device.breaking = 0
 
     def drain(self) -> None:
         """Run until every request has ended.
@@ -328,6 +348,17 @@ class SimEngine:
         self.step()  # what those left behind is dropped with the next request's step
         while self._queue:
             self._finish_step()
+        self.settle()
+
+    def settle(self) -> None:
+        """Let threads and devices end what they were given."""
+        self.holding = False
+        while self.threads.advance(1000):
+            pass
+        for rank in self.ranks:
+            if rank.device is not None:
+                rank.device.drain()
+        self.check_devices()
 
     def check_empty(self) -> None:
         """Raises AssertionError when ended requests left something behind."""
@@ -336,12 +367,22 @@ class SimEngine:
         assert self.hybrid.num_tracked == 0, "requests are still tracked"
         assert not self.hybrid._unsaved and not self.hybrid._loads
         assert not self.hybrid._inquiries.left_over
+        assert not any(store.wronged for store in self.stores), "a good record was rejected"
+        broken = sum(rank.device.events["broken copies"] for rank in self.ranks if rank.device)
+        counts = [rank.connector._hybrid.worker.counts for rank in self.ranks]
+        errors = sum(each.failed_loads.get("error,none", 0) for each in counts)
+        errors += sum(each.skipped_saves.get("error", 0) for each in counts)
+        assert errors <= broken, "a load or a save met an error that nobody planted"
         for rank, lookup in zip(self.ranks, self.lookups):
             assert lookup.num_claims == 0, f"rank {rank.rank} still holds claims"
             assert not rank.connector._hybrid.worker._loads
 
     def kill(self) -> None:
         """The process is gone, and its pins with it."""
+        self.settle()
+        for rank in self.ranks:
+            if rank.device is not None:
+                rank.device.retire()
         for lookup in self.lookups:
             for request_id in list(lookup._claims):
                 lookup.drop(request_id)

@@ -6,14 +6,15 @@ up to and with that one; the state at n holds n and the hash of the first n
 tokens. Both are mixed with rank and group. So one look at a page tells whether
 it is the right one, where a real model's would have to be guessed from its output.
 
-The forward follows vLLM's V1 model runner in align mode (``preprocess_mamba``,
+The forward follows vLLM's model runners in align mode (``preprocess_mamba``,
 ``_update_states``, ``postprocess_mamba_align_gpu``): block tables grow by
 appending, the running state moves from block to block and is overwritten in
-place, rejected drafts leave rubbish behind.
+place, rejected drafts leave rubbish behind. Whatever touches pages is queued on
+the rank's device with all that it needs; without a device it happens at once.
 """
 
-import copy
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -21,7 +22,9 @@ import numpy as np
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
+
+from .device import Device, Point, Stream
+from .orders import V1, V2
 
 VOCABULARY = 50
 RUBBISH = np.int64(0x0BAD0BAD0BAD0BAD)
@@ -82,6 +85,7 @@ class _Running:
     known: int
     state_index: int | None = None
     accepted: int = 1
+    state_tokens: int = 0
 
 
 @dataclass
@@ -93,6 +97,12 @@ class ToyRank:
         attention, states: group indices.
         windows: tokens that a token sees, itself included, by window group.
         draft_blocks: speculative state blocks per request (``num_speculative_blocks``).
+        device: where the pages lie; None: in host memory.
+        order: of the connector's calls, as the runner makes them.
+        checkpoint: (offset, column) of the state to be written inside a prefill chunk, from
+            (end, tokens) of the chunk; offset 0 for none.
+        checkpoints: states that were written inside a chunk.
+        resumed: requests that arrived as new ones after a preemption.
     """
 
     rank: int
@@ -102,7 +112,12 @@ class ToyRank:
     states: tuple[int, ...]
     windows: dict[int, int] = field(default_factory=dict)
     draft_blocks: int = 0
+    device: Device | None = None
+    checkpoint: Callable[[int, int], tuple[int, int]] = lambda end, count: (0, -1)
+    order: V1 | V2 | None = None
     connector: object = None
+    checkpoints: int = 0
+    resumed: int = 0
     requests: dict[str, _Running] = field(default_factory=dict)
 
     running: ClassVar["ToyRank"]
@@ -119,6 +134,8 @@ class ToyRank:
             np.int64(hash((self.rank + 1, group + 1)) & 0x7FFFFFFFFFFFFFFF)
             for group in range(groups)
         ]
+        self._copying = None if self.device is None else Stream(self.device)
+        self._copied: deque[Point | None] = deque()
 
     def kv_caches(self) -> dict[str, torch.Tensor]:
         """One layer per group: attention fills a page, a state its first 16 bytes."""
@@ -133,22 +150,30 @@ class ToyRank:
     def execute(self, output: SchedulerOutput, truths: dict[str, Truth]) -> ModelRunnerOutput:
         """Run one step; raises WrongBytes when a page is not what it should be."""
         ToyRank.running = self
-        self.connector.handle_preemptions(output.kv_connector_metadata)
+        if self.device is not None:
+            self.device.enter()
+        self.order.before_blocks(output)
         self._update(output, truths)
         if not output.total_num_scheduled_tokens:
-            with mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(output) as results:
-                pass
-            # A copy: an empty one is a constant, which vLLM's aggregator writes to.
-            return copy.copy(ModelRunnerOutput.with_kv_conn_output_only(results))
+            self._copied.append(None)
+            return self.order.without_forward(output)
         for request_id, count in output.num_scheduled_tokens.items():
             self._move_states(self.requests[request_id], count)
-        with mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(output) as results:
+        with self.order.forward(output):
             sampled = {
                 request_id: self._forward(
                     request_id, count, output.scheduled_spec_decode_tokens.get(request_id, ())
                 )
                 for request_id, count in output.num_scheduled_tokens.items()
             }
+        self._copy_tokens()
+        for request_id, tokens in sampled.items():
+            if tokens and self.draft_blocks:
+                self._keep_boundary(self.requests[request_id], len(tokens))
+        self.order.before_drafts(output)
+        if self.draft_blocks:
+            self._queue(lambda: None)  # the draft's forward
+        results = self.order.finish()
         return ModelRunnerOutput(
             req_ids=list(sampled),
             req_id_to_index={request_id: i for i, request_id in enumerate(sampled)},
@@ -156,17 +181,53 @@ class ToyRank:
             kv_connector_output=results,
         )
 
+    def _queue(self, work: Callable[[], None]) -> None:
+        """Do it on the device, in the order of the compute stream."""
+        if self.device is None:
+            work()
+        else:
+            self.device.compute.add("run", work)
+
+    def _copy_tokens(self) -> None:
+        """Copy what was sampled to the host, on a stream of its own behind the forward."""
+        if self.device is None:
+            return
+        sampled, copied = Point(self.device.compute), Point(self._copying)
+        self.device.compute.add("record", sampled)
+        self._copying.add("wait", sampled)
+        self._copying.add("record", copied)
+        self._copied.append(copied)
+
+    def await_tokens(self) -> None:
+        """Wait for the tokens of the oldest step whose tokens were not waited for."""
+        if self.device is not None and (copied := self._copied.popleft()) is not None:
+            self.device.reach(copied)
+
+    def _copy_page(self, source: int, target: int, used: int) -> None:
+        def copy() -> None:
+            self.pages[target, :used] = self.pages[source, :used]
+
+        self._queue(copy)
+
     def _update(self, output: SchedulerOutput, truths: dict[str, Truth]) -> None:
-        for request_id in output.finished_req_ids:
+        gone = output.finished_req_ids
+        if not isinstance(self.order, V1):
+            gone = gone | (output.preempted_req_ids or set())
+        for request_id in gone:
             self.requests.pop(request_id, None)
+        if fresh := output.new_block_ids_to_zero:
+            self._queue(lambda: self.pages.__setitem__(fresh, 0))
         for source, target in output.kv_cache_block_copies or ():
-            self.pages[target] = self.pages[source]
+            self._copy_page(source, target, self.block_size)
         for new in output.scheduled_new_reqs:
+            known = len(new.prefill_token_ids or new.prompt_token_ids)
+            self.resumed += known > len(new.prompt_token_ids)
+            # With the V2 runner also those that go on after a preemption.
             self.requests[new.req_id] = _Running(
                 truths[new.req_id],
                 tuple(list(ids) for ids in new.block_ids),
                 new.num_computed_tokens,
-                len(new.prompt_token_ids),
+                known,
             )
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
@@ -195,7 +256,7 @@ class ToyRank:
         if before != -1 and before != now:
             for group in self.states:
                 ids = request.block_ids[group]
-                self.pages[ids[now], :2] = self.pages[ids[before + request.accepted - 1], :2]
+                self._copy_page(ids[before + request.accepted - 1], ids[now], 2)
             request.accepted = 1
 
     def _forward(self, request_id: str, count: int, drafts: Sequence[int]) -> list[int]:
@@ -211,11 +272,11 @@ class ToyRank:
             self._attend(request_id, group, start, end, end - len(drafts) + accepted)
         for group in self.states:
             self._advance(request_id, group, start, end - len(drafts), len(drafts), accepted)
+        request.state_tokens = end - len(drafts)
         if end < request.known:
             return []  # the prompt is not computed yet
         if self.draft_blocks:
             request.accepted = accepted + 1
-            self._keep_boundary(request, end - len(drafts), accepted + 1)
         first = end - len(drafts)
         return [truth.token(first + i) for i in range(accepted + 1)]
 
@@ -227,46 +288,71 @@ class ToyRank:
         ids = np.array(request.block_ids[group][first : -(-end // size)])
         assert ids.all(), "an attention page in the null block"
         expected = request.truth.hashes(end)[first * size :] ^ self._mix[group]
-        held = self.pages[ids].reshape(-1)
         seen, start, right, end = (n - first * size for n in (seen, start, right, end))
-        if not np.array_equal(held[seen:start], expected[seen:start]):
-            wrong = seen + int(np.argmin(held[seen:start] == expected[seen:start]))
-            raise WrongBytes(
-                f"{request_id} rank {self.rank} attention group {group}: token "
-                f"{first * size + wrong} of {first * size + start} in block {ids[wrong // size]}"
-            )
-        held[start:right] = expected[start:right]
-        held[right:end] = RUBBISH
-        self.pages[ids] = held.reshape(-1, size)
+
+        def attend() -> None:
+            held = self.pages[ids].reshape(-1)
+            if not np.array_equal(held[seen:start], expected[seen:start]):
+                wrong = seen + int(np.argmin(held[seen:start] == expected[seen:start]))
+                raise WrongBytes(
+                    f"{request_id} rank {self.rank} attention group {group}: token "
+                    f"{first * size + wrong} of {first * size + start} in block "
+                    f"{ids[wrong // size]}"
+                )
+            held[start:right] = expected[start:right]
+            held[right:end] = RUBBISH
+            self.pages[ids] = held.reshape(-1, size)
+
+        self._queue(attend)
 
     def _advance(
         self, request_id: str, group: int, start: int, first: int, drafts: int, accepted: int
     ) -> None:
         """Check the state at ``start``, write the one at ``first`` and one for each draft."""
         request, mix = self.requests[request_id], self._mix[group]
-        truth, ids, index = request.truth, request.block_ids[group], request.state_index
-        assert ids[index], "a running state in the null block"
-        if start:
-            held = self.pages[ids[index + request.accepted - 1], :2]
-            if held[0] != start or held[1] != truth.hash_at(start) ^ mix:
+        truth, index = request.truth, request.state_index
+        ids = list(request.block_ids[group][index : index + drafts + 1])
+        assert ids[0], "a running state in the null block"
+        before = request.block_ids[group][index + request.accepted - 1]
+        inside = None if drafts else self._find_checkpoint(request, group, start, first)
+
+        def advance() -> None:
+            held = self.pages[before, :2]
+            if start and (held[0] != start or held[1] != truth.hash_at(start) ^ mix):
                 raise WrongBytes(
-                    f"{request_id} rank {self.rank} state group {group}: block {ids[index]} "
+                    f"{request_id} rank {self.rank} state group {group}: block {before} "
                     f"should hold the state at {start}, says {held[0]}"
                 )
-        for i in range(drafts + 1):
-            page = self.pages[ids[index + i], :2]
-            right = i <= accepted
-            page[0] = first + i if right else RUBBISH
-            page[1] = truth.hash_at(first + i) ^ mix if right else RUBBISH
+            if inside is not None:
+                # Before the last state, whose block it may be, as in ``mamba_mixer2``.
+                block, tokens = inside
+                self.pages[block, :2] = tokens, truth.hash_at(tokens) ^ mix
+            for i, block in enumerate(ids):
+                right = i <= accepted
+                self.pages[block, 0] = first + i if right else RUBBISH
+                self.pages[block, 1] = truth.hash_at(first + i) ^ mix if right else RUBBISH
 
-    def _keep_boundary(self, request: _Running, running: int, accepted: int) -> None:
+        self._queue(advance)
+
+    def _find_checkpoint(
+        self, request: _Running, group: int, start: int, end: int
+    ) -> tuple[int, int] | None:
+        """(block, tokens) of the state that the chunk writes at a boundary inside."""
+        offset, column = self.checkpoint(end, end - start)
+        block = request.block_ids[group][column] if offset else 0
+        if not block:
+            return None  # none is kept; kernels write nothing to the null block
+        self.checkpoints += 1
+        return block, start + offset
+
+    def _keep_boundary(self, request: _Running, accepted: int) -> None:
         """Copy the state at a boundary passed by accepted drafts to its own block.
 
         Args:
-            running: tokens that the state in the first column has seen.
             accepted: tokens accepted in this step, the sampled one included.
         """
-        size = self.block_size
+        # Tokens that the state in the first column has seen.
+        size, running = self.block_size, request.state_tokens
         boundary = (running + accepted - 1) // size * size
         if boundary < running:
             return
@@ -278,4 +364,4 @@ class ToyRank:
                 return
         for group in self.states:
             ids = request.block_ids[group]
-            self.pages[ids[target], :2] = self.pages[ids[source + bias], :2]
+            self._copy_page(ids[source + bias], ids[target], 2)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
 
+from .device import Device
 from .engine import SimEngine
 from .model import VOCABULARY
 from .setup import Setup
@@ -23,8 +24,12 @@ class Tally:
     """What happened in all programs; a simulation without hits proves nothing."""
 
     steps: int = 0
+    steps_on_devices: int = 0
     programs: int = 0
     events: Counter = field(default_factory=Counter)
+
+
+_number = st.integers(0, 1 << 16)
 
 
 @st.composite
@@ -34,11 +39,15 @@ def setups(draw) -> Setup:
     states = draw(st.integers(0 if windows else 1, 3))
     groups = "".join(draw(st.permutations("a" * attention + "w" * windows + "s" * states)))
     drafts = draw(st.sampled_from((0, 0, 0, 1, 2)))
+    runner = draw(st.sampled_from(("v1", "v2")))
+    interior = draw(st.sampled_from((0, 0, 1, 2)))
     return Setup(
         groups=groups,
         ranks=draw(st.sampled_from((1, 1, 2, 3, 4))),
         engines=draw(st.sampled_from((1, 1, 2))),
-        blocks=2 + states * (3 + drafts) + (attention + windows) * draw(st.integers(5, 24)),
+        blocks=2
+        + states * (3 + drafts + bool(interior))
+        + (attention + windows) * draw(st.integers(5, 24)),
         batch=draw(st.sampled_from((N // 2, N, N + 3, 2 * N, 3 * N + 5, 8 * N))),
         seqs=draw(st.integers(1, 5)),
         hash_size=draw(st.sampled_from((N, N, N // 2))),
@@ -53,10 +62,13 @@ def setups(draw) -> Setup:
         window=draw(st.sampled_from((2, N, N + 1, N + 2, 2 * N, 3 * N + 3))),
         part_bytes=draw(st.sampled_from((1, 1 << 20))),
         answers=draw(st.sampled_from((0, 1, 3))),
+        runner="v2 deferred" if drafts and runner == "v2" and draw(st.booleans()) else runner,
+        device=draw(st.sampled_from(("",) * 6 + ("late", "random", "early"))),
+        seed=draw(_number),
+        interior=interior,
     )
 
 
-_number = st.integers(0, 1 << 16)
 # Weights by repetition; the first ones are what a failing program shrinks to.
 _VERBS = (
     ["step"] * 20
@@ -65,7 +77,7 @@ _VERBS = (
     + ["load", "begin", "hold", "abort"] * 2
     + ["reset"] * 3
     + ["reset running", "clear", "lose", "lose many", "shrink", "restart"]
-    + ["flip", "header", "swap", "fail", "full", "unhealthy", "silent"]
+    + ["flip", "header", "swap", "fail", "break", "break", "full", "unhealthy", "silent"]
 )
 # Operations after which a fault of an engine ends by itself.
 FAULT_LASTS = 4
@@ -78,6 +90,7 @@ class Run:
 
     def __init__(self, setup: Setup, tally: Tally) -> None:
         self.setup, self.tally = setup, tally
+        Device.known.clear()
         self.pool = Pool()
         self.engines = [SimEngine(setup, self.pool) for _ in range(setup.engines)]
         self._prompts: list[list[int]] = []
@@ -96,6 +109,8 @@ class Run:
                 engine.check_empty()
             self.pool.close()
         finally:
+            for engine in self.engines:
+                engine.threads.end()
             self.pool.reset()
             for engine in self.engines:
                 self._count(engine)
@@ -123,8 +138,20 @@ class Run:
                     "states loaded": worker.loaded_states,
                     "records rejected": worker.rejected_records,
                     "saves skipped": worker.skipped_saves.total,
+                    "checkpoints inside a chunk": rank.checkpoints,
+                    "resumed as new requests": rank.resumed,
                 }
             )
+        if engine.setup.device:
+            self._count_device(engine)
+
+    def _count_device(self, engine: SimEngine) -> None:
+        events = Counter(engine.events)
+        for rank in engine.ranks:
+            events.update(rank.device.events)
+            events["parts side by side"] += rank.connector._hybrid.worker._threads.beside
+        self.tally.steps_on_devices += engine.steps
+        self.tally.events.update({f"device: {name}": count for name, count in events.items()})
 
     # One method per verb
 
@@ -207,6 +234,12 @@ class Run:
 
     def _fail(self, engine: SimEngine, x: int, y: int) -> None:
         engine.stores[x % len(engine.stores)].failing += 1
+
+    def _break(self, engine: SimEngine, x: int, y: int) -> None:
+        """One of the next copies is refused."""
+        device = engine.ranks[x % len(engine.ranks)].device
+        if device is not None:
+            device.breaking, device.after = 1, y % 3
 
     def _full(self, engine: SimEngine, x: int, y: int) -> None:
         engine.stores[x % len(engine.stores)].full = True

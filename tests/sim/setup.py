@@ -42,6 +42,11 @@ class Setup:
         load_limit: ``lmcache.max_tokens_per_load``.
         part_bytes: bytes of records held at once while loading.
         answers: lookups are answered every so many steps; 0 for at once.
+        runner: whose order of the connector's calls: "v1", "v2", or with drafts "v2 deferred".
+        device: when queued work runs: "late", "early" or "random"; "" for no device.
+        seed: of the order of threads and of a "random" device.
+        interior: prefill chunks write a state inside (``num_prefill_checkpoint_blocks``), at
+            multiples of this from their start (``prefill_checkpoint_alignment``); 0: they do not.
     """
 
     groups: str = "sa"
@@ -62,12 +67,16 @@ class Setup:
     part_bytes: int = 1 << 20
     window: int = N
     answers: int = 0
+    runner: str = "v1"
+    device: str = ""
+    seed: int = 0
+    interior: int = 0
 
     @property
     def longest(self) -> int:
         """Most tokens a request may have so that the pool holds it alone."""
         states = self.groups.count("s")
-        spare = self.blocks - 2 - states * (3 + self.drafts)
+        spare = self.blocks - 2 - states * (3 + self.drafts + bool(self.interior))
         # At its worst a chunk needs all of its blocks in a window group too.
         return min(16, spare // (len(self.groups) - states) - 1) * N
 
@@ -122,6 +131,8 @@ class Setup:
                     page_size_padded=N * 8,
                     mamba_cache_mode="align",
                     num_speculative_blocks=self.drafts,
+                    num_prefill_checkpoint_blocks=int(self.interior > 0),
+                    prefill_checkpoint_alignment=self.interior or None,
                 )
             groups.append(KVCacheGroupSpec([f"layer{index}"], spec))
         return KVCacheConfig(

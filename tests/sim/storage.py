@@ -3,7 +3,7 @@
 
 import dataclasses
 import functools
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import Future
 
 import torch
@@ -38,16 +38,31 @@ def close_storage() -> None:
 
 
 class Pool:
-    """The records of all engines of a program, in LMCache's RAM backend."""
+    """The records of all engines of a program, in LMCache's RAM backend.
+
+    Attributes:
+        reuses: by address, how often the memory there was given back; its bytes are then rubbish.
+        damaged: keys of records that were damaged.
+    """
 
     def __init__(self) -> None:
         self._engine = storage()
         self._backend = self._engine.storage_manager.local_cpu_backend
+        self.reuses: Counter[int] = Counter()
+        self.damaged: set = set()
+        self._allocator = self._backend.memory_allocator
+        self._free = self._allocator.free
+        self._allocator.free = self._free_for_good
         self._allocate, self._bounded = self._backend.allocate, None
         self._engine.storage_manager.clear()
         self._start = self.used
         assert not self._backend.hot_cache and self._start == 0, "a program left records behind"
         self._ballast: list = []
+
+    def _free_for_good(self, memory, *args, **kwargs) -> None:
+        self.reuses[memory.raw_data.data_ptr()] += 1
+        memory.raw_data.fill_(0xEE)
+        self._free(memory, *args, **kwargs)
 
     @property
     def used(self) -> int:
@@ -93,7 +108,8 @@ class Pool:
         records = self.records
         if not records:
             return
-        memory = records[index % len(records)][1]
+        key, memory = records[index % len(records)]
+        self.damaged.add(key)
         view = memoryview(memory.byte_array).cast("B")
         if how == "flip":
             view[-1 - index % 40] ^= 1 << index % 8
@@ -115,6 +131,7 @@ class Pool:
     def reset(self) -> None:
         """Whatever a failed program left: the next one must start from nothing."""
         self._backend.allocate = self._allocate
+        self._allocator.free = self._free
         self.shrink(POOL_BYTES // RECORD_BYTES)
         if self.used or self.records:
             close_storage()
@@ -141,15 +158,26 @@ class FaultyStore(LMCacheStore):
     Attributes:
         failing: so many next fetches fail.
         full: no memory for new records.
+        damaged: keys of records that may be rejected.
+        wronged: records that were rejected although nobody damaged them.
+        pause: called where another thread may go on.
     """
 
     failing = 0
     full = False
+    damaged: set = set()
+    wronged = 0
+    pause = staticmethod(lambda: None)
+
+    def discard(self, key) -> None:
+        self.wronged += self.engine_key(key) not in self.damaged
+        super().discard(key)
 
     def fetch(self, claim, keys):
+        self.pause()
         if self.failing:
             self.failing -= 1
-            raise LoadError("a fault of the simulation")
+            raise LoadError("a fault of the simulation", "unreachable")
         return super().fetch(claim, keys)
 
     def reserve(self, payload_bytes: int):

@@ -51,6 +51,16 @@ MET = (
     "aborted RUNNING",
     "reset",
     "restarts",
+    "checkpoints inside a chunk",
+    "resumed as new requests",
+    "device: loads",
+    "device: loads of aborted requests",
+    "device: failed loads",
+    "device: broken copies",
+    "device: pages saved",
+    "device: loads beside a forward",
+    "device: loads of blocks that were saved",
+    "device: parts side by side",
 )
 
 
@@ -182,6 +192,7 @@ def report(tally: Tally, seed: int, seconds: float, part: int, capsys) -> None:
         "seed": seed,
         "programs": tally.programs,
         "steps": tally.steps,
+        "steps on devices": tally.steps_on_devices,
         "steps per CPU second": round(tally.steps / seconds),
         **dict(sorted(tally.events.items())),
     }

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies on a device: how they are queued, their order, the memory of the pool."""
+
+from tests.mutants.defect import Defect, one
+
+WORKER = "lmcache_hybrid/worker.py"
+COPIES = "lmcache_hybrid/copies.py"
+TRANSFERS = "lmcache_hybrid/transfers.py"
+PINNED = "lmcache_hybrid/pinned.py"
+
+DEFECTS = (
+    # How copies are queued
+    one(
+        "a save may read pages before the forward has written them",
+        TRANSFERS,
+        "is_src_access_order_any=any_order",
+        "is_src_access_order_any=True",
+    ),
+    one(
+        "copies are joined although their sources lie apart",
+        TRANSFERS,
+        """            if _continues(first_target, length, target) and _continues(
+                first_source, length, source
+            ):
+""",
+        "            if _continues(first_target, length, target):\n",
+    ),
+    one(
+        "one copy spans two allocations",
+        TRANSFERS,
+        "following.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()",
+        "True",
+    ),
+    one(
+        "a batched copy that was seen to be wrong is used",
+        TRANSFERS,
+        "            reason = _difference(device, queue_batched)\n",
+        "            _difference(device, queue_batched)\n",
+    ),
+    one(
+        "batches are queued on a stream where vLLM's op ignores errors",
+        TRANSFERS,
+        "        and torch.cuda.current_stream(device).cuda_stream not in DEFAULT_STREAMS\n",
+        "",
+    ),
+    one(
+        "after a failed batch its copies are missing",
+        TRANSFERS,
+        "            copy_one_by_one(joined)\n\n\ndef _takes",
+        "            copy_one_by_one(joined[:0])\n\n\ndef _takes",
+    ),
+    # Memory of the pool
+    one(
+        "the pool is given back while the device may write to it",
+        PINNED,
+        "elif self._spec.unpin_memory(ptr):",
+        "elif self._spec.unpin_memory(ptr) or True:",
+    ),
+    one(
+        "a pool that CUDA did not register counts as pinned",
+        PINNED,
+        "if self._spec.pin_memory(address, len(memory)):",
+        "if self._spec.pin_memory(address, len(memory)) or True:",
+    ),
+    one(
+        "a pool of a power of two is thought not to be rounded",
+        PINNED,
+        "asked = size + PAGE",
+        "asked = size",
+    ),
+    one(
+        "a fork leaves the device with pages that the pool has left",
+        PINNED,
+        "    memory.madvise(mmap.MADV_DONTFORK)\n",
+        "",
+    ),
+    # The order of copies on a device
+    one(
+        "a load does not wait for its mark",
+        COPIES,
+        "        stream.wait_event(after.event)\n",
+        "",
+    ),
+    one(
+        "a load waits for the mark of an earlier step",
+        WORKER,
+        "            after = self._copies.mark()\n",
+        "            mark = self._copies.mark()\n"
+        '            after, self._mark = getattr(self, "_mark", mark), mark\n',
+    ),
+    Defect(
+        "the mark is taken before the step zeroes blocks and saves",
+        (
+            (
+                WORKER,
+                "            after = self._copies.mark()\n",
+                '            after = getattr(self, "_mark", None) or self._copies.mark()\n',
+            ),
+            (
+                WORKER,
+                "        results = KVConnectorTransferResults()\n",
+                "        results = KVConnectorTransferResults()\n"
+                "        self._mark = self._copies.mark()\n",
+            ),
+        ),
+    ),
+    Defect(
+        "the mark is taken by the loading thread, on a stream of its own",
+        (
+            (
+                WORKER,
+                "            after = self._copies.mark()\n",
+                "            after = Mark(None)\n",
+            ),
+            (
+                WORKER,
+                "size = self._restore(load, claim, after)",
+                "size = self._restore(load, claim, self._copies.mark())",
+            ),
+        ),
+    ),
+    one(
+        "the mark is on the thread's current device, whichever that is",
+        COPIES,
+        "self._module.current_stream(self._device)",
+        "self._module.current_stream()",
+    ),
+    one(
+        "one event is recorded for every mark",
+        COPIES,
+        "        event = self._module.Event(**blocking)\n",
+        '        event = self.__dict__.setdefault("_event", self._module.Event(**blocking))\n',
+    ),
+    one(
+        "a load is reported before the device has copied it",
+        COPIES,
+        "            self._wait(self._record(stream))\n",
+        "            pass\n",
+    ),
+    Defect(
+        "saves are copied on another stream",
+        (
+            (
+                COPIES,
+                "            self._transfer([(part, page) for item in items for page, part in "
+                "item.pieces()])\n",
+                "            with self._module.stream(self._stream()):\n"
+                "                self._transfer([(b, a) for i in items for a, b in i.pieces()])\n",
+            ),
+            (
+                COPIES,
+                "        copied = self.mark()\n",
+                "        copied = self._record(self._stream())\n",
+            ),
+        ),
+    ),
+    one(
+        "the checksum of a save is computed before the device has copied it",
+        COPIES,
+        "            self._wait(copied)\n",
+        "",
+    ),
+    one(
+        "the buffers of a save go to the store before the device has copied them",
+        WORKER,
+        "                rest()\n",
+        "                pass\n",
+    ),
+    one(
+        "all restoring threads share a stream",
+        COPIES,
+        "        self._restoring = threading.local()\n",
+        '        self._restoring = type("Shared", (), {})()\n',
+    ),
+    one(
+        "a load that fails leaves copies in flight",
+        COPIES,
+        "        finally:\n            # Also after an error",
+        "        except ZeroDivisionError:\n            raise\n"
+        "        else:\n            # Not after one",
+    ),
+    one(
+        "a save that fails leaves copies in flight",
+        COPIES,
+        "            self._wait(self.mark())\n            raise\n",
+        "            raise\n",
+    ),
+    one(
+        "who waits for the device keeps a core busy",
+        COPIES,
+        '{"blocking": True} if',
+        "{} if",
+    ),
+    one(
+        "a new thread waits with another device current",
+        COPIES,
+        "it would make a context.\n        self._module.set_device(self._device.index or 0)\n",
+        "it would make a context.\n",
+    ),
+)

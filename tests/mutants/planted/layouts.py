@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts of the KV cache."""
+
+from tests.mutants.defect import one
+
+CONNECTOR = "lmcache_hybrid/connector.py"
+PAGES = "lmcache_hybrid/pages.py"
+GROUPS = "lmcache_hybrid/groups.py"
+RUNS = "lmcache_hybrid/runs.py"
+
+DEFECTS = (
+    # Layouts of the KV cache
+    one(
+        "kernel blocks are taken for blocks",
+        RUNS,
+        "    block_stride = kernel_blocks * strides[0]\n",
+        "    block_stride = strides[0]\n",
+    ),
+    one(
+        "pages are not told how many blocks there are",
+        CONNECTOR,
+        "GroupPages(groups[index].layer_names, kv_caches, num_blocks)",
+        "GroupPages(groups[index].layer_names, kv_caches)",
+    ),
+    one(
+        "the order of strides is left out of the layout",
+        RUNS,
+        "in order {tuple(order)} of {dtype}",
+        "of {dtype}",
+    ),
+    one(
+        "the split into kernel blocks is left out of the layout",
+        RUNS,
+        'f"{shape[0]} x {tuple(shape[1:])}',
+        'f"{tuple(shape[1:])}',
+    ),
+    one(
+        "a merged row is one layer short",
+        RUNS,
+        "size=merged[-1].size + run.size)",
+        "size=merged[-1].size)",
+    ),
+    one(
+        "rows are merged across padding",
+        RUNS,
+        "            and self.start + self.size == other.start\n",
+        "            and self.start + self.size <= other.start\n",
+    ),
+    one(
+        "padding is copied",
+        RUNS,
+        "sum(offsets), size, block_stride)",
+        "sum(offsets), size if outer else block_stride, block_stride)",
+    ),
+    one(
+        "blocks that overlap are taken",
+        RUNS,
+        "[*inner, (block_stride, num_blocks, -1)]",
+        "inner",
+    ),
+    one(
+        "rows are inference tensors",
+        RUNS,
+        "        with torch.inference_mode(False):\n",
+        "        with torch.inference_mode(torch.is_inference_mode_enabled()):\n",
+    ),
+    one(
+        "layers that share a KV cache are stored twice",
+        PAGES,
+        "    return {name: tensors[name] for name in own.values()}\n",
+        "    return dict(tensors)\n",
+    ),
+    one(
+        "a group is judged by its first layer",
+        GROUPS,
+        "kinds = {_kind(spec) for spec in specs}",
+        "kinds = {_kind(spec) for spec in [*specs][:1]}",
+    ),
+    one(
+        "scales of loaded blocks are reset by the first forward",
+        CONNECTOR,
+        "        reset_scales(self._kv_cache_config, kv_caches, context)\n",
+        "",
+    ),
+    one(
+        "the acceptance test takes a miss for a hit",
+        "lmcache_hybrid/accept/compare.py",
+        "        if min(self.cached, self.external) < self.boundary:\n",
+        "        if self.boundary < 0:\n",
+    ),
+    one(
+        "the acceptance test asks vLLM's own cache for what the store should bring",
+        "lmcache_hybrid/accept/run.py",
+        "                    engine.settle()\n                    engine.forget()\n",
+        "                    engine.settle()\n",
+    ),
+    one(
+        "the acceptance test allows noise where there is none",
+        "lmcache_hybrid/accept/compare.py",
+        "return Outcome.NOISE if self.difference <= max(allowed, self.slack)",
+        "return Outcome.NOISE if self.difference <= max(allowed, self.slack, 0.1)",
+    ),
+)

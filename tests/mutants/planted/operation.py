@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reuse, counters and resets."""
+
+from tests.mutants.defect import one
+
+SCHEDULER = "lmcache_hybrid/scheduler.py"
+WORKER = "lmcache_hybrid/worker.py"
+STORE = "lmcache_hybrid/lmcache_store.py"
+RPC = "lmcache_hybrid/rpc.py"
+GROUPS = "lmcache_hybrid/groups.py"
+PREFIX = "lmcache_hybrid/prefix.py"
+COMPAT = "vllm_patch/compat.py"
+COUNTS = "lmcache_hybrid/counts.py"
+METRICS = "lmcache_hybrid/metrics.py"
+
+DEFECTS = (
+    # Reuse
+    one(
+        "a block too few of a window is stored and loaded",
+        GROUPS,
+        "-(-(spec.sliding_window - 1) // spec.block_size)",
+        "(spec.sliding_window - 1) // spec.block_size",
+    ),
+    one(
+        "generated blocks go by the hash of the block before",
+        PREFIX,
+        "range((first + 1) * hashes_per_block - 1, blocks * hashes_per_block, hashes_per_block)",
+        "range(first * hashes_per_block - 1, (blocks - 1) * hashes_per_block, hashes_per_block)",
+    ),
+    one(
+        "the store's junctions are not heeded",
+        SCHEDULER,
+        "tracked.stops.junction = tracked.answer.attention * self._plan.block_size",
+        "pass",
+    ),
+    one(
+        "the beginning of a prefix is evicted first",
+        WORKER,
+        "            self._store.arrange(used_keys(save.prefix, save.boundaries, self._plan))\n",
+        "            pass\n",
+    ),
+    one(
+        "a lookup that nobody waits for any more keeps its claims",
+        "lmcache_hybrid/inquiry.py",
+        "        if inquiry.settle(answer):\n",
+        "        if inquiry.settle(answer) or True:\n",
+    ),
+    one(
+        "a lookup is taken for answered before it is",
+        "lmcache_hybrid/inquiry.py",
+        "            return None\n        return self.give_up() or UNAVAILABLE",
+        "            return UNAVAILABLE\n        return self.give_up() or UNAVAILABLE",
+    ),
+    one(
+        "a failed load is reported while parts of it still copy",
+        "lmcache_hybrid/copies.py",
+        "                call.cancel()\n            wait(calls)\n",
+        "                call.cancel()\n",
+    ),
+    one(
+        "a restored state is not found again in vLLM's own cache",
+        COMPAT,
+        "    keep_restored_states()\n",
+        "",
+    ),
+    one(
+        "loads are promoted by priority, not in order of admission",
+        COMPAT,
+        "    promote_loads_in_order()\n",
+        "",
+    ),
+    one(
+        "a failed load keeps its blocks until its turn",
+        COMPAT,
+        "    free_failed_loads()\n",
+        "",
+    ),
+    one(
+        "a load reserves nothing for its windows",
+        COMPAT,
+        "    reserve_windows()\n",
+        "",
+    ),
+    one(
+        "blocks of a step that was taken back can be hit",
+        COMPAT,
+        "    forget_what_did_not_run()\n",
+        "",
+    ),
+    one(
+        "a failed load keeps its reservation",
+        COMPAT,
+        "        scheduler._inflight_prefills.discard(request)\n",
+        "",
+    ),
+    # What is counted
+    one(
+        "tokens lost for want of a state are not counted",
+        SCHEDULER,
+        "                counts.lost_tokens += lost * size\n",
+        "",
+    ),
+    one(
+        "pages that no load could use count as lost",
+        SCHEDULER,
+        "lost = min(answer.attention, limit) - ",
+        "lost = answer.attention - ",
+    ),
+    one(
+        "the load of an aborted request stays in flight",
+        SCHEDULER,
+        "            self._loading.discard(request_id)  # also of a request that was aborted\n",
+        "            self._loading.discard(request_id if tracked else None)\n",
+    ),
+    one(
+        "the first rank's numbers stand for all",
+        METRICS,
+        "                self.data[name] = mine + value\n",
+        "                pass\n",
+    ),
+    one(
+        "each report repeats the ones before",
+        COUNTS,
+        "            before, self._reported = self._reported, self._totals()\n",
+        "            before = self._reported\n",
+    ),
+    # Resets
+    one(
+        "records keep their names over a reset",
+        STORE,
+        "        self._fingerprint = os.urandom(len(self._fingerprint))\n",
+        "",
+    ),
+    one("a rank that failed to reset counts as reset", RPC, " and all(done)", ""),
+    one(
+        "a step that was scheduled before a reset stores after it",
+        WORKER,
+        "            if metadata.epoch != self._epoch:\n",
+        "            if metadata.epoch > self._epoch:\n",
+    ),
+    one(
+        "what was promised before a reset is loaded after it",
+        SCHEDULER,
+        "                self._give_up(tracked)\n                del self._tracked[request_id]\n",
+        "                pass\n",
+    ),
+    one(
+        "hits and saves go on after a reset that failed",
+        SCHEDULER,
+        "        self._closed = not done\n",
+        "        self._closed = False\n",
+    ),
+)

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is stored, hit, loaded and left behind."""
+
+from tests.mutants.defect import Defect, one
+
+SCHEDULER = "lmcache_hybrid/scheduler.py"
+WORKER = "lmcache_hybrid/worker.py"
+LOOKUP = "lmcache_hybrid/lookup.py"
+STORE = "lmcache_hybrid/lmcache_store.py"
+RECORD = "lmcache_hybrid/record.py"
+CONNECTOR = "lmcache_hybrid/connector.py"
+PAGES = "lmcache_hybrid/pages.py"
+
+DEFECTS = (
+    # What is stored
+    one(
+        "the state of another boundary is stored",
+        WORKER,
+        "(end - 1, ids) for end, ids in save.states",
+        "(max(0, end - 2), ids) for end, ids in save.states",
+    ),
+    one(
+        "attention pages are off by one block",
+        SCHEDULER,
+        "tuple(block_ids[group][block] for group in self._plan.attention)",
+        "tuple(block_ids[group][max(0, block - 1)] for group in self._plan.attention)",
+    ),
+    one(
+        "states are found by their position in the block table, not by vLLM's hand-off",
+        SCHEDULER,
+        "states = self._states_to_save(tracked, computed, offers.get(request_id, ()))",
+        """table, size = block_state.get_block_ids(request_id), self._plan.block_size
+            ends = range(1, computed // size + 1)
+            found = [(g, table[g][e - 1], e * size) for e in ends for g in self._plan.states]
+            states = self._states_to_save(tracked, computed, found)""",
+    ),
+    one(
+        "a boundary is stored that the step does not reach",
+        SCHEDULER,
+        " or tokens > computed",
+        "",
+    ),
+    one(
+        "a state is stored although one group was not offered",
+        SCHEDULER,
+        "if blocks.keys() >= set(self._plan.states):",
+        "if blocks and blocks.setdefault(self._plan.states[0], next(iter(blocks.values()))) "
+        "and [blocks.setdefault(g, next(iter(blocks.values()))) for g in self._plan.states]:",
+    ),
+    one(
+        "offers of requests that are not scheduled are stored",
+        SCHEDULER,
+        "if tracked is None or request_id not in scheduled or not tracked.save:",
+        "scheduled.setdefault(request_id, 0)\n            if tracked is None or not tracked.save:",
+    ),
+    Defect(
+        "blocks are copied before the forward wrote them",
+        (
+            (
+                CONNECTOR,
+                "        self._metadata = metadata\n",
+                "        self._metadata = metadata\n"
+                "        if self.worker is not None:\n"
+                "            self.worker.save(metadata)\n",
+            ),
+            (CONNECTOR, "            self.worker.save(self._metadata)\n", "            pass\n"),
+        ),
+    ),
+    one(
+        "a stored boundary is remembered after its load failed",
+        SCHEDULER,
+        "                tracked.saved_states.clear()\n",
+        "",
+    ),
+    # What counts as a hit
+    one(
+        "the smallest answer of the ranks is taken without agreement",
+        LOOKUP,
+        "if all(answer.boundary == lowest for answer in answers):",
+        "if answers:",
+    ),
+    one(
+        "one state group is enough",
+        LOOKUP,
+        "states = record_keys(prefix, boundary - 1, size, STATE, plan.states)",
+        "states = record_keys(prefix, boundary - 1, size, STATE, plan.states[-1:])",
+    ),
+    one(
+        "the last token is loaded too",
+        SCHEDULER,
+        "limit = min((request.num_tokens - 1) // size, len(tracked.prefix.hashes))",
+        "limit = min(request.num_tokens // size, len(tracked.prefix.hashes))",
+    ),
+    one(
+        "after a failed load the same boundary is promised again",
+        SCHEDULER,
+        "                tracked.load_failed = True\n",
+        "",
+    ),
+    one(
+        "the load starts one block early of what vLLM holds",
+        SCHEDULER,
+        "start = boundary - num_external_tokens // size",
+        "start = max(0, boundary - num_external_tokens // size - 1)",
+    ),
+    one(
+        "the state goes to the last block of the table",
+        SCHEDULER,
+        "block_ids[g][boundary - 1] if boundary <= len(block_ids[g]) else NULL_BLOCK",
+        "block_ids[g][-1]",
+    ),
+    one(
+        "the user's tags are left out of the store's key",
+        STORE,
+        "        if key.tags:\n",
+        "        if False:\n",
+    ),
+    one(
+        "groups share one key",
+        RECORD,
+        """return f"{'as'[self.kind]}{self.group}\"""",
+        """return f"{'as'[self.kind]}\"""",
+    ),
+    one(
+        "the rank is left out of the fingerprint",
+        "lmcache_hybrid/fingerprint.py",
+        "(parallel.world_size, parallel.rank)",
+        "(parallel.world_size,)",
+    ),
+    # What reaches the cache
+    one(
+        "the payload's checksum is not compared",
+        RECORD,
+        "    if digest(chunk) != expected:\n",
+        "    if not expected:\n",
+    ),
+    one(
+        "chunks may change places",
+        RECORD,
+        "    if xxhash.xxh3_128_digest(digests) != header.checksum:\n",
+        "    if not digests:\n",
+    ),
+    one(
+        "a damaged record stays in the store",
+        WORKER,
+        "                self._store.discard(error.key)\n",
+        "",
+    ),
+    one(
+        "a record of another block or request is accepted",
+        RECORD,
+        "if expected != stored.fields:",
+        "if not expected:",
+    ),
+    one(
+        "a cut-off record is accepted",
+        RECORD,
+        "if len(record) != record_bytes(stored.length):",
+        "if not payload:",
+    ),
+    Defect(
+        "a load is reported before its copy ended",
+        (
+            (
+                WORKER,
+                "for r, (future, _) in self._loads.items() if future.done()]",
+                "for r, (future, _) in self._loads.items()]",
+            ),
+            (
+                WORKER,
+                "if not future.cancelled() and future.result() is not None:",
+                "if future.done() and not future.cancelled() and future.result() is not None:",
+            ),
+        ),
+    ),
+    one(
+        "a failed load is reported as a good one",
+        WORKER,
+        "                results.failed_recving.add(request_id)\n",
+        "                pass\n",
+    ),
+    one(
+        "the load of an aborted request is never named",
+        WORKER,
+        "            results.finished_recving.add(request_id)\n",
+        "            if request_id not in finished:\n"
+        "                results.finished_recving.add(request_id)\n",
+    ),
+    one(
+        "pages are scattered one block off",
+        PAGES,
+        "np.copyto(self._host[row][block, at : at + size], source[to : to + size])",
+        "np.copyto(self._host[row][block - 1, at : at + size], source[to : to + size])",
+    ),
+    # What is left behind
+    one(
+        "a pin is leaked when a load is cancelled",
+        WORKER,
+        "                claim.release()  # a cancelled load never ran\n",
+        "                pass\n",
+    ),
+    one(
+        "a given-up claim is not released",
+        WORKER,
+        "            self._lookup.drop(request_id)\n",
+        "            pass\n",
+    ),
+    one(
+        "a late answer keeps its claim",
+        LOOKUP,
+        "        if time.monotonic() > question.deadline:\n            return MISS\n",
+        "",
+    ),
+    one(
+        "a drop that overtakes its question is forgotten",
+        LOOKUP,
+        "            self._given_up |= request_id == self._answering\n",
+        "",
+    ),
+    one(
+        "the buffers of a load are not given back",
+        WORKER,
+        "                stack.callback(buffer.release)\n",
+        "                pass\n",
+    ),
+    one(
+        "a damaged record stays and is promised for ever",
+        STORE,
+        "            self.discard(key)\n            raise Damaged",
+        "            raise Damaged",
+    ),
+    one(
+        "claims do not pin",
+        STORE,
+        "if not self._store.manager.storage_backends[location].pin(engine_key):",
+        "if engine_key not in self._store.manager.storage_backends[location].hot_cache:",
+    ),
+    one(
+        "an unhealthy store is read all the same",
+        STORE,
+        "        return self._engine.is_healthy()\n",
+        "        return True\n",
+    ),
+)

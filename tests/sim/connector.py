@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our connector in the simulation: the real one without what a process needs."""
+
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+import lmcache_hybrid.connector
+from lmcache_hybrid.inquiry import Inquiries
+from lmcache_hybrid.metadata import NOTHING
+from lmcache_hybrid.pages import GroupPages
+from lmcache_hybrid.scheduler import HybridScheduler
+from lmcache_hybrid.worker import HybridWorker
+
+from . import device
+from .device import Device
+from .storage import ManualExecutor
+from .threads import Executor
+from .threads import Pool as ThreadPool
+
+NEVER_MS = 10**9
+
+
+class SimConnector(lmcache_hybrid.connector.HybridConnector):
+    """HybridConnector without processes, sockets and start-up of LMCache."""
+
+    building: Any  # whose connectors are being made
+    rank = 0
+
+    def __init__(self, vllm_config, role, kv_cache_config) -> None:
+        self.engine = engine = SimConnector.building
+        self.plan = engine.plan
+        self.scheduler = self.worker = None
+        self._metadata = NOTHING
+        if role == KVConnectorRole.SCHEDULER:
+            self.scheduler = HybridScheduler(
+                engine.plan,
+                engine.options,
+                engine.hash_size,
+                Inquiries(engine.ask, NEVER_MS, engine.asking),
+            )
+        else:
+            rank = engine.ranks[SimConnector.rank]
+            pages = {
+                group: GroupPages([f"layer{group}"], rank.kv_caches()) for group in self.plan.groups
+            }
+            if rank.device is not None:
+                pages = {
+                    group: device.on_device(each, rank.device) for group, each in pages.items()
+                }
+            self.worker = HybridWorker(
+                self.plan,
+                pages,
+                engine.stores[SimConnector.rank],
+                engine.lookups[SimConnector.rank],
+                torch.device("cpu") if rank.device is None else rank.device.torch_device,
+                engine.setup.part_bytes,
+            )
+            self._replace_threads(rank.device)
+
+    def _replace_threads(self, on_device: Device | None) -> None:
+        if on_device is None:
+            self.worker._executor = ManualExecutor()
+            return
+        threads, held = on_device.threads, lambda: self.engine.holding
+        self.worker._executor = Executor(threads, held, by_hand=True)
+        self.worker._finisher = Executor(threads)
+        self.worker._threads = ThreadPool(threads, held)
+
+    def register_kv_caches(self, kv_caches) -> None:
+        return  # the pages are known from the start
+
+    def reset_cache(self) -> bool:
+        for rank, store in zip(self.engine.ranks, self.engine.stores):
+            (store.clear if rank.device is None else rank.connector._hybrid.worker.forget)()
+        return True
