@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our connector in the simulation: the real one without what a process needs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,12 +35,9 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
         self.scheduler = self.worker = None
         self._metadata = NOTHING
         if role == KVConnectorRole.SCHEDULER:
-            self.scheduler = HybridScheduler(
-                engine.plan,
-                engine.options,
-                engine.hash_size,
-                Inquiries(engine.ask, NEVER_MS, engine.asking),
-            )
+            asking = Inquiries(engine.ask, NEVER_MS, engine.asking)
+            self.scheduler = HybridScheduler(engine.plan, engine.options, engine.hash_size, asking)
+            self._client, self._inquiries = self, self  # what a reset asks of both
         else:
             rank = engine.ranks[SimConnector.rank]
             pages = {
@@ -68,10 +66,19 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
         self.worker._finisher = Executor(threads)
         self.worker._threads = ThreadPool(threads, held)
 
+    def run(self, function: Callable[[], bool]) -> bool:
+        """Between two questions to the ranks, as :meth:`Inquiries.run`."""
+        while self.engine.asking.run():
+            pass
+        return function()
+
+    def clear(self, epoch: int) -> bool:
+        """As :meth:`LookupClient.clear`; lost with a rank's other messages."""
+        silent = self.engine.silent
+        if silent not in ("lost", "late"):
+            for rank in self.engine.ranks:
+                rank.connector._hybrid.worker.reset(epoch)
+        return not silent
+
     def register_kv_caches(self, kv_caches) -> None:
         return  # the pages are known from the start
-
-    def reset_cache(self) -> bool:
-        for rank, store in zip(self.engine.ranks, self.engine.stores):
-            (store.clear if rank.device is None else rank.connector._hybrid.worker.forget)()
-        return True

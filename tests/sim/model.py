@@ -129,13 +129,17 @@ class ToyRank:
 
     def __post_init__(self) -> None:
         self.pages = np.full((self.num_blocks, self.block_size), RUBBISH)
-        groups = len(self.attention) + len(self.windows) + len(self.states)
-        self._mix = [
-            np.int64(hash((self.rank + 1, group + 1)) & 0x7FFFFFFFFFFFFFFF)
-            for group in range(groups)
-        ]
+        self.load_weights(0)
         self._copying = None if self.device is None else Stream(self.device)
         self._copied: deque[Point | None] = deque()
+
+    def load_weights(self, version: int) -> None:
+        """Compute other bytes from now on. Pages stay what they are."""
+        groups = len(self.attention) + len(self.windows) + len(self.states)
+        self._mix = [
+            np.int64(hash((self.rank + 1, group + 1, version)) & 0x7FFFFFFFFFFFFFFF)
+            for group in range(groups)
+        ]
 
     def kv_caches(self) -> dict[str, torch.Tensor]:
         """One layer per group: attention fills a page, a state its first 16 bytes."""

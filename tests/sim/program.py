@@ -11,6 +11,7 @@ from vllm.v1.request import RequestStatus
 from .device import Device
 from .engine import SimEngine
 from .model import VOCABULARY
+from .reset import reload_weights
 from .setup import Setup
 from .storage import N, Pool
 
@@ -76,7 +77,7 @@ _VERBS = (
     + ["again"] * 14
     + ["load", "begin", "hold", "abort"] * 2
     + ["reset"] * 3
-    + ["reset running", "clear", "lose", "lose many", "shrink", "restart"]
+    + ["reset running", "clear", "reload", "reload", "lose", "lose many", "shrink", "restart"]
     + ["flip", "header", "swap", "fail", "break", "break", "full", "unhealthy", "silent"]
 )
 # Operations after which a fault of an engine ends by itself.
@@ -215,6 +216,9 @@ class Run:
 
     def _clear(self, engine: SimEngine, x: int, y: int) -> None:
         engine.clear_store()
+
+    def _reload(self, engine: SimEngine, x: int, y: int) -> None:
+        reload_weights(engine)
 
     def _lose(self, engine: SimEngine, x: int, y: int) -> None:
         self.pool.lose(x)

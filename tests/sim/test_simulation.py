@@ -50,6 +50,7 @@ MET = (
     "aborted WAITING_FOR_REMOTE_KVS",
     "aborted RUNNING",
     "reset",
+    "weights replaced",
     "restarts",
     "checkpoints inside a chunk",
     "resumed as new requests",

@@ -150,4 +150,10 @@ DEFECTS = (
         "        self._closed = not done\n",
         "        self._closed = False\n",
     ),
+    one(
+        "a load under way survives a reset",
+        COMPAT,
+        "                    self.failed_recving_kv_req_ids.add(request.request_id)\n",
+        "",
+    ),
 )

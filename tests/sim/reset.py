@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that are replaced in place, as in training by reinforcement."""
+
+from .engine import SimEngine
+
+
+def reload_weights(engine: SimEngine) -> None:
+    """Replace the weights and reset all caches, through vLLM's own call.
+
+    Requests that were running are preempted. vLLM refuses beside a request that holds blocks
+    and does not run; then the weights stay.
+    """
+    while engine._queue:
+        engine._finish_step()
+    try:
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    except RuntimeError:
+        engine.events["reset refused"] += 1
+        return
+    replace_weights(engine)
+
+
+def replace_weights(engine: SimEngine) -> None:
+    """From now on every page and state has other bytes."""
+    engine.events["weights replaced"] += 1
+    for rank in engine.ranks:
+        rank.load_weights(engine.events["weights replaced"])

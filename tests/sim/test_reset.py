@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""After a reset nothing stored before is served, in whatever state a request is."""
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from .engine import SimEngine, install
+from .program import TRUNKS
+from .reset import reload_weights, replace_weights
+from .setup import Setup
+from .storage import N, Pool, close_storage
+
+PROMPT = TRUNKS[0][: 4 * N + 3]
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    install(monkeypatch)
+    yield
+    close_storage()
+
+
+@pytest.fixture(params=["", "late", "random"], ids=lambda device: device or "host")
+def engine(request):
+    """Two ranks whose stores hold the prompt; vLLM's own cache is empty."""
+    pool = Pool()
+    engine = SimEngine(Setup(groups="sas", ranks=2, answers=0, device=request.param), pool)
+    engine.add("first", PROMPT, 2)
+    engine.drain()
+    engine.reset_prefix_cache(False)
+    yield engine
+    engine.heal()
+    engine.holding = False
+    engine.drain()
+    engine.check_empty()
+    pool.close()
+
+
+def hits(engine: SimEngine) -> int:
+    return engine.hybrid.counts.lookups.get("hit", 0)
+
+
+def wait_for_load(engine: SimEngine, request_id: str) -> None:
+    """Ask the prompt again until its load waits to be run."""
+    engine.holding = True
+    engine.add(request_id, PROMPT, 2)
+    status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    for _ in range(20):
+        engine.step()
+        if engine.requests[request_id].status == status:
+            return
+    raise AssertionError("the prompt does not hit")
+
+
+def test_the_old_weights_records_are_not_found(engine):
+    reload_weights(engine)
+    engine.add("again", PROMPT, 2)
+    engine.drain()
+    assert hits(engine) == 0
+    engine.reset_prefix_cache(False)
+    engine.add("new", PROMPT, 2)
+    engine.drain()
+    assert hits(engine) == 1, "what the new weights computed is stored"
+
+
+def test_a_promise_made_before_is_not_kept(engine):
+    """A request that was answered and has no blocks yet."""
+    engine.add("again", PROMPT, 2)
+    tokens, _ = engine.hybrid.match(engine.requests["again"], 0)
+    assert tokens == 4 * N
+    reload_weights(engine)
+    engine.drain()
+    assert engine.events["loads"] == 0
+
+
+@pytest.mark.parametrize("how_far", ["not begun", "copied", "reported"])
+def test_a_load_under_way_is_computed_instead(engine, how_far):
+    wait_for_load(engine, "again")
+    if how_far != "not begun":
+        engine.holding = False
+        engine.load()
+    if how_far == "reported":
+        engine.step()
+    while engine._queue:
+        engine._finish_step()
+    assert engine.scheduler.reset_connector_cache()
+    replace_weights(engine)
+    engine.holding = False
+    engine.drain()
+    assert engine.requests["again"].is_finished()
+
+
+def test_a_reset_that_a_rank_does_not_answer_ends_all_hits(engine):
+    engine.silent = "lost"
+    assert not engine.scheduler.reset_connector_cache()
+    replace_weights(engine)
+    engine.heal()
+    for name in ("again", "once more"):
+        engine.reset_prefix_cache(False)
+        engine.add(name, PROMPT, 2)
+        engine.drain()
+    assert hits(engine) == 0
+    assert engine.scheduler.reset_connector_cache()
+    for name in ("third", "fourth"):
+        engine.reset_prefix_cache(False)
+        engine.add(name, PROMPT, 2)
+        engine.drain()
+    assert hits(engine) == 1
