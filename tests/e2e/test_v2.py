@@ -127,6 +127,17 @@ def test_ram_and_fs_after_a_restart(own: Own, tmp_path: Path) -> None:
         assert "RemoteBackend" in engine.reads()
 
 
+def check_against_own_cache(engine: Engine, model: Path) -> None:
+    """Two prompts hit in vLLM's own cache and then, once that is empty, in the store."""
+    size = engine.info["block_size"]
+    own = Own(model, size, v2_cases(size)[1:4:2], {})
+    for case in own.cases:
+        ask(engine, case.stored)
+        own.answers[case.name] = answer = ask(engine, case.asked)
+        assert (answer.cached, answer.external) == (hit_of(case, size), 0)
+    check_hits(engine, own, own.cases)
+
+
 # Kernel blocks
 
 
@@ -136,14 +147,29 @@ def test_blocks_that_attention_takes_in_parts(size: int, qwen: Path) -> None:
     with start(qwen, {"local_cpu": True}, prepare=partial(v2.split_blocks, size)) as engine:
         check_runner(engine)
         assert size in engine.info["kernel_blocks"]
-        # Each part of a block is zeroed by a program of its own: fewer prompts.
-        cases = v2_cases(engine.info["block_size"])[1:4:2]
-        own = Own(qwen, engine.info["block_size"], cases, {})
-        for case in own.cases:
-            ask(engine, case.stored)
-            own.answers[case.name] = answer = ask(engine, case.asked)
-            assert (answer.cached, answer.external) == (hit_of(case, own.block_size), 0)
-        check_hits(engine, own, own.cases)
+        check_against_own_cache(engine, qwen)
+
+
+# Drafts
+
+
+def test_drafts(qwen: Path) -> None:
+    """From what is restored vLLM answers as from its own cache, with states widened by drafts.
+
+    Without a connector, too, its CPU backend answers otherwise than without drafts (seen),
+    which is why the connector refuses them there. So here drafts run, and no more is said.
+    """
+    drafts = {
+        "method": "ngram_gpu",
+        "num_speculative_tokens": 2,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 3,
+    }
+    options = {"speculative_config": drafts, "prepare": v2.allow_drafts}
+    with start(qwen, {"local_cpu": True}, **options) as engine:
+        check_runner(engine)
+        check_against_own_cache(engine, qwen)
+        assert engine.metrics()["spec_decode_num_draft_tokens"] > 0
 
 
 # V1 and V2
