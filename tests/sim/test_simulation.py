@@ -54,7 +54,6 @@ MET = (
     "checkpoints inside a chunk",
     "resumed as new requests",
     "device: loads",
-    "device: loads of aborted requests",
     "device: failed loads",
     "device: broken copies",
     "device: pages saved",
