@@ -55,7 +55,6 @@ MET = (
     "resumed as new requests",
     "device: loads",
     "device: failed loads",
-    "device: broken copies",
     "device: pages saved",
     "device: loads beside a forward",
     "device: loads of blocks that were saved",
