@@ -25,7 +25,7 @@ from .threads import Threads
 # How many entries run on their own after something was queued, in mode "random".
 BURSTS = (0, 0, 0, 1, 3, 1000)
 # How probable it is that somebody who waits for the device goes on waiting.
-PATIENCE = 0.9
+PATIENCE = 0.8
 
 
 class HostAccess(AssertionError):

@@ -64,7 +64,7 @@ def setups(draw) -> Setup:
         part_bytes=draw(st.sampled_from((1, 1 << 20))),
         answers=draw(st.sampled_from((0, 1, 3))),
         runner="v2 deferred" if drafts and runner == "v2" and draw(st.booleans()) else runner,
-        device=draw(st.sampled_from(("",) * 6 + ("late", "random", "early"))),
+        device=draw(st.sampled_from(("",) * 15 + ("late", "random", "early"))),
         seed=draw(_number),
         interior=interior,
     )

@@ -326,6 +326,15 @@ def test_a_block_that_is_still_being_saved_is_handed_to_a_load(setup, monkeypatc
     nothing_was_lost(tally)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_request_is_aborted_while_its_load_copies(seed):
+    setup = Setup(runner="v2", device="late", part_bytes=1, seed=seed)
+    operations = [("add", 0, 9, 0), ("step", 0, 15, 0), ("reset", 0, 0, 0), ("again", 0, 0, 0)]
+    operations += [("step", 0, 0, 0), ("begin", 0, 0, 0), ("abort", 0, 0, 1), ("again", 0, 0, 0)]
+    Run(setup, tally := Tally()).play(operations)
+    assert tally.events["device: loads of aborted requests"] == 1
+
+
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_checkpoints_inside_a_chunk_are_stored_and_hit(runner):
     """See ``num_prefill_checkpoint_blocks``: the chunk goes on past the boundary it writes."""
