@@ -27,41 +27,15 @@ def plant():
         (key, block) for key, block in targets(self, load) if key.kind != STATE
     ]
 """
-# vLLM takes its V2 runner wherever Triton works, and the interpreter needs only a driver.
-TRITON_ON_CPU = """
-import os
-from types import SimpleNamespace
-os.environ["TRITON_INTERPRET"] = "1"
-import triton.backends
-
-class Driver:
-    is_active = staticmethod(lambda: True)
-
-    def get_current_target(self):
-        return SimpleNamespace(backend="cpu", arch=0, warp_size=1)
-
-    def get_active_torch_device(self):
-        import torch
-        return torch.device("cpu")
-
-    def get_current_device(self):
-        return 0
-
-    def get_device_interface(self):
-        import torch
-        return torch.cpu
-
-    utils = SimpleNamespace(
-        get_device_properties=lambda _: {"max_shared_mem": 1 << 20, "multiprocessor_count": 1}
-    )
-
-triton.backends.backends["cpu"] = SimpleNamespace(compiler=None, driver=Driver)
+# Imported by every process before anything else, see v2.py.
+V2_ON_CPU = f"""
+import sys
+sys.path.append({str(Path(__file__).parent)!r})
+import v2
+sys.path.pop()
+v2.use_interpreter()
 """
-FEWER_PROGRAMS = """
-def plant():
-    from vllm.v1.worker import mamba_utils
-    mamba_utils._TEMPORAL_TILES = 1
-"""
+FEWER_PROGRAMS = "from v2 import run_fewer_programs as plant"
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +152,7 @@ def test_states_that_are_not_restored_fail_and_the_prompts_are_named(
 
 def test_the_v2_runner_is_accepted(model: Path, tmp_path: Path) -> None:
     folder = plugin(tmp_path / "triton", FEWER_PROGRAMS)
-    (folder / "sitecustomize.py").write_text(TRITON_ON_CPU)
+    (folder / "sitecustomize.py").write_text(V2_ON_CPU)
     flags = ("--max-model-len", "1024", "--num-gpu-blocks-override", "64", *FLAGS)
     code, output, report = accept(
         model,
