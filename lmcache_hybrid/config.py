@@ -107,9 +107,9 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
             pass
         raise ConfigError(f"{key}={value!r} is not a whole number; write one.")
 
-    def tokens(key: str, value: int) -> int:
-        if value < 0:
-            raise ConfigError(f"{key}={value} is negative; write a number of tokens, or 0.")
+    def tokens(key: str, value: int | None) -> int:
+        if value is None or value < 0:
+            raise ConfigError(f"{key}={value} is no number of tokens; write one, or 0.")
         return value
 
     return Options(
@@ -242,7 +242,7 @@ def _checks(config: "LMCacheEngineConfig", block_size: int | None) -> Iterator[C
     for name, (is_set, why) in _REFUSED_EXTRA.items():
         yield partial(_refuse_if, f"extra_config.{name}", extra.get(name), is_set, why)
     for name, unit in _POSITIVE.items():
-        yield partial(_check_positive, name, getattr(config, name, None), unit)
+        yield partial(_check_positive, name, getattr(config, name), unit)
     yield partial(_check_remote, config)
     yield partial(_check_local, config)
     if block_size is not None:
@@ -258,7 +258,7 @@ def _refuse_if(name: str, value: Any, is_set: Callable[[Any], bool], why: str) -
 
 def _check_positive(name: str, value: Any, unit: str) -> None:
     # A comparison that fails is that of NaN, too.
-    if value is not None and not value > 0:
+    if value is None or not value > 0:
         raise ConfigError(
             f"LMCache option {name}={value!r} leaves no time to wait; set it to a number of {unit} "
             "above 0, or remove it for LMCache's default."

@@ -264,6 +264,13 @@ class HybridConnector:
         self.scheduler.end_reset(done)
         return done
 
+    def reset_failed(self) -> None:
+        """Serve and store nothing until a reset succeeds: vLLM's own cache was not emptied."""
+        assert self.scheduler is not None
+        if not self.scheduler.closed:
+            self.scheduler.begin_reset()
+            self.scheduler.end_reset(False)
+
 
 def _refuse_parallelism(vllm_config: "VllmConfig") -> None:
     parallel = vllm_config.parallel_config

@@ -399,7 +399,12 @@ class LMCacheStore:
         """
         self._fingerprint = os.urandom(len(self._fingerprint))
         self._keys.cache_clear()
+        self._damaged.clear()
         self.manager.clear()
+        logger.info(
+            "Reset: records of this rank have the fingerprint %s until it is restarted.",
+            self._fingerprint[:8].hex(),
+        )
 
     def _bound_allocations(self) -> None:
         """Refuse buffers that no record of ours fits into.

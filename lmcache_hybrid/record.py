@@ -9,6 +9,7 @@ layout, rank or request, cut off or damaged, are told apart from the right ones 
 record alone.
 """
 
+import hashlib
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -71,7 +72,8 @@ class RecordKey:
 
 def tags_digest(tags: tuple[tuple[str, str], ...]) -> bytes:
     """16 bytes that stand for ``tags`` in a header."""
-    return xxhash.xxh3_128_digest(repr(tags).encode())
+    # Clients choose them, so not a hash that can be made to collide.
+    return hashlib.blake2b(repr(tags).encode(), digest_size=16).digest()
 
 
 def _wide_hash(block_hash: bytes) -> bytes:

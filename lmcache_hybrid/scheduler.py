@@ -35,6 +35,7 @@ class HybridScheduler:
 
     Attributes:
         ledger: what is counted, for metrics.
+        closed: nothing is looked up and stored, because a reset failed or is under way.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class HybridScheduler:
         self._dropped: list[str] = []
         self._loading: set[str] = set()
         self._epoch = 0
-        self._closed = False
+        self.closed = False
         self.ledger = Ledger("scheduler", SchedulerCounts())
 
     @property
@@ -80,7 +81,7 @@ class HybridScheduler:
         (tokens, True) for an asynchronous load, (0, False) for none, and
         (None, False) as long as the ranks have not answered.
         """
-        if request.request_id.startswith("mock_req") or self._closed:
+        if request.request_id.startswith("mock_req") or self.closed:
             return 0, False
         tracked = self._track(request)
         gain = self._gain(tracked, num_computed_tokens)
@@ -271,7 +272,7 @@ class HybridScheduler:
         blocks may be of weights that were replaced. The others start anew. Until
         :meth:`end_reset` nothing is looked up.
         """
-        self._epoch, self._closed = self._epoch + 1, True
+        self._epoch, self.closed = self._epoch + 1, True
         for request_id, tracked in list(self._tracked.items()):
             if tracked.stored is not None:
                 tracked.stored.give_up()
@@ -288,12 +289,12 @@ class HybridScheduler:
 
     def end_reset(self, done: bool) -> None:
         """Serve again, if every rank was reset; else serve nothing until a reset succeeds."""
-        self._closed = not done
+        self.closed = not done
         if not done:
             logger.error(
-                "A rank did not reset its store: this engine computes every prompt and stores "
-                "nothing until a reset succeeds (POST /reset_prefix_cache?reset_external=true) "
-                "or it is restarted."
+                "A reset of all caches failed: this engine computes every prompt and stores "
+                "nothing until one succeeds (POST /reset_prefix_cache?reset_running_requests=true"
+                "&reset_external=true while nothing is being loaded), or until it is restarted."
             )
 
     # One step

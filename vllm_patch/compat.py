@@ -31,7 +31,7 @@ def install() -> None:
     promote_loads_in_order()
     keep_restored_states()
     free_failed_loads()
-    fail_loads_at_reset()
+    finish_resets()
     reserve_windows()
     forget_what_did_not_run()
     if current_platform.is_cpu():
@@ -207,32 +207,49 @@ def _free_ended(scheduler: "Scheduler") -> None:
         scheduler.waiting.prepend_requests(failed[::-1])
 
 
-def fail_loads_at_reset() -> None:
-    """A reset of the connector's cache must reach what is being loaded from it.
+def finish_resets() -> None:
+    """A reset of all caches must reach what is being loaded, and be all or nothing.
 
-    Bug: ``Scheduler.reset_connector_cache`` asks the connector alone. A request whose load
-    is under way, or has ended and was not taken up yet, goes on with what was loaded.
-    Symptom: after weights were replaced it answers from what the old ones left, and the
-    blocks are published in vLLM's own prefix cache.
-    Remove when: ``Scheduler.reset_connector_cache`` fails or preempts such requests.
+    Bug: ``Scheduler.reset_prefix_cache(reset_connector=True)`` leaves loads under way alone.
+    Beside a request that holds blocks it fails, and has then reset the connector (without
+    ``reset_running_requests``) or has not even asked it (with that).
+    Symptom: after weights were replaced a load brings what the old ones left, and blocks of
+    vLLM's own cache, which was not emptied, are stored anew.
+    Remove when: it fails or preempts loads, and tells connectors whether all of it succeeded.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.request import RequestStatus
 
-    original = Scheduler.reset_connector_cache
+    original = Scheduler.reset_prefix_cache
 
     @functools.wraps(original)
-    def reset_connector_cache(self: Scheduler) -> bool:
-        done = original(self)
-        if _is_ours(self):
-            for request in self.kv_holding_waiting:
-                if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-                    request.num_computed_tokens = 0
-                    self.failed_recving_kv_req_ids.add(request.request_id)
-            _free_ended(self)
-        return done
+    def reset_prefix_cache(
+        self: Scheduler, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        if not reset_connector or not _is_ours(self):
+            return original(self, reset_running_requests, reset_connector)
+        done = False
+        try:
+            done = original(self, reset_running_requests, reset_connector)
+            return done
+        finally:
+            _fail_loads(self)
+            if not done:
+                for connector in getattr(self.connector, "sub_connectors", [self.connector]):
+                    if hasattr(connector, "reset_failed"):
+                        connector.reset_failed()
 
-    Scheduler.reset_connector_cache = reset_connector_cache
+    Scheduler.reset_prefix_cache = reset_prefix_cache
+
+
+def _fail_loads(scheduler: "Scheduler") -> None:
+    """Have every request whose load is under way, or was not taken up, computed instead."""
+    from vllm.v1.request import RequestStatus
+
+    for request in scheduler.kv_holding_waiting:
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            request.num_computed_tokens = 0
+            scheduler.failed_recving_kv_req_ids.add(request.request_id)
+    _free_ended(scheduler)
 
 
 def reserve_windows() -> None:

@@ -169,3 +169,8 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         return self._hybrid.reset_cache() if self._hybrid else super().reset_cache()
+
+    def reset_failed(self) -> None:
+        """The reset that this connector was, or was not, asked for failed as a whole."""
+        if self._hybrid is not None:
+            self._hybrid.reset_failed()

@@ -156,7 +156,17 @@ HOOKS = (
         replaced_in=_COMPAT,
     ),
     Hook(_SCHEDULER, "Scheduler._handle_blocked_waiting_request", ("request",)),
-    Hook(_SCHEDULER, "Scheduler.reset_connector_cache", (), replaced_in=_COMPAT),
+    Hook(
+        _SCHEDULER,
+        "Scheduler.reset_prefix_cache",
+        ("reset_running_requests", "reset_connector"),
+        holds=("self.reset_connector_cache() and reset_successful",),
+        replaced_in=_COMPAT,
+    ),
+    Hook(
+        "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector",
+        "MultiConnector.sub_connectors",
+    ),
     Hook(
         _SCHEDULER,
         "Scheduler._request_remaining_blocks",

@@ -8,16 +8,23 @@ def reload_weights(engine: SimEngine) -> None:
     """Replace the weights and reset all caches, through vLLM's own call.
 
     Requests that were running are preempted. vLLM refuses beside a request that holds blocks
-    and does not run; then the weights stay.
+    and does not run; then the weights stay, and it is asked again when that one has ended.
     """
-    while engine._queue:
+    if not reset_all(engine):
+        engine.drain()
+        assert reset_all(engine) or engine.silent
+    replace_weights(engine)
+
+
+def reset_all(engine: SimEngine, running: bool = True) -> bool:
+    """vLLM's reset of all caches; ``running``: preempt for it what runs."""
+    while running and engine._queue:
         engine._finish_step()
     try:
-        engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        return engine.scheduler.reset_prefix_cache(running, reset_connector=True)
     except RuntimeError:
         engine.events["reset refused"] += 1
-        return
-    replace_weights(engine)
+        return False
 
 
 def replace_weights(engine: SimEngine) -> None:

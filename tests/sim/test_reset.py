@@ -6,7 +6,7 @@ from vllm.v1.request import RequestStatus
 
 from .engine import SimEngine, install
 from .program import TRUNKS
-from .reset import reload_weights, replace_weights
+from .reset import reload_weights, replace_weights, reset_all
 from .setup import Setup
 from .storage import N, Pool, close_storage
 
@@ -73,8 +73,9 @@ def test_a_promise_made_before_is_not_kept(engine):
     assert engine.events["loads"] == 0
 
 
+@pytest.mark.parametrize("running", [False, True])
 @pytest.mark.parametrize("how_far", ["not begun", "copied", "reported"])
-def test_a_load_under_way_is_computed_instead(engine, how_far):
+def test_a_load_under_way_is_computed_instead(engine, how_far, running):
     wait_for_load(engine, "again")
     if how_far != "not begun":
         engine.holding = False
@@ -83,16 +84,39 @@ def test_a_load_under_way_is_computed_instead(engine, how_far):
         engine.step()
     while engine._queue:
         engine._finish_step()
-    assert engine.scheduler.reset_connector_cache()
+    # vLLM's own cache holds nothing but the load's blocks, which have no hash yet.
+    assert not reset_all(engine, running)
     replace_weights(engine)
     engine.holding = False
     engine.drain()
     assert engine.requests["again"].is_finished()
 
 
+def test_blocks_that_outlived_a_failed_reset_are_not_stored(engine):
+    """Not even when the user goes on with a reset of vLLM's own cache alone."""
+    assert reset_all(engine)
+    engine.add("running", PROMPT, 30)
+    while engine.requests["running"].num_output_tokens < 2:
+        engine.step()
+    assert not reset_all(engine, running=False), "the request that runs holds blocks"
+    engine.add("second", [*PROMPT, 1, 2, 3], 2)  # hits what vLLM still has
+    engine.drain()
+    for name in ("third", "fourth"):
+        engine.reset_prefix_cache(False)
+        engine.add(name, list(PROMPT), 2)
+        engine.drain()
+    assert hits(engine) == 0
+    assert reset_all(engine)
+    for name in ("fifth", "sixth"):
+        engine.reset_prefix_cache(False)
+        engine.add(name, list(PROMPT), 2)
+        engine.drain()
+    assert hits(engine) == 1, "nothing is stored after a reset that succeeded"
+
+
 def test_a_reset_that_a_rank_does_not_answer_ends_all_hits(engine):
     engine.silent = "lost"
-    assert not engine.scheduler.reset_connector_cache()
+    assert not reset_all(engine)
     replace_weights(engine)
     engine.heal()
     for name in ("again", "once more"):
@@ -100,7 +124,7 @@ def test_a_reset_that_a_rank_does_not_answer_ends_all_hits(engine):
         engine.add(name, PROMPT, 2)
         engine.drain()
     assert hits(engine) == 0
-    assert engine.scheduler.reset_connector_cache()
+    assert reset_all(engine)
     for name in ("third", "fourth"):
         engine.reset_prefix_cache(False)
         engine.add(name, PROMPT, 2)

@@ -781,7 +781,7 @@ def test_a_failed_reset_ends_all_hits_and_saves_until_one_succeeds(hybrid_log):
     rig.holds(request, 3, 3)
     rig.scheduler.begin_reset()
     rig.scheduler.end_reset(False)
-    assert [r for r in hybrid_log.records if "did not reset its store" in r.getMessage()]
+    assert [r for r in hybrid_log.records if "A reset of all caches failed" in r.getMessage()]
     assert rig.match(request) == (0, False)
     rig.scheduler.allocated(request, table(request), 0)
     offers = [(group, 9, 3 * N) for group in STATES]

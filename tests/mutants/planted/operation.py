@@ -147,13 +147,19 @@ DEFECTS = (
     one(
         "hits and saves go on after a reset that failed",
         SCHEDULER,
-        "        self._closed = not done\n",
-        "        self._closed = False\n",
+        "        self.closed = not done\n",
+        "        self.closed = False\n",
     ),
     one(
         "a load under way survives a reset",
         COMPAT,
-        "                    self.failed_recving_kv_req_ids.add(request.request_id)\n",
+        "            scheduler.failed_recving_kv_req_ids.add(request.request_id)\n",
         "",
+    ),
+    one(
+        "hits and saves go on although vLLM's own cache was not emptied",
+        COMPAT,
+        "                        connector.reset_failed()\n",
+        "                        pass\n",
     ),
 )
