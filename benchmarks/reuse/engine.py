@@ -169,8 +169,7 @@ class _Connector(lmcache_hybrid.connector.HybridConnector):
             )
             return
         # One page for all blocks: nobody reads what is in it.
-        page = torch.zeros(1, payload_bytes(RECORD_BYTES), dtype=torch.uint8)
-        page = page.expand(engine.setup.pool, -1)
+        page = torch.zeros(engine.setup.pool, payload_bytes(RECORD_BYTES), dtype=torch.uint8)
         pages = {
             group: GroupPages(["layer"], {"layer": page})
             for group in (*self.plan.attention, *self.plan.states)

@@ -160,7 +160,7 @@ def test_adapters(model: Path, tmp_path: Path) -> None:
     # An adapter's tag is a part of the name and of the record, which must agree.
     result = CliRunner().invoke(app, ["verify", str(tmp_path / "store"), "--json"])
     assert result.exit_code == 0 and json.loads(result.stdout)[0]["counts"].keys() == {"good"}
-    assert list((tmp_path / "store").glob("*@lora%*"))
+    assert list((tmp_path / "store").glob("*@of%*"))
 
 
 def test_an_adapter_whose_files_change_under_a_running_engine(model: Path, tmp_path: Path) -> None:
