@@ -168,7 +168,7 @@ class _Connector(lmcache_hybrid.connector.HybridConnector):
                 Inquiries(engine.ask, 1000, _AtOnce()),
             )
             return
-        # One page for all blocks: nobody reads what is in it.
+        # Nobody reads what is in them.
         page = torch.zeros(engine.setup.pool, payload_bytes(RECORD_BYTES), dtype=torch.uint8)
         pages = {
             group: GroupPages(["layer"], {"layer": page})
