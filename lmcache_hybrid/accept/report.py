@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lmcache_hybrid.accept.compare import BAD, Check, Outcome, Verdict
-from lmcache_hybrid.accept.run import Result
+from lmcache_hybrid.accept.result import Result
+from lmcache_hybrid.accept.run import SAVING
 
 FORMAT = 1
 COLOURS = {Verdict.PASS: "bold green", Verdict.FAIL: "bold red", Verdict.UNDECIDED: "bold yellow"}
@@ -103,12 +104,14 @@ def _compared(result: Result) -> Table:
         table.add_column(name, justify="right")
     rows: dict[str, list[Check]] = {}
     for each in result.checks:
-        at_once = each.where.partition(", ")[2]
-        rows.setdefault(f"{each.case}, {at_once}" if at_once else each.case, []).append(each)
+        how = each.where.partition(", ")[2]
+        name = f"{each.case}, {how}" if how else each.case
+        # One row for the first prompts of all cases.
+        rows.setdefault(f"new, {how}" if how == SAVING else name, []).append(each)
     for name, checks in rows.items():
-        last = checks[-1]
+        longest = max(checks, key=lambda check: (check.tokens, check.boundary))
         cells = [_cell(result, [c for c in checks if _column(c) == column]) for column in columns]
-        table.add_row(name, f"{last.tokens:,}", f"{last.boundary:,}", *cells)
+        table.add_row(name, f"{longest.tokens:,}", f"{longest.boundary:,}", *cells)
     return table
 
 

@@ -23,7 +23,8 @@ from lmcache_hybrid.accept.compare import Answer, Noise, Outcome, Verdict, check
 from lmcache_hybrid.accept.engine import cause_in, sentence_in
 from lmcache_hybrid.accept.prompts import Limits, length_of, limits_of, plan_prompts
 from lmcache_hybrid.accept.report import as_json, print_verdict
-from lmcache_hybrid.accept.run import Result, Run
+from lmcache_hybrid.accept.result import Result
+from lmcache_hybrid.accept.run import Run
 from lmcache_hybrid.errors import ConfigError
 
 ORDINARY = range(32, 127)
@@ -206,6 +207,7 @@ def test_a_good_engine_passes() -> None:
     assert result.verdict is Verdict.PASS and not result.problems
     assert {each.where for each in result.checks} == {
         "RAM",
+        "RAM, while saving",
         "RAM, at once",
         "RAM, one by one",
         "redis:// after a restart",
@@ -220,6 +222,28 @@ def test_a_wrong_prefix_fails_with_and_without_noise(jitter: float) -> None:
     result = run(wrong=16, jitter=jitter)
     assert result.verdict is Verdict.FAIL
     assert any(each.outcome(result.noise.allowed) is Outcome.DIFFERS for each in result.checks)
+
+
+def test_a_fault_of_saving_is_no_noise_and_excuses_nothing() -> None:
+    class Saving(Engine):
+        """What is saved or loaded is answered a little otherwise; nothing else is."""
+
+        def ask(self, asked: Sequence[Sequence[int]], salt: str, save: bool) -> list[Answer]:
+            answers = super().ask(asked, salt, save)
+            if not save and not answers[0].external:
+                return answers
+            return [
+                dataclasses.replace(
+                    each, logprobs=[{k: v - 1e-4 for k, v in s.items()} for s in each.logprobs]
+                )
+                for each in answers
+            ]
+
+    result = Run(lambda text: None).first(Saving({"LocalCPUBackend": set()}, tiers=[RAM]))
+    assert result.noise.own == 0 and result.verdict is Verdict.FAIL
+    wrong = {each.where for each in result.checks if each.outcome(0) is Outcome.DIFFERS}
+    assert wrong >= {"RAM", "RAM, while saving"}
+    assert "new, while saving" in "\n".join(shown(result))
 
 
 def test_without_noise_the_least_difference_fails() -> None:

@@ -100,4 +100,11 @@ DEFECTS = (
         "return Outcome.NOISE if self.difference <= max(allowed, self.slack)",
         "return Outcome.NOISE if self.difference <= max(allowed, self.slack, 0.1)",
     ),
+    one(
+        "the acceptance test takes a fault of saving for noise",
+        "lmcache_hybrid/accept/result.py",
+        "zip(each.own, each.again, strict=False)]\n",
+        "zip(each.own, each.again, strict=False)]\n"
+        "        pairs += [(t.own[0], t.restored[0]) for t in self.told if t.restored]\n",
+    ),
 )
