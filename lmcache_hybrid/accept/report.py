@@ -73,6 +73,7 @@ def print_verdict(console: Console, result: Result) -> None:
         parts += [_compared(result), *_noise(result), Text()]
         parts += [Text("First token, ms (the best of a few)", "bold"), _times(result)]
         parts += _rates(result)
+    parts += _left_out(result)
     parts += [Text(f"! {problem}", "bold red") for problem in result.problems]
     parts.append(_last_line(result))
     console.print(Group(*parts), highlight=False)
@@ -207,6 +208,14 @@ def _rates(result: Result) -> Iterator[Text]:
         yield Text("LMCache's pool is not pinned memory, so copies are slow.", "yellow")
 
 
+def _left_out(result: Result) -> Iterator[Text]:
+    names = ", ".join(result.plan.left_out)
+    if names:
+        yield Text(
+            f"Not asked, too long for context, KV cache or LMCache's pool: {names}", "yellow"
+        )
+
+
 def _last_line(result: Result) -> Text:
     verdict, noise = result.verdict, result.noise
     outcomes = [each.outcome(noise.allowed) for each in result.checks]
@@ -224,6 +233,8 @@ def _last_line(result: Result) -> Text:
         text += f"; not {named}"
     if not outcomes:
         text = f"{verdict.value}: nothing was compared"
+    if result.plan.left_out:
+        text += f"; {len(result.plan.left_out)} prompts not asked"
     seconds = sum(result.seconds.get(part, 0.0) for part in ("first engine", "second engine"))
     return Text(f"{text}. {seconds:.0f} s.", COLOURS[verdict])
 

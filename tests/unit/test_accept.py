@@ -302,7 +302,7 @@ def test_a_context_of_one_block_is_a_problem(tokens: int) -> None:
     result = run(max_model_len=tokens)
     assert result.verdict is Verdict.FAIL
     assert result.problems[0].startswith(f"No prompt longer than N = 16 fits in {tokens} tokens")
-    assert shown(result)[-1].startswith("FAIL: nothing was compared.")
+    assert shown(result)[-1].startswith("FAIL: nothing was compared; ")
 
 
 def test_a_cold_engine_that_loads_would_be_no_reference() -> None:
@@ -360,6 +360,17 @@ def test_prompts_that_differ_are_named() -> None:
     assert "FAIL" in " ".join(lines) and "N+1 (RAM)" in " ".join(lines[-4:])
 
 
+def test_prompts_that_do_not_fit_are_named() -> None:
+    result = run(max_model_len=40, tiers=[RAM])
+    names = result.plan.left_out
+    lines = shown(result)
+    assert result.verdict is Verdict.PASS and "2N+1" in names
+    text = " ".join(" ".join(lines).split())
+    assert f"too long for context, KV cache or LMCache's pool: {', '.join(names)} PASS" in text
+    assert f"; {len(names)} prompts not asked. " in lines[-1]
+    assert not [line for line in shown(run()) if "ot asked" in line]
+
+
 def test_the_report_is_plain_json_of_digests() -> None:
     result = run(wrong=16)
     result.checks[0] = dataclasses.replace(result.checks[0], difference=math.inf)
@@ -391,6 +402,24 @@ def test_stores_are_named_without_host_user_password_or_path() -> None:
     assert missing == ["LocalDiskBackend"]
     told = json.dumps([tiers, missing, as_json(run(tiers=tiers, missing_tiers=missing))])
     assert not [word for word in ("me:", "secret", "example", "/home") if word in told]
+
+
+@pytest.mark.parametrize("state_bytes", [1 << 20, 1 << 30])
+def test_blocks_of_every_group_are_copied_and_compared(state_bytes: int) -> None:
+    sizes = {0: 8 << 20, 1: state_bytes, 2: 8 << 20, 3: 1 << 20}
+    pages = {
+        group: SimpleNamespace(block_bytes=size, num_blocks=100) for group, size in sizes.items()
+    }
+    plan = SimpleNamespace(
+        attention=(0, 2), states=(1,), windows=(SimpleNamespace(group=3),), block_size=16
+    )
+    store = SimpleNamespace(reserve=lambda size: SimpleNamespace(release=lambda: None))
+    items, targets = worker._items(SimpleNamespace(_plan=plan, _pages=pages, _store=store))
+    copied = Counter(item.key.group for item in items)
+    assert copied.keys() == {0, 1, 2, 3} and copied[1] == 1
+    assert abs(copied[0] - copied[2]) <= 1 and abs(copied[0] - copied[3]) <= 1
+    blocks = [item.block for item in items] + targets
+    assert len(set(blocks)) == len(blocks) and 0 < min(blocks) <= max(blocks) < 100
 
 
 # Flags and logs
