@@ -8,6 +8,7 @@ Results are made of plain types, because they are sent to other processes.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import cycle
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
@@ -192,16 +193,19 @@ def _device(device: torch.device) -> dict[str, Any]:
 def _items(worker: "HybridWorker") -> tuple[list[Item], list[int]]:
     """Blocks to copy, with a buffer each, and the blocks to copy them into.
 
-    A state of each group and as many attention blocks as are copied in one go; fewer
-    where KV cache or pool are small. The caller owns the buffers.
+    A block of each group, then attention and window blocks in turn, as many as are copied in
+    one go; fewer where KV cache or pool are small. The caller owns the buffers.
     """
     plan, pages = worker._plan, worker._pages
     most = min(group.num_blocks for group in pages.values()) // 2 - 1
-    wanted = list(plan.states)
+    paged = (*plan.attention, *(window.group for window in plan.windows))
+    wanted = [*plan.states, *paged]
     size = sum(pages[group].block_bytes for group in wanted)
-    while plan.attention and size < COPIED_BYTES and len(wanted) < most:
-        wanted.append(plan.attention[0])
-        size += pages[plan.attention[0]].block_bytes
+    for group in cycle(paged):
+        if size >= COPIED_BYTES or len(wanted) >= most:
+            break
+        wanted.append(group)
+        size += pages[group].block_bytes
     items: list[Item] = []
     for block, group in enumerate(wanted[:most], 1):
         buffer = worker._store.reserve(pages[group].block_bytes)
