@@ -144,6 +144,8 @@ class Child:
             "enforce_eager": bool(model.enforce_eager),
             "tensor_parallel": config.parallel_config.tensor_parallel_size,
             "speculative": speculative and speculative.method,
+            # vLLM gives up the last block of its own hits, so that the drafter has its input.
+            "eagle_drop": bool(speculative and speculative.use_eagle_block_drop()),
             "checkpoint_tokens": transfer.get_from_extra_config(CHECKPOINT_KEY, 0) or 0,
             "device_type": config.device_config.device_type,
             "runner": "V2" if config.use_v2_model_runner else "V1",

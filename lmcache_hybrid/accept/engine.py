@@ -154,7 +154,7 @@ class Engine:
             time.sleep(0.05)
 
     def use(self, tiers: Sequence[str] | None) -> None:
-        """Let every rank look into these of LMCache's backends only; None for all."""
+        """Let every rank look into these of LMCache's backends only; None for the configured."""
         self.call("rank", method="accept_use", arguments=[tiers])
 
     def reads(self) -> dict[str, int]:

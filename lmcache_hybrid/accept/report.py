@@ -15,14 +15,14 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from lmcache_hybrid.accept.compare import BAD, Check, Outcome, Verdict
+from lmcache_hybrid.accept.compare import BAD, GOOD, Check, Outcome, Verdict
 from lmcache_hybrid.accept.result import Result
 from lmcache_hybrid.accept.run import SAVING
 
 FORMAT = 1
 COLOURS = {Verdict.PASS: "bold green", Verdict.FAIL: "bold red", Verdict.UNDECIDED: "bold yellow"}
 # The worst first.
-SEVERITY = (*BAD, Outcome.NOISE, Outcome.EQUAL)
+SEVERITY = (*BAD, Outcome.UNCOMPARED, *GOOD)
 SHOWN_TIMES = 4
 
 
@@ -33,6 +33,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "format": FORMAT,
         "verdict": result.verdict.value,
         "problems": result.problems,
+        "doubts": result.doubts,
         "facts": result.facts,
         "limits": asdict(result.limits),
         "left_out": list(result.plan.left_out),
@@ -140,10 +141,8 @@ def _noise(result: Result) -> Iterator[Text]:
         f"next" + (f", by {noise.restart:.3g} over a restart" if result.restart_pairs else "") + "."
     )
     yield Text(f"Another prefix changes them by {noise.wrong:.3g} or more.")
-    if not noise.decidable:
-        yield Text(
-            "That is too little to tell a wrong prefix from noise on this engine.", "bold yellow"
-        )
+    for doubt in result.doubts:
+        yield Text(doubt, "bold yellow")
 
 
 def _times(result: Result) -> Table:

@@ -10,6 +10,7 @@ from lmcache_hybrid.accept.compare import (
     Noise,
     Verdict,
     difference,
+    doubts_of,
     noise_of,
     verdict_of,
 )
@@ -82,6 +83,11 @@ class Result:
             difference(each.own[-1], each.control) for each in self.told if each.control is not None
         ]
         return Noise(noise_of(pairs), noise_of(self.restart_pairs), min(changes, default=0.0))
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why equal answers prove nothing; see :func:`doubts_of`."""
+        return doubts_of(self.checks, self.noise)
 
     @property
     def verdict(self) -> Verdict:

@@ -79,7 +79,9 @@ class Run:
         for length in {limits.block + 1, *(len(c.steps[-1]) for c in result.plan.cases)}:
             warm = other_prefix((0,) * length, length, ordinary)
             engine.ask([warm], f"{self._salt}-warm", save=False)
+        engine.use(())  # nothing may be loaded, whatever is stored
         self._own(engine, result, ordinary)
+        engine.use(None)
         self._restored(engine, result, tiers[0])
         self._say("Copies between device and host")
         engine.forget()
@@ -90,6 +92,7 @@ class Run:
 
     def second(self, engine: Asked, result: Result) -> None:
         """What survives a restart, tier by tier. Mutates ``result``."""
+        engine.use(())
         for told in result.told:
             if told.case.kind != "repeat":
                 continue
@@ -107,7 +110,7 @@ class Run:
                     for step, prompt, own in told.last:
                         engine.forget()
                         (answer,) = engine.ask([prompt], self._salt, save=False)
-                        result.checks.append(_check(told, step, place, own, answer))
+                        result.checks.append(_check(result, told, step, place, own, answer))
                         self._time(result, told, where, answer)
         engine.use(None)
 
@@ -157,7 +160,7 @@ class Run:
                     told.restored += engine.ask([prompt], self._salt, save=True)
                     place = where if step else f"{where}, {SAVING}"
                     own, answer = told.own[step], told.restored[step]
-                    result.checks.append(_check(told, step, place, own, answer))
+                    result.checks.append(_check(result, told, step, place, own, answer))
                 self._time(result, told, "cold, saving", told.restored[0])
                 self._time(result, told, where, told.restored[-1])
 
@@ -167,7 +170,7 @@ class Run:
         for index, prompt in enumerate(told.case.steps):
             told.restored += engine.ask([prompt], self._salt, save=True)
             cold, saved = told.own[2 * index], told.restored[index]
-            result.checks.append(_check(told, 2 * index, f"{where}, {SAVING}", cold, saved))
+            result.checks.append(_check(result, told, 2 * index, f"{where}, {SAVING}", cold, saved))
         engine.settle()
         engine.forget()
         answers = engine.ask(told.case.steps, self._salt, save=False)
@@ -186,11 +189,11 @@ class Run:
             noise.wrong / MARGIN,
         )
         for index, (mine, answer) in enumerate(zip(own, answers, strict=True)):
-            made = _check(told, 2 * index + 1, f"{where}, at once", mine, answer)
+            made = _check(result, told, 2 * index + 1, f"{where}, at once", mine, answer)
             result.checks.append(replace(made, external=answer.cached, slack=slack))
             # The blocks that were loaded are vLLM's own now, to be compared exactly.
             (alone,) = engine.ask([told.case.steps[index]], self._salt, save=False)
-            made = _check(told, 2 * index + 1, f"{where}, one by one", mine, alone)
+            made = _check(result, told, 2 * index + 1, f"{where}, one by one", mine, alone)
             result.checks.append(replace(made, external=min(alone.cached, answer.cached)))
 
     def _counted(self, engine: Asked, result: Result, tier: str, where: str) -> "_Counted":
@@ -247,9 +250,10 @@ def _next_turn(told: Told, tail: Ids) -> Ids:
     return (*told.prompts[-1], *told.own[-1].tokens, *tail)
 
 
-def _check(told: Told, step: int, where: str, own: Answer, answer: Answer) -> Check:
+def _check(result: Result, told: Told, step: int, where: str, own: Answer, answer: Answer) -> Check:
     tokens = len(told.prompts[step])
-    return check(told.case.name, step, where, tokens, own, answer, answer.external)
+    made = check(told.case.name, step, where, tokens, own, answer, answer.external)
+    return replace(made, drops=result.facts["eagle_drop"])
 
 
 def _increase(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from lmcache_hybrid.worker import HybridWorker
 
 ROUNDS = 5
+# No backend of LMCache has this name.
+NOWHERE = ["nowhere"]
 # Of a copy that is timed; as much as a prompt of some thousand tokens restores.
 COPIED_BYTES = 128 << 20
 
@@ -74,8 +76,12 @@ class AcceptExtension:
         return sorted({each.__name__ for each in backends if each is not None})
 
     def accept_use(self, tiers: list[str] | None) -> None:
-        """Look up and load from these of LMCache's backends only; None for all of them."""
+        """Look up and load from these of LMCache's backends only; None for the configured."""
         engine = _store(_worker())._engine
+        if tiers is None:
+            tiers = engine.config.retrieve_locations
+        elif not tiers:
+            tiers = NOWHERE  # an empty list means all of them to LMCache
         engine.retrieve_locations = tiers
 
     def accept_reads(self) -> dict[str, int]:

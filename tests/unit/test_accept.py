@@ -52,6 +52,7 @@ FACTS = {
     "enforce_eager": False,
     "ranks": 1,
     "checkpoint_tokens": 0,
+    "eagle_drop": False,
     "save_decode": False,
     "versions": {"vllm": "0.32.0"},
 }
@@ -65,6 +66,7 @@ class Engine:
         jitter: by how much answers to one question differ.
         wrong: tokens before it are not what a restored prompt stands on.
         lose: names of tiers that find nothing.
+        facts: as the engine says; with ``eagle_drop`` its own hits end a block earlier.
     """
 
     def __init__(
@@ -94,15 +96,17 @@ class Engine:
 
     def _find(self, ids: tuple, salt: str) -> tuple[int, int]:
         """(tokens cached, of these external)."""
-        size = self.facts["block_size"]
+        size, local = self.facts["block_size"], 0
         for end in range((len(ids) - 1) // size * size, 0, -size):
-            if (salt, ids[:end]) in self._local:
-                return end, 0
+            if not local and (salt, ids[:end]) in self._local:
+                local = end - size * self.facts["eagle_drop"]
+            if local >= end:
+                return local, 0
             for name in self._used:
                 if name != self._lose and (salt, ids[:end]) in self._tiers[name]:
                     self._reads[name] += 1
-                    return end, end
-        return 0, 0
+                    return end, end - local
+        return local, 0
 
     def _answer(self, ids: tuple, cached: int, brought: int, external: int) -> Answer:
         seen = ids[min(self._wrong, brought) :]
@@ -115,7 +119,7 @@ class Engine:
     def settle(self) -> None: ...
 
     def use(self, tiers: Sequence[str] | None) -> None:
-        self._used = list(tiers or self._tiers)
+        self._used = list(self._tiers if tiers is None else tiers)
 
     def reads(self) -> dict[str, int]:
         return dict(self._reads)
@@ -290,6 +294,33 @@ def test_another_tier_that_answers_is_a_problem() -> None:
     assert "records came from ['RemoteBackend'], not from LocalCPUBackend only" in str(
         result.problems
     )
+
+
+@pytest.mark.parametrize("checkpoint", [0, 32])
+def test_a_drafter_drops_vllms_last_block_and_that_is_no_fault(checkpoint: int) -> None:
+    result = run(eagle_drop=True, checkpoint_tokens=checkpoint)
+    assert not result.problems  # nothing was loaded for vLLM's own answers
+    outcomes = Counter(each.outcome(0) for each in result.checks)
+    assert outcomes.keys() == {Outcome.EQUAL, Outcome.UNCOMPARED}
+    # Every hit of the store is one block deeper, so none could be compared.
+    assert result.verdict is Verdict.UNDECIDED
+    assert "No hit from RAM could be compared." in shown(result)
+    # Without a drafter it would be a fault.
+    deeper = dataclasses.replace(result.checks[1], drops=False, cached=99, external=99)
+    assert deeper.outcome(0) is Outcome.BOUNDARY
+
+
+def test_every_tier_must_have_brought_a_hit_that_is_compared() -> None:
+    result = run()
+    where = "redis:// after a restart"
+    result.checks = [
+        dataclasses.replace(each, cached=each.cached + 16, drops=True)
+        if each.where.startswith(where)
+        else each
+        for each in result.checks
+    ]
+    assert result.doubts == [f"No hit from {where} could be compared."]
+    assert result.verdict is Verdict.UNDECIDED
 
 
 def test_a_store_that_was_not_opened_is_a_problem() -> None:

@@ -107,4 +107,16 @@ DEFECTS = (
         "zip(each.own, each.again, strict=False)]\n"
         "        pairs += [(t.own[0], t.restored[0]) for t in self.told if t.restored]\n",
     ),
+    one(
+        "the acceptance test loads while it asks vLLM's own cache",
+        "lmcache_hybrid/accept/run.py",
+        "        engine.use(())  # nothing may be loaded, whatever is stored\n",
+        "",
+    ),
+    one(
+        "the acceptance test passes although a tier's hits were not compared",
+        "lmcache_hybrid/accept/compare.py",
+        "        hits[tier] = hits.get(tier, False) or bool(compared)\n",
+        "        hits[tier] = True\n",
+    ),
 )
