@@ -24,6 +24,8 @@ COLOURS = {Verdict.PASS: "bold green", Verdict.FAIL: "bold red", Verdict.UNDECID
 # The worst first.
 SEVERITY = (*BAD, Outcome.UNCOMPARED, *GOOD)
 SHOWN_TIMES = 4
+# Failures that are no wrong answers.
+KINDS = {Outcome.MISSED: "missed hits", Outcome.BOUNDARY: "hits at other boundaries"}
 
 
 def as_json(result: Result) -> dict[str, Any]:
@@ -216,26 +218,46 @@ def _left_out(result: Result) -> Iterator[Text]:
 
 
 def _last_line(result: Result) -> Text:
-    verdict, noise = result.verdict, result.noise
-    outcomes = [each.outcome(noise.allowed) for each in result.checks]
-    good = sum(outcome not in BAD for outcome in outcomes)
+    verdict, allowed = result.verdict, result.noise.allowed
+    outcomes = [each.outcome(allowed) for each in result.checks]
+    compared = [outcome for outcome in outcomes if outcome is not Outcome.UNCOMPARED]
+    good = sum(outcome in GOOD for outcome in outcomes)
+    text = f"{_title(result, set(outcomes))}: "
+    if not outcomes:
+        text += "nothing was compared"
+    else:
+        text += f"{good} of {len(compared)} answers are those of vLLM's own cache"
+    if outcomes and good == len(compared):
+        exact = set(compared) <= {Outcome.EQUAL}
+        text += ", to the last bit" if exact else ", within its own noise"
     bad = dict.fromkeys(
         f"{each.case} ({each.where})"
         for each, outcome in zip(result.checks, outcomes, strict=True)
         if outcome in BAD
     )
-    exact = "to the last bit" if set(outcomes) <= {Outcome.EQUAL} else "within its own noise"
-    text = f"{verdict.value}: {good} of {len(outcomes)} answers are those of vLLM's own cache"
-    text += f", {exact}" if good == len(outcomes) else ""
     if bad:
         named = ", ".join(list(bad)[:6]) + (f" and {len(bad) - 6} more" if len(bad) > 6 else "")
         text += f"; not {named}"
-    if not outcomes:
-        text = f"{verdict.value}: nothing was compared"
+    if len(compared) < len(outcomes):
+        text += f"; {len(outcomes) - len(compared)} not compared"
     if result.plan.left_out:
         text += f"; {len(result.plan.left_out)} prompts not asked"
     seconds = sum(result.seconds.get(part, 0.0) for part in ("first engine", "second engine"))
     return Text(f"{text}. {seconds:.0f} s.", COLOURS[verdict])
+
+
+def _title(result: Result, outcomes: set[Outcome]) -> str:
+    """The verdict, and what kind of failure it is: a wrong answer is worse than a miss."""
+    if result.verdict is not Verdict.FAIL:
+        return result.verdict.value
+    kinds = []
+    if Outcome.DIFFERS in outcomes:
+        kinds.append("wrong answers")
+    elif result.checks:
+        kinds.append("no wrong answer")
+    kinds += [text for outcome, text in KINDS.items() if outcome in outcomes]
+    kinds += ["a problem above"] if result.problems else []
+    return f"FAIL, {', '.join(kinds)}"
 
 
 def _table() -> Table:

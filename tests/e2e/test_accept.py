@@ -148,7 +148,7 @@ def test_states_that_are_not_restored_fail_and_the_prompts_are_named(
         # The hit is there and the answer is wrong.
         assert check["external"] == check["cached"] == check["boundary"] == 384
         assert check["outcome"] == "differs" and check["difference"] > 0.01
-    last = output[output.index("FAIL:") :]
+    last = output[output.index("FAIL, wrong answers:") :]
     assert "N+1 (RAM)" in last and "2N (RAM)" in last
     assert len(list(tmp_path.glob("*.log"))) == 1
 

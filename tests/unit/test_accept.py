@@ -305,6 +305,7 @@ def test_a_drafter_drops_vllms_last_block_and_that_is_no_fault(checkpoint: int) 
     # Every hit of the store is one block deeper, so none could be compared.
     assert result.verdict is Verdict.UNDECIDED
     assert "No hit from RAM could be compared." in shown(result)
+    assert f"; {outcomes[Outcome.UNCOMPARED]} not compared" in " ".join(shown(result))
     # Without a drafter it would be a fault.
     deeper = dataclasses.replace(result.checks[1], drops=False, cached=99, external=99)
     assert deeper.outcome(0) is Outcome.BOUNDARY
@@ -333,7 +334,7 @@ def test_a_context_of_one_block_is_a_problem(tokens: int) -> None:
     result = run(max_model_len=tokens)
     assert result.verdict is Verdict.FAIL
     assert result.problems[0].startswith(f"No prompt longer than N = 16 fits in {tokens} tokens")
-    assert shown(result)[-1].startswith("FAIL: nothing was compared; ")
+    assert shown(result)[-1].startswith("FAIL, a problem above: nothing was compared; ")
 
 
 def test_a_cold_engine_that_loads_would_be_no_reference() -> None:
@@ -388,7 +389,23 @@ def test_one_screen() -> None:
 def test_prompts_that_differ_are_named() -> None:
     lines = shown(run(wrong=16, tiers=[RAM]))
     assert any("2N+1" in line and "differs by" in line for line in lines)
-    assert "FAIL" in " ".join(lines) and "N+1 (RAM)" in " ".join(lines[-4:])
+    last = " ".join(lines[-4:])
+    assert "FAIL, wrong answers: " in last and "N+1 (RAM)" in last and "missed" not in last
+    assert "no wrong" not in last
+
+
+@pytest.mark.parametrize(
+    "options, title",
+    [
+        ({"second": {"lose": "RemoteBackend"}}, "FAIL, no wrong answer, missed hits: "),
+        ({"lose": "LocalCPUBackend"}, "FAIL, no wrong answer, a problem above: "),
+        ({"missing_tiers": ["RemoteBackend"]}, "FAIL, a problem above: nothing was compared"),
+    ],
+)
+def test_what_is_no_wrong_answer_is_told_apart(options: dict, title: str) -> None:
+    result = run(**options)
+    assert result.verdict is Verdict.FAIL
+    assert title in " ".join(" ".join(shown(result)).split())
 
 
 def test_prompts_that_do_not_fit_are_named() -> None:
