@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from lmcache_hybrid.accept.tiers import missing_of, refusals, tiers_of
+from lmcache_hybrid.config import read_options
 from lmcache_hybrid.copies import Copies, Item, Threads, copies_for
 from lmcache_hybrid.record import RecordKey
 
@@ -62,8 +64,9 @@ class AcceptExtension:
             "attention_backends": self._backends(connector),
             "pool_bytes": int(config.max_local_cpu_size * (1 << 30)),
             "save_decode": bool(config.save_decode_cache),
-            "tiers": _tiers(store),
-            "missing_tiers": _missing(store),
+            "tiers": tiers_of(store),
+            "missing_tiers": missing_of(store),
+            "refusals": refusals(read_options(self.vllm_config, config), store, plan.block_size),
             **_device(self.device),
         }
 
@@ -134,33 +137,6 @@ def _worker() -> "HybridWorker":
 
 def _store(worker: "HybridWorker") -> "LMCacheStore":
     return cast("LMCacheStore", worker._store)
-
-
-def _tiers(store: "LMCacheStore") -> list[dict[str, Any]]:
-    """Backends that may answer a lookup, the nearest first, and whether a restart keeps them."""
-    config, found = store._engine.config, []
-    allowed = config.retrieve_locations
-    for name in store.manager.storage_backends:
-        if name == "LocalCPUBackend" and not config.local_cpu:
-            continue  # only a place to copy through
-        if allowed and name not in allowed:
-            continue
-        scheme = (config.remote_url or "").partition("://")[0]
-        titles = {
-            "LocalCPUBackend": "RAM",
-            "LocalDiskBackend": "local disk",
-            "RemoteBackend": f"{scheme}://",
-        }
-        survives = name != "LocalCPUBackend"
-        found.append({"name": name, "title": titles.get(name, name), "survives": survives})
-    return found
-
-
-def _missing(store: "LMCacheStore") -> list[str]:
-    """Stores that are configured and that LMCache did not open."""
-    config, there = store._engine.config, store.manager.storage_backends
-    wanted = {"LocalDiskBackend": config.local_disk, "RemoteBackend": config.remote_url}
-    return [name for name, setting in wanted.items() if setting and name not in there]
 
 
 def _nothing() -> None:

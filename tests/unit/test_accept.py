@@ -10,6 +10,7 @@ import io
 import json
 import math
 import random
+import re
 from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -18,13 +19,15 @@ import pytest
 from rich.console import Console
 
 from lmcache_hybrid.accept import prompts, worker
-from lmcache_hybrid.accept.child import engine_arguments
+from lmcache_hybrid.accept.child import check_ranks, engine_arguments
 from lmcache_hybrid.accept.compare import Answer, Noise, Outcome, Verdict, check, difference
 from lmcache_hybrid.accept.engine import cause_in, sentence_in
 from lmcache_hybrid.accept.prompts import Limits, length_of, limits_of, plan_prompts
 from lmcache_hybrid.accept.report import as_json, print_verdict
 from lmcache_hybrid.accept.result import Result
 from lmcache_hybrid.accept.run import Run
+from lmcache_hybrid.accept.tiers import missing_of, refusals, tiers_of
+from lmcache_hybrid.config import Options
 from lmcache_hybrid.errors import ConfigError
 
 ORDINARY = range(32, 127)
@@ -437,12 +440,13 @@ def test_stores_are_named_without_host_user_password_or_path() -> None:
         local_disk="/home/me/disk",
         remote_url="redis://me:secret@store.example:6379",
         retrieve_locations=None,
+        store_location=None,
     )
     backends = {"LocalCPUBackend": None, "RemoteBackend": None}
     store = SimpleNamespace(
         _engine=SimpleNamespace(config=config), manager=SimpleNamespace(storage_backends=backends)
     )
-    tiers, missing = worker._tiers(store), worker._missing(store)
+    tiers, missing = tiers_of(store), missing_of(store)
     assert [(tier["title"], tier["survives"]) for tier in tiers] == [
         ("RAM", False),
         ("redis://", True),
@@ -468,6 +472,66 @@ def test_blocks_of_every_group_are_copied_and_compared(state_bytes: int) -> None
     assert abs(copied[0] - copied[2]) <= 1 and abs(copied[0] - copied[3]) <= 1
     blocks = [item.block for item in items] + targets
     assert len(set(blocks)) == len(blocks) and 0 < min(blocks) <= max(blocks) < 100
+
+
+def options(**given) -> Options:
+    made = Options(None, True, None, min_retrieve_tokens=0, max_tokens_per_load=0)
+    return dataclasses.replace(made, **given)
+
+
+def store_of(**given) -> SimpleNamespace:
+    """A store with RAM above a local disk."""
+    settings = {"local_cpu": True, "local_disk": "d", "remote_url": None, **given}
+    config = {"retrieve_locations": None, "store_location": None, **settings}
+    backends = {"LocalCPUBackend": None, "LocalDiskBackend": None}
+    return SimpleNamespace(
+        _engine=SimpleNamespace(config=SimpleNamespace(**config)),
+        manager=SimpleNamespace(storage_backends=backends),
+    )
+
+
+@pytest.mark.parametrize(
+    "given, settings, says",
+    [
+        ({"save": False}, {}, "LMCACHE_FORCE_SKIP_SAVE is set"),
+        ({"max_tokens_per_load": 64}, {}, "lmcache.max_tokens_per_load=64 lets a load bring less"),
+        ({"min_retrieve_tokens": 17}, {}, "min_retrieve_tokens=17 leaves hits of one block of 16"),
+        (
+            {},
+            {"store_location": "LocalDiskBackend"},
+            "store_location='LocalDiskBackend' is not the nearest backend that is read, "
+            "LocalCPUBackend",
+        ),
+    ],
+)
+def test_settings_that_leave_hits_out_are_refused(given: dict, settings: dict, says: str) -> None:
+    (sentence,) = refusals(options(**given), store_of(**settings), 16)
+    assert says in sentence and sentence.endswith(".") and "for this test" in sentence
+    ranks = [{"served": True, "refusals": [sentence]}]
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        check_ranks(ranks)
+
+
+@pytest.mark.parametrize(
+    "settings, tiers",
+    [
+        ({}, ["RAM", "local disk"]),
+        ({"local_cpu": False}, ["local disk"]),
+        ({"local_cpu": False, "store_location": "LocalDiskBackend"}, ["local disk"]),
+        ({"store_location": "LocalCPUBackend"}, ["RAM"]),
+        ({"retrieve_locations": ["LocalDiskBackend"]}, ["local disk"]),
+    ],
+)
+def test_tiers_are_those_that_are_written_and_read(settings: dict, tiers: list[str]) -> None:
+    store = store_of(**settings)
+    assert [tier["title"] for tier in tiers_of(store)] == tiers
+    assert refusals(options(min_retrieve_tokens=16), store, 16) == []
+
+
+@pytest.mark.parametrize("served", [(False, True), (True, False)])
+def test_every_rank_must_be_served(served: tuple[bool, bool]) -> None:
+    with pytest.raises(ConfigError, match=f"on rank {served.index(False)}"):
+        check_ranks([{"served": each, "refusals": []} for each in served])
 
 
 # Flags and logs
