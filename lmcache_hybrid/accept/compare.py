@@ -2,7 +2,7 @@
 """What is equal: log-probabilities, noise, and what a wrong prefix would change."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -112,20 +112,31 @@ class Noise:
         restart: the same between two engines.
         wrong: least difference that another prefix made to an answer; 0 where nothing
             was compared.
+        lost: difference that one lost block made to an answer, by what it held.
     """
 
     own: float
     restart: float
     wrong: float
+    lost: Mapping[str, float]
 
     @property
     def allowed(self) -> float:
         return NOISE_FACTOR * max(self.own, self.restart)
 
     @property
+    def least(self) -> float:
+        """What the least visible loss changes; 0 where none was tried."""
+        return min(self.lost.values(), default=0.0)
+
+    @property
     def decidable(self) -> bool:
-        """Whether what is allowed is well below what a wrong prefix does."""
-        return self.wrong > 0 and MARGIN * self.allowed <= self.wrong
+        """Whether what is allowed is well below what a wrong prefix and any loss do."""
+        return self.shows(self.wrong) and self.shows(self.least)
+
+    def shows(self, change: float) -> bool:
+        """Whether a fault that changes answers by so much is told from noise."""
+        return change > 0 and MARGIN * self.allowed <= change
 
 
 def check(
@@ -178,8 +189,11 @@ def noise_of(pairs: Iterable[tuple[Answer, Answer]]) -> float:
 def doubts_of(checks: Sequence[Check], noise: Noise) -> list[str]:
     """Say why equal answers prove nothing, a sentence each; none where they do."""
     doubts = []
-    if not noise.decidable:
-        doubts.append("That is too little to tell a wrong prefix from noise on this engine.")
+    if not noise.shows(noise.wrong):
+        doubts.append("Another prefix changes too little to be told from noise on this engine.")
+    hidden = [name for name, change in noise.lost.items() if not noise.shows(change)]
+    if hidden or not noise.lost:
+        doubts.append(f"A lost {' or '.join(hidden) or 'block'} does not show in these answers.")
     hits: dict[str, bool] = {}
     for each in checks:
         tier = each.where.partition(",")[0]

@@ -39,11 +39,17 @@ def as_json(result: Result) -> dict[str, Any]:
         "facts": result.facts,
         "limits": asdict(result.limits),
         "left_out": list(result.plan.left_out),
-        "noise": {**asdict(noise), "allowed": noise.allowed, "decidable": noise.decidable},
+        "noise": {
+            **{name: _finite(getattr(noise, name)) for name in ("own", "restart", "wrong")},
+            "lost": {name: _finite(change) for name, change in noise.lost.items()},
+            "allowed": _finite(noise.allowed),
+            "decidable": noise.decidable,
+        },
         "checks": [
             {
                 **asdict(each),
-                "difference": each.difference if math.isfinite(each.difference) else None,
+                "difference": _finite(each.difference),
+                "slack": _finite(each.slack),
                 "outcome": each.outcome(noise.allowed).value,
             }
             for each in result.checks
@@ -62,6 +68,10 @@ def as_json(result: Result) -> dict[str, Any]:
         "copies": result.copies,
         "seconds": {name: round(value, 3) for name, value in result.seconds.items()},
     }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _digest(prompt: tuple[int, ...]) -> str:
@@ -142,7 +152,10 @@ def _noise(result: Result) -> Iterator[Text]:
         f"Log-probabilities of vLLM's own answers differ by {noise.own:.3g} from one time to the "
         f"next" + (f", by {noise.restart:.3g} over a restart" if result.restart_pairs else "") + "."
     )
-    yield Text(f"Another prefix changes them by {noise.wrong:.3g} or more.")
+    yield Text(
+        f"A lost block changes them by {noise.least:.3g} or more, another prefix by "
+        f"{noise.wrong:.3g} or more."
+    )
     for doubt in result.doubts:
         yield Text(doubt, "bold yellow")
 

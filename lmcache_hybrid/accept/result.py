@@ -54,6 +54,7 @@ class Result:
         metrics: increases of this package's counters while restored prompts were asked,
             by tier.
         copies: per rank, see ``AcceptExtension.accept_copies``.
+        lost: positive controls: what one lost block changed, by group.
         first_token: seconds by case name and by where the prefix came from.
         problems: what is wrong beside the answers, a sentence each.
         seconds: of each part of the run.
@@ -67,6 +68,7 @@ class Result:
     restart_pairs: list[tuple[Answer, Answer]] = field(default_factory=list)
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     copies: list[dict[str, Any]] = field(default_factory=list)
+    lost: dict[str, float] = field(default_factory=dict)
     first_token: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -82,7 +84,18 @@ class Result:
         changes = [
             difference(each.own[-1], each.control) for each in self.told if each.control is not None
         ]
-        return Noise(noise_of(pairs), noise_of(self.restart_pairs), min(changes, default=0.0))
+        wrong = min(changes, default=0.0)
+        return Noise(noise_of(pairs), noise_of(self.restart_pairs), wrong, self.lost)
+
+    @property
+    def loser(self) -> str | None:
+        """Name of the case that is asked again with a block lost; None where nothing hits."""
+        hits = [
+            each.case.name
+            for each in self.told
+            if each.case.kind == "repeat" and each.own[-1].cached
+        ]
+        return "2N+1" if "2N+1" in hits else next(iter(hits), None)
 
     @property
     def doubts(self) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from lmcache_hybrid.accept.compare import MARGIN, Answer, Check, check, noise_of
+from lmcache_hybrid.accept.compare import MARGIN, Answer, Check, check, difference, noise_of
 from lmcache_hybrid.accept.prompts import (
     Case,
     Ids,
@@ -36,6 +36,7 @@ class Asked(Protocol):
     def forget(self) -> None: ...
     def settle(self) -> None: ...
     def use(self, tiers: Sequence[str] | None) -> None: ...
+    def lose(self, group: int | None) -> None: ...
     def reads(self) -> dict[str, int]: ...
     def copies(self) -> list[dict[str, Any]]: ...
     def metrics(self) -> dict[str, float]: ...
@@ -163,6 +164,22 @@ class Run:
                     result.checks.append(_check(result, told, step, place, own, answer))
                 self._time(result, told, "cold, saving", told.restored[0])
                 self._time(result, told, where, told.restored[-1])
+                if told.case.name == result.loser:
+                    self._lose(engine, result, told)
+
+    def _lose(self, engine: Asked, result: Result, told: Told) -> None:
+        """Positive controls: does this test see one lost block of each group?"""
+        own, restored = told.own[-1], told.restored[-1]
+        expected = own if own.cached == restored.cached else restored
+        for group, kind in result.facts["group_kinds"]:
+            engine.forget()
+            engine.lose(group)
+            (answer,) = engine.ask([told.prompts[-1]], self._salt, save=False)
+            engine.lose(None)
+            loaded = answer.external == answer.cached == expected.cached
+            change = difference(expected, answer) if loaded else 0.0
+            result.lost[f"{kind} of group {group}"] = change
+        engine.forget()  # vLLM's own cache holds what was lost
 
     def _batch(self, engine: Asked, result: Result, told: Told, where: str) -> None:
         """Loads side by side; then what they restored, one prompt at a time."""

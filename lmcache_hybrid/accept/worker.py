@@ -22,8 +22,10 @@ from lmcache_hybrid.record import RecordKey
 if TYPE_CHECKING:
     from lmcache_hybrid.connector import HybridConnector
     from lmcache_hybrid.lmcache_store import LMCacheStore
+    from lmcache_hybrid.metadata import Load
     from lmcache_hybrid.worker import HybridWorker
 
+BYTE = torch.uint8
 ROUNDS = 5
 # No backend of LMCache has this name.
 NOWHERE = ["nowhere"]
@@ -55,6 +57,11 @@ class AcceptExtension:
                 "window": len(plan.windows),
                 "state": len(plan.states),
             },
+            "group_kinds": [
+                *((group, "state") for group in plan.states),
+                *((group, "attention") for group in plan.attention),
+                *((window.group, "window") for window in plan.windows),
+            ],
             "block_bytes": sum(pages[group].block_bytes for group in paged),
             "state_bytes": sum(pages[group].block_bytes for group in plan.states),
             "layout": {
@@ -86,6 +93,14 @@ class AcceptExtension:
         elif not tiers:
             tiers = NOWHERE  # an empty list means all of them to LMCache
         engine.retrieve_locations = tiers
+
+    def accept_lose(self, group: int | None) -> None:
+        """Zero the last block of a group after each load; None to end that.
+
+        What is loaded then is wrong: no request may save meanwhile, and vLLM's own cache must
+        be emptied afterwards.
+        """
+        lose(_worker(), group)
 
     def accept_reads(self) -> dict[str, int]:
         """Records read since the start, by backend."""
@@ -121,6 +136,36 @@ class AcceptExtension:
             threads.close()
             for item in items:
                 item.buffer.release()
+
+
+def lose(worker: "HybridWorker", group: int | None) -> None:
+    """Zero a group's last block at the end of each load, on the loading thread.
+
+    Zeros are a finite value of every type, and no bytes that a free block holds by chance.
+    Mutates ``worker``; with None it is as before.
+    """
+    vars(worker).pop("_restore", None)
+    if group is None:
+        return
+    restore, pages = worker._restore, worker._pages[group]
+
+    def restore_and_lose(load: "Load", claim: Any, after: Any) -> int:
+        size = restore(load, claim, after)
+        _write(pages, _last_block(worker, load, group), torch.zeros(pages.block_bytes, dtype=BYTE))
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        return size
+
+    vars(worker)["_restore"] = restore_and_lose
+
+
+def _last_block(worker: "HybridWorker", load: "Load", group: int) -> int:
+    plan = worker._plan
+    blocks: dict[int, Sequence[int]] = {}
+    blocks |= zip(plan.states, ((block,) for block in load.state_blocks), strict=True)
+    blocks |= zip(plan.attention, load.attention_blocks, strict=True)
+    blocks |= zip((window.group for window in plan.windows), load.window_blocks, strict=True)
+    return blocks[group][-1]
 
 
 def _connector() -> "HybridConnector | None":

@@ -93,6 +93,12 @@ def check_restored(report: dict, places: set[str]) -> None:
         if "at once" not in check["where"]:
             assert check["same"] and check["difference"] == 0, check
     assert report["noise"]["own"] == report["noise"]["restart"] == 0 < report["noise"]["wrong"]
+    # One block of every group was lost on purpose, and seen.
+    assert set(report["noise"]["lost"]) == {
+        f"{kind} of group {group}" for group, kind in report["facts"]["group_kinds"]
+    }
+    assert report["facts"]["groups"]["state"] > 0 < report["facts"]["groups"]["attention"]
+    assert min(report["noise"]["lost"].values()) > 0.01, report["noise"]
     assert all(rank["bytes"] > 0 == rank["wrong"] for rank in report["copies"])
     for place, counts in report["metrics"].items():
         assert counts["loaded_bytes"] > 0 < counts["load_seconds_sum"], place

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 
 from lmcache_hybrid.accept import prompts, worker
@@ -37,6 +38,7 @@ FACTS = {
     "block_size": 16,
     "num_blocks": 4000,
     "groups": {"attention": 1, "window": 0, "state": 3},
+    "group_kinds": [(1, "state"), (2, "state"), (3, "state"), (0, "attention")],
     "block_bytes": 1000,
     "state_bytes": 3000,
     "pool_bytes": 1 << 30,
@@ -65,6 +67,7 @@ class Engine:
     """Caches as vLLM does, at every boundary; answers depend on all tokens.
 
     Args:
+        blind: groups whose loss changes nothing.
         held: (salt, tokens) in each tier, by its name.
         jitter: by how much answers to one question differ.
         wrong: tokens before it are not what a restored prompt stands on.
@@ -73,8 +76,17 @@ class Engine:
     """
 
     def __init__(
-        self, held: dict[str, set], jitter: float = 0, wrong: int = 0, lose: str = "", **facts
+        self,
+        held: dict[str, set],
+        jitter: float = 0,
+        wrong: int = 0,
+        lose: str = "",
+        blind: Sequence[int] = (),
+        **facts,
     ) -> None:
+        self._blind = blind
+        self._lost: int | None = None
+        self._spoilt: set = set()
         self.facts = {**FACTS, **facts, "ordinary": list(ORDINARY)}
         self._tiers, self._jitter, self._wrong, self._lose = held, jitter, wrong, lose
         self._local: set = set()
@@ -84,6 +96,7 @@ class Engine:
         self.counted = 0
 
     def ask(self, asked: Sequence[Sequence[int]], salt: str, save: bool) -> list[Answer]:
+        assert not (save and self._lost is not None), "what is lost would be stored"
         found = [self._find(tuple(ids), salt) for ids in asked]
         external = sum(brought for _, brought in found)
         size = self.facts["block_size"]
@@ -93,7 +106,7 @@ class Engine:
             for held in self._tiers.values() if save else ():
                 held |= keys
         return [
-            self._answer(tuple(ids), cached, brought, external)
+            self._answer(tuple(ids), salt, cached, brought, external)
             for ids, (cached, brought) in zip(asked, found)
         ]
 
@@ -111,13 +124,21 @@ class Engine:
                     return end, end - local
         return local, 0
 
-    def _answer(self, ids: tuple, cached: int, brought: int, external: int) -> Answer:
-        seen = ids[min(self._wrong, brought) :]
+    def _answer(self, ids: tuple, salt: str, cached: int, brought: int, external: int) -> Answer:
+        seen: object = ids[min(self._wrong, brought) :]
+        if self._lost not in (None, *self._blind) and brought:
+            self._spoilt.add((salt, ids[:cached]))
+        if (salt, ids[:cached]) in self._spoilt:
+            seen = ("lost", seen)
         best = -(hash(seen) % 1000) / 1000 - 1 + self._jitter * self._random.random()
         return Answer([7], [{"7": best, "8": best - 1}], cached, external, 0.01)
 
     def forget(self) -> None:
         self._local.clear()
+        self._spoilt.clear()
+
+    def lose(self, group: int | None) -> None:
+        self._lost = group
 
     def settle(self) -> None: ...
 
@@ -261,7 +282,7 @@ def test_without_noise_the_least_difference_fails() -> None:
 
 
 def test_noise_is_measured_and_allowed() -> None:
-    noise = Noise(1e-3, 0, 0.5)
+    noise = Noise(1e-3, 0, 0.5, {"state of group 1": 0.5})
     own = Answer([1], [{"1": -1.0}], 16, 0, 0)
     near = Answer([1], [{"1": -1.0015}], 16, 16, 0)
     made = check("N", 1, "RAM", 17, own, near, 16)
@@ -275,6 +296,62 @@ def test_noise_as_large_as_a_wrong_prefix_is_not_decidable() -> None:
     assert result.verdict in (Verdict.UNDECIDED, Verdict.FAIL)
     result.checks = [dataclasses.replace(each, difference=0.0) for each in result.checks]
     assert result.verdict is Verdict.UNDECIDED
+
+
+def test_every_group_is_lost_once_and_seen() -> None:
+    result = run()
+    assert result.verdict is Verdict.PASS and len(result.lost) == 4
+    assert all(change > 0 for change in result.lost.values())
+    assert "A lost block changes them by " in "\n".join(shown(result))
+
+
+@pytest.mark.parametrize("group, name", [(2, "state of group 2"), (0, "attention of group 0")])
+def test_a_loss_that_changes_nothing_leaves_nothing_proved(group: int, name: str) -> None:
+    result = run(blind=[group])
+    assert result.lost[name] == 0 and result.verdict is Verdict.UNDECIDED
+    assert f"A lost {name} does not show in these answers." in shown(result)
+    # A loss that noise could explain is not seen, either.
+    result.lost[name] = 1e-4
+    assert result.verdict is Verdict.PASS
+    one, other = result.told[0].own[0], result.told[0].again[0]
+    near = [{token: value - 3e-5 for token, value in step.items()} for step in other.logprobs]
+    result.told[0].again[0] = dataclasses.replace(one, logprobs=near)
+    assert result.verdict is Verdict.UNDECIDED
+
+
+def test_the_last_block_of_a_lost_group_is_zeroed_until_it_ends() -> None:
+    class Worker:
+        def __init__(self) -> None:
+            self._plan = SimpleNamespace(
+                states=(1, 3), attention=(0,), windows=(SimpleNamespace(group=2),)
+            )
+            self.content = {
+                (group, block): torch.ones(4) for group in range(4) for block in range(9)
+            }
+            self._pages = {
+                group: SimpleNamespace(
+                    block_bytes=16,
+                    pieces=lambda block, data, group=group: [
+                        (self.content[group, block].view(torch.uint8), data)
+                    ],
+                )
+                for group in range(4)
+            }
+
+        def _restore(self, load, claim, after) -> int:
+            return 7
+
+    load = SimpleNamespace(state_blocks=(1, 2), attention_blocks=((3, 4),), window_blocks=((5, 6),))
+    for group, block in ((1, 1), (3, 2), (0, 4), (2, 6)):
+        lossy = Worker()
+        worker.lose(lossy, group)
+        assert lossy._restore(load, None, None) == 7
+        zeroed = {where for where, content in lossy.content.items() if not content.any()}
+        assert zeroed == {(group, block)}
+        worker.lose(lossy, None)
+        lossy.content[group, block].fill_(1)
+        lossy._restore(load, None, None)
+        assert lossy.content[group, block].all()
 
 
 def test_answers_that_do_not_depend_on_the_prefix_decide_nothing() -> None:
