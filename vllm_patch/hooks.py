@@ -278,6 +278,7 @@ HOOKS = (
     *attributes("vllm.outputs", "RequestOutput", "request_id num_cached_tokens metrics finished"),
     *attributes(_CONFIG, "VllmConfig", "use_v2_model_runner"),
     *attributes(_CONFIG, "SchedulerConfig", "async_scheduling max_num_seqs max_num_batched_tokens"),
+    Hook(_CONFIG, "SpeculativeConfig.use_eagle_block_drop", ()),
     *attributes("vllm.v1.worker.worker_base", "WorkerBase", "vllm_config device"),
     *LMCACHE,
 )

@@ -63,11 +63,7 @@ class Child:
         # What a server would take as defaults, not a batch job.
         self._engine = LLMEngine.from_engine_args(arguments, UsageContext.OPENAI_API_SERVER)
         ranks = self.rank("accept_facts")
-        if not ranks[0]["served"]:
-            raise ConfigError(
-                "this model has no recurrent layers (or its store did not open, see the log), so "
-                "LMCache's own adapter serves it, which is not tested here; name a hybrid model."
-            )
+        check_ranks(ranks)
         return {**self._facts(), **ranks[0], "ranks": len(ranks)}
 
     def ask(self, prompts: list[list[int]], salt: str, save: bool) -> list[dict[str, Any]]:
@@ -144,6 +140,8 @@ class Child:
             "enforce_eager": bool(model.enforce_eager),
             "tensor_parallel": config.parallel_config.tensor_parallel_size,
             "speculative": speculative and speculative.method,
+            # vLLM gives up the last block of its own hits, so that the drafter has its input.
+            "eagle_drop": bool(speculative and speculative.use_eagle_block_drop()),
             "checkpoint_tokens": transfer.get_from_extra_config(CHECKPOINT_KEY, 0) or 0,
             "device_type": config.device_config.device_type,
             "runner": "V2" if config.use_v2_model_runner else "V1",
@@ -156,6 +154,24 @@ class Child:
             },
             "ordinary": _ordinary(self.engine.get_tokenizer(), model.get_vocab_size()),
         }
+
+
+def check_ranks(ranks: list[dict[str, Any]]) -> None:
+    """Refuse what cannot be tested; takes ``refusals`` out of what the ranks told.
+
+    Raises:
+        ConfigError: a rank has no store open, or settings leave hits out.
+    """
+    for number, rank in enumerate(ranks):
+        if not rank["served"]:
+            raise ConfigError(
+                f"this model has no recurrent layers (or its store did not open on rank {number}, "
+                "see the log), so LMCache's own adapter serves it, which is not tested here; name "
+                "a hybrid model."
+            )
+    for rank in ranks:
+        for sentence in rank.pop("refusals"):
+            raise ConfigError(sentence)
 
 
 def engine_arguments(model: str, flags: list[str]) -> EngineArgs:

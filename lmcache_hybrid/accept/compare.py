@@ -2,7 +2,7 @@
 """What is equal: log-probabilities, noise, and what a wrong prefix would change."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -42,9 +42,11 @@ class Outcome(str, Enum):
     DIFFERS = "differs"
     MISSED = "missed"
     BOUNDARY = "other boundary"
+    UNCOMPARED = "not compared"
 
 
 BAD = (Outcome.DIFFERS, Outcome.BOUNDARY, Outcome.MISSED)
+GOOD = (Outcome.NOISE, Outcome.EQUAL)
 
 
 class Verdict(str, Enum):
@@ -70,6 +72,8 @@ class Check:
         same: whether tokens and log-probabilities are equal to the last bit.
         slack: what it may differ by in any case: prompts that are asked at once are rounded
             otherwise than one at a time.
+        drops: whether vLLM gives up the last block of its own hits, for a drafter; a deeper
+            hit is then no fault, and cannot be compared.
     """
 
     case: str
@@ -82,6 +86,7 @@ class Check:
     difference: float
     same: bool
     slack: float = 0.0
+    drops: bool = False
 
     def outcome(self, allowed: float) -> Outcome:
         """Judge the comparison.
@@ -92,7 +97,7 @@ class Check:
         if min(self.cached, self.external) < self.boundary:
             return Outcome.MISSED
         if self.cached > self.boundary:
-            return Outcome.BOUNDARY
+            return Outcome.UNCOMPARED if self.drops else Outcome.BOUNDARY
         if self.same:
             return Outcome.EQUAL
         return Outcome.NOISE if self.difference <= max(allowed, self.slack) else Outcome.DIFFERS
@@ -107,20 +112,31 @@ class Noise:
         restart: the same between two engines.
         wrong: least difference that another prefix made to an answer; 0 where nothing
             was compared.
+        lost: difference that one lost block made to an answer, by what it held.
     """
 
     own: float
     restart: float
     wrong: float
+    lost: Mapping[str, float]
 
     @property
     def allowed(self) -> float:
         return NOISE_FACTOR * max(self.own, self.restart)
 
     @property
+    def least(self) -> float:
+        """What the least visible loss changes; 0 where none was tried."""
+        return min(self.lost.values(), default=0.0)
+
+    @property
     def decidable(self) -> bool:
-        """Whether what is allowed is well below what a wrong prefix does."""
-        return self.wrong > 0 and MARGIN * self.allowed <= self.wrong
+        """Whether what is allowed is well below what a wrong prefix and any loss do."""
+        return self.shows(self.wrong) and self.shows(self.least)
+
+    def shows(self, change: float) -> bool:
+        """Whether a fault that changes answers by so much is told from noise."""
+        return change > 0 and MARGIN * self.allowed <= change
 
 
 def check(
@@ -170,6 +186,24 @@ def noise_of(pairs: Iterable[tuple[Answer, Answer]]) -> float:
     return max((0.0 if a.same(b) else difference(a, b) for a, b in pairs), default=0.0)
 
 
+def doubts_of(checks: Sequence[Check], noise: Noise) -> list[str]:
+    """Say why equal answers prove nothing, a sentence each; none where they do."""
+    doubts = []
+    if not noise.shows(noise.wrong):
+        doubts.append("Another prefix changes too little to be told from noise on this engine.")
+    hidden = [name for name, change in noise.lost.items() if not noise.shows(change)]
+    if hidden or not noise.lost:
+        doubts.append(f"A lost {' or '.join(hidden) or 'block'} does not show in these answers.")
+    hits: dict[str, bool] = {}
+    for each in checks:
+        tier = each.where.partition(",")[0]
+        compared = each.external and each.boundary and each.outcome(noise.allowed) in GOOD
+        hits[tier] = hits.get(tier, False) or bool(compared)
+    for tier in [tier for tier, found in hits.items() if not found] if hits else ["any tier"]:
+        doubts.append(f"No hit from {tier} could be compared.")
+    return doubts
+
+
 def verdict_of(checks: Sequence[Check], noise: Noise, problems: Sequence[str]) -> Verdict:
     """Judge all comparisons.
 
@@ -178,6 +212,4 @@ def verdict_of(checks: Sequence[Check], noise: Noise, problems: Sequence[str]) -
     """
     if problems or any(each.outcome(noise.allowed) in BAD for each in checks):
         return Verdict.FAIL
-    if not noise.decidable or not any(each.external for each in checks):
-        return Verdict.UNDECIDED
-    return Verdict.PASS
+    return Verdict.UNDECIDED if doubts_of(checks, noise) else Verdict.PASS

@@ -154,8 +154,12 @@ class Engine:
             time.sleep(0.05)
 
     def use(self, tiers: Sequence[str] | None) -> None:
-        """Let every rank look into these of LMCache's backends only; None for all."""
+        """Let every rank look into these of LMCache's backends only; None for the configured."""
         self.call("rank", method="accept_use", arguments=[tiers])
+
+    def lose(self, group: int | None) -> None:
+        """Let every rank lose a block of this group with each load; None to end that."""
+        self.call("rank", method="accept_lose", arguments=[group])
 
     def reads(self) -> dict[str, int]:
         """Records read since the start, by LMCache's backend, of all ranks together."""

@@ -15,14 +15,17 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from lmcache_hybrid.accept.compare import BAD, Check, Outcome, Verdict
-from lmcache_hybrid.accept.run import Result
+from lmcache_hybrid.accept.compare import BAD, GOOD, Check, Outcome, Verdict
+from lmcache_hybrid.accept.result import Result
+from lmcache_hybrid.accept.run import SAVING
 
 FORMAT = 1
 COLOURS = {Verdict.PASS: "bold green", Verdict.FAIL: "bold red", Verdict.UNDECIDED: "bold yellow"}
 # The worst first.
-SEVERITY = (*BAD, Outcome.NOISE, Outcome.EQUAL)
+SEVERITY = (*BAD, Outcome.UNCOMPARED, *GOOD)
 SHOWN_TIMES = 4
+# Failures that are no wrong answers.
+KINDS = {Outcome.MISSED: "missed hits", Outcome.BOUNDARY: "hits at other boundaries"}
 
 
 def as_json(result: Result) -> dict[str, Any]:
@@ -32,14 +35,21 @@ def as_json(result: Result) -> dict[str, Any]:
         "format": FORMAT,
         "verdict": result.verdict.value,
         "problems": result.problems,
+        "doubts": result.doubts,
         "facts": result.facts,
         "limits": asdict(result.limits),
         "left_out": list(result.plan.left_out),
-        "noise": {**asdict(noise), "allowed": noise.allowed, "decidable": noise.decidable},
+        "noise": {
+            **{name: _finite(getattr(noise, name)) for name in ("own", "restart", "wrong")},
+            "lost": {name: _finite(change) for name, change in noise.lost.items()},
+            "allowed": _finite(noise.allowed),
+            "decidable": noise.decidable,
+        },
         "checks": [
             {
                 **asdict(each),
-                "difference": each.difference if math.isfinite(each.difference) else None,
+                "difference": _finite(each.difference),
+                "slack": _finite(each.slack),
                 "outcome": each.outcome(noise.allowed).value,
             }
             for each in result.checks
@@ -60,6 +70,10 @@ def as_json(result: Result) -> dict[str, Any]:
     }
 
 
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def _digest(prompt: tuple[int, ...]) -> str:
     return hashlib.blake2b(repr(prompt).encode(), digest_size=8).hexdigest()
 
@@ -72,6 +86,7 @@ def print_verdict(console: Console, result: Result) -> None:
         parts += [_compared(result), *_noise(result), Text()]
         parts += [Text("First token, ms (the best of a few)", "bold"), _times(result)]
         parts += _rates(result)
+    parts += _left_out(result)
     parts += [Text(f"! {problem}", "bold red") for problem in result.problems]
     parts.append(_last_line(result))
     console.print(Group(*parts), highlight=False)
@@ -103,12 +118,14 @@ def _compared(result: Result) -> Table:
         table.add_column(name, justify="right")
     rows: dict[str, list[Check]] = {}
     for each in result.checks:
-        at_once = each.where.partition(", ")[2]
-        rows.setdefault(f"{each.case}, {at_once}" if at_once else each.case, []).append(each)
+        how = each.where.partition(", ")[2]
+        name = f"{each.case}, {how}" if how else each.case
+        # One row for the first prompts of all cases.
+        rows.setdefault(f"new, {how}" if how == SAVING else name, []).append(each)
     for name, checks in rows.items():
-        last = checks[-1]
+        longest = max(checks, key=lambda check: (check.tokens, check.boundary))
         cells = [_cell(result, [c for c in checks if _column(c) == column]) for column in columns]
-        table.add_row(name, f"{last.tokens:,}", f"{last.boundary:,}", *cells)
+        table.add_row(name, f"{longest.tokens:,}", f"{longest.boundary:,}", *cells)
     return table
 
 
@@ -135,11 +152,12 @@ def _noise(result: Result) -> Iterator[Text]:
         f"Log-probabilities of vLLM's own answers differ by {noise.own:.3g} from one time to the "
         f"next" + (f", by {noise.restart:.3g} over a restart" if result.restart_pairs else "") + "."
     )
-    yield Text(f"Another prefix changes them by {noise.wrong:.3g} or more.")
-    if not noise.decidable:
-        yield Text(
-            "That is too little to tell a wrong prefix from noise on this engine.", "bold yellow"
-        )
+    yield Text(
+        f"A lost block changes them by {noise.least:.3g} or more, another prefix by "
+        f"{noise.wrong:.3g} or more."
+    )
+    for doubt in result.doubts:
+        yield Text(doubt, "bold yellow")
 
 
 def _times(result: Result) -> Table:
@@ -204,25 +222,55 @@ def _rates(result: Result) -> Iterator[Text]:
         yield Text("LMCache's pool is not pinned memory, so copies are slow.", "yellow")
 
 
+def _left_out(result: Result) -> Iterator[Text]:
+    names = ", ".join(result.plan.left_out)
+    if names:
+        yield Text(
+            f"Not asked, too long for context, KV cache or LMCache's pool: {names}", "yellow"
+        )
+
+
 def _last_line(result: Result) -> Text:
-    verdict, noise = result.verdict, result.noise
-    outcomes = [each.outcome(noise.allowed) for each in result.checks]
-    good = sum(outcome not in BAD for outcome in outcomes)
+    verdict, allowed = result.verdict, result.noise.allowed
+    outcomes = [each.outcome(allowed) for each in result.checks]
+    compared = [outcome for outcome in outcomes if outcome is not Outcome.UNCOMPARED]
+    good = sum(outcome in GOOD for outcome in outcomes)
+    text = f"{_title(result, set(outcomes))}: "
+    if not outcomes:
+        text += "nothing was compared"
+    else:
+        text += f"{good} of {len(compared)} answers are those of vLLM's own cache"
+    if outcomes and good == len(compared):
+        exact = set(compared) <= {Outcome.EQUAL}
+        text += ", to the last bit" if exact else ", within its own noise"
     bad = dict.fromkeys(
         f"{each.case} ({each.where})"
         for each, outcome in zip(result.checks, outcomes, strict=True)
         if outcome in BAD
     )
-    exact = "to the last bit" if set(outcomes) <= {Outcome.EQUAL} else "within its own noise"
-    text = f"{verdict.value}: {good} of {len(outcomes)} answers are those of vLLM's own cache"
-    text += f", {exact}" if good == len(outcomes) else ""
     if bad:
         named = ", ".join(list(bad)[:6]) + (f" and {len(bad) - 6} more" if len(bad) > 6 else "")
         text += f"; not {named}"
-    if not outcomes:
-        text = f"{verdict.value}: nothing was compared"
+    if len(compared) < len(outcomes):
+        text += f"; {len(outcomes) - len(compared)} not compared"
+    if result.plan.left_out:
+        text += f"; {len(result.plan.left_out)} prompts not asked"
     seconds = sum(result.seconds.get(part, 0.0) for part in ("first engine", "second engine"))
     return Text(f"{text}. {seconds:.0f} s.", COLOURS[verdict])
+
+
+def _title(result: Result, outcomes: set[Outcome]) -> str:
+    """The verdict, and what kind of failure it is: a wrong answer is worse than a miss."""
+    if result.verdict is not Verdict.FAIL:
+        return result.verdict.value
+    kinds = []
+    if Outcome.DIFFERS in outcomes:
+        kinds.append("wrong answers")
+    elif result.checks:
+        kinds.append("no wrong answer")
+    kinds += [text for outcome, text in KINDS.items() if outcome in outcomes]
+    kinds += ["a problem above"] if result.problems else []
+    return f"FAIL, {', '.join(kinds)}"
 
 
 def _table() -> Table:

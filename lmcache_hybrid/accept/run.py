@@ -9,32 +9,22 @@ a tier survives a restart: the last prompt of each case from each such tier.
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
-from lmcache_hybrid.accept.compare import (
-    MARGIN,
-    Answer,
-    Check,
-    Noise,
-    Verdict,
-    check,
-    difference,
-    noise_of,
-    verdict_of,
-)
+from lmcache_hybrid.accept.compare import MARGIN, Answer, Check, check, difference, noise_of
 from lmcache_hybrid.accept.prompts import (
     Case,
     Ids,
-    Limits,
-    Plan,
     length_of,
     limits_of,
     other_prefix,
     plan_prompts,
 )
+from lmcache_hybrid.accept.result import Result, Told
 
 RESTART = "after a restart"
+SAVING = "while saving"
 
 
 class Asked(Protocol):
@@ -46,83 +36,10 @@ class Asked(Protocol):
     def forget(self) -> None: ...
     def settle(self) -> None: ...
     def use(self, tiers: Sequence[str] | None) -> None: ...
+    def lose(self, group: int | None) -> None: ...
     def reads(self) -> dict[str, int]: ...
     def copies(self) -> list[dict[str, Any]]: ...
     def metrics(self) -> dict[str, float]: ...
-
-
-@dataclass
-class Told:
-    """What the first engine answered to one case; grows while it is asked.
-
-    Attributes:
-        prompts: as they were asked; those of a chat hold answers.
-        own: with vLLM's own cache only, per prompt.
-        again: the same once more.
-        restored: with vLLM's cache emptied before each prompt.
-        batch: of a batch, from vLLM's own cache and from the tier, all prompts at once.
-        control: the answer to the last prompt with another prefix; None where nothing hits.
-    """
-
-    case: Case
-    prompts: list[Ids] = field(default_factory=list)
-    own: list[Answer] = field(default_factory=list)
-    again: list[Answer] = field(default_factory=list)
-    restored: list[Answer] = field(default_factory=list)
-    batch: tuple[list[Answer], list[Answer]] | None = None
-    control: Answer | None = None
-
-    @property
-    def last(self) -> list[tuple[int, Ids, Answer]]:
-        """(step, prompt, own hit) that a restarted engine is asked for."""
-        steps = range(1, len(self.prompts), 2) if self.batch else [len(self.prompts) - 1]
-        return [(step, self.prompts[step], self.own[step]) for step in steps]
-
-
-@dataclass
-class Result:
-    """Everything that is reported; grows while engines are asked.
-
-    Attributes:
-        facts: of the first engine, without token ids.
-        metrics: increases of this package's counters while restored prompts were asked,
-            by tier.
-        copies: per rank, see ``AcceptExtension.accept_copies``.
-        first_token: seconds by case name and by where the prefix came from.
-        problems: what is wrong beside the answers, a sentence each.
-        seconds: of each part of the run.
-    """
-
-    limits: Limits
-    plan: Plan
-    facts: dict[str, Any]
-    told: list[Told] = field(default_factory=list)
-    checks: list[Check] = field(default_factory=list)
-    restart_pairs: list[tuple[Answer, Answer]] = field(default_factory=list)
-    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
-    copies: list[dict[str, Any]] = field(default_factory=list)
-    first_token: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def save_own(self) -> bool:
-        """Whether prompts are stored that are not loaded: saves can split a prefill."""
-        return bool(self.facts["checkpoint_tokens"] or self.facts["save_decode"])
-
-    @property
-    def noise(self) -> Noise:
-        pairs = [pair for each in self.told for pair in zip(each.own, each.again, strict=False)]
-        # The first prompt of a case is cold in both.
-        pairs += [(each.own[0], each.restored[0]) for each in self.told if each.restored]
-        changes = [
-            difference(each.own[-1], each.control) for each in self.told if each.control is not None
-        ]
-        return Noise(noise_of(pairs), noise_of(self.restart_pairs), min(changes, default=0.0))
-
-    @property
-    def verdict(self) -> Verdict:
-        return verdict_of(self.checks, self.noise, self.problems)
 
 
 class Run:
@@ -163,7 +80,9 @@ class Run:
         for length in {limits.block + 1, *(len(c.steps[-1]) for c in result.plan.cases)}:
             warm = other_prefix((0,) * length, length, ordinary)
             engine.ask([warm], f"{self._salt}-warm", save=False)
+        engine.use(())  # nothing may be loaded, whatever is stored
         self._own(engine, result, ordinary)
+        engine.use(None)
         self._restored(engine, result, tiers[0])
         self._say("Copies between device and host")
         engine.forget()
@@ -174,6 +93,7 @@ class Run:
 
     def second(self, engine: Asked, result: Result) -> None:
         """What survives a restart, tier by tier. Mutates ``result``."""
+        engine.use(())
         for told in result.told:
             if told.case.kind != "repeat":
                 continue
@@ -191,7 +111,7 @@ class Run:
                     for step, prompt, own in told.last:
                         engine.forget()
                         (answer,) = engine.ask([prompt], self._salt, save=False)
-                        result.checks.append(_check(told, step, place, own, answer))
+                        result.checks.append(_check(result, told, step, place, own, answer))
                         self._time(result, told, where, answer)
         engine.use(None)
 
@@ -239,17 +159,35 @@ class Run:
                     engine.settle()
                     engine.forget()
                     told.restored += engine.ask([prompt], self._salt, save=True)
-                    if step:
-                        own, answer = told.own[step], told.restored[step]
-                        result.checks.append(_check(told, step, where, own, answer))
+                    place = where if step else f"{where}, {SAVING}"
+                    own, answer = told.own[step], told.restored[step]
+                    result.checks.append(_check(result, told, step, place, own, answer))
                 self._time(result, told, "cold, saving", told.restored[0])
                 self._time(result, told, where, told.restored[-1])
+                if told.case.name == result.loser:
+                    self._lose(engine, result, told)
+
+    def _lose(self, engine: Asked, result: Result, told: Told) -> None:
+        """Positive controls: does this test see one lost block of each group?"""
+        own, restored = told.own[-1], told.restored[-1]
+        expected = own if own.cached == restored.cached else restored
+        for group, kind in result.facts["group_kinds"]:
+            engine.forget()
+            engine.lose(group)
+            (answer,) = engine.ask([told.prompts[-1]], self._salt, save=False)
+            engine.lose(None)
+            loaded = answer.external == answer.cached == expected.cached
+            change = difference(expected, answer) if loaded else 0.0
+            result.lost[f"{kind} of group {group}"] = change
+        engine.forget()  # vLLM's own cache holds what was lost
 
     def _batch(self, engine: Asked, result: Result, told: Told, where: str) -> None:
         """Loads side by side; then what they restored, one prompt at a time."""
         engine.forget()
-        for prompt in told.case.steps:
+        for index, prompt in enumerate(told.case.steps):
             told.restored += engine.ask([prompt], self._salt, save=True)
+            cold, saved = told.own[2 * index], told.restored[index]
+            result.checks.append(_check(result, told, 2 * index, f"{where}, {SAVING}", cold, saved))
         engine.settle()
         engine.forget()
         answers = engine.ask(told.case.steps, self._salt, save=False)
@@ -268,11 +206,11 @@ class Run:
             noise.wrong / MARGIN,
         )
         for index, (mine, answer) in enumerate(zip(own, answers, strict=True)):
-            made = _check(told, 2 * index + 1, f"{where}, at once", mine, answer)
+            made = _check(result, told, 2 * index + 1, f"{where}, at once", mine, answer)
             result.checks.append(replace(made, external=answer.cached, slack=slack))
             # The blocks that were loaded are vLLM's own now, to be compared exactly.
             (alone,) = engine.ask([told.case.steps[index]], self._salt, save=False)
-            made = _check(told, 2 * index + 1, f"{where}, one by one", mine, alone)
+            made = _check(result, told, 2 * index + 1, f"{where}, one by one", mine, alone)
             result.checks.append(replace(made, external=min(alone.cached, answer.cached)))
 
     def _counted(self, engine: Asked, result: Result, tier: str, where: str) -> "_Counted":
@@ -329,9 +267,10 @@ def _next_turn(told: Told, tail: Ids) -> Ids:
     return (*told.prompts[-1], *told.own[-1].tokens, *tail)
 
 
-def _check(told: Told, step: int, where: str, own: Answer, answer: Answer) -> Check:
+def _check(result: Result, told: Told, step: int, where: str, own: Answer, answer: Answer) -> Check:
     tokens = len(told.prompts[step])
-    return check(told.case.name, step, where, tokens, own, answer, answer.external)
+    made = check(told.case.name, step, where, tokens, own, answer, answer.external)
+    return replace(made, drops=result.facts["eagle_drop"])
 
 
 def _increase(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:

@@ -8,20 +8,27 @@ Results are made of plain types, because they are sent to other processes.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import cycle
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from lmcache_hybrid.accept.tiers import missing_of, refusals, tiers_of
+from lmcache_hybrid.config import read_options
 from lmcache_hybrid.copies import Copies, Item, Threads, copies_for
 from lmcache_hybrid.record import RecordKey
 
 if TYPE_CHECKING:
     from lmcache_hybrid.connector import HybridConnector
     from lmcache_hybrid.lmcache_store import LMCacheStore
+    from lmcache_hybrid.metadata import Load
     from lmcache_hybrid.worker import HybridWorker
 
+BYTE = torch.uint8
 ROUNDS = 5
+# No backend of LMCache has this name.
+NOWHERE = ["nowhere"]
 # Of a copy that is timed; as much as a prompt of some thousand tokens restores.
 COPIED_BYTES = 128 << 20
 
@@ -50,6 +57,11 @@ class AcceptExtension:
                 "window": len(plan.windows),
                 "state": len(plan.states),
             },
+            "group_kinds": [
+                *((group, "state") for group in plan.states),
+                *((group, "attention") for group in plan.attention),
+                *((window.group, "window") for window in plan.windows),
+            ],
             "block_bytes": sum(pages[group].block_bytes for group in paged),
             "state_bytes": sum(pages[group].block_bytes for group in plan.states),
             "layout": {
@@ -59,8 +71,9 @@ class AcceptExtension:
             "attention_backends": self._backends(connector),
             "pool_bytes": int(config.max_local_cpu_size * (1 << 30)),
             "save_decode": bool(config.save_decode_cache),
-            "tiers": _tiers(store),
-            "missing_tiers": _missing(store),
+            "tiers": tiers_of(store),
+            "missing_tiers": missing_of(store),
+            "refusals": refusals(read_options(self.vllm_config, config), store, plan.block_size),
             **_device(self.device),
         }
 
@@ -73,9 +86,21 @@ class AcceptExtension:
         return sorted({each.__name__ for each in backends if each is not None})
 
     def accept_use(self, tiers: list[str] | None) -> None:
-        """Look up and load from these of LMCache's backends only; None for all of them."""
+        """Look up and load from these of LMCache's backends only; None for the configured."""
         engine = _store(_worker())._engine
+        if tiers is None:
+            tiers = engine.config.retrieve_locations
+        elif not tiers:
+            tiers = NOWHERE  # an empty list means all of them to LMCache
         engine.retrieve_locations = tiers
+
+    def accept_lose(self, group: int | None) -> None:
+        """Zero the last block of a group after each load; None to end that.
+
+        What is loaded then is wrong: no request may save meanwhile, and vLLM's own cache must
+        be emptied afterwards.
+        """
+        lose(_worker(), group)
 
     def accept_reads(self) -> dict[str, int]:
         """Records read since the start, by backend."""
@@ -113,6 +138,36 @@ class AcceptExtension:
                 item.buffer.release()
 
 
+def lose(worker: "HybridWorker", group: int | None) -> None:
+    """Zero a group's last block at the end of each load, on the loading thread.
+
+    Zeros are a finite value of every type, and no bytes that a free block holds by chance.
+    Mutates ``worker``; with None it is as before.
+    """
+    vars(worker).pop("_restore", None)
+    if group is None:
+        return
+    restore, pages = worker._restore, worker._pages[group]
+
+    def restore_and_lose(load: "Load", claim: Any, after: Any) -> int:
+        size = restore(load, claim, after)
+        _write(pages, _last_block(worker, load, group), torch.zeros(pages.block_bytes, dtype=BYTE))
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        return size
+
+    vars(worker)["_restore"] = restore_and_lose
+
+
+def _last_block(worker: "HybridWorker", load: "Load", group: int) -> int:
+    plan = worker._plan
+    blocks: dict[int, Sequence[int]] = {}
+    blocks |= zip(plan.states, ((block,) for block in load.state_blocks), strict=True)
+    blocks |= zip(plan.attention, load.attention_blocks, strict=True)
+    blocks |= zip((window.group for window in plan.windows), load.window_blocks, strict=True)
+    return blocks[group][-1]
+
+
 def _connector() -> "HybridConnector | None":
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -127,33 +182,6 @@ def _worker() -> "HybridWorker":
 
 def _store(worker: "HybridWorker") -> "LMCacheStore":
     return cast("LMCacheStore", worker._store)
-
-
-def _tiers(store: "LMCacheStore") -> list[dict[str, Any]]:
-    """Backends that may answer a lookup, the nearest first, and whether a restart keeps them."""
-    config, found = store._engine.config, []
-    allowed = config.retrieve_locations
-    for name in store.manager.storage_backends:
-        if name == "LocalCPUBackend" and not config.local_cpu:
-            continue  # only a place to copy through
-        if allowed and name not in allowed:
-            continue
-        scheme = (config.remote_url or "").partition("://")[0]
-        titles = {
-            "LocalCPUBackend": "RAM",
-            "LocalDiskBackend": "local disk",
-            "RemoteBackend": f"{scheme}://",
-        }
-        survives = name != "LocalCPUBackend"
-        found.append({"name": name, "title": titles.get(name, name), "survives": survives})
-    return found
-
-
-def _missing(store: "LMCacheStore") -> list[str]:
-    """Stores that are configured and that LMCache did not open."""
-    config, there = store._engine.config, store.manager.storage_backends
-    wanted = {"LocalDiskBackend": config.local_disk, "RemoteBackend": config.remote_url}
-    return [name for name, setting in wanted.items() if setting and name not in there]
 
 
 def _nothing() -> None:
@@ -192,16 +220,19 @@ def _device(device: torch.device) -> dict[str, Any]:
 def _items(worker: "HybridWorker") -> tuple[list[Item], list[int]]:
     """Blocks to copy, with a buffer each, and the blocks to copy them into.
 
-    A state of each group and as many attention blocks as are copied in one go; fewer
-    where KV cache or pool are small. The caller owns the buffers.
+    A block of each group, then attention and window blocks in turn, as many as are copied in
+    one go; fewer where KV cache or pool are small. The caller owns the buffers.
     """
     plan, pages = worker._plan, worker._pages
     most = min(group.num_blocks for group in pages.values()) // 2 - 1
-    wanted = list(plan.states)
+    paged = (*plan.attention, *(window.group for window in plan.windows))
+    wanted = [*plan.states, *paged]
     size = sum(pages[group].block_bytes for group in wanted)
-    while plan.attention and size < COPIED_BYTES and len(wanted) < most:
-        wanted.append(plan.attention[0])
-        size += pages[plan.attention[0]].block_bytes
+    for group in cycle(paged):
+        if size >= COPIED_BYTES or len(wanted) >= most:
+            break
+        wanted.append(group)
+        size += pages[group].block_bytes
     items: list[Item] = []
     for block, group in enumerate(wanted[:most], 1):
         buffer = worker._store.reserve(pages[group].block_bytes)

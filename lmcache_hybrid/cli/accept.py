@@ -18,7 +18,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from lmcache_hybrid.accept.compare import Verdict
 from lmcache_hybrid.accept.engine import Engine, EngineError, run_quietly, tail
 from lmcache_hybrid.accept.report import as_json, print_verdict
-from lmcache_hybrid.accept.run import Result, Run
+from lmcache_hybrid.accept.result import Result
+from lmcache_hybrid.accept.run import Run
 
 EXIT_CODES = {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.UNDECIDED: 3}
 NO_RESULT = 2

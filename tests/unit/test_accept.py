@@ -10,20 +10,25 @@ import io
 import json
 import math
 import random
+import re
 from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 
 from lmcache_hybrid.accept import prompts, worker
-from lmcache_hybrid.accept.child import engine_arguments
+from lmcache_hybrid.accept.child import check_ranks, engine_arguments
 from lmcache_hybrid.accept.compare import Answer, Noise, Outcome, Verdict, check, difference
 from lmcache_hybrid.accept.engine import cause_in, sentence_in
 from lmcache_hybrid.accept.prompts import Limits, length_of, limits_of, plan_prompts
 from lmcache_hybrid.accept.report import as_json, print_verdict
-from lmcache_hybrid.accept.run import Result, Run
+from lmcache_hybrid.accept.result import Result
+from lmcache_hybrid.accept.run import Run
+from lmcache_hybrid.accept.tiers import missing_of, refusals, tiers_of
+from lmcache_hybrid.config import Options
 from lmcache_hybrid.errors import ConfigError
 
 ORDINARY = range(32, 127)
@@ -33,6 +38,7 @@ FACTS = {
     "block_size": 16,
     "num_blocks": 4000,
     "groups": {"attention": 1, "window": 0, "state": 3},
+    "group_kinds": [(1, "state"), (2, "state"), (3, "state"), (0, "attention")],
     "block_bytes": 1000,
     "state_bytes": 3000,
     "pool_bytes": 1 << 30,
@@ -51,6 +57,7 @@ FACTS = {
     "enforce_eager": False,
     "ranks": 1,
     "checkpoint_tokens": 0,
+    "eagle_drop": False,
     "save_decode": False,
     "versions": {"vllm": "0.32.0"},
 }
@@ -60,15 +67,26 @@ class Engine:
     """Caches as vLLM does, at every boundary; answers depend on all tokens.
 
     Args:
+        blind: groups whose loss changes nothing.
         held: (salt, tokens) in each tier, by its name.
         jitter: by how much answers to one question differ.
         wrong: tokens before it are not what a restored prompt stands on.
         lose: names of tiers that find nothing.
+        facts: as the engine says; with ``eagle_drop`` its own hits end a block earlier.
     """
 
     def __init__(
-        self, held: dict[str, set], jitter: float = 0, wrong: int = 0, lose: str = "", **facts
+        self,
+        held: dict[str, set],
+        jitter: float = 0,
+        wrong: int = 0,
+        lose: str = "",
+        blind: Sequence[int] = (),
+        **facts,
     ) -> None:
+        self._blind = blind
+        self._lost: int | None = None
+        self._spoilt: set = set()
         self.facts = {**FACTS, **facts, "ordinary": list(ORDINARY)}
         self._tiers, self._jitter, self._wrong, self._lose = held, jitter, wrong, lose
         self._local: set = set()
@@ -78,6 +96,7 @@ class Engine:
         self.counted = 0
 
     def ask(self, asked: Sequence[Sequence[int]], salt: str, save: bool) -> list[Answer]:
+        assert not (save and self._lost is not None), "what is lost would be stored"
         found = [self._find(tuple(ids), salt) for ids in asked]
         external = sum(brought for _, brought in found)
         size = self.facts["block_size"]
@@ -87,34 +106,44 @@ class Engine:
             for held in self._tiers.values() if save else ():
                 held |= keys
         return [
-            self._answer(tuple(ids), cached, brought, external)
+            self._answer(tuple(ids), salt, cached, brought, external)
             for ids, (cached, brought) in zip(asked, found)
         ]
 
     def _find(self, ids: tuple, salt: str) -> tuple[int, int]:
         """(tokens cached, of these external)."""
-        size = self.facts["block_size"]
+        size, local = self.facts["block_size"], 0
         for end in range((len(ids) - 1) // size * size, 0, -size):
-            if (salt, ids[:end]) in self._local:
-                return end, 0
+            if not local and (salt, ids[:end]) in self._local:
+                local = end - size * self.facts["eagle_drop"]
+            if local >= end:
+                return local, 0
             for name in self._used:
                 if name != self._lose and (salt, ids[:end]) in self._tiers[name]:
                     self._reads[name] += 1
-                    return end, end
-        return 0, 0
+                    return end, end - local
+        return local, 0
 
-    def _answer(self, ids: tuple, cached: int, brought: int, external: int) -> Answer:
-        seen = ids[min(self._wrong, brought) :]
+    def _answer(self, ids: tuple, salt: str, cached: int, brought: int, external: int) -> Answer:
+        seen: object = ids[min(self._wrong, brought) :]
+        if self._lost not in (None, *self._blind) and brought:
+            self._spoilt.add((salt, ids[:cached]))
+        if (salt, ids[:cached]) in self._spoilt:
+            seen = ("lost", seen)
         best = -(hash(seen) % 1000) / 1000 - 1 + self._jitter * self._random.random()
         return Answer([7], [{"7": best, "8": best - 1}], cached, external, 0.01)
 
     def forget(self) -> None:
         self._local.clear()
+        self._spoilt.clear()
+
+    def lose(self, group: int | None) -> None:
+        self._lost = group
 
     def settle(self) -> None: ...
 
     def use(self, tiers: Sequence[str] | None) -> None:
-        self._used = list(tiers or self._tiers)
+        self._used = list(self._tiers if tiers is None else tiers)
 
     def reads(self) -> dict[str, int]:
         return dict(self._reads)
@@ -206,6 +235,7 @@ def test_a_good_engine_passes() -> None:
     assert result.verdict is Verdict.PASS and not result.problems
     assert {each.where for each in result.checks} == {
         "RAM",
+        "RAM, while saving",
         "RAM, at once",
         "RAM, one by one",
         "redis:// after a restart",
@@ -222,6 +252,28 @@ def test_a_wrong_prefix_fails_with_and_without_noise(jitter: float) -> None:
     assert any(each.outcome(result.noise.allowed) is Outcome.DIFFERS for each in result.checks)
 
 
+def test_a_fault_of_saving_is_no_noise_and_excuses_nothing() -> None:
+    class Saving(Engine):
+        """What is saved or loaded is answered a little otherwise; nothing else is."""
+
+        def ask(self, asked: Sequence[Sequence[int]], salt: str, save: bool) -> list[Answer]:
+            answers = super().ask(asked, salt, save)
+            if not save and not answers[0].external:
+                return answers
+            return [
+                dataclasses.replace(
+                    each, logprobs=[{k: v - 1e-4 for k, v in s.items()} for s in each.logprobs]
+                )
+                for each in answers
+            ]
+
+    result = Run(lambda text: None).first(Saving({"LocalCPUBackend": set()}, tiers=[RAM]))
+    assert result.noise.own == 0 and result.verdict is Verdict.FAIL
+    wrong = {each.where for each in result.checks if each.outcome(0) is Outcome.DIFFERS}
+    assert wrong >= {"RAM", "RAM, while saving"}
+    assert "new, while saving" in "\n".join(shown(result))
+
+
 def test_without_noise_the_least_difference_fails() -> None:
     result = run()
     odd = dataclasses.replace(result.checks[0], same=False, difference=1e-7)
@@ -230,7 +282,7 @@ def test_without_noise_the_least_difference_fails() -> None:
 
 
 def test_noise_is_measured_and_allowed() -> None:
-    noise = Noise(1e-3, 0, 0.5)
+    noise = Noise(1e-3, 0, 0.5, {"state of group 1": 0.5})
     own = Answer([1], [{"1": -1.0}], 16, 0, 0)
     near = Answer([1], [{"1": -1.0015}], 16, 16, 0)
     made = check("N", 1, "RAM", 17, own, near, 16)
@@ -244,6 +296,62 @@ def test_noise_as_large_as_a_wrong_prefix_is_not_decidable() -> None:
     assert result.verdict in (Verdict.UNDECIDED, Verdict.FAIL)
     result.checks = [dataclasses.replace(each, difference=0.0) for each in result.checks]
     assert result.verdict is Verdict.UNDECIDED
+
+
+def test_every_group_is_lost_once_and_seen() -> None:
+    result = run()
+    assert result.verdict is Verdict.PASS and len(result.lost) == 4
+    assert all(change > 0 for change in result.lost.values())
+    assert "A lost block changes them by " in "\n".join(shown(result))
+
+
+@pytest.mark.parametrize("group, name", [(2, "state of group 2"), (0, "attention of group 0")])
+def test_a_loss_that_changes_nothing_leaves_nothing_proved(group: int, name: str) -> None:
+    result = run(blind=[group])
+    assert result.lost[name] == 0 and result.verdict is Verdict.UNDECIDED
+    assert f"A lost {name} does not show in these answers." in shown(result)
+    # A loss that noise could explain is not seen, either.
+    result.lost[name] = 1e-4
+    assert result.verdict is Verdict.PASS
+    one, other = result.told[0].own[0], result.told[0].again[0]
+    near = [{token: value - 3e-5 for token, value in step.items()} for step in other.logprobs]
+    result.told[0].again[0] = dataclasses.replace(one, logprobs=near)
+    assert result.verdict is Verdict.UNDECIDED
+
+
+def test_the_last_block_of_a_lost_group_is_zeroed_until_it_ends() -> None:
+    class Worker:
+        def __init__(self) -> None:
+            self._plan = SimpleNamespace(
+                states=(1, 3), attention=(0,), windows=(SimpleNamespace(group=2),)
+            )
+            self.content = {
+                (group, block): torch.ones(4) for group in range(4) for block in range(9)
+            }
+            self._pages = {
+                group: SimpleNamespace(
+                    block_bytes=16,
+                    pieces=lambda block, data, group=group: [
+                        (self.content[group, block].view(torch.uint8), data)
+                    ],
+                )
+                for group in range(4)
+            }
+
+        def _restore(self, load, claim, after) -> int:
+            return 7
+
+    load = SimpleNamespace(state_blocks=(1, 2), attention_blocks=((3, 4),), window_blocks=((5, 6),))
+    for group, block in ((1, 1), (3, 2), (0, 4), (2, 6)):
+        lossy = Worker()
+        worker.lose(lossy, group)
+        assert lossy._restore(load, None, None) == 7
+        zeroed = {where for where, content in lossy.content.items() if not content.any()}
+        assert zeroed == {(group, block)}
+        worker.lose(lossy, None)
+        lossy.content[group, block].fill_(1)
+        lossy._restore(load, None, None)
+        assert lossy.content[group, block].all()
 
 
 def test_answers_that_do_not_depend_on_the_prefix_decide_nothing() -> None:
@@ -268,6 +376,34 @@ def test_another_tier_that_answers_is_a_problem() -> None:
     )
 
 
+@pytest.mark.parametrize("checkpoint", [0, 32])
+def test_a_drafter_drops_vllms_last_block_and_that_is_no_fault(checkpoint: int) -> None:
+    result = run(eagle_drop=True, checkpoint_tokens=checkpoint)
+    assert not result.problems  # nothing was loaded for vLLM's own answers
+    outcomes = Counter(each.outcome(0) for each in result.checks)
+    assert outcomes.keys() == {Outcome.EQUAL, Outcome.UNCOMPARED}
+    # Every hit of the store is one block deeper, so none could be compared.
+    assert result.verdict is Verdict.UNDECIDED
+    assert "No hit from RAM could be compared." in shown(result)
+    assert f"; {outcomes[Outcome.UNCOMPARED]} not compared" in " ".join(shown(result))
+    # Without a drafter it would be a fault.
+    deeper = dataclasses.replace(result.checks[1], drops=False, cached=99, external=99)
+    assert deeper.outcome(0) is Outcome.BOUNDARY
+
+
+def test_every_tier_must_have_brought_a_hit_that_is_compared() -> None:
+    result = run()
+    where = "redis:// after a restart"
+    result.checks = [
+        dataclasses.replace(each, cached=each.cached + 16, drops=True)
+        if each.where.startswith(where)
+        else each
+        for each in result.checks
+    ]
+    assert result.doubts == [f"No hit from {where} could be compared."]
+    assert result.verdict is Verdict.UNDECIDED
+
+
 def test_a_store_that_was_not_opened_is_a_problem() -> None:
     result = run(missing_tiers=["RemoteBackend"])
     assert result.verdict is Verdict.FAIL and "RemoteBackend is configured" in result.problems[0]
@@ -278,7 +414,7 @@ def test_a_context_of_one_block_is_a_problem(tokens: int) -> None:
     result = run(max_model_len=tokens)
     assert result.verdict is Verdict.FAIL
     assert result.problems[0].startswith(f"No prompt longer than N = 16 fits in {tokens} tokens")
-    assert shown(result)[-1].startswith("FAIL: nothing was compared.")
+    assert shown(result)[-1].startswith("FAIL, a problem above: nothing was compared; ")
 
 
 def test_a_cold_engine_that_loads_would_be_no_reference() -> None:
@@ -333,7 +469,34 @@ def test_one_screen() -> None:
 def test_prompts_that_differ_are_named() -> None:
     lines = shown(run(wrong=16, tiers=[RAM]))
     assert any("2N+1" in line and "differs by" in line for line in lines)
-    assert "FAIL" in " ".join(lines) and "N+1 (RAM)" in " ".join(lines[-4:])
+    last = " ".join(lines[-4:])
+    assert "FAIL, wrong answers: " in last and "N+1 (RAM)" in last and "missed" not in last
+    assert "no wrong" not in last
+
+
+@pytest.mark.parametrize(
+    "options, title",
+    [
+        ({"second": {"lose": "RemoteBackend"}}, "FAIL, no wrong answer, missed hits: "),
+        ({"lose": "LocalCPUBackend"}, "FAIL, no wrong answer, a problem above: "),
+        ({"missing_tiers": ["RemoteBackend"]}, "FAIL, a problem above: nothing was compared"),
+    ],
+)
+def test_what_is_no_wrong_answer_is_told_apart(options: dict, title: str) -> None:
+    result = run(**options)
+    assert result.verdict is Verdict.FAIL
+    assert title in " ".join(" ".join(shown(result)).split())
+
+
+def test_prompts_that_do_not_fit_are_named() -> None:
+    result = run(max_model_len=40, tiers=[RAM])
+    names = result.plan.left_out
+    lines = shown(result)
+    assert result.verdict is Verdict.PASS and "2N+1" in names
+    text = " ".join(" ".join(lines).split())
+    assert f"too long for context, KV cache or LMCache's pool: {', '.join(names)} PASS" in text
+    assert f"; {len(names)} prompts not asked. " in lines[-1]
+    assert not [line for line in shown(run()) if "ot asked" in line]
 
 
 def test_the_report_is_plain_json_of_digests() -> None:
@@ -354,12 +517,13 @@ def test_stores_are_named_without_host_user_password_or_path() -> None:
         local_disk="/home/me/disk",
         remote_url="redis://me:secret@store.example:6379",
         retrieve_locations=None,
+        store_location=None,
     )
     backends = {"LocalCPUBackend": None, "RemoteBackend": None}
     store = SimpleNamespace(
         _engine=SimpleNamespace(config=config), manager=SimpleNamespace(storage_backends=backends)
     )
-    tiers, missing = worker._tiers(store), worker._missing(store)
+    tiers, missing = tiers_of(store), missing_of(store)
     assert [(tier["title"], tier["survives"]) for tier in tiers] == [
         ("RAM", False),
         ("redis://", True),
@@ -367,6 +531,84 @@ def test_stores_are_named_without_host_user_password_or_path() -> None:
     assert missing == ["LocalDiskBackend"]
     told = json.dumps([tiers, missing, as_json(run(tiers=tiers, missing_tiers=missing))])
     assert not [word for word in ("me:", "secret", "example", "/home") if word in told]
+
+
+@pytest.mark.parametrize("state_bytes", [1 << 20, 1 << 30])
+def test_blocks_of_every_group_are_copied_and_compared(state_bytes: int) -> None:
+    sizes = {0: 8 << 20, 1: state_bytes, 2: 8 << 20, 3: 1 << 20}
+    pages = {
+        group: SimpleNamespace(block_bytes=size, num_blocks=100) for group, size in sizes.items()
+    }
+    plan = SimpleNamespace(
+        attention=(0, 2), states=(1,), windows=(SimpleNamespace(group=3),), block_size=16
+    )
+    store = SimpleNamespace(reserve=lambda size: SimpleNamespace(release=lambda: None))
+    items, targets = worker._items(SimpleNamespace(_plan=plan, _pages=pages, _store=store))
+    copied = Counter(item.key.group for item in items)
+    assert copied.keys() == {0, 1, 2, 3} and copied[1] == 1
+    assert abs(copied[0] - copied[2]) <= 1 and abs(copied[0] - copied[3]) <= 1
+    blocks = [item.block for item in items] + targets
+    assert len(set(blocks)) == len(blocks) and 0 < min(blocks) <= max(blocks) < 100
+
+
+def options(**given) -> Options:
+    made = Options(None, True, None, min_retrieve_tokens=0, max_tokens_per_load=0)
+    return dataclasses.replace(made, **given)
+
+
+def store_of(**given) -> SimpleNamespace:
+    """A store with RAM above a local disk."""
+    settings = {"local_cpu": True, "local_disk": "d", "remote_url": None, **given}
+    config = {"retrieve_locations": None, "store_location": None, **settings}
+    backends = {"LocalCPUBackend": None, "LocalDiskBackend": None}
+    return SimpleNamespace(
+        _engine=SimpleNamespace(config=SimpleNamespace(**config)),
+        manager=SimpleNamespace(storage_backends=backends),
+    )
+
+
+@pytest.mark.parametrize(
+    "given, settings, says",
+    [
+        ({"save": False}, {}, "LMCACHE_FORCE_SKIP_SAVE is set"),
+        ({"max_tokens_per_load": 64}, {}, "lmcache.max_tokens_per_load=64 lets a load bring less"),
+        ({"min_retrieve_tokens": 17}, {}, "min_retrieve_tokens=17 leaves hits of one block of 16"),
+        (
+            {},
+            {"store_location": "LocalDiskBackend"},
+            "store_location='LocalDiskBackend' is not the nearest backend that is read, "
+            "LocalCPUBackend",
+        ),
+    ],
+)
+def test_settings_that_leave_hits_out_are_refused(given: dict, settings: dict, says: str) -> None:
+    (sentence,) = refusals(options(**given), store_of(**settings), 16)
+    assert says in sentence and sentence.endswith(".") and "for this test" in sentence
+    ranks = [{"served": True, "refusals": [sentence]}]
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        check_ranks(ranks)
+
+
+@pytest.mark.parametrize(
+    "settings, tiers",
+    [
+        ({}, ["RAM", "local disk"]),
+        ({"local_cpu": False}, ["local disk"]),
+        ({"local_cpu": False, "store_location": "LocalDiskBackend"}, ["local disk"]),
+        ({"store_location": "LocalCPUBackend"}, ["RAM"]),
+        ({"retrieve_locations": ["LocalDiskBackend"]}, ["local disk"]),
+    ],
+)
+def test_tiers_are_those_that_are_written_and_read(settings: dict, tiers: list[str]) -> None:
+    store = store_of(**settings)
+    assert [tier["title"] for tier in tiers_of(store)] == tiers
+    assert refusals(options(min_retrieve_tokens=16), store, 16) == []
+
+
+@pytest.mark.parametrize("served", [(False, True), (True, False)])
+def test_every_rank_must_be_served(served: tuple[bool, bool]) -> None:
+    with pytest.raises(ConfigError, match=f"on rank {served.index(False)}"):
+        check_ranks([{"served": each, "refusals": []} for each in served])
 
 
 # Flags and logs
