@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,8 @@ def accept(
         "VLLM_CPU_OMP_THREADS_BIND": str(worker % (os.cpu_count() or 1)),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "TMPDIR": str(folder),
+        # Sockets have names of at most 107 characters.
+        "VLLM_RPC_BASE_PATH": tempfile.gettempdir(),
         "COLUMNS": "100",
         **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {}),
         **env,
