@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler side takes back at a reset."""
+
+from .helpers import N, make_request
+from .test_scheduler import STATES, Rig, table
+
+
+def test_a_reset_takes_back_what_was_promised():
+    """Also of a request that waits with its claim; it starts anew."""
+    rig, request = Rig(), make_request("r", 3 * N + 1)
+    rig.holds(request, 3, 3)
+    assert rig.match(request) == (3 * N, True)
+    assert rig.scheduler.begin_reset() == 1
+    assert rig.match(request) == (0, False), "not before every rank is reset"
+    for store in rig.ranks.stores:
+        store.clear()
+    rig.scheduler.end_reset(True)
+    assert rig.match(request) == (0, False)
+    rig.step()
+    assert rig.ranks.num_claims == [0]
+    assert len(rig.ranks.questions) > 1, "the ranks were not asked again"
+
+
+def test_a_failed_reset_ends_all_hits_and_saves_until_one_succeeds(hybrid_log):
+    rig, request = Rig(), make_request("r", 3 * N + 1)
+    rig.holds(request, 3, 3)
+    rig.scheduler.begin_reset()
+    rig.scheduler.end_reset(False)
+    assert [r for r in hybrid_log.records if "A reset of all caches failed" in r.getMessage()]
+    assert rig.match(request) == (0, False)
+    rig.scheduler.allocated(request, table(request), 0)
+    offers = [(group, 9, 3 * N) for group in STATES]
+    assert rig.forward(request, 3 * N, offers) is None
+    rig.scheduler.begin_reset()
+    rig.scheduler.end_reset(True)
+    assert rig.match(make_request("next", 3 * N + 1)) == (3 * N, True)
+
+
+def test_a_request_that_runs_across_a_reset_stores_nothing_any_more():
+    """Its blocks may be of weights that were replaced."""
+    rig, request = Rig(), make_request("r", 3 * N + 1)
+    assert rig.admit(request) is None
+    assert rig.forward(request, N).attention
+    rig.scheduler.begin_reset()
+    rig.scheduler.end_reset(True)
+    assert rig.forward(request, 2 * N, [(group, 9, 3 * N) for group in STATES]) is None
+
+
+def test_a_load_under_way_at_a_reset_is_not_taken_for_stored():
+    rig, request = Rig(), make_request("r", 4 * N + 1)
+    rig.holds(request, 3, 3)
+    assert rig.admit(request) is not None
+    rig.scheduler.begin_reset()
+    rig.scheduler.end_reset(True)
+    rig.loaded(request)
+    assert rig.match(request) == (0, False)
+    assert rig.forward(request, 4 * N, [(group, 9, 4 * N) for group in STATES]) is None
+
+
+def test_steps_say_which_reset_they_follow():
+    rig = Rig()
+    assert rig.step().epoch == 0
+    rig.scheduler.begin_reset()
+    rig.scheduler.end_reset(True)
+    assert rig.step().epoch == 1
