@@ -129,7 +129,7 @@ class Engine:
         if self._lost not in (None, *self._blind) and brought:
             self._spoilt.add((salt, ids[:cached]))
         if (salt, ids[:cached]) in self._spoilt:
-            seen = ("lost", seen)
+            seen = (-12345, seen)  # hashes of strings are other ones in each process
         best = -(hash(seen) % 1000) / 1000 - 1 + self._jitter * self._random.random()
         return Answer([7], [{"7": best, "8": best - 1}], cached, external, 0.01)
 
@@ -288,6 +288,69 @@ def test_noise_is_measured_and_allowed() -> None:
     made = check("N", 1, "RAM", 17, own, near, 16)
     assert made.outcome(noise.allowed) is Outcome.NOISE
     assert made.outcome(0) is Outcome.DIFFERS
+
+
+class Outlier(Engine):
+    """Noise, and restored answers that are off by 0.5.
+
+    Args:
+        first: the restored answer that is off.
+        many: and so many in all.
+    """
+
+    def __init__(self, *arguments, first: int, many: int, **options) -> None:
+        super().__init__(*arguments, jitter=1e-4, **options)
+        self._count, self._off = 0, range(first, first + many)
+
+    def _answer(self, ids: tuple, salt: str, cached: int, brought: int, external: int) -> Answer:
+        made = super()._answer(ids, salt, cached, brought, external)
+        if self._lost is not None or not brought:
+            return made
+        self._count += 1
+        off = [{token: value - 0.5 for token, value in made.logprobs[0].items()}]
+        return dataclasses.replace(made, logprobs=off) if self._count in self._off else made
+
+
+@pytest.mark.parametrize("many, verdict", [(0, "PASS"), (1, "NOT DECIDABLE"), (4, "FAIL")])
+def test_an_outlier_that_does_not_come_back_is_no_fault_and_no_pass(
+    many: int, verdict: str
+) -> None:
+    engine = Outlier({"LocalCPUBackend": set()}, tiers=[RAM], first=1, many=many)
+    result = Run(lambda text: None).first(engine)
+    assert result.verdict.value == verdict and not result.problems
+    asked_again = [each for each in result.checks if each.others]
+    assert [(each.case, each.where) for each in asked_again] == [("N+1", "RAM")] * bool(many)
+    assert all(len(each.others) == 3 for each in asked_again)
+    assert any("not when asked again" in line for line in shown(result)) == (many == 1)
+
+
+def test_noise_of_a_restart_excuses_nothing_before_it() -> None:
+    noise = Noise(0, 0.01, 0.5, {"state of group 1": 0.5})
+    own, near = (Answer([1], [{"1": value}], 16, 0, 0) for value in (-1.0, -1.001))
+    made = check("N", 1, "RAM", 17, own, near, 16)
+    assert noise.judge(made) is Outcome.DIFFERS
+    assert noise.judge(dataclasses.replace(made, restarted=True)) is Outcome.NOISE
+    result = run()
+    assert {each.where for each in result.checks if each.restarted} == {
+        "redis:// after a restart",
+        "redis:// after a restart, one by one",
+    }
+
+
+def test_a_case_whose_suffix_washes_the_prefix_out_decides_nothing() -> None:
+    noise = Noise(0.01, 0, 0.5, {"state of group 1": 0.5})
+    own, near = (Answer([1], [{"1": value}], 16, 0, 0) for value in (-1.0, -1.001))
+    made = check("2N", 1, "RAM", 32, own, near, 16)
+    assert noise.judge(made) is Outcome.NOISE
+    assert noise.judge(dataclasses.replace(made, shows=0.05)) is Outcome.UNCOMPARED
+    # Elsewhere the cases with the fewest tokens after the hit tell what is visible.
+    result = run(tiers=[RAM])
+    washed = next(told for told in result.told if told.case.name == "2N")
+    washed.control = washed.own[-1]
+    assert result.noise.wrong > 0 and result.verdict is Verdict.PASS
+    short = next(told for told in result.told if told.case.name == "N+1")
+    short.control = short.own[-1]
+    assert result.noise.wrong == 0 and result.verdict is Verdict.UNDECIDED
 
 
 def test_noise_as_large_as_a_wrong_prefix_is_not_decidable() -> None:
