@@ -221,6 +221,17 @@ def test_limits_are_context_cache_pool_and_wish() -> None:
     assert limits_of({**FACTS, "block_size": 8304, "max_model_len": 99_999}).longest == 4 * 8304
 
 
+def test_checkpoints_take_room_too() -> None:
+    # The pool holds half of 50 kB, less three boundaries' states, in blocks of 1 kB.
+    small = {**FACTS, "pool_bytes": 50_000}
+    assert limits_of(small).together == 16 * 16
+    # A state of 3 kB with each block, or with every second one.
+    assert limits_of({**small, "checkpoint_tokens": 16}).together == 4 * 16
+    assert limits_of({**small, "checkpoint_tokens": 32}).together == 6 * 16
+    cache = {**FACTS, "num_blocks": 104, "checkpoint_tokens": 16}
+    assert limits_of(cache).together == 10 * 16
+
+
 def test_another_prefix_leaves_the_rest_alone() -> None:
     ids = tuple(random.Random(0).choices(ORDINARY, k=100))
     other = prompts.other_prefix(ids, 64, ORDINARY)
