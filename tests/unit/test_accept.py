@@ -9,8 +9,11 @@ import dataclasses
 import io
 import json
 import math
+import os
 import random
 import re
+import subprocess
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -20,9 +23,10 @@ import torch
 from rich.console import Console
 
 from lmcache_hybrid.accept import prompts, worker
-from lmcache_hybrid.accept.child import check_ranks, engine_arguments
+from lmcache_hybrid.accept.child import Child, check_ranks, engine_arguments
 from lmcache_hybrid.accept.compare import Answer, Noise, Outcome, Verdict, check, difference
-from lmcache_hybrid.accept.engine import cause_in, sentence_in
+from lmcache_hybrid.accept.engine import Engine as AcceptEngine
+from lmcache_hybrid.accept.engine import EngineError, cause_in, redacted, sentence_in, tail
 from lmcache_hybrid.accept.prompts import Limits, length_of, limits_of, plan_prompts
 from lmcache_hybrid.accept.report import as_json, print_verdict
 from lmcache_hybrid.accept.result import Result
@@ -741,3 +745,55 @@ def test_the_cause_is_found_in_a_log() -> None:
     late = "ValueError: no\ntorch.OutOfMemoryError: CUDA out of memory.\n"
     assert cause_in(late) == "OutOfMemoryError: CUDA out of memory."
     assert cause_in("all is well") is sentence_in(late) is None
+
+
+def test_no_password_of_a_store_is_shown(tmp_path) -> None:
+    log = tmp_path / "log"
+    log.write_text("INFO remote_url: 'redis://me:se/c@ret@store:6379/0', fs://host:0/tmp/x\n")
+    assert tail(log) == "INFO remote_url: 'redis://...@store:6379/0', fs://host:0/tmp/x"
+    assert redacted("no://url here, but a@b") == "no://url here, but a@b"
+
+
+def test_an_engine_that_was_killed_is_noticed_though_its_workers_hold_the_pipe(tmp_path) -> None:
+    read, write = os.pipe()
+    timed_out = threading.Timer(30, os.close, [write])
+    driven = AcceptEngine.__new__(AcceptEngine)
+    driven._log, driven._written, driven._replies = tmp_path / "log", 0, os.fdopen(read)
+    driven._log.write_text("")
+    with subprocess.Popen(["sleep", "60"]) as process:
+        driven._process = SimpleNamespace(stdin=io.StringIO(), poll=process.poll, wait=process.wait)
+        process.kill()
+        timed_out.start()
+        with pytest.raises(EngineError, match="exit code -9"):
+            driven.call("start")
+    assert timed_out.is_alive()
+    timed_out.cancel()
+    driven._replies.close()
+    os.close(write)
+
+
+def test_without_a_tokenizer_ids_come_from_the_middle_of_the_vocabulary() -> None:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            architectures=["A"],
+            dtype="torch.bfloat16",
+            quantization=None,
+            max_model_len=1,
+            enforce_eager=True,
+            get_vocab_size=lambda: 1000,
+        ),
+        scheduler_config=SimpleNamespace(
+            max_num_batched_tokens=1, max_num_seqs=1, async_scheduling=True
+        ),
+        speculative_config=SimpleNamespace(method="mtp", use_eagle_block_drop=lambda: True),
+        kv_transfer_config=SimpleNamespace(get_from_extra_config=lambda key, default: default),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        device_config=SimpleNamespace(device_type="cpu"),
+        use_v2_model_runner=True,
+    )
+    child = Child()
+    # As --skip-tokenizer-init leaves an engine: get_tokenizer() would raise.
+    child._engine = SimpleNamespace(vllm_config=config, tokenizer=None)
+    facts = child._facts()
+    assert facts["ordinary"] == list(range(250, 500)) and facts["eagle_drop"] is True
