@@ -113,6 +113,38 @@ def test_an_outlier_that_does_not_come_back_is_no_fault_and_no_pass(
     assert any("not when asked again" in line for line in shown(result)) == (many == 1)
 
 
+def test_an_outlier_after_a_restart_is_asked_again_there() -> None:
+    tiers: dict[str, set] = {"LocalCPUBackend": set(), "RemoteBackend": set()}
+    asking = Run(lambda text: None)
+    result = asking.first(Engine(tiers, jitter=1e-4))
+    tiers["LocalCPUBackend"] = set()
+    asking.second(Outlier(tiers, first=1, many=1), result)
+    (again,) = [each for each in result.checks if each.others]
+    assert (again.case, again.where) == ("N+1", "redis:// after a restart")
+    assert result.noise.judge(again) is Outcome.ONCE and not result.own_pairs
+    assert result.verdict is Verdict.UNDECIDED and not result.problems
+
+
+@pytest.mark.parametrize("many, outcome", [(1, Outcome.ONCE), (9, Outcome.DIFFERS)])
+def test_an_outlier_while_saving_is_asked_again(many: int, outcome: Outcome) -> None:
+    class Saving(Engine):
+        saved = 0
+
+        def ask(self, asked: Sequence[Sequence[int]], salt: str, save: bool) -> list[Answer]:
+            answers = super().ask(asked, salt, save)
+            self.saved += save and not answers[0].cached
+            if not save or answers[0].cached or self.saved > many:
+                return answers
+            return [dataclasses.replace(each, logprobs=[{"7": -9.0}]) for each in answers]
+
+    result = Run(lambda text: None).first(
+        Saving({"LocalCPUBackend": set()}, tiers=[RAM], jitter=1e-4)
+    )
+    first = result.checks[0]
+    assert (first.where, len(first.others)) == ("RAM, while saving", 3)
+    assert result.noise.judge(first) is outcome
+
+
 def test_noise_of_a_restart_excuses_nothing_before_it() -> None:
     noise = Noise(0, 0.01, 0.5, {"state of group 1": 0.5})
     own, near = (Answer([1], [{"1": value}], 16, 0, 0) for value in (-1.0, -1.001))
