@@ -269,7 +269,7 @@ HOOKS = (
     *attributes(
         _ENGINE,
         "LLMEngine",
-        "step has_unfinished_requests reset_prefix_cache get_metrics get_tokenizer engine_core "
+        "step has_unfinished_requests reset_prefix_cache get_metrics tokenizer engine_core "
         "vllm_config model_config",
     ),
     *attributes("vllm.v1.metrics.reader", "Metric", "name labels"),

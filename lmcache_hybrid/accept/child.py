@@ -152,7 +152,7 @@ class Child:
                 "torch": _version("torch"),
                 "python": platform.python_version(),
             },
-            "ordinary": _ordinary(self.engine.get_tokenizer(), model.get_vocab_size()),
+            "ordinary": _ordinary(self.engine.tokenizer, model.get_vocab_size()),
         }
 
 

@@ -43,6 +43,7 @@ class Outcome(str, Enum):
     MISSED = "missed"
     BOUNDARY = "other boundary"
     UNCOMPARED = "not compared"
+    ONCE = "differed once"
 
 
 BAD = (Outcome.DIFFERS, Outcome.BOUNDARY, Outcome.MISSED)
@@ -72,6 +73,9 @@ class Check:
         same: whether tokens and log-probabilities are equal to the last bit.
         slack: what it may differ by in any case: prompts that are asked at once are rounded
             otherwise than one at a time.
+        restarted: whether another engine answered than the one it is compared with.
+        shows: what another prefix changes in this case; infinite where that was not asked.
+        others: differences when both were asked again, because noise may have made one.
         drops: whether vLLM gives up the last block of its own hits, for a drafter; a deeper
             hit is then no fault, and cannot be compared.
     """
@@ -86,6 +90,9 @@ class Check:
     difference: float
     same: bool
     slack: float = 0.0
+    restarted: bool = False
+    shows: float = math.inf
+    others: tuple[float, ...] = ()
     drops: bool = False
 
     def outcome(self, allowed: float) -> Outcome:
@@ -100,7 +107,12 @@ class Check:
             return Outcome.UNCOMPARED if self.drops else Outcome.BOUNDARY
         if self.same:
             return Outcome.EQUAL
-        return Outcome.NOISE if self.difference <= max(allowed, self.slack) else Outcome.DIFFERS
+        if MARGIN * allowed > self.shows and self.difference <= allowed:
+            return Outcome.UNCOMPARED
+        limit = max(allowed, self.slack)
+        if self.others and max(self.others) <= limit < self.difference:
+            return Outcome.ONCE
+        return Outcome.NOISE if self.difference <= limit else Outcome.DIFFERS
 
 
 @dataclass(frozen=True)
@@ -110,8 +122,8 @@ class Noise:
     Attributes:
         own: largest difference between two answers of vLLM's own cache, or two cold ones.
         restart: the same between two engines.
-        wrong: least difference that another prefix made to an answer; 0 where nothing
-            was compared.
+        wrong: least difference that another prefix made, in the cases with the fewest tokens
+            after it; 0 where nothing was compared.
         lost: difference that one lost block made to an answer, by what it held.
     """
 
@@ -123,6 +135,13 @@ class Noise:
     @property
     def allowed(self) -> float:
         return NOISE_FACTOR * max(self.own, self.restart)
+
+    def limit(self, check: Check) -> float:
+        """What noise explains of one comparison: a restart adds its own."""
+        return self.allowed if check.restarted else NOISE_FACTOR * self.own
+
+    def judge(self, check: Check) -> Outcome:
+        return check.outcome(self.limit(check))
 
     @property
     def least(self) -> float:
@@ -197,10 +216,13 @@ def doubts_of(checks: Sequence[Check], noise: Noise) -> list[str]:
     hits: dict[str, bool] = {}
     for each in checks:
         tier = each.where.partition(",")[0]
-        compared = each.external and each.boundary and each.outcome(noise.allowed) in GOOD
+        compared = each.external and each.boundary and noise.judge(each) in GOOD
         hits[tier] = hits.get(tier, False) or bool(compared)
     for tier in [tier for tier, found in hits.items() if not found] if hits else ["any tier"]:
         doubts.append(f"No hit from {tier} could be compared.")
+    once = sum(noise.judge(each) is Outcome.ONCE for each in checks)
+    if once:
+        doubts.append(f"{once} answers differed by more than noise, but not when asked again.")
     return doubts
 
 
@@ -210,6 +232,6 @@ def verdict_of(checks: Sequence[Check], noise: Noise, problems: Sequence[str]) -
     Args:
         problems: what is wrong beside the answers, such as a tier that was not read.
     """
-    if problems or any(each.outcome(noise.allowed) in BAD for each in checks):
+    if problems or any(noise.judge(each) in BAD for each in checks):
         return Verdict.FAIL
     return Verdict.UNDECIDED if doubts_of(checks, noise) else Verdict.PASS

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from lmcache_hybrid.accept.compare import Answer
 FLUSH_SECONDS = 300
 STOP_SECONDS = 90
 GONE_SECONDS = 20
+POLL_SECONDS = 1.0
 LOG_LINES = 15
 
 
@@ -119,13 +121,24 @@ class Engine:
         with contextlib.suppress(BrokenPipeError):  # said below
             self._process.stdin.write(json.dumps({"verb": verb, **arguments}) + "\n")
             self._process.stdin.flush()
-        line = self._replies.readline()
+        line = self._reply()
         if not line:
             raise self._error(f"exit code {self._process.wait()}")
         reply = json.loads(line)
         if "error" in reply:
             raise self._error(reply["error"])
         return reply["result"]
+
+    def _reply(self) -> str:
+        """The next line; "" once the process is gone, whoever else holds the pipe's end open.
+
+        Workers that were forked do, and outlive an engine that the system has killed.
+        """
+        while not select.select([self._replies], [], [], POLL_SECONDS)[0]:
+            gone = self._process.poll() is not None
+            if gone and not select.select([self._replies], [], [], 0)[0]:
+                return ""
+        return self._replies.readline()
 
     def ask(self, prompts: Sequence[Sequence[int]], salt: str, save: bool) -> list[Answer]:
         """Ask prompts at once, greedy.
@@ -183,10 +196,14 @@ class Engine:
             file.seek(self._written)
             log = file.read().decode(errors="replace")
         sentence = sentence_in(log)
-        return EngineError(sentence or cause_in(log) or said, refused=sentence is not None)
+        cause = redacted(sentence or cause_in(log) or said)
+        return EngineError(cause, refused=sentence is not None)
 
 
 _ERROR = re.compile(r"(\w+(?:Error|Exception|Exit)): (.+)")
+
+
+_USER = re.compile(r"""://[^\s'"<>]*@""")
 
 
 def sentence_in(log: str) -> str | None:
@@ -213,4 +230,9 @@ def run_quietly(command: Callable[[], str]) -> str:
 
 
 def tail(log: Path, lines: int = LOG_LINES) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+    return redacted("\n".join(log.read_text(errors="replace").splitlines()[-lines:]))
+
+
+def redacted(text: str) -> str:
+    """The text without users and passwords of URLs."""
+    return _USER.sub("://...@", text)

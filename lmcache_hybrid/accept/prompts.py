@@ -71,7 +71,11 @@ def limits_of(facts: dict, longest: int = 0) -> Limits:
     paged = facts["groups"]["attention"] + facts["groups"]["window"]
     usable = facts["num_blocks"] // 2 - 4 * facts["groups"]["state"]
     pool = facts["pool_bytes"] // 2 - 3 * facts["state_bytes"]
-    room = max(0, min(usable // paged, pool // facts["block_bytes"])) * block
+    # States that a long prefill leaves behind, per block.
+    states = block / facts["checkpoint_tokens"] if facts["checkpoint_tokens"] else 0
+    blocks = usable / (paged + states * facts["groups"]["state"])
+    records = pool / (facts["block_bytes"] + states * facts["state_bytes"])
+    room = max(0, int(min(blocks, records))) * block
     wanted = max(longest or LONGEST.get(facts["device_type"], LONGEST_ELSEWHERE), 4 * block)
     return Limits(block, min(wanted, facts["max_model_len"], room), room)
 

@@ -22,7 +22,7 @@ from lmcache_hybrid.accept.run import SAVING
 FORMAT = 1
 COLOURS = {Verdict.PASS: "bold green", Verdict.FAIL: "bold red", Verdict.UNDECIDED: "bold yellow"}
 # The worst first.
-SEVERITY = (*BAD, Outcome.UNCOMPARED, *GOOD)
+SEVERITY = (*BAD, Outcome.ONCE, Outcome.UNCOMPARED, *GOOD)
 SHOWN_TIMES = 4
 # Failures that are no wrong answers.
 KINDS = {Outcome.MISSED: "missed hits", Outcome.BOUNDARY: "hits at other boundaries"}
@@ -50,7 +50,9 @@ def as_json(result: Result) -> dict[str, Any]:
                 **asdict(each),
                 "difference": _finite(each.difference),
                 "slack": _finite(each.slack),
-                "outcome": each.outcome(noise.allowed).value,
+                "shows": _finite(each.shows),
+                "others": list(map(_finite, each.others)),
+                "outcome": noise.judge(each).value,
             }
             for each in result.checks
         ],
@@ -137,11 +139,11 @@ def _cell(result: Result, checks: list[Check]) -> Text:
     """The worst outcome of some comparisons, with its difference."""
     if not checks:
         return Text("")
-    allowed = result.noise.allowed
-    outcome = min((each.outcome(allowed) for each in checks), key=SEVERITY.index)
+    judge = result.noise.judge
+    outcome = min(map(judge, checks), key=SEVERITY.index)
     if outcome is Outcome.EQUAL:
         return Text("equal", "green")
-    worst = max(each.difference for each in checks if each.outcome(allowed) is outcome)
+    worst = max(each.difference for each in checks if judge(each) is outcome)
     said = f" by {worst:.3g}" if outcome in (Outcome.DIFFERS, Outcome.NOISE) else ""
     return Text(outcome.value + said, "bold red" if outcome in BAD else "yellow")
 
@@ -231,8 +233,8 @@ def _left_out(result: Result) -> Iterator[Text]:
 
 
 def _last_line(result: Result) -> Text:
-    verdict, allowed = result.verdict, result.noise.allowed
-    outcomes = [each.outcome(allowed) for each in result.checks]
+    verdict = result.verdict
+    outcomes = list(map(result.noise.judge, result.checks))
     compared = [outcome for outcome in outcomes if outcome is not Outcome.UNCOMPARED]
     good = sum(outcome in GOOD for outcome in outcomes)
     text = f"{_title(result, set(outcomes))}: "

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What engines told, and what is concluded from it."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +40,16 @@ class Told:
     control: Answer | None = None
 
     @property
+    def after(self) -> int:
+        """Tokens of the last prompt after its hit."""
+        return len(self.prompts[-1]) - self.own[-1].cached
+
+    @property
+    def shows(self) -> float:
+        """What another prefix changes in the last answer; infinite where nothing hits."""
+        return math.inf if self.control is None else difference(self.own[-1], self.control)
+
+    @property
     def last(self) -> list[tuple[int, Ids, Answer]]:
         """(step, prompt, own hit) that a restarted engine is asked for."""
         steps = range(1, len(self.prompts), 2) if self.batch else [len(self.prompts) - 1]
@@ -51,6 +62,8 @@ class Result:
 
     Attributes:
         facts: of the first engine, without token ids.
+        own_pairs: more answers of the first engine to the same question, beside ``Told.again``.
+        restart_pairs: answers of both engines to the same question.
         metrics: increases of this package's counters while restored prompts were asked,
             by tier.
         copies: per rank, see ``AcceptExtension.accept_copies``.
@@ -65,6 +78,7 @@ class Result:
     facts: dict[str, Any]
     told: list[Told] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
+    own_pairs: list[tuple[Answer, Answer]] = field(default_factory=list)
     restart_pairs: list[tuple[Answer, Answer]] = field(default_factory=list)
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     copies: list[dict[str, Any]] = field(default_factory=list)
@@ -81,10 +95,11 @@ class Result:
     @property
     def noise(self) -> Noise:
         pairs = [pair for each in self.told for pair in zip(each.own, each.again, strict=False)]
-        changes = [
-            difference(each.own[-1], each.control) for each in self.told if each.control is not None
-        ]
-        wrong = min(changes, default=0.0)
+        pairs += self.own_pairs
+        # Many tokens after the prefix would wash out what it changes.
+        controls = [each for each in self.told if each.control is not None]
+        fewest = min((each.after for each in controls), default=0)
+        wrong = min((each.shows for each in controls if each.after == fewest), default=0.0)
         return Noise(noise_of(pairs), noise_of(self.restart_pairs), wrong, self.lost)
 
     @property

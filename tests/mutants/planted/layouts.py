@@ -97,8 +97,8 @@ DEFECTS = (
     one(
         "the acceptance test allows noise where there is none",
         "lmcache_hybrid/accept/compare.py",
-        "return Outcome.NOISE if self.difference <= max(allowed, self.slack)",
-        "return Outcome.NOISE if self.difference <= max(allowed, self.slack, 0.1)",
+        "        limit = max(allowed, self.slack)\n",
+        "        limit = max(allowed, self.slack, 0.1)\n",
     ),
     one(
         "the acceptance test takes a fault of saving for noise",
@@ -130,5 +130,11 @@ DEFECTS = (
         "lmcache_hybrid/accept/worker.py",
         '    vars(worker)["_restore"] = restore_and_lose\n',
         "",
+    ),
+    one(
+        "the acceptance test forgives a difference that came back",
+        "lmcache_hybrid/accept/compare.py",
+        "        if self.others and max(self.others) <= limit < self.difference:\n",
+        "        if self.others and limit < self.difference:\n",
     ),
 )

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The acceptance test's engine: flags, logs, and its end."""
+
+import io
+import json
+import os
+import subprocess
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from lmcache_hybrid.accept.child import Child, engine_arguments
+from lmcache_hybrid.accept.engine import Engine as AcceptEngine
+from lmcache_hybrid.accept.engine import EngineError, cause_in, redacted, sentence_in, tail
+from lmcache_hybrid.errors import ConfigError
+
+
+def test_a_command_line_of_vllm_serve_is_taken(tmp_path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("max-num-seqs: 7\nport: 8001\n")
+    flags = "--api-key secret --host 0.0.0.0 --max-model-len 4k --served-model-name me"
+    made = engine_arguments("some/model", [*flags.split(), "--config", str(file)])
+    assert (made.model, made.max_model_len, made.max_num_seqs) == ("some/model", 4000, 7)
+    assert made.kv_transfer_config.kv_connector == "LMCacheConnectorV1"
+    assert made.kv_transfer_config.kv_role == "kv_both" and made.disable_log_stats is False
+    assert made.worker_extension_cls.endswith("AcceptExtension")
+
+
+def test_settings_of_the_connector_are_kept() -> None:
+    extra = {"lmcache.hybrid_checkpoint_tokens": 384}
+    transfer = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+    text = json.dumps({**transfer, "kv_connector_extra_config": extra})
+    made = engine_arguments("m", ["--kv-transfer-config", text, "--disable-log-stats"])
+    assert made.kv_transfer_config.kv_connector_extra_config == extra
+    assert made.disable_log_stats is False
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--no-such-flag"], "vLLM does not take these flags: unrecognized arguments"),
+        (["--max-model-len", "many"], "vLLM does not take these flags: argument --max-model-len"),
+        (["--data-parallel-size", "2"], "--data-parallel-size=2 starts copies"),
+        (["--worker-extension-cls", "a.B"], "--worker-extension-cls=a.B takes the place"),
+        (["--prefix-match-unit", "64"], "--prefix-match-unit=64 lets vLLM hit inside a block"),
+        (
+            [
+                "--kv-transfer-config",
+                '{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_consumer"}',
+            ],
+            "names LMCacheConnectorV1 with kv_role kv_consumer; test LMCacheConnectorV1",
+        ),
+    ],
+)
+def test_flags_that_cannot_be_tested_are_refused(flags: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        engine_arguments("m", flags)
+    assert says in str(error.value)
+
+
+def test_the_cause_is_found_in_a_log() -> None:
+    log = (
+        "(EngineCore pid=1) ERROR lmcache_hybrid.errors.ConfigError: chunk_size=100 is wrong; "
+        "remove it.\n"
+        "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    assert sentence_in(log) == "chunk_size=100 is wrong; remove it."
+    late = "ValueError: no\ntorch.OutOfMemoryError: CUDA out of memory.\n"
+    assert cause_in(late) == "OutOfMemoryError: CUDA out of memory."
+    assert cause_in("all is well") is sentence_in(late) is None
+
+
+def test_no_password_of_a_store_is_shown(tmp_path) -> None:
+    log = tmp_path / "log"
+    log.write_text("INFO remote_url: 'redis://me:se/c@ret@store:6379/0', fs://host:0/tmp/x\n")
+    assert tail(log) == "INFO remote_url: 'redis://...@store:6379/0', fs://host:0/tmp/x"
+    assert redacted("no://url here, but a@b") == "no://url here, but a@b"
+
+
+def test_an_engine_that_was_killed_is_noticed_though_its_workers_hold_the_pipe(tmp_path) -> None:
+    read, write = os.pipe()
+    timed_out = threading.Timer(30, os.close, [write])
+    driven = AcceptEngine.__new__(AcceptEngine)
+    driven._log, driven._written, driven._replies = tmp_path / "log", 0, os.fdopen(read)
+    driven._log.write_text("")
+    with subprocess.Popen(["sleep", "60"]) as process:
+        driven._process = SimpleNamespace(stdin=io.StringIO(), poll=process.poll, wait=process.wait)
+        process.kill()
+        timed_out.start()
+        with pytest.raises(EngineError, match="exit code -9"):
+            driven.call("start")
+    assert timed_out.is_alive()
+    timed_out.cancel()
+    driven._replies.close()
+    os.close(write)
+
+
+def test_without_a_tokenizer_ids_come_from_the_middle_of_the_vocabulary() -> None:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            architectures=["A"],
+            dtype="torch.bfloat16",
+            quantization=None,
+            max_model_len=1,
+            enforce_eager=True,
+            get_vocab_size=lambda: 1000,
+        ),
+        scheduler_config=SimpleNamespace(
+            max_num_batched_tokens=1, max_num_seqs=1, async_scheduling=True
+        ),
+        speculative_config=SimpleNamespace(method="mtp", use_eagle_block_drop=lambda: True),
+        kv_transfer_config=SimpleNamespace(get_from_extra_config=lambda key, default: default),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        device_config=SimpleNamespace(device_type="cpu"),
+        use_v2_model_runner=True,
+    )
+    child = Child()
+    # As --skip-tokenizer-init leaves an engine: get_tokenizer() would raise.
+    child._engine = SimpleNamespace(vllm_config=config, tokenizer=None)
+    facts = child._facts()
+    assert facts["ordinary"] == list(range(250, 500)) and facts["eagle_drop"] is True

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The acceptance test's screen and its JSON."""
+
+import dataclasses
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from lmcache_hybrid.accept.compare import Verdict
+from lmcache_hybrid.accept.report import as_json
+from lmcache_hybrid.accept.tiers import missing_of, tiers_of
+
+from .accept_engine import RAM, run, shown
+
+
+def test_one_screen() -> None:
+    lines = shown(run())
+    assert len(lines) <= 40 and all(len(line) <= 100 for line in lines)
+    text = "\n".join(lines)
+    assert "V2 model runner" in text and "NVIDIA H100 (CUDA 13.0)" in text and "N = 16" in text
+    assert "Save: copies 0.50 GB/s, 25% of one plain copy (2.00 GB/s)" in text
+    assert lines[-1].startswith("PASS")
+
+
+def test_prompts_that_differ_are_named() -> None:
+    lines = shown(run(wrong=16, tiers=[RAM]))
+    assert any("2N+1" in line and "differs by" in line for line in lines)
+    last = " ".join(lines[-4:])
+    assert "FAIL, wrong answers: " in last and "N+1 (RAM)" in last and "missed" not in last
+    assert "no wrong" not in last
+
+
+@pytest.mark.parametrize(
+    "options, title",
+    [
+        ({"second": {"lose": "RemoteBackend"}}, "FAIL, no wrong answer, missed hits: "),
+        ({"lose": "LocalCPUBackend"}, "FAIL, no wrong answer, a problem above: "),
+        ({"missing_tiers": ["RemoteBackend"]}, "FAIL, a problem above: nothing was compared"),
+    ],
+)
+def test_what_is_no_wrong_answer_is_told_apart(options: dict, title: str) -> None:
+    result = run(**options)
+    assert result.verdict is Verdict.FAIL
+    assert title in " ".join(" ".join(shown(result)).split())
+
+
+def test_prompts_that_do_not_fit_are_named() -> None:
+    result = run(max_model_len=40, tiers=[RAM])
+    names = result.plan.left_out
+    lines = shown(result)
+    assert result.verdict is Verdict.PASS and "2N+1" in names
+    text = " ".join(" ".join(lines).split())
+    assert f"too long for context, KV cache or LMCache's pool: {', '.join(names)} PASS" in text
+    assert f"; {len(names)} prompts not asked. " in lines[-1]
+    assert not [line for line in shown(run()) if "ot asked" in line]
+
+
+def test_the_report_is_plain_json_of_digests() -> None:
+    result = run(wrong=16)
+    result.checks[0] = dataclasses.replace(result.checks[0], difference=math.inf)
+    report = as_json(result)
+    text = json.dumps(report, allow_nan=False)
+    assert report["verdict"] == "FAIL" and report["checks"][0]["difference"] is None
+    assert "ordinary" not in report["facts"]
+    prompt = result.told[0].prompts[0]
+    assert ", ".join(map(str, prompt[:4])) not in text
+    assert {"differs"} <= {each["outcome"] for each in report["checks"]}
+
+
+def test_stores_are_named_without_host_user_password_or_path() -> None:
+    config = SimpleNamespace(
+        local_cpu=True,
+        local_disk="/home/me/disk",
+        remote_url="redis://me:secret@store.example:6379",
+        retrieve_locations=None,
+        store_location=None,
+    )
+    backends = {"LocalCPUBackend": None, "RemoteBackend": None}
+    store = SimpleNamespace(
+        _engine=SimpleNamespace(config=config), manager=SimpleNamespace(storage_backends=backends)
+    )
+    tiers, missing = tiers_of(store), missing_of(store)
+    assert [(tier["title"], tier["survives"]) for tier in tiers] == [
+        ("RAM", False),
+        ("redis://", True),
+    ]
+    assert missing == ["LocalDiskBackend"]
+    told = json.dumps([tiers, missing, as_json(run(tiers=tiers, missing_tiers=missing))])
+    assert not [word for word in ("me:", "secret", "example", "/home") if word in told]

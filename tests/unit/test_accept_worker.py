@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the acceptance test does on a rank."""
+
+import dataclasses
+import re
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lmcache_hybrid.accept import worker
+from lmcache_hybrid.accept.child import check_ranks
+from lmcache_hybrid.accept.tiers import refusals, tiers_of
+from lmcache_hybrid.config import Options
+from lmcache_hybrid.errors import ConfigError
+
+
+def test_the_last_block_of_a_lost_group_is_zeroed_until_it_ends() -> None:
+    class Worker:
+        def __init__(self) -> None:
+            self._plan = SimpleNamespace(
+                states=(1, 3), attention=(0,), windows=(SimpleNamespace(group=2),)
+            )
+            self.content = {
+                (group, block): torch.ones(4) for group in range(4) for block in range(9)
+            }
+            self._pages = {
+                group: SimpleNamespace(
+                    block_bytes=16,
+                    pieces=lambda block, data, group=group: [
+                        (self.content[group, block].view(torch.uint8), data)
+                    ],
+                )
+                for group in range(4)
+            }
+
+        def _restore(self, load, claim, after) -> int:
+            return 7
+
+    load = SimpleNamespace(state_blocks=(1, 2), attention_blocks=((3, 4),), window_blocks=((5, 6),))
+    for group, block in ((1, 1), (3, 2), (0, 4), (2, 6)):
+        lossy = Worker()
+        worker.lose(lossy, group)
+        assert lossy._restore(load, None, None) == 7
+        zeroed = {where for where, content in lossy.content.items() if not content.any()}
+        assert zeroed == {(group, block)}
+        worker.lose(lossy, None)
+        lossy.content[group, block].fill_(1)
+        lossy._restore(load, None, None)
+        assert lossy.content[group, block].all()
+
+
+@pytest.mark.parametrize("state_bytes", [1 << 20, 1 << 30])
+def test_blocks_of_every_group_are_copied_and_compared(state_bytes: int) -> None:
+    sizes = {0: 8 << 20, 1: state_bytes, 2: 8 << 20, 3: 1 << 20}
+    pages = {
+        group: SimpleNamespace(block_bytes=size, num_blocks=100) for group, size in sizes.items()
+    }
+    plan = SimpleNamespace(
+        attention=(0, 2), states=(1,), windows=(SimpleNamespace(group=3),), block_size=16
+    )
+    store = SimpleNamespace(reserve=lambda size: SimpleNamespace(release=lambda: None))
+    items, targets = worker._items(SimpleNamespace(_plan=plan, _pages=pages, _store=store))
+    copied = Counter(item.key.group for item in items)
+    assert copied.keys() == {0, 1, 2, 3} and copied[1] == 1
+    assert abs(copied[0] - copied[2]) <= 1 and abs(copied[0] - copied[3]) <= 1
+    blocks = [item.block for item in items] + targets
+    assert len(set(blocks)) == len(blocks) and 0 < min(blocks) <= max(blocks) < 100
+
+
+def options(**given) -> Options:
+    made = Options(None, True, None, min_retrieve_tokens=0, max_tokens_per_load=0)
+    return dataclasses.replace(made, **given)
+
+
+def store_of(**given) -> SimpleNamespace:
+    """A store with RAM above a local disk."""
+    settings = {"local_cpu": True, "local_disk": "d", "remote_url": None, **given}
+    config = {"retrieve_locations": None, "store_location": None, **settings}
+    backends = {"LocalCPUBackend": None, "LocalDiskBackend": None}
+    return SimpleNamespace(
+        _engine=SimpleNamespace(config=SimpleNamespace(**config)),
+        manager=SimpleNamespace(storage_backends=backends),
+    )
+
+
+@pytest.mark.parametrize(
+    "given, settings, says",
+    [
+        ({"save": False}, {}, "LMCACHE_FORCE_SKIP_SAVE is set"),
+        ({"max_tokens_per_load": 64}, {}, "lmcache.max_tokens_per_load=64 lets a load bring less"),
+        ({"min_retrieve_tokens": 17}, {}, "min_retrieve_tokens=17 leaves hits of one block of 16"),
+        (
+            {},
+            {"store_location": "LocalDiskBackend"},
+            "store_location='LocalDiskBackend' is not the nearest backend that is read, "
+            "LocalCPUBackend",
+        ),
+    ],
+)
+def test_settings_that_leave_hits_out_are_refused(given: dict, settings: dict, says: str) -> None:
+    (sentence,) = refusals(options(**given), store_of(**settings), 16)
+    assert says in sentence and sentence.endswith(".") and "for this test" in sentence
+    ranks = [{"served": True, "refusals": [sentence]}]
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        check_ranks(ranks)
+
+
+@pytest.mark.parametrize(
+    "settings, tiers",
+    [
+        ({}, ["RAM", "local disk"]),
+        ({"local_cpu": False}, ["local disk"]),
+        ({"local_cpu": False, "store_location": "LocalDiskBackend"}, ["local disk"]),
+        ({"store_location": "LocalCPUBackend"}, ["RAM"]),
+        ({"retrieve_locations": ["LocalDiskBackend"]}, ["local disk"]),
+    ],
+)
+def test_tiers_are_those_that_are_written_and_read(settings: dict, tiers: list[str]) -> None:
+    store = store_of(**settings)
+    assert [tier["title"] for tier in tiers_of(store)] == tiers
+    assert refusals(options(min_retrieve_tokens=16), store, 16) == []
+
+
+@pytest.mark.parametrize("served", [(False, True), (True, False)])
+def test_every_rank_must_be_served(served: tuple[bool, bool]) -> None:
+    with pytest.raises(ConfigError, match=f"on rank {served.index(False)}"):
+        check_ranks([{"served": each, "refusals": []} for each in served])
