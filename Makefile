@@ -21,7 +21,7 @@ TORCH := torch==$(TORCH_VERSION)
 UV_TORCH := UV_TORCH_BACKEND=$(TORCH_BACKEND)
 endif
 
-.PHONY: help venv demo test test-fast sim mutants compat soak bench bench-reuse bench-scale lint docs wheel clean
+.PHONY: help venv demo test test-fast sim mutants compat soak bench bench-reuse bench-digests bench-scale bench-weights lint docs wheel clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -62,6 +62,12 @@ bench-reuse: venv  ## replay traces of prompts: three minutes; figures go to doc
 
 bench: venv  ## times and bandwidths beside their limits: half an hour; to docs/performance.json
 	$(BIN)/lmcache-hybrid bench performance --out docs/performance.json
+
+bench-weights: venv  ## what a digest of 50 GB of weights costs at start-up: a minute; to docs/weights.json
+	$(BIN)/lmcache-hybrid bench weights --out docs/weights.json
+
+bench-digests: venv  ## what a key costs, to docs/digests.json and docs/security.md
+	$(BIN)/python -m benchmarks.digests
 
 bench-scale: venv  ## what one Valkey serves of one engine, and of a thousand; to docs/scale.json
 	$(BIN)/lmcache-hybrid bench scale --out docs/scale.json

@@ -6,7 +6,6 @@ defaults: what you export yourself wins.
 """
 
 import os
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,13 +56,20 @@ class Answer:
         )
 
 
+def own_folder() -> Path:
+    """This user's alone, unlike names in a temporary folder that others can guess."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lmcache-hybrid"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
 def model_or_tiny(model: str | None) -> str:
     """``model``, or the path of a small Qwen3-Next with random weights, made on first use."""
     if model is not None:
         return model
     from lmcache_hybrid.tinymodels import make_model
 
-    return str(make_model("qwen3_next", Path(tempfile.gettempdir(), "lmcache-hybrid-qwen3_next")))
+    return str(make_model("qwen3_next", own_folder() / "lmcache-hybrid-qwen3_next"))
 
 
 def long_prompt(characters: int, subject: str = "cache") -> str:

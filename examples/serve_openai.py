@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -108,7 +107,7 @@ def main(
 ) -> None:
     """Serve a model, ask, empty vLLM's own prefix cache, ask again, read /metrics."""
     prompt = common.long_prompt(characters)
-    log = Path(tempfile.gettempdir(), "lmcache-hybrid-serve.log")
+    log = common.own_folder() / "serve.log"
     typer.echo(f"starting vllm serve, log in {log}")
     with server(common.model_or_tiny(model), config, log) as url:
         ask(url, "Warm up.", "first request of a server")

@@ -7,10 +7,11 @@ buffers of one chunk of attention.
 """
 
 import re
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult
 
 from lmcache_hybrid.errors import ConfigError
 from lmcache_hybrid.stored.keys import without_password
+from lmcache_hybrid.stored.login import split_url
 
 # Schemes of LMCache's remote_url and types of its remote_storage_plugins that are tested.
 REMOTE_SCHEMES = ("fs", "redis", "rediss", "unix", "redis-cluster", "redis-sentinel")
@@ -57,7 +58,12 @@ def check_remote_url(url: str) -> SplitResult:
     Raises:
         ConfigError: it names a store that cannot hold records, or no host and port.
     """
-    parts = urlsplit(url)
+    try:
+        parts = split_url(url)
+    except ValueError as error:
+        raise ConfigError(
+            f"LMCache option remote_url={without_password(url)!r} cannot be read: {error}."
+        ) from None
     if parts.scheme not in REMOTE_SCHEMES:
         raise ConfigError(
             f"LMCache option remote_url={without_password(url)!r} names a store that cannot hold "

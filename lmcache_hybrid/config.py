@@ -2,18 +2,24 @@
 """LMCache's options for a hybrid model: what is set, what is kept, what is refused."""
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
 from lmcache_hybrid.backends import check_plugins, check_remote_url
+from lmcache_hybrid.digests import PLAIN, Digester, read_key
 from lmcache_hybrid.errors import ConfigError
+from lmcache_hybrid.folders import check_folder
 from lmcache_hybrid.groups import ATTENTION_GROUP_KEY
+from lmcache_hybrid.stored.login import (
+    PASSWORD_FILE,
+    connection_options,
+    hide_passwords,
+    holds_password,
+)
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -25,6 +31,7 @@ logger = init_logger("vllm.lmcache_hybrid.config")
 OWN_PREFIX = "lmcache.hybrid_"
 LOAD_LIMIT_KEY = "lmcache.max_tokens_per_load"
 CHECKPOINT_KEY = "lmcache.hybrid_checkpoint_tokens"
+KEY_FILE_KEY = "lmcache.hybrid_key_file"
 DEFAULT_CHUNK_SIZE = 256
 STABLE_HASH = "sha256_cbor"
 
@@ -74,6 +81,7 @@ class Options:
         max_tokens_per_load: largest number of tokens per load, 0 for no limit.
         checkpoint_tokens: T, a long prefill leaves a state every T tokens; 0 for none.
         save_decode: whether boundaries that generated tokens reach are stored.
+        digester: keyed where a key file is named.
     """
 
     attention_group: int | None
@@ -83,17 +91,21 @@ class Options:
     max_tokens_per_load: int
     checkpoint_tokens: int = 0
     save_decode: bool = False
+    digester: Digester = PLAIN
 
 
 def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Options:
     """Collect the options, refusing what is malformed.
 
     Raises:
-        ConfigError: a setting of ours that does not exist or has no whole number, or a length
-            that is negative.
+        ConfigError: a setting of ours that does not exist or has no whole number, a length
+            that is negative, or a key file that is none.
     """
     transfer = vllm_config.kv_transfer_config
-    known = {ATTENTION_GROUP_KEY, CHECKPOINT_KEY, "lmcache.hybrid_load_failure_policy"}
+    known = {
+        *(ATTENTION_GROUP_KEY, CHECKPOINT_KEY, KEY_FILE_KEY),
+        "lmcache.hybrid_load_failure_policy",
+    }
     for key in transfer.kv_connector_extra_config:
         if key.startswith(OWN_PREFIX) and key not in known:
             raise ConfigError(f"{key} is not a setting; the settings are {sorted(known)}.")
@@ -112,6 +124,7 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
             raise ConfigError(f"{key}={value} is no number of tokens; write one, or 0.")
         return value
 
+    key_file = transfer.get_from_extra_config(KEY_FILE_KEY, None)
     return Options(
         attention_group=whole(ATTENTION_GROUP_KEY, None),
         save=transfer.kv_role != "kv_consumer" and not os.environ.get("LMCACHE_FORCE_SKIP_SAVE"),
@@ -122,6 +135,7 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
         max_tokens_per_load=tokens(LOAD_LIMIT_KEY, whole(LOAD_LIMIT_KEY, 0) or 0),
         checkpoint_tokens=whole(CHECKPOINT_KEY, 0) or 0,
         save_decode=bool(config.save_decode_cache),
+        digester=PLAIN if key_file is None else read_key(KEY_FILE_KEY, str(key_file)),
     )
 
 
@@ -195,6 +209,14 @@ def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
                 f"{key}={value!r} is not a value that LMCache's {field} takes; correct it or "
                 "remove it from kv_connector_extra_config."
             )
+        if holds_password(value):
+            logger.warning(
+                "%s holds a password, which this machine's users see in the list of processes; "
+                "put it into a file and name that in %s.",
+                key,
+                PASSWORD_FILE,
+            )
+    hide_passwords(config)
     return config
 
 
@@ -291,7 +313,9 @@ def _check_remote(config: "LMCacheEngineConfig") -> None:
     parts = check_remote_url(config.remote_url)
     if parts.scheme == "fs":
         for path in parts.path.split(","):
-            _check_writable("remote_url", path)
+            check_folder("remote_url", path)
+    else:
+        connection_options(config.remote_url)
 
 
 def _check_local(config: "LMCacheEngineConfig") -> None:
@@ -308,17 +332,4 @@ def _check_local(config: "LMCacheEngineConfig") -> None:
             "off; set it to the GB you want to use."
         )
     for path in config.local_disk.split(","):
-        _check_writable("local_disk", path.strip())
-
-
-def _check_writable(option: str, path: str) -> None:
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        # Of a name that no other engine on a shared folder has.
-        with tempfile.NamedTemporaryFile(dir=path, prefix=".lmcache-hybrid-") as probe:
-            probe.write(b"probe")
-    except OSError as error:
-        raise ConfigError(
-            f"LMCache option {option}={path!r} cannot be written ({error.strerror}); "
-            "make it a writable directory or choose another."
-        ) from error
+        check_folder("local_disk", path.strip())

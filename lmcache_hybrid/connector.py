@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
+from lmcache_hybrid.adapters import ADAPTERS
 from lmcache_hybrid.config import (
     Options,
     check_lengths,
@@ -23,7 +24,7 @@ from lmcache_hybrid.config import (
     read_options,
     settle_lmcache_config,
 )
-from lmcache_hybrid.errors import ConfigError
+from lmcache_hybrid.errors import ConfigError, UnknownWeightsError
 from lmcache_hybrid.fingerprint import fingerprint
 from lmcache_hybrid.groups import layer_specs, page_bytes, plan_groups
 from lmcache_hybrid.inquiry import Inquiries
@@ -36,6 +37,8 @@ from lmcache_hybrid.rpc import LookupClient, LookupServer
 from lmcache_hybrid.scales import reset_scales
 from lmcache_hybrid.scheduler import HybridScheduler
 from lmcache_hybrid.stored.keys import readable_name
+from lmcache_hybrid.stored.login import unencrypted
+from lmcache_hybrid.weights_guard import GuardedLookup, WeightsGuard
 from lmcache_hybrid.worker import HybridWorker
 
 if TYPE_CHECKING:
@@ -73,7 +76,7 @@ class HybridConnector:
         self._kv_cache_config = kv_cache_config
         _refuse_parallelism(vllm_config)
         config = load_lmcache_config(vllm_config)
-        options = read_options(vllm_config, config)
+        self._options = options = read_options(vllm_config, config)
         self.plan = plan_groups(kv_cache_config, options.attention_group)
         settle_lmcache_config(config, self.plan.block_size)
         check_lengths(options, self.plan.block_size)
@@ -84,9 +87,12 @@ class HybridConnector:
         self._inquiries: Inquiries | None = None
         self._server: LookupServer | None = None
         self._lookup: RankLookup | None = None
+        self._guard = WeightsGuard()
         if role == KVConnectorRole.SCHEDULER:
             self._start_scheduler(config, options)
         else:
+            parallel = vllm_config.parallel_config
+            ADAPTERS.rank, ADAPTERS.ranks = parallel.rank, parallel.world_size
             self._server = LookupServer(vllm_config)
         self._manager = self._start_lmcache(config, role)
 
@@ -101,9 +107,17 @@ class HybridConnector:
     def _start_scheduler(self, config: "LMCacheEngineConfig", options: Options) -> None:
         from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
+        if url := unencrypted(config.remote_url):
+            logger.warning(
+                "Records go to %s unencrypted, and they are the prompts: use TLS or a network of "
+                "its own, see docs/security.md.",
+                url,
+            )
         _, hash_block_size = resolve_kv_cache_block_sizes(self._kv_cache_config, self._vllm_config)
         self._client = LookupClient(self._vllm_config, config.lookup_timeout_ms)
-        self._inquiries = Inquiries(self._client.ask, config.lookup_timeout_ms)
+        self._inquiries = Inquiries(
+            self._client.ask, config.lookup_timeout_ms, contents=self._client.contents
+        )
         self.scheduler = HybridScheduler(self.plan, options, hash_block_size, self._inquiries)
         logger.info(
             "LMCache serves hybrid groups: blocks of %d tokens, attention groups %s, "
@@ -151,6 +165,14 @@ class HybridConnector:
         context = self._vllm_config.compilation_config.static_forward_context
         reset_scales(self._kv_cache_config, kv_caches, context)
         check_pool(self._manager.config, max(group.block_bytes for group in pages.values()))
+        try:
+            # Of all ranks together, so before anything that may fail on one.
+            name = fingerprint(self._vllm_config, self.plan, pages)
+        except UnknownWeightsError as error:
+            logger.warning(
+                "LMCache stores nothing and this rank computes every prompt, since %s.", error
+            )
+            return
         self._manager.post_init()
         engine = self._manager.lmcache_engine
         if engine is None or engine.storage_manager is None:
@@ -159,21 +181,27 @@ class HybridConnector:
                 "until the engine is restarted with a working store."
             )
             return
-        self._open_store(engine, pages)
+        self._open_store(engine, pages, name)
 
-    def _open_store(self, engine: Any, pages: dict[int, GroupPages]) -> None:
+    def _open_store(self, engine: Any, pages: dict[int, GroupPages], name: bytes) -> None:
         from lmcache_hybrid.lmcache_store import LMCacheStore
         from lmcache_hybrid.pinned import report_pool
 
         assert self._server is not None
         model = self._vllm_config.model_config.model
-        name = fingerprint(self._vllm_config, self.plan, pages)
-        logger.info("Records of this rank have the fingerprint %s.", name[:8].hex())
+        digester = self._options.digester
+        name = digester.name(name)
+        logger.info(
+            "Records of this rank have the fingerprint %s%s.",
+            name[:8].hex(),
+            f", sealed with the key {digester.key_id.hex()}" if digester.key_id else "",
+        )
         store = LMCacheStore(
             engine,
             readable_name(model),
             name,
             max(group.block_bytes for group in pages.values()),
+            digester,
         )
         monitor = LMCacheMonitor(engine.stats_monitor)
         self._lookup = RankLookup(self.plan, store, monitor)
@@ -182,7 +210,15 @@ class HybridConnector:
             self.plan, pages, store, self._lookup, first.device, monitor=monitor
         )
         report_pool(engine.storage_manager.local_cpu_backend, first.device)
-        self._server.serve(self._lookup, self.worker.reset)
+        self._guard = WeightsGuard()
+        self._server.serve(GuardedLookup(self._lookup, self._guard), self._reset)
+
+    def _reset(self, epoch: int) -> None:
+        """Forget all that was stored, on this rank; on the thread that answers lookups."""
+        assert self.worker is not None
+        self.worker.reset(epoch)
+        # Not before: a step under way would be stored by the name of the weights before.
+        self._guard.reset()
 
     def shutdown(self) -> None:
         """Stop threads, flush and close LMCache's backends."""
@@ -204,10 +240,14 @@ class HybridConnector:
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self.worker is not None:
             self.worker.start_loads(self._metadata)
+            if not self._metadata.idle:
+                self._guard.computing()
 
     def wait_for_save(self) -> None:
-        if self.worker is not None:
+        if self.worker is not None and self._guard.stands():
             self.worker.save(self._metadata)
+        else:  # the other ranks wait for this one
+            ADAPTERS.all_hold([save.prefix.adapter for save in self._metadata.saves])
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
@@ -219,7 +259,10 @@ class HybridConnector:
         if self.worker is None:
             # No store, so no claim and no load was ever promised by this rank.
             return KVConnectorTransferResults()
-        return self.worker.results(finished_req_ids, self._metadata.idle)
+        results = self.worker.results(finished_req_ids, self._metadata.idle)
+        if not self._guard.stands():
+            results.failed_recving.update(results.finished_recving)
+        return results
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:
         return None, None

@@ -8,17 +8,21 @@ streams and ordered against the forward by streams and events, and the host goes
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from concurrent.futures import FIRST_EXCEPTION, Executor, wait
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from vllm.logger import init_logger
 
 from lmcache_hybrid.errors import DamagedError, RecordError
 from lmcache_hybrid.pages import GroupPages
+from lmcache_hybrid.pools import started
 from lmcache_hybrid.record import RecordKey, digests_of
 from lmcache_hybrid.store import Buffer
 from lmcache_hybrid.transfers import Transfer, copy_one_by_one, transfer_for
+
+logger = init_logger("vllm.lmcache_hybrid.copies")
 
 T = TypeVar("T")
 
@@ -37,16 +41,19 @@ class Item(NamedTuple):
     buffer: Buffer
 
     def gather(self) -> None:
-        self.buffer.digests = self.pages.gather(self.block, self.buffer.payload)
+        buffer = self.buffer
+        buffer.digests = self.pages.gather(self.block, buffer.payload, buffer.digester)
 
     def scatter(self) -> None:
         with self._damage_named():
-            self.pages.scatter(self.block, self.buffer.payload, self.buffer.digests)
+            buffer = self.buffer
+            self.pages.scatter(self.block, buffer.payload, buffer.digests, buffer.digester)
 
     def check(self) -> None:
         """Raises DamagedError when the buffer does not hold what was stored."""
         with self._damage_named():
-            self.pages.check_payload(self.buffer.payload, self.buffer.digests)
+            buffer = self.buffer
+            self.pages.check_payload(buffer.payload, buffer.digests, buffer.digester)
 
     def pieces(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(bytes of the KV cache, bytes of the buffer), see :meth:`GroupPages.pieces`."""
@@ -97,21 +104,24 @@ class Threads:
     """Work on bytes, spread over cores; everything of it must release the GIL."""
 
     def __init__(self, name: str) -> None:
-        cores = _cores()
-        self._pool = ThreadPoolExecutor(
-            min(COPIERS, len(cores)), name, os.sched_setaffinity, (0, cores)
-        )
+        """Start no thread yet: the first that has much to do starts all."""
+        self._name = name
+        self._cores = _cores()
+        self._starting = threading.Lock()
+        self._pool: Executor | None = None
 
     def each(self, function: Callable[[T], None], items: Sequence[T], size: int) -> None:
         """Call ``function`` on all items, ``size`` bytes together.
 
         Raises the first exception, once no call is under way any more.
         """
-        if size < WORTH_A_THREAD or len(items) == 1:
+        little = size < WORTH_A_THREAD or len(items) == 1
+        pool = None if little else self._started()
+        if pool is None:
             for item in items:
                 function(item)
             return
-        calls = [self._pool.submit(function, item) for item in items]
+        calls = [pool.submit(function, item) for item in items]
         try:
             wait(calls, return_when=FIRST_EXCEPTION)
         finally:
@@ -122,8 +132,31 @@ class Threads:
             if not call.cancelled():
                 call.result()
 
+    def _started(self) -> Executor | None:
+        """The threads; None where the process may not have them now."""
+        with self._starting:
+            if self._pool is None:
+                count = min(COPIERS, len(self._cores))
+                try:
+                    self._pool = started(count, self._name, self._leave_the_core)
+                except RuntimeError as error:
+                    logger.warning_once(
+                        "%d threads to copy the KV cache with could not be started (%s): copies "
+                        "are slower. Raise the limit of processes (ulimit -u, pids.max).",
+                        count,
+                        error,
+                    )
+            return self._pool
+
+    def _leave_the_core(self) -> None:
+        # Cores may have been taken from the process since, and a pool whose threads
+        # raise here takes no work any more.
+        with suppress(OSError):
+            os.sched_setaffinity(0, self._cores)
+
     def close(self) -> None:
-        self._pool.shutdown()
+        if self._pool is not None:
+            self._pool.shutdown()
 
 
 def _cores() -> set[int]:
@@ -207,7 +240,8 @@ class StreamCopies:
         def finish() -> None:
             self._wait(copied)
             for item in items:
-                item.buffer.digests = digests_of(memoryview(item.buffer.payload.numpy()))
+                payload = memoryview(item.buffer.payload.numpy())
+                item.buffer.digests = digests_of(payload, item.buffer.digester)
 
         return finish
 

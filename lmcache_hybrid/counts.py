@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from lmcache_hybrid.errors import LoadError, RecordError
 
 # Why a record is rejected (RecordError.reason).
-CHECKS = ("short", "magic", "version", "header", "fingerprint", "key", "length", "checksum")
+CHECKS = ("short", "magic", "version", "header", "fingerprint", "key", "length", "checksum", "seal")
 # Of a count that is a level and not a total: it goes up and down.
 LEVEL = {"level": True}
 

@@ -14,6 +14,13 @@ class ConfigError(ValueError):
     """
 
 
+class UnknownWeightsError(Exception):
+    """It is not known which weights were loaded, so nothing may be stored or loaded.
+
+    The message says why and what to change, as a part of a sentence.
+    """
+
+
 class StoreError(Exception):
     """A store cannot be looked into. The message is one sentence with the fix."""
 
@@ -23,7 +30,7 @@ class RecordError(Exception):
 
     Attributes:
         reason: one word for counters: ``short``, ``magic``, ``version``, ``header``,
-            ``fingerprint``, ``key``, ``length`` or ``checksum``; seen from outside an
+            ``fingerprint``, ``key``, ``length``, ``checksum`` or ``seal``; seen from outside an
             engine also ``wrapper`` and ``name``.
     """
 
@@ -58,7 +65,7 @@ class LoadError(Exception):
 
     Attributes:
         reason: one word for counters: ``gone``, ``unreadable``, ``unreachable``, ``no_room``,
-            ``unpinned``, ``unhealthy``, ``length`` or ``error``.
+            ``unpinned``, ``unhealthy``, ``length``, ``adapter`` or ``error``.
         kind: of the record it is due to, for counters: ``state``, ``attention`` or ``none``.
     """
 
@@ -66,6 +73,10 @@ class LoadError(Exception):
         super().__init__(message)
         self.reason = reason
         self.kind = "none" if key is None else key.kind_name
+
+
+class UnwantedError(LoadError):
+    """The request of a load has ended: no failure, and not counted as one."""
 
 
 class NoRoomError(LoadError):

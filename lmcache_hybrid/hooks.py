@@ -11,13 +11,49 @@ _DISK = f"{_BACKENDS}.local_disk_backend"
 _REDIS = f"{_BACKENDS}.connector.redis_connector"
 _QUEUE = f"{_BACKENDS}.job_executor.pq_executor"
 _ZMQ = "lmcache.v1.rpc.zmq_transport"
-_DISK_PATCH, _REMOTE_PATCH = "lmcache_hybrid/local_disk.py", "lmcache_hybrid/remote.py"
+_REMOTE_PATCH = "lmcache_hybrid/remote.py"
 _REDIS_PATCH, _DOCTOR = "lmcache_hybrid/redis_stores.py", "lmcache_hybrid/doctor/backends.py"
 _CONFIG = "lmcache.v1.config"
 _OPS = "lmcache.v1.platform.base.device_ops"
 _SPEC = "lmcache.v1.platform.base.device_spec"
 
 LMCACHE = (
+    Hook("lmcache.v1.cache_engine", "LMCacheEngine.stats_monitor"),
+    *attributes(
+        "lmcache.integration.vllm.vllm_service_factory",
+        "VllmServiceFactory",
+        "lmcache_config role",
+    ),
+    Hook(f"{_BACKENDS}.remote_backend", "RemoteBackend.put_tasks"),
+    Hook(f"{_BACKENDS}.remote_backend", "RemoteBackend.plugin_name"),
+    Hook(
+        f"{_BACKENDS}.connector.instrumented_connector",
+        "InstrumentedRemoteConnector.getWrappedConnector",
+        (),
+    ),
+    Hook(f"{_BACKENDS}.connector.base_connector", "RemoteConnector.remove_sync", ("key",)),
+    Hook(
+        f"{_BACKENDS}.connector.fs_connector",
+        "FSConnector.get",
+        ("key",),
+        replaced_in=_REMOTE_PATCH,
+    ),
+    Hook(_DISK, "LocalDiskBackend.exists_in_put_tasks", ("key",)),
+    Hook("lmcache.v1.config", "_update_config_from_env"),
+    # lmcache_hybrid/stored, redis_stores.py
+    Hook("redis", "RedisError"),
+    Hook("redis", "ResponseError"),
+    Hook("redis.exceptions", "RedisClusterException"),
+    Hook("redis.sentinel", "Sentinel.master_for", ("service_name",)),
+    Hook("redis.asyncio.sentinel", "SentinelConnectionPool.service_name"),
+    *attributes("redis.client", "Redis", "from_url execute_command connection_pool"),
+    *attributes("redis.client", "Pipeline", "execute"),
+    *attributes("redis.commands.core", "ManagementCommands", "ping dbsize"),
+    *attributes("redis.commands.core", "ScanCommands", "scan_iter"),
+    *attributes("redis.connection", "AbstractConnection", "on_connect send_command read_response"),
+    *attributes("redis.cluster", "RedisCluster", "PRIMARIES get_primaries"),
+    Hook("redis.cluster", "NodesManager.startup_nodes"),
+    Hook("redis.cluster", "ClusterNode"),
     Hook(
         "lmcache.v1.manager", "LMCacheManager.__init__", ("config", "service_factory", "connector")
     ),
@@ -64,19 +100,19 @@ LMCACHE = (
     *attributes(
         f"{_BACKENDS}.storage_manager",
         "StorageManager",
-        "storage_backends local_cpu_backend batched_contains batched_put allocate clear "
-        "get_active_storage_backends",
+        "storage_backends local_cpu_backend batched_put allocate clear get_active_storage_backends",
     ),
     *attributes(
         "lmcache.utils",
         "CacheEngineKey",
         "model_name world_size worker_id chunk_hash dtype request_configs from_string to_string",
     ),
-    Hook("lmcache.utils", "CacheEngineKey.model_name", replaced_in=_DISK_PATCH),
+    Hook("lmcache.utils", "CacheEngineKey.with_new_worker_id", ("new_worker_id",)),
+    Hook("lmcache.utils", "CacheEngineKey.model_name", replaced_in="lmcache_hybrid/disk_files.py"),
     *attributes(
         "lmcache.v1.memory_management",
         "MemoryObj",
-        "byte_array tensor ref_count_down get_physical_size",
+        "byte_array tensor ref_count_up ref_count_down get_physical_size",
     ),
     Hook("lmcache.v1.memory_management", "MemoryFormat.KV_2LTD"),
     Hook(
@@ -88,38 +124,59 @@ LMCACHE = (
         f"{_BACKENDS}.local_cpu_backend",
         "LocalCPUBackend.allocate",
         ("shapes", "dtypes", "fmt", "eviction", "busy_loop"),
-        replaced_in="lmcache_hybrid/lmcache_store.py",
+        replaced_in="lmcache_hybrid/staging.py",
     ),
     *attributes(
         f"{_BACKENDS}.local_cpu_backend",
         "LocalCPUBackend",
-        "cache_policy cpu_lock hot_cache pin unpin contains remove batched_get_blocking "
+        "cache_policy cpu_lock hot_cache contains remove batched_get_blocking "
         "batched_submit_put_task",
     ),
     Hook(
         _DISK,
         "LocalDiskBackend.read_file",
         ("key", "buffer", "path"),
-        replaced_in=_DISK_PATCH,
+    ),
+    Hook(_DISK, "LocalDiskBackend.write_file", ("buffer", "path")),
+    Hook(
+        _DISK,
+        "LocalDiskBackend.load_bytes_from_disk",
+        ("key", "path", "dtype", "shape", "fmt"),
+    ),
+    Hook(
+        _DISK,
+        "LocalDiskBackend._load_chunk_into_memory",
+        ("key", "path", "memory_obj"),
+        holds=("self.read_file(key, buffer, path)",),
     ),
     Hook(
         _DISK,
         "LocalDiskBackend.async_save_bytes_to_disk",
         ("key", "memory_obj"),
-        replaced_in=_DISK_PATCH,
+        holds=("self.write_file(buffer, path)",),
+    ),
+    *attributes(
+        f"{_BACKENDS}.cache_policy.lfu",
+        "LFUCachePolicy",
+        "update_on_hit update_on_put update_on_force_evict get_evict_candidates key_to_freq",
     ),
     Hook(_DISK, "LocalDiskBackend.submit_put_task", holds=("self.async_save_bytes_to_disk",)),
-    Hook(_DISK, "LocalDiskBackend.current_cache_size", replaced_in=_DISK_PATCH),
-    Hook(_DISK, "LocalDiskBackend.usage", replaced_in=_DISK_PATCH),
     Hook(_DISK, "LocalDiskBackend.insert_key", ("key", "size", "shape", "dtype", "fmt")),
     Hook(_DISK, "LocalDiskBackend._key_to_path", ("key",)),
     Hook(_DISK, "LocalDiskWorker.remove_put_task", ("key",)),
-    Hook(_DISK, "LocalDiskBackend.remove", ("key", "force"), replaced_in=_DISK_PATCH),
+    Hook(_DISK, "LocalDiskBackend.remove", ("key", "force"), holds=("os.remove(path)",)),
     *attributes(
         _DISK,
         "LocalDiskBackend",
-        "path dict disk_lock disk_worker max_cache_size cache_policy pin unpin contains "
-        "batched_get_blocking",
+        "path dict disk_lock disk_worker max_cache_size cache_policy contains batched_get_blocking "
+        "current_cache_size usage batched_submit_put_task close",
+    ),
+    *attributes("lmcache.utils", "DiskCacheMetadata", "size path pin unpin"),
+    # What keeps a record that somebody refers to (lmcache_hybrid/pins.py)
+    Hook(
+        "lmcache.v1.memory_management",
+        "TensorMemoryObj.can_evict",
+        holds=("not self.is_pinned and self.get_ref_count() == 1",),
     ),
     Hook(
         f"{_BACKENDS}.remote_backend",
@@ -128,7 +185,11 @@ LMCACHE = (
         replaced_in=_REMOTE_PATCH,
     ),
     Hook(f"{_BACKENDS}.remote_backend", "RemoteBackend.get_blocking", ("key",)),
-    *attributes(f"{_BACKENDS}.remote_backend", "RemoteBackend", "connection loop config"),
+    *attributes(
+        f"{_BACKENDS}.remote_backend",
+        "RemoteBackend",
+        "connection loop config _mla_worker_id_as0_mode",
+    ),
     Hook(
         _REDIS,
         "RedisConnector._exists",
@@ -138,27 +199,15 @@ LMCACHE = (
     Hook(_REDIS, "RedisConnector._get", ("key",), holds=("memory_obj =",)),
     Hook(_REDIS, "RedisConnector._put", holds=("self.connection.set(",)),
     Hook(_REDIS, "RedisConnector.close", holds=("self.pq_executor.shutdown(",)),
-    Hook(
-        _REDIS,
-        "RedisConnector.support_batched_contains",
-        (),
-        replaced_in=_REDIS_PATCH,
-    ),
-    Hook(
-        _REDIS,
-        "RedisConnector.batched_contains",
-        ("keys",),
-        replaced_in=_REDIS_PATCH,
-    ),
     Hook(_REDIS, "RedisConnector.connection", replaced_in=_REDIS_PATCH),
     *attributes(_REDIS, "RedisConnector", "sem loop pq_executor local_cpu_backend"),
-    Hook(_REDIS, "RedisClusterConnector.support_batched_contains", ()),
-    Hook(_REDIS, "RedisClusterConnector.batched_contains", ("keys",)),
-    *attributes(_REDIS, "RedisClusterConnector", "cluster sem loop pq_executor"),
+    *attributes(_REDIS, "RedisClusterConnector", "sem loop pq_executor max_connections"),
+    Hook(_REDIS, "RedisClusterConnector.cluster", replaced_in=_REDIS_PATCH),
+    Hook(_REDIS, "RedisConnector.pool"),
     Hook(_REDIS, "RedisSentinelConnector.exists", ("key",)),
-    *attributes(
-        _REDIS, "RedisSentinelConnector", "ENV_REDIS_TIMEOUT master sentinel local_cpu_backend"
-    ),
+    *attributes(_REDIS, "RedisSentinelConnector", "ENV_REDIS_TIMEOUT local_cpu_backend"),
+    Hook(_REDIS, "RedisSentinelConnector.master", replaced_in=_REDIS_PATCH),
+    Hook(_REDIS, "RedisSentinelConnector.sentinel", replaced_in=_REDIS_PATCH),
     Hook(_REDIS, "Priorities.PEEK"),
     Hook(_QUEUE, "AsyncPQExecutor.submit_job", ("fn",), replaced_in=_REMOTE_PATCH),
     Hook(_QUEUE, "AsyncPQExecutor.shutdown", ("wait",), replaced_in=_REMOTE_PATCH),
@@ -188,7 +237,7 @@ LMCACHE = (
     *attributes(
         _CONFIG,
         "_CONFIG_DEFINITIONS",
-        "local_cpu local_disk max_local_disk_size "
+        "local_cpu local_disk "
         "remote_storage_plugins priority_limit min_retrieve_tokens save_decode_cache "
         "lookup_timeout_ms blocking_timeout_secs extra_config",
     ),
@@ -204,7 +253,9 @@ LMCACHE = (
     ),
     # The doctor opens every backend, with little memory.
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.max_local_cpu_size", replaced_in=_DOCTOR),
+    Hook(_CONFIG, "_CONFIG_DEFINITIONS.max_local_disk_size", replaced_in=_DOCTOR),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.remote_url", replaced_in=_DOCTOR),
+    Hook(_CONFIG, "_CONFIG_DEFINITIONS.remote_url", replaced_in="lmcache_hybrid/stored/login.py"),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.remote_config_url", replaced_in=_DOCTOR),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.store_location", replaced_in=_DOCTOR),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.retrieve_locations", replaced_in=_DOCTOR),
@@ -268,6 +319,7 @@ LMCACHE = (
     Hook("redis.asyncio", "Redis.close", replaced_in=_REDIS_PATCH),
     Hook("redis.asyncio", "Redis.set_retry", ("retry",)),
     Hook("redis.asyncio.cluster", "RedisCluster.retry", replaced_in=_REDIS_PATCH),
+    Hook("redis.asyncio.cluster", "ClusterNode", ("host", "port")),
     *attributes(
         "redis.asyncio.cluster", "RedisCluster", "set close connection_kwargs nodes_manager"
     ),

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Questions to the ranks that the scheduler does not wait for."""
 
+import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 
 import msgspec
 from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
 
-from lmcache_hybrid.lookup import UNAVAILABLE, Answer, Question, agree
+from lmcache_hybrid.lookup import MISS, UNAVAILABLE, Answer, Question, agree
+from lmcache_hybrid.pools import started
 
 logger = init_logger("vllm.lmcache_hybrid.inquiry")
 
@@ -69,7 +72,8 @@ class Inquiries:
     """Asks the ranks on a thread of its own, in the order of :meth:`ask`.
 
     Attributes:
-        left_over: requests that gave up and whose ranks may still hold a claim.
+        left_over: (request, number of the question) of lookups that were given up and whose
+            ranks may still hold a claim.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Inquiries:
         ask: Callable[[Question], list[Answer]],
         timeout_ms: int,
         executor: Executor | None = None,
+        contents: Callable[[LoRARequest], tuple[bytes, ...]] = lambda lora: (),
     ) -> None:
         """Start the thread.
 
@@ -85,14 +90,19 @@ class Inquiries:
             timeout_ms: of one ``ask``. A request waits for its answer, and for those of
                 the requests before it, twice as long at most.
             executor: runs the questions instead, one at a time.
+            contents: asks every rank what it computes a LoRA adapter with; empty when one
+                did not answer.
         """
-        self.left_over: deque[str] = deque()
+        self.left_over: deque[tuple[str, int]] = deque()
+        self._numbers = itertools.count(1)
         self._ask = ask
+        self._contents = contents
         self._patience = 2 * timeout_ms / 1000
-        self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="hybrid-ask")
+        self._executor = executor or started(1, "hybrid-ask")
 
     def ask(self, question: Question) -> Inquiry:
-        """Queue a question. Never blocks."""
+        """Queue a question and give it a number. Never blocks."""
+        question = msgspec.structs.replace(question, number=next(self._numbers))
         inquiry = Inquiry(question, time.monotonic() + self._patience)
         self._executor.submit(self._run, inquiry)
         return inquiry
@@ -105,15 +115,27 @@ class Inquiries:
         if inquiry.unwanted:
             return
         try:
-            answer = agree(self._ask, inquiry.question)
+            answer = self._answer(inquiry.question)
         except Exception:
             logger.exception("A cache lookup failed and counts as a miss.")
             answer = UNAVAILABLE
         if inquiry.settle(answer):
             return
         # Whoever gave up could not know of the claims that were being made.
-        if not self._ask(msgspec.structs.replace(inquiry.question, limit=0)):
-            self.left_over.append(inquiry.question.request_id)
+        question = inquiry.question
+        if not self._ask(msgspec.structs.replace(question, limit=0)):
+            self.left_over.append((question.request_id, question.number))
+
+    def _answer(self, question: Question) -> Answer:
+        """The ranks' answer, on records of the content that they have of the adapter."""
+        if question.prefix.adapter is None:
+            return agree(self._ask, question)
+        contents = self._contents(question.prefix.adapter.lora)
+        prefix = question.prefix.computed_with(contents)
+        if prefix is None:
+            return MISS if contents else UNAVAILABLE
+        answer = agree(self._ask, msgspec.structs.replace(question, prefix=prefix))
+        return msgspec.structs.replace(answer, adapter=prefix.adapter)
 
     def close(self) -> None:
         self._executor.shutdown(wait=True, cancel_futures=True)

@@ -7,12 +7,12 @@ health, freeze mode, ``store_location``, ``retrieve_locations``, pins.
 """
 
 import functools
+import math
 import os
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,19 +25,21 @@ from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 from vllm.logger import init_logger
 
-from lmcache_hybrid import local_disk, remote
+from lmcache_hybrid import pins, remote, tier_lookup
 from lmcache_hybrid.counts import ByLabel
+from lmcache_hybrid.digests import PLAIN, Digester
 from lmcache_hybrid.errors import DamagedError, LoadError, NoRoomError, RecordError
-from lmcache_hybrid.local_disk import record_shape
+from lmcache_hybrid.lmcache_buffer import LMCacheBuffer
+from lmcache_hybrid.local_disk import LocalDisk, record_shape
 from lmcache_hybrid.record import (
-    HEADER_BYTES,
     RecordKey,
     open_record,
-    payload_bytes,
     record_bytes,
     seal,
     tags_digest,
 )
+from lmcache_hybrid.remote_reader import RemoteReader
+from lmcache_hybrid.staging import Staging
 
 if TYPE_CHECKING:
     from lmcache.v1.cache_engine import LMCacheEngine
@@ -48,58 +50,36 @@ logger = init_logger("vllm.lmcache_hybrid.store")
 PINNING = ("LocalCPUBackend", "LocalDiskBackend")
 TAG = "lmcache.tag."
 MAX_DAMAGED = 4096
-REMOTE_READERS = 4
 KEPT_KEYS = 1 << 14
 
 
-class LMCacheBuffer:
-    """A record in LMCache's CPU pool; ``release`` drops our reference."""
-
-    def __init__(self, memory: MemoryObj) -> None:
-        self.memory = memory
-        self.digests = b""
-
-    @property
-    def record(self) -> memoryview:
-        view = memoryview(self.memory.byte_array)
-        return view if view.format == "B" else view.cast("B")
-
-    @property
-    def payload(self) -> torch.Tensor:
-        tensor = self.memory.tensor
-        assert tensor is not None and tensor.dtype == torch.uint8
-        record = tensor.view(-1)
-        return record[HEADER_BYTES : HEADER_BYTES + payload_bytes(record.numel())]
-
-    def release(self) -> None:
-        self.memory.ref_count_down()
-
-
 class LMCacheClaim:
-    """Pins held in LMCache's backends."""
+    """Pins of the records themselves, see :mod:`lmcache_hybrid.pins`."""
 
     def __init__(self, store: "LMCacheStore", located: Mapping[RecordKey, str]) -> None:
         self.keys = tuple(located)
         self.located = dict(located)
+        self.made = time.monotonic()
         self._store = store
         self._lock = threading.Lock()
-        self._pinned: list[tuple[str, CacheEngineKey]] = []
+        self._pinned: list[pins.Unpin] = []
 
     def pin(self) -> bool:
         """Pin every key where its backend keeps pins; False when one is gone."""
         for key, location in self.located.items():
             if location in PINNING:
-                engine_key = self._store.engine_key(key)
-                if not self._store.manager.storage_backends[location].pin(engine_key):
+                backend = self._store.manager.storage_backends[location]
+                unpin = pins.pin(backend, self._store.engine_key(key))
+                if unpin is None:
                     return False
-                self._pinned.append((location, engine_key))
+                self._pinned.append(unpin)
         return True
 
     def release(self) -> None:
         with self._lock:
             pinned, self._pinned = self._pinned, []
-        for location, engine_key in pinned:
-            self._store.manager.storage_backends[location].unpin(engine_key)
+        for unpin in pinned:
+            unpin()
 
 
 class LMCacheStore:
@@ -112,7 +92,12 @@ class LMCacheStore:
     """
 
     def __init__(
-        self, engine: "LMCacheEngine", model_name: str, fingerprint: bytes, max_payload: int
+        self,
+        engine: "LMCacheEngine",
+        model_name: str,
+        fingerprint: bytes,
+        max_payload: int,
+        digester: Digester = PLAIN,
     ) -> None:
         """Wrap an engine after its ``post_init``.
 
@@ -121,31 +106,30 @@ class LMCacheStore:
             model_name: readable part of the keys; the fingerprint makes them exact.
             fingerprint: 16 bytes naming model, layout and rank.
             max_payload: bytes of the largest record's payload.
+            digester: keyed where others can write to a backend.
         """
         self._engine = engine
         self.manager = engine.storage_manager
         self._model_name = model_name
-        self._fingerprint = fingerprint
+        self._fingerprint, self._digester = fingerprint, digester
         self._metadata = engine.metadata
-        self._max_record = record_bytes(max_payload)
         self.reads: Counter[str] = Counter()
         self.failed_writes = ByLabel()
-        self._readers = ThreadPoolExecutor(REMOTE_READERS, thread_name_prefix="hybrid-read")
+        self._remote = RemoteReader()
         # Damaged records that a backend could not remove; gone once written anew.
         self._damaged: set[RecordKey] = set()
         # Looking up, pinning, reading and refreshing a prefix asks for the same keys.
         self._keys = functools.lru_cache(KEPT_KEYS)(self._make_key)
+        self._silent = tier_lookup.SilentStores()
         self._counts_lock = threading.Lock()
-        self._bound_allocations()
-        for name, backend in self.manager.storage_backends.items():
+        self._staging = Staging(self.manager.local_cpu_backend, record_bytes(max_payload))
+        for name, backend in list(self.manager.storage_backends.items()):
             count = functools.partial(self._count_failed_writes, name)
             if isinstance(backend, RemoteBackend):
                 remote.repair(backend, count)
             elif isinstance(backend, LocalDiskBackend):
-                local_disk.survive_write_errors(backend, count)
-                local_disk.account_for_lost_files(backend)
-                local_disk.delete_on_a_thread(backend)
-                local_disk.restore_index(backend, model_name, fingerprint, engine.metadata)
+                disk = self.manager.storage_backends[name] = LocalDisk.instead_of(backend, count)
+                disk.restore(model_name, fingerprint, engine.metadata)
 
     @property
     def fingerprint(self) -> bytes:
@@ -180,19 +164,13 @@ class LMCacheStore:
 
     # Reading
 
-    def locate(self, keys: Sequence[RecordKey]) -> dict[RecordKey, str]:
-        if self._damaged:
-            keys = list(takewhile(lambda key: key not in self._damaged, keys))
-        engine_keys = [self.engine_key(key) for key in keys]
-        _, mapping = self.manager.batched_contains(
-            engine_keys, search_range=self._engine.retrieve_locations
+    def locate(self, keys: Sequence[RecordKey], deadline: float = math.inf) -> dict[RecordKey, str]:
+        wanted = [key for key in keys if key not in self._damaged]
+        engine_keys = [self.engine_key(key) for key in wanted]
+        locations = tier_lookup.locate(
+            self.manager, engine_keys, self._engine.retrieve_locations, deadline, self._silent
         )
-        located: dict[RecordKey, str] = {}
-        remaining = iter(keys)
-        # Backends answer in order, each for the keys after the previous one's.
-        for location, found in mapping.items():
-            located.update((next(remaining), location) for _ in found)
-        return located
+        return {key: name for key, name in zip(wanted, locations, strict=True) if name is not None}
 
     def claim(self, located: Mapping[RecordKey, str]) -> LMCacheClaim | None:
         claim = LMCacheClaim(self, located)
@@ -207,17 +185,24 @@ class LMCacheStore:
             with lock:
                 for key in engine_keys:
                     if key in held:
-                        policy.update_on_hit(key, held)
+                        try:
+                            policy.update_on_hit(key, held)
+                        except Exception as error:  # claims are not lost for an order's sake
+                            logger.warning_once("LMCache's eviction lost its order: %r.", error)
 
     def arrange(self, keys: Sequence[RecordKey]) -> None:
         engine_keys = [self.engine_key(key) for key in reversed(keys)]
-        for policy, lock, held in self._evicting():
+        for backend in self.manager.storage_backends.values():
+            if isinstance(backend, LocalDisk):
+                backend.arrange(engine_keys)
             # Other policies have an order of their own, or count uses.
-            if isinstance(policy, LRUCachePolicy):
-                with lock:
+            elif isinstance(backend, LocalCPUBackend) and isinstance(
+                backend.cache_policy, LRUCachePolicy
+            ):
+                with backend.cpu_lock:
                     for key in engine_keys:
-                        if key in held:
-                            held.move_to_end(key)
+                        if key in backend.hot_cache:
+                            backend.hot_cache.move_to_end(key)
 
     def _evicting(self) -> Iterator[tuple[BaseCachePolicy, threading.Lock, Any]]:
         """(policy, lock, records by key) of the backends that evict by LMCache's policies."""
@@ -236,7 +221,7 @@ class LMCacheStore:
         buffers: dict[RecordKey, LMCacheBuffer] = {}
         try:
             for location, wanted in by_location.items():
-                self._read(location, wanted, buffers)
+                self._read(location, wanted, claim.made, buffers)
             for key in keys:
                 if key not in buffers:
                     location = claim.located[key]
@@ -254,41 +239,41 @@ class LMCacheStore:
         return [buffers[key] for key in keys]
 
     def _read(
-        self, location: str, keys: list[RecordKey], buffers: dict[RecordKey, LMCacheBuffer]
+        self,
+        location: str,
+        keys: list[RecordKey],
+        promised: float,
+        buffers: dict[RecordKey, LMCacheBuffer],
     ) -> None:
-        if location != "LocalCPUBackend":
-            self._probe_staging(len(keys))
+        refused = self._staging.refused
+        # RAM is not read into other memory.
+        with self._staging.room_for(0 if location == "LocalCPUBackend" else len(keys)):
+            memories = self._read_from(location, keys, promised)
+        read = {
+            key: LMCacheBuffer(memory, self._digester)
+            for key, memory in zip(keys, memories)
+            if memory is not None
+        }
+        buffers |= read
+        self.reads[location] += len(read)
+        if self._staging.refused != refused and len(read) < len(keys):
+            raise NoRoomError("LMCache's CPU pool is full (max_local_cpu_size)")
+
+    def _read_from(
+        self, location: str, keys: list[RecordKey], promised: float
+    ) -> list[MemoryObj | None]:
         engine_keys = [self.engine_key(key) for key in keys]
         backend = dict(self.manager.get_active_storage_backends(location)).get(location)
         if backend is None:
             raise LoadError(f"{location} is switched off", "unreachable")
         try:
             if isinstance(backend, RemoteBackend):
-                memories = self._read_remote(backend, engine_keys)
-            else:
-                memories = backend.batched_get_blocking(engine_keys)
+                return self._remote.read(backend, engine_keys, promised)
+            return backend.batched_get_blocking(engine_keys)
+        except LoadError:
+            raise
         except Exception as error:
             raise LoadError(f"{location} failed: {error!r}", "unreachable") from error
-        for key, memory in zip(keys, memories):
-            if memory is not None:
-                buffers[key] = LMCacheBuffer(memory)
-                self.reads[location] += 1
-
-    def _read_remote(
-        self, backend: RemoteBackend, keys: list[CacheEngineKey]
-    ) -> list[MemoryObj | None]:
-        """Read several at a time, up to the first that fails.
-
-        Not with ``batched_get_blocking``: after a failure that one loses the
-        buffers of the reads beside it.
-        """
-        memories: list[MemoryObj | None] = []
-        for start in range(0, len(keys), REMOTE_READERS):
-            part = keys[start : start + REMOTE_READERS]
-            memories += self._readers.map(backend.get_blocking, part)
-            if None in memories:
-                break
-        return memories
 
     def keep(self, claim: LMCacheClaim, records: Iterable[tuple[RecordKey, LMCacheBuffer]]) -> None:
         """Keep what other backends held in RAM, where LMCache is told to use it (local_cpu)."""
@@ -298,24 +283,9 @@ class LMCacheStore:
                 [self.engine_key(key) for key, _ in read], [buffer.memory for _, buffer in read]
             )
 
-    def _probe_staging(self, records: int) -> None:
-        """Fail now instead of waiting for ever: LMCache's reads spin until memory is free."""
-        held = []
-        for _ in range(records):
-            memory = self.manager.allocate(
-                record_shape(self._max_record), torch.uint8, busy_loop=False
-            )
-            if memory is None:
-                break
-            held.append(memory)
-        for memory in held:
-            memory.ref_count_down()
-        if len(held) < records:
-            raise NoRoomError("LMCache's CPU pool has no room to read into (max_local_cpu_size)")
-
     def _check(self, key: RecordKey, buffer: LMCacheBuffer) -> None:
         try:
-            buffer.digests = open_record(buffer.record, key, self._fingerprint)
+            buffer.digests = open_record(buffer.record, key, self._fingerprint, self._digester)
         except RecordError as error:
             # Kept, it would be promised and fail again for every later request.
             self.discard(key)
@@ -336,23 +306,25 @@ class LMCacheStore:
             return "unreachable"  # the store may only be away
         if not present:
             return "gone"
-        self.discard(key)
+        self.discard(key, damaged=False)
         return "unreadable"
 
-    def discard(self, key: RecordKey) -> None:
-        """Remove a damaged record from every backend that can; never raises."""
+    def discard(self, key: RecordKey, damaged: bool = True) -> None:
+        """Remove a damaged record from every backend that can; never raises.
+
+        Args:
+            damaged: False where it could not be read, so that nobody knows.
+        """
         if len(self._damaged) >= MAX_DAMAGED:
             self._damaged.clear()
         self._damaged.add(key)
         engine_key = self.engine_key(key)
         for name, backend in self.manager.storage_backends.items():
             try:
-                if isinstance(backend, LocalDiskBackend):
-                    local_disk.forget(backend, engine_key)
+                if isinstance(backend, LocalDisk):
+                    backend.forget(engine_key)
                 elif isinstance(backend, RemoteBackend):
-                    # Past RemoteBackend.remove, which logs a traceback where the
-                    # connector has no remove (Redis).
-                    backend.connection.remove_sync(engine_key)
+                    remote.remove(backend, engine_key, damaged)
                 else:
                     backend.remove(engine_key)
             except Exception as error:
@@ -367,7 +339,7 @@ class LMCacheStore:
             fmt=MemoryFormat.KV_2LTD,
             busy_loop=False,
         )
-        return None if memory is None else LMCacheBuffer(memory)
+        return None if memory is None else LMCacheBuffer(memory, self._digester)
 
     def put(self, records: Iterable[tuple[RecordKey, LMCacheBuffer]]) -> None:
         records = list(records)
@@ -377,7 +349,7 @@ class LMCacheStore:
         memories = [buffer.memory for _, buffer in records]
         try:
             for key, buffer in records:
-                seal(buffer.record, key, self._fingerprint, buffer.digests)
+                seal(buffer.record, key, self._fingerprint, buffer.digests, self._digester)
             self._damaged.difference_update(key for key, _ in records)
             # Takes over our references once it returns.
             self.manager.batched_put(keys, memories, location=self._engine.store_location)
@@ -405,27 +377,3 @@ class LMCacheStore:
             "Reset: records of this rank have the fingerprint %s until it is restarted.",
             self._fingerprint[:8].hex(),
         )
-
-    def _bound_allocations(self) -> None:
-        """Refuse buffers that no record of ours fits into.
-
-        Sizes and types of remote values come out of the store. LMCache would evict all
-        it holds and then wait for ever for memory that a damaged size asks for, and a
-        buffer of floats, or with a negative length, is of no use to anybody.
-        """
-        backend = self.manager.local_cpu_backend
-        allocate, limit = backend.allocate, self._max_record
-
-        def bounded(shapes: Any, dtypes: Any, *args: Any, **kwargs: Any) -> MemoryObj | None:
-            shape_list = [shapes] if isinstance(shapes, torch.Size) else list(shapes)
-            dtype_list = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
-            size = sum(shape.numel() for shape in shape_list)
-            bytes_only = all(dtype is torch.uint8 for dtype in dtype_list)
-            if not bytes_only or size > limit or min(map(min, shape_list)) <= 0:
-                logger.warning(
-                    "Refused to read a stored value of shape %s, type %s.", shape_list, dtype_list
-                )
-                return None
-            return allocate(shapes, dtypes, *args, **kwargs)
-
-        backend.allocate = bounded

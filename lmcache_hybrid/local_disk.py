@@ -1,37 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's ``local_disk`` made to survive restarts and write errors.
+"""LMCache's ``local_disk`` made to survive restarts, lost files and write errors.
 
-``LocalDiskBackend`` keeps its index in memory, so a restart forgets every
-file it wrote. A record's header says what the file holds, so the index is
-rebuilt from the files themselves.
+``LocalDiskBackend`` keeps its index in memory, so a restart forgets every file it wrote. A
+record's header says what the file holds, so the index is rebuilt from the files themselves.
 """
 
 import contextlib
-import functools
+import errno
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
+from lmcache.v1.storage_backend.cache_policy.lfu import LFUCachePolicy
+from lmcache.v1.storage_backend.cache_policy.lru import LRUCachePolicy
+from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 from vllm.logger import init_logger
 
-from lmcache_hybrid.errors import RecordError
-from lmcache_hybrid.files import open_regular
-from lmcache_hybrid.record import HEADER_BYTES, read_header, record_bytes
+from lmcache_hybrid.disk_files import EVICTED, Found, find
+from lmcache_hybrid.files import create_anew, open_regular
 
 if TYPE_CHECKING:
     from lmcache.v1.metadata import LMCacheMetadata
-    from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
 logger = init_logger("vllm.lmcache_hybrid.local_disk")
-
-SUFFIX = ".pt"
-EVICTED = ".evicted"
 
 
 def record_shape(size: int) -> torch.Size:
@@ -39,181 +35,315 @@ def record_shape(size: int) -> torch.Size:
     return torch.Size([1, 1, 1, size])
 
 
-def restore_index(
-    backend: "LocalDiskBackend", model_name: str, fingerprint: bytes, metadata: "LMCacheMetadata"
-) -> int:
-    """Index the records of this model, layout and rank that lie on disk.
+class LocalDisk(LocalDiskBackend):
+    """LMCache's backend for files of this package, which it counts all.
 
-    Header and length are checked here, the payload's checksum when it is
-    loaded. Files of anybody else stay where they are, unindexed. The oldest
-    files come first, so that LMCache's policy evicts them first.
-
-    Mutates ``backend``. Returns the number of records.
+    Files of other models, versions and fingerprints are never read; they take part in the size
+    limit and are evicted before any record that can still be found. All else, the policy of
+    eviction among them, is LMCache's.
     """
-    prefix = f"{model_name}@{metadata.world_size}@{metadata.worker_id}@".replace("/", "-")
-    for file in Path(backend.path).glob("*" + EVICTED):  # by an engine that was killed
-        if file.name.startswith(prefix):
-            file.unlink(missing_ok=True)
-    files = [p for p in Path(backend.path).glob("*" + SUFFIX) if p.name.startswith(prefix)]
-    restored = damaged = 0
-    for file in sorted(files, key=_written_at):
-        try:
-            key = _key_of(file, model_name)
-            if not _belongs(file, fingerprint):
-                continue
-        except (OSError, RecordError, ValueError, KeyError) as error:
-            damaged += 1
-            logger.debug("Left %s alone: %s", file.name, error)
-            continue
-        size = file.stat().st_size
-        if backend._key_to_path(key) != str(file) or (
-            backend.current_cache_size + size > backend.max_cache_size
-        ):
-            continue
-        backend.insert_key(key, size, record_shape(size), torch.uint8, MemoryFormat.KV_2LTD)
-        backend.current_cache_size += size
-        backend.usage += size
-        restored += 1
-    logger.info(
-        "local_disk %s: %d records (%.1f MB) of this model found again, %d files left alone.",
-        backend.path,
-        restored,
-        backend.current_cache_size / 1e6,
-        damaged,
-    )
-    return restored
 
+    _failed: Callable[[int], None]
+    _limit: int
+    # Size by path of the files that only take room, the oldest first, and their sum.
+    _strangers: dict[str, int]
+    _strange_bytes: int
+    # Records that are still being written: the order to be put in, and who else of it is.
+    _arranged: dict[CacheEngineKey, tuple[Sequence[CacheEngineKey], set[CacheEngineKey]]]
+    # Whether the disk ends before the limit, and whether a failed write was logged.
+    _tight: bool
+    _warned: bool
 
-def _written_at(file: Path) -> float:
-    try:
-        return file.stat().st_mtime
-    except OSError:
-        return 0.0
+    @classmethod
+    def instead_of(
+        cls, backend: LocalDiskBackend, failed: Callable[[int], None] = lambda records: None
+    ) -> "LocalDisk":
+        """Take over all that ``backend`` has, its threads too; nobody may use it any more.
 
+        LMCache names the class that it makes, and its own would start threads of its own.
 
-def _key_of(file: Path, model_name: str) -> CacheEngineKey:
-    """The key a file is named after; parsed without the model, whose name may hold any sign."""
-    rest = file.name.removeprefix(model_name.replace("/", "-")).removesuffix(SUFFIX)
-    key = CacheEngineKey.from_string("model" + rest)
-    key.model_name = model_name
-    return key
+        Args:
+            failed: told how many records were not written, by any thread.
+        """
+        self = cls.__new__(cls)
+        self.__dict__.update(backend.__dict__)
+        if type(self.cache_policy) is LFUCachePolicy:
+            self.cache_policy = SteadyLFU()
+        self._failed = failed
+        self._limit = self.max_cache_size
+        self._strangers, self._strange_bytes = {}, 0
+        self._arranged = {}
+        self._deleter = ThreadPoolExecutor(1, thread_name_prefix="hybrid-delete")
+        self._numbers = itertools.count()
+        self._warned = self._tight = False
+        return self
 
+    # Start
 
-def _belongs(file: Path, fingerprint: bytes) -> bool:
-    """Whether the file is a whole record written under ``fingerprint``.
+    def restore(self, model_name: str, fingerprint: bytes, metadata: "LMCacheMetadata") -> int:
+        """Index the records of this model, layout and rank that lie on disk.
 
-    Raises:
-        RecordError: not a record, or cut off.
-    """
-    with open_regular(str(file)) as data:
-        header = read_header(data.read(HEADER_BYTES))
-    if header.fingerprint != fingerprint:
-        return False
-    found, whole = file.stat().st_size, record_bytes(header.length)
-    if found != whole:
-        raise RecordError("length", f"{found} bytes of {whole}")
-    return True
+        The oldest come first, so that LMCache's policy evicts them first. What is over the
+        limit is deleted: strangers, then the oldest.
 
+        Returns:
+            The number of records.
+        """
+        files = find(self.path, model_name, fingerprint, metadata)
+        own = [file for file in files if file.key is not None]
+        strangers = [file for file in files if file.key is None]
+        over = sum(file.size for file in files) - self._limit
+        for ranked in (strangers, own):
+            while over > 0 and ranked:
+                over -= ranked[0].size
+                self._delete(ranked.pop(0).path)
+        self._strangers = {file.path: file.size for file in strangers}
+        self._strange_bytes = sum(self._strangers.values())
+        for file in own:
+            self._index(file)
+        logger.info(
+            "local_disk %s: %d records (%.1f MB) of this model found again; %d other files "
+            "(%.1f MB) are evicted first.",
+            self.path,
+            len(self.dict),
+            self.current_cache_size / 1e6,
+            len(self._strangers),
+            self._strange_bytes / 1e6,
+        )
+        return len(self.dict)
 
-def forget(backend: "LocalDiskBackend", key: CacheEngineKey) -> None:
-    """Remove one record, its file and its share of the size account."""
-    with backend.disk_lock:
-        entry = backend.dict.get(key)
-    try:
-        backend.remove(key)
-    except FileNotFoundError:
-        pass
-    finally:
-        # Out of the index whether or not the file could be deleted.
-        if entry is not None:
-            backend.current_cache_size -= entry.size
+    def _index(self, file: Found) -> None:
+        if file.key is None or self._key_to_path(file.key) != file.path:
+            return
+        shape = record_shape(file.size)
+        self.insert_key(file.key, file.size, shape, torch.uint8, MemoryFormat.KV_2LTD)
+        self.cache_policy.update_on_put(file.key)
+        self.current_cache_size += file.size
+        self.usage += file.size
 
+    # Writing
 
-def account_for_lost_files(backend: "LocalDiskBackend") -> None:
-    """Take a file that is gone out of the size account. Mutates ``backend``.
+    def batched_submit_put_task(
+        self, keys: Any, memory_objs: Any, transfer_spec: Any = None, **kwargs: Any
+    ) -> None:
+        """Write each record that there is room for; never raises: other backends come after."""
+        for key, memory in zip(keys, memory_objs, strict=False):
+            try:
+                self.submit_put_task(key, memory, **kwargs)
+            except Exception as error:
+                self._fail(error)
 
-    Bug: ``read_file`` drops the index entry of a missing file, but not its size.
-    Symptom: each lost file makes local_disk smaller, until it takes nothing.
-    Remove when: ``read_file`` lowers ``current_cache_size`` with the entry.
-    """
-    read = backend.read_file
-
-    @functools.wraps(read)
-    def read_file(key: CacheEngineKey, buffer: memoryview, path: str) -> None:
-        with backend.disk_lock:
-            entry = backend.dict.get(key)
-        read(key, buffer, path)
-        with backend.disk_lock:
-            if entry is not None and key not in backend.dict:
-                backend.current_cache_size -= entry.size
-                backend.usage -= entry.size
-
-    backend.read_file = read_file
-
-
-def delete_on_a_thread(backend: "LocalDiskBackend") -> None:
-    """Evicting takes no time from the step that stores. Mutates ``backend``.
-
-    Bug: ``submit_put_task`` deletes what it evicts in the caller's thread.
-    Symptom: with a full local_disk a save holds up its step several times as long, most of
-    it for the file system, which gives back the cached pages of each file.
-    Remove when: ``LocalDiskBackend.remove`` deletes elsewhere.
-    """
-    remove = backend.remove
-    thread = ThreadPoolExecutor(1, thread_name_prefix="hybrid-delete")
-    numbers = itertools.count()
-
-    @functools.wraps(remove)
-    def remove_later(key: CacheEngineKey, force: bool = True) -> bool:
-        entry = backend.dict.get(key)
-        if entry is not None:
-            old = Path(f"{entry.path}.{os.getpid()}.{next(numbers)}{EVICTED}")
-            with contextlib.suppress(OSError):
-                os.rename(entry.path, old)
-                Path(entry.path).touch()  # for LMCache to delete
-                thread.submit(old.unlink, missing_ok=True)
-        return remove(key, force)
-
-    backend.remove = remove_later
-
-
-def survive_write_errors(
-    backend: "LocalDiskBackend", failed: Callable[[int], None] = lambda records: None
-) -> None:
-    """Undo what a failed write leaves behind. Mutates ``backend``.
-
-    Args:
-        failed: told how many records were not written.
-
-    LMCache's writer lets an OSError (disk full, folder gone) end its job
-    before it released the buffer, the size account and the in-flight mark:
-    each failure leaks a buffer of the CPU pool and blocks the key for ever.
-    Remove when: ``async_save_bytes_to_disk`` cleans up after itself.
-    """
-    write = backend.async_save_bytes_to_disk
-    warned = False
-
-    @functools.wraps(write)
-    def async_save_bytes_to_disk(key: CacheEngineKey, memory_obj: MemoryObj, **kwargs: Any) -> None:
-        nonlocal warned
+    def submit_put_task(self, key: CacheEngineKey, memory_obj: MemoryObj, **kwargs: Any) -> None:
         size = memory_obj.get_physical_size()
-        try:
-            write(key=key, memory_obj=memory_obj, **kwargs)
-        except (OSError, ValueError) as error:
-            with backend.disk_lock:
-                backend.current_cache_size -= size
-            backend.usage -= len(memory_obj.byte_array)
-            backend.disk_worker.remove_put_task(key)
-            with contextlib.suppress(OSError, ValueError):
-                Path(backend._key_to_path(key)).unlink()
-            memory_obj.ref_count_down()
-            failed(1)
-            if not warned:
-                warned = True
-                logger.warning(
-                    "local_disk %s cannot be written (%s): records are kept in RAM only.",
-                    backend.path,
-                    getattr(error, "strerror", error),
-                )
+        with self.disk_lock:
+            new = key not in self.dict and not self.exists_in_put_tasks(key)
+            if new:
+                # Before anything is evicted for a record that cannot be written.
+                os.stat(self.path)
+                if not os.access(self.path, os.W_OK | os.X_OK):
+                    raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+                self._make_room(self._key_to_path(key), size)
+                if size > self.max_cache_size:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().submit_put_task(key, memory_obj, **kwargs)
 
-    backend.async_save_bytes_to_disk = async_save_bytes_to_disk
+    def _make_room(self, path: str, size: int) -> None:
+        """Set LMCache's limit to what its own files may take, with strangers out of the way.
+
+        Called with the lock held.
+        """
+        self._strange_bytes -= self._strangers.pop(path, 0)  # about to be replaced
+        limit = self._limit
+        held = int(self.current_cache_size) + self._strange_bytes
+        # What others take of the disk.
+        available = held + free_bytes(self.path)
+        self._tight = available < limit
+        limit = min(limit, available)
+        while self._strangers and self.current_cache_size + self._strange_bytes + size > limit:
+            stranger = next(iter(self._strangers))
+            self._strange_bytes -= self._strangers.pop(stranger)
+            self._delete(stranger)
+        self.max_cache_size = max(0, limit - self._strange_bytes)
+
+    def async_save_bytes_to_disk(
+        self, key: CacheEngineKey, memory_obj: MemoryObj, **kwargs: Any
+    ) -> None:
+        """Undo what a failed write leaves behind.
+
+        LMCache's writer lets an OSError (disk full, folder gone) end its job before it released
+        the buffer, the size account and the in-flight mark: each failure leaks a buffer of the
+        CPU pool and blocks the key for ever.
+        """
+        size, length = memory_obj.get_physical_size(), len(memory_obj.byte_array)
+        try:
+            super().async_save_bytes_to_disk(key=key, memory_obj=memory_obj, **kwargs)
+        except (OSError, ValueError) as error:
+            with self.disk_lock:
+                self.current_cache_size -= size
+                self.cache_policy.update_on_force_evict(key)
+            self.usage -= length
+            self.disk_worker.remove_put_task(key)
+            self._arrive(key)
+            with contextlib.suppress(OSError, ValueError):
+                os.unlink(self._key_to_path(key))
+            memory_obj.ref_count_down()
+            self._fail(error)
+
+    def insert_key(self, key: CacheEngineKey, *args: Any, **kwargs: Any) -> None:
+        super().insert_key(key, *args, **kwargs)
+        self._arrive(key)
+
+    def arrange(self, keys: Sequence[CacheEngineKey]) -> None:
+        """Put records in an order of eviction once those still being written are indexed.
+
+        Thread-safe. Policies other than LRU keep their own order.
+
+        Args:
+            keys: of one save, the first to be evicted first.
+        """
+        if not isinstance(self.cache_policy, LRUCachePolicy):
+            return
+        with self.disk_lock:
+            missing = [key for key in keys if key not in self.dict]
+            pending = {key for key in missing if self.exists_in_put_tasks(key)}
+            self._arranged.update(dict.fromkeys(pending, (keys, pending)))
+            if not pending:
+                self._move_to_end(keys)
+
+    def _arrive(self, key: CacheEngineKey) -> None:
+        """A write has ended: arrange its save's records if it was the last one."""
+        with self.disk_lock:
+            keys, pending = self._arranged.pop(key, ((), set()))
+            pending.discard(key)
+            if not pending:
+                self._move_to_end(keys)
+
+    def _move_to_end(self, keys: Sequence[CacheEngineKey]) -> None:
+        for key in keys:
+            if key in self.dict:
+                self.dict.move_to_end(key)
+
+    def write_file(self, buffer: Any, path: str) -> None:
+        with create_anew(path) as data:
+            data.write(buffer)
+
+    def _fail(self, error: Exception) -> None:
+        self._failed(1)
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "local_disk %s cannot be written (%s): such records are kept in the other backends "
+                "only. Make room there, or make it a writable directory.",
+                self.path,
+                getattr(error, "strerror", None) or error,
+            )
+
+    # Reading
+
+    def read_file(self, key: CacheEngineKey, buffer: Any, path: str) -> None:
+        """Read a record, or what there is of it; forget one whose file is gone."""
+        try:
+            with open_regular(path) as data:
+                data.readinto(buffer)  # type: ignore[attr-defined]
+        except FileNotFoundError:
+            with self.disk_lock:
+                entry = self.dict.pop(key, None)
+                self.cache_policy.update_on_force_evict(key)
+                if entry is not None:
+                    self.current_cache_size -= entry.size
+                    self.usage -= entry.size
+
+    def load_bytes_from_disk(
+        self, key: CacheEngineKey, path: str, dtype: Any, shape: Any, fmt: MemoryFormat
+    ) -> MemoryObj | None:
+        """Read one record as several are read: None where it cannot be read.
+
+        LMCache's own raises then and loses the buffer, and whoever asked takes the whole disk
+        for away, and the record for one that may be there the next time.
+        """
+        memory = self.local_cpu_backend.allocate(shape, dtype, fmt)
+        return self._load_chunk_into_memory(key, path, memory)
+
+    # Deleting
+
+    def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
+        """Take a record out of the index; whether its file is still there makes no difference.
+
+        LMCache deletes in the caller's thread, and fails where it cannot.
+        """
+        entry = self.dict.get(key)
+        if entry is None:
+            return False
+        self._delete(entry.path)
+        with contextlib.suppress(OSError):  # it is gone
+            super().remove(key, force)
+        if force:
+            with self.disk_lock:
+                self.cache_policy.update_on_force_evict(key)
+        return True
+
+    def forget(self, key: CacheEngineKey) -> None:
+        """Remove one record, its file and its share of the size account."""
+        with self.disk_lock:  # of two that find it damaged one removes it
+            entry = self.dict.get(key)
+            if entry is not None:
+                self.remove(key, force=False)
+                self.cache_policy.update_on_force_evict(key)
+                self.current_cache_size -= entry.size
+
+    def _delete(self, path: str) -> None:
+        """Delete a file on a thread, as far as it can be deleted.
+
+        The file system gives back the cached pages of each, which takes several times as long
+        as all else that a save does. Where every byte counts the caller waits for it.
+        """
+        old = f"{path}.{os.getpid()}.{next(self._numbers)}{EVICTED}"
+        with contextlib.suppress(OSError):
+            if self._tight:
+                os.unlink(path)
+            else:
+                os.rename(path, old)
+                self._deleter.submit(_unlink, old)
+
+    def close(self) -> None:
+        super().close()
+        self._deleter.shutdown()
+
+
+def free_bytes(folder: str) -> int:
+    """Of its file system, for this user."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+class SteadyLFU(LFUCachePolicy):
+    """LMCache's LFU, which fails for records that it counts and the index has not, or no more.
+
+    A record is counted when its write begins, and indexed when it ends.
+    """
+
+    def get_evict_candidates(self, cache_dict: Any, num_candidates: int = 1) -> list[Any]:
+        return super().get_evict_candidates(_Indexed(cache_dict), num_candidates)
+
+    def update_on_hit(self, key: Any, cache_dict: Any) -> None:
+        if key in self.key_to_freq:
+            super().update_on_hit(key, cache_dict)
+        else:
+            self.update_on_put(key)
+
+
+class _Indexed:
+    """What is not in the index cannot be evicted."""
+
+    can_evict = False
+
+    def __init__(self, index: Any) -> None:
+        self._index = index
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._index.get(key, self)

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The deepest boundary that can be restored, on one rank and over all ranks.
 
-A hit at B needs the attention pages of [0, B), the last pages before B of
-window groups, and the state at B, of every group, on every rank. Ranks may hold
-different boundaries, so the smallest answer is only a new limit to ask with: all
-must name the same boundary.
+A hit at B needs the attention pages of [0, B), the last pages before B of window groups, and the
+state at B, of every group and rank. The ranks' smallest answer is a new limit until all are equal.
 """
 
+import functools
+import itertools
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
 
 import msgspec
 
+from lmcache_hybrid.adapters import Adapter
 from lmcache_hybrid.groups import GroupPlan, Window
 from lmcache_hybrid.monitor import NO_MONITOR, Monitor
 from lmcache_hybrid.record import ATTENTION, STATE, RecordKey
@@ -27,10 +28,34 @@ class Prefix(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         hashes: vLLM's block hash at the end of each block of N tokens.
         tags: (name, value) pairs that keep requests apart beyond the hashes.
+        adapter: the LoRA adapter; its tag is among ``tags`` once the ranks named its content.
     """
 
     hashes: tuple[bytes, ...]
     tags: tuple[tuple[str, str], ...] = ()
+    adapter: Adapter | None = None
+
+    @property
+    def identified(self) -> bool:
+        """Whether the keys of its records are known: not before the ranks named the adapter."""
+        return self.adapter is None or bool(self.adapter.contents)
+
+    def up_to(self, boundary: int) -> "Prefix":
+        """Its first ``boundary`` blocks."""
+        return msgspec.structs.replace(self, hashes=self.hashes[:boundary])
+
+    def computed_with(self, contents: tuple[bytes, ...]) -> "Prefix | None":
+        """With what the ranks say of the adapter; None where they do not know, or no longer agree.
+
+        Args:
+            contents: of each rank, see :class:`lmcache_hybrid.adapters.Adapter`.
+        """
+        if self.adapter is None or not contents or not all(contents):
+            return None
+        if self.identified:
+            return self if self.adapter.contents == contents else None
+        adapter = Adapter(self.adapter.lora, contents)
+        return Prefix(self.hashes, (*self.tags, adapter.tag), adapter)
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
@@ -41,8 +66,10 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
         prefix: of the prompt.
         limit: deepest block count allowed; 0 only drops the claim.
         floor: blocks that are cached locally; at or below them nothing is claimed.
-        deadline: ``time.monotonic`` after which the scheduler no longer waits.
+        deadline: ``time.monotonic`` by which a rank ends its lookup, some time before the
+            scheduler no longer waits.
         again: whether this is a further round of the same lookup.
+        number: of the lookup, higher than of any before; a drop names it.
     """
 
     request_id: str
@@ -51,6 +78,7 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
     floor: int
     deadline: float = math.inf
     again: bool = False
+    number: int = 0
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -62,12 +90,15 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
         sources: (backend, how many) of the blocks from the question's floor to ``boundary``,
             by their pages of the first attention group.
         available: False where there is no verdict, which is a miss.
+        adapter: what the ranks compute the prefix's adapter with; filled in behind
+            :func:`agree`, None where they do not know.
     """
 
     boundary: int
     attention: int
     sources: tuple[tuple[str, int], ...] = ()
     available: bool = True
+    adapter: Adapter | None = None
 
     @property
     def source(self) -> str:
@@ -93,6 +124,9 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 MISS = Answer(0, 0)
 UNAVAILABLE = Answer(0, 0, available=False)
+
+# Boundaries that are asked for at once, once the deepest one is not complete.
+CANDIDATES = 1024
 
 
 def record_keys(
@@ -143,20 +177,104 @@ def window_keys(
     ]
 
 
+class _UnwantedError(Exception):
+    """Nobody waits for this answer any more."""
+
+
+class _Found:
+    """What a store has of one prefix, asked in a few questions. Of one lookup, on one thread.
+
+    Attributes:
+        where: backend of each record that was found.
+    """
+
+    def __init__(
+        self,
+        plan: GroupPlan,
+        prefix: Prefix,
+        floor: int,
+        locate: Callable[[Sequence[RecordKey]], dict[RecordKey, str]],
+    ) -> None:
+        self.where: dict[RecordKey, str] = {}
+        self._plan, self._prefix, self._floor, self._locate = plan, prefix, floor, locate
+
+    def attention(self) -> int:
+        """Count the leading blocks whose attention pages are all there, with one question."""
+        groups = self._plan.attention
+        keys = [key for at in range(len(self._prefix.hashes)) for key in self._pages(at, groups)]
+        self.where.update(self._locate(keys))
+        missing = (at for at, key in enumerate(keys) if key not in self.where)
+        return next(missing, len(keys)) // len(groups)
+
+    def boundaries(self, deepest: int) -> Iterator[int]:
+        """Boundaries in (floor, deepest] with all states and windows, deepest first.
+
+        Asks for the deepest one, where most hits are, then for more at once: three questions
+        up to the first of :data:`CANDIDATES` boundaries.
+        """
+        batches = itertools.chain((1,), itertools.repeat(CANDIDATES))
+        while deepest > self._floor:
+            before = max(deepest - next(batches), self._floor)
+            complete = self._complete(before, deepest)
+            yield from sorted(complete, reverse=True)
+            deepest = before
+
+    def _complete(self, before: int, deepest: int) -> list[int]:
+        """Those in (before, deepest], with one question."""
+        plan, wanted = self._plan, range(before + 1, deepest + 1)
+        states = {boundary: self._states(boundary) for boundary in wanted}
+        pages = [
+            key
+            for window in plan.windows
+            for at in range(window.first(self._floor, before + 1), deepest)
+            for key in self._pages(at, (window.group,))
+        ]
+        keys = [*pages, *itertools.chain.from_iterable(states.values())]
+        self.where.update(self._locate([key for key in keys if key not in self.where]))
+        gaps = [self._gaps(window, before + 1, deepest) for window in plan.windows]
+        return [
+            boundary
+            for boundary in wanted
+            if all(key in self.where for key in states[boundary])
+            and all(
+                gap[boundary] < window.first(self._floor, boundary)
+                for window, gap in zip(plan.windows, gaps, strict=True)
+            )
+        ]
+
+    def _gaps(self, window: Window, first: int, deepest: int) -> dict[int, int]:
+        """By boundary: the last block before it whose page of this group is missing, or -1."""
+        start, last = window.first(self._floor, first), -1
+        gaps = {start: last}  # the first boundary itself, for a window of no block
+        for at in range(start, deepest):
+            if self._pages(at, (window.group,))[0] not in self.where:
+                last = at
+            gaps[at + 1] = last
+        return gaps
+
+    def _pages(self, block: int, groups: Sequence[int]) -> list[RecordKey]:
+        return record_keys(self._prefix, block, self._plan.block_size, ATTENTION, groups)
+
+    def _states(self, boundary: int) -> list[RecordKey]:
+        plan = self._plan
+        return record_keys(self._prefix, boundary - 1, plan.block_size, STATE, plan.states)
+
+
 class RankLookup:
     """Answers for one rank, and the claims behind its answers.
 
     A claim lives from the answer until its load took it (:meth:`take`), the
     request gave it up (:meth:`drop`), or the next question replaced it. A drop
-    that overtakes its question, because the scheduler stopped waiting, counts too.
+    that overtakes its question, because the scheduler stopped waiting, counts too;
+    one that comes after the next question leaves that one's claim alone.
     """
 
     def __init__(self, plan: GroupPlan, store: Store, monitor: Monitor = NO_MONITOR) -> None:
         self._plan = plan
         self._store = store
         self._monitor = monitor
-        self._claims: dict[str, Claim] = {}
-        self._answering = ""
+        self._claims: dict[str, tuple[int, Claim]] = {}  # by request; of which question
+        self._answering = "", 0
         self._given_up = False
         self._lock = threading.Lock()  # lookup thread, worker thread
 
@@ -171,98 +289,82 @@ class RankLookup:
         return answer
 
     def _answer(self, question: Question) -> Answer:
-        self.drop(question.request_id)
+        self.drop(question.request_id, question.number)
         with self._lock:
-            self._answering, self._given_up = question.request_id, False
-        # Looked at after the line above: a drop comes after the deadline, so it is
-        # either seen there or the question is already too old here.
-        if time.monotonic() > question.deadline:
-            return MISS
+            self._answering = question.request_id, question.number
+            self._given_up = False
         if question.limit <= 0:
             return MISS
         if not self._store.readable():
             return UNAVAILABLE
-        prefix, plan = question.prefix, self._plan
+        try:
+            return self._search(question)
+        except _UnwantedError:
+            return UNAVAILABLE
+
+    def _search(self, question: Question) -> Answer:
+        """Find the deepest boundary that can be claimed. Raises _UnwantedError."""
+        prefix, plan, floor = question.prefix, self._plan, question.floor
+        found = _Found(plan, prefix, floor, functools.partial(self._locate, question))
         # Counted past the limit too: what is stored need not be stored again.
-        located, attention = self._attention_prefix(prefix, len(prefix.hashes))
-        boundary = min(attention, question.limit)
-        while boundary > question.floor:
-            found, reach = self._locate_last(prefix, question.floor, boundary)
-            if reach < boundary:
-                boundary = reach
-                continue
-            keys = load_keys(prefix, question.floor, boundary, plan)
-            claim = self._store.claim({key: found.get(key) or located[key] for key in keys})
+        attention = found.attention()
+        for boundary in found.boundaries(min(attention, question.limit)):
+            keys = load_keys(prefix, floor, boundary, plan)
+            self._check_wanted(question)
+            claim = self._store.claim({key: found.where[key] for key in keys})
             if claim is not None:
                 self._store.refresh(used_keys(prefix, (boundary,), plan))
                 if not self._keep(question, claim):
-                    return MISS
-                blocks = boundary - question.floor
-                sources = _runs(located[key] for key in keys[:: len(plan.attention)][:blocks])
-                return Answer(boundary, attention, sources)
-            boundary -= 1
+                    return UNAVAILABLE
+                pages = keys[:: len(plan.attention)][: boundary - floor]
+                return Answer(boundary, attention, _runs(found.where[key] for key in pages))
         # vLLM takes its own copy, which may be gone the next time.
-        local = min(question.floor, len(prefix.hashes))
+        local = min(floor, len(prefix.hashes))
         self._store.refresh(used_keys(prefix, (local,), plan))
         return Answer(0, attention)
 
-    def _locate_last(
-        self, prefix: Prefix, floor: int, boundary: int
-    ) -> tuple[dict[RecordKey, str], int]:
-        """Where the states and windows of a boundary are, and the next boundary worth a look.
+    def _locate(self, question: Question, keys: Sequence[RecordKey]) -> dict[RecordKey, str]:
+        self._check_wanted(question)
+        return self._store.locate(keys, question.deadline)
 
-        That is ``boundary`` itself where all of them are there, else the deepest one
-        that does without the one that is missing.
+    def _check_wanted(self, question: Question) -> None:
+        """Raises _UnwantedError when nobody waits for the answer any more.
+
+        Called only once the question is the one that is being answered: a drop comes after
+        the deadline, so it is either seen there or the question is already too old here.
         """
-        size, plan = self._plan.block_size, self._plan
-        states = record_keys(prefix, boundary - 1, size, STATE, plan.states)
-        located = self._store.locate(states)
-        if len(located) < len(states):
-            return {}, boundary - 1
-        for window in plan.windows:
-            keys = window_keys(prefix, floor, boundary, size, window)
-            found = self._store.locate(keys)
-            if len(found) < len(keys):
-                return {}, boundary - 1 - len(found)
-            located.update(found)
-        return located, boundary
+        if self._given_up or time.monotonic() > question.deadline:
+            raise _UnwantedError
 
     def _keep(self, question: Question, claim: Claim) -> bool:
         """File the claim unless its request was dropped in the meantime."""
         with self._lock:
-            self._answering = ""
+            self._answering = "", 0
             if not self._given_up:
-                self._claims[question.request_id] = claim
+                self._claims[question.request_id] = question.number, claim
                 return True
         claim.release()
         return False
 
-    def _attention_prefix(self, prefix: Prefix, limit: int) -> tuple[dict[RecordKey, str], int]:
-        """Where the attention records are, and how many leading blocks are complete."""
-        located: dict[RecordKey, str] = {}
-        for group in self._plan.attention:
-            found = self._store.locate(
-                [
-                    record_keys(prefix, block, self._plan.block_size, ATTENTION, (group,))[0]
-                    for block in range(limit)
-                ]
-            )
-            located.update(found)
-            limit = len(found)
-        return located, limit
-
     def take(self, request_id: str) -> Claim | None:
         """Hand the claim over; the caller releases it."""
         with self._lock:
-            return self._claims.pop(request_id, None)
+            return self._claims.pop(request_id, (0, None))[1]
 
-    def drop(self, request_id: str) -> None:
-        """Release the claim of a request that will not load, filed or about to be."""
+    def drop(self, request_id: str, number: int = sys.maxsize) -> None:
+        """Release the claim of a request that will not load, filed or about to be.
+
+        Args:
+            number: of the question that was given up; claims of later ones stay.
+        """
         with self._lock:
-            self._given_up |= request_id == self._answering
-            claim = self._claims.pop(request_id, None)
-        if claim is not None:
-            claim.release()
+            answering, latest = self._answering
+            self._given_up |= request_id == answering and latest <= number
+            claimed_by, claim = self._claims.get(request_id, (0, None))
+            if claim is None or claimed_by > number:
+                return
+            del self._claims[request_id]
+        claim.release()
 
     @property
     def num_claims(self) -> int:
@@ -271,18 +373,16 @@ class RankLookup:
 
 def _runs(names: Iterable[str]) -> tuple[tuple[str, int], ...]:
     """Equal neighbours as (name, how many)."""
-    return tuple((name, len(list(run))) for name, run in groupby(names))
+    return tuple((name, len(list(run))) for name, run in itertools.groupby(names))
 
 
 def agree(ask: Callable[[Question], list[Answer]], question: Question) -> Answer:
     """Ask all ranks until they name one boundary; UNAVAILABLE where one has no verdict.
 
-    Args:
-        ask: sends a question to every rank and returns all answers, or an empty
-            list when a rank did not answer.
+    A round trip, and one more for each boundary that some rank lacks.
 
-    Round trips: one where the ranks hold the same, else one more for each
-    boundary that some rank lacks. Each round either ends or lowers the limit.
+    Args:
+        ask: sends a question to all ranks; no answers when one did not answer.
     """
     while True:
         answers = ask(question)

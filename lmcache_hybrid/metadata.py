@@ -54,7 +54,7 @@ class StepMetadata(KVConnectorMetadata):
     """One step's work.
 
     Attributes:
-        dropped: requests whose claims are to be released.
+        dropped: (request, number of the question) whose claims are to be released.
         idle: no forward runs in this step, so waiting for a load delays nobody.
         epoch: how often the store was reset when the step was scheduled. What a step of
             an earlier epoch computed is not stored: the weights may be others by now.
@@ -62,7 +62,7 @@ class StepMetadata(KVConnectorMetadata):
 
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
-    dropped: tuple[str, ...] = ()
+    dropped: tuple[tuple[str, int], ...] = ()
     idle: bool = False
     epoch: int = 0
 

@@ -5,13 +5,14 @@ Pages are copied whole and as bytes, so every layout is right without knowing wh
 its bytes mean; the layout is part of the fingerprint.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 
+from lmcache_hybrid.digests import DIGEST_BYTES, PLAIN, Digester
 from lmcache_hybrid.errors import ConfigError
-from lmcache_hybrid.record import CHUNK_BYTES, DIGEST_BYTES, check, digest
+from lmcache_hybrid.record import CHUNK_BYTES, RecordKey, check
 from lmcache_hybrid.runs import merge, runs_of
 
 
@@ -62,7 +63,7 @@ class GroupPages:
         host = all(row.device.type == "cpu" for row in self.rows)
         self._host = [row.numpy() for row in self.rows] if host else None
 
-    def gather(self, block: int, out: torch.Tensor) -> bytes:
+    def gather(self, block: int, out: torch.Tensor, digester: Digester = PLAIN) -> bytes:
         """Copy one block of every layer into ``out``. Mutates ``out``.
 
         Args:
@@ -78,16 +79,20 @@ class GroupPages:
         for number, pieces in enumerate(self._chunks):
             for row, at, to, size in pieces:
                 np.copyto(target[to : to + size], self._host[row][block, at : at + size])
-            digests.append(digest(target[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]))
+            digests.append(
+                digester.chunk(target[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
+            )
         return b"".join(digests)
 
-    def scatter(self, block: int, data: torch.Tensor, digests: bytes) -> None:
+    def scatter(
+        self, block: int, data: torch.Tensor, digests: bytes, digester: Digester = PLAIN
+    ) -> None:
         """Copy ``data`` into one block of every layer, chunk by chunk. Mutates the KV cache.
 
         Args:
             block: block id, never 0 (the null block).
             data: uint8 of ``block_bytes`` elements, in CPU memory.
-            digests: of the chunks of ``data``.
+            digests: of the chunks of ``data``, by ``digester``.
 
         Raises:
             RecordError: a chunk is damaged; neither it nor a later one was copied.
@@ -96,20 +101,22 @@ class GroupPages:
         assert self._host is not None, "a device's pages are scattered by StreamCopies"
         source = data.numpy()
         for number, pieces in enumerate(self._chunks):
-            self._check_chunk(number, source, digests)
+            self._check_chunk(number, source, digests, digester)
             for row, at, to, size in pieces:
                 np.copyto(self._host[row][block, at : at + size], source[to : to + size])
 
-    def check_payload(self, data: torch.Tensor, digests: bytes) -> None:
+    def check_payload(self, data: torch.Tensor, digests: bytes, digester: Digester = PLAIN) -> None:
         """Raises RecordError when ``data`` is not what was digested."""
         source = data.numpy()
         for number in range(len(self._chunks)):
-            self._check_chunk(number, source, digests)
+            self._check_chunk(number, source, digests, digester)
 
-    def _check_chunk(self, number: int, source: np.ndarray, digests: bytes) -> None:
+    def _check_chunk(
+        self, number: int, source: np.ndarray, digests: bytes, digester: Digester
+    ) -> None:
         assert len(digests) == len(self._chunks) * DIGEST_BYTES
         expected = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-        check(source[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES], expected)
+        check(source[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES], expected, digester)
 
     def pieces(self, block: int, data: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pair the bytes of one block with their place in ``data``, for copies on a device.
@@ -168,3 +175,23 @@ def _own(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for name, tensor in tensors.items():
         own.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype), name)
     return {name: tensors[name] for name in own.values()}
+
+
+def in_parts(
+    targets: Sequence[tuple[RecordKey, int]], pages: Mapping[int, GroupPages], most: int
+) -> Iterator[list[tuple[RecordKey, int]]]:
+    """Split (record, block id) pairs into runs of ``most`` bytes at most, one pair at least.
+
+    Args:
+        pages: of every group, by group index.
+    """
+    part: list[tuple[RecordKey, int]] = []
+    held = 0
+    for key, block in targets:
+        size = pages[key.group].block_bytes
+        if part and held + size > most:
+            yield part
+            part, held = [], 0
+        part.append((key, block))
+        held += size
+    yield part

@@ -6,36 +6,41 @@ and digested, while it lies in a core's cache: memory is read once.
 
 A record says whose bytes it holds, so that bytes under the wrong key, of another model,
 layout, rank or request, cut off or damaged, are told apart from the right ones by the
-record alone.
+record alone. That holds against damage and mix-ups; with a keyed digester also against
+whoever else can write to the store, see :mod:`lmcache_hybrid.digests`.
 """
 
 import hashlib
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
 
 import xxhash
 
+from lmcache_hybrid.digests import (
+    DIGEST_BYTES,
+    KEY_ID_BYTES,
+    PLAIN,
+    SEAL_BYTES,
+    UNSEALED,
+    Chunk,
+    Digester,
+)
 from lmcache_hybrid.errors import RecordError
 
-if TYPE_CHECKING:
-    import numpy as np
-
-VERSION = 2
+VERSION = 3
 MAGIC = b"LMCHYBRD"
-Chunk: TypeAlias = "bytes | memoryview | np.ndarray"
 # magic, version, kind, group, boundary, payload length, fingerprint, block hash,
-# tags digest, digest of the digests; then 8 bytes of header checksum.
+# tags digest, digest of the digests; then 8 bytes of header checksum, and the seal.
 _FIELDS = struct.Struct("<8sHBBQQ16s32s16s16s")
 _CHECKSUM = struct.Struct("<Q")
 # Whole cache lines, so that the payload stays aligned.
 HEADER_BYTES = 192
-assert _FIELDS.size + _CHECKSUM.size <= HEADER_BYTES
+_SEAL = _FIELDS.size + _CHECKSUM.size
+assert _SEAL + SEAL_BYTES <= HEADER_BYTES
 
 # A chunk and its copy fit into the second-level cache of a core.
 CHUNK_BYTES = 512 << 10
-DIGEST_BYTES = 8
 
 ATTENTION = 0
 STATE = 1
@@ -112,40 +117,43 @@ def chunks_of(payload: memoryview) -> Iterator[memoryview]:
     return (payload[at : at + CHUNK_BYTES] for at in range(0, len(payload), CHUNK_BYTES))
 
 
-def digest(chunk: Chunk) -> bytes:
-    """DIGEST_BYTES of at most CHUNK_BYTES."""
-    # To its stubs an array is a buffer from Python 3.12 on.
-    return xxhash.xxh3_64_digest(chunk)  # type: ignore[arg-type]
+def digests_of(payload: memoryview, digester: Digester = PLAIN) -> bytes:
+    return b"".join(map(digester.chunk, chunks_of(payload)))
 
 
-def digests_of(payload: memoryview) -> bytes:
-    return b"".join(map(digest, chunks_of(payload)))
-
-
-def check(chunk: Chunk, expected: bytes) -> None:
+def check(chunk: Chunk, expected: bytes, digester: Digester = PLAIN) -> None:
     """Raises RecordError when these are not the bytes that were stored."""
-    if digest(chunk) != expected:
+    if digester.chunk(chunk) != expected:
         raise RecordError("checksum", f"{len(chunk)} bytes of the payload are damaged")
 
 
-def seal(record: memoryview, key: RecordKey, fingerprint: bytes, digests: bytes) -> None:
+def seal(
+    record: memoryview,
+    key: RecordKey,
+    fingerprint: bytes,
+    digests: bytes,
+    digester: Digester = PLAIN,
+) -> None:
     """Write what surrounds a payload that is in place. Mutates ``record``.
 
     Args:
         record: writable, ``record_bytes`` of the payload.
         key: what the payload is.
         fingerprint: 16 bytes naming model, layout and rank.
-        digests: of the payload's chunks.
+        digests: of the payload's chunks, by ``digester``.
     """
     length = payload_bytes(len(record))
     assert len(record) == HEADER_BYTES + length + len(digests)
-    header = _header(key, fingerprint, length, xxhash.xxh3_128_digest(digests))
+    header = _header(key, fingerprint, length, digester.digests(digests))
+    header += digester.seal(header)
     record[: len(header)] = header
     record[len(header) : HEADER_BYTES] = bytes(HEADER_BYTES - len(header))
     record[HEADER_BYTES + length :] = digests
 
 
-def open_record(record: memoryview, key: RecordKey, fingerprint: bytes) -> bytes:
+def open_record(
+    record: memoryview, key: RecordKey, fingerprint: bytes, digester: Digester = PLAIN
+) -> bytes:
     """Check all but the payload, and return the digests to check that with.
 
     Raises:
@@ -159,14 +167,21 @@ def open_record(record: memoryview, key: RecordKey, fingerprint: bytes) -> bytes
     expected = _FIELDS.unpack_from(_header(key, fingerprint, stored.length, stored.checksum))
     if expected != stored.fields:
         raise RecordError("key", "holds another block, boundary or request")
+    check_seal(record, digester)
     digests = bytes(record[HEADER_BYTES + stored.length :])
-    check_digests(digests, stored)
+    check_digests(digests, stored, digester)
     return digests
 
 
-def check_digests(digests: bytes, header: "Header") -> None:
+def check_seal(head: bytes | memoryview, digester: Digester) -> None:
+    """Raises RecordError when this header was not written with the digester's key."""
+    if not digester.opens(bytes(head[:_SEAL]), bytes(head[_SEAL : _SEAL + SEAL_BYTES])):
+        raise RecordError("seal", "not written with this engine's key (lmcache.hybrid_key_file)")
+
+
+def check_digests(digests: bytes, header: "Header", digester: Digester = PLAIN) -> None:
     """Raises RecordError when these are not the digests that were stored with ``header``."""
-    if xxhash.xxh3_128_digest(digests) != header.checksum:
+    if digester.digests(digests) != header.checksum:
         raise RecordError("checksum", f"the digests of {header.length} bytes are damaged")
 
 
@@ -183,6 +198,12 @@ class Header:
     block_hash: bytes
     tags: bytes
     checksum: bytes
+    seal: bytes = UNSEALED
+
+    @property
+    def key_id(self) -> bytes:
+        """Of the key that the record was sealed with; zeros without one."""
+        return self.seal[:KEY_ID_BYTES]
 
     @property
     def label(self) -> str:
@@ -208,4 +229,5 @@ def read_header(data: bytes | memoryview) -> Header:
         bytes(data[: _FIELDS.size])
     ):
         raise RecordError("header", "header is damaged")
+    meaning.append(bytes(data[_SEAL : _SEAL + SEAL_BYTES]))
     return Header(fields, *meaning)

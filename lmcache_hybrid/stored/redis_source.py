@@ -12,47 +12,28 @@ from itertools import islice
 from typing import Any, BinaryIO
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from lmcache_hybrid.errors import StoreError
 from lmcache_hybrid.record import HEADER_BYTES
 from lmcache_hybrid.stored.keys import parse_key, printable, without_password
+from lmcache_hybrid.stored.redis_client import ERRORS, connect
 from lmcache_hybrid.stored.source import Entry
 from lmcache_hybrid.stored.wrapper import WRAPPER_BYTES
 
-SCHEMES = ("redis", "rediss", "unix")
 VALUE, METADATA = "kv_bytes", "metadata"
 PATTERN = "*@uint8@hybrid%*"
 PAGE = 500
-CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 30.0
-
-
-def connect(url: str) -> redis.Redis:
-    """A client whose commands and pipelines take turns on one connection.
-
-    Raises:
-        StoreError: the server cannot be reached, or refuses us.
-    """
-    shown = printable(without_password(url))
-    try:
-        client = redis.Redis.from_url(
-            url,
-            socket_connect_timeout=CONNECT_SECONDS,
-            socket_timeout=ANSWER_SECONDS,
-            retry=Retry(NoBackoff(), 0),
-        )
-        client.ping()
-    except (redis.RedisError, OSError, ValueError) as error:
-        raise StoreError(
-            f"{shown} cannot be used ({printable(str(error))}); start the server, or correct host, "
-            "port and password."
-        ) from error
-    return client
+TOUCHED = (
+    "This server has no CLIENT NO-TOUCH: looking at a record counts as its use, so the "
+    "next look shows ages since this one."
+)
 
 
 class RedisSource:
-    """Records in one Redis or Valkey server's database."""
+    """Records in one Redis or Valkey database, or in all primaries of a cluster.
+
+    Keys are never kept: what is held in memory is one page of them.
+    """
 
     def __init__(self, url: str) -> None:
         """
@@ -62,15 +43,16 @@ class RedisSource:
         self.name = printable(without_password(url))
         self.notes: list[str] = []
         self.foreign = 0
-        self._client = connect(url)
+        self._client = connect(url, self._greet)
+
+    def _greet(self, connection: Any) -> None:
+        """Look without making records look used: eviction goes by that."""
+        connection.send_command("CLIENT", "NO-TOUCH", "ON")
         try:
-            # Looking shall not make records look used: eviction goes by that.
-            self._client.execute_command("CLIENT", "NO-TOUCH", "ON")
+            connection.read_response()
         except redis.ResponseError:
-            self.notes.append(
-                "This server has no CLIENT NO-TOUCH: looking at a record counts as its use, so the "
-                "next look shows ages since this one."
-            )
+            if TOUCHED not in self.notes:
+                self.notes.append(TOUCHED)
 
     def entries(self) -> Iterator[Entry]:
         self.foreign = 0
@@ -84,16 +66,22 @@ class RedisSource:
                 for entry in self._alone(names):
                     ours += 1
                     yield entry
-            self.foreign = max(0, self._client.dbsize() - ours)
+            self.foreign = max(0, self._keys() - ours)
+
+    def _keys(self) -> int:
+        if isinstance(self._client, redis.RedisCluster):
+            return self._client.dbsize(target_nodes=redis.RedisCluster.PRIMARIES)
+        return self._client.dbsize()
 
     def _pages(self, suffix: str) -> Iterator[list[str]]:
-        """Names of our keys without ``suffix``, each once."""
-        seen: set[str] = set()
+        """Names of our keys without ``suffix``.
+
+        SCAN may name a key twice while a server resizes its table, which it does when its
+        number of keys doubles or shrinks to an eighth meanwhile. Then it is counted twice.
+        """
         for keys in pages(self._client.scan_iter(PATTERN + suffix, PAGE)):
             names = (key.decode("utf-8", "surrogateescape").removesuffix(suffix) for key in keys)
-            fresh = [name for name in dict.fromkeys(names) if name not in seen and parse_key(name)]
-            seen.update(fresh)
-            yield fresh
+            yield [name for name in dict.fromkeys(names) if parse_key(name)]
 
     def _described(self, names: list[str]) -> Iterator[Entry]:
         answers = self._ask(
@@ -110,7 +98,8 @@ class RedisSource:
             )
         )
         for name, (idle, there, size, head, extra, wrapper) in zip(names, answers_of(answers, 6)):
-            if not there or isinstance(size, Exception) or isinstance(extra, Exception):
+            answered = [self._string(answer) for answer in (there, size, head, extra, wrapper)]
+            if not there or None in answered:
                 continue  # gone by now, or no string: not LMCache's
             key = parse_key(name)
             assert key is not None
@@ -137,7 +126,7 @@ class RedisSource:
             )
         )
         for name, (value, idle, size) in zip(names, answers_of(answers, 3)):
-            if value or not size or isinstance(size, Exception):
+            if self._string(value) or not self._string(size):
                 continue
             key = parse_key(name)
             assert key is not None
@@ -153,22 +142,38 @@ class RedisSource:
             raise FileNotFoundError(entry.where)
         yield io.BytesIO(value)
 
-    def delete(self, entries: Iterable[Entry]) -> int:
-        return sum(self._delete(page) for page in pages(entries))
+    def delete(self, wheres: Iterable[str]) -> int:
+        return sum(self._delete(page) for page in pages(wheres))
 
-    def _delete(self, page: list[Entry]) -> int:
-        pairs = [(_bytes(entry.where + METADATA), _bytes(entry.where + VALUE)) for entry in page]
+    def _delete(self, page: list[str]) -> int:
+        # One command each: in a cluster the two may lie on different nodes.
+        names = (_bytes(where + part) for where in page for part in (METADATA, VALUE))
         with self._answers():
-            removed = self._ask(("UNLINK", *pair) for pair in pairs)
+            removed = self._ask(("UNLINK", name) for name in names)
         for answer in removed:
             if isinstance(answer, Exception):
                 raise StoreError(
                     f"{self.name} does not delete ({printable(str(answer))}); allow UNLINK."
                 )
-        return sum(answer > 0 for answer in removed)
+        return sum(any(pair) for pair in answers_of(removed, 2))
 
     def close(self) -> None:
         self._client.close()
+
+    def _string(self, answer: Any) -> Any:
+        """An answer about a string; None where the value is none.
+
+        Raises:
+            StoreError: the server refuses to say, so nothing is known of its records.
+        """
+        if not isinstance(answer, Exception):
+            return answer
+        if str(answer).startswith("WRONGTYPE"):
+            return None
+        raise StoreError(
+            f"{self.name} refuses to be looked into ({printable(str(answer))}); allow EXISTS, "
+            "STRLEN, GETRANGE and GET."
+        )
 
     def _ask(self, commands: Iterable[tuple]) -> list[Any]:
         pipeline = self._client.pipeline(transaction=False)
@@ -180,7 +185,7 @@ class RedisSource:
     def _answers(self) -> Iterator[None]:
         try:
             yield
-        except redis.RedisError as error:
+        except ERRORS as error:
             raise StoreError(
                 f"{self.name} stopped answering ({printable(str(error))}); try again."
             ) from error

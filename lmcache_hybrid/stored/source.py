@@ -18,7 +18,7 @@ class Entry:
 
     Attributes:
         key: what its name claims.
-        where: file path or Redis key, as bytes or text that the source understands.
+        where: file path or Redis key, as text that the source understands.
         size: bytes of the record, 0 where it is missing.
         taken: bytes that it takes in the store.
         age: seconds since it was written (files) or last used (Redis); None if unknown.
@@ -67,8 +67,11 @@ class Source(Protocol):
             StoreError: the store is away.
         """
 
-    def delete(self, entries: Iterable[Entry]) -> int:
-        """Remove records; how many were there. Never touches anything else."""
+    def delete(self, wheres: Iterable[str]) -> int:
+        """Remove records, named by their :attr:`Entry.where`; returns how many were there.
+
+        Never touches anything else.
+        """
 
     def close(self) -> None:
         """Give back connections."""
@@ -82,7 +85,8 @@ def open_source(store: str) -> Source:
         StoreError: it cannot be reached.
     """
     from lmcache_hybrid.stored.folder import FolderSource
-    from lmcache_hybrid.stored.redis_source import SCHEMES, RedisSource
+    from lmcache_hybrid.stored.redis_client import SCHEMES
+    from lmcache_hybrid.stored.redis_source import RedisSource
 
     scheme = store.partition("://")[0].lower() if "://" in store else ""
     if scheme in SCHEMES:

@@ -5,7 +5,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import xxhash
+
 from lmcache_hybrid.stored.audit import Status, Verdict
+
+# Prefixes with states that are kept for each fingerprint, about 10 MB.
+SAMPLE = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,7 @@ class Row:
         bytes: of everything, in the store.
         prompts: at least so many different prompts; see :class:`Tally`.
         resumable: boundaries that have the states of all groups, where the model has states.
+        estimated: ``resumable`` is of a sample, as there are very many.
         deepest: largest boundary, in tokens.
         youngest, oldest: seconds since a record was written (files) or used (Redis).
     """
@@ -31,6 +37,7 @@ class Row:
     bytes: int
     prompts: int
     resumable: int
+    estimated: bool
     deepest: int
     youngest: float | None
     oldest: float | None
@@ -39,13 +46,46 @@ class Row:
     unfinished: int
 
 
+class Resumable:
+    """Counts prefixes that have the states of all groups.
+
+    Exact up to SAMPLE prefixes; beyond that an even sample of them is kept, and the count
+    is an estimate. So its memory is bounded.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[int, int] = {}
+        self._bits: dict[str, int] = {}
+        # Prefixes whose digest is a multiple of this are kept.
+        self._every = 1
+
+    @property
+    def estimated(self) -> bool:
+        return self._every > 1
+
+    def add(self, prefix: bytes, group: str) -> None:
+        bit = self._bits.setdefault(group, 1 << len(self._bits))
+        key = xxhash.xxh3_64_intdigest(prefix)
+        if key % self._every:
+            return
+        self._groups[key] = self._groups.get(key, 0) | bit
+        while len(self._groups) > SAMPLE:
+            self._every *= 2
+            self._groups = {k: v for k, v in self._groups.items() if not k % self._every}
+
+    def count(self) -> int:
+        every = (1 << len(self._bits)) - 1
+        return self._every * sum(groups == every for groups in self._groups.values())
+
+
 @dataclass
 class Tally:
-    """Counts of one fingerprint while a store is read.
+    """Counts of one fingerprint while a store is read, in bounded memory.
 
     A record knows the hash of its whole prefix, but not the block before it. So prompts
     cannot be told one by one; but prefixes of the same length with different hashes
-    belong to different prompts, which gives a lower bound.
+    belong to different prompts, and a store has one record of each group for each of
+    them: the most of one group at one boundary is a lower bound.
     """
 
     statuses: Counter[Status] = field(default_factory=Counter)
@@ -53,9 +93,9 @@ class Tally:
     states: int = 0
     youngest: float | None = None
     oldest: float | None = None
-    # Prefixes by boundary; state groups by prefix.
-    prefixes: dict[int, set[bytes]] = field(default_factory=lambda: defaultdict(set))
-    groups: dict[bytes, set[str]] = field(default_factory=lambda: defaultdict(set))
+    # Records by boundary and group.
+    prefixes: Counter[tuple[int, str]] = field(default_factory=Counter)
+    resumable: Resumable = field(default_factory=Resumable)
 
     def add(self, verdict: Verdict) -> None:
         entry, header = verdict.entry, verdict.header
@@ -66,14 +106,12 @@ class Tally:
             self.oldest = max(entry.age, self.oldest or 0.0)
         if header is None:
             return
-        prefix = header.block_hash + header.tags
-        self.prefixes[header.boundary].add(prefix)
+        self.prefixes[header.boundary, entry.key.label] += 1
         if entry.key.label.startswith("s"):
             self.states += 1
-            self.groups[prefix].add(entry.key.label)
+            self.resumable.add(header.block_hash + header.tags, entry.key.label)
 
     def row(self, model: str, rank: str, fingerprint: str) -> Row:
-        every = set().union(*self.groups.values())
         return Row(
             model,
             rank,
@@ -81,9 +119,10 @@ class Tally:
             self.statuses[Status.GOOD],
             self.states,
             self.taken,
-            max((len(prefixes) for prefixes in self.prefixes.values()), default=0),
-            sum(groups == every for groups in self.groups.values()),
-            max(self.prefixes, default=0),
+            max(self.prefixes.values(), default=0),
+            self.resumable.count(),
+            self.resumable.estimated,
+            max((boundary for boundary, _ in self.prefixes), default=0),
             self.youngest,
             self.oldest,
             self.statuses[Status.DAMAGED],

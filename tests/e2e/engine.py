@@ -444,8 +444,8 @@ class _Child:
         if not hasattr(self, "_located"):
             self._located, locate = Counter(), store.locate
 
-            def counting(keys):
-                found = locate(keys)
+            def counting(keys, deadline):
+                found = locate(keys, deadline)
                 self._located.update(calls=1, asked=len(keys), found=len(found))
                 return found
 

@@ -5,7 +5,9 @@ Every test asks one prompt under two circumstances: the same one must hit, so
 that the test proves something, the other one must compute all of it itself.
 """
 
+import copy
 import json
+import os
 import random
 from pathlib import Path
 
@@ -15,6 +17,9 @@ from engine import Answer, Engine
 from safetensors import safe_open
 from safetensors.torch import save_file
 from typer.testing import CliRunner
+from vllm.config import LoadConfig
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from lmcache_hybrid.cli import app
 from lmcache_hybrid.tinymodels import make_model
@@ -164,20 +169,33 @@ def test_adapters(model: Path, tmp_path: Path) -> None:
 
 
 def test_an_adapter_whose_files_change_under_a_running_engine(model: Path, tmp_path: Path) -> None:
-    """The engine goes on with what it has loaded; that is not what the files say now."""
+    """What was computed counts by what vLLM had loaded, whatever the files say by then."""
     config = {"local_cpu": False, "remote_url": f"fs://localhost:0{tmp_path / 'store'}"}
     options = {"enable_lora": True, "max_lora_rank": 8}
-    path = make_adapter(model, tmp_path / "adapter", 1)
+
+    def write(seed: int, when: int) -> Path:
+        """The same name, path and sizes, and the same time if asked to."""
+        folder = make_adapter(model, tmp_path / "adapter", seed)
+        for file in folder.iterdir():
+            os.utime(file, (when, when))
+        return folder
+
+    path = write(1, 10**9)
     before, after = (
         {"prompt_token_ids": prompt(seed), "lora": ["one", 1, str(path)]} for seed in (10, 11)
     )
     with Engine(model, config, **options) as engine:
         ask_cold(engine, before)
-        make_adapter(model, path, 2)
+        write(2, 10**9)
         old = ask_cold(engine, after)
+        assert hits(ask_cold(engine, after), old)
     with Engine(model, config, **options) as engine:
         new = ask_cold(engine, after)
         assert not hits(new) and new.output != old.output
+        assert hits(ask_cold(engine, after), new)
+    write(1, 10**9 + 1)
+    with Engine(model, config, **options) as engine:
+        assert hits(ask_cold(engine, after), old)
 
 
 # Prompt embeddings
@@ -266,3 +284,30 @@ def test_one_tensor_of_the_weights(model: Path, tmp_path: Path) -> None:
         trained = ask_cold(engine, ids)
         assert not hits(trained) and trained.output != cold.output
         assert hits(ask_cold(engine, ids), trained)
+
+
+class _Silent(DefaultModelLoader):
+    """A loader of somebody else's that does all by itself: nobody sees which weights it reads."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        known = copy.copy(load_config)
+        known.load_format = "auto"
+        vars(self).update(vars(DefaultModelLoader(known)))
+        del self.load_model
+
+
+def register_silent_loader() -> None:
+    register_model_loader("silent")(_Silent)
+
+
+def test_weights_that_nobody_saw_loaded(model: Path) -> None:
+    """The engine serves, stores nothing and says so once."""
+    options = {"load_format": "silent", "prepare": register_silent_loader}
+    with Engine(model, RAM, **options) as engine:
+        cold = engine.ask(prompt(10))
+        engine.forget()
+        again = engine.ask(prompt(10))
+        assert not hits(cold) and not hits(again) and again.output == cold.output
+        log = engine.log_path.read_text()
+    assert log.count("LMCache stores nothing and this rank computes every prompt, since ") == 1
+    assert "load_format=silent does not tell which weights the model " in log

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defects that the fast tests must find, in the order in which they are planted."""
 
-from tests.mutants.defect import Defect
-from tests.mutants.planted import devices, layouts, operation, serving
+import importlib
+import pkgutil
 
-DEFECTS: tuple[Defect, ...] = (
-    *serving.DEFECTS,
-    *operation.DEFECTS,
-    *layouts.DEFECTS,
-    *devices.DEFECTS,
+from tests.mutants import planted
+from tests.mutants.defect import Defect
+
+# ``DEFECTS`` of every module in planted/.
+DEFECTS: tuple[Defect, ...] = tuple(
+    defect
+    for module in pkgutil.iter_modules(planted.__path__, f"{planted.__name__}.")
+    for defect in importlib.import_module(module.name).DEFECTS
 )

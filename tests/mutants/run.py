@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plants every defect in a copy of the tree and runs the fast tests on it: ``make mutants``."""
 
+import contextlib
+import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -15,105 +16,214 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.mutants import forks, table, tree  # noqa: E402
 from tests.mutants.defect import Defect  # noqa: E402
 from tests.mutants.defects import DEFECTS  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
-# The test that catches most first; "-x" ends a run at the first failure.
-SUITE = ("tests/sim", "tests/unit")
-console = Console(width=120, highlight=False)
+SUITE = ("tests/unit", "tests/sim")
+# It reads what is planted, so it would fail for every defect.
+BLIND = "tests/unit/test_mutants.py"
+PROGRESS = tree.ROOT / "build/mutants.json"
+console = Console(width=140, highlight=False)
 
 
-def copy_tree(target: Path) -> None:
-    """What git tracks or would track, as it is in the working tree."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            (target / name).write_bytes((ROOT / name).read_bytes())
+@dataclass
+class Slot:
+    """A copy of the tree in which one defect at a time is tested.
+
+    Attributes:
+        folder: holds the copy and what its tests write.
+        defect: what is planted; None before the first and for the unchanged tree.
+        left: lists of tests still to run on it.
+    """
+
+    folder: Path
+    defect: Defect | None = None
+    left: list[list[str]] = field(default_factory=list)
+    seconds: float = 0.0
+    other: list[str] = field(default_factory=list)
+    run: forks.Run | None = None
+    plant: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def start(self, defect: Defect | None, tests: list[list[str]], limit: float) -> None:
+        """Plant ``defect`` and run the first list of tests."""
+        self.defect, self.left = defect, tests
+        self.seconds, self.other = 0.0, []
+        self.plant.enter_context(tree.planted(self.folder / "tree", defect))
+        self._next(limit)
+
+    def _next(self, limit: float) -> None:
+        scratch = self.folder / "scratch"
+        self.run = forks.Run(self.folder / "tree", scratch, self.left.pop(0), limit)
+
+    def poll(self, limit: float) -> tuple[forks.Outcome, dict] | None:
+        """(the last run's outcome, the defect's entry of the table) once that is known."""
+        outcome = self.run.poll() if self.run else None
+        if outcome is None:
+            return None
+        self.seconds += outcome.seconds
+        self.other += outcome.other
+        if not outcome.found and self.left:
+            self._next(limit)
+            return None
+        self.run = None
+        self.plant.close()
+        result: dict = {"test": outcome.found, "seconds": round(outcome.seconds, 1)}
+        if not outcome.found:
+            result["other"] = self.other
+        return outcome, result
 
 
-def plant(tree: Path, defect: Defect) -> None:
-    """Raises ValueError when the text is not there exactly once: mend the list then."""
-    for file, old, new in defect.edits:
-        text = (tree / file).read_text()
-        if text.count(old) != 1:
-            raise ValueError(f"{defect.name}: {file} holds {text.count(old)} times {old!r}")
-        (tree / file).write_text(text.replace(old, new))
+def files(tests: list[str]) -> list[str]:
+    """The test files that ``tests`` names."""
+    found = []
+    for name in tests:
+        inside = sorted((tree.ROOT / name).rglob("test_*.py"))
+        found += [str(file.relative_to(tree.ROOT)) for file in inside] or [name]
+    return [name for name in found if name != BLIND]
 
 
-def run_suite(
-    defect: Defect | None, tests: list[str], steps: int, minutes: float
-) -> tuple[str, str, float]:
-    """(verdict, the test that found it, seconds)."""
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        tree = Path(folder)
-        copy_tree(tree)
-        if defect is not None:
-            plant(tree, defect)
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-        command += ["--no-header", "--tb=line", "--show-capture=no", "-m", "not engine", *tests]
-        try:
-            done = subprocess.run(
-                command,
-                cwd=tree,
-                # The copy comes before the installed package on the path.
-                env={
-                    **os.environ,
-                    "PYTHONPATH": folder,
-                    "SIM_STEPS": str(steps),
-                    "SIM_SHRINK": "0",
-                },
-                capture_output=True,
-                text=True,
-                timeout=60 * minutes,
+def check_unchanged(slot: Slot, tests: list[str], limit: float) -> dict[str, float]:
+    """Run the tests on the tree as it is; a failure ends the program with 2.
+
+    Returns:
+        Seconds of each file's tests.
+    """
+    slot.start(None, [tests], limit)
+    while (done := slot.poll(limit)) is None:
+        time.sleep(0.1)
+    outcome, _ = done
+    if outcome.code:
+        console.print(outcome.output[-4000:], markup=False)
+        console.print("The unchanged tree fails: mend that first.")
+        raise typer.Exit(2)
+    console.print(f"The unchanged tree passes in {outcome.seconds:.0f} s.")
+    return outcome.files
+
+
+@dataclass
+class Progress:
+    """What a run has found so far, kept on disk.
+
+    Attributes:
+        tree: digest of the tree that it ran on.
+        files: seconds of each file's tests on the unchanged tree; empty until that passed.
+        results: entries of the table.
+    """
+
+    tree: str
+    files: dict[str, float] = field(default_factory=dict)
+    results: table.Results = field(default_factory=dict)
+
+    @classmethod
+    def load(cls) -> "Progress":
+        """What a run on this very tree that was broken off has found."""
+        digest = tree.digest()
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+            progress = cls(**json.loads(PROGRESS.read_text()))
+            if progress.tree == digest:
+                return progress
+        return cls(digest)
+
+    def save(self) -> None:
+        PROGRESS.parent.mkdir(exist_ok=True)
+        PROGRESS.write_text(json.dumps(asdict(self), indent=1))
+
+
+def plans(defect: Defect, tests: dict[str, float], known: table.Results) -> list[list[str]]:
+    """Lists of tests to run one after the other: what found it last time, then all."""
+    sources = {each.name: each.edits[0][0] for each in DEFECTS}
+    before = known.get(defect.name, {}).get("test", "")
+    here = before.partition("::")[0] in tests
+    return [[before]] * bool(before and here) + [table.order(defect, tests, known, sources)]
+
+
+def run_all(
+    slots: list[Slot],
+    queue: list[Defect],
+    tests: dict[str, float],
+    limit: float,
+    progress: Progress,
+) -> None:
+    """Test every defect of the queue; adds to ``progress``."""
+    known = {**table.load(), **progress.results}
+    began, total = time.monotonic(), len(queue)
+    busy: list[Slot] = []
+    done = 0
+    while queue or busy:
+        while queue and len(busy) < len(slots):
+            slot = next(slot for slot in slots if slot not in busy)
+            slot.start(queue[0], plans(queue.pop(0), tests, known), limit)
+            busy.append(slot)
+        time.sleep(0.05)
+        for slot in [*busy]:
+            if (ended := slot.poll(limit)) is None:
+                continue
+            busy.remove(slot)
+            assert slot.defect is not None
+            outcome, result = ended
+            progress.results[slot.defect.name] = known[slot.defect.name] = result
+            progress.save()
+            done += 1
+            left = (time.monotonic() - began) / done * (total - done) / 60
+            verdict = "found by" if result["test"] else "SURVIVED"
+            console.print(
+                f"{done:3}/{total} {slot.seconds:4.0f} s, {left:3.0f} min left  "
+                f"{slot.defect.name}\n        {verdict} "
+                f"{result['test'] or '; '.join(result['other'])}",
+                markup=False,
             )
-        except subprocess.TimeoutExpired:
-            return "killed", "the suite does not end", time.monotonic() - started
-    found = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    verdict = {0: "survived", 1: "killed"}.get(done.returncode, "broken")
-    if verdict == "broken":
-        console.print(done.stdout[-3000:], done.stderr[-2000:])
-    where = found[0].split(" - ")[0].partition(" ")[2] if found else ""
-    return verdict, where, time.monotonic() - started
+            if outcome.code == -1:
+                console.print(outcome.output[-2000:], markup=False)
 
 
 def main(
     tests: Annotated[list[str] | None, typer.Argument(help="The fast tests by default.")] = None,
     only: Annotated[str, typer.Option(help="Part of a defect's name; all defects if empty.")] = "",
-    skip: Annotated[int, typer.Option(help="Leave out so many of the first.")] = 0,
     steps: Annotated[int, typer.Option(help="Simulation steps per run.")] = 8_000,
-    minutes: Annotated[float, typer.Option(help="Longest run of the suite.")] = 10,
-    jobs: Annotated[int, typer.Option(help="Runs side by side.")] = os.cpu_count() or 1,
+    minutes: Annotated[float, typer.Option(help="Longest run of the suite.")] = 15,
+    jobs: Annotated[int, typer.Option(help="Runs side by side.")] = len(os.sched_getaffinity(0)),
+    unchanged: Annotated[bool, typer.Option(help="Test the unchanged tree first.")] = True,
+    fresh: Annotated[bool, typer.Option(help="Forget a run that was broken off.")] = False,
 ) -> None:
-    """Plant each defect, run the fast tests, report killed or survived.
+    """Plant each defect, run the fast tests, say which test finds it.
 
-    Ends with 0 when the unchanged tree passes and every defect is killed.
+    A test finds a defect when it fails; a NameError, SyntaxError or ImportError, or something
+    that does not end, is no find. The test that found it last time runs first. A run that was
+    broken off goes on where it was, as long as code and tests are the same. A complete one
+    writes docs/mutants.json and its row in docs/reliability.md.
+
+    Ends with 0 when every defect is found, with 2 when the unchanged tree fails.
     """
-    chosen = [defect for defect in DEFECTS if only in defect.name][skip:]
-    tests = tests or list(SUITE)
-    verdict, where, seconds = run_suite(None, tests, steps, minutes)
-    console.print(f"{'unchanged tree':<75} {verdict:<9} {seconds:4.0f} s {where}")
-    if verdict != "survived":
-        raise typer.Exit(2)
-    with ThreadPoolExecutor(jobs) as executor:
-        results = executor.map(lambda defect: run_suite(defect, tests, steps, minutes), chosen)
-        verdicts = []
-        for defect, (verdict, where, seconds) in zip(chosen, results):
-            console.print(f"{defect.name:<75} {verdict:<9} {seconds:4.0f} s {where}")
-            verdicts.append(verdict)
-    killed = verdicts.count("killed")
-    console.print(f"{killed} of {len(chosen)} killed")
-    if killed < len(chosen):
+    progress = Progress(tree.digest()) if fresh else Progress.load()
+    results = progress.results
+    chosen = [defect for defect in DEFECTS if only in defect.name]
+    queue = [d for d in chosen if tests or not results.get(d.name, {}).get("test")]
+    os.environ.update(SIM_STEPS=str(steps), SIM_SHRINK="0")
+    suite = {name: progress.files.get(name, 0.0) for name in files(tests or list(SUITE))}
+    forks.warm()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        slots = [Slot(Path(folder) / str(index)) for index in range(jobs)]
+        for slot in slots:
+            tree.copy_tree(slot.folder / "tree")
+        if unchanged and not suite.keys() <= progress.files.keys():
+            suite |= check_unchanged(slots[0], list(suite), 60 * minutes)
+            progress.files |= suite
+            progress.save()
+        run_all(slots, queue, suite, 60 * minutes, progress)
+    lost = [defect.name for defect in chosen if not results[defect.name]["test"]]
+    console.print(f"{len(chosen) - len(lost)} of {len(chosen)} found")
+    if not only and not tests:
+        table.write({defect.name: results[defect.name] for defect in DEFECTS})
+    if lost:
+        console.print("Not found:", *lost, sep="\n  ", markup=False)
         raise typer.Exit(1)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except SystemExit as end:
+        # Triton's compiled parts write pages about themselves at a regular end.
+        sys.stdout.flush()
+        os._exit(end.code if isinstance(end.code, int) else 1)

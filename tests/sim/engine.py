@@ -252,7 +252,10 @@ class SimEngine:
         self.check_devices()
         transfers = result.kv_connector_output
         if transfers is not None:
-            self.events["failed loads"] += len(transfers.failed_recving or ())
+            failed = transfers.failed_recving or ()
+            stopped = sum(self.requests[request_id].is_finished() for request_id in failed)
+            self.events["failed loads"] += len(failed) - stopped
+            self.events["loads stopped with their requests"] += stopped
             for request_id in transfers.finished_recving or ():
                 request = self.requests[request_id]
                 self.events["loads"] += 1
@@ -387,7 +390,7 @@ class SimEngine:
             for request_id in list(lookup._claims):
                 lookup.drop(request_id)
         for rank in self.ranks:
-            for _, claim in rank.connector._hybrid.worker._loads.values():
+            for _, claim, _ in rank.connector._hybrid.worker._loads.values():
                 if claim is not None:
                     claim.release()
 

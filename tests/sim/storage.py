@@ -77,7 +77,8 @@ class Pool:
 
     @property
     def pinned(self) -> int:
-        return sum(memory.is_pinned for _, memory in self.records)
+        """Records that are claimed; call when no load is under way."""
+        return sum(not memory.can_evict for _, memory in self.records)
 
     def bound_once(self) -> None:
         """Each store wraps ``allocate``; here all of them share one backend."""

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from lmcache_hybrid.copies import Item, StreamCopies
+from lmcache_hybrid.digests import KeyedDigester
+from lmcache_hybrid.errors import DamagedError
 from lmcache_hybrid.pages import GroupPages
 from lmcache_hybrid.record import digests_of
 from lmcache_hybrid.store import NaiveStore
@@ -99,6 +101,22 @@ def test_digests_are_of_what_was_copied(bench):
     finish()
     assert item.buffer.digests == digests_of(memoryview(item.buffer.payload.numpy()))
     assert values(item) == {7}
+
+
+def test_a_keyed_store_gets_keyed_digests(bench):
+    """Of what is copied, and they are what a load is checked by."""
+    bench.forward(1, 7)
+    item = bench.item(1)
+    item.buffer.digester = digester = KeyedDigester(bytes(range(32)))
+    bench.copies.gather([item])()
+    payload = memoryview(item.buffer.payload.numpy())
+    assert item.buffer.digests == digests_of(payload, digester) != digests_of(payload)
+    bench.copies.scatter([item._replace(block=2)], bench.copies.mark())
+    bench.device.drain()
+    assert bench.block(2) == {7}
+    item.buffer.digests = digests_of(payload)
+    with pytest.raises(DamagedError):
+        bench.copies.scatter([item._replace(block=3)], bench.copies.mark())
 
 
 def test_a_load_waits_for_what_was_queued_before_its_mark(bench):

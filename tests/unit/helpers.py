@@ -86,7 +86,8 @@ def put(store, keys: Sequence[RecordKey], size: int = 8) -> None:
     for key in keys:
         buffer = store.reserve(size)
         buffer.payload.copy_(payload_of(key, size))
-        buffer.digests = digests_of(memoryview(buffer.payload.numpy()))
+        payload = memoryview(buffer.payload.numpy())
+        buffer.digests = digests_of(payload, buffer.digester)
         records.append((key, buffer))
     store.put(records)
 
@@ -98,7 +99,7 @@ def fetch(store, claim, keys: Sequence[RecordKey]) -> list[torch.Tensor]:
         payloads = []
         for key, buffer in zip(keys, buffers, strict=True):
             data = buffer.payload.clone()
-            if digests_of(memoryview(data.numpy())) != buffer.digests:
+            if digests_of(memoryview(data.numpy()), buffer.digester) != buffer.digests:
                 store.discard(key)
                 raise RecordError("checksum", "of the test")
             payloads.append(data)
@@ -134,7 +135,8 @@ class Ranks:
         self.lookups = [RankLookup(plan, store) for store in self.stores]
         self.questions: list[Question] = []
         self.silent = False
-        self.inquiries = Inquiries(self.ask, 1000, executor or AtOnce())
+        self.contents: tuple[bytes, ...] = tuple(b"%d" % rank for rank in range(ranks))
+        self.inquiries = Inquiries(self.ask, 1000, executor or AtOnce(), lambda _: self.contents)
 
     def ask(self, question: Question) -> list[Answer]:
         self.questions.append(question)

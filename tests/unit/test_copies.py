@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from lmcache_hybrid import copies
 from lmcache_hybrid.copies import WORTH_A_THREAD, Threads
 
 
@@ -61,3 +62,39 @@ def test_threads_may_run_on_all_cores_of_the_process(threads):
     thread.start()
     thread.join()
     assert made == [everywhere] * 2
+
+
+def test_without_room_for_threads_the_caller_does_all(monkeypatch):
+    """A pool that starts threads one by one raises here, and does the work later all the same."""
+    start, room, done = threading.Thread.start, [1], []
+
+    def limited(thread):
+        if not room:
+            raise RuntimeError("can't start new thread")
+        room.pop()
+        start(thread)
+
+    monkeypatch.setattr(copies, "_cores", lambda: {0, 1})
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    crowded = Threads("crowded")
+    before = threading.active_count()
+    crowded.each(lambda i: done.append((i, threading.get_ident())), range(5), WORTH_A_THREAD)
+    assert done == [(i, threading.get_ident()) for i in range(5)]
+    for thread in threading.enumerate():
+        if thread.name.startswith("crowded"):
+            thread.join(10)
+    assert threading.active_count() <= before and len(done) == 5
+    room.extend([1, 1])
+    crowded.each(lambda i: done.append((i, threading.get_ident())), range(5), WORTH_A_THREAD)
+    assert threading.get_ident() not in {ident for _, ident in done[5:]}
+    crowded.close()
+
+
+def test_cores_that_were_taken_away_end_no_thread(monkeypatch):
+    monkeypatch.setattr(copies, "_cores", lambda: {1022, 1023})  # none that is there
+    with pytest.raises(OSError):
+        os.sched_setaffinity(0, {1022, 1023})
+    moved, done = Threads("moved"), []
+    moved.each(done.append, range(5), WORTH_A_THREAD)
+    assert sorted(done) == list(range(5))
+    moved.close()

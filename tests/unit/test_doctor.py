@@ -380,6 +380,17 @@ def test_a_record_goes_through_every_backend_and_leaves_nothing(context, tmp_pat
     assert found.config.max_local_cpu_size == 5.0 and found.config.chunk_size == 256
 
 
+def test_the_test_record_evicts_nothing(context, tmp_path):
+    """An engine may be using the folder, and its limit may be reached."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    theirs = disk / "model@1@0@12@uint8@hybrid%a0-0123456789abcdef.pt"
+    theirs.write_bytes(bytes(1 << 21))
+    found = context(local_disk=str(disk), max_local_disk_size=0.001)
+    assert {f.check: f.status for f in check_backends(found)}["local_disk"] == OK
+    assert list(disk.iterdir()) == [theirs]
+
+
 def test_where_an_engine_stores_does_not_matter(context, tmp_path):
     """With store_location the others would get nothing, which is not their fault."""
     found = context(

@@ -15,8 +15,6 @@ import pytest
 import torch
 import vllm
 import vllm.envs as envs
-from safetensors.torch import load_file, save_file
-from transformers import GraniteMoeHybridConfig
 from vllm.config import LoRAConfig, MultiModalConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.mamba import mamba_utils
@@ -24,11 +22,13 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from lmcache_hybrid import fingerprint as module
 from lmcache_hybrid import settings
-from lmcache_hybrid.fingerprint import fingerprint, weights_identity
+from lmcache_hybrid.fingerprint import fingerprint
 from lmcache_hybrid.groups import GroupPlan
+from lmcache_hybrid.media import CONTENT, MARK
 from lmcache_hybrid.pages import GroupPages
-from lmcache_hybrid.prefix import Adapters, prefix_of
+from lmcache_hybrid.prefix import prefix_of
 from lmcache_hybrid.tinymodels import make_model
+from lmcache_hybrid.weights import LOADED
 
 from .helpers import PLAN, N, make_pages, make_request
 
@@ -61,7 +61,11 @@ def config(made: VllmConfig) -> VllmConfig:
     return copy.deepcopy(made)
 
 
-def of(config: VllmConfig, plan: GroupPlan = PLAN, pages=PAGES) -> bytes:
+def of(config: VllmConfig, plan: GroupPlan = PLAN, pages=PAGES, draft: str = "draft") -> bytes:
+    """As after loading the same weights for every configuration; see test_weights.py."""
+    if config.speculative_config is not None and config.speculative_config.draft_model_config:
+        LOADED.note(config.speculative_config.draft_model_config, draft)
+    LOADED.note(config.model_config, "weights")
     return fingerprint(config, plan, pages)
 
 
@@ -82,8 +86,6 @@ FACTS = {
     "model class": lambda c: setattr(c.model_config, "model_impl", "transformers"),
     "class override": lambda c: setattr(c.model_config, "model_class_overrides", {"A": "b:A"}),
     "dummy weights": lambda c: setattr(c.load_config, "load_format", "dummy"),
-    "loader": lambda c: setattr(c.load_config, "model_loader_extra_config", {"uri": "s3://b"}),
-    "weights elsewhere": lambda c: setattr(c.model_config, "model_weights", "s3://bucket/b"),
     "cache dtype": lambda c: setattr(c.cache_config, "cache_dtype", "fp8_e5m2"),
     "cache layout": lambda c: setattr(c.cache_config, "kv_cache_layout", "LBHNC"),
     "replayssm": lambda c: setattr(c.cache_config, "use_replayssm", True),
@@ -154,6 +156,8 @@ def test_no_two_changes_give_the_same_fingerprint(made):
 
 # Where an engine runs, how large it is and what it is called must not cost hits.
 NO_FACTS = {
+    "loader": lambda c: setattr(c.load_config, "model_loader_extra_config", {"uri": "s3://b"}),
+    "weights elsewhere": lambda c: setattr(c.model_config, "model_weights", "s3://bucket/b"),
     "context": lambda c: setattr(c.model_config, "max_model_len", 2048),
     "name": lambda c: setattr(c.model_config, "served_model_name", "other"),
     "seed": lambda c: setattr(c.model_config, "seed", 7),
@@ -294,10 +298,10 @@ def test_context_length_matters_for_longrope_only(made):
 def test_drafts_matter(made, model, tmp_path):
     """The draft's own weights too: its layers have pages in the attention group."""
 
-    def with_drafts(config) -> bytes:
+    def with_drafts(config, weights: str = "draft") -> bytes:
         other = copy.deepcopy(made)
         other.speculative_config = config
-        return of(other)
+        return of(other, draft=weights)
 
     draft = copy.deepcopy(made.model_config)
     draft.model = str(shutil.copytree(model, tmp_path / "draft"))
@@ -310,8 +314,7 @@ def test_drafts_matter(made, model, tmp_path):
         with_drafts(speculative(draft, method="eagle")),
     ]
     assert with_drafts(speculative(copy.deepcopy(draft), method="eagle")) == found[-1]
-    retrain(tmp_path / "draft", "model.norm.weight")
-    found.append(with_drafts(speculative(draft, method="eagle")))
+    found.append(with_drafts(speculative(draft, method="eagle"), weights="trained further"))
     assert len(set(found)) == len(found)
 
 
@@ -340,118 +343,12 @@ def test_stable_across_processes():
     assert there.stdout.splitlines()[-1].replace("__main__.", "") == here["text"]
 
 
-# Weights
+# Configuration
 
 
-@pytest.fixture
-def folder(model: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(model, tmp_path / "model")
-
-
-def identity(folder: Path | str, revision: str | None = None, commit: str | None = None) -> str:
-    hf_config = GraniteMoeHybridConfig()
-    hf_config._commit_hash = commit
-    return weights_identity(str(folder), revision, hf_config)
-
-
-def retrain(folder: Path, name: str, index: int = 0) -> None:
-    """Change one number of one tensor; name and size of the file stay."""
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    tensors[name].view(-1)[index] += 1
-    size = file.stat().st_size
-    save_file(tensors, file, metadata={"format": "pt"})
-    assert file.stat().st_size == size
-
-
-def test_the_path_and_times_of_weights_do_not_matter(folder, tmp_path):
-    before = identity(folder)
-    moved = shutil.copytree(folder, tmp_path / "elsewhere" / "other", copy_function=shutil.copy)
-    for file in moved.iterdir():
-        os.utime(file, (1, 1))
-    assert identity(moved) == before
-
-
-def test_every_single_tensor_matters(folder, model):
-    """Tuning may change the norms only, or one adapter's matrices merged in."""
-    names = sorted(load_file(folder / "model.safetensors"))
-    found = {identity(folder)}
-    for name in names:
-        retrain(folder, name)
-        found.add(identity(folder))
-    assert len(found) == 1 + len(names)
-
-
-@pytest.mark.parametrize("change", [0.01, 1.0])
-def test_a_training_step_on_a_large_matrix(tmp_path, change):
-    """Of 64 MB only samples are read; a step that touches 1 % of the numbers shows."""
-    weights = torch.randn(8192, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
-    save_file({"a": weights}, tmp_path / "model.safetensors")
-    before = identity(tmp_path)
-    touched = torch.rand(weights.shape, generator=torch.Generator().manual_seed(1)) < change
-    weights[touched] += 1
-    save_file({"a": weights}, tmp_path / "model.safetensors")
-    assert identity(tmp_path) != before
-
-
-def test_little_of_a_large_file_is_read(tmp_path, monkeypatch):
-    save_file({"a": torch.zeros(1 << 25, dtype=torch.uint8)}, tmp_path / "model.safetensors")
-    (tmp_path / "model.bin").write_bytes(bytes(1 << 25))
-    for name, limit in (("model.safetensors", 1 << 16), ("model.bin", 1 << 20)):
-        with (tmp_path / name).open("rb") as data:
-            samples = list(module._samples(data, Path(name).suffix, 1 << 25))
-        assert sum(end - start for start, end in samples) <= limit
-        assert samples[0][0] == 0
-
-
-@pytest.mark.parametrize(
-    "name", ["config.json", "hf_quant_config.json", "preprocessor_config.json", "modeling_x.py"]
-)
-def test_what_is_made_of_weights_and_items_matters(folder, name):
-    """Quantisation beside the config; sizes that an item's hash does not cover; own code."""
-    before = identity(folder)
-    (folder / name).write_text("{}")
-    assert identity(folder) != before
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "README.md", "chat_template.jinja"])
-def test_what_only_makes_token_ids_does_not_matter(folder, name):
-    """Keys are made of token ids."""
-    before = identity(folder)
-    (folder / name).write_text("{}")
-    assert identity(folder) == before
-
-
-@pytest.mark.parametrize("data", [b"", b"\xff" * 40, b"\x02\0\0\0\0\0\0\0[]" + bytes(20)])
-def test_a_file_that_is_no_safetensors_is_hashed_all_the_same(tmp_path, data):
-    (tmp_path / "model.safetensors").write_bytes(data)
-    before = identity(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(data[:-1] + b"x")
-    assert identity(tmp_path) != before
-
-
-def test_a_folder_named_like_a_file_is_passed_over(folder):
-    before = identity(folder)
-    (folder / "old.safetensors").mkdir()
-    assert identity(folder) == before
-
-
-def test_names_of_the_hub():
-    """Commit and revision: with hf_config_path the commit is another repository's."""
-    names = [
-        identity("org/name", commit="c1"),
-        identity("org/name", commit="c2"),
-        identity("org/other", commit="c1"),
-        identity("org/name", "v1"),
-        identity("org/name", "v2"),
-        identity("org/name", "v1", commit="c1"),
-        identity("org/name", "v2", commit="c1"),
-    ]
-    assert len(set(names)) == len(names)
-
-
-def test_an_override_of_the_configuration_file_matters(model, folder, made):
+def test_an_override_of_the_configuration_file_matters(model, tmp_path, made):
     """hf_overrides: the file on disk is the same, the model is another."""
+    folder = shutil.copytree(model, tmp_path / "model")
     other = EngineArgs(
         model=str(folder), max_model_len=4096, hf_overrides={"attention_multiplier": 0.25}
     ).create_engine_config()
@@ -478,7 +375,9 @@ def image(identifier: str, offset: int = N + 2, length: int = 4) -> MultiModalFe
 
 
 def hashes(**request) -> tuple[bytes, ...]:
-    return prefix_of(make_request(tokens=4 * N, **request), N, 1, Adapters()).hashes
+    made = make_request(tokens=4 * N, **request)
+    made.sampling_params.extra_args = {MARK: CONTENT}
+    return prefix_of(made, N, 1).hashes
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from lmcache_hybrid.inquiry import Inquiries
 from lmcache_hybrid.lookup import UNAVAILABLE, Answer, Prefix, Question
 from lmcache_hybrid.metadata import Save
-from lmcache_hybrid.prefix import Adapters, prefix_of
+from lmcache_hybrid.prefix import prefix_of
 from lmcache_hybrid.scheduler import HybridScheduler
 
 from .helpers import OPTIONS, PLAN, N, Ranks, fill, make_output, make_request
@@ -39,7 +39,7 @@ class Rig:
         self.ranks = Ranks(2, executor=self.later)
         self.request = make_request(tokens=5 * N + 1)
         for store in self.ranks.stores:
-            fill(store, prefix_of(self.request, N, 1, Adapters()), 5, (2, 4), PLAN)
+            fill(store, prefix_of(self.request, N, 1), 5, (2, 4), PLAN)
         self.scheduler = HybridScheduler(PLAN, OPTIONS, N, self.ranks.inquiries)
 
     def match(self, computed: int = 0):
@@ -47,9 +47,9 @@ class Rig:
 
     def step(self, scheduled=None, tables=None) -> tuple[Save, ...]:
         metadata = self.scheduler.step(make_output(scheduled or {}, tables))
-        for request_id in metadata.dropped:
+        for dropped in metadata.dropped:
             for lookup in self.ranks.lookups:
-                lookup.drop(request_id)
+                lookup.drop(*dropped)
         return metadata.saves
 
 
@@ -105,6 +105,28 @@ def test_a_claim_that_could_not_be_dropped_is_dropped_with_the_next_step(rig):
     assert rig.ranks.num_claims == [1, 1]
     rig.step()
     assert rig.ranks.num_claims == [0, 0] and not rig.ranks.inquiries.left_over
+
+
+def test_a_drop_that_is_left_over_spares_the_next_lookup_of_the_request(rig):
+    ask = rig.ranks.inquiries._ask
+
+    def ask_once(question):
+        if question.limit == 0:
+            return []
+        answers = ask(question)
+        if len(rig.ranks.questions) == 1:
+            rig.scheduler.finished(rig.request)
+        return answers
+
+    rig.ranks.inquiries._ask = ask_once
+    rig.match()
+    rig.later.run()
+    assert rig.ranks.inquiries.left_over
+    rig.match()  # of the same name, before any step
+    rig.later.run()
+    assert rig.match() == (4 * N, True)
+    rig.step()
+    assert rig.ranks.num_claims == [1, 1] and not rig.ranks.inquiries.left_over
 
 
 def test_no_answer_in_time_is_a_miss(rig, monkeypatch):

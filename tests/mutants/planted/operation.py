@@ -162,4 +162,29 @@ DEFECTS = (
         "                        connector.reset_failed()\n",
         "                        pass\n",
     ),
+    # Threads
+    one(
+        "a load that was dropped is taken for done",
+        WORKER,
+        "            failed = future.cancelled() or future.exception() or",
+        "            failed = not future.cancelled() and",
+    ),
+    one(
+        "threads are started one by one, after their work was queued",
+        "lmcache_hybrid/pools.py",
+        "            pool.submit(go_on.wait)\n",
+        "            pass\n",
+    ),
+    one(
+        "a message that is no lookup ends the lookups of a rank",
+        RPC,
+        "            except NO_LOOKUP as error:\n",
+        "            except KeyError as error:\n",
+    ),
+    one(
+        "loads wait for a silent store one after the other",
+        "lmcache_hybrid/remote_reader.py",
+        "                self._silent = now\n",
+        "                pass\n",
+    ),
 )

@@ -50,8 +50,9 @@ DEFECTS = (
     one(
         "offers of requests that are not scheduled are stored",
         SCHEDULER,
-        "if tracked is None or request_id not in scheduled or not tracked.save:",
-        "scheduled.setdefault(request_id, 0)\n            if tracked is None or not tracked.save:",
+        "if tracked is None or request_id not in scheduled or not tracked.saving:",
+        "scheduled.setdefault(request_id, 0)\n"
+        "            if tracked is None or not tracked.saving:",
     ),
     Defect(
         "blocks are copied before the forward wrote them",
@@ -69,8 +70,8 @@ DEFECTS = (
     one(
         "a stored boundary is remembered after its load failed",
         SCHEDULER,
-        "                tracked.saved_states.clear()\n",
-        "",
+        "                tracked.forget_saved()\n",
+        "                tracked.forget_saved(tracked.saved)\n",
     ),
     # What counts as a hit
     one(
@@ -82,8 +83,8 @@ DEFECTS = (
     one(
         "one state group is enough",
         LOOKUP,
-        "states = record_keys(prefix, boundary - 1, size, STATE, plan.states)",
-        "states = record_keys(prefix, boundary - 1, size, STATE, plan.states[-1:])",
+        "            if all(key in self.where for key in states[boundary])\n",
+        "            if any(key in self.where for key in states[boundary] or [pages[-1]])\n",
     ),
     one(
         "the last token is loaded too",
@@ -131,13 +132,13 @@ DEFECTS = (
     one(
         "the payload's checksum is not compared",
         RECORD,
-        "    if digest(chunk) != expected:\n",
+        "    if digester.chunk(chunk) != expected:\n",
         "    if not expected:\n",
     ),
     one(
         "chunks may change places",
         RECORD,
-        "    if xxhash.xxh3_128_digest(digests) != header.checksum:\n",
+        "    if digester.digests(digests) != header.checksum:\n",
         "    if not digests:\n",
     ),
     one(
@@ -156,20 +157,20 @@ DEFECTS = (
         "a cut-off record is accepted",
         RECORD,
         "if len(record) != record_bytes(stored.length):",
-        "if not payload:",
+        "if not record:",
     ),
     Defect(
         "a load is reported before its copy ended",
         (
             (
                 WORKER,
-                "for r, (future, _) in self._loads.items() if future.done()]",
-                "for r, (future, _) in self._loads.items()]",
+                "for r, (future, _, _) in self._loads.items() if future.done()]",
+                "for r, (future, _, _) in self._loads.items()]",
             ),
             (
                 WORKER,
-                "if not future.cancelled() and future.result() is not None:",
-                "if future.done() and not future.cancelled() and future.result() is not None:",
+                "failed = future.cancelled() or future.exception() or future.result() is not None",
+                "failed = future.done() and not future.cancelled() and future.result() is not None",
             ),
         ),
     ),
@@ -202,19 +203,19 @@ DEFECTS = (
     one(
         "a given-up claim is not released",
         WORKER,
-        "            self._lookup.drop(request_id)\n",
+        "            self._lookup.drop(request_id, number)\n",
         "            pass\n",
     ),
     one(
         "a late answer keeps its claim",
         LOOKUP,
-        "        if time.monotonic() > question.deadline:\n            return MISS\n",
-        "",
+        "if self._given_up or time.monotonic() > question.deadline:",
+        "if self._given_up:",
     ),
     one(
         "a drop that overtakes its question is forgotten",
         LOOKUP,
-        "            self._given_up |= request_id == self._answering\n",
+        "            self._given_up |= request_id == answering and latest <= number\n",
         "",
     ),
     one(
@@ -231,9 +232,9 @@ DEFECTS = (
     ),
     one(
         "claims do not pin",
-        STORE,
-        "if not self._store.manager.storage_backends[location].pin(engine_key):",
-        "if engine_key not in self._store.manager.storage_backends[location].hot_cache:",
+        "lmcache_hybrid/pins.py",
+        "        memory.ref_count_up()\n    return memory.ref_count_down",
+        "    return lambda: None",
     ),
     one(
         "an unhealthy store is read all the same",

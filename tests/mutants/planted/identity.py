@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes two requests the same to the cache: adapters, and media that clients name."""
+
+from tests.mutants.defect import one
+
+ADAPTERS = "lmcache_hybrid/adapters.py"
+LOOKUP = "lmcache_hybrid/lookup.py"
+TRACKED = "lmcache_hybrid/tracked.py"
+WORKER = "lmcache_hybrid/worker.py"
+MEDIA = "lmcache_hybrid/media.py"
+FRONTEND = "vllm_patch/media.py"
+CONNECTOR = "lmcache_hybrid/connector.py"
+
+DEFECTS = (
+    # Media
+    one(
+        "names of images that a client gave count across tenants",
+        MEDIA,
+        "        if request.cache_salt:\n",
+        "        if True:\n",
+    ),
+    one(
+        "images that no process has marked are taken for hashed",
+        MEDIA,
+        "(params.extra_args or {}).get(MARK) if",
+        "(params.extra_args or {}).get(MARK, CONTENT) if",
+    ),
+    one(
+        "a client marks its own names as hashes",
+        FRONTEND,
+        "                extra[MARK] = mark or CLIENT\n",
+        "                extra[MARK] = (params.extra_args or {}).get(MARK) or mark or CLIENT\n",
+    ),
+    one(
+        "a client's mark on a text stays for media that come later",
+        FRONTEND,
+        "        if extra or params.extra_args:\n",
+        "        if request.mm_features:\n",
+    ),
+    one(
+        "a client's name may be the hash of another image",
+        FRONTEND,
+        "            mm_uuids = _prefixed(mm_uuids)\n",
+        "            mm_uuids = dict(mm_uuids or {})\n",
+    ),
+    one(
+        "names that vLLM counts are taken for the client's",
+        FRONTEND,
+        "            if not _has_made_up_names(self.vllm_config):\n",
+        "            if True:\n",
+    ),
+    # Adapters
+    one(
+        "an adapter that was read for a lookup is taken although its files changed",
+        ADAPTERS,
+        "        return same and not lora.load_inplace and _files(lora) == self.files\n",
+        "        return same and not lora.load_inplace\n",
+    ),
+    one(
+        "one rank's content names an adapter for all",
+        ADAPTERS,
+        'b"".join(self.contents)',
+        'b"".join(self.contents[:1])',
+    ),
+    one(
+        "blocks of an adapter's old content are stored under the new one",
+        ADAPTERS,
+        "            if not ever - {known}:\n",
+        "            if True:\n",
+    ),
+    one(
+        "an adapter's factors do not count",
+        ADAPTERS,
+        "        facts = (name, layer.rank, layer.lora_alpha, layer.scaling)\n",
+        "        facts = (name, layer.rank)\n",
+    ),
+    one(
+        "what an adapter was loaded from last counts, not what is loaded",
+        ADAPTERS,
+        "            if lora.lora_int_id in manager.list_adapters():\n",
+        "            if lora.lora_int_id in self._contents:\n",
+    ),
+    one(
+        "a rank that does not know its adapter names it all the same",
+        LOOKUP,
+        " or not contents or not all(contents):\n",
+        " or not contents:\n",
+    ),
+    one(
+        "blocks are stored before the ranks have named the adapter",
+        TRACKED,
+        "        return self.save and self.prefix.identified\n",
+        "        return self.save\n",
+    ),
+    one(
+        "a step stores under the name of an adapter that was reloaded",
+        WORKER,
+        "                if not named:\n",
+        "                if False:\n",
+    ),
+    one(
+        "a request goes on with what its adapter's old content computed",
+        WORKER,
+        "            if not failed and not self._adapters.holds(load.prefix.adapter):\n",
+        "            if False:\n",
+    ),
+    one(
+        "a rank stores what another one computed with other content of the adapter",
+        ADAPTERS,
+        "        return flags.bool().tolist()\n",
+        "        return held\n",
+    ),
+    one(
+        "a rank without a store lets the others wait for its word on an adapter",
+        CONNECTOR,
+        "            ADAPTERS.all_hold([save.prefix.adapter for save in self._metadata.saves])\n",
+        "            pass\n",
+    ),
+    one(
+        "an adapter that was another one in between is taken for the same",
+        ADAPTERS,
+        "        return said != UNKNOWN and said == self.content(adapter.lora)\n",
+        "        return said != UNKNOWN and said == self._known(adapter.lora)\n",
+    ),
+)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lookups, claims and what a request remembers."""
+
+from tests.mutants.defect import Defect, one
+
+PINS = "lmcache_hybrid/pins.py"
+
+WORKER = "lmcache_hybrid/worker.py"
+SCHEDULER = "lmcache_hybrid/scheduler.py"
+LOOKUP = "lmcache_hybrid/lookup.py"
+
+DEFECTS = (
+    Defect(
+        "a claim pins with what LMCache's pin monitor takes away",
+        (
+            (PINS, "        memory.ref_count_up()\n", "        memory.pin()\n"),
+            (PINS, "return memory.ref_count_down", "return memory.unpin"),
+        ),
+    ),
+    one(
+        "a claim unpins the file that came after its own",
+        PINS,
+        "            entry.unpin()\n",
+        "            backend.dict[key].unpin()\n",
+    ),
+    one(
+        "each boundary is asked for by itself",
+        LOOKUP,
+        "itertools.repeat(CANDIDATES)",
+        "itertools.repeat(1)",
+    ),
+    one(
+        "of a window only the last page is looked at",
+        LOOKUP,
+        "                gap[boundary] < window.first(self._floor, boundary)\n",
+        "                gap[boundary] < boundary - 1\n",
+    ),
+    one(
+        "the end of a lookup's time is not seen between its questions",
+        LOOKUP,
+        "        self._check_wanted(question)\n        return self._store.locate",
+        "        return self._store.locate",
+    ),
+    one(
+        "a claim is made when nobody waits for it any more",
+        LOOKUP,
+        "            self._check_wanted(question)\n            claim = ",
+        "            claim = ",
+    ),
+    one(
+        "a store that is slow takes all the time of a lookup",
+        "lmcache_hybrid/tier_lookup.py",
+        "max(0.0, deadline - time.monotonic()) / 2",
+        "max(0.0, deadline - time.monotonic())",
+    ),
+    one(
+        "every lookup waits for a store that does not answer",
+        "lmcache_hybrid/tier_lookup.py",
+        "    if name in silent:\n        return [False] * len(keys)\n",
+        "",
+    ),
+    one(
+        "a store that answers again is left alone as long as before",
+        "lmcache_hybrid/tier_lookup.py",
+        "        silent.answered(name)\n",
+        "",
+    ),
+    one(
+        "a rank answers when nobody waits any more",
+        "lmcache_hybrid/rpc.py",
+        "ANSWER_WITHIN * self._timeout_ms",
+        "self._timeout_ms",
+    ),
+    one(
+        "one lookup without an answer pauses all others for the longest time",
+        "lmcache_hybrid/rpc.py",
+        "pause = min(self._pause, PAUSE_SECONDS)",
+        "pause = PAUSE_SECONDS",
+    ),
+    one(
+        "the load of an aborted request runs to its end",
+        WORKER,
+        "        def restore(part: list[tuple[RecordKey, int]]) -> None:\n"
+        "            self._check_wanted(load)\n",
+        "        def restore(part: list[tuple[RecordKey, int]]) -> None:\n",
+    ),
+    one(
+        "the load of an aborted request retries parts that found no room",
+        WORKER,
+        "        for part in crowded_out:\n            self._check_wanted(load)\n",
+        "        for part in crowded_out:\n",
+    ),
+    one(
+        "a request's next load is stopped with the one before",
+        WORKER,
+        "            self._unwanted.discard(request_id)\n",
+        "",
+    ),
+    one(
+        "what a failed save left out is never stored",
+        SCHEDULER,
+        "            tracked.saved = answer.attention  #",
+        "            tracked.saved = max(tracked.saved, answer.attention)  #",
+    ),
+    one(
+        "a state whose save failed is never stored",
+        SCHEDULER,
+        "        tracked.forget_saved(tracked.saved)\n",
+        "",
+    ),
+    one(
+        "a drop takes the claim of a later question",
+        LOOKUP,
+        "            if claim is None or claimed_by > number:\n",
+        "            if claim is None:\n",
+    ),
+    one(
+        "a drop gives up a later question that is being answered",
+        LOOKUP,
+        "request_id == answering and latest <= number",
+        "request_id == answering",
+    ),
+)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may read and write: keys, passwords, TLS."""
+
+from tests.mutants.defect import one
+
+DIGESTS = "lmcache_hybrid/digests.py"
+RECORD = "lmcache_hybrid/record.py"
+STORE = "lmcache_hybrid/lmcache_store.py"
+CONNECTOR = "lmcache_hybrid/connector.py"
+
+DEFECTS = (
+    # Records sealed with a key
+    one(
+        "seals are not looked at",
+        RECORD,
+        "    check_seal(record, digester)\n",
+        "",
+    ),
+    one(
+        "a seal stands for any header",
+        DIGESTS,
+        "blake3(header, key=self._headers)",
+        "blake3(header[:8], key=self._headers)",
+    ),
+    one(
+        "the digest of the digests needs no key",
+        DIGESTS,
+        "blake3(data, key=self._digests).digest(length=DIGEST_BYTES)",
+        "xxhash.xxh3_128_digest(data)",
+    ),
+    one(
+        "loads check the payload without the key",
+        STORE,
+        "key: LMCacheBuffer(memory, self._digester)",
+        "key: LMCacheBuffer(memory, PLAIN)",
+    ),
+    one(
+        "stores with and without a key share names",
+        DIGESTS,
+        "        return blake3(self.key_id + fingerprint).digest(length=len(fingerprint))\n",
+        "        return fingerprint\n",
+    ),
+    one(
+        "the store is opened without the key",
+        CONNECTOR,
+        "            digester,\n        )\n",
+        "        )\n",
+    ),
+    # Logins and TLS of Redis
+    one(
+        "LMCache is told the password",
+        "lmcache_hybrid/config.py",
+        "    hide_passwords(config)\n",
+        "",
+    ),
+    one(
+        "a cluster is written to without TLS",
+        "lmcache_hybrid/redis_stores.py",
+        "redis.RedisCluster(startup_nodes=startup, **(options | _options()))",
+        "redis.RedisCluster(startup_nodes=startup, **_options())",
+    ),
+    one(
+        "reads go without a login",
+        "lmcache_hybrid/redis_stores.py",
+        "        connector.pool.connection_kwargs.update(options)\n",
+        "",
+    ),
+    one(
+        "a cluster is read without TLS",
+        "lmcache_hybrid/redis_stores.py",
+        "        max_connections=connector.max_connections,\n        **options,\n",
+        "        max_connections=connector.max_connections,\n",
+    ),
+    one(
+        "a primary behind sentinels is not logged in to",
+        "lmcache_hybrid/redis_stores.py",
+        "master_for(service, socket_timeout=timeout, **options)",
+        "master_for(service, socket_timeout=timeout)",
+    ),
+    one(
+        "purge looks at sealed records without the key",
+        "lmcache_hybrid/cli/purge.py",
+        "verify(source, entry, self.digester)",
+        "verify(source, entry)",
+    ),
+    one(
+        "an error shows the password of a URL that cannot be read",
+        "lmcache_hybrid/stored/login.py",
+        '        raise ValueError(\n            "its port is no number;',
+        '        raise ValueError(\n            f"{url}: its port is no number;',
+    ),
+    one(
+        "a password in the query of a URL is told",
+        "lmcache_hybrid/stored/login.py",
+        '        bare = _IN_QUERY.sub("", bare).rstrip("?&")\n',
+        "        pass\n",
+    ),
+    one(
+        "a key that everybody can read is taken",
+        DIGESTS,
+        "if status.st_mode & (stat.S_IRWXO | stat.S_IWGRP):",
+        "if status.st_mode & stat.S_IWGRP:",
+    ),
+)

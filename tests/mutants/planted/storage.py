@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory to read into, and records on disk."""
+
+from tests.mutants.defect import one
+
+STAGING = "lmcache_hybrid/staging.py"
+STORE = "lmcache_hybrid/lmcache_store.py"
+DISK = "lmcache_hybrid/local_disk.py"
+
+DEFECTS = (
+    one(
+        "room to read into is given back before it is read into",
+        STAGING,
+        "                self._room += held\n",
+        "                _free(held)\n",
+    ),
+    one(
+        "room that a read did not use stays set aside",
+        STAGING,
+        "                _free(spare)\n",
+        "                self._room += spare\n",
+    ),
+    one(
+        "a record that there was no memory for is thrown away",
+        STORE,
+        "        if self._staging.refused != refused and len(read) < len(keys):\n",
+        "        if self._staging.refused < refused and len(read) < len(keys):\n",
+    ),
+    one(
+        "files of others take no part in the disk's limit",
+        DISK,
+        "        self._strange_bytes = sum(self._strangers.values())\n",
+        "        self._strangers, self._strange_bytes = {}, 0\n",
+    ),
+    one(
+        "records are deleted before files that nobody can find",
+        DISK,
+        "        for ranked in (strangers, own):\n",
+        "        for ranked in (own, strangers):\n",
+    ),
+    one(
+        "records that are still being written are not arranged",
+        DISK,
+        "            self._arranged.update(dict.fromkeys(pending, (keys, pending)))\n",
+        "",
+    ),
+    one(
+        "a failed write leaves its save without an order",
+        DISK,
+        "            self._arrive(key)\n            with contextlib",
+        "            with contextlib",
+    ),
+    one(
+        "records found again are not counted by LFU",
+        DISK,
+        "        self.cache_policy.update_on_put(file.key)\n",
+        "",
+    ),
+    one(
+        "an error of the disk keeps a record from the remote store",
+        DISK,
+        "                self._fail(error)\n\n    def submit_put_task",
+        "                raise\n\n    def submit_put_task",
+    ),
+    one(
+        "a disk that takes no files loses those that it has",
+        DISK,
+        "                if not os.access(self.path, os.W_OK | os.X_OK):\n",
+        "                if not os.access(self.path, os.F_OK | os.R_OK) and False:\n",
+    ),
+    one(
+        "records are readable for everybody",
+        "lmcache_hybrid/files.py",
+        "PRIVATE_FILE = 0o600\n",
+        "PRIVATE_FILE = 0o644\n",
+    ),
+    one(
+        "a folder of another user is taken",
+        "lmcache_hybrid/folders.py",
+        "    if status.st_uid not in (os.geteuid(), 0):\n",
+        "    if status.st_uid < 0:\n",
+    ),
+    one(
+        "one record that cannot be read is promised again and again",
+        DISK,
+        "        return self._load_chunk_into_memory(key, path, memory)\n",
+        "        self.read_file(key, memory.byte_array, path)\n        return memory\n",
+    ),
+    one(
+        "a late read of a file loses its memory",
+        "lmcache_hybrid/remote.py",
+        "        _release_late_reads(connector)\n",
+        "        pass\n",
+    ),
+    one(
+        "damaged records stay in Redis",
+        "lmcache_hybrid/remote.py",
+        "    if damaged and redis_stores.delete(backend, key, REMOVAL_SECONDS):\n",
+        "    if False and redis_stores.delete(backend, key, REMOVAL_SECONDS):\n",
+    ),
+)

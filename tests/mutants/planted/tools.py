@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``inspect``, ``verify`` and ``purge`` say, and what ``purge`` deletes."""
+
+from tests.mutants.defect import one
+
+PURGE = "lmcache_hybrid/cli/purge.py"
+CLIENT = "lmcache_hybrid/stored/redis_client.py"
+SOURCE = "lmcache_hybrid/stored/redis_source.py"
+SUMMARY = "lmcache_hybrid/stored/summary.py"
+
+DEFECTS = (
+    one(
+        "a purge takes every model with the same last part of its name",
+        PURGE,
+        "            elif unsure:\n",
+        "            elif unsure and not yes:\n",
+    ),
+    one(
+        "a purge takes an answer that nobody gave",
+        PURGE,
+        "    if not sys.stdin.isatty():\n",
+        "    if sys.stdin.closed:\n",
+    ),
+    one(
+        "looking behind sentinels counts as use",
+        CLIENT,
+        "        connection.on_connect()\n        greet(connection)\n",
+        "        connection.on_connect()\n",
+    ),
+    one(
+        "records that a server does not show are none",
+        SOURCE,
+        '        if str(answer).startswith("WRONGTYPE"):\n',
+        "        if isinstance(answer, redis.ResponseError):\n",
+    ),
+    one(
+        "every prefix with states is kept in memory",
+        SUMMARY,
+        "        while len(self._groups) > SAMPLE:\n",
+        "        while len(self._groups) > SAMPLE << 30:\n",
+    ),
+)

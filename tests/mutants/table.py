@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which test finds which planted defect: ``docs/mutants.json`` and its row in the docs."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.mutants.defect import Defect
+
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "docs/mutants.json"
+PAGE = ROOT / "docs/reliability.md"
+ROW = re.compile(r"^\| \[Planted defects\].*$", re.M)
+COMMAND = "make mutants"
+
+# By name of the defect: {"test": ID or "", "seconds": of the run that found it}, and what
+# failed in another way.
+Results = dict[str, dict[str, Any]]
+
+
+def load() -> Results:
+    """What the last complete run found."""
+    return json.loads(TABLE.read_text())["defects"] if TABLE.exists() else {}
+
+
+def row(results: Results) -> str:
+    """The line of docs/reliability.md."""
+    found = sum(bool(each["test"]) for each in results.values())
+    said = (
+        f"{found} of {len(results)} that were run are found by a test"
+        if results
+        else "no complete run yet"
+    )
+    return (
+        "| [Planted defects](../tests/mutants) | the fast tests | tests that cannot fail "
+        f"| {said}, see [mutants.json](mutants.json) |"
+    )
+
+
+def write(results: Results) -> None:
+    """Write the table and the row."""
+    table = {
+        "command": COMMAND,
+        "planted": len(results),
+        "found": sum(bool(each["test"]) for each in results.values()),
+        "defects": results,
+    }
+    TABLE.write_text(json.dumps(table, indent=1) + "\n")
+    PAGE.write_text(ROW.sub(lambda _: row(results), PAGE.read_text()))
+
+
+def order(
+    defect: Defect, files: dict[str, float], known: Results, sources: dict[str, str]
+) -> list[str]:
+    """Test files, first those that are likely to find the defect, quick ones before others.
+
+    Args:
+        defect: what was planted.
+        files: all test files and how many seconds they take.
+        known: what was found before.
+        sources: by name of a defect, the file that it changes.
+    """
+    changed = {file for file, _, _ in defect.edits}
+    found = Counter(
+        each["test"].partition("::")[0]
+        for name, each in known.items()
+        if each["test"] and sources.get(name) in changed
+    )
+    stems = {Path(file).stem for file in changed}
+
+    def rank(file: str) -> tuple[bool, int, bool, float]:
+        named = any(stem in Path(file).stem for stem in stems)
+        # The simulation sees most of what goes wrong in serving.
+        return not named, -found[file], not file.startswith("tests/sim/"), files[file]
+
+    return sorted(files, key=rank)

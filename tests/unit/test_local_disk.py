@@ -1,0 +1,423 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LocalDisk on real files: what counts, what is evicted, what a failing disk does."""
+
+import dataclasses
+import errno
+import os
+import stat
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmcache_hybrid import local_disk
+from lmcache_hybrid.errors import LoadError, RecordError
+from lmcache_hybrid.record import payload_bytes
+
+from . import test_lmcache_store as stores
+from .helpers import payload_of, put
+from .test_lmcache_store import FINGERPRINT, KEYS, Box, until
+
+blocked_loops, box, valkey = stores.blocked_loops, stores.box, stores.valkey
+
+# LMCache counts whole pages of its pool; such a record is one, and one block of most disks.
+EACH = 4096
+SIZE = payload_bytes(EACH)
+GIB = 1 << 30
+OTHERS = [dataclasses.replace(key, block_hash=b"x" + key.block_hash[1:]) for key in KEYS]
+STRANGER = bytes(reversed(FINGERPRINT))
+POLICIES = ["LRU", "LFU", "FIFO", "MRU"]
+
+
+def age(files: list[Path]) -> None:
+    """Make them as old as they are listed, the oldest first."""
+    for number, file in enumerate(files):
+        os.utime(file, (1e9 + number, 1e9 + number))
+
+
+def write(one: Box, keys=KEYS) -> Box:
+    return one.write(keys, SIZE)
+
+
+def written(box, **settings) -> list[Path]:
+    """The files of KEYS, the oldest first, after the engine that wrote them has ended."""
+    one = box("disk", **settings)
+    for key in KEYS:
+        write(one, [key])
+    files = [one.path(key) for key in KEYS]
+    one.close()
+    age(files)
+    return files
+
+
+def records(count: float) -> float:
+    """``max_local_disk_size`` for so many records."""
+    return count * EACH / GIB
+
+
+def held(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.name.endswith(".pt"))
+
+
+def settled(one: Box, count: int) -> None:
+    until(lambda: len(list(one.folder.iterdir())) == count, "evicted files are still there")
+
+
+# Files of others
+
+
+@pytest.mark.parametrize("other", [{"fingerprint": STRANGER}, {"model": "other"}], ids=str)
+def test_files_of_others_are_counted_and_evicted_first(box, other):
+    old = written(box, **other)
+    one = box("disk", max_local_disk_size=records(6))
+    assert not one.backend.dict and one.backend.current_cache_size == 0
+    for number, key in enumerate(KEYS):
+        write(one, [key])
+        settled(one, min(6, 4 + number + 1))
+    assert list(one.store.locate(KEYS)) == KEYS
+    # The two oldest have gone.
+    assert [file.exists() for file in old] == [False, False, True, True]
+    for number in range(2):
+        write(one, [OTHERS[number]])
+    assert list(one.store.locate(KEYS)) == KEYS
+    write(one, [OTHERS[2]])  # nothing of others is left
+    settled(one, 6)
+    assert not any(file.exists() for file in old)
+    assert one.backend.current_cache_size == 6 * EACH == one.backend.max_cache_size
+
+
+def test_ranks_count_their_own_files_and_those_of_ranks_that_are_no_more(box):
+    (first, second, third, fourth) = written(box)
+    names = {first: "tiny@4@2@", second: "tiny@4@3@", third: "tiny@2@1@", fourth: "tiny@1@0@"}
+    moved = {
+        old: old.rename(old.with_name(old.name.replace("tiny@2@0@", new)))
+        for old, new in names.items()
+    }
+    one = box("disk", max_local_disk_size=records(2))
+    write(one, KEYS[:2])
+    settled(one, 4)
+    assert [moved[file].exists() for file in (first, second, third, fourth)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_what_is_not_ours_is_never_deleted(box):
+    folder = written(box)[0].parent
+    foreign = [folder / name for name in ("notes.txt", "other.pt", "m@1@0@12@bfloat16.pt")]
+    for file in foreign:
+        file.write_bytes(bytes(10 * EACH))
+    (folder / "tiny@2@0@1@uint8@hybrid%a0-0123456789abcdef.pt").mkdir()
+    one = box("disk", max_local_disk_size=records(1))
+    write(one, OTHERS[:1])
+    settled(one, 5)
+    assert all(file.exists() for file in foreign)
+
+
+def test_a_lowered_limit_keeps_the_newest(box):
+    written(box, fingerprint=STRANGER)
+    written(box)
+    one = box("disk", max_local_disk_size=records(2.5))
+    settled(one, 2)
+    assert [bool(one.store.locate([key])) for key in KEYS] == [False, False, True, True]
+    assert one.backend.current_cache_size == 2 * EACH
+    for key, payload in zip(KEYS[2:], one.read(KEYS[2:]), strict=True):
+        assert torch.equal(payload, payload_of(key, SIZE))
+
+
+def test_a_damaged_file_only_takes_room_until_it_is_written_anew(box):
+    files = written(box)
+    files[3].write_bytes(files[3].read_bytes()[:-1])
+    one = box("disk", max_local_disk_size=records(4))
+    assert one.backend._strange_bytes == EACH - 1 and len(one.backend.dict) == 3
+    write(one, KEYS[3:])
+    assert one.backend._strange_bytes == 0 and len(one.backend.dict) == 4
+    one.read()
+
+
+# Policies
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_over_a_restart_on_a_full_disk(box, policy):
+    written(box, cache_policy=policy)
+    one = box("disk", cache_policy=policy, max_local_disk_size=records(4))
+    one.store.refresh(KEYS)
+    one.read()
+    one.store.arrange(KEYS)
+    assert [one.pins(key) for key in KEYS] == [0] * 4
+    for key in OTHERS:
+        write(one, [key])  # until it can be found
+        settled(one, 4)
+    assert one.store.failed_writes == {}
+    assert len(one.backend.dict) == 4 and one.backend.current_cache_size == 4 * EACH
+    assert torch.equal(one.read(OTHERS[3:])[0], payload_of(OTHERS[3], SIZE))
+
+
+@pytest.mark.parametrize("fails", [None, 1, 3])
+def test_a_save_is_arranged_when_its_last_write_ends(box, fails):
+    """Ends of prefixes go first, in whatever order the writes end; one of them may fail."""
+    one = box("disk", max_local_disk_size=records(4))
+    go_on, write_file = threading.Event(), one.backend.write_file
+
+    def slow(buffer, path):
+        assert go_on.wait(stores.DEADLINE)
+        if fails is not None and path == one.backend._key_to_path(
+            one.store.engine_key(KEYS[fails])
+        ):
+            raise OSError(errno.EIO, "input/output error")
+        write_file(buffer, path)
+
+    one.backend.write_file = slow
+    put(one.store, KEYS, SIZE)
+    one.store.arrange(KEYS)
+    assert not one.backend.dict
+    go_on.set()
+    left = [key for number, key in enumerate(KEYS) if number != fails]
+    until(lambda: len(one.backend.dict) == len(left), "the writes have not ended")
+    until(lambda: not one.backend._arranged, "a write is still waited for")
+    assert list(one.backend.dict) == [one.store.engine_key(key) for key in reversed(left)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_evicts_beside_a_write_and_after_a_loss(box, policy):
+    one = write(box("disk", cache_policy=policy, max_local_disk_size=records(4)))
+    one.path(KEYS[1]).unlink()
+    with pytest.raises((LoadError, RecordError)):
+        one.read(KEYS[:2])
+    one.store.discard(KEYS[2])
+    go_on, write_file = threading.Event(), one.backend.write_file
+
+    def slow(buffer, path):
+        assert go_on.wait(stores.DEADLINE)
+        write_file(buffer, path)
+
+    one.backend.write_file = slow
+    for key in OTHERS:  # the first two beside two old ones, which then make room
+        put(one.store, [key], SIZE)
+    assert one.backend.current_cache_size <= 4 * EACH
+    go_on.set()
+    one.settle()
+    assert one.store.failed_writes == {} and len(one.backend.dict) == 4
+    write(one, KEYS[1:2])
+    one.read(KEYS[1:2])
+    one.close()
+    one.assert_pool_is_free()
+
+
+def test_least_frequently_used_ones_go_first_after_a_restart(box):
+    written(box, cache_policy="LFU")
+    one = box("disk", cache_policy="LFU", max_local_disk_size=records(4))
+    for key in (KEYS[0], KEYS[2], KEYS[3]):
+        one.store.refresh([key])
+    write(one, OTHERS[:1])
+    assert [bool(one.store.locate([key])) for key in KEYS] == [True, False, True, True]
+
+
+def test_an_order_that_cannot_be_kept_loses_no_pin(box, monkeypatch):
+    one = write(box("disk"))
+
+    def broken(key, held):
+        raise KeyError(key)
+
+    monkeypatch.setattr(one.backend.cache_policy, "update_on_hit", broken)
+    claim = one.store.claim(one.store.locate(KEYS))
+    one.store.refresh(KEYS)
+    claim.release()
+    assert [one.pins(key) for key in KEYS] == [0] * 4
+
+
+# Disks that fail
+
+
+def behind(tmp_path: Path) -> dict:
+    """A remote tier behind the disk."""
+    (tmp_path / "behind").mkdir()
+    return {"remote_url": f"fs://localhost:0{tmp_path}/behind"}
+
+
+def reached(tmp_path: Path, count: int) -> None:
+    folder = tmp_path / "behind"
+    until(lambda: len(list(folder.glob("*.data"))) == count, f"the remote tier has not {count}")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_files_that_somebody_deleted_fail_no_save(box, tmp_path, policy):
+    one = box("disk", cache_policy=policy, max_local_disk_size=records(4), **behind(tmp_path))
+    write(one)
+    reached(tmp_path, 4)
+    for file in held(one.folder):
+        file.unlink()
+    write(one, OTHERS)
+    reached(tmp_path, 8)
+    assert one.store.failed_writes == {}
+    assert one.backend.current_cache_size == sum(e.size for e in one.backend.dict.values())
+
+
+def read_only(*paths):
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+def test_files_that_cannot_be_deleted_fail_no_save(box, tmp_path, monkeypatch):
+    """A folder in a file's place: not even root can unlink it."""
+    one = write(box("disk", max_local_disk_size=records(4), **behind(tmp_path)))
+    for key in KEYS:
+        one.path(key).unlink()
+        one.path(key).mkdir()
+    monkeypatch.setattr(os, "rename", read_only)
+    write(one, OTHERS)
+    reached(tmp_path, 8)
+    assert one.store.failed_writes == {}
+
+
+def test_an_error_of_the_disks_index_keeps_nothing_from_the_next_tier(box, tmp_path):
+    one = write(box("disk", max_local_disk_size=records(4), **behind(tmp_path)))
+
+    def broken(*args, **kwargs):
+        raise KeyError("of the policy")
+
+    one.backend.cache_policy.get_evict_candidates = broken
+    put(one.store, OTHERS, SIZE)
+    reached(tmp_path, 8)
+    assert one.store.failed_writes == {"LocalDiskBackend": 4}
+
+
+def test_a_disk_that_others_fill_is_used_as_far_as_it_goes(box, tmp_path, monkeypatch):
+    one, size = box("disk", **behind(tmp_path)), 4 * EACH
+
+    def free(folder: str) -> int:
+        return size - sum(file.stat().st_size for file in held(Path(folder)))
+
+    monkeypatch.setattr(local_disk, "free_bytes", free)
+    for key in (*KEYS, *OTHERS):
+        write(one, [key])
+    assert list(one.backend.dict) == [one.store.engine_key(key) for key in OTHERS]
+    assert len(held(one.folder)) == 4
+    size = 0  # nothing is left
+    put(one.store, [dataclasses.replace(KEYS[0], tags=(("a", "b"),))], SIZE)
+    reached(tmp_path, 9)
+    size = 9 * EACH
+    write(one)
+    assert len(one.backend.dict) == 8
+
+
+def test_a_disk_that_takes_no_files_loses_nothing_that_it_has(box, tmp_path, monkeypatch):
+    one = write(box("disk", max_local_disk_size=records(4), **behind(tmp_path)))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    put(one.store, OTHERS, SIZE)
+    reached(tmp_path, 8)
+    assert one.store.failed_writes == {"LocalDiskBackend": 4}
+    assert set(one.backend.dict) == {one.store.engine_key(key) for key in KEYS}
+    one.read()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system for eight records in eight blocks."""
+    folder = tmp_path / "records"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={8 * 4096}", "none", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only who may mount")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_real_disk_full_and_then_read_only(box, tmp_path, small_disk):
+    one = box("disk", **behind(tmp_path))
+    (small_disk / "notes.txt").write_bytes(bytes(3 * EACH))  # of somebody else
+    for key in (*KEYS, *OTHERS):
+        put(one.store, [key], SIZE)
+        one.settle()
+    reached(tmp_path, 8)
+    assert {one.store.engine_key(key) for key in OTHERS} <= set(one.backend.dict)
+    assert len(held(small_disk)) == 5
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    index = dict(one.backend.dict)
+    put(one.store, [dataclasses.replace(KEYS[0], tags=(("a", "b"),))], SIZE)
+    reached(tmp_path, 9)
+    assert dict(one.backend.dict) == index
+    one.read(OTHERS)
+
+
+# Who may read and write
+
+
+@pytest.mark.parametrize("mode, expected", [(0o700, 0o600), (0o2770, 0o660), (0o770, 0o600)])
+def test_files_are_for_this_user_or_the_folders_group_alone(box, tmp_path, mode, expected):
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records").chmod(mode)
+    old = os.umask(0o022)
+    try:
+        one = write(box("disk"))
+    finally:
+        os.umask(old)
+    assert {stat.S_IMODE(one.path(key).stat().st_mode) for key in KEYS} == {expected}
+
+
+@pytest.mark.parametrize("make", [os.symlink, os.link], ids=["symlink", "link"])
+def test_a_write_replaces_a_link_and_does_not_follow_it(box, tmp_path, make):
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"mine")
+    one = box("disk")
+    make(victim, one.path(KEYS[0]))
+    write(one, KEYS[:1])
+    assert victim.read_bytes() == b"mine" and not one.path(KEYS[0]).is_symlink()
+    one.read(KEYS[:1])
+
+
+@pytest.mark.timeout(60)
+def test_a_read_neither_waits_for_a_pipe_nor_follows_a_link(box):
+    one = write(box("disk"))
+    whole = one.path(KEYS[1]).rename(one.folder / "elsewhere")
+    one.path(KEYS[1]).symlink_to(whole)
+    one.path(KEYS[0]).unlink()
+    os.mkfifo(one.path(KEYS[0]))
+    for key in KEYS[:2]:
+        with pytest.raises((LoadError, RecordError)):
+            one.read([key])
+    assert whole.exists()
+
+
+def lost(file: Path) -> None:
+    file.unlink()
+
+
+def a_link(file: Path) -> None:
+    file.symlink_to(file.rename(file.with_name("elsewhere")))
+
+
+@pytest.mark.parametrize("batch", [KEYS, KEYS[1:2]], ids=["several", "one"])
+@pytest.mark.parametrize(("trouble", "reason"), [(lost, "gone"), (a_link, "unreadable")])
+def test_a_file_that_cannot_be_read_is_promised_once(box, batch, trouble, reason):
+    """With real models each part of a load is one record."""
+    one = write(box("disk"))
+    trouble(one.path(KEYS[1]))
+    with pytest.raises(LoadError) as caught:
+        one.read(batch)
+    assert caught.value.reason == reason
+    assert one.store.locate([KEYS[1]]) == {}
+    assert one.backend.current_cache_size == EACH * (len(KEYS) - 1)
+    one.assert_pool_is_free()
+
+
+def test_two_that_find_a_record_damaged_remove_it_once(box, monkeypatch):
+    one = write(box("disk"))
+    engine_key = one.store.engine_key(KEYS[1])
+    delete = one.backend._delete
+
+    def beside(path: str) -> None:
+        monkeypatch.setattr(one.backend, "_delete", delete)
+        other.start()
+        other.join(0.2)
+        delete(path)
+
+    other = threading.Thread(target=one.backend.forget, args=(engine_key,))
+    monkeypatch.setattr(one.backend, "_delete", beside)
+    one.backend.forget(engine_key)
+    other.join()
+    assert one.backend.current_cache_size == EACH * (len(KEYS) - 1)

@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Redis with a password and TLS, on real servers; and where the password may not appear."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import redis
+import torch
+from lmcache.integration.vllm import utils as lmcache_utils
+from lmcache.usage_telemetry.messages import EngineMessage
+from lmcache.v1.config import LMCacheEngineConfig
+from servers import Cluster, Node, Sentinels, free_ports
+from tls import Front, make_certificate
+from typer.testing import CliRunner
+from vllm.config import KVTransferConfig
+
+from lmcache_hybrid.backends import check_remote_url
+from lmcache_hybrid.cli import app
+from lmcache_hybrid.config import load_lmcache_config, refusals
+from lmcache_hybrid.doctor.backends import check_backends, until
+from lmcache_hybrid.doctor.finding import Status
+from lmcache_hybrid.errors import ConfigError, StoreError
+from lmcache_hybrid.stored import login
+from lmcache_hybrid.stored.login import connection_options, unencrypted
+from lmcache_hybrid.stored.redis_client import connect
+
+from .helpers import payload_of, put
+from .test_config import assert_one_sentence
+from .test_lmcache_store import KEYS, SIZE, Box, blocked_loops  # noqa: F401
+from .test_remote_stores import MANY
+from .test_stored import run, run_json
+
+# What LMCache's usage statistics take from its metadata.
+SENT = ("model_name", "world_size", "worker_id", "kv_dtype", "kv_shape")
+PASSWORD = "n0t/in:any@log"
+# Without signs that a URL of a cluster cannot have.
+SIMPLE = "simple"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """Nothing of the machine's own, and nothing left over from a test."""
+    for name in (login.USERNAME, login.PASSWORD, login.PASSWORD_FILE, login.CA_FILE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(login, "_hidden", {})
+    monkeypatch.setenv("REDIS_SERVICE_NAME", Sentinels.service)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory) -> Path:
+    return make_certificate(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory, certificate) -> Iterator[dict[str, SimpleNamespace]]:
+    """One of each kind. Keys are only for the user ``hybrid``; others may ping and ask."""
+    port, secure = free_ports(2)
+    node = Node(tmp_path_factory.mktemp("one"), port)
+    front = Front(secure, port, certificate)
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+    safe = Cluster(tmp_path_factory.mktemp("safe"), certificate=certificate)
+    sentinels = Sentinels(tmp_path_factory.mktemp("sentinels"))
+    watched = Sentinels(tmp_path_factory.mktemp("watched"), certificate)
+    nodes = [node, *cluster.nodes, *safe.nodes, sentinels.primary, watched.primary]
+    for each in nodes:
+        client = each.client
+        client.acl_setuser(
+            "hybrid", True, passwords=[f"+{PASSWORD}", f"+{SIMPLE}"], keys=["*"], commands=["+@all"]
+        )
+        client.execute_command("ACL", "SETUSER", "default", "resetkeys")
+    yield {
+        "one": SimpleNamespace(url=f"redis://localhost:{port}", nodes=[node], fronts=[]),
+        "one with TLS": SimpleNamespace(
+            url=f"rediss://localhost:{secure}", nodes=[node], fronts=[front]
+        ),
+        "cluster": cluster,
+        "cluster with TLS": safe,
+        "sentinels": SimpleNamespace(url=sentinels.url, nodes=[sentinels.primary], fronts=[]),
+        "sentinels with TLS": SimpleNamespace(
+            url=watched.url, nodes=[watched.primary], fronts=watched.fronts[1:]
+        ),
+    }
+    cluster.close()
+    safe.close()
+    sentinels.close()
+    watched.close()
+    front.close()
+    node.kill()
+
+
+KINDS = ("one", "one with TLS", "cluster", "cluster with TLS", "sentinels", "sentinels with TLS")
+
+
+@pytest.fixture
+def box(servers, tmp_path):
+    made: list[Box] = []
+
+    def make(url: str) -> Box:
+        made.append(Box("redis", tmp_path, None, remote_url=url))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def log_in(monkeypatch, tmp_path: Path, certificate: Path, kind: str) -> None:
+    secret = tmp_path / "password"
+    secret.write_text(PASSWORD + "\n")
+    monkeypatch.setenv(login.USERNAME, "hybrid")
+    monkeypatch.setenv(login.PASSWORD_FILE, str(secret))
+    if "TLS" in kind:
+        monkeypatch.setenv(login.CA_FILE, str(certificate))
+
+
+def written(filled: Box) -> Box:
+    """What never arrives fails here as an assertion, not as a time that ran out."""
+    put(filled.store, MANY, SIZE)
+    assert until(lambda: all(filled.store.locate([key]) for key in MANY), 10.0)
+    filled.settle()
+    return filled
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reads_and_writes_log_in(box, servers, kind, tmp_path, monkeypatch, certificate):
+    log_in(monkeypatch, tmp_path, certificate, kind)
+    filled = written(box(servers[kind].url))
+    for key, payload in zip(MANY, filled.read(MANY), strict=True):
+        assert torch.equal(payload, payload_of(key, SIZE))
+    seen = [c for node in servers[kind].nodes for c in node.client.client_list()]
+    ours = [c for c in seen if c["user"] == "hybrid"]
+    assert {c["cmd"].split("|")[0] for c in ours} >= {"set"}
+    assert not [front.plain for front in servers[kind].fronts if front.plain]
+    assert not filled.store.failed_writes
+    assert connect(servers[kind].url).ping()
+
+
+@pytest.mark.parametrize("kind", ["one", "cluster"])
+def test_without_the_password_nothing_is_stored(box, servers, kind):
+    filled = box(servers[kind].url)
+    assert filled.store.locate(KEYS) == {}
+
+
+def test_a_server_with_another_certificate_is_not_talked_to(
+    box, servers, tmp_path, monkeypatch, certificate
+):
+    other = tmp_path / "other"
+    other.mkdir()
+    log_in(monkeypatch, tmp_path, make_certificate(other), "TLS")
+    assert box(servers["one with TLS"].url).store.locate(MANY) == {}
+
+
+@pytest.mark.parametrize("kind", ["one with TLS", "cluster"])
+def test_records_are_seen_verified_and_purged(
+    box, servers, kind, tmp_path, monkeypatch, certificate
+):
+    log_in(monkeypatch, tmp_path, certificate, kind)
+    url = servers[kind].url
+    box(url).write(MANY)
+    printed = run("inspect", url)
+    rows = run_json("inspect", url)["rows"]
+    assert sum(row["records"] for row in rows) >= len(MANY)
+    printed += run("verify", url)
+    printed += run("purge", url, "--older-than", "0s", "--yes")
+    assert run_json("inspect", url)["rows"] == []
+    assert PASSWORD not in printed
+    monkeypatch.setenv(login.PASSWORD_FILE, "/nowhere")
+    refused = CliRunner().invoke(app, ["inspect", url])
+    assert refused.exit_code == 2 and login.PASSWORD_FILE in refused.output
+
+
+def test_the_doctor_logs_in(servers, tmp_path, monkeypatch, certificate):
+    log_in(monkeypatch, tmp_path, certificate, "TLS")
+    config = LMCacheEngineConfig.from_defaults(
+        local_cpu=False, remote_url=servers["one with TLS"].url
+    )
+    (told,) = check_backends(SimpleNamespace(config=config, block_size=None, model=None))
+    assert (told.check, told.status) == ("remote_url", Status.OK)
+    monkeypatch.setenv(login.PASSWORD_FILE, "/nowhere")
+    found = list(check_backends(SimpleNamespace(config=config, block_size=None, model=None)))
+    assert [each.status for each in found] == [Status.SKIPPED]
+
+
+# Where it does not appear
+
+
+@pytest.fixture
+def heard() -> Iterator[list[str]]:
+    """What LMCache and this package log, at every level."""
+    lines: list[str] = []
+    seen: list[logging.LogRecord] = []
+
+    def hear(record: logging.LogRecord) -> None:
+        if record not in seen:  # A record also comes to the loggers above its own.
+            seen.append(record)
+            lines.append(record.getMessage())
+
+    ear = logging.Handler(logging.DEBUG)
+    ear.emit = hear
+    names = [n for n in logging.root.manager.loggerDict if n.startswith(("lmcache", "vllm"))]
+    levels = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).addHandler(ear)
+        logging.getLogger(name).setLevel(logging.DEBUG)
+    yield lines
+    for name in names:
+        logging.getLogger(name).removeHandler(ear)
+        logging.getLogger(name).setLevel(levels[name])
+
+
+def load(monkeypatch, **extra):
+    monkeypatch.setattr(lmcache_utils, "_config_instance", None)
+    transfer = KVTransferConfig(
+        kv_connector="LMCacheConnectorV1", kv_role="kv_both", kv_connector_extra_config=extra
+    )
+    return load_lmcache_config(SimpleNamespace(kv_transfer_config=transfer))
+
+
+def test_a_password_in_the_url_works_and_is_in_no_log(box, servers, tmp_path, monkeypatch, heard):
+    url = servers["one"].url.replace("//", "//hybrid:n0t%2Fin%3Aany%40log@")
+    file = tmp_path / "lmcache.yaml"
+    file.write_text(f"remote_url: {url}\n")
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
+    config = load(monkeypatch)
+    config.log_config()
+    assert config.remote_url == servers["one"].url
+    sent = EngineMessage.from_config(config, SimpleNamespace(**dict.fromkeys(SENT)))
+    assert sent.remote_url == servers["one"].url
+    filled = box(config.remote_url).write()
+    assert torch.equal(filled.read()[0], payload_of(KEYS[0], SIZE))
+    assert any("LMCache Configuration" in line for line in heard)
+    assert any("Creating Redis connector" in line for line in heard)
+    assert not [line for line in heard if PASSWORD in line or "n0t%2F" in line]
+
+
+def test_a_password_on_the_command_line_is_warned_of(monkeypatch, heard):
+    monkeypatch.delenv("LMCACHE_CONFIG_FILE", raising=False)
+    config = load(monkeypatch, **{"lmcache.remote_url": "redis://:secret@cache:6379"})
+    assert config.remote_url == "redis://cache:6379"
+    (told,) = [line for line in heard if "holds a password" in line]
+    assert login.PASSWORD_FILE in told and "secret" not in told
+    assert not [line for line in heard if "secret" in line]
+
+
+@pytest.mark.parametrize(
+    ("url", "left"),
+    [
+        ("unix:///run/redis.sock?password=s%2Fecret", "unix:///run/redis.sock"),
+        ("unix:///run/redis.sock?password=s%2Fecret&db=1", "unix:///run/redis.sock?db=1"),
+        ("redis://cache:6379/1?db=2&password=s%2Fecret", "redis://cache:6379/1?db=2"),
+    ],
+)
+def test_a_password_in_the_query_is_hidden(monkeypatch, heard, url, left):
+    """redis-py takes it there, too."""
+    assert redis.connection.parse_url(url)["password"] == "s/ecret"
+    monkeypatch.delenv("LMCACHE_CONFIG_FILE", raising=False)
+    config = load(monkeypatch, **{"lmcache.remote_url": url})
+    config.log_config()
+    assert config.remote_url == left
+    assert connection_options(left) == connection_options(url) == {"password": "s/ecret"}
+    assert [line for line in heard if "holds a password" in line]
+    assert not [line for line in heard if "ecret" in line]
+
+
+@pytest.mark.parametrize("kind", ["one", "cluster", "sentinels"])
+def test_a_password_in_the_url_logs_in_everywhere(box, servers, kind, tmp_path, monkeypatch):
+    url = servers[kind].url.replace("://", f"://hybrid:{SIMPLE}@")
+    monkeypatch.setenv("LMCACHE_REMOTE_URL", url)
+    monkeypatch.delenv("LMCACHE_CONFIG_FILE", raising=False)
+    config = load(monkeypatch)
+    assert config.remote_url == servers[kind].url
+    filled = written(box(config.remote_url))
+    for key, payload in zip(MANY, filled.read(MANY), strict=True):
+        assert torch.equal(payload, payload_of(key, SIZE))
+    assert not filled.store.failed_writes
+
+
+def test_a_password_in_a_plugins_url_is_hidden(monkeypatch, heard):
+    url = "redis://:secret@cache:6379"
+    config = load(monkeypatch, **{"lmcache.extra_config": {"redis_url": url}})
+    assert config.extra_config["redis_url"] == "redis://cache:6379"
+    assert connection_options("redis://cache:6379") == {"password": "secret"}
+    assert [line for line in heard if "holds a password" in line]
+    assert not [line for line in heard if "secret" in line]
+
+
+@pytest.mark.parametrize("signs", ["se/cret", "se?cret", "se#cret", "se/cr@et"])
+@pytest.mark.parametrize("use", [check_remote_url, connect])
+def test_a_password_with_signs_of_a_url_is_told_without_it(use, signs):
+    with pytest.raises((ConfigError, StoreError), match="%2F") as error:
+        use(f"redis://user:{signs}@cache:6379")
+    assert "cret" not in str(error.value) and "se" not in str(error.value).split("cannot")[0]
+    assert error.value.__cause__ is None or "cret" not in str(error.value.__cause__)
+    assert_one_sentence(str(error.value))
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "unix:///run/redis@1.sock",
+        "redis://cache:6379/0?client_name=a@b",
+        "fs://u:p@cache:0/srv",
+        "redis://user@cache:6379",
+    ],
+)
+def test_what_is_no_password_stays_in_the_url(monkeypatch, url):
+    monkeypatch.setenv(login.PASSWORD, "pw")
+    config = SimpleNamespace(remote_url=url, extra_config=None)
+    login.hide_passwords(config)
+    assert config.remote_url == url and not login.holds_password(url)
+    if "user" not in url:
+        assert connection_options(url) == {"password": "pw"}
+
+
+def test_the_engine_and_the_doctor_ask_for_the_files_first(monkeypatch):
+    monkeypatch.setenv(login.PASSWORD_FILE, "/nowhere")
+    config = LMCacheEngineConfig.from_defaults(remote_url="redis://localhost:1")
+    (told,) = refusals(config, None)
+    assert told.startswith(login.PASSWORD_FILE)
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("redis://localhost:1", {"username": "env", "password": "pw"}),
+        ("redis://u:p%40@localhost:1", {"username": "u", "password": "p@"}),
+        ("redis://:p@localhost:1", {"password": "p"}),
+        ("redis://me@localhost:1", {"username": "me", "password": "pw"}),
+        ("redis-cluster://u:p%40@a:1,b:2", {"username": "u", "password": "p%40"}),
+    ],
+)
+def test_what_the_url_says_wins(monkeypatch, url, expected):
+    monkeypatch.setenv(login.USERNAME, "env")
+    monkeypatch.setenv(login.PASSWORD, "pw")
+    assert connection_options(url) == expected
+
+
+@pytest.mark.parametrize("variable", [login.PASSWORD_FILE, login.CA_FILE])
+def test_files_that_are_not_there_are_told(monkeypatch, variable):
+    monkeypatch.setenv(variable, "/nowhere")
+    with pytest.raises(ConfigError, match=f"^{variable}='/nowhere'") as error:
+        connection_options("rediss://localhost:1")
+    assert_one_sentence(str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("url", "warned"),
+    [
+        ("redis://localhost:1", False),
+        ("redis://127.0.0.2:1/0", False),
+        ("redis://[::1]:1", False),
+        ("rediss://cache:1", False),
+        ("unix:///run/redis.sock", False),
+        ("fs://cache:0/srv", False),
+        (None, False),
+        ("redis://u:p@cache:1", True),
+        ("redis://10.0.0.1:1", True),
+        ("redis-cluster://localhost:1,cache:2", True),
+    ],
+)
+def test_what_leaves_the_machine_unencrypted_is_told(url, warned):
+    shown = unencrypted(url)
+    assert bool(shown) == warned and ":p@" not in (shown or "")
+
+
+def test_tls_to_a_cluster_is_not_warned_of(monkeypatch, certificate):
+    monkeypatch.setenv(login.CA_FILE, str(certificate))
+    assert unencrypted("redis-cluster://a:1,b:2") is None

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests with media: vLLM's renderer and input processor, marked; then what is cached."""
+
+from types import SimpleNamespace as Namespace
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+from vllm.inputs.engine import mm_input
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
+from vllm.multimodal.parse import MultiModalDataParser
+from vllm.renderers.base import BaseRenderer
+from vllm.v1.engine.input_processor import InputProcessor
+
+import vllm_patch
+from lmcache_hybrid.media import CLIENT, CONTENT, MARK, may_cache
+from lmcache_hybrid.prefix import extended, prefix_of
+from tests.unit.helpers import N, make_request
+from vllm_patch.config_hooks import CONNECTOR
+
+vllm_patch.register()
+TOKENS = list(range(4 * N))
+PLACE = PlaceholderRange(offset=N + 2, length=4)
+
+
+def deployment(connector: str | None = CONNECTOR, encoder: bool = False, **cache) -> Namespace:
+    """What vLLM's frontend reads of a VllmConfig."""
+    media = Namespace(mm_processor_cache_gb=cache.get("gb", 4))
+    transfer = Namespace(has_connector=lambda name: name == connector)
+    return Namespace(
+        kv_transfer_config=transfer if connector else None,
+        ec_transfer_config=Namespace() if encoder else None,
+        model_config=Namespace(multimodal_config=media),
+        cache_config=Namespace(enable_prefix_caching=cache.get("prefix", True)),
+        parallel_config=Namespace(
+            data_parallel_size=1, data_parallel_size_local=1, local_engines_only=False
+        ),
+    )
+
+
+class Processor:
+    """Names the items as every processor of vLLM's does; makes no tensors of them."""
+
+    info = Namespace(parse_mm_data=MultiModalDataParser().parse_mm_data)
+
+    def apply(self, inputs, timing):
+        hashes = inputs.get_mm_hashes("model", "blake3")
+        kwargs = {"image": [MultiModalKwargsItem({})] * len(hashes["image"])}
+        places = {"image": [PLACE] * len(hashes["image"])}
+        return mm_input(inputs.prompt, kwargs, hashes, places)
+
+
+def renderer(config: Namespace) -> BaseRenderer:
+    class Renderer(BaseRenderer):
+        def get_mm_processor(self):
+            return Processor()
+
+        def update_mm_cache_stats(self):
+            return None
+
+        def get_eos_token_id(self):
+            return None
+
+    Renderer.__abstractmethods__ = frozenset()
+    made = object.__new__(Renderer)
+    made.config, made.model_config, made.api_process_rank = config, config.model_config, 0
+    made._mm_req_counter = Namespace(inc=lambda step: 1)
+    made._mm_timing_registry = Namespace(get=lambda name: None)
+    made._mm_processor_cache = made._mm_processor_only_cache = None
+    return made
+
+
+def image(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 255, (8, 8, 3), dtype=np.uint8)
+
+
+def rendered(config: Namespace, seed: int, uuid: str | None, **kwargs) -> dict:
+    uuids = None if uuid is None else {"image": [uuid]}
+    data = {"image": [image(seed)]}
+    return renderer(config)._process_multimodal(TOKENS, data, uuids, kwargs)
+
+
+def submit(config: Namespace, prompt: dict, monkeypatch, salt: str | None = None, **extra):
+    """vLLM's request as EngineCore sees it, after the API server."""
+    monkeypatch.setattr(InputProcessor, "_validate_params", lambda *_: ())
+    monkeypatch.setattr(InputProcessor, "_validate_model_inputs", lambda *_: None)
+    monkeypatch.setattr(InputProcessor, "apply_watermarking", lambda *_: None)
+    processor = object.__new__(InputProcessor)
+    processor.vllm_config, processor.lora_config = config, None
+    processor.model_config = config.model_config
+    processor.generation_config_fields = {}
+    processor.renderer = renderer(config)
+    processor.renderer.tokenizer = None
+    params = SamplingParams(max_tokens=1, extra_args=extra or None)
+    made = processor.process_inputs("r", prompt, params, ())
+    assert all(type(item.identifier) is str for item in made.mm_features or ())
+    request = make_request(tokens=TOKENS, mm_features=made.mm_features, cache_salt=salt)
+    request.sampling_params = made.sampling_params
+    return request
+
+
+def hashes(request) -> tuple[bytes, ...] | None:
+    prefix = prefix_of(request, N, 1)
+    return prefix and prefix.hashes
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"size": 2}], ids=["plain", "processor arguments"])
+def test_items_that_vllm_hashed_are_cached(monkeypatch, kwargs):
+    config = deployment()
+    one, same, other = (
+        hashes(submit(config, rendered(config, seed, None, **kwargs), monkeypatch))
+        for seed in (1, 1, 2)
+    )
+    assert one == same and one[0] == other[0] and not set(one[1:]) & set(other)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"size": 2}], ids=["plain", "processor arguments"])
+def test_a_clients_name_is_no_content(monkeypatch, kwargs):
+    """Two clients may call two images "img-1": without a tenant's salt neither is cached."""
+    config = deployment()
+    prompt = rendered(config, 1, "img-1", **kwargs)
+    assert hashes(submit(config, prompt, monkeypatch)) is None
+    assert hashes(submit(config, prompt, monkeypatch, salt="")) is None
+    mine = hashes(submit(config, prompt, monkeypatch, salt="a"))
+    again = hashes(submit(config, rendered(config, 1, "img-1", **kwargs), monkeypatch, salt="a"))
+    theirs = hashes(submit(config, rendered(config, 2, "img-1", **kwargs), monkeypatch, salt="b"))
+    assert mine == again and not set(mine) & set(theirs)
+
+
+def test_a_name_that_is_the_hash_of_another_item_stays_a_name(monkeypatch):
+    """Else vLLM's own caches would serve the client's image to everybody, and we store it."""
+    config = deployment()
+    honest = rendered(config, 1, None)
+    (content,) = honest["mm_hashes"]["image"]
+    forged = rendered(config, 2, content)
+    assert forged["mm_hashes"]["image"] != [content]
+    honest, forged = (submit(config, prompt, monkeypatch) for prompt in (honest, forged))
+    assert not set(map(bytes, honest.block_hashes[1:])) & set(map(bytes, forged.block_hashes))
+
+
+def test_one_name_among_hashes_is_enough(monkeypatch):
+    config = deployment()
+    data, uuids = {"image": [image(1), image(2)]}, {"image": [None, "img-1"]}
+    prompt = renderer(config)._process_multimodal(TOKENS, data, uuids, {})
+    assert hashes(submit(config, prompt, monkeypatch)) is None
+
+
+def test_hashes_that_a_client_sends_are_names(monkeypatch):
+    """Of the endpoint for tokens: nothing says what such a hash was made of."""
+    config = deployment()
+    content = rendered(config, 1, None)
+    honest = submit(config, content, monkeypatch)
+    sent = {key: value for key, value in content.items() if key != MARK}
+    assert hashes(submit(config, dict(sent), monkeypatch)) is None
+    named = submit(config, dict(sent), monkeypatch, salt="a")
+    assert hashes(named) is not None
+    unsalted = submit(config, dict(sent), monkeypatch)
+    assert not set(map(bytes, honest.block_hashes[1:])) & set(map(bytes, unsalted.block_hashes))
+
+
+def test_a_client_cannot_mark_its_own_request(monkeypatch):
+    config = deployment()
+    prompt = rendered(config, 1, "img-1")
+    request = submit(config, prompt, monkeypatch, **{MARK: CONTENT, "other": 1})
+    assert hashes(request) is None
+    assert request.sampling_params.extra_args == {MARK: CLIENT, "other": 1}
+
+
+def test_a_client_cannot_mark_the_media_of_later_parts(monkeypatch):
+    text = {"type": "token", "prompt_token_ids": [1, 2, 3]}
+    request = submit(deployment(), text, monkeypatch, **{MARK: CONTENT, "other": 1})
+    assert request.sampling_params.extra_args == {"other": 1}
+
+
+@pytest.mark.parametrize("salt", [None, "a"])
+def test_names_that_vllm_counts_are_never_cached(monkeypatch, salt):
+    """Without its caches vLLM hashes nothing: "renderer0-mm-1-image-0" in every process."""
+    config = deployment(gb=0, prefix=False)
+    request = submit(
+        config, rendered(config, 1, None), monkeypatch, salt=salt, **{MARK: CONTENT, "other": 1}
+    )
+    assert hashes(request) is None
+
+
+def test_beside_an_encoder_cache_connector_names_stay_and_need_a_salt(monkeypatch):
+    config = deployment(encoder=True)
+    named = rendered(config, 1, "img-1")
+    assert named["mm_hashes"]["image"] == ["img-1"]
+    for prompt in (named, rendered(config, 1, None)):
+        assert hashes(submit(config, prompt, monkeypatch)) is None
+        assert hashes(submit(config, prompt, monkeypatch, salt="a")) is not None
+
+
+@pytest.mark.parametrize("connector", [None, "NixlConnector"])
+def test_other_engines_are_left_alone(monkeypatch, connector):
+    config = deployment(connector)
+    prompt = rendered(config, 1, "img-1")
+    assert prompt["mm_hashes"]["image"] == ["img-1"] and MARK not in prompt
+    assert submit(config, prompt, monkeypatch).sampling_params.extra_args is None
+
+
+def unmarked(**kwargs):
+    item = MultiModalFeatureSpec(None, "image", "a" * 64, PLACE)
+    return make_request(tokens=TOKENS, mm_features=[item], **kwargs)
+
+
+def test_without_a_mark_nothing_is_cached():
+    """The plugin was not loaded in the process that read the items."""
+    assert not may_cache(unmarked()) and not may_cache(unmarked(cache_salt="a"))
+    request = unmarked()
+    request.sampling_params = None  # pooling
+    assert not may_cache(request)
+    assert may_cache(make_request(tokens=TOKENS))
+
+
+def test_a_later_part_of_a_session_brings_its_own_names():
+    request = make_request(tokens=TOKENS)
+    prefix = prefix_of(request, N, 1)
+    request.sampling_params = SamplingParams(extra_args={MARK: CONTENT})
+    name = "client-uuid:img-1"
+    request.mm_features.append(MultiModalFeatureSpec(None, "image", name, PLACE))
+    request.append_output_token_ids(list(range(N)))
+    assert extended(prefix, request, 5, 1) == prefix

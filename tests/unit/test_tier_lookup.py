@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions of lookups to LMCache's backends, real ones: how many, and what when one fails."""
+
+import asyncio
+import math
+import time
+from collections import Counter
+
+import pytest
+from redis.asyncio.client import Pipeline, Redis
+
+from lmcache_hybrid import remote, tier_lookup
+from lmcache_hybrid.lookup import Question, RankLookup, load_keys
+from lmcache_hybrid.record import ATTENTION, STATE, RecordKey
+
+from .helpers import PLAN, N, make_prefix, put
+from .test_lmcache_store import (  # noqa: F401 (fixtures)
+    KEYS,
+    Box,
+    blocked_loops,
+    box,
+    until,
+    valkey,
+)
+
+BLOCKS = 24
+PREFIX = make_prefix(BLOCKS)
+
+
+@pytest.fixture
+def trips(monkeypatch) -> Counter:
+    """What LMCache's client of Redis sends, by kind; each waits for its answer."""
+    sent: Counter[str] = Counter()
+    execute, command = Pipeline.execute, Redis.execute_command
+
+    async def pipelined(self, *args, **kwargs):
+        sent["pipelines"] += 1
+        sent["commands in them"] += len(self.command_stack)
+        return await execute(self, *args, **kwargs)
+
+    async def single(self, *args, **kwargs):
+        sent[args[0]] += 1
+        return await command(self, *args, **kwargs)
+
+    monkeypatch.setattr(Pipeline, "execute", pipelined)
+    monkeypatch.setattr(Redis, "execute_command", single)
+    return sent
+
+
+def test_a_lookup_in_redis_takes_three_round_trips(box, trips):  # noqa: F811
+    """Of all boundaries only the first has a state: each one deeper was asked for by itself."""
+    box = box("redis").write(load_keys(PREFIX, 0, BLOCKS, PLAN)[:BLOCKS], size=8)
+    box.write(load_keys(PREFIX, 0, 1, PLAN), size=8)
+    before = box.redis.info("commandstats")["cmdstat_exists"]["calls"]
+    trips.clear()
+    answer = RankLookup(PLAN, box.store).answer(Question("r", PREFIX, BLOCKS, 0))
+    assert (answer.boundary, answer.attention) == (1, BLOCKS)
+    states = len(PLAN.states) * BLOCKS
+    assert trips == {"pipelines": 3, "commands in them": BLOCKS + states}
+    after = box.redis.info("commandstats")["cmdstat_exists"]["calls"]
+    assert after - before == BLOCKS + states, "as the server saw it"
+
+
+@pytest.mark.parametrize("kind", ["ram", "disk"])
+def test_a_lookup_in_a_local_backend_takes_its_lock_once_for_each_question(box, kind):  # noqa: F811
+    box = box(kind).write()
+    name = "cpu_lock" if kind == "ram" else "disk_lock"
+    lock = Counting(getattr(box.backend, name))
+    setattr(box.backend, name, lock)
+    assert list(box.store.locate(KEYS)) == KEYS
+    assert lock.taken == 1
+
+
+class Counting:
+    """A lock that counts how often it is taken."""
+
+    def __init__(self, lock) -> None:
+        self._lock, self.taken = lock, 0
+
+    def __enter__(self):
+        self.taken += 1
+        return self._lock.__enter__()
+
+    def __exit__(self, *args):
+        return self._lock.__exit__(*args)
+
+
+def test_a_store_without_batches_is_asked_side_by_side(box, monkeypatch):  # noqa: F811
+    box = box("fs").write()
+    connection = remote.redis_stores._unwrapped(box.backend.connection)
+    exists, under_way, most = connection.exists, 0, 0
+
+    async def counted(key):
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0)
+        found = await exists(key)
+        under_way -= 1
+        return found
+
+    monkeypatch.setattr(connection, "exists", counted)
+    assert list(box.store.locate(KEYS)) == KEYS
+    assert most == len(KEYS)
+    monkeypatch.setattr(remote, "SIDE_BY_SIDE", 2)
+    most = 0
+    assert list(box.store.locate(KEYS)) == KEYS
+    assert most == 2
+
+
+def filled(box, kind: str, keys, evicted) -> Box:  # noqa: F811
+    """Records in a remote store and in RAM, from where some of them were evicted."""
+    made = box(kind, local_cpu=True)
+    put(made.store, keys)
+    engine_keys = [made.store.engine_key(key) for key in keys]
+    until(lambda: all(remote.existing(made.backend, engine_keys, 5)), "nothing was written")
+    for key in evicted:
+        made.manager.local_cpu_backend.remove(made.store.engine_key(key))
+    return made
+
+
+def half_in_ram(box, kind: str) -> Box:  # noqa: F811
+    return filled(box, kind, KEYS, KEYS[2:])
+
+
+@pytest.mark.parametrize("kind", ["fs", "redis"])
+def test_a_store_that_does_not_answer_costs_half_of_the_time_left(box, kind, monkeypatch):  # noqa: F811
+    """What lies in RAM can still be claimed."""
+    box = half_in_ram(box, kind)
+
+    async def hangs(*args, **kwargs):
+        await asyncio.sleep(3600)
+
+    if kind == "redis":
+        monkeypatch.setattr(Pipeline, "execute", hangs)
+    else:
+        connection = remote.redis_stores._unwrapped(box.backend.connection)
+        monkeypatch.setattr(connection, "exists", hangs)
+    monkeypatch.setattr(tier_lookup, "PAUSE_SECONDS", 0.0)
+    existing, given = remote.existing, []
+
+    def timed(backend, keys, seconds):
+        given.append(seconds)
+        return existing(backend, keys, 0.05)
+
+    monkeypatch.setattr(tier_lookup.remote, "existing", timed)
+    deadline = time.monotonic() + 100
+    assert list(box.store.locate(KEYS, deadline)) == KEYS[:2]
+    assert 0 < given[0] <= 50
+    box.store.locate(KEYS, 0.0)
+    assert given[1] == 0.0
+    box.store.locate(KEYS)
+    assert given[2] == math.inf
+
+
+def test_a_store_that_does_not_answer_is_left_alone_for_longer_each_time(
+    box,  # noqa: F811
+    monkeypatch,
+    hybrid_log,
+):
+    box = half_in_ram(box, "fs")
+    now, asked = [1000.0], []
+    monkeypatch.setattr(tier_lookup.time, "monotonic", lambda: now[0])
+
+    def silent(*args):
+        asked.append(now[0])
+        raise TimeoutError
+
+    def lookup():
+        return list(box.store.locate(KEYS, now[0] + 1))
+
+    existing = remote.existing
+    monkeypatch.setattr(tier_lookup.remote, "existing", silent)
+    for pause in (1, 2, 4, 8, 10, 10):
+        assert lookup() == KEYS[:2] and asked[-1] == now[0]
+        now[0] += pause - 0.1
+        assert lookup() == KEYS[:2] and asked[-1] < now[0]
+        now[0] += 0.2
+    said = [record.getMessage() for record in hybrid_log.records]
+    assert len([line for line in said if "did not answer a cache lookup in time" in line]) == 6
+    monkeypatch.setattr(tier_lookup.remote, "existing", existing)
+    assert lookup() == KEYS
+    monkeypatch.setattr(tier_lookup.remote, "existing", silent)
+    lookup()
+    now[0] += 1.1
+    monkeypatch.setattr(tier_lookup.remote, "existing", existing)
+    assert lookup() == KEYS, "an answer did not end the pauses"
+
+
+def test_a_store_that_fails_counts_as_empty_with_a_warning(box, monkeypatch, hybrid_log):  # noqa: F811
+    box = half_in_ram(box, "fs")
+
+    def fails(*args):
+        raise OSError("of the test")
+
+    monkeypatch.setattr(tier_lookup.remote, "existing", fails)
+    assert list(box.store.locate(KEYS)) == KEYS[:2]
+    said = [record.getMessage() for record in hybrid_log.records]
+    (warning,) = [line for line in said if "RemoteBackend counts as empty" in line]
+    assert "of the test" in warning
+
+
+def test_a_store_that_is_not_connected_is_empty(box):  # noqa: F811
+    box = half_in_ram(box, "fs")
+    box.backend.connection = None
+    assert list(box.store.locate(KEYS)) == KEYS[:2]
+
+
+def test_a_backend_that_may_not_be_read_is_not_asked(box):  # noqa: F811
+    box = half_in_ram(box, "fs")
+    box.engine.retrieve_locations = ["LocalCPUBackend"]
+    assert list(box.store.locate(KEYS)) == KEYS[:2]
+    box.engine.retrieve_locations = ["RemoteBackend"]
+    assert set(box.store.locate(KEYS).values()) == {"RemoteBackend"}
+
+
+def test_holes_in_a_nearer_backend_are_filled_from_one_behind_it(box):  # noqa: F811
+    """Eviction leaves holes; what follows one in RAM is not to be read from the store behind."""
+    keys = [RecordKey(ATTENTION, 3, bytes([i]) * 32, (i + 1) * N) for i in range(4)]
+    keys.append(RecordKey(STATE, 0, keys[-1].block_hash, keys[-1].boundary))
+    box = filled(box, "fs", keys, (keys[1], keys[3]))
+    ram, behind = "LocalCPUBackend", "RemoteBackend"
+    assert list(box.store.locate(keys).values()) == [ram, behind, ram, behind, ram]

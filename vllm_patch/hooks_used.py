@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names in vLLM and torch that are read only, beside those of :mod:`vllm_patch.hooks`."""
+
+from vllm_patch.source import Hook, attributes
+
+_CONFIG = "vllm.config"
+_SPECS = "vllm.v1.kv_cache_interface"
+_MAMBA = "vllm.model_executor.layers.mamba.abstract"
+_LAYER = "vllm.model_executor.layers.attention"
+_PLATFORM = "vllm.platforms.interface"
+_STATE = "vllm.distributed.parallel_state"
+_BASE = "vllm.distributed.kv_transfer.kv_connector.v1"
+
+# The fingerprint reads them, see lmcache_hybrid/fingerprint.py.
+ENVIRONMENT = (
+    "VLLM_BATCH_INVARIANT VLLM_B12X_MOE_FP4_FORCE_A16 VLLM_CPU_INT4_W4A8 "
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE "
+    "VLLM_FLOAT32_MATMUL_PRECISION VLLM_HUMMING_INPUT_QUANT_CONFIG "
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG VLLM_MARLIN_INPUT_DTYPE "
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY VLLM_ROCM_QUICK_REDUCE_QUANTIZATION "
+    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"
+)
+
+USED = (
+    *attributes("vllm.envs", "environment_variables", ENVIRONMENT),
+    *attributes(_CONFIG, "VllmConfig", "device_config scheduler_config"),
+    *attributes(_CONFIG, "CompilationConfig", "static_forward_context"),
+    *attributes(_CONFIG, "KVTransferConfig", "kv_connector kv_connector_extra_config engine_id"),
+    *attributes(
+        _CONFIG,
+        "ModelConfig",
+        "architectures enforce_eager max_logprobs max_model_len get_vocab_size",
+    ),
+    *attributes(
+        _CONFIG,
+        "ParallelConfig",
+        "pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size",
+    ),
+    *attributes(_CONFIG, "SpeculativeConfig", "method num_speculative_tokens"),
+    *attributes(_SPECS, "AttentionSpec", "num_kv_heads head_size"),
+    *attributes(_MAMBA, "MambaBase", "get_state_shape get_state_dtype kv_cache"),
+    *attributes(_LAYER, "Attention", "attn_backend kv_cache kv_cache_dtype"),
+    *attributes(_PLATFORM, "Platform", "device_name fp8_dtype update_block_size_for_backend"),
+    Hook("vllm.v1.worker.worker_base", "WorkerBase.get_supported_kv_cache_layouts", ()),
+    Hook(_STATE, "init_distributed_environment"),
+    Hook(_STATE, "ensure_model_parallel_initialized"),
+    Hook(_STATE, "destroy_model_parallel"),
+    Hook(_STATE, "destroy_distributed_environment"),
+    Hook("vllm.v1.core.sched.request_queue", "SchedulingPolicy.FCFS"),
+    Hook("vllm.v1.request", "RequestStatus.WAITING_FOR_REMOTE_KVS"),
+    Hook("vllm.v1.request", "Request.prompt_embeds"),
+    Hook("vllm.v1.core.kv_cache_utils", "KVCacheBlock.block_id"),
+    Hook("vllm.v1.core.kv_cache_manager", "KVCacheManager.coordinator"),
+    Hook(f"{_BASE}.base", "KVConnectorRole.SCHEDULER"),
+    Hook(f"{_BASE}.metrics", "KVConnectorPromMetrics.per_engine_labelvalues"),
+    Hook("vllm.usage.usage_lib", "UsageContext.OPENAI_API_SERVER"),
+    Hook("vllm.engine.arg_utils", "EngineArgs.create_engine_config"),
+    Hook("vllm.utils.argparse_utils", "FlexibleArgumentParser.parse_args"),
+    Hook("vllm.entrypoints.llm", "LLM.generate"),
+    Hook("vllm.outputs", "RequestOutput.prompt_token_ids"),
+    Hook("vllm.outputs", "CompletionOutput.token_ids"),
+    Hook("vllm.logprobs", "Logprob.logprob"),
+    *attributes("vllm.logger", "_VllmLogger", "info_once warning_once"),
+    Hook("torch.cpu", "_is_amx_tile_supported"),
+    Hook("torch.backends.cpu", "get_cpu_capability"),
+)

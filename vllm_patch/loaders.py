@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets every model loader of vLLM note which weights it has loaded.
+
+vLLM reads weights in many ways and from many places. Nearly all end in
+``model.load_weights(tensors)``; what goes through there is what counts.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lmcache_hybrid.weights import LOADED, WeightsStream, tensors_identity
+from vllm_patch.config_hooks import CONNECTOR
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+# Loaders that put all weights into parameters and buffers without ``load_weights``.
+_WHOLE = ("TensorizerLoader", "IpcModelLoader")
+
+
+def install() -> None:
+    """Wrap ``load_model`` of every loader made from now on. Mutates ``BaseModelLoader``.
+
+    A loader that does not call ``BaseModelLoader.__init__`` leaves no note.
+    """
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    original = BaseModelLoader.__init__
+
+    @functools.wraps(original)
+    def __init__(self: BaseModelLoader, load_config: "LoadConfig") -> None:
+        original(self, load_config)
+        self.load_model = functools.partial(_load_model, self, self.load_model)
+
+    BaseModelLoader.__init__ = __init__
+
+
+def _load_model(
+    loader: "BaseModelLoader",
+    load: Callable[..., "nn.Module"],
+    vllm_config: "VllmConfig",
+    model_config: "ModelConfig",
+    prefix: str = "",
+) -> "nn.Module":
+    """``load`` the model, and note its weights where this connector is used."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or not transfer.has_connector(CONNECTOR):
+        return load(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+    LOADED.note(model_config, None)
+    with _noted(loader):
+        model = load(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+    if LOADED.of(model_config) is None and type(loader).__name__ in _WHOLE:
+        LOADED.note(model_config, tensors_identity(model))
+    if hasattr(model, "load_weights"):
+        model.load_weights = _changing(model.load_weights)
+    _count_reloads()
+    return model
+
+
+@functools.cache
+def _count_reloads() -> None:
+    """Count what does not go through ``load_weights``: weights in the format of kernels.
+
+    Trainers send some straight into parameters, or to be written when the update ends.
+    """
+    from vllm.v1.worker.gpu_worker import Worker  # too much for processes that load no model
+
+    Worker.reload_weights = _changing(Worker.reload_weights)
+    Worker.reset_weights = _changing(Worker.reset_weights)
+    Worker.update_weights = _changing(Worker.update_weights)
+    Worker.finish_weight_update = _changing(Worker.finish_weight_update)
+
+
+def _changing(write: Callable[..., Any]) -> Callable[..., Any]:
+    """``write``, which puts weights into a model that is in use, and count that it does."""
+
+    @functools.wraps(write)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        LOADED.changes += 1
+        try:
+            return write(*args, **kwargs)
+        finally:
+            LOADED.changes += 1  # a reset in between was too early
+
+    return counted
+
+
+@contextmanager
+def _noted(loader: "BaseModelLoader") -> Iterator[None]:
+    """Note what ``loader.load_weights`` reads. Mutates the loader until the end."""
+    load_weights = loader.load_weights
+
+    def noting(model: "nn.Module", model_config: "ModelConfig") -> None:
+        stream = WeightsStream()
+        with _streamed(model, stream):
+            load_weights(model, model_config)
+        LOADED.note(model_config, stream.identity(model))
+
+    loader.load_weights = noting
+    try:
+        yield
+    finally:
+        del loader.load_weights
+
+
+@contextmanager
+def _streamed(model: "nn.Module", stream: WeightsStream) -> Iterator[None]:
+    """Send what ``model.load_weights`` is given through ``stream``. Mutates the model."""
+    load_weights = getattr(model, "load_weights", None)
+    if load_weights is None:
+        yield
+        return
+    own = vars(model).get("load_weights")
+
+    def counting(weights: Iterable[tuple[str, "torch.Tensor"]], *args: Any, **kwargs: Any) -> Any:
+        return load_weights(stream.read(weights), *args, **kwargs)
+
+    model.load_weights = counting
+    try:
+        yield
+    finally:
+        del model.load_weights
+        if own is not None:
+            model.load_weights = own

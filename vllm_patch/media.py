@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Marks requests in the API server: are their media named by content, or by the client?
+
+Where vLLM has processed the items nothing tells a client's ``uuid`` from the hash of an
+item: with processor arguments the uuid itself is hashed. EngineCore reads the mark in
+:mod:`lmcache_hybrid.media`; without one a request with media is not cached.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lmcache_hybrid.media import CLIENT, CLIENT_PREFIX, CONTENT, MARK
+from vllm_patch.config_hooks import CONNECTOR
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.renderers.base import BaseRenderer
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.input_processor import InputProcessor
+
+Uuids = Mapping[str, str | Sequence[str | None] | None]
+
+
+def install() -> None:
+    """Hook vLLM's renderer and input processor. Mutates both classes."""
+    _mark_rendered()
+    _mark_requests()
+
+
+def _is_ours(config: "VllmConfig") -> bool:
+    transfer = config.kv_transfer_config
+    return transfer is not None and transfer.has_connector(CONNECTOR)
+
+
+def _finds_by_name(config: "VllmConfig") -> bool:
+    """Whether an encoder cache connector fetches embeddings by the items' names.
+
+    The names must then stay as they are, and no name is sure to mean its content.
+    """
+    return config.ec_transfer_config is not None
+
+
+def _has_made_up_names(config: "VllmConfig") -> bool:
+    """Whether vLLM names items by a counter that begins anew in every process."""
+    media = config.model_config.multimodal_config
+    return (
+        media is not None
+        and media.mm_processor_cache_gb == 0
+        and not config.cache_config.enable_prefix_caching
+    )
+
+
+def _mark_rendered() -> None:
+    """Keep clients' names apart from hashes, and note which items have one."""
+    from vllm.renderers.base import BaseRenderer
+
+    original = BaseRenderer._process_multimodal
+
+    @functools.wraps(original)
+    def _process_multimodal(
+        self: "BaseRenderer",
+        prompt: list[int],
+        mm_data: Any,
+        mm_uuids: Uuids | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if not _is_ours(self.config):
+            return original(self, prompt, mm_data, mm_uuids, *args, **kwargs)
+        named = _has_uuids(mm_uuids)
+        if named and not _finds_by_name(self.config):
+            mm_uuids = _prefixed(mm_uuids)
+        inputs = original(self, prompt, mm_data, mm_uuids, *args, **kwargs)
+        inputs[MARK] = CLIENT if named or _finds_by_name(self.config) else CONTENT
+        return inputs
+
+    BaseRenderer._process_multimodal = _process_multimodal
+
+
+def _mark_requests() -> None:
+    """Carry the mark to EngineCore. Items that no renderer here has read are the client's."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    original = InputProcessor.process_inputs
+
+    @functools.wraps(original)
+    def process_inputs(
+        self: "InputProcessor", request_id: str, prompt: Any, *args: Any, **kwargs: Any
+    ) -> "EngineCoreRequest":
+        request = original(self, request_id, prompt, *args, **kwargs)
+        params = request.sampling_params
+        if params is None or not _is_ours(self.vllm_config):
+            return request
+        # A client's own mark goes even without media: a later part of a session may bring some.
+        extra = {key: value for key, value in (params.extra_args or {}).items() if key != MARK}
+        if request.mm_features:
+            mark = prompt.get(MARK) if isinstance(prompt, dict) else None
+            if mark is None and not _finds_by_name(self.vllm_config):
+                for item in request.mm_features:
+                    item.identifier = CLIENT_PREFIX + item.identifier
+            if not _has_made_up_names(self.vllm_config):
+                extra[MARK] = mark or CLIENT
+        if extra or params.extra_args:
+            params.extra_args = extra
+        return request
+
+    InputProcessor.process_inputs = process_inputs
+
+
+def _has_uuids(uuids: Uuids | None) -> bool:
+    return any(
+        isinstance(given, str) or any(uuid is not None for uuid in given or ())
+        for given in (uuids or {}).values()
+    )
+
+
+def _prefixed(uuids: Uuids | None) -> Uuids:
+    def prefixed(uuid: str | None) -> str | None:
+        return None if uuid is None else CLIENT_PREFIX + uuid
+
+    return {
+        modality: prefixed(given)
+        if given is None or isinstance(given, str)
+        else [prefixed(uuid) for uuid in given]
+        for modality, given in (uuids or {}).items()
+    }
