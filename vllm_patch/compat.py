@@ -34,6 +34,7 @@ def install() -> None:
     finish_resets()
     reserve_windows()
     forget_what_did_not_run()
+    stop_at_the_next_boundary()
     if current_platform.is_cpu():
         keep_cpu_block_size()
         no_cpu_prefill_checkpoints()
@@ -313,3 +314,34 @@ def forget_what_did_not_run() -> None:
         original(self, request, *args, **kwargs)
 
     Scheduler._preempt_request = _preempt_request
+
+
+def stop_at_the_next_boundary() -> None:
+    """A prefill chunk that starts inside a block must end at that block's end.
+
+    Bug: with ``--prefix-match-unit`` a request can go on inside a block. Where the model
+    writes a checkpoint inside its last chunk (``num_prefill_checkpoint_blocks``), that chunk
+    runs past the end of the block it started in, and the block gets the hash of its end.
+    Symptom: the state of an earlier token is found, and offered to connectors, as that of
+    the boundary: the next request with this prefix gets wrong tokens, without a connector too.
+    Remove when: ``is_mamba_prefill_checkpoint_valid`` declines a start inside a block.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    original = Scheduler._mamba_block_aligned_split
+
+    @functools.wraps(original)
+    def _mamba_block_aligned_split(
+        self: Scheduler, request: "Request", num_new_tokens: int, *computed: int, **more: int
+    ) -> int:
+        count = original(self, request, num_new_tokens, *computed, **more)
+        if not _is_ours(self):
+            return count
+        start = request.num_computed_tokens + sum(computed) + sum(more.values())
+        prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
+        to_boundary = -start % self.cache_config.block_size
+        if not to_boundary or start >= prefill_end:
+            return count
+        return min(count, to_boundary)
+
+    Scheduler._mamba_block_aligned_split = _mamba_block_aligned_split

@@ -222,12 +222,24 @@ HOOKS = (
         replaced_in=_COMPAT,
     ),
     Hook(_SCHEDULER, "Scheduler._preempt_request", ("request", "timestamp"), replaced_in=_COMPAT),
+    Hook(
+        _SCHEDULER,
+        "Scheduler._mamba_block_aligned_split",
+        (
+            "request",
+            "num_new_tokens",
+            "num_new_local_computed_tokens",
+            "num_external_computed_tokens",
+        ),
+        holds=("start % block_size != 0 and (not use_internal_checkpoint)",),
+        replaced_in=_COMPAT,
+    ),
     *attributes("vllm.v1.core.block_pool", "BlockPool", "evict_blocks"),
     *attributes(
         _SCHEDULER,
         "Scheduler",
         "policy waiting finished_recving_kv_req_ids failed_recving_kv_req_ids _inflight_prefills "
-        "num_spec_tokens num_lookahead_tokens kv_cache_manager",
+        "num_spec_tokens num_lookahead_tokens kv_cache_manager cache_config",
     ),
     *attributes(
         "vllm.v1.core.sched.request_queue",

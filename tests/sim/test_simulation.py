@@ -186,6 +186,16 @@ def test_a_step_that_was_taken_back_leaves_nothing_to_hit():
     assert tally.events["preempted"] and tally.events["hits"]
 
 
+def test_a_chunk_that_starts_inside_a_block_ends_with_it():
+    """See :func:`vllm_patch.compat.stop_at_the_next_boundary`."""
+    setup = Setup(
+        groups="as", blocks=13, batch=2 * N, seqs=1, hash_size=N // 2, part_bytes=1, interior=1
+    )
+    tally = Tally()
+    Run(setup, tally).play([("add", 0, 163, 0), ("add", 0, 1231, 7613), ("again", 0, 1, 215)])
+    assert tally.events["checkpoints inside a chunk"]
+
+
 def report(tally: Tally, seed: int, seconds: float, part: int, capsys) -> None:
     figures = {
         "seed": seed,

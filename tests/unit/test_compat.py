@@ -190,3 +190,32 @@ def test_blocks_of_a_step_that_was_taken_back_lose_their_hash(
     request = SimpleNamespace(request_id="r", num_computed_tokens=computed)
     Scheduler._preempt_request(scheduler, request, 1.0)
     assert seen == (evicted if ours else set()) and freed == [(1.0,)]
+
+
+@CONNECTORS
+@pytest.mark.parametrize(
+    "start, count, expected",
+    [
+        (20, 30, 12),  # up to the end of the block it starts in
+        (20, 12, 12),
+        (20, 5, 5),
+        (32, 68, 68),  # a checkpoint may lie inside
+        (99, 4, 4),  # decoding, with drafts
+    ],
+)
+def test_a_chunk_that_starts_inside_a_block_ends_with_it(
+    monkeypatch, connector_name, ours, start, count, expected
+):
+    """A prompt of 99 tokens, blocks of 16; the part of ``start`` that hits is given apart."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    monkeypatch.setattr(
+        Scheduler, "_mamba_block_aligned_split", lambda self, request, tokens, *args, **more: tokens
+    )
+    compat.stop_at_the_next_boundary()
+    scheduler = scheduler_of(connector_name, cache_config=SimpleNamespace(block_size=16))
+    request = SimpleNamespace(num_computed_tokens=start - 9, num_prompt_tokens=99, num_tokens=99)
+    for computed in (((4, 5), {}), ((4,), {"num_external_computed_tokens": 5})):
+        args, more = computed
+        found = Scheduler._mamba_block_aligned_split(scheduler, request, count, *args, **more)
+        assert found == (expected if ours else count)

@@ -88,6 +88,12 @@ DEFECTS = (
         "",
     ),
     one(
+        "a chunk that starts inside a block runs past it",
+        COMPAT,
+        "    stop_at_the_next_boundary()\n    if current",
+        "    if current",
+    ),
+    one(
         "a failed load keeps its reservation",
         COMPAT,
         "        scheduler._inflight_prefills.discard(request)\n",
