@@ -164,6 +164,7 @@ LMCACHE = (
     Hook(_DISK, "LocalDiskBackend.insert_key", ("key", "size", "shape", "dtype", "fmt")),
     Hook(_DISK, "LocalDiskBackend._key_to_path", ("key",)),
     Hook(_DISK, "LocalDiskWorker.remove_put_task", ("key",)),
+    *attributes(_DISK, "LocalDiskWorker", "put_lock put_tasks"),
     Hook(_DISK, "LocalDiskBackend.remove", ("key", "force"), holds=("os.remove(path)",)),
     *attributes(
         _DISK,

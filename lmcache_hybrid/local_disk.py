@@ -204,11 +204,16 @@ class LocalDisk(LocalDiskBackend):
         if not isinstance(self.cache_policy, LRUCachePolicy):
             return
         with self.disk_lock:
-            missing = [key for key in keys if key not in self.dict]
-            pending = {key for key in missing if self.exists_in_put_tasks(key)}
+            writing = self._being_written()
+            pending = {key for key in keys if key not in self.dict and key in writing}
             self._arranged.update(dict.fromkeys(pending, (keys, pending)))
             if not pending:
                 self._move_to_end(keys)
+
+    def _being_written(self) -> set[CacheEngineKey]:
+        """LMCache keeps a list, and each question to it walks through that."""
+        with self.disk_worker.put_lock:
+            return set(self.disk_worker.put_tasks)
 
     def _arrive(self, key: CacheEngineKey) -> None:
         """A write has ended: arrange its save's records if it was the last one."""

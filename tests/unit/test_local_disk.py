@@ -183,6 +183,22 @@ def test_a_save_is_arranged_when_its_last_write_ends(box, fails):
     assert list(one.backend.dict) == [one.store.engine_key(key) for key in reversed(left)]
 
 
+class NotAsked(list):
+    """LMCache's list of writes under way: each question walks through all of it."""
+
+    def __contains__(self, key):
+        raise AssertionError("the list is searched for one record")
+
+
+def test_arranging_a_save_does_not_search_the_writes_for_each_record(box):
+    one = write(box("disk"), KEYS[:1])
+    worker, engine_keys = one.backend.disk_worker, [one.store.engine_key(key) for key in KEYS]
+    worker.put_tasks = NotAsked(engine_keys[:3])  # the first is indexed and not yet taken off
+    one.store.arrange(KEYS)
+    worker.put_tasks = []
+    assert set(one.backend._arranged) == set(engine_keys[1:3])
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_evicts_beside_a_write_and_after_a_loss(box, policy):
     one = write(box("disk", cache_policy=policy, max_local_disk_size=records(4)))

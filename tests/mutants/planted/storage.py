@@ -45,6 +45,18 @@ DEFECTS = (
         "",
     ),
     one(
+        "writes under way are searched for each record of a save",
+        DISK,
+        "            return set(self.disk_worker.put_tasks)\n",
+        "            return self.disk_worker.put_tasks  # type: ignore[return-value]\n",
+    ),
+    one(
+        "a record that is indexed is waited for to arrange its save",
+        DISK,
+        "if key not in self.dict and key in writing}\n",
+        "if key in writing}\n",
+    ),
+    one(
         "a failed write leaves its save without an order",
         DISK,
         "            self._arrive(key)\n            with contextlib",
