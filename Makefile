@@ -45,8 +45,10 @@ test: venv  ## all tests, real engines included: one on each of two cores
 test-fast: venv  ## the tests that start no engine
 	$(BIN)/python -m pytest -m "not engine"
 
-sim: venv  ## a million simulated steps from a random seed: eight minutes
-	SIM_STEPS=1000000 SIM_SEED=random $(BIN)/python -m pytest tests/sim --numprocesses 2
+sim: venv  ## a million simulated steps from random seeds: ten minutes; figures go to docs/simulation.json
+	mkdir -p build && rm -f build/sim.*
+	SIM_OUT=build/sim SIM_STEPS=1000000 SIM_SEED=random $(BIN)/python -m pytest tests/sim --numprocesses 2
+	$(BIN)/python -m tests.sim.report
 
 mutants: venv  ## plant every known defect, one at a time: the fast tests must find it
 	$(BIN)/python tests/mutants/run.py
