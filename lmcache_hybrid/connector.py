@@ -62,6 +62,7 @@ class HybridConnector:
         scheduler: set in the scheduler role.
         worker: set in the worker role once the KV cache is registered and the
             store is up; None means that this rank computes everything.
+        kv_caches: per layer, where LMCache's API server looks; none while vLLM sleeps.
     """
 
     def __init__(
@@ -88,6 +89,8 @@ class HybridConnector:
         self._server: LookupServer | None = None
         self._lookup: RankLookup | None = None
         self._guard = WeightsGuard()
+        self.kv_caches: dict[str, torch.Tensor] = {}
+        self._registered = self.kv_caches
         if role == KVConnectorRole.SCHEDULER:
             self._start_scheduler(config, options)
         else:
@@ -149,7 +152,7 @@ class HybridConnector:
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Map the pages, open the store, answer lookups from now on."""
-        self.kv_caches = kv_caches  # where LMCache's API server looks
+        self.kv_caches = self._registered = kv_caches
         groups, num_blocks = self._kv_cache_config.kv_cache_groups, self._kv_cache_config.num_blocks
         pages = {
             index: GroupPages(groups[index].layer_names, kv_caches, num_blocks)
@@ -182,6 +185,22 @@ class HybridConnector:
             )
             return
         self._open_store(engine, pages, name)
+
+    def unregister_kv_caches(self) -> None:
+        """Let go of the KV cache, whose memory vLLM is about to free (sleep mode). Idempotent."""
+        self.kv_caches = {}
+        if self.worker is not None:
+            self.worker.suspend()
+
+    def restore_kv_caches(self) -> None:
+        """Take the KV cache again, whose memory vLLM has allocated anew. Idempotent."""
+        self.kv_caches = self._registered
+        if self.worker is None:
+            return
+        try:
+            self.worker.resume(self.kv_caches)
+        except ConfigError as error:
+            logger.error("LMCache loads and stores nothing on this rank any more: %s", error)
 
     def _open_store(self, engine: Any, pages: dict[int, GroupPages], name: bytes) -> None:
         from lmcache_hybrid.lmcache_store import LMCacheStore

@@ -7,9 +7,9 @@ streams and ordered against the forward by streams and events, and the host goes
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Executor, wait
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from lmcache_hybrid.errors import DamagedError, RecordError
 from lmcache_hybrid.pages import GroupPages
 from lmcache_hybrid.pools import started
 from lmcache_hybrid.record import RecordKey, digests_of
-from lmcache_hybrid.store import Buffer
+from lmcache_hybrid.store import Buffer, Store
 from lmcache_hybrid.transfers import Transfer, copy_one_by_one, transfer_for
 
 logger = init_logger("vllm.lmcache_hybrid.copies")
@@ -91,6 +91,34 @@ class Copies(Protocol):
         Called on several threads. The pages may be read and the buffers overwritten
         once it returns. Raises DamagedError before damaged bytes reach a page.
         """
+
+
+Records = list[tuple[RecordKey, Buffer]]
+# Of copies that go on after the step, see Copies.gather.
+Rest = Callable[[], None] | None
+
+
+def gather_records(
+    copies: Copies,
+    store: Store,
+    groups: Mapping[int, GroupPages],
+    pages: Sequence[tuple[RecordKey, int]],
+) -> tuple[Records, Rest]:
+    """Copy pages, (record, block id), into new buffers, all or none; the caller owns these."""
+    records: Records = []
+    items = []
+    with ExitStack() as on_error:
+        for key, block in pages:
+            group = groups[key.group]
+            buffer = store.reserve(group.block_bytes)
+            if buffer is None:
+                raise MemoryError("LMCache's CPU pool is full (max_local_cpu_size)")
+            on_error.callback(buffer.release)
+            records.append((key, buffer))
+            items.append(Item(key, group, block, buffer))
+        rest = copies.gather(items)
+        on_error.pop_all()
+    return records, rest
 
 
 def copies_for(device: torch.device, threads: "Threads") -> Copies:

@@ -7,9 +7,12 @@
 import dataclasses
 import threading
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lmcache_hybrid.errors import LoadError, RecordError
+
+if TYPE_CHECKING:
+    from lmcache_hybrid.metadata import Load, Save
 
 # Why a record is rejected (RecordError.reason).
 CHECKS = ("short", "magic", "version", "header", "fingerprint", "key", "length", "checksum", "seal")
@@ -103,6 +106,20 @@ class WorkerCounts:
     load_seconds: list[float] = _observed()
     load_wait_seconds: list[float] = _observed()
     failed_loads: ByLabel = _split()
+
+    def saved(self, save: "Save", size: int) -> None:
+        """Count a save of ``size`` bytes."""
+        self.saved_attention += len(save.attention)
+        self.saved_windows += len(save.windows)
+        self.saved_states += len(save.states)
+        self.saved_bytes += size
+
+    def loaded(self, load: "Load", size: int) -> None:
+        """Count a load of ``size`` bytes that ended well."""
+        self.loaded_attention += load.boundary - load.start
+        self.loaded_windows += sum(map(len, load.window_blocks))
+        self.loaded_states += bool(load.state_blocks)
+        self.loaded_bytes += size
 
     @property
     def rejected_records(self) -> int:

@@ -65,7 +65,7 @@ class LoadError(Exception):
 
     Attributes:
         reason: one word for counters: ``gone``, ``unreadable``, ``unreachable``, ``no_room``,
-            ``unpinned``, ``unhealthy``, ``length``, ``adapter`` or ``error``.
+            ``unpinned``, ``unhealthy``, ``length``, ``adapter``, ``asleep`` or ``error``.
         kind: of the record it is due to, for counters: ``state``, ``attention`` or ``none``.
     """
 

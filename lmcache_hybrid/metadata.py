@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from lmcache_hybrid.lookup import Prefix
+from lmcache_hybrid.groups import GroupPlan
+from lmcache_hybrid.lookup import Prefix, record_keys, window_keys
+from lmcache_hybrid.record import ATTENTION, STATE, RecordKey
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,19 @@ class Load:
     state_blocks: tuple[int, ...]
     window_blocks: tuple[tuple[int, ...], ...] = ()
 
+    def pages(self, plan: GroupPlan) -> list[tuple[RecordKey, int]]:
+        """(record, block id) of everything the load writes: attention, windows, states."""
+        pages: list[tuple[RecordKey, int]] = []
+        for index, block in enumerate(range(self.start, self.boundary)):
+            keys = record_keys(self.prefix, block, plan.block_size, ATTENTION, plan.attention)
+            pages += zip(keys, (ids[index] for ids in self.attention_blocks), strict=True)
+        for window, ids in zip(plan.windows, self.window_blocks, strict=True):
+            keys = window_keys(self.prefix, self.start, self.boundary, plan.block_size, window)
+            pages += zip(keys, reversed(ids), strict=True)
+        keys = record_keys(self.prefix, self.boundary - 1, plan.block_size, STATE, plan.states)
+        pages += zip(keys, self.state_blocks, strict=True)
+        return pages
+
 
 @dataclass(frozen=True)
 class Save:
@@ -47,6 +62,22 @@ class Save:
     states: tuple[tuple[int, tuple[int, ...]], ...]
     windows: tuple[tuple[int, int, int], ...] = ()
     boundaries: tuple[int, ...] = ()
+
+    def pages(self, plan: GroupPlan) -> list[tuple[RecordKey, int]]:
+        """(record, block id) of everything the save reads, states last.
+
+        So a state that can be found has its attention pages on the way.
+        """
+        pages: list[tuple[RecordKey, int]] = []
+        for kind, groups, blocks in (
+            (ATTENTION, plan.attention, self.attention),
+            *((ATTENTION, (group,), ((block, (id_,)),)) for group, block, id_ in self.windows),
+            (STATE, plan.states, ((end - 1, ids) for end, ids in self.states)),
+        ):
+            for block, ids in blocks:
+                keys = record_keys(self.prefix, block, plan.block_size, kind, groups)
+                pages += zip(keys, ids, strict=True)
+        return pages
 
 
 @dataclass(frozen=True)

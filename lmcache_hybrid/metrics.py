@@ -24,7 +24,7 @@ from lmcache_hybrid.counts import CHECKS
 PREFIX = "vllm:lmcache_hybrid_"
 BACKENDS = ("LocalCPUBackend", "LocalDiskBackend", "RemoteBackend")
 RECORD_REASONS = (*CHECKS, "gone", "unreadable", "unreachable")
-LOAD_REASONS = ("unreachable", "no_room", "unpinned", "unhealthy", "adapter", "error")
+LOAD_REASONS = ("unreachable", "no_room", "unpinned", "unhealthy", "adapter", "asleep", "error")
 # Seconds; a lookup holds up one request, saves hold up one step, a load may be long.
 LOOKUP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 COPY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -191,7 +191,7 @@ METRICS = (
         "worker.skipped_saves",
         "Saves of a request's step on a rank that stored nothing, by reason.",
         "reason",
-        ("frozen", "unhealthy", "no_room", "reset", "adapter", "error"),
+        ("frozen", "unhealthy", "no_room", "reset", "asleep", "adapter", "error"),
     ),
     _total(
         "failed_writes",

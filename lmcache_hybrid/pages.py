@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from lmcache_hybrid.digests import DIGEST_BYTES, PLAIN, Digester
-from lmcache_hybrid.errors import ConfigError
+from lmcache_hybrid.errors import ConfigError, LoadError
 from lmcache_hybrid.record import CHUNK_BYTES, RecordKey, check
 from lmcache_hybrid.runs import merge, runs_of
 
@@ -25,7 +25,8 @@ class GroupPages:
         num_blocks: how many blocks vLLM gives out, the null block included.
         block_bytes: bytes of one block over all layers, without padding.
         rows: uint8 [num_blocks, bytes], the KV cache itself; one after the other they
-            are the bytes of a block as they are stored. Never inference tensors.
+            are the bytes of a block as they are stored. Never inference tensors. None
+            while the memory is freed.
         layout: one string per layer that says which value of a block is where in them.
     """
 
@@ -52,16 +53,44 @@ class GroupPages:
             num_blocks = min(tensor.shape[0] for tensor in tensors.values())
         self.num_blocks = num_blocks
         self.layers = tuple(tensors)
-        found = [runs_of(name, tensor, num_blocks) for name, tensor in tensors.items()]
+        self._map(tensors)
+
+    def _map(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        found = [runs_of(name, tensor, self.num_blocks) for name, tensor in tensors.items()]
         self.layout = tuple(layout for _, layout in found)
         runs = merge([run for runs, _ in found for run in runs])
-        self.rows = [run.rows(num_blocks) for run in runs]
+        self.rows = [run.rows(self.num_blocks) for run in runs]
         self._sizes = [run.size for run in runs]
         self.block_bytes = sum(self._sizes)
         self._chunks = _chunks(self._sizes)
         # Not Tensor.copy_ on CPU, which starts OpenMP threads beside those of the forward.
         host = all(row.device.type == "cpu" for row in self.rows)
         self._host = [row.numpy() for row in self.rows] if host else None
+
+    def unmap(self) -> None:
+        """Let go of the KV cache, whose memory is about to be freed; all copies fail from now on.
+
+        Must not be called while one is under way. Sizes and layout stay known. Idempotent.
+        """
+        self.rows = []
+        self._host = None
+
+    def map(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Map the layers' tensors again, wherever their memory is now. Idempotent.
+
+        Raises:
+            ConfigError: the bytes of a block would be others than before.
+        """
+        before = self.layout, self.block_bytes
+        self._map({name: _single_tensor(name, kv_caches.get(name)) for name in self.layers})
+        if (self.layout, self.block_bytes) != before:
+            now = self.layout
+            self.layout, self.block_bytes = before
+            self.unmap()
+            raise ConfigError(
+                f"the KV cache has the layout {now} after a sleep instead of {self.layout}; "
+                "restart the engine."
+            )
 
     def gather(self, block: int, out: torch.Tensor, digester: Digester = PLAIN) -> bytes:
         """Copy one block of every layer into ``out``. Mutates ``out``.
@@ -133,6 +162,8 @@ class GroupPages:
         return [(row[block], part) for row, part in zip(self.rows, parts)]
 
     def _check(self, block: int, data: torch.Tensor) -> None:
+        if not self.rows:
+            raise LoadError("vLLM has freed the KV cache to sleep", "asleep")
         assert 0 < block < self.num_blocks, f"block {block} of {self.num_blocks}"
         assert data.dtype == torch.uint8 and data.numel() == self.block_bytes
 

@@ -119,10 +119,12 @@ class LoadedWeights:
 
     Attributes:
         changes: grows whenever weights are written into a model that was loaded.
+        discarded: a sleep discarded the weights, and none were loaded since.
     """
 
     def __init__(self) -> None:
         self.changes = 0
+        self.discarded = False
         self._identities: dict[int, tuple[weakref.ref, str]] = {}
 
     def note(self, model_config: Any, identity: str | None) -> None:

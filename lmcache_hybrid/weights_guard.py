@@ -25,7 +25,16 @@ class WeightsGuard:
         self._unused = False  # since the last reset nothing was computed
 
     def stands(self) -> bool:
-        """False from a change of weights until a reset; nothing may be loaded or stored."""
+        """False from a change of weights until a reset; nothing may be loaded or stored.
+
+        And from a sleep that discards the weights until others are loaded.
+        """
+        if self._loaded.discarded:
+            logger.warning_once(
+                "vLLM slept at level 2, which discards the weights: LMCache loads and stores "
+                "nothing until they are loaded again (collective_rpc reload_weights)."
+            )
+            return False
         changes = self._loaded.changes
         if changes != self._seen and self._unused:
             self._seen = changes

@@ -10,24 +10,31 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.logger import init_logger
 
 from lmcache_hybrid.adapters import ADAPTERS, LoadedAdapters, refuse, report_lost
-from lmcache_hybrid.copies import Item, Mark, Threads, copies_for
+from lmcache_hybrid.copies import (
+    Item,
+    Mark,
+    Records,
+    Threads,
+    copies_for,
+    gather_records,
+)
 from lmcache_hybrid.counts import Ledger, WorkerCounts, failure_label
 from lmcache_hybrid.errors import DamagedError, LoadError, NoRoomError, RecordError, UnwantedError
 from lmcache_hybrid.groups import GroupPlan
-from lmcache_hybrid.lookup import RankLookup, record_keys, used_keys, window_keys
+from lmcache_hybrid.lookup import RankLookup, used_keys
 from lmcache_hybrid.metadata import Load, Save, StepMetadata
 from lmcache_hybrid.monitor import NO_MONITOR, Monitor
 from lmcache_hybrid.pages import GroupPages, in_parts
 from lmcache_hybrid.pools import started
-from lmcache_hybrid.record import ATTENTION, STATE, RecordKey
-from lmcache_hybrid.store import Buffer, Claim, Store
+from lmcache_hybrid.record import RecordKey
+from lmcache_hybrid.store import Claim, Store
 
 logger = init_logger("vllm.lmcache_hybrid.worker")
 
@@ -38,9 +45,6 @@ IDLE_WAIT_SECONDS = 0.005
 # as many parts at once as there are copying threads.
 PART_BYTES = 8 << 20
 
-Records = list[tuple[RecordKey, Buffer]]
-# Of copies that go on after the step, see Copies.gather.
-Rest = Callable[[], None] | None
 Restore = Callable[[Load, Claim | None, Mark], int]
 
 
@@ -90,6 +94,8 @@ class HybridWorker:
         self._epoch = 0
         # Held while a step's blocks are copied: a reset comes before or after all of them.
         self._saving = threading.Lock()
+        # The KV cache has no memory, see suspend().
+        self._asleep = False
         self._monitor = monitor
         self._adapters = adapters
         self.ledger = Ledger("worker", WorkerCounts(failed_writes=store.failed_writes))
@@ -177,10 +183,7 @@ class HybridWorker:
                 claim.release()
         seconds = time.perf_counter() - started
         with self.ledger as counts:
-            counts.loaded_attention += load.boundary - load.start
-            counts.loaded_windows += sum(map(len, load.window_blocks))
-            counts.loaded_states += bool(self._plan.states)
-            counts.loaded_bytes += size
+            counts.loaded(load, size)
             counts.load_seconds.append(seconds)
             counts.load_wait_seconds.append(started - asked)
         self._monitor.retrieved(tokens, tokens, started)
@@ -221,22 +224,15 @@ class HybridWorker:
         return size
 
     def _check_wanted(self, load: Load) -> None:
-        """Raises UnwantedError when the request of this load has ended."""
+        """Raises UnwantedError when its request has ended, LoadError when vLLM falls asleep."""
         if load.request_id in self._unwanted:
             raise UnwantedError("its request has ended", "unwanted")
+        if self._asleep:
+            raise LoadError("vLLM has put the engine to sleep", "asleep")
 
     def _targets(self, load: Load) -> list[tuple[RecordKey, int]]:
-        """(record, block id) of everything the load writes: attention, windows, states."""
-        plan = self._plan
-        targets: list[tuple[RecordKey, int]] = []
-        for index, block in enumerate(range(load.start, load.boundary)):
-            keys = record_keys(load.prefix, block, plan.block_size, ATTENTION, plan.attention)
-            targets += zip(keys, (ids[index] for ids in load.attention_blocks), strict=True)
-        for window, ids in zip(plan.windows, load.window_blocks, strict=True):
-            keys = window_keys(load.prefix, load.start, load.boundary, plan.block_size, window)
-            targets += zip(keys, reversed(ids), strict=True)
-        keys = record_keys(load.prefix, load.boundary - 1, plan.block_size, STATE, plan.states)
-        targets += zip(keys, load.state_blocks, strict=True)
+        """(record, block id) of everything the load writes, in blocks that exist."""
+        targets = load.pages(self._plan)
         for key, block in targets:
             if not 0 < block < self._pages[key.group].num_blocks:
                 raise LoadError(f"vLLM gave block {block} for {key.label} at {key.boundary}")
@@ -274,25 +270,29 @@ class HybridWorker:
         # A collective call, so before anything that one rank may decide by itself.
         held = self._adapters.all_hold([save.prefix.adapter for save in metadata.saves])
         if not self._store.writable():
-            with self.ledger as counts:
-                reason = "frozen" if self._store.readable() else "unhealthy"
-                counts.skipped_saves.add(reason, len(metadata.saves))
+            reason = "frozen" if self._store.readable() else "unhealthy"
+            self._skip(reason, len(metadata.saves))
             return
         with self._saving:
             if metadata.epoch != self._epoch:
-                with self.ledger as counts:
-                    counts.skipped_saves.add("reset", len(metadata.saves))
+                self._skip("reset", len(metadata.saves))
+                return
+            if self._asleep:
+                self._skip("asleep", len(metadata.saves))
                 return
             for save, named in zip(metadata.saves, held, strict=True):
                 if not named:
-                    with self.ledger as counts:
-                        counts.skipped_saves.add("adapter")
+                    self._skip("adapter", 1)
                     continue
                 with self._save_errors(save):
                     self._save(save)
         # Whatever a device still copies, and failed saves, too: the step goes on from here.
         with self.ledger as counts:
             counts.save_seconds.append(time.perf_counter() - started)
+
+    def _skip(self, reason: str, saves: int) -> None:
+        with self.ledger as counts:
+            counts.skipped_saves.add(reason, saves)
 
     @contextmanager
     def _save_errors(self, save: Save) -> Iterator[None]:
@@ -312,39 +312,12 @@ class HybridWorker:
 
     def _save(self, save: Save) -> None:
         started = time.perf_counter()
-        plan = self._plan
-        pages: list[tuple[RecordKey, int]] = []
-        # States last: one that can be found has its attention pages on the way.
-        for kind, groups, blocks in (
-            (ATTENTION, plan.attention, save.attention),
-            *((ATTENTION, (group,), ((block, (id_,)),)) for group, block, id_ in save.windows),
-            (STATE, plan.states, ((end - 1, ids) for end, ids in save.states)),
-        ):
-            for block, ids in blocks:
-                keys = record_keys(save.prefix, block, plan.block_size, kind, groups)
-                pages += zip(keys, ids, strict=True)
-        records, rest = self._gather(pages)
+        pages = save.pages(self._plan)
+        records, rest = gather_records(self._copies, self._store, self._pages, pages)
         if rest is None:
             self._put(save, records, started)
         else:
             self._finisher.submit(self._finish, save, records, rest, started)
-
-    def _gather(self, pages: Sequence[tuple[RecordKey, int]]) -> tuple[Records, Rest]:
-        """Copy pages into new buffers, all or none; the caller owns the buffers."""
-        records: Records = []
-        items = []
-        with ExitStack() as on_error:
-            for key, block in pages:
-                group = self._pages[key.group]
-                buffer = self._store.reserve(group.block_bytes)
-                if buffer is None:
-                    raise MemoryError("LMCache's CPU pool is full (max_local_cpu_size)")
-                on_error.callback(buffer.release)
-                records.append((key, buffer))
-                items.append(Item(key, group, block, buffer))
-            rest = self._copies.gather(items)
-            on_error.pop_all()
-        return records, rest
 
     def _finish(
         self, save: Save, records: Records, rest: Callable[[], None], started: float
@@ -366,10 +339,7 @@ class HybridWorker:
             self._store.arrange(used_keys(save.prefix, save.boundaries, self._plan))
         seconds = time.perf_counter() - started
         with self.ledger as counts:
-            counts.saved_attention += len(save.attention)
-            counts.saved_windows += len(save.windows)
-            counts.saved_states += len(save.states)
-            counts.saved_bytes += size
+            counts.saved(save, size)
         self._monitor.stored(len(save.attention) * self._plan.block_size, started)
         logger.debug(
             "Reqid: %s, Stored %d blocks and %d states. size: %.4f GB, cost: %.4f ms",
@@ -390,6 +360,35 @@ class HybridWorker:
             self._epoch = epoch
         self._adapters.forget()
         self._finisher.submit(self._store.clear).result()
+
+    # Sleep
+
+    def suspend(self) -> None:
+        """End all copies and let go of the KV cache, whose memory vLLM is about to free.
+
+        Called by the thread that runs the model, between two steps. Until :meth:`resume`
+        loads fail and saves are skipped. Loads under way stop at their next part and are
+        reported as failed; saves of steps before are finished. Idempotent.
+        """
+        with self._saving:
+            self._asleep = True
+        running = [future for future, _, _ in self._loads.values() if not future.cancel()]
+        for future in running:
+            with suppress(Exception):  # results() sees to it
+                future.result()
+        self._finisher.submit(int).result()
+        for pages in self._pages.values():
+            pages.unmap()
+
+    def resume(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Map the KV cache anew, whose memory vLLM has allocated again. Idempotent.
+
+        Raises:
+            ConfigError: its layout is another one; then nothing is loaded and saved.
+        """
+        for pages in self._pages.values():
+            pages.map(kv_caches)
+        self._asleep = False
 
     def shutdown(self) -> None:
         """End the threads; loads that did not start are dropped, saves are finished."""

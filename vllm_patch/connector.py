@@ -122,6 +122,19 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
 
     # Worker side
 
+    def unregister_kv_caches(self) -> None:
+        """vLLM is about to free the KV cache. Called by vLLM 0.33; see vllm_patch.sleep."""
+        if self._hybrid is None:
+            super().unregister_kv_caches()
+        else:
+            self._hybrid.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        if self._hybrid is None:
+            super().restore_kv_caches()
+        else:
+            self._hybrid.restore_kv_caches()
+
     def bind_connector_metadata(self, connector_metadata: "KVConnectorMetadata") -> None:
         if self._hybrid is None:
             super().bind_connector_metadata(connector_metadata)

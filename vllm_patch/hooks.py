@@ -42,6 +42,7 @@ _TRITON = "vllm.v1.attention.backends.triton_attn"
 _ENGINE = "vllm.v1.engine.llm_engine"
 _MEDIA = "vllm_patch/media.py"
 _LOADER, _LOADERS = "vllm.model_executor.model_loader", "vllm_patch/loaders.py"
+_SLEEP = "vllm_patch/sleep.py"
 _LORA = "vllm.lora.worker_manager"
 _LORA_HOOKS = "vllm_patch/lora_hooks.py"
 
@@ -103,6 +104,12 @@ HOOKS = (
     Hook("vllm.v1.worker.gpu_worker", "Worker.reset_weights", replaced_in=_LOADERS),
     Hook("vllm.v1.worker.gpu_worker", "Worker.update_weights", replaced_in=_LOADERS),
     Hook("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", replaced_in=_LOADERS),
+    # vllm_patch/sleep.py
+    Hook("vllm.v1.worker.gpu_worker", "Worker.sleep", ("level",), replaced_in=_SLEEP),
+    Hook("vllm.v1.worker.gpu_worker", "Worker.wake_up", ("tags",), replaced_in=_SLEEP),
+    Hook("vllm.v1.worker.gpu_worker", "Worker.discard", ("tags",), replaced_in=_SLEEP),
+    Hook("vllm.v1.engine.core", "EngineCore.sleep", holds=("clear_prefix_cache = level >= 1",)),
+    Hook("vllm.v1.engine.core", "EngineCore._finish_pause", holds=("self._reset_caches()",)),
     Hook(
         f"{_LOADER}.base_loader",
         "BaseModelLoader.__init__",

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lmcache_hybrid.weights import LOADED, WeightsStream, tensors_identity
+from vllm_patch import sleep
 from vllm_patch.config_hooks import CONNECTOR
 
 if TYPE_CHECKING:
@@ -70,20 +71,27 @@ def _count_reloads() -> None:
     """
     from vllm.v1.worker.gpu_worker import Worker  # too much for processes that load no model
 
+    sleep.follow(Worker)
     Worker.reload_weights = _changing(Worker.reload_weights)
-    Worker.reset_weights = _changing(Worker.reset_weights)
+    Worker.reset_weights = _changing(Worker.reset_weights, known=False)
     Worker.update_weights = _changing(Worker.update_weights)
     Worker.finish_weight_update = _changing(Worker.finish_weight_update)
 
 
-def _changing(write: Callable[..., Any]) -> Callable[..., Any]:
-    """``write``, which puts weights into a model that is in use, and count that it does."""
+def _changing(write: Callable[..., Any], known: bool = True) -> Callable[..., Any]:
+    """``write``, which puts weights into a model that is in use, and count that it does.
+
+    Args:
+        known: whether the model has weights again after it, where a sleep discarded them.
+    """
 
     @functools.wraps(write)
     def counted(*args: Any, **kwargs: Any) -> Any:
         LOADED.changes += 1
         try:
-            return write(*args, **kwargs)
+            result = write(*args, **kwargs)
+            LOADED.discarded &= not known
+            return result
         finally:
             LOADED.changes += 1  # a reset in between was too early
 

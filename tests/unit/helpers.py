@@ -47,6 +47,8 @@ WIDE = GroupPlan(block_size=N, attention=(0, 2), states=(1,), selected_attention
 # No states: full attention and a window of two blocks.
 WINDOWS = GroupPlan(N, (0,), (), 0, (Window(1, 2),))
 
+LAYERS_PER_GROUP = 2
+
 OPTIONS = Options(
     attention_group=None,
     save=True,
@@ -160,20 +162,26 @@ def make_pages(
     Block ``b`` of every layer lies in the b-th page of the layer's slot, so
     groups overlay each other; states fill a part of the page only.
     """
-    layers_per_group, page = 2, 512
-    buffer = torch.randint(-128, 128, (layers_per_group, num_blocks, page), dtype=torch.int8)
-    pages: dict[int, GroupPages] = {}
+    buffer = torch.randint(-128, 128, (LAYERS_PER_GROUP, num_blocks, 512), dtype=torch.int8)
+    caches = make_caches(buffer, plan)
+    return buffer, {
+        group: GroupPages([name for name in caches if name.startswith(f"g{group}.")], caches)
+        for group in (*plan.attention, *plan.states)
+    }
+
+
+def make_caches(buffer: torch.Tensor, plan: GroupPlan = PLAN) -> dict[str, torch.Tensor]:
+    """Per layer its tensor in the buffer of :func:`make_pages`, as vLLM registers it."""
+    caches = {}
     for group in (*plan.attention, *plan.states):
-        names = [f"g{group}.{i}" for i in range(layers_per_group)]
-        caches = {}
-        for i, name in enumerate(names):
+        for i in range(LAYERS_PER_GROUP):
             if group in plan.attention:
                 flat = buffer[i].view(torch.bfloat16)
-                caches[name] = flat.view(num_blocks, 2, 16, 8)
+                cache = flat.view(len(flat), 2, 16, 8)
             else:
-                caches[name] = state_view(buffer[i], 100 + 10 * group)
-        pages[group] = GroupPages(names, caches)
-    return buffer, pages
+                cache = state_view(buffer[i], 100 + 10 * group)
+            caches[f"g{group}.{i}"] = cache
+    return caches
 
 
 def state_view(pages: torch.Tensor, state_bytes: int) -> torch.Tensor:

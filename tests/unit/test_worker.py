@@ -13,7 +13,7 @@ from lmcache_hybrid.record import ATTENTION, HEADER_BYTES, STATE, digests_of, pa
 from lmcache_hybrid.store import NaiveStore
 from lmcache_hybrid.worker import PART_BYTES, HybridWorker
 
-from .helpers import PLAN, WIDE, keys_of, make_pages, make_prefix
+from .helpers import PLAN, WIDE, keys_of, make_caches, make_pages, make_prefix
 
 PREFIX = make_prefix(3)
 DEADLINE = 20.0
@@ -27,6 +27,7 @@ class Rig:
         self.store = store or NaiveStore()
         self.lookup = RankLookup(plan, self.store)
         self.buffer, self.pages = make_pages(plan)
+        self.caches = make_caches(self.buffer, plan)
         self.worker = HybridWorker(
             plan, self.pages, self.store, self.lookup, torch.device("cpu"), part_bytes
         )

@@ -5,6 +5,7 @@ from tests.mutants.defect import one
 
 SCHEDULER = "lmcache_hybrid/scheduler.py"
 WORKER = "lmcache_hybrid/worker.py"
+SLEEP = "vllm_patch/sleep.py"
 STORE = "lmcache_hybrid/lmcache_store.py"
 RPC = "lmcache_hybrid/rpc.py"
 GROUPS = "lmcache_hybrid/groups.py"
@@ -192,5 +193,60 @@ DEFECTS = (
         "lmcache_hybrid/remote_reader.py",
         "                self._silent = now\n",
         "                pass\n",
+    ),
+    # Sleep mode
+    one(
+        "a load goes on while the memory of the KV cache is freed",
+        WORKER,
+        "                future.result()\n        self._finisher",
+        "                pass\n        self._finisher",
+    ),
+    one(
+        "pages are held while their memory is freed",
+        WORKER,
+        "            pages.unmap()\n",
+        "            pass\n",
+    ),
+    one(
+        "a save in a sleep is not counted as such",
+        WORKER,
+        '                self._skip("asleep", len(metadata.saves))\n                return\n',
+        "                pass\n",
+    ),
+    one(
+        "a load that a sleep ends goes on to its end",
+        WORKER,
+        "        if self._asleep:\n            raise LoadError(",
+        "        if False:\n            raise LoadError(",
+    ),
+    one(
+        "another layout after a sleep is taken for the one before",
+        "lmcache_hybrid/pages.py",
+        "        if (self.layout, self.block_bytes) != before:\n",
+        "        if False:\n",
+    ),
+    one(
+        "vLLM before 0.33 frees the KV cache under a copy",
+        SLEEP,
+        '    if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):\n',
+        "    if False:\n",
+    ),
+    one(
+        "weights that a sleep discarded count as known",
+        SLEEP,
+        "        if level != 1:\n",
+        "        if level > 2:\n",
+    ),
+    one(
+        "a reset makes weights known that a sleep discarded",
+        "lmcache_hybrid/weights_guard.py",
+        "        if self._loaded.discarded:\n",
+        "        if self._loaded.discarded and not self._unused:\n",
+    ),
+    one(
+        "weights of zeros count as known after a sleep",
+        "vllm_patch/loaders.py",
+        "_changing(Worker.reset_weights, known=False)",
+        "_changing(Worker.reset_weights)",
     ),
 )

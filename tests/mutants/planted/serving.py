@@ -15,9 +15,9 @@ DEFECTS = (
     # What is stored
     one(
         "the state of another boundary is stored",
-        WORKER,
-        "(end - 1, ids) for end, ids in save.states",
-        "(max(0, end - 2), ids) for end, ids in save.states",
+        "lmcache_hybrid/metadata.py",
+        "(end - 1, ids) for end, ids in self.states",
+        "(max(0, end - 2), ids) for end, ids in self.states",
     ),
     one(
         "attention pages are off by one block",
