@@ -4,7 +4,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 # Of the measured noise, what a restored prompt may differ by.
 NOISE_FACTOR = 2.0
@@ -34,7 +34,7 @@ class Answer:
         return self.tokens == other.tokens and self.logprobs == other.logprobs
 
 
-class Outcome(str, Enum):
+class Outcome(StrEnum):
     """Of one comparison."""
 
     EQUAL = "equal"
@@ -50,7 +50,7 @@ BAD = (Outcome.DIFFERS, Outcome.BOUNDARY, Outcome.MISSED)
 GOOD = (Outcome.NOISE, Outcome.EQUAL)
 
 
-class Verdict(str, Enum):
+class Verdict(StrEnum):
     """Of all of them."""
 
     PASS = "PASS"

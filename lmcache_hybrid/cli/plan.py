@@ -6,7 +6,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
@@ -22,14 +22,14 @@ from lmcache_hybrid.sizing.storage import BACKENDS, Workload
 INTERVALS = (16, 8, 4, 2, 1)  # T in blocks, as in docs/reuse.md
 
 
-class PlatformName(str, Enum):
+class PlatformName(StrEnum):
     """Of PLATFORMS."""
 
     gpu = "gpu"
     cpu = "cpu"
 
 
-class BackendName(str, Enum):
+class BackendName(StrEnum):
     """Of BACKENDS."""
 
     ram = "ram"

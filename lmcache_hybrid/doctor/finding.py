@@ -2,10 +2,10 @@
 """What a check says."""
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 
-class Status(str, Enum):
+class Status(StrEnum):
     OK = "ok"
     WARNING = "warning"
     ERROR = "error"

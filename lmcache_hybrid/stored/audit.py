@@ -2,7 +2,7 @@
 """Whether a stored record is what its name claims: by its header, or by all of its bytes."""
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import BinaryIO
 
 from lmcache_hybrid.digests import DIGEST_BYTES, PLAIN, UNSEALED, Digester
@@ -24,7 +24,7 @@ from lmcache_hybrid.stored.wrapper import check_wrapper
 WRITING_SECONDS = 300.0
 
 
-class Status(str, Enum):
+class Status(StrEnum):
     """What an engine would make of a record."""
 
     GOOD = "good"

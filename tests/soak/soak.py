@@ -21,7 +21,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import ExitStack
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -437,7 +437,7 @@ def main(
     started = time.monotonic()
     figures = {
         "command": " ".join(["python", "tests/soak/soak.py", *sys.argv[1:]]),
-        "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "versions": versions(),
         "minutes": minutes,
         "seed": seed,
