@@ -8,6 +8,8 @@ from collections.abc import Callable
 from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
 from vllm.logger import init_logger
 
+from vllm_patch import versions
+
 logger = init_logger("vllm.lmcache_hybrid.config")
 
 CONNECTOR = "LMCacheConnectorV1"
@@ -143,6 +145,8 @@ def _settle_states(config: VllmConfig) -> None:
 
 
 def _settle_hybrid(config: VllmConfig) -> None:
+    if (counted := versions.counted()) is not None:
+        logger.info_once("%s", counted)
     cache, transfer = config.cache_config, config.kv_transfer_config
     if not cache.enable_prefix_caching:
         raise ValueError(

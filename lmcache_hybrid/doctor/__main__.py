@@ -25,7 +25,7 @@ def findings(model: str | None, transfer: dict | None) -> Generator[Finding, Non
     yield from check_versions()
     from vllm_patch import versions
 
-    if any(versions.installed(*names) is None for _, names, _ in versions.packages()):
+    if None in versions.found():
         return  # nothing else can be imported
     from lmcache_hybrid.config import STABLE_HASH
     from lmcache_hybrid.doctor.hashing import in_another_process

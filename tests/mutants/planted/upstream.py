@@ -6,6 +6,7 @@ from tests.mutants.defect import one
 REGISTER = "vllm_patch/__init__.py"
 CONFIG = "vllm_patch/config_hooks.py"
 CONNECTOR = "vllm_patch/connector.py"
+VERSIONS = "vllm_patch/versions.py"
 
 DEFECTS = (
     one(
@@ -31,5 +32,35 @@ DEFECTS = (
         CONFIG,
         '{_problem}")\n        return\n',
         '{_problem}")\n',
+    ),
+    one(
+        "a release candidate counts as the release",
+        VERSIONS,
+        "    fix = new > old and ",
+        "    fix = new.release >= old.release and ",
+    ),
+    one(
+        "a development snapshot counts as a release",
+        VERSIONS,
+        " and not new.is_devrelease",
+        "",
+    ),
+    one(
+        "a pair counts as tested when each of its halves was, with another",
+        VERSIONS,
+        "        if all(_fits(pair, (vllm, lmcache))):",
+        "        if any(_fits(pair, (vllm, lmcache))):",
+    ),
+    one(
+        "a fix of a tested release is let in although it lacks a name",
+        VERSIONS,
+        "        return _moved(_others(pair, (vllm, lmcache)))",
+        "        return None",
+    ),
+    one(
+        "a CPU host is sent to a release without CPU build",
+        VERSIONS,
+        "if not cpu or pair.kernels == pair.vllm]",
+        "]",
     ),
 )
