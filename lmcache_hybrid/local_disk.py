@@ -22,6 +22,7 @@ from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 from vllm.logger import init_logger
 
 from lmcache_hybrid.disk_files import EVICTED, Found, find
+from lmcache_hybrid.disk_room import Room
 from lmcache_hybrid.files import create_anew, open_regular
 
 if TYPE_CHECKING:
@@ -50,8 +51,9 @@ class LocalDisk(LocalDiskBackend):
     _strange_bytes: int
     # Records that are still being written: the order to be put in, and who else of it is.
     _arranged: dict[CacheEngineKey, tuple[Sequence[CacheEngineKey], set[CacheEngineKey]]]
-    # Whether the disk ends before the limit, and whether a failed write was logged.
-    _tight: bool
+    # Room where the disk ends before the limit; whether that, and a failed write, was logged.
+    _room: Room
+    _said_full: bool
     _warned: bool
 
     @classmethod
@@ -75,7 +77,8 @@ class LocalDisk(LocalDiskBackend):
         self._arranged = {}
         self._deleter = ThreadPoolExecutor(1, thread_name_prefix="hybrid-delete")
         self._numbers = itertools.count()
-        self._warned = self._tight = False
+        self._room = Room(self.path, self._give_way, self._finish_deleting)
+        self._warned = self._said_full = False
         return self
 
     # Start
@@ -153,17 +156,45 @@ class LocalDisk(LocalDiskBackend):
         Called with the lock held.
         """
         self._strange_bytes -= self._strangers.pop(path, 0)  # about to be replaced
-        limit = self._limit
-        held = int(self.current_cache_size) + self._strange_bytes
-        # What others take of the disk.
-        available = held + free_bytes(self.path)
-        self._tight = available < limit
-        limit = min(limit, available)
-        while self._strangers and self.current_cache_size + self._strange_bytes + size > limit:
-            stranger = next(iter(self._strangers))
-            self._strange_bytes -= self._strangers.pop(stranger)
-            self._delete(stranger)
-        self.max_cache_size = max(0, limit - self._strange_bytes)
+        size += int(self.current_cache_size)
+        while self._strangers and size + self._strange_bytes > self._limit:
+            self._delete_stranger()
+        self.max_cache_size = max(0, self._limit - self._strange_bytes)
+
+    def _delete_stranger(self) -> int:
+        """Delete the oldest and return its size; called with the lock held."""
+        stranger = next(iter(self._strangers))
+        size = self._strangers.pop(stranger)
+        self._strange_bytes -= size
+        self._delete(stranger)
+        return size
+
+    def _give_way(self, size: int) -> bool:
+        """Delete what is evicted first, until it is ``size`` bytes; nothing where all is less."""
+        with self.disk_lock:
+            entries = (entry.size for entry in self.dict.values() if entry.can_evict)
+            held = itertools.accumulate(entries, initial=self._strange_bytes)
+            if all(total < size for total in held):
+                return False
+            while size > 0:
+                size -= self._delete_stranger() if self._strangers else self._evict()
+        self._finish_deleting()
+        if not self._said_full:
+            self._said_full = True
+            logger.warning(
+                "local_disk %s ends before max_local_disk_size: the oldest records make room for "
+                "new ones. Make room there, or lower the limit.",
+                self.path,
+            )
+        return True
+
+    def _evict(self) -> int:
+        """Delete the record that LMCache's policy names and return its size."""
+        (key,) = self.cache_policy.get_evict_candidates(self.dict, num_candidates=1)
+        size = int(self.dict[key].size)
+        self.current_cache_size -= size
+        self.remove(key, force=False)
+        return size
 
     def async_save_bytes_to_disk(
         self, key: CacheEngineKey, memory_obj: MemoryObj, **kwargs: Any
@@ -229,8 +260,16 @@ class LocalDisk(LocalDiskBackend):
                 self.dict.move_to_end(key)
 
     def write_file(self, buffer: Any, path: str) -> None:
-        with create_anew(path) as data:
-            data.write(buffer)
+        self._room.write(lambda: self._write(buffer, path), len(buffer))
+
+    def _write(self, buffer: Any, path: str) -> None:
+        try:
+            with create_anew(path) as data:
+                data.write(buffer)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(path)  # what was written takes room that others wait for
+            raise
 
     def _fail(self, error: Exception) -> None:
         self._failed(1)
@@ -300,25 +339,20 @@ class LocalDisk(LocalDiskBackend):
         """Delete a file on a thread, as far as it can be deleted.
 
         The file system gives back the cached pages of each, which takes several times as long
-        as all else that a save does. Where every byte counts the caller waits for it.
+        as all else that a save does.
         """
         old = f"{path}.{os.getpid()}.{next(self._numbers)}{EVICTED}"
         with contextlib.suppress(OSError):
-            if self._tight:
-                os.unlink(path)
-            else:
-                os.rename(path, old)
-                self._deleter.submit(_unlink, old)
+            os.rename(path, old)
+            self._deleter.submit(_unlink, old)
+
+    def _finish_deleting(self) -> None:
+        """Wait until the room of all that was evicted is free."""
+        self._deleter.submit(int).result()
 
     def close(self) -> None:
         super().close()
         self._deleter.shutdown()
-
-
-def free_bytes(folder: str) -> int:
-    """Of its file system, for this user."""
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
 
 
 def _unlink(path: str) -> None:

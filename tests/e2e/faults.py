@@ -7,6 +7,7 @@ Only the fault itself is put in; vLLM, LMCache and this package run as they are.
 import contextlib
 import os
 import random
+import shutil
 import signal
 import socket
 import struct
@@ -296,6 +297,19 @@ def disk_full(folder: Path) -> Iterator[None]:
         yield
     finally:
         ballast.unlink()
+
+
+@contextlib.contextmanager
+def kept_by_links(folder: Path) -> Iterator[None]:
+    """A backup of ``folder`` made of links: deleting a file there gives no room back."""
+    backup = folder.with_name("backup")
+    backup.mkdir()
+    for file in folder.glob("*.pt"):
+        os.link(file, backup / file.name)
+    try:
+        yield
+    finally:
+        shutil.rmtree(backup)
 
 
 @contextlib.contextmanager

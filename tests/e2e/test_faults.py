@@ -574,10 +574,10 @@ def test_disk_is_read_only(site: Site) -> None:
 
 @on("disk")
 def test_disk_is_full(site: Site) -> None:
-    """What was not used for longest makes room; what finds none is counted and missed."""
+    """The oldest records make room for new ones."""
     if not site.mounted:
         pytest.skip("this user may not mount a file system")
-    site.store()
+    oldest = site.store()
     site.serves(site.good)
     new = Prompt(ids := new_prompt(), ())
     with faults.disk_full(site.shelf.folder.parent):
@@ -585,10 +585,33 @@ def test_disk_is_full(site: Site) -> None:
         new.output = site.engine.ask(ids).output
         site.engine.settle()
         after = site.engine.counts()
+        assert after["failed_writes"] == before["failed_writes"]
         assert after["live"] == before["live"]
+        site.serves(site.good, new)
+        assert oldest.records - site.shelf.names()
+    assert site.engine.log.count("ends before max_local_disk_size") == 1
+
+
+@on("disk")
+def test_disk_is_full_and_deleting_makes_no_room(site: Site) -> None:
+    """A few records are evicted in vain and no more; nothing new is written or promised."""
+    if not site.mounted:
+        pytest.skip("this user may not mount a file system")
+    spare = [site.store() for _ in range(3)]  # evicted before the good one
+    site.serves(site.good)
+    new, folder = Prompt(new_prompt(), ()), site.shelf.folder
+    with faults.kept_by_links(folder), faults.disk_full(folder.parent):
+        before, held = site.engine.counts(), site.shelf.names()
+        new.output = site.engine.ask(new.ids).output
+        site.engine.settle()
+        after, left = site.engine.counts(), site.shelf.names()
+        assert after["live"] == before["live"]
+        assert after["failed_writes"] - before["failed_writes"] == len(spare[0].records)
+        assert left < held
+        site.misses(new)
+        assert site.shelf.names() == left
         site.serves(site.good)
-        if after["failed_writes"] == before["failed_writes"]:
-            site.serves(new)
+    assert site.engine.log.count("cannot be written") == 1
     site.recovers(new)
 
 

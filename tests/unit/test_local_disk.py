@@ -5,14 +5,12 @@ import dataclasses
 import errno
 import os
 import stat
-import subprocess
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from lmcache_hybrid import local_disk
 from lmcache_hybrid.errors import LoadError, RecordError
 from lmcache_hybrid.record import payload_bytes
 
@@ -302,25 +300,6 @@ def test_an_error_of_the_disks_index_keeps_nothing_from_the_next_tier(box, tmp_p
     assert one.store.failed_writes == {"LocalDiskBackend": 4}
 
 
-def test_a_disk_that_others_fill_is_used_as_far_as_it_goes(box, tmp_path, monkeypatch):
-    one, size = box("disk", **behind(tmp_path)), 4 * EACH
-
-    def free(folder: str) -> int:
-        return size - sum(file.stat().st_size for file in held(Path(folder)))
-
-    monkeypatch.setattr(local_disk, "free_bytes", free)
-    for key in (*KEYS, *OTHERS):
-        write(one, [key])
-    assert list(one.backend.dict) == [one.store.engine_key(key) for key in OTHERS]
-    assert len(held(one.folder)) == 4
-    size = 0  # nothing is left
-    put(one.store, [dataclasses.replace(KEYS[0], tags=(("a", "b"),))], SIZE)
-    reached(tmp_path, 9)
-    size = 9 * EACH
-    write(one)
-    assert len(one.backend.dict) == 8
-
-
 def test_a_disk_that_takes_no_files_loses_nothing_that_it_has(box, tmp_path, monkeypatch):
     one = write(box("disk", max_local_disk_size=records(4), **behind(tmp_path)))
     monkeypatch.setattr(os, "access", lambda path, mode: False)
@@ -329,35 +308,6 @@ def test_a_disk_that_takes_no_files_loses_nothing_that_it_has(box, tmp_path, mon
     assert one.store.failed_writes == {"LocalDiskBackend": 4}
     assert set(one.backend.dict) == {one.store.engine_key(key) for key in KEYS}
     one.read()
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A real file system for eight records in eight blocks."""
-    folder = tmp_path / "records"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={8 * 4096}", "none", str(folder)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("only who may mount")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def test_a_real_disk_full_and_then_read_only(box, tmp_path, small_disk):
-    one = box("disk", **behind(tmp_path))
-    (small_disk / "notes.txt").write_bytes(bytes(3 * EACH))  # of somebody else
-    for key in (*KEYS, *OTHERS):
-        put(one.store, [key], SIZE)
-        one.settle()
-    reached(tmp_path, 8)
-    assert {one.store.engine_key(key) for key in OTHERS} <= set(one.backend.dict)
-    assert len(held(small_disk)) == 5
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    index = dict(one.backend.dict)
-    put(one.store, [dataclasses.replace(KEYS[0], tags=(("a", "b"),))], SIZE)
-    reached(tmp_path, 9)
-    assert dict(one.backend.dict) == index
-    one.read(OTHERS)
 
 
 # Who may read and write

@@ -6,6 +6,7 @@ from tests.mutants.defect import one
 STAGING = "lmcache_hybrid/staging.py"
 STORE = "lmcache_hybrid/lmcache_store.py"
 DISK = "lmcache_hybrid/local_disk.py"
+ROOM = "lmcache_hybrid/disk_room.py"
 
 DEFECTS = (
     one(
@@ -79,6 +80,48 @@ DEFECTS = (
         DISK,
         "                if not os.access(self.path, os.W_OK | os.X_OK):\n",
         "                if not os.access(self.path, os.F_OK | os.R_OK) and False:\n",
+    ),
+    one(
+        "a disk that others fill loses all its records for nothing",
+        ROOM,
+        "        self._paused_until = monotonic() + self._pause\n",
+        "",
+    ),
+    one(
+        "evictions in vain are as frequent after an hour",
+        ROOM,
+        "        self._pause = min(2 * self._pause, LONGEST_PAUSE)\n",
+        "",
+    ),
+    one(
+        "on a full disk nothing new is stored",
+        ROOM,
+        "        if monotonic() < self._paused_until:\n",
+        "        if size:\n",
+    ),
+    one(
+        "a disk that is full for other files evicts what is too little",
+        DISK,
+        "            if all(total < size for total in held):\n",
+        "            if not sum(1 for total in held if total):\n",
+    ),
+    one(
+        "records evicted on a full disk are counted for ever",
+        DISK,
+        "        self.current_cache_size -= size\n        self.remove(key, force=False)\n",
+        "        self.remove(key, force=False)\n",
+    ),
+    one(
+        "what is being deleted makes no room on a full disk",
+        ROOM,
+        "        self._finish_deleting()\n        short =",
+        "        short =",
+    ),
+    one(
+        "half-written records take the room of a full disk",
+        DISK,
+        "                os.unlink(path)  # what was written takes room that others wait for\n",
+        "                os.stat(path)\n",
     ),
     one(
         "records are readable for everybody",
