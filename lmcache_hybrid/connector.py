@@ -43,13 +43,14 @@ from lmcache_hybrid.worker import HybridWorker
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
-    from lmcache.v1.manager import LMCacheManager
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from lmcache_hybrid.lmcache_home import LMCacheManager
 
 logger = init_logger("vllm.lmcache_hybrid.connector")
 
@@ -134,8 +135,7 @@ class HybridConnector:
     def _start_lmcache(
         self, config: "LMCacheEngineConfig", role: KVConnectorRole
     ) -> "LMCacheManager":
-        from lmcache.v1.manager import LMCacheManager
-
+        from lmcache_hybrid.lmcache_home import LMCacheManager
         from lmcache_hybrid.services import HybridServiceFactory
 
         groups = [self._kv_cache_config.kv_cache_groups[i] for i in self.plan.attention]

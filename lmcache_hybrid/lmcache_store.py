@@ -42,7 +42,7 @@ from lmcache_hybrid.remote_reader import RemoteReader
 from lmcache_hybrid.staging import Staging
 
 if TYPE_CHECKING:
-    from lmcache.v1.cache_engine import LMCacheEngine
+    from lmcache_hybrid.lmcache_home import LMCacheEngine
 
 logger = init_logger("vllm.lmcache_hybrid.store")
 

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
-from lmcache.v1.rpc.zmq_transport import (
-    SocketParams,
-    ZmqReqRepClientTransport,
-    ZmqRouterServerTransport,
-)
-from lmcache.v1.rpc_utils import get_zmq_rpc_path_lmcache
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
 from lmcache_hybrid.adapters import ADAPTERS, UNKNOWN
+from lmcache_hybrid.lmcache_home import (
+    SocketParams,
+    ZmqReqRepClientTransport,
+    ZmqRouterServerTransport,
+    get_zmq_rpc_path_lmcache,
+)
 from lmcache_hybrid.lookup import UNAVAILABLE, Answer, Question, RankLookup
 from lmcache_hybrid.weights_guard import GuardedLookup
 

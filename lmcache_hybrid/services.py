@@ -5,10 +5,9 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from lmcache.integration.vllm.utils import ENGINE_NAME
-from lmcache.integration.vllm.vllm_service_factory import VllmServiceFactory
-from lmcache.v1.cache_engine import LMCacheEngine, LMCacheEngineBuilder
 from lmcache.v1.metadata import LMCacheMetadata
 
+from lmcache_hybrid.lmcache_home import LMCacheEngine, LMCacheEngineBuilder, VllmServiceFactory
 from lmcache_hybrid.pinned import pin_exactly
 
 if TYPE_CHECKING:

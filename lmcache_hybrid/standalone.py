@@ -2,9 +2,10 @@
 """LMCache's engine and backends without vLLM around them: for the doctor, benchmarks and tests."""
 
 import torch
-from lmcache.v1.cache_engine import LMCacheEngine, LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.metadata import LMCacheMetadata
+
+from lmcache_hybrid.lmcache_home import LMCacheEngine, LMCacheEngineBuilder
 
 
 def make_engine(

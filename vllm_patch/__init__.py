@@ -13,6 +13,8 @@ _registered = False
 def register() -> None:
     """Install the patched connector, the defaults and the upstream repairs.
 
+    What LMCache has moved is found again for every model, whatever comes of the rest.
+
     Idempotent. Mutates vLLM's classes in this process only. Never raises: a plugin error
     would take down engines that do not use LMCache at all. So an unsupported version, or a
     patch that cannot be applied, turns into a refusal of every hybrid model that asks for
@@ -22,9 +24,20 @@ def register() -> None:
     if _registered:
         return
     _registered = True
+    _find_lmcache()
     problem = _install()
     if problem is not None:
         _refuse(problem)
+
+
+def _find_lmcache() -> None:
+    """Let vLLM find LMCache's own adapter where LMCache has moved it: dense models need it."""
+    try:
+        from lmcache_hybrid import lmcache_home
+
+        lmcache_home.install()
+    except Exception:
+        logging.getLogger("vllm").debug("LMCache's home could not be found", exc_info=True)
 
 
 def _install() -> str | None:

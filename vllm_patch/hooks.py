@@ -9,6 +9,7 @@ compare the assignments in our code with ``replaced_in``, and all uses with the 
 
 from pathlib import Path
 
+from lmcache_hybrid import lmcache_home
 from lmcache_hybrid.hooks import LMCACHE
 from vllm_patch.hooks_used import USED
 from vllm_patch.source import Hook, Tree, attributes, imported
@@ -23,10 +24,11 @@ def missing(tree: Tree, packages: tuple[str, ...] = PACKAGES) -> list[str]:
 
 
 def imports() -> list[Hook]:
-    """What our files import from upstream."""
+    """What our files import from upstream, or take from LMCache's in-process part."""
     root = Path(__file__).parents[1]
     files = [f for name in ("vllm_patch", "lmcache_hybrid") for f in (root / name).rglob("*.py")]
-    return [Hook(module, name) for module, name in sorted(set(imported(files, PACKAGES)))]
+    taken = {(f"lmcache.{module}", name) for name, module in lmcache_home.NAMES.items()}
+    return [Hook(module, name) for module, name in sorted(taken.union(imported(files, PACKAGES)))]
 
 
 _CONFIG_HOOKS = "vllm_patch/config_hooks.py"

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lmcache_hybrid.lmcache_home import moved
+
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -58,8 +60,13 @@ class Tree:
 
         Follows imports and base classes. An attribute of a class is one that its body
         defines or one of its methods assigns to ``self``; one of a variable is a key of the
-        dict that it is set to.
+        dict that it is set to. What LMCache has moved is looked for in both of its homes.
         """
+        found = self._find(module, name)
+        new = None if found else moved(module)
+        return self._find(new, name) if new else found
+
+    def _find(self, module: str, name: str) -> Found | None:
         tree = self.module(module)
         if tree is None:
             return None

@@ -46,9 +46,9 @@ class Rank:
         blocks: int,
         local_cpu: bool | None = None,
     ) -> None:
-        from lmcache.v1.cache_engine import LMCacheEngineBuilder
         from lmcache.v1.config import LMCacheEngineConfig
 
+        from lmcache_hybrid.lmcache_home import LMCacheEngineBuilder
         from lmcache_hybrid.lmcache_store import LMCacheStore
         from lmcache_hybrid.standalone import make_engine
 

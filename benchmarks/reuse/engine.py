@@ -23,7 +23,6 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
 from vllm import SamplingParams
 from vllm.config import VllmConfig
@@ -54,6 +53,7 @@ from lmcache_hybrid import worker as worker_module
 from lmcache_hybrid.config import read_options, settle_lmcache_config
 from lmcache_hybrid.groups import plan_groups
 from lmcache_hybrid.inquiry import Inquiries
+from lmcache_hybrid.lmcache_home import LMCacheEngineBuilder
 from lmcache_hybrid.lmcache_store import LMCacheStore
 from lmcache_hybrid.lookup import Answer, Question, RankLookup
 from lmcache_hybrid.metadata import NOTHING

@@ -215,8 +215,7 @@ def _label(config: "LMCacheEngineConfig", name: str) -> tuple[str, str]:
 @contextmanager
 def _opened(config: "LMCacheEngineConfig", size: int) -> Iterator["LMCacheStore"]:
     """An LMCache engine of our own with a small pool, without vLLM."""
-    from lmcache.v1.cache_engine import LMCacheEngineBuilder
-
+    from lmcache_hybrid.lmcache_home import LMCacheEngineBuilder
     from lmcache_hybrid.lmcache_store import LMCacheStore
     from lmcache_hybrid.standalone import make_engine
 

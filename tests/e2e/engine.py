@@ -381,8 +381,9 @@ class _Child:
 
     def exported(self) -> str:
         """What ``/metrics`` would show; LMCache adds its own every ten seconds, here at once."""
-        from lmcache.v1.cache_engine import LMCacheEngineBuilder
         from prometheus_client import REGISTRY, generate_latest
+
+        from lmcache_hybrid.lmcache_home import LMCacheEngineBuilder
 
         for logger in LMCacheEngineBuilder._stat_loggers.values():
             logger.prometheus_logger.log_prometheus(logger.monitor.get_stats_and_clear())

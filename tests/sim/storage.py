@@ -7,10 +7,10 @@ from collections import Counter, deque
 from concurrent.futures import Future
 
 import torch
-from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
 
 from lmcache_hybrid.errors import LoadError
+from lmcache_hybrid.lmcache_home import LMCacheEngineBuilder
 from lmcache_hybrid.lmcache_store import LMCacheStore
 from lmcache_hybrid.standalone import make_engine
 

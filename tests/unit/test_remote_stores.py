@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lmcache.v1.memory_management import MemoryFormat
-from lmcache.v1.protocol import RemoteMetadata
 from servers import Cluster, Sentinels
 
 from lmcache_hybrid.errors import LoadError, RecordError
+from lmcache_hybrid.lmcache_home import take
 from lmcache_hybrid.record import ATTENTION, RecordKey, record_bytes
 
 from .helpers import payload_of, put
@@ -26,6 +26,8 @@ from .test_lmcache_store import (
     blocked_loops,  # noqa: F401
     until,
 )
+
+RemoteMetadata = take("v1.protocol", "RemoteMetadata")
 
 # Enough that every node of a cluster has some.
 MANY = [RecordKey(ATTENTION, 3, bytes([i]) * 32, (i + 1) * N) for i in range(24)]

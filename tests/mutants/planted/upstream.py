@@ -7,6 +7,7 @@ REGISTER = "vllm_patch/__init__.py"
 CONFIG = "vllm_patch/config_hooks.py"
 CONNECTOR = "vllm_patch/connector.py"
 VERSIONS = "vllm_patch/versions.py"
+HOME = "lmcache_hybrid/lmcache_home.py"
 
 DEFECTS = (
     one(
@@ -62,5 +63,42 @@ DEFECTS = (
         VERSIONS,
         "if not cpu or pair.kernels == pair.vllm]",
         "]",
+    ),
+    # LMCache's two homes
+    one(
+        "dense models do not find LMCache's adapter where it moved",
+        REGISTER,
+        "        lmcache_home.install()\n",
+        "        pass\n",
+    ),
+    one(
+        "a module of LMCache's that is still there is replaced by another of its name",
+        HOME,
+        "self._exists(fullname, path)):",
+        "False):",
+    ),
+    one(
+        "modules of a package that moved run twice, once under each name",
+        HOME,
+        "(not self._in_moved_package(fullname) and self._exists(fullname, path))",
+        "self._exists(fullname, path)",
+    ),
+    one(
+        "a name is taken from the module that LMCache left behind",
+        HOME,
+        "for home in (NEW, OLD):",
+        "for home in (OLD, NEW):",
+    ),
+    one(
+        "a module that was found by its old name forgets its own",
+        HOME,
+        '        vars(module)["__spec__"] = self._spec\n',
+        "        pass\n",
+    ),
+    one(
+        "a name that LMCache moved counts as missing in its sources",
+        "vllm_patch/source.py",
+        "new = None if found else moved(module)",
+        "new = None",
     ),
 )
