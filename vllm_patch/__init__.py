@@ -30,16 +30,6 @@ def register() -> None:
         _refuse(problem)
 
 
-def _find_lmcache() -> None:
-    """Let vLLM find LMCache's own adapter where LMCache has moved it: dense models need it."""
-    try:
-        from lmcache_hybrid import lmcache_home
-
-        lmcache_home.install()
-    except Exception:
-        logging.getLogger("vllm").debug("LMCache's home could not be found", exc_info=True)
-
-
 def _install() -> str | None:
     """Patch vLLM.
 
@@ -71,6 +61,16 @@ def _install() -> str | None:
             "in versions that fit each other."
         )
     return None
+
+
+def _find_lmcache() -> None:
+    """Let vLLM find LMCache's own adapter where LMCache has moved it: dense models need it."""
+    try:
+        from lmcache_hybrid import lmcache_home
+
+        lmcache_home.install()
+    except Exception:
+        logging.getLogger("vllm").debug("LMCache's home could not be found", exc_info=True)
 
 
 def _refuse(problem: str) -> None:
