@@ -22,7 +22,8 @@ class LMCacheBuffer:
     @property
     def payload(self) -> torch.Tensor:
         tensor = self.memory.tensor
-        assert tensor is not None and tensor.dtype == torch.uint8
+        if tensor is None or tensor.dtype != torch.uint8:
+            raise ValueError(f"LMCache gave {tensor!r} for the bytes of a record")
         record = tensor.view(-1)
         return record[HEADER_BYTES : HEADER_BYTES + payload_bytes(record.numel())]
 

@@ -164,8 +164,13 @@ class GroupPages:
     def _check(self, block: int, data: torch.Tensor) -> None:
         if not self.rows:
             raise LoadError("vLLM has freed the KV cache to sleep", "asleep")
-        assert 0 < block < self.num_blocks, f"block {block} of {self.num_blocks}"
-        assert data.dtype == torch.uint8 and data.numel() == self.block_bytes
+        # Not asserts: with python -O other bytes would be stored.
+        if not 0 < block < self.num_blocks:
+            raise ValueError(f"block {block} of {self.num_blocks} cannot be copied")
+        if data.dtype != torch.uint8 or data.numel() != self.block_bytes:
+            raise ValueError(
+                f"{data.numel()} elements of {data.dtype} are no block of {self.block_bytes} bytes"
+            )
 
 
 def _chunks(rows: Sequence[int]) -> list[list[tuple[int, int, int, int]]]:

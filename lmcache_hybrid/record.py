@@ -141,9 +141,13 @@ def seal(
         key: what the payload is.
         fingerprint: 16 bytes naming model, layout and rank.
         digests: of the payload's chunks, by ``digester``.
+
+    Raises:
+        ValueError: too many or too few digests; ``record`` is as it was.
     """
     length = payload_bytes(len(record))
-    assert len(record) == HEADER_BYTES + length + len(digests)
+    if len(record) != HEADER_BYTES + length + len(digests):
+        raise ValueError(f"{len(digests)} bytes of digests do not fit a payload of {length} bytes")
     header = _header(key, fingerprint, length, digester.digests(digests))
     header += digester.seal(header)
     record[: len(header)] = header

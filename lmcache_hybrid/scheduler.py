@@ -50,8 +50,12 @@ class HybridScheduler:
         Args:
             hash_block_size: tokens per entry of ``request.block_hashes``; divides N.
             inquiries: asks the ranks.
+
+        Raises:
+            ValueError: ``hash_block_size`` does not divide N.
         """
-        assert plan.block_size % hash_block_size == 0
+        if plan.block_size % hash_block_size:
+            raise ValueError(f"blocks of {plan.block_size} tokens have no hash of their own")
         self._plan = plan
         self._options = options
         self._hashes_per_block = plan.block_size // hash_block_size

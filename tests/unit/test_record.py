@@ -209,3 +209,13 @@ def test_sealing_twice_writes_the_same_bytes():
 )
 def test_label(key, label):
     assert key.label == label
+
+
+@pytest.mark.parametrize("missing", [-DIGEST_BYTES, DIGEST_BYTES])
+def test_nothing_is_sealed_with_digests_of_another_payload(missing):
+    """Nor where asserts are off (python -O)."""
+    data = bytearray(record_bytes(8))
+    before, digests = bytes(data), bytes(DIGEST_BYTES - missing)
+    with pytest.raises(ValueError, match="do not fit a payload"):
+        seal(memoryview(data), KEY, FINGERPRINT, digests)
+    assert data == before

@@ -596,6 +596,12 @@ def test_embeddings_are_not_cached():
     assert prefix_of(request, N, 1) is None
 
 
+def test_refuses_hashes_that_end_elsewhere_than_blocks():
+    """Also with python -O: a block would get another one's name."""
+    with pytest.raises(ValueError, match="have no hash of their own"):
+        Rig(hash_block_size=N - 1)
+
+
 @pytest.mark.parametrize("tokens", [1, N - 1, N, N + 1, 2 * N, 5 * N - 1])
 @pytest.mark.parametrize("hash_block_size", [N, N // 2, N // 4])
 def test_a_block_has_the_hash_at_its_end(tokens, hash_block_size):

@@ -124,6 +124,18 @@ DEFECTS = (
         "                os.stat(path)\n",
     ),
     one(
+        "with python -O the null block is stored",
+        "lmcache_hybrid/pages.py",
+        '            raise ValueError(f"block {block} of {self.num_blocks} cannot be copied")\n',
+        "            assert not __debug__\n",
+    ),
+    one(
+        "with python -O a record is sealed with digests of another",
+        "lmcache_hybrid/record.py",
+        "    if len(record) != HEADER_BYTES + length + len(digests):\n",
+        "    if len(record) < HEADER_BYTES + length:\n",
+    ),
+    one(
         "records are readable for everybody",
         "lmcache_hybrid/files.py",
         "PRIVATE_FILE = 0o600\n",
