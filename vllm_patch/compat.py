@@ -55,6 +55,7 @@ def keep_cpu_block_size() -> None:
     Symptom: the scheduler splits prefills on a 128-token grid, so no chunk
     ends on a state boundary: boundaries are never offered, or hold the state
     of another token.
+    Seen in: vLLM 0.32.0; gone in 0.33.0.
     Remove when: vLLM >= 0.33 is the oldest supported version.
     """
     from vllm.platforms.cpu import CpuPlatform
@@ -87,6 +88,7 @@ def no_cpu_prefill_checkpoints() -> None:
     every platform, but the CPU chunk scan returns no intermediate states.
     Symptom: "index ... is out of bounds" on the first prompt longer than a
     block with prefix caching on.
+    Seen in: vLLM 0.32.0 and 0.33.0.
     Remove when: the CPU kernel returns intermediate states, or the spec asks
     the platform.
     """
@@ -118,6 +120,7 @@ def promote_loads_in_order() -> None:
     queue of these requests (``Scheduler.kv_holding_waiting``) is sorted by
     priority. A later one that does not fit stands in front of the one that does.
     Symptom: in a pool that is full to the last blocks both wait for ever.
+    Seen in: vLLM 0.32.0 and 0.33.0.
     Remove when: the queue is in order of admission, or the scheduler looks past
     its head.
     """
@@ -143,6 +146,7 @@ def keep_restored_states() -> None:
     boundary and at ``shared_prefix_boundary`` only. A state that a connector
     restored in the middle of a prompt is at neither.
     Symptom: the next request with the same prefix loads all of it again.
+    Seen in: vLLM 0.32.0 and 0.33.0.
     Remove when: ``Scheduler._update_waiting_for_remote_kv`` publishes what was loaded.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -172,6 +176,7 @@ def free_failed_loads() -> None:
     queue. The one at the head may have failed too, start over, and not find room. Those
     that the failed load still had to get stay reserved even then.
     Symptom: in a pool that is full both wait for ever.
+    Seen in: vLLM 0.32.0 and 0.33.0.
     Remove when: ``Scheduler._update_from_kv_xfer_finished`` frees both.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -216,6 +221,7 @@ def finish_resets() -> None:
     ``reset_running_requests``) or has not even asked it (with that).
     Symptom: after weights were replaced a load brings what the old ones left, and blocks of
     vLLM's own cache, which was not emptied, are stored anew.
+    Seen in: vLLM 0.32.0 and 0.33.0.
     Remove when: it fails or preempts loads, and tells connectors whether all of it succeeded.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -260,6 +266,7 @@ def reserve_windows() -> None:
     blocks of a request, null blocks before the window too. So a request whose load ended
     past the window reserves nothing there.
     Symptom: models with windows; in a tight pool two loads wait for each other for ever.
+    Seen in: vLLM 0.32.0 and 0.33.0.
     Remove when: ``SingleTypeKVCacheManager.get_num_blocks_to_allocate`` leaves out null blocks.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -296,6 +303,7 @@ def forget_what_did_not_run() -> None:
     the same ``schedule()``; it is taken out of the step, its blocks keep their hash.
     Symptom: the request itself, or the next one with this prefix, hits what was never
     computed and gets wrong tokens, without a connector too. With one they are stored.
+    Seen in: vLLM 0.32.0 and 0.33.0.
     Remove when: ``Scheduler._preempt_request`` evicts blocks past what was computed.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -324,6 +332,7 @@ def stop_at_the_next_boundary() -> None:
     runs past the end of the block it started in, and the block gets the hash of its end.
     Symptom: the state of an earlier token is found, and offered to connectors, as that of
     the boundary: the next request with this prefix gets wrong tokens, without a connector too.
+    Seen in: vLLM 0.32.0 and 0.33.0.
     Remove when: ``is_mamba_prefill_checkpoint_valid`` declines a start inside a block.
     """
     from vllm.v1.core.sched.scheduler import Scheduler

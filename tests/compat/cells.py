@@ -19,7 +19,7 @@ STAGES = ("resolves", "hooks", "imports", "unit", "e2e")
 KERNELS = "0.32.0"
 TORCH = "2.13.0"
 IMPORTS = "import vllm_patch; vllm_patch.register(); import lmcache_hybrid.lmcache_store"
-UNIT = ("tests/unit", "tests/sim")
+UNIT = ("tests/unit", "tests/sim", "tests/repairs")
 # RAM and fs:// after a restart, a Redis that two engines share, loads that fail.
 E2E = (
     "tests/e2e/test_families.py::test_ram_and_fs_after_a_restart[qwen3_next]",

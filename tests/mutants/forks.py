@@ -15,7 +15,17 @@ from pathlib import Path
 
 # Ours, so that a fork takes them from the tree it is told. LMCache is not imported before a
 # fork either: its compiled parts must come after vLLM's.
-COLD = ("lmcache", "lmcache_hybrid", "vllm_patch", "tests", "unit", "sim", "servers", "conftest")
+COLD = (
+    "lmcache",
+    "lmcache_hybrid",
+    "vllm_patch",
+    "tests",
+    "unit",
+    "sim",
+    "repairs",
+    "servers",
+    "conftest",
+)
 WARM = (
     "torch",
     "pytest",

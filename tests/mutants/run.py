@@ -20,7 +20,7 @@ from tests.mutants import forks, table, tree  # noqa: E402
 from tests.mutants.defect import Defect  # noqa: E402
 from tests.mutants.defects import DEFECTS  # noqa: E402
 
-SUITE = ("tests/unit", "tests/sim")
+SUITE = ("tests/unit", "tests/sim", "tests/repairs")
 # It reads what is planted, so it would fail for every defect.
 BLIND = "tests/unit/test_mutants.py"
 PROGRESS = tree.ROOT / "build/mutants.json"

@@ -22,7 +22,8 @@ from hypothesis import HealthCheck, Phase
 from .engine import install
 from .program import Run, Tally, programs
 from .setup import Setup
-from .storage import N, close_storage
+from .shrunk import SHRUNK
+from .storage import close_storage
 
 STEPS = int(os.environ.get("SIM_STEPS", 200_000))
 # Side by side under pytest-xdist.
@@ -116,31 +117,9 @@ def test_no_step_sees_wrong_bytes(part, capsys):
         assert [name for name in MET if not tally.events[name]] == []
 
 
-def test_loads_of_different_priority_do_not_block_each_other():
-    """A program that once got stuck, as hypothesis shrank it.
-
-    See :func:`vllm_patch.compat.promote_loads_in_order`.
-    """
-    setup = Setup(groups="as", blocks=10, batch=2 * N, seqs=2, priority=True, part_bytes=1)
-    operations = (
-        [("add", 0, 14, 0), ("step", 0, 15, 0), ("reset", 0, 0, 0)]
-        + [("add", 0, 2, 10), ("add", 0, 104, 0), ("hold", 0, 0, 0)]
-        + [("step", 0, 0, 0)] * 2
-        + [("step", 0, 3, 0), ("step", 0, 8, 0)]
-    )
-    tally = Tally()
-    Run(setup, tally).play(operations)
-    assert tally.events["preempted"] and tally.events["hits"]
-
-
-def test_two_failed_loads_do_not_block_each_other():
-    """See :func:`vllm_patch.compat.free_failed_loads`."""
-    setup = Setup(groups="aw", engines=2, blocks=12, batch=2 * N, seqs=1, part_bytes=1, window=2)
-    operations = [("add", 0, 4, 0), ("again", 1, 0, 0), ("step", 0, 0, 0)]
-    operations += [("again", 1, 0, 0), ("flip", 0, 0, 0)]
-    tally = Tally()
-    Run(setup, tally).play(operations)
-    assert tally.events["failed loads"] == 2
+@pytest.mark.parametrize("program", SHRUNK, ids=str)
+def test_what_once_failed(program):
+    program.play()
 
 
 def test_a_failed_load_reserves_nothing():
@@ -153,47 +132,6 @@ def test_a_failed_load_reserves_nothing():
     tally = Tally()
     Run(setup, tally).play(operations)
     assert tally.events["failed loads"] == 1 and tally.events["hits"] == 2
-
-
-def test_a_load_reserves_room_for_its_windows():
-    """See :func:`vllm_patch.compat.reserve_windows`."""
-    setup = Setup(groups="aaws", blocks=38, batch=29, seqs=2, priority=True, checkpoint=N, window=9)
-    operations = [("add", 0, 248, 396), ("add", 0, 11147, 35753), ("step", 0, 6, 0)]
-    operations += [("step", 0, 2, 0), ("again", 0, 35, 1 << 16), ("step", 0, 3, 0)]
-    operations += [("step", 0, 15, 0), ("again", 0, 287, 45987), ("step", 0, 6, 0)]
-    tally = Tally()
-    Run(setup, tally).play(operations)
-    assert tally.events["hits"] >= 2
-
-
-def test_a_step_that_was_taken_back_leaves_nothing_to_hit():
-    """See :func:`vllm_patch.compat.forget_what_did_not_run`."""
-    setup = Setup(
-        groups="awsss",
-        blocks=39,
-        batch=2 * N,
-        seqs=2,
-        drafts=2,
-        priority=True,
-        checkpoint=N,
-        window=2,
-        part_bytes=1,
-    )
-    operations = [("add", 0, 9, 255), ("step", 0, 12, 0), ("add", 0, 0, 0), ("step", 0, 4, 0)]
-    operations += [("again", 0, 0, 3496), ("add", 0, 5, 0)]
-    tally = Tally()
-    Run(setup, tally).play(operations)
-    assert tally.events["preempted"] and tally.events["hits"]
-
-
-def test_a_chunk_that_starts_inside_a_block_ends_with_it():
-    """See :func:`vllm_patch.compat.stop_at_the_next_boundary`."""
-    setup = Setup(
-        groups="as", blocks=13, batch=2 * N, seqs=1, hash_size=N // 2, part_bytes=1, interior=1
-    )
-    tally = Tally()
-    Run(setup, tally).play([("add", 0, 163, 0), ("add", 0, 1231, 7613), ("again", 0, 1, 215)])
-    assert tally.events["checkpoints inside a chunk"]
 
 
 def report(tally: Tally, seed: int, seconds: float, part: int, capsys) -> None:

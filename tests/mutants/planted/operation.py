@@ -95,6 +95,12 @@ DEFECTS = (
         "    if current",
     ),
     one(
+        "a repair does not say when it can go",
+        COMPAT,
+        "    Remove when: ``Scheduler._preempt_request`` evicts",
+        "    Later ``Scheduler._preempt_request`` may evict",
+    ),
+    one(
         "a failed load keeps its reservation",
         COMPAT,
         "        scheduler._inflight_prefills.discard(request)\n",

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells when a repair of vLLM or LMCache can be deleted.
+
+Each repair has a test that runs upstream's own code without it and returns whether the bug
+shows. On a release without the bug the test fails and says what to delete.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from vllm_patch import hooks, versions
+
+# A function or a method of ours that repairs something.
+Repair = Callable[..., Any]
+Test = Callable[..., bool]
+
+# Names of repairs, "vllm_patch.compat.reserve_windows", that a test was written for.
+TESTED: set[str] = set()
+
+
+def shows_bug_of(*repairs: Repair, fixed_in: str | None = None) -> Callable[[Test], Callable]:
+    """Make a test of a function that returns whether upstream alone still has a bug.
+
+    Args:
+        repairs: ours, for this bug.
+        fixed_in: upstream's first release without the bug, where there is one. Until it is
+            the oldest that we support, the bug must show before it and must not from it on.
+    """
+    TESTED.update(name_of(repair) for repair in repairs)
+
+    def decorate(test: Test) -> Callable:
+        @functools.wraps(test)
+        def judged(*args: Any, **kwargs: Any) -> None:
+            broken = test(*args, **kwargs)
+            assert isinstance(broken, bool), "return whether the bug shows"
+            label, distributions = upstream_of(repairs[0])
+            here = versions.installed(*distributions)
+            assert here is not None
+            problem = verdict(broken, here, oldest(label), fixed_in)
+            if problem:
+                pytest.fail(problem.format(label=label, repair=" and ".join(map(where, repairs))))
+
+        return judged
+
+    return decorate
+
+
+def verdict(broken: bool, here: str, oldest: str, fixed_in: str | None) -> str | None:
+    """What has to be done, with places for ``label`` and ``repair``; None for nothing.
+
+    Args:
+        broken: whether the bug shows.
+        here: upstream's version that runs.
+        oldest: its oldest release that we support.
+        fixed_in: see :func:`shows_bug_of`.
+    """
+    if fixed_in is not None and not before(oldest, fixed_in):
+        return (
+            f"delete me: {{label}} {oldest}, the oldest supported release, "
+            "no longer needs {repair}"
+        )
+    expected = fixed_in is None or before(here, fixed_in)
+    if broken == expected:
+        return None
+    if broken:
+        return f"{{label}} {here} needs {{repair}} again, although fixed_in is {fixed_in}"
+    if before(oldest, here):
+        return (
+            f"delete me: {{label}} {here} no longer needs {{repair}}; {oldest} is still "
+            f'supported, so give this test fixed_in="{Version(here).base_version}" until it is not'
+        )
+    return f"delete me: {{label}} {here} no longer needs {{repair}}"
+
+
+def before(version: str, release: str) -> bool:
+    """Whether a version comes before a release; its release candidates do not."""
+    return Version(Version(version).base_version) < Version(release)
+
+
+def oldest(label: str) -> str:
+    """Oldest supported release of "vLLM" or "LMCache"."""
+    return {"vLLM": versions.VLLM_RANGE, "LMCache": versions.LMCACHE_RANGE}[label][0]
+
+
+def upstream_of(repair: Repair) -> tuple[str, tuple[str, ...]]:
+    """(label, names of distributions) of what is repaired."""
+    label = "vLLM" if repair.__module__.startswith("vllm_patch.") else "LMCache"
+    return label, next(names for each, names, _ in versions.packages() if each == label)
+
+
+def name_of(repair: Repair) -> str:
+    return f"{repair.__module__}.{repair.__qualname__}"
+
+
+def where(repair: Repair) -> str:
+    return f"{repair.__qualname__} ({repair.__module__.replace('.', '/')}.py)"
+
+
+def without(patch: pytest.MonkeyPatch, repair: Repair) -> None:
+    """Put back what a function of ``vllm_patch/compat.py`` has replaced in vLLM's classes."""
+    file = f"{repair.__module__.replace('.', '/')}.py"
+    replaced = []
+    for hook in hooks.HOOKS:
+        owner_name, _, name = hook.name.rpartition(".")
+        if hook.replaced_in != file or not owner_name:
+            continue
+        owner = getattr(importlib.import_module(hook.module), owner_name)
+        found = vars(owner).get(name)
+        function = getattr(found, "__func__", found)
+        code = getattr(function, "__code__", None)
+        if code and code.co_qualname.startswith(f"{repair.__name__}.<locals>."):
+            original = function.__wrapped__
+            patch.setattr(owner, name, type(found)(original) if found is not function else original)
+            replaced.append(hook.name)
+    assert replaced, f"{where(repair)} has replaced nothing here"

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM without one of our repairs: its real scheduler, in the simulation, and its CPU kernels."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from sim.engine import SimEngine, install
+from sim.model import WrongBytes
+from sim.program import TRUNKS
+from sim.reset import replace_weights, reset_all
+from sim.setup import Setup
+from sim.shrunk import SHRUNK
+from sim.storage import N, Pool, close_storage
+from unit.helpers import STATE_SPEC, engine_config
+
+import vllm_patch
+from vllm_patch import compat
+
+from .repair import Repair, shows_bug_of, without
+
+vllm_patch.register()
+
+A, B, _ = TRUNKS
+
+
+@pytest.fixture
+def simulation(monkeypatch):
+    install(monkeypatch)
+    yield monkeypatch
+    close_storage()
+
+
+@contextmanager
+def new_engine() -> Iterator[SimEngine]:
+    pool = Pool()
+    yield SimEngine(Setup(groups="sas", blocks=120, batch=200), pool)
+    pool.reset()
+
+
+def ask(engine: SimEngine, name: str, prompt: list[int]) -> tuple[int, int]:
+    """(tokens from the store, tokens from vLLM's own cache)."""
+    engine.add(name, prompt, 1)
+    stats = engine.requests[name].prefill_stats
+    engine.drain()
+    return stats.num_external_cached_tokens, stats.num_local_cached_tokens
+
+
+def fails_without(patch: pytest.MonkeyPatch, repair: Repair) -> bool:
+    """Whether the program that the repair was found with fails."""
+    (program,) = (each for each in SHRUNK if each.repair is repair)
+    without(patch, repair)
+    try:
+        program.play()
+    except program.error:
+        return True
+    return False
+
+
+@shows_bug_of(compat.promote_loads_in_order)
+def test_loads_of_different_priority_wait_for_each_other(simulation):
+    return fails_without(simulation, compat.promote_loads_in_order)
+
+
+@shows_bug_of(compat.free_failed_loads)
+def test_two_failed_loads_wait_for_each_other(simulation):
+    return fails_without(simulation, compat.free_failed_loads)
+
+
+@shows_bug_of(compat.reserve_windows)
+def test_a_load_reserves_nothing_for_its_windows(simulation):
+    return fails_without(simulation, compat.reserve_windows)
+
+
+@shows_bug_of(compat.forget_what_did_not_run)
+def test_a_block_that_was_never_computed_is_hit(simulation):
+    return fails_without(simulation, compat.forget_what_did_not_run)
+
+
+@shows_bug_of(compat.stop_at_the_next_boundary)
+def test_a_state_gets_the_hash_of_a_later_token(simulation):
+    return fails_without(simulation, compat.stop_at_the_next_boundary)
+
+
+@shows_bug_of(compat.keep_restored_states)
+def test_a_restored_state_is_loaded_again(simulation):
+    without(simulation, compat.keep_restored_states)
+    with new_engine() as engine:
+        ask(engine, "first", A[: 4 * N + 1])
+        engine.reset_prefix_cache(False)
+        assert ask(engine, "longer", A[: 10 * N]) == (4 * N, 0), "nothing is restored"
+        found = ask(engine, "branch", A[: 4 * N] + B[: 4 * N])
+    assert sum(found) == 4 * N
+    return found == (4 * N, 0)
+
+
+@shows_bug_of(compat.finish_resets)
+def test_a_reset_leaves_something_behind(simulation):
+    """The repair can go when neither does."""
+    without(simulation, compat.finish_resets)
+    with new_engine() as engine:
+        load = load_survives_reset(engine)
+    with new_engine() as engine:
+        return block_survives_reset(engine) or load
+
+
+def load_survives_reset(engine: SimEngine) -> bool:
+    """Whether a load that a reset finds brings what the old weights left."""
+    ask(engine, "first", A[: 4 * N + 1])
+    engine.reset_prefix_cache(False)
+    engine.holding = True
+    engine.add("loading", A[: 4 * N + 1], 1)
+    while not engine.scheduler.kv_holding_waiting:
+        engine.step()
+    reset_all(engine)
+    replace_weights(engine)
+    engine.holding = False
+    try:
+        engine.drain()
+    except WrongBytes:
+        return True
+    return False
+
+
+def block_survives_reset(engine: SimEngine) -> bool:
+    """Whether blocks that a failed reset left in vLLM's own cache are stored anew."""
+    engine.add("running", A[: 4 * N + 1], 30)
+    while engine.requests["running"].num_output_tokens < 2:
+        engine.step()
+    assert not reset_all(engine, running=False), "it preempts now: is anything left?"
+    ask(engine, "beside", [*A[: 4 * N + 1], 1, 2, 3])
+    engine.reset_prefix_cache(False)
+    ask(engine, "second", A[: 4 * N + 1])
+    engine.reset_prefix_cache(False)
+    return ask(engine, "third", A[: 4 * N + 1]) != (0, 0)
+
+
+@shows_bug_of(compat.keep_cpu_block_size, fixed_in="0.33.0")
+def test_the_handshake_resets_the_block_size(monkeypatch):
+    without(monkeypatch, compat.keep_cpu_block_size)
+    config = engine_config("qwen3_next")
+    config.cache_config.block_size = 384
+    config.cache_config.num_gpu_blocks = 100
+    config.__post_init__()  # as EngineCore does after its handshake
+    return config.cache_config.block_size != 384
+
+
+@shows_bug_of(compat.no_cpu_prefill_checkpoints)
+def test_mamba2_on_cpu_has_no_state_of_a_checkpoint(monkeypatch):
+    without(monkeypatch, compat.no_cpu_prefill_checkpoints)
+    return announces_checkpoints(monkeypatch) and intermediate_states(chunks=2) < 2
+
+
+def announces_checkpoints(patch: pytest.MonkeyPatch) -> bool:
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    patch.setattr(MambaBase, "get_kv_cache_spec", lambda self, config: STATE_SPEC)
+    spec = MambaMixer2.get_kv_cache_spec(MambaMixer2.__new__(MambaMixer2), None)
+    return spec.num_prefill_checkpoint_blocks > 0
+
+
+def intermediate_states(chunks: int) -> int:
+    """How many states the kernel returns for one prompt that it computes in so many chunks."""
+    from vllm.model_executor.layers.mamba.ops.ssd_combined import mamba_chunk_scan_combined_varlen
+
+    size = 4
+    tokens = chunks * size
+    x, b = torch.zeros(tokens, 2, 4), torch.zeros(tokens, 1, 16)
+    states = mamba_chunk_scan_combined_varlen(
+        x,
+        torch.zeros(tokens, 2),
+        -torch.ones(2),
+        b,
+        b,
+        chunk_size=size,
+        cu_seqlens=torch.tensor([0, tokens], dtype=torch.int32),
+        cu_chunk_seqlens=torch.arange(0, tokens + 1, size, dtype=torch.int32),
+        last_chunk_indices=torch.tensor([chunks - 1]),
+        seq_idx=torch.zeros(chunks, dtype=torch.int32),
+        out=torch.empty_like(x),
+        return_intermediate_states=True,
+    )
+    return len(states)
