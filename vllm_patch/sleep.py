@@ -47,6 +47,7 @@ def tell_of_freed_pages(worker: "type[Worker]") -> None:
 
     Bug: ``Worker.sleep`` and ``Worker.discard`` free it, and no connector is told.
     Symptom: a copy that is still under way ends the process ("illegal memory access").
+    Seen in: vLLM 0.32.0; gone in 0.33.0.
     Remove when: vLLM >= 0.33, which calls ``unregister_kv_caches``, is the oldest
     supported version.
     """

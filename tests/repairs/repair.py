@@ -38,8 +38,8 @@ def shows_bug_of(*repairs: Repair, fixed_in: str | None = None) -> Callable[[Tes
         def judged(*args: Any, **kwargs: Any) -> None:
             broken = test(*args, **kwargs)
             assert isinstance(broken, bool), "return whether the bug shows"
-            label, distributions = upstream_of(repairs[0])
-            here = versions.installed(*distributions)
+            upstream = upstream_of(repairs[0])
+            label, here = upstream.label, versions.installed(*upstream.distributions)
             assert here is not None
             problem = verdict(broken, here, oldest(label), fixed_in)
             if problem:
@@ -84,13 +84,14 @@ def before(version: str, release: str) -> bool:
 
 def oldest(label: str) -> str:
     """Oldest supported release of "vLLM" or "LMCache"."""
-    return {"vLLM": versions.VLLM_RANGE, "LMCache": versions.LMCACHE_RANGE}[label][0]
+    index = [package.label for package in versions.PACKAGES].index(label)
+    return min((pair.releases[index] for pair in versions.PAIRS), key=Version)
 
 
-def upstream_of(repair: Repair) -> tuple[str, tuple[str, ...]]:
-    """(label, names of distributions) of what is repaired."""
+def upstream_of(repair: Repair) -> versions.Package:
+    """What is repaired."""
     label = "vLLM" if repair.__module__.startswith("vllm_patch.") else "LMCache"
-    return label, next(names for each, names, _ in versions.packages() if each == label)
+    return next(package for package in versions.PACKAGES if package.label == label)
 
 
 def name_of(repair: Repair) -> str:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM without one of our repairs: its real scheduler, in the simulation, and its CPU kernels."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +16,11 @@ from sim.setup import Setup
 from sim.shrunk import SHRUNK
 from sim.storage import N, Pool, close_storage
 from unit.helpers import STATE_SPEC, engine_config
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.v1.worker.gpu_worker import Worker
 
 import vllm_patch
-from vllm_patch import compat
+from vllm_patch import compat, sleep
 
 from .repair import Repair, shows_bug_of, without
 
@@ -183,3 +187,21 @@ def intermediate_states(chunks: int) -> int:
         return_intermediate_states=True,
     )
     return len(states)
+
+
+@shows_bug_of(sleep.tell_of_freed_pages, fixed_in="0.33.0")
+def test_a_sleep_frees_pages_that_a_connector_still_uses(monkeypatch):
+    """The accelerator and the allocator are stand-ins: there is none to free memory of."""
+    told = []
+    agent = SimpleNamespace(unregister_kv_caches=lambda: told.append("connector"))
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", agent)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, 0))
+    worker = Worker.__new__(Worker)
+    worker._sleep_mode_backend = SimpleNamespace(suspend=lambda level: told.append("freed"))
+    worker.vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(enable_nccl_comm_suspend=False)
+    )
+    inspect.unwrap(Worker.sleep)(worker)
+    assert "freed" in told
+    return told.index("freed") == 0
