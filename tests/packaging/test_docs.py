@@ -29,7 +29,7 @@ def test_supported_pairs_are_written_once() -> None:
 
 def test_tested_versions_are_those_of_the_makefile() -> None:
     defaults = dict(re.findall(r"^(\w+) \?= (.+)$", (ROOT / "Makefile").read_text(), re.M))
-    vllm, lmcache = (defaults[name].partition("==")[2] for name in ("VLLM", "LMCACHE"))
+    vllm, lmcache = (defaults[name] for name in ("VLLM", "LMCACHE"))
     torch = defaults["TORCH_VERSION"]
     said = f"vLLM {vllm} (CPU build), LMCache {lmcache}, torch {torch}, Python 3.11"
     for name in ("README.md", "docs/families/index.md"):
