@@ -39,4 +39,23 @@ DEFECTS = (
         "        while len(self._groups) > SAMPLE:\n",
         "        while len(self._groups) > SAMPLE << 30:\n",
     ),
+    # make compat
+    one(
+        "a release that was taken back is the newest one",
+        "tests/compat/newest.py",
+        'any(not file["yanked"] for file in files)',
+        "files",
+    ),
+    one(
+        "what moved inside upstream is only said to be missing",
+        "tests/compat/moved.py",
+        "{said}{_elsewhere(root, hook, tree)}",
+        "{said}",
+    ),
+    one(
+        "Python over another release's kernels is shown as the release",
+        "tests/compat/run.py",
+        'if row["kernels"] not in (None, row["vllm"]):',
+        'if row["kernels"] is None and row["vllm"]:',
+    ),
 )
