@@ -42,8 +42,10 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
             self._client, self._inquiries = self, self  # what a reset asks of both
         else:
             rank = engine.ranks[SimConnector.rank]
+            self._registered = self.kv_caches = rank.kv_caches()
+            self._device = rank.device
             pages = {
-                group: GroupPages([f"layer{group}"], rank.kv_caches()) for group in self.plan.groups
+                group: GroupPages([f"layer{group}"], self.kv_caches) for group in self.plan.groups
             }
             if rank.device is not None:
                 pages = {
@@ -81,6 +83,12 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
             for rank in self.engine.ranks:
                 rank.connector._hybrid.worker.reset(epoch)
         return not silent
+
+    def restore_kv_caches(self) -> None:
+        super().restore_kv_caches()
+        if self._device is not None:
+            for pages in self.worker._pages.values():
+                device.on_device(pages, self._device)
 
     def register_kv_caches(self, kv_caches) -> None:
         return  # the pages are known from the start

@@ -122,6 +122,7 @@ class Device:
             current in new threads, as where vLLM sets a stream of its own (``current_stream``).
         errors: what went wrong on it, or was asked of it.
         breaking: so many next copies are refused, from the ``after``-th on.
+        freed: the KV cache has no memory.
     """
 
     known: dict[int, "Device"] = {}
@@ -136,6 +137,7 @@ class Device:
         self.index = next(i for i in itertools.count(1) if i not in Device.known)
         self.torch_device = torch.device("cuda", self.index)
         self.breaking = self.after = 0
+        self.freed = False
         self._saves: Counter[int] = Counter()  # that are queued, by page
         Device.known[self.index] = self
 
@@ -184,6 +186,7 @@ class Device:
                 self.breaking -= 1
                 self.events["broken copies"] += 1
                 raise BrokenCopy("a fault of the simulation")
+        self._check_memory()
         address = host.data_ptr()
         given = self._reuses[address & ~0xFFF]
 
@@ -193,6 +196,7 @@ class Device:
         def run() -> None:
             if self._reuses[address & ~0xFFF] != given:
                 raise AssertionError("a buffer was released before its copy ended")
+            self._check_memory()
             target.copy_(source)
             if not to_device:
                 self._saves[page] -= 1
@@ -206,6 +210,10 @@ class Device:
             self.events["pages saved"] += 1
             self._saves[page] += 1
         self.current.add("run", run)
+
+    def _check_memory(self) -> None:
+        if self.freed:
+            raise HostAccess("a copy to or from memory that is freed")
 
     def check(self) -> None:
         """Raises the first error."""

@@ -255,4 +255,16 @@ DEFECTS = (
         "_changing(Worker.reset_weights, known=False)",
         "_changing(Worker.reset_weights)",
     ),
+    one(
+        "saves that a device still copies read freed memory",
+        WORKER,
+        "        self._finisher.submit(int).result()\n        for pages",
+        "        for pages",
+    ),
+    one(
+        "after a sleep copies go on failing",
+        WORKER,
+        "            pages.map(kv_caches)\n        self._asleep = False\n",
+        "            pages.map(kv_caches)\n",
+    ),
 )

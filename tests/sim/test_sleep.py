@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No copy touches the KV cache while its memory is freed, and all goes on after it."""
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from .asleep import MODES, free, sleep, wake
+from .device import HostAccess
+from .engine import SimEngine
+from .test_reset import PROMPT, engine, hits, installed, wait_for_load  # noqa: F401
+
+
+def ask(engine: SimEngine, *names: str) -> None:  # noqa: F811
+    for name in names:
+        engine.reset_prefix_cache(False)
+        engine.add(name, list(PROMPT), 2)
+        engine.drain()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_requests_of_before_and_after_get_right_answers(engine, mode, level):  # noqa: F811
+    engine.add("running", list(PROMPT), 30)
+    while engine.requests["running"].num_output_tokens < 2:
+        engine.load()
+        engine.step()
+    before = hits(engine)
+    assert sleep(engine, mode)
+    wake(engine, level)
+    engine.drain()
+    assert engine.requests["running"].is_finished()
+    ask(engine, "again")
+    # A request that was kept is computed anew after the sleep, and stored.
+    known = before + (mode == "keep")
+    assert hits(engine) == known, "a reset comes with the sleep"
+    ask(engine, "once more")
+    assert hits(engine) == known + 1, "nothing is stored after the sleep"
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+@pytest.mark.parametrize("begun", [False, True])
+def test_loads_under_way_end_before_vllm_sleeps(engine, mode, begun):  # noqa: F811
+    wait_for_load(engine, "again")
+    if begun:
+        engine.begin_load(0)
+    assert sleep(engine, mode)
+    engine.holding = False
+    wake(engine, 1)
+    engine.drain()
+    assert engine.requests["again"].is_finished()
+
+
+def test_vllm_refuses_to_keep_a_load_and_goes_on(engine):  # noqa: F811
+    wait_for_load(engine, "again")
+    assert not sleep(engine, "keep")
+    engine.holding = False
+    engine.drain()
+    status = RequestStatus.FINISHED_LENGTH_CAPPED
+    assert engine.requests["again"].status == status
+    assert engine.events["loads"] == 1
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_load_that_nobody_waited_for_ends_with_the_memory(engine, begun):  # noqa: F811
+    """Not by vLLM's order of calls; the rank alone sees to it."""
+    wait_for_load(engine, "again")
+    while engine._queue:
+        engine._finish_step()
+    if begun and engine.setup.device:
+        engine.begin_load(0)
+    engine.holding = False
+    free(engine)
+    wake(engine, 1)
+    engine.drain()
+    assert engine.requests["again"].is_finished()
+    assert engine.events["failed loads"] == 1
+
+
+def test_saves_that_a_device_still_copies_are_stored(engine):  # noqa: F811
+    """The last step's copies are queued when the memory is to be freed."""
+    engine.add("running", [1, *PROMPT], 2)
+    while engine.requests["running"].num_output_tokens < 1:
+        engine.step()
+    free(engine)
+    workers = [rank.connector._hybrid.worker for rank in engine.ranks]
+    assert all(worker.counts.saved_states for worker in workers)
+    wake(engine, 1)
+    engine.abort("running")
+
+
+def test_a_copy_of_freed_memory_is_noticed(engine):  # noqa: F811
+    """Of the simulation itself."""
+    device = engine.ranks[0].device
+    if device is None or device.mode != "late":
+        return
+    pages = engine.ranks[0].connector._hybrid.worker._pages[0]
+    host = pages.rows[0].memory[1].clone()
+    pages.rows[0][1].copy_(host, non_blocking=True)
+    device.freed = True
+    with pytest.raises(HostAccess):
+        device.drain()
+        device.check()
+    device.errors.clear()
+    with pytest.raises(HostAccess):
+        pages.rows[0][1].copy_(host, non_blocking=True)
+    device.freed = False
