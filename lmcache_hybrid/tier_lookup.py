@@ -6,6 +6,7 @@ remote stores for one key after the other.
 """
 
 import concurrent.futures
+import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ logger = init_logger("vllm.lmcache_hybrid.tier_lookup")
 
 FIRST_PAUSE_SECONDS = 1.0
 PAUSE_SECONDS = 10.0
+# Who had less than this part of the longest time given so far is not blamed.
+FAIR_PART = 0.25
 
 
 class SilentStores:
@@ -36,6 +39,7 @@ class SilentStores:
 
     def __init__(self) -> None:
         self._pauses: dict[str, tuple[float, float]] = {}
+        self._longest = 0.0
 
     def __contains__(self, name: str) -> bool:
         return time.monotonic() < self._pauses.get(name, (0.0, 0.0))[0]
@@ -45,6 +49,12 @@ class SilentStores:
         pause = min(2 * self._pauses.get(name, (0.0, FIRST_PAUSE_SECONDS / 2))[1], PAUSE_SECONDS)
         self._pauses[name] = time.monotonic() + pause, pause
         return pause
+
+    def is_fair(self, seconds: float) -> bool:
+        """Whether a store that does not answer in so many seconds is silent."""
+        if seconds < math.inf:
+            self._longest = max(self._longest, seconds)
+        return seconds > 0 and seconds >= FAIR_PART * self._longest
 
     def answered(self, name: str) -> None:
         self._pauses.pop(name, None)
@@ -96,14 +106,17 @@ def _held(
             return [key in backend.dict for key in keys]
     if name in silent:
         return [False] * len(keys)
+    left = max(0.0, deadline - time.monotonic()) / 2
+    fair = silent.is_fair(left)
     try:
         if not isinstance(backend, RemoteBackend):
             return [backend.contains(key) for key in keys]
-        left = max(0.0, deadline - time.monotonic()) / 2
         held = remote.existing(backend, keys, left)
         silent.answered(name)
         return held
     except (TimeoutError, concurrent.futures.TimeoutError):
+        if not fair:  # a busy rank began late: that says nothing of the store
+            return [False] * len(keys)
         pause = silent.add(name)
         logger.warning(
             "%s did not answer a cache lookup in time (lookup_timeout_ms): it counts as empty "

@@ -23,6 +23,7 @@ class WeightsGuard:
         self._loaded = loaded
         self._seen = loaded.changes
         self._unused = False  # since the last reset nothing was computed
+        self._said = ""  # why nothing is served now
 
     def stands(self) -> bool:
         """False from a change of weights until a reset; nothing may be loaded or stored.
@@ -30,7 +31,7 @@ class WeightsGuard:
         And from a sleep that discards the weights until others are loaded.
         """
         if self._loaded.discarded:
-            logger.warning_once(
+            self._say(
                 "vLLM slept at level 2, which discards the weights: LMCache loads and stores "
                 "nothing until they are loaded again (collective_rpc reload_weights)."
             )
@@ -39,13 +40,20 @@ class WeightsGuard:
         if changes != self._seen and self._unused:
             self._seen = changes
         if changes == self._seen:
+            self._said = ""
             return True
-        logger.warning_once(
+        self._say(
             "Weights were written into the running model: LMCache loads and stores nothing until "
             "all caches are reset (POST /reset_prefix_cache?reset_running_requests=true"
             "&reset_external=true)."
         )
         return False
+
+    def _say(self, why: str) -> None:
+        """Warn once for each change, however many lookups and steps ask."""
+        if why != self._said:
+            self._said = why
+            logger.warning(why)
 
     def computing(self) -> None:
         """A step computes something: a change of weights counts from now on."""
@@ -54,6 +62,7 @@ class WeightsGuard:
     def reset(self) -> None:
         """All caches were reset on this rank: steps scheduled before are stored no more."""
         self._seen, self._unused = self._loaded.changes, True
+        self._said = ""
 
 
 class GuardedLookup:

@@ -149,6 +149,7 @@ def test_valkey_asks_for_the_password(tmp_path: Path) -> None:
         secret = tmp_path / "secret"
         secret.write_text("right")
         command = command.replace("/run/secrets/cache_password", str(secret))
+        command = command.replace("docker-entrypoint.sh ", "")
         command = command.replace("valkey-server", f"{get_binary_path()}") + f" --port {port}"
         process = subprocess.Popen(
             ["sh", "-c", command],
@@ -165,6 +166,19 @@ def test_valkey_asks_for_the_password(tmp_path: Path) -> None:
         finally:
             process.kill()
             process.wait()
+
+
+def test_valkey_does_not_run_as_root() -> None:
+    """The image's entrypoint sees a shell as its command, and leaves that what it was."""
+    (_, composed), _ = cache_commands()
+    assert "exec docker-entrypoint.sh valkey-server " in composed
+    for each in values()["extraObjects"]:
+        if each["metadata"]["name"] == "hybrid-cache" and each["kind"] == "Deployment":
+            (container,) = each["spec"]["template"]["spec"]["containers"]
+            assert container["securityContext"]["runAsNonRoot"] is True
+            assert container["securityContext"]["runAsUser"] != 0
+            return
+    raise AssertionError("no Valkey")
 
 
 def answers(client: redis.Redis) -> bool:

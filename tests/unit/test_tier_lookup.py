@@ -153,6 +153,27 @@ def test_a_store_that_does_not_answer_costs_half_of_the_time_left(box, kind, mon
     assert given[2] == math.inf
 
 
+def test_a_store_that_had_hardly_any_time_is_asked_again(box, monkeypatch, hybrid_log):  # noqa: F811
+    """A rank that is busy begins late; that says nothing of its store."""
+    box = half_in_ram(box, "fs")
+    existing, now = remote.existing, [1000.0]
+    monkeypatch.setattr(tier_lookup.time, "monotonic", lambda: now[0])
+
+    def silent(*args):
+        raise TimeoutError
+
+    assert list(box.store.locate(KEYS, now[0] + 1)) == KEYS
+    monkeypatch.setattr(tier_lookup.remote, "existing", silent)
+    for left in (0.2, 0.0, -1.0):
+        assert list(box.store.locate(KEYS, now[0] + left)) == KEYS[:2]
+    assert "did not answer" not in hybrid_log.text
+    monkeypatch.setattr(tier_lookup.remote, "existing", existing)
+    assert list(box.store.locate(KEYS, now[0] + 1)) == KEYS
+    monkeypatch.setattr(tier_lookup.remote, "existing", silent)
+    box.store.locate(KEYS, now[0] + 0.3)
+    assert "did not answer" in hybrid_log.text
+
+
 def test_a_store_that_does_not_answer_is_left_alone_for_longer_each_time(
     box,  # noqa: F811
     monkeypatch,

@@ -64,6 +64,21 @@ def test_weights_that_change_before_anything_is_computed_do_not_matter():
     assert not guard.stands()
 
 
+def test_each_change_is_warned_of_once(hybrid_log):
+    loaded = LoadedWeights()
+    guard = WeightsGuard(loaded)
+    for number in (1, 2):
+        guard.computing()
+        loaded.changes += 1
+        assert not guard.stands() and not guard.stands()
+        assert hybrid_log.text.count("Weights were written into the running model") == number
+        loaded.discarded = True
+        assert not guard.stands() and not guard.stands()
+        assert hybrid_log.text.count("vLLM slept at level 2") == number
+        loaded.discarded = False
+        guard.reset()
+
+
 def connected(rig) -> HybridConnector:
     connector = object.__new__(HybridConnector)
     connector.worker, connector._guard = rig.worker, WeightsGuard()

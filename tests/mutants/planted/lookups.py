@@ -10,6 +10,12 @@ SCHEDULER = "lmcache_hybrid/scheduler.py"
 LOOKUP = "lmcache_hybrid/lookup.py"
 
 DEFECTS = (
+    one(
+        "a store is blamed for a question that began too late",
+        "lmcache_hybrid/tier_lookup.py",
+        "        return seconds > 0 and seconds >= FAIR_PART * self._longest\n",
+        "        return seconds >= 0 * FAIR_PART\n",
+    ),
     Defect(
         "a claim pins with what LMCache's pin monitor takes away",
         (

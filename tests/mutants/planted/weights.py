@@ -11,6 +11,12 @@ GUARD = "lmcache_hybrid/weights_guard.py"
 
 DEFECTS = (
     one(
+        "only the first change of weights is warned of",
+        GUARD,
+        '            self._said = ""\n            return True\n',
+        "            return True\n",
+    ),
+    one(
         "weights are written into the running model and nobody counts it",
         LOADERS,
         "        model.load_weights = _changing(model.load_weights)\n",
