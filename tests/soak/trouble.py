@@ -59,6 +59,7 @@ class Store:
         self.rng = rng
         self.engine: Engine | None = None
         self.shelf: faults.Shelf | None = None
+        self.cleared = True
 
     def opened(self, engine: Engine) -> None:
         self.engine = engine
@@ -76,7 +77,7 @@ class Store:
             *made,
             Fault("record with another's bytes", self._swap, weight=2),
             Fault("record removed", self._remove, weight=2),
-            Fault("store cleared", lambda: self.engine.call("forget_all"), weight=0.3),
+            Fault("store cleared", self._clear, self._clear_again, weight=0.3, seconds=2),
             Fault("all evicted", lambda: self.inside("evict"), weight=0.3),
             Fault(
                 "no memory",
@@ -93,6 +94,15 @@ class Store:
                 seconds=2,
             ),
         ]
+
+    def _clear(self) -> None:
+        """Reset all caches: fails beside a load, and the engine then serves nothing."""
+        self.cleared = self.engine.call("forget_all")
+
+    def _clear_again(self) -> None:
+        """What the log tells an operator to do, while nothing runs."""
+        assert self.cleared or self.engine.call("forget_all"), "a reset failed beside no request"
+        self.cleared = True
 
     def _some(self) -> list[str]:
         """A few records; what they belong to is left to chance."""
