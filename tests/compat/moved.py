@@ -18,7 +18,7 @@ def missing_and_where(root: Path, package: str) -> list[str]:
         if problem is not None:
             said = problem.removeprefix(f"{hook.module}.")
             lines.append(f"{_file(root, hook)}: {said}{_elsewhere(root, hook, tree)}")
-    return lines
+    return list(dict.fromkeys(lines))
 
 
 def changed(old: Path, new: Path, package: str) -> list[str]:

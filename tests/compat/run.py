@@ -115,16 +115,22 @@ def _name(vllm: str | None, lmcache: str | None) -> str:
 
 
 def save(cells: list[Cell]) -> None:
-    """Put cells in place of older ones of the same pair."""
+    """Put cells in place of older ones of the same pair, or of a release that is "any" in one."""
     rows = json.loads(FIGURES.read_text())["cells"] if FIGURES.exists() else []
-    by_pair = {(row["vllm"], row["lmcache"]): row for row in rows}
-    by_pair.update({(cell.vllm, cell.lmcache): asdict(cell) for cell in cells})
+    rows = [row for row in rows if not any(_replaces(cell, row) for cell in cells)]
     rows = sorted(
-        by_pair.values(),
+        [*rows, *map(asdict, cells)],
         key=lambda row: (Version(row["vllm"] or "0"), Version(row["lmcache"] or "0")),
     )
     FIGURES.write_text(json.dumps({"cells": rows}, indent=1) + "\n")
     replace(PAGE, "matrix", table(rows))
+
+
+def _replaces(cell: Cell, row: dict) -> bool:
+    return all(
+        None in (ours, theirs) or ours == theirs
+        for ours, theirs in ((cell.vllm, row["vllm"]), (cell.lmcache, row["lmcache"]))
+    ) and (cell.vllm == row["vllm"] or cell.lmcache == row["lmcache"])
 
 
 def main(

@@ -143,6 +143,27 @@ def test_the_report_says_whose_python_ran_and_what_moved() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "cell, left",
+    [
+        # The same pair again
+        (("0.32.0", "0.5.6"), [("0.31.0", "0.5.6"), (None, "0.5.4")]),
+        # 0.31 lacks a name now; 0.5.4 no longer does.
+        (("0.31.0", None), [("0.32.0", "0.5.6"), (None, "0.5.4")]),
+        (("0.32.0", "0.5.4"), [("0.31.0", "0.5.6"), ("0.32.0", "0.5.6")]),
+        (("0.30.0", None), [("0.31.0", "0.5.6"), ("0.32.0", "0.5.6"), (None, "0.5.4")]),
+    ],
+)
+def test_a_row_takes_the_place_of_what_it_makes_old(cell: tuple, left: list[tuple]) -> None:
+    before = [("0.31.0", "0.5.6"), ("0.32.0", "0.5.6"), (None, "0.5.4")]
+    kept = [
+        pair
+        for pair in before
+        if not run._replaces(Cell(*cell), {"vllm": pair[0], "lmcache": pair[1]})
+    ]
+    assert kept == left
+
+
 def test_torch_is_the_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import zipfile
 
