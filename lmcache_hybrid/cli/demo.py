@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from lmcache_hybrid.cli.host import need_host
+
 console = Console()
 
 # Modules whose documentation is long enough to fill several blocks.
@@ -158,6 +160,7 @@ def demo(
 
     Exit code 1 when any answer differs or nothing was hit.
     """
+    need_host(1)
     from lmcache_hybrid.tinymodels import FAMILIES, make_model
 
     if family not in FAMILIES:

@@ -10,6 +10,19 @@ SUMMARY = "lmcache_hybrid/stored/summary.py"
 
 DEFECTS = (
     one(
+        "the demo starts without LMCache",
+        "vllm_patch/versions.py",
+        "    for package, version_here in zip(PACKAGES, found()):\n        if version_here",
+        "    for package, version_here in zip(PACKAGES[:1], found()):\n        if version_here",
+    ),
+    one(
+        "a permission to try untested versions takes those for installed that are not",
+        "vllm_patch/versions.py",
+        "    if problem is not None:\n        return problem\n    vllm, lmcache",
+        '    if problem is not None and os.environ.get(ALLOW_UNTESTED) != "1":\n'
+        "        return problem\n    vllm, lmcache",
+    ),
+    one(
         "a purge takes every model with the same last part of its name",
         PURGE,
         "            elif unsure:\n",

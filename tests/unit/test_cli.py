@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands where vLLM or LMCache is not installed (yet): in one sentence."""
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from lmcache_hybrid import __version__
+from lmcache_hybrid.cli import app
+from vllm_patch import versions
+
+NAMES = {"vLLM": "vllm", "LMCache": "lmcache"}
+
+
+def invoke(monkeypatch: pytest.MonkeyPatch, absent: str, *arguments: str) -> Result:
+    """Run a command as if a package were not installed."""
+    real = versions.installed
+    monkeypatch.setattr(
+        versions, "installed", lambda *names: None if NAMES[absent] in names else real(*names)
+    )
+    return CliRunner().invoke(app, arguments)
+
+
+@pytest.mark.parametrize("absent", NAMES)
+@pytest.mark.parametrize(("command", "code"), [(["demo"], 1), (["accept", "MODEL"], 2)])
+def test_engines_need_both(
+    command: list[str], code: int, absent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = invoke(monkeypatch, absent, *command)
+    assert result.exit_code == code
+    assert result.output.startswith(f"{absent} is not installed; run `pip install ")
+    assert result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize("absent", NAMES)
+@pytest.mark.parametrize("allowed", ["0", "1"])
+def test_version_says_what_is_not_installed(
+    absent: str, allowed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names that are missing are beside the point then."""
+    monkeypatch.setenv(versions.ALLOW_UNTESTED, allowed)
+    result = invoke(monkeypatch, absent, "version")
+    found, problem = result.output.splitlines()
+    assert result.exit_code == 1 and found.startswith(f"lmcache-hybrid {__version__}, vLLM ")
+    assert f"{absent} not installed" in found and "None" not in found
+    assert problem.startswith(f"{absent} is not installed; run `pip install ")
