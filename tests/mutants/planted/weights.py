@@ -11,10 +11,16 @@ GUARD = "lmcache_hybrid/weights_guard.py"
 
 DEFECTS = (
     one(
-        "only the first change of weights is warned of",
+        "only the first sleep that discards the weights is warned of",
         GUARD,
         '            self._said = ""\n            return True\n',
         "            return True\n",
+    ),
+    one(
+        "only the first change of weights is warned of",
+        GUARD,
+        '.changes, True\n        self._said = ""\n',
+        ".changes, True\n",
     ),
     one(
         "weights are written into the running model and nobody counts it",
