@@ -76,8 +76,8 @@ def test_a_load_that_nobody_waited_for_ends_with_the_memory(engine, begun):  # n
     assert engine.events["failed loads"] == 1
 
 
-def test_saves_that_a_device_still_copies_are_stored(engine):  # noqa: F811
-    """The last step's copies are queued when the memory is to be freed."""
+def test_what_was_saved_before_the_sleep_is_stored(engine):  # noqa: F811
+    """vLLM has waited for the device by then; what the host still does is waited for here."""
     engine.add("running", [1, *PROMPT], 2)
     while engine.requests["running"].num_output_tokens < 1:
         engine.step()

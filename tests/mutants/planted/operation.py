@@ -256,12 +256,6 @@ DEFECTS = (
         "_changing(Worker.reset_weights)",
     ),
     one(
-        "saves that a device still copies read freed memory",
-        WORKER,
-        "        self._finisher.submit(int).result()\n        for pages",
-        "        for pages",
-    ),
-    one(
         "after a sleep copies go on failing",
         WORKER,
         "            pages.map(kv_caches)\n        self._asleep = False\n",
