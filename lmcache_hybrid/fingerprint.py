@@ -35,6 +35,8 @@ _ENVIRONMENT = (
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
     "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
     "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
+    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT",
+    "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE",
 )
 
 
@@ -79,7 +81,7 @@ def _facts(
         "state_layout": _state_layout(vllm_config, pages),
         "replayssm": cache.use_replayssm and cache.replayssm_buffer_len,
         "device": _device(vllm_config),
-        "environment": {name: getattr(envs, name) for name in _ENVIRONMENT},
+        "environment": {name: getattr(envs, name) for name in _ENVIRONMENT if hasattr(envs, name)},
         "additional": vllm_config.additional_config,
         "world": (parallel.world_size, parallel.rank),
         "tensor_parallel": parallel.tensor_parallel_size,

@@ -165,7 +165,8 @@ def _refuse_other_modes(index: int, states: "Iterable[KVCacheSpec]") -> None:
         if mode != "align":
             raise ConfigError(
                 f"mamba_cache_mode={mode!r} of KV cache group {index} keeps "
-                "no states at block boundaries; use --mamba-cache-mode align."
+                "no states at block boundaries; remove --no-enable-prefix-caching and "
+                "--mamba-cache-mode, so that vLLM chooses 'align'."
             )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from vllm_patch.config_hooks import CONNECTOR
+from vllm_patch.source import Hook, Tree
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.lmcache_hybrid.compat")
+
+# What vLLM's own repair of ``keep_cpu_block_size`` looks like.
+CHOSEN_ONCE = Hook(
+    "vllm.platforms.cpu",
+    "CpuPlatform.update_block_size_for_backend",
+    holds=("cls._preferred_block_size_for_backends(backend_classes, 128, vllm_config)",),
+)
 
 
 def install() -> None:
@@ -54,10 +62,12 @@ def keep_cpu_block_size() -> None:
     back to 128.
     Symptom: the scheduler splits prefills on a 128-token grid, so no chunk
     ends on a state boundary: boundaries are never offered, or hold the state
-    of another token.
+    of another token. A vLLM that chooses the size only once is left alone.
     Seen in: vLLM 0.32.0; gone in 0.33.0.
     Remove when: vLLM >= 0.33 is the oldest supported version.
     """
+    if CHOSEN_ONCE.problem(Tree.installed("vllm")) is None:
+        return
     from vllm.platforms.cpu import CpuPlatform
 
     original = CpuPlatform.check_and_update_config.__func__

@@ -101,17 +101,17 @@ def _settle(config: VllmConfig) -> None:
             raise ValueError(f"{CONNECTOR} cannot serve this hybrid model: {_problem}")
         return
     if _is_hybrid(config):
-        _settle_states(config)
+        _settle_hybrid(config)
     elif config.scheduler_config.disable_hybrid_kv_cache_manager is not False:
         _keep_hma_off(config)
-        return
-    elif not _mixes_windows(config):
+    elif _mixes_windows(config):
+        _settle_hybrid(config)
+    else:
         raise ValueError(
             "disable_hybrid_kv_cache_manager=False is not supported by "
             f"{CONNECTOR} for models with attention of one kind only; remove "
             "--no-disable-hybrid-kv-cache-manager."
         )
-    _settle_hybrid(config)
 
 
 def _keep_hma_off(config: VllmConfig) -> None:
@@ -130,18 +130,6 @@ def _keep_hma_off(config: VllmConfig) -> None:
             "lmcache-hybrid stores these."
         )
     scheduler.disable_hybrid_kv_cache_manager = True
-
-
-def _settle_states(config: VllmConfig) -> None:
-    cache = config.cache_config
-    if cache.mamba_cache_mode == "none":
-        logger.info_once("Setting mamba_cache_mode to 'align' for LMCache on a hybrid model.")
-        cache.mamba_cache_mode = "align"
-    elif cache.mamba_cache_mode != "align":
-        raise ValueError(
-            f"mamba_cache_mode={cache.mamba_cache_mode!r} keeps no state that LMCache could "
-            "store; use --mamba-cache-mode align."
-        )
 
 
 def _settle_hybrid(config: VllmConfig) -> None:

@@ -166,7 +166,6 @@ HOOKS = (
     Hook(_CONFIG, "KVTransferConfig.kv_load_failure_policy", replaced_in=_CONFIG_HOOKS),
     Hook(_CONFIG, "KVTransferConfig.get_from_extra_config", ("key", "default")),
     Hook(_CONFIG, "KVTransferConfig.has_connector", ("connector_name",)),
-    Hook(_CONFIG, "CacheConfig.mamba_cache_mode", replaced_in=_CONFIG_HOOKS),
     Hook(_CONFIG, "CacheConfig.prefix_caching_hash_algo", replaced_in=_CONFIG_HOOKS),
     Hook(
         _CONFIG,

@@ -10,6 +10,7 @@ _LAYER = "vllm.model_executor.layers.attention"
 _PLATFORM = "vllm.platforms.interface"
 _STATE = "vllm.distributed.parallel_state"
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1"
+_CORE = "vllm.v1.engine.core"
 
 # The fingerprint reads them, see lmcache_hybrid/fingerprint.py.
 ENVIRONMENT = (
@@ -20,9 +21,13 @@ ENVIRONMENT = (
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY VLLM_ROCM_QUICK_REDUCE_QUANTIZATION "
     "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"
 )
+# Since 0.33, and what 0.32 has that 0.33 has not.
+_NEWER = "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE"
+_OLDER = attributes("vllm.envs", "environment_variables", "VLLM_ROCM_MONO_DECODE")
 
 USED = (
     *attributes("vllm.envs", "environment_variables", ENVIRONMENT),
+    *attributes("vllm.envs", "environment_variables", _NEWER, otherwise=tuple(_OLDER)),
     *attributes(_CONFIG, "VllmConfig", "device_config scheduler_config"),
     *attributes(_CONFIG, "CompilationConfig", "static_forward_context"),
     *attributes(_CONFIG, "KVTransferConfig", "kv_connector kv_connector_extra_config engine_id"),
@@ -42,6 +47,19 @@ USED = (
     *attributes(_LAYER, "Attention", "attn_backend kv_cache kv_cache_dtype"),
     *attributes(_PLATFORM, "Platform", "device_name fp8_dtype update_block_size_for_backend"),
     Hook("vllm.v1.worker.worker_base", "WorkerBase.get_supported_kv_cache_layouts", ()),
+    Hook(
+        _CORE,
+        "get_kv_cache_configs",
+        ("vllm_config", "kv_cache_specs", "available_memory"),
+        otherwise=(
+            Hook(
+                _CORE,
+                "get_kv_cache_configs",
+                ("vllm_config", "kv_cache_specs", "available_memory", "global_kv_cache_groups"),
+            ),
+            Hook(_CORE, "get_global_kv_cache_groups", ("vllm_config", "kv_cache_specs")),
+        ),
+    ),
     Hook(_STATE, "init_distributed_environment"),
     Hook(_STATE, "ensure_model_parallel_initialized"),
     Hook(_STATE, "destroy_model_parallel"),

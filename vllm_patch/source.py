@@ -201,6 +201,7 @@ class Hook:
             it; upstream may add others that have defaults. None where that is open.
         holds: code that its definition must hold, as ``ast.unparse`` writes it.
         replaced_in: our file that assigns to it, "" where it is only used.
+        otherwise: what a release that differs has instead, all of it.
     """
 
     module: str
@@ -208,12 +209,18 @@ class Hook:
     takes: tuple[str, ...] | None = None
     holds: tuple[str, ...] = ()
     replaced_in: str = ""
+    otherwise: tuple["Hook", ...] = ()
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}" if self.name else self.module
 
     def problem(self, tree: Tree) -> str | None:
         """What is wrong with it in ``tree``, in a few words; None when it is as we need it."""
+        problem = self._problem(tree)
+        instead = problem is not None and self.otherwise
+        return None if instead and not any(hook.problem(tree) for hook in instead) else problem
+
+    def _problem(self, tree: Tree) -> str | None:
         found = tree.find(self.module, self.name)
         if found is None:
             return f"{self} is missing"
@@ -228,6 +235,8 @@ class Hook:
         return f"{self} no longer holds {gone[0]!r}" if gone else None
 
 
-def attributes(module: str, owner: str, names: str) -> Iterator[Hook]:
+def attributes(
+    module: str, owner: str, names: str, otherwise: tuple[Hook, ...] = ()
+) -> Iterator[Hook]:
     """Hooks for attributes of one owner, their names separated by spaces."""
-    yield from (Hook(module, f"{owner}.{name}") for name in names.split())
+    yield from (Hook(module, f"{owner}.{name}", otherwise=otherwise) for name in names.split())

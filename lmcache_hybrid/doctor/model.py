@@ -18,7 +18,7 @@ from lmcache_hybrid.groups import ATTENTION_GROUP_KEY, is_served, page_bytes, pl
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
     from lmcache_hybrid.doctor.context import Context
 
@@ -110,7 +110,6 @@ def kv_cache_config(config: "VllmConfig") -> "KVCacheConfig":
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import set_default_torch_dtype
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
-    from vllm.v1.engine.core import get_kv_cache_configs
     from vllm.v1.worker.worker_base import WorkerBase
 
     with set_current_vllm_config(config), _one_rank():
@@ -123,7 +122,16 @@ def kv_cache_config(config: "VllmConfig") -> "KVCacheConfig":
         names = WorkerBase.get_supported_kv_cache_layouts(SimpleNamespace(vllm_config=config))
         layout = resolve_kv_cache_layout(config, [names], list(specs.values()))
         config.cache_config.kv_cache_layout = layout.name
-        return get_kv_cache_configs(config, [specs], [ANY_MEMORY])[0]
+        return _planned(config, specs)
+
+
+def _planned(config: "VllmConfig", specs: "dict[str, KVCacheSpec]") -> "KVCacheConfig":
+    """Grouped and sized, which vLLM 0.33 does in two steps and 0.32 in one."""
+    from vllm.v1.engine import core
+
+    group = getattr(core, "get_global_kv_cache_groups", None)
+    groups = () if group is None else (group(config, [specs]),)
+    return core.get_kv_cache_configs(config, [specs], [ANY_MEMORY], *groups)[0]
 
 
 @contextmanager

@@ -67,6 +67,7 @@ def setups(draw) -> Setup:
         device=draw(st.sampled_from(("",) * 15 + ("late", "random", "early"))),
         seed=draw(_number),
         interior=interior,
+        junctions=drafts > 0 and draw(st.booleans()),
     )
 
 

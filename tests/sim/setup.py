@@ -47,6 +47,8 @@ class Setup:
         seed: of the order of threads and of a "random" device.
         interior: prefill chunks write a state inside (``num_prefill_checkpoint_blocks``), at
             multiples of this from their start (``prefill_checkpoint_alignment``); 0: they do not.
+        junctions: ``enable_mamba_shared_prefix_checkpoint``: with ``mtp`` and a ``hash_size``
+            below N a state is kept at a junction inside a block.
     """
 
     groups: str = "sa"
@@ -71,6 +73,7 @@ class Setup:
     device: str = ""
     seed: int = 0
     interior: int = 0
+    junctions: bool = False
 
     @property
     def longest(self) -> int:
@@ -89,6 +92,7 @@ class Setup:
         cache.mamba_block_size = N
         cache.num_gpu_blocks = self.blocks
         cache.prefix_match_unit = self.hash_size
+        cache.enable_mamba_shared_prefix_checkpoint = self.junctions
         config.scheduler_config = scheduler = copy.copy(config.scheduler_config)
         scheduler.max_num_batched_tokens = self.batch
         scheduler.max_num_scheduled_tokens = None

@@ -16,17 +16,35 @@ from .helpers import STATE_SPEC, engine_config
 vllm_patch.register()
 
 
-@pytest.mark.parametrize("blocks, expected", [(None, None), (0, None), (100, 384)])
-def test_the_block_size_is_kept_once_the_cache_exists(blocks, expected):
+def block_size_after(check, blocks: int | None) -> int:
+    """What a later check makes of 384 tokens while the cache has ``blocks`` blocks."""
     from vllm.platforms.cpu import CpuPlatform
 
     config = engine_config("qwen3_next")
-    CpuPlatform.check_and_update_config(config)
-    chosen_by_vllm = config.cache_config.block_size
     config.cache_config.block_size = 384
     config.cache_config.num_gpu_blocks = blocks
-    CpuPlatform.check_and_update_config(config)
-    assert config.cache_config.block_size == (expected or chosen_by_vllm)
+    check(CpuPlatform, config)
+    return config.cache_config.block_size
+
+
+def checks():
+    """(vLLM's check as it is after our repairs, vLLM's own)."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+    return check, getattr(check, "__wrapped__", check)
+
+
+@pytest.mark.parametrize("blocks", [None, 0, 100])
+def test_the_block_size_is_kept_once_the_cache_exists(blocks):
+    check, of_vllm = checks()
+    expected = 384 if blocks else block_size_after(of_vllm, blocks)
+    assert block_size_after(check, blocks) == expected
+
+
+def test_a_vllm_that_keeps_the_block_size_itself_is_left_alone():
+    check, of_vllm = checks()
+    assert (check is of_vllm) == (block_size_after(of_vllm, 100) == 384)
 
 
 @pytest.mark.parametrize("checkpoints", [0, 1])

@@ -91,7 +91,9 @@ def elsewhere() -> set[str]:
 
 
 def listed() -> set[str]:
-    return {part for hook in (*hooks.HOOKS, *hooks.imports()) for part in hook.name.split(".")}
+    found = [*hooks.HOOKS, *hooks.imports()]
+    found += [other for hook in found for other in hook.otherwise]
+    return {part for hook in found for part in hook.name.split(".")}
 
 
 def test_every_foreign_attribute_that_we_use_is_listed() -> None:

@@ -190,6 +190,22 @@ def test_what_changed_is_said(tree: Tree, hook: Hook, problem: str | None) -> No
     assert hook.problem(tree) == (problem and f"{hook} {problem}")
 
 
+@pytest.mark.parametrize(
+    "otherwise, problem",
+    [
+        ((), "vllm.a.Gone is missing"),
+        ((Hook("vllm.a", "LIMIT"), Hook("vllm.a", "Engine.step", ("request",))), None),
+        ((Hook("vllm.a", "LIMIT"), Hook("vllm.a", "Engine.gone")), "vllm.a.Gone is missing"),
+        ((Hook("vllm.a", "Engine.step", ()),), "vllm.a.Gone is missing"),
+    ],
+)
+def test_a_release_that_differs_needs_all_that_it_has_instead(
+    tree: Tree, otherwise: tuple[Hook, ...], problem: str | None
+) -> None:
+    assert Hook("vllm.a", "Gone", otherwise=otherwise).problem(tree) == problem
+    assert Hook("vllm.a", "LIMIT", otherwise=otherwise).problem(tree) is None
+
+
 def test_what_is_missing_is_listed_by_package(tree: Tree, monkeypatch) -> None:
     gone = Hook("vllm.a", "Gone")
     here = dataclasses.replace(gone, name="Engine")

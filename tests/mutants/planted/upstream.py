@@ -101,4 +101,16 @@ DEFECTS = (
         "new = None if found else moved(module)",
         "new = None",
     ),
+    one(
+        "one of the names that a release has instead is enough",
+        "vllm_patch/source.py",
+        "return None if instead and not any(",
+        "return None if instead and not all(",
+    ),
+    one(
+        "the block size is kept where vLLM does so itself, and only there",
+        "vllm_patch/compat.py",
+        'if CHOSEN_ONCE.problem(Tree.installed("vllm")) is None:',
+        'if CHOSEN_ONCE.problem(Tree.installed("vllm")) is not None:',
+    ),
 )
