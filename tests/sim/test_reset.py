@@ -74,15 +74,21 @@ def test_a_promise_made_before_is_not_kept(engine):
 
 
 @pytest.mark.parametrize("running", [False, True])
-@pytest.mark.parametrize("how_far", ["not begun", "copied", "reported"])
-def test_a_load_under_way_is_computed_instead(engine, how_far, running):
+@pytest.mark.parametrize("how_far", ["not begun", "copied", "queued", "reported"])
+def test_a_load_under_way_is_computed_instead(engine, how_far, running, monkeypatch):
     wait_for_load(engine, "again")
     if how_far != "not begun":
         engine.holding = False
         engine.load()
+    if how_far == "queued":
+        # The ranks have reported it, the scheduler takes it up after the reset.
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_finish_step", lambda: None)
+            engine.step()
+        assert engine._queue
     if how_far == "reported":
         engine.step()
-    while engine._queue:
+    while how_far != "queued" and engine._queue:
         engine._finish_step()
     # vLLM's own cache holds nothing but the load's blocks, which have no hash yet.
     assert not reset_all(engine, running)
