@@ -21,6 +21,8 @@ STAGES = ("resolves", "hooks", "imports", "unit", "e2e")
 KERNELS = next(pair.kernels for pair in reversed(PAIRS))
 IMPORTS = "import vllm_patch; vllm_patch.register(); import lmcache_hybrid.lmcache_store"
 UNIT = ("tests/unit", "tests/sim", "tests/repairs")
+# A quarter of what CI simulates, so that an answer takes less than 20 minutes.
+SIM_STEPS = "50000"
 # V1: RAM and fs:// after a restart, a Redis that two engines share, loads that fail.
 E2E = (
     "tests/e2e/test_families.py::test_ram_and_fs_after_a_restart[qwen3_next]",
@@ -209,4 +211,5 @@ def _environment() -> dict[str, str]:
     # make hands its own variables on: VLLM would be the release asked for, not the kernels'.
     handed_on = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "VLLM", "LMCACHE")
     kept = {name: value for name, value in os.environ.items() if name not in handed_on}
-    return {**kept, "PYTHONPATH": str(ROOT), "LMCACHE_HYBRID_ALLOW_UNTESTED": "1"}
+    ours = {"PYTHONPATH": str(ROOT), "LMCACHE_HYBRID_ALLOW_UNTESTED": "1"}
+    return {"SIM_STEPS": SIM_STEPS, **kept, **ours}
