@@ -171,9 +171,14 @@ def schemes_of_lmcache() -> set[str]:
     return found
 
 
+# Stores that one supported LMCache has and another one not, which says so itself.
+NOT_IN_EACH = {"lm"}  # gone in 0.5.7
+
+
 def test_every_store_of_this_lmcache_is_served_or_refused_with_a_reason():
     served = {*backends.REMOTE_SCHEMES} - {"rediss", "unix"}  # the adapter of redis
-    assert schemes_of_lmcache() == served | backends.REASONS.keys()
+    known, here = served | backends.REASONS.keys(), schemes_of_lmcache()
+    assert here <= known and known - here <= NOT_IN_EACH
 
 
 @pytest.mark.parametrize("hosts", ["one", "one:7000,two", "user:secret@one:7000,two", ":1", ""])
