@@ -42,6 +42,9 @@ class LocalDisk(LocalDiskBackend):
     Files of other models, versions and fingerprints are never read; they take part in the size
     limit and are evicted before any record that can still be found. All else, the policy of
     eviction among them, is LMCache's.
+
+    Methods that replace LMCache's for a bug of its have a test in tests/repairs/test_disk.py,
+    which says when they can go. Seen in: LMCache 0.5.6 and 0.5.7rc2.
     """
 
     _failed: Callable[[int], None]

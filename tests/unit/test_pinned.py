@@ -256,14 +256,6 @@ def test_a_fork_does_not_share_the_pool(repaired):
 # Where it acts
 
 
-def test_without_it_lmcache_asks_torch(cudart):
-    """The bug: when this finds registered memory, the repair can go."""
-    allocator = MixedMemoryAllocator(SIZE)
-    assert allocator.buffer.data_ptr() in mem_alloc._tensor_registry
-    assert not cudart.registered
-    allocator.close()
-
-
 def test_lmcaches_compiled_part_stays(cudart):
     compiled = SimpleNamespace(alloc_pinned_ptr=lambda size, flags: 0)
     pinned.device_ops.bind_native(compiled)
