@@ -23,7 +23,7 @@ TORCH := torch==$(TORCH_VERSION)
 UV_TORCH := UV_TORCH_BACKEND=$(TORCH_BACKEND)
 endif
 
-.PHONY: help venv demo test test-fast sim mutants compat soak bench bench-reuse bench-digests bench-scale bench-weights lint docs wheel clean
+.PHONY: help venv demo test test-fast sim mutants compat soak bench bench-reuse bench-digests bench-scale bench-weights lint docs wheel release-check clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -94,6 +94,10 @@ docs: venv  ## the pages of docs/ as a site, in site/
 
 wheel: venv  ## sdist and wheel, in dist/
 	$(BIN)/python -m build --no-isolation
+
+release-check: venv  ## build, check and install a release as users do; runs the demo from the wheel
+	$(UV_TORCH) $(BIN)/python tests/packaging/release.py \
+		--vllm "$(VLLM)" --lmcache "$(LMCACHE)" --torch "$(TORCH)"
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

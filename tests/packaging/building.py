@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds this project, as tests and ``make release-check`` do."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -30,3 +31,12 @@ def build(source: Path) -> Path:
     """Folder of an sdist and of the wheel that was built out of it."""
     run([sys.executable, "-m", "build", "--no-isolation"], source)
     return source / "dist"
+
+
+def build_older(folder: Path) -> Path:
+    """As :func:`build`, of this tree as an older version that has a module more, ``gone``."""
+    copy_sources(folder)
+    init = folder / "lmcache_hybrid/__init__.py"
+    init.write_text(re.sub(r'__version__ = ".*"', '__version__ = "0.0.1"', init.read_text()))
+    folder.joinpath("lmcache_hybrid/gone.py").write_text("")
+    return build(folder)
