@@ -44,7 +44,7 @@ class LocalDisk(LocalDiskBackend):
     eviction among them, is LMCache's.
 
     Methods that replace LMCache's for a bug of its have a test in tests/repairs/test_disk.py,
-    which says when they can go. Seen in: LMCache 0.5.6; 0.5.7rc2 has the same code.
+    which says when they can go. Seen in: LMCache 0.5.6 and 0.5.7rc2.
     """
 
     _failed: Callable[[int], None]

@@ -154,7 +154,7 @@ def pin_exactly() -> None:
     compiled part does not load, as with torch 2.14; torch rounds that up to a power of two.
     Symptom: max_local_cpu_size 64 takes 128 GiB per rank; hosts run out of memory, and NUMA
     options are ignored.
-    Seen in: LMCache 0.5.6.
+    Seen in: LMCache 0.5.6 and 0.5.7rc2.
     Remove when: LMCache's compiled part loads with the torch of every supported vLLM, or its
     fallback registers memory of the size asked for.
 
