@@ -99,6 +99,10 @@ def stand_in(kernels: str, release: str) -> Path:
     text = re.sub(r"^Name: .*", "Name: vllm", text, count=1, flags=re.M)
     text = re.sub(r"^Version: .*", f"Version: {release}+cpu", text, count=1, flags=re.M)
     info.joinpath("METADATA").write_text(text)
+    # That file names the interpreter that built it, the wheel's name those that it is for.
+    tags = "-".join(cpu.stem.split("-")[2:])
+    about = info / "WHEEL"
+    about.write_text(re.sub(r"^Tag: .*", f"Tag: {tags}", about.read_text(), flags=re.M))
     full.unlink()
     run(sys.executable, "-m", "wheel", "pack", tree, "--dest-dir", FOLDER)
     (made,) = FOLDER.glob(f"vllm-{release}+cpu-*.whl")
