@@ -16,6 +16,7 @@ import pytest
 from packaging.version import Version
 
 from lmcache_hybrid import lmcache_home
+from vllm_patch.source import Tree, imported
 
 ROOT = Path(__file__).parents[2]
 # LMCache moved its in-process part in this release; a pre-release of it has moved it, too.
@@ -75,6 +76,17 @@ def test_the_installed_release_has_each_name_in_one_of_its_homes(name):
     home = lmcache_home.NEW if MOVED else lmcache_home.OLD
     assert taken.__module__ == f"{home}.{lmcache_home.NAMES[name]}"
     assert pickle.loads(pickle.dumps(taken)) is taken
+
+
+def test_no_file_imports_the_in_process_part_from_either_home():
+    """On the release that has the old home only, everything else would let it pass."""
+    folders = ("lmcache_hybrid", "vllm_patch", "benchmarks", "examples", "tests")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    used = {module for module, _ in imported(files, ("lmcache",))}
+    homes = {f"lmcache.{module}" for module in lmcache_home.NAMES.values()}
+    assert not {module for module in used if module.startswith(lmcache_home.NEW)} | used & homes
+    tree = Tree.installed("lmcache")
+    assert [module for module in used if tree.module(module) is None] == []
 
 
 def test_vllms_connector_finds_lmcaches_adapter_with_the_plugin_only_where_it_moved():

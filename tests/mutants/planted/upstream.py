@@ -96,6 +96,12 @@ DEFECTS = (
         "        pass\n",
     ),
     one(
+        "a file imports from LMCache's old home by itself",
+        "lmcache_hybrid/standalone.py",
+        "from lmcache_hybrid.lmcache_home import LMCacheEngine, ",
+        "from lmcache.v1.cache_engine import LMCacheEngine, ",
+    ),
+    one(
         "a name that LMCache moved counts as missing in its sources",
         "vllm_patch/source.py",
         "new = None if found else moved(module)",
