@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TextIO
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.plugins import load_general_plugins
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
