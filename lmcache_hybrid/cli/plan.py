@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -27,6 +28,13 @@ class PlatformName(StrEnum):
 
     gpu = "gpu"
     cpu = "cpu"
+
+
+class GdnPrefill(StrEnum):
+    """Of GDN_PREFILLS."""
+
+    triton = "triton"
+    flashinfer = "flashinfer"
 
 
 class BackendName(StrEnum):
@@ -62,6 +70,7 @@ class Plan:
 
     Attributes:
         raised: whether N is more than the block size that vLLM starts from.
+        hopper: N with FlashInfer's prefill of gated delta nets, which is for GPUs only.
         step_tokens: ``max_num_batched_tokens``.
         backends: names in BACKENDS.
     """
@@ -71,6 +80,7 @@ class Plan:
     platform: Platform
     sizes: Sizes
     raised: bool
+    hopper: int
     work: Workload
     step_tokens: int
     backends: tuple[str, ...]
@@ -118,6 +128,10 @@ def plan(
     kernel_block: Annotated[
         int, typer.Option(help="Smallest kernel block of the attention backend, if not 16 (GPU).")
     ] = 0,
+    gdn_prefill_backend: Annotated[
+        GdnPrefill,
+        typer.Option(help="vLLM's, for Qwen; it takes flashinfer from 0.33 and Hopper on."),
+    ] = GdnPrefill["triton"],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     list_models: Annotated[bool, typer.Option("--list", help="Print the known models.")] = False,
     markdown: Annotated[
@@ -129,7 +143,7 @@ def plan(
     Computed from config.json alone: no weights, no GPU, no network.
     """
     console = Console()
-    where = PLATFORMS[platform.value]
+    where = PLATFORMS[platform.value].with_gdn_prefill(gdn_prefill_backend.value)
     if kernel_block:
         where = dataclasses.replace(
             where,
@@ -146,21 +160,25 @@ def plan(
         name, shape = catalogue.find_shape(model)
         if dtype != "auto":
             shape = shape.with_dtype(dtype)
-        sizes = compute(
+        sized = partial(
+            compute,
             shape,
-            where,
             tp=tp,
             kv_dtype=kv_cache_dtype,
             ssm_dtype=ssm_dtype,
             block_size=block_size,
         )
+        sizes = sized(where)
+        hopper = sized(where.with_gdn_prefill(GdnPrefill.flashinfer.value)).block_size
         work = Workload(context, prompts, shared, checkpoint_tokens)
         work.check(sizes.block_size)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
     raised = sizes.block_size > (block_size or where.block_size)
     names = tuple(each.value for each in backend) if backend else tuple(BACKENDS)
-    made = Plan(name, shape, where, sizes, raised, work, step_tokens, names)
+    if platform is PlatformName.cpu:
+        hopper = sizes.block_size
+    made = Plan(name, shape, where, sizes, raised, hopper, work, step_tokens, names)
     if as_json:
         print(json.dumps(as_dict(made), indent=1))
     else:
@@ -220,9 +238,14 @@ def _print(console: Console, plan: Plan) -> None:
     n, ranks = sizes.block_size, f" on each of {sizes.tp} ranks" if sizes.tp > 1 else ""
     # vLLM logs nothing where its own default is large enough.
     logged = f': vLLM logs "Setting attention block size to {n} tokens"' if plan.raised else ""
+    hopper = (
+        f"vLLM 0.33 on Hopper or newer makes it {plan.hopper}: --gdn-prefill-backend flashinfer\n"
+        if plan.hopper != n
+        else ""
+    )
     console.print(
         f"[bold]{plan.model}[/] ({plan.shape.model_type}), {plan.platform.name}\n"
-        f"N = {n} tokens{logged}\n",
+        f"N = {n} tokens{logged}\n{hopper}",
         highlight=False,
     )
     rows = [

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """N, the groups and the bytes that vLLM makes of a model; each function names vLLM's own."""
 
+import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lmcache_hybrid.errors import ConfigError
 from lmcache_hybrid.sizing.shape import ATTENTION, STATE, ModelShape
@@ -18,6 +19,9 @@ DTYPE_BYTES = {
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 # The decode kernels of latent attention want whole multiples of this.
 LATENT_ALIGNMENT = 128
+# Prefills of gated delta nets, and the tokens of which vLLM makes N a multiple for each.
+# FlashInfer writes states inside a prefill, from vLLM 0.33 on.
+GDN_PREFILLS = {"triton": 1, "flashinfer": 64}
 
 
 @dataclass(frozen=True)
@@ -28,12 +32,17 @@ class Platform:
         block_size: vLLM's default, which hybrid models round up from.
         kernel_block: smallest block of the attention kernels; N is a multiple.
         ssm_dtype: what vLLM makes of ``auto`` here whatever the model says, empty for nothing.
+        gdn_prefill: vLLM's ``--gdn-prefill-backend``, of GDN_PREFILLS.
     """
 
     name: str
     block_size: int
     kernel_block: int
     ssm_dtype: str = ""
+    gdn_prefill: str = "triton"
+
+    def with_gdn_prefill(self, backend: str) -> "Platform":
+        return replace(self, gdn_prefill=backend)
 
 
 PLATFORMS = {
@@ -116,7 +125,9 @@ def compute(
     conv = shape.recurrent.conv_elements(tp) * _bytes_of("--dtype", shape.dtype, STATE_DTYPES)
     ssm = shape.recurrent.state_elements(tp) * _bytes_of("--ssm-dtype", ssm_dtype, STATE_DTYPES)
     state = conv + ssm
-    n = unified_block_size(token, state, platform, block_size, shape.attention.latent)
+    multiple = GDN_PREFILLS[platform.gdn_prefill] if shape.has_delta_nets else 1
+    latent = shape.attention.latent
+    n = unified_block_size(token, state, platform, block_size, latent, multiple)
     size = {ATTENTION: n * token, STATE: state}
     groups = tuple(
         Group(kind, layers, layers * size[kind]) for kind, layers in grouped(shape.kinds)
@@ -133,7 +144,12 @@ def _bytes_of(option: str, dtype: str, known: Collection[str]) -> int:
 
 
 def unified_block_size(
-    token_bytes: int, state_bytes: int, platform: Platform, block_size: int, latent: bool
+    token_bytes: int,
+    state_bytes: int,
+    platform: Platform,
+    block_size: int,
+    latent: bool,
+    multiple: int = 1,
 ) -> int:
     """N: the smallest block whose attention page is no smaller than a state.
 
@@ -142,9 +158,11 @@ def unified_block_size(
     Args:
         token_bytes: one layer's keys and values of a token on one rank.
         state_bytes: one layer's state on one rank.
+        multiple: of which N is one, for states that are written inside a prefill.
     """
     block_size = block_size or platform.block_size
     alignment = max(platform.kernel_block, block_size, LATENT_ALIGNMENT if latent else 0)
+    alignment = math.lcm(alignment, multiple)
     needed = -(-state_bytes // (alignment * token_bytes)) * alignment
     needed = -(-needed // platform.kernel_block) * platform.kernel_block
     return max(block_size, needed)

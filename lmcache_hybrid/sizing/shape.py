@@ -107,6 +107,11 @@ class ModelShape:
     ssm_dtype: str
     kv_dtype: str
 
+    @property
+    def has_delta_nets(self) -> bool:
+        """Whether its recurrent layers are gated delta nets."""
+        return FAMILIES[self.model_type] is _qwen
+
     def with_dtype(self, dtype: str) -> "ModelShape":
         """With vLLM's ``--dtype``, which the other two follow where they are the weights'."""
         own = self.dtype

@@ -14,7 +14,6 @@ import torch
 import vllm.v1.attention.backends.utils as backend_utils
 import xxhash
 from vllm.config import VllmConfig
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -36,6 +35,8 @@ from lmcache_hybrid.record import (
     record_bytes,
     seal,
 )
+
+from .planning import get_kv_cache_config_from_groups, get_kv_cache_groups
 
 BLOCKS, N = 9, 128
 FROM, TO = 3, 7

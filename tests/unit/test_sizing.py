@@ -286,3 +286,17 @@ def test_the_page_shows_what_is_printed():
     printed = CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "100"}).output
     for line in printed.splitlines():
         assert line.rstrip() in page
+
+
+def test_flashinfers_prefill_of_delta_nets_rounds_n():
+    at_hopper = "vLLM 0.33 on Hopper or newer makes it 576: --gdn-prefill-backend flashinfer"
+    printed = run("Qwen3-Next-80B-A3B").output
+    assert "N = 544 tokens" in printed and at_hopper in printed
+    printed = run("Qwen3-Next-80B-A3B", "--gdn-prefill-backend", "flashinfer").output
+    assert "N = 576 tokens" in printed and "Hopper" not in printed
+
+
+@pytest.mark.parametrize("words", [("Granite-4.0-H-Tiny",), ("Qwen3.6-27B", "--platform", "cpu")])
+def test_nothing_else_rounds_n(words):
+    assert "Hopper" not in run(*words).output
+    assert run(*words, "--gdn-prefill-backend", "flashinfer").output == run(*words).output

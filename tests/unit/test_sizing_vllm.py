@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from vllm.config import ModelConfig
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.config import (
     NemotronHForCausalLMConfig,
@@ -31,10 +32,10 @@ from vllm.models.kimi_k3 import KimiLinearForCausalLM
 from vllm.platforms.interface import Platform as VllmPlatform
 from vllm.transformers_utils.configs.kimi_linear import KimiLinearConfig
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+from vllm.v1.attention.backends import gdn_attn
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend
-from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec
 
 from lmcache_hybrid import tinymodels
@@ -43,6 +44,11 @@ from lmcache_hybrid.sizing import catalogue
 from lmcache_hybrid.sizing.blocks import PLATFORMS, Sizes, compute
 from lmcache_hybrid.sizing.shape import ATTENTION, STATE, ModelShape, read_shape
 
+from .planning import get_kv_cache_groups_uniform_page_size
+
+# vLLM's name of the grid that FlashInfer's prefill writes checkpoints on; 0.32 has none.
+CHECKPOINTS = "FLASHINFER_GDN_CHECKPOINT_ALIGNMENT"
+PREFILLS = ("triton", "flashinfer") if hasattr(gdn_attn, CHECKPOINTS) else ("triton",)
 CLASSES: dict[str, Any] = {
     "qwen3_next": Qwen3NextForCausalLM,
     "qwen3_5_text": Qwen3NextForCausalLM,
@@ -70,6 +76,7 @@ class Engine:
     kv_dtype: str = "auto"
     ssm_dtype: str = "auto"
     block_size: int = 0
+    gdn_prefill: str = "triton"
 
     def __post_init__(self) -> None:
         kind = self.config["model_type"]
@@ -111,12 +118,20 @@ class Engine:
             parallel_config=self.parallel,
             speculative_config=None,
             num_speculative_tokens=0,
+            compilation_config=SimpleNamespace(static_forward_context={"mamba": self.layer()}),
         )
         update = {"nemotron_h": NemotronHForCausalLMConfig}.get(kind)
         if kind.startswith("qwen3_5"):
             update = Qwen3_5ForConditionalGenerationConfig
         if update is not None:
             update.verify_and_update_config(self.vllm_config)
+
+    def layer(self) -> QwenGatedDeltaNetAttention:
+        """A recurrent layer, as far as vLLM 0.33 asks it for where it can write checkpoints."""
+        made = QwenGatedDeltaNetAttention.__new__(QwenGatedDeltaNetAttention)
+        flashinfer = self.gdn_prefill == "flashinfer"
+        made._checkpoint_alignment = getattr(gdn_attn, CHECKPOINTS) if flashinfer else None
+        return made
 
     def align(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let vLLM choose N. Mutates ``cache``."""
@@ -177,7 +192,7 @@ class Engine:
                 len(group.layer_names),
                 group.kv_cache_spec.real_page_size_bytes * len(group.layer_names),
             )
-            for group in _get_kv_cache_groups_uniform_page_size(specs)
+            for group in get_kv_cache_groups_uniform_page_size(specs)
         ]
 
 
@@ -200,7 +215,7 @@ def _hf_config(config: dict) -> Any:
 def sizes_of(shape: ModelShape, engine: Engine) -> Sizes:
     return compute(
         shape,
-        PLATFORMS[engine.platform],
+        PLATFORMS[engine.platform].with_gdn_prefill(engine.gdn_prefill),
         tp=engine.tp,
         kv_dtype=engine.kv_dtype,
         ssm_dtype=engine.ssm_dtype,
@@ -256,6 +271,14 @@ def test_options_of_the_engine(known, options, monkeypatch):
     if known.config["model_type"] == "kimi_linear" and options.get("platform") == "cpu":
         pytest.skip("vLLM has no such kernel on CPU")
     check(known.config, monkeypatch, **options)
+
+
+@pytest.mark.parametrize("gdn_prefill", PREFILLS)
+@pytest.mark.parametrize("block_size", [0, 96, 4096])
+@pytest.mark.parametrize("name", ["Qwen3-Next-80B-A3B", "Qwen3.6-27B", "Qwen3.5-122B-A10B"])
+def test_checkpoints_of_gated_delta_nets(name, block_size, gdn_prefill, monkeypatch):
+    known = next(known for known in catalogue.models() if known.name == name)
+    check(known.config, monkeypatch, gdn_prefill=gdn_prefill, block_size=block_size)
 
 
 def test_the_published_state_of_qwen36_27b():
