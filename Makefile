@@ -70,6 +70,7 @@ compat: $(DRIVER)/.ready  ## the tests on releases of VLLM= and LMCACHE= (or new
 
 soak: venv  ## 30 minutes of faults under a running engine; figures go to docs/soak.json
 	$(BIN)/python -u tests/soak/soak.py --minutes $(SOAK_MINUTES) --out docs/soak.json
+	$(BIN)/python -m tests.soak.report
 
 bench-reuse: venv  ## replay traces of prompts: three minutes; figures go to docs/reuse.json
 	$(BIN)/lmcache-hybrid bench reuse --out docs/reuse.json
