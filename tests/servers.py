@@ -142,6 +142,7 @@ class Sentinels:
         self.primary = Node(folder / "first", first, **{"repl-diskless-sync-delay": "0"})
         self.replica = Node(folder / "second", second, replicaof=f"127.0.0.1 {first}")
         self.url = f"redis-sentinel://localhost:{self.port}"
+        # Less than two seconds, and a primary that waits for a busy core is replaced.
         config = folder / "sentinel.conf"
         self.fronts = []
         named = first
@@ -154,7 +155,7 @@ class Sentinels:
         config.write_text(
             f"port {self.port}\nbind 127.0.0.1\ndir {folder}\n"
             f"sentinel monitor {monitored}\n"
-            f"sentinel down-after-milliseconds {self.service} 300\n"
+            f"sentinel down-after-milliseconds {self.service} 2000\n"
             f"sentinel failover-timeout {self.service} 2000\n"
         )
         with open(folder / "sentinel.log", "wb") as log:
