@@ -56,12 +56,13 @@ MET = (
     "checkpoints inside a chunk",
     "resumed as new requests",
     "device: loads",
-    "device: failed loads",
     "device: pages saved",
     "device: loads beside a forward",
     "device: loads of blocks that were saved",
     "device: parts side by side",
 )
+# Too rare for a quarter of CI's steps.
+MET_IN_LONG_RUNS = ("device: failed loads",)
 
 
 @pytest.fixture(autouse=True)
@@ -113,8 +114,9 @@ def test_no_step_sees_wrong_bytes(part, capsys):
             raise
         seed += 1
     report(tally, start, time.process_time() - began, part, capsys)
-    if tally.steps >= 40_000:
-        assert [name for name in MET if not tally.events[name]] == []
+    needed = (40_000, MET), (200_000, MET_IN_LONG_RUNS)
+    names = [name for steps, names in needed if tally.steps >= steps for name in names]
+    assert [name for name in names if not tally.events[name]] == []
 
 
 @pytest.mark.parametrize("program", SHRUNK, ids=str)
