@@ -143,6 +143,8 @@ def test_one_key_per_purpose():
     data = b"x" * 40
     assert len({MINE.chunk(data), MINE.digests(data), MINE.seal(data)[8:24]}) == 3
     assert MINE.chunk(data) != OTHERS.chunk(data) and MINE.key_id != OTHERS.key_id
+    # Chunks of other records could be put together for one that needs no key.
+    assert len({digester.digests(data) for digester in (MINE, OTHERS, PLAIN)}) == 3
     assert SECRET not in (MINE.key_id, MINE._chunks, MINE._digests, MINE._headers)
 
 
