@@ -271,6 +271,16 @@ def test_nothing_is_evicted_where_all_of_it_is_too_little(box, small_disk):
     assert one.store.failed_writes == {"LocalDiskBackend": 1}
 
 
+def test_a_write_that_ends_in_the_middle_leaves_nothing(box, small_disk):
+    """Its room is free again for the others that wait."""
+    one = box("disk")
+    fill(small_disk, leave=1)
+    with pytest.raises(OSError, match="No space left"):
+        one.backend._write(bytes(2 * EACH), str(small_disk / "half.pt"))
+    save(one, KEYS[:1])
+    assert indexed(one) == names(one, KEYS[:1]) and one.store.failed_writes == {}
+
+
 def test_what_is_being_deleted_makes_room(box, small_disk):
     """A store at its limit, on a disk that ends there, evicts one record for each new one."""
     one = box("disk", max_local_disk_size=records(4))
