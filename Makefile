@@ -65,8 +65,8 @@ $(DRIVER)/.ready: Makefile
 
 asked = $(if $(filter command environment,$(origin $(1))),--$(2) $($(1)))
 
-compat: $(DRIVER)/.ready  ## the tests on releases of VLLM= and LMCACHE= (or newest), by default on all supported pairs
-	$(DRIVER)/bin/python tests/compat/run.py $(call asked,VLLM,vllm) $(call asked,LMCACHE,lmcache)
+compat: $(DRIVER)/.ready  ## the tests on releases of VLLM= and LMCACHE= (or newest), by default on all supported pairs; E2E=all for every engine test
+	$(DRIVER)/bin/python tests/compat/run.py $(call asked,VLLM,vllm) $(call asked,LMCACHE,lmcache) $(call asked,E2E,e2e)
 
 soak: venv  ## 30 minutes of faults under a running engine; figures go to docs/soak.json
 	$(BIN)/python -u tests/soak/soak.py --minutes $(SOAK_MINUTES) --out docs/soak.json

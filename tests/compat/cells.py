@@ -10,6 +10,7 @@ import time
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 from vllm_patch.versions import PAIRS
@@ -32,6 +33,11 @@ E2E = (
     "tests/e2e/test_v2.py::test_ram_and_fs_after_a_restart[qwen3_next]",
     "tests/e2e/test_v2.py::test_v1_and_v2_find_each_others_records",
 )
+# The whole suite, as `make test` runs it.
+WHOLE = (
+    ("-m", "not two_cores", "--numprocesses=2", "--dist=loadfile", "tests/e2e"),
+    ("-m", "two_cores", "tests/e2e"),
+)
 # They assert the range that this matrix decides.
 NOT_HERE = (
     "--ignore=tests/unit/test_compat_matrix.py",
@@ -40,6 +46,14 @@ NOT_HERE = (
     "--deselect=tests/unit/test_doctor.py::test_a_version_that_is_not_supported",
     "--deselect=tests/unit/test_doctor.py::test_the_whole_of_it",
 )
+
+
+class Engines(StrEnum):
+    """Which end-to-end tests run."""
+
+    NONE = "none"
+    SOME = "some"
+    ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -109,7 +123,7 @@ def torch_of(wheel: Path) -> str:
     return re.findall(r"^Requires-Dist: torch==([\d.]+)", metadata, re.MULTILINE)[0]
 
 
-def run_cell(cell: Cell, engines: bool) -> Iterator[str]:
+def run_cell(cell: Cell, engines: Engines) -> Iterator[str]:
     """Make the environment, then run stage after stage; yields the name of each before it runs.
 
     Mutates ``cell``.
@@ -124,10 +138,13 @@ def run_cell(cell: Cell, engines: bool) -> Iterator[str]:
     yield "unit"
     cell.outcomes["unit"] = _tests(cell, venv, "unit", (*NOT_HERE, "--numprocesses=2", *UNIT))
     yield "e2e"
-    if not engines:
-        cell.outcomes["e2e"] = Outcome("not run", "left out (--no-e2e)")
-    else:
+    if engines is Engines.NONE:
+        cell.outcomes["e2e"] = Outcome("not run", "left out (--e2e none)")
+    elif engines is Engines.SOME:
         cell.outcomes["e2e"] = _tests(cell, venv, "e2e", E2E)
+    else:
+        parts = (_tests(cell, venv, f"e2e-{i}", part) for i, part in enumerate(WHOLE))
+        cell.outcomes["e2e"] = joined(list(parts))
 
 
 def _install(cell: Cell, venv: Path) -> Outcome:
@@ -201,6 +218,14 @@ def verdict(code: int, output: str) -> tuple[str, str]:
     if first is None:
         return "no", f"pytest ended with {code}"
     return "no", f"{', '.join(counted)}; first {first[1]}: {first[2] or 'no message'}"
+
+
+def joined(parts: Sequence[Outcome]) -> Outcome:
+    """One outcome of the whole suite: "yes" where every part of it says so."""
+    states = [part.state for part in parts]
+    worst = next((state for state in ("no", "not run") if state in states), "yes")
+    why = " + ".join(part.why for part in parts if part.why)
+    return Outcome(worst, f"whole suite: {why}", round(sum(part.seconds for part in parts), 1))
 
 
 def _ended(started: float, state: str, why: str = "") -> Outcome:

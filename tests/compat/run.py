@@ -20,6 +20,7 @@ from tests.compat.cells import (  # noqa: E402
     FOLDER,
     STAGES,
     Cell,
+    Engines,
     Outcome,
     run_cell,
     source_of,
@@ -136,7 +137,9 @@ def _replaces(cell: Cell, row: dict) -> bool:
 def main(
     vllm: Annotated[list[str] | None, typer.Option(help='A release, or "newest".')] = None,
     lmcache: Annotated[list[str] | None, typer.Option(help="Of LMCache, likewise.")] = None,
-    e2e: Annotated[bool, typer.Option(help="Start real engines, some minutes a pair.")] = True,
+    e2e: Annotated[
+        Engines, typer.Option(help="Tests on real engines: five minutes a pair, or all in 25.")
+    ] = Engines.SOME,
 ) -> None:
     """Check each pair of releases; without options every pair that is supported.
 

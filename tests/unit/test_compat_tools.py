@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.compat import moved, newest, run
-from tests.compat.cells import STAGES, Cell, Outcome, _environment, source_of, torch_of
+from tests.compat.cells import STAGES, Cell, Outcome, _environment, joined, source_of, torch_of
 from vllm_patch.source import Hook
 from vllm_patch.versions import Pair
 
@@ -71,6 +71,7 @@ def test_make_hands_on_what_was_asked_for_only() -> None:
     both = f"{script} --vllm 0.33.0 --lmcache 0.5.7rc2"
     assert both in make("compat", "VLLM=0.33.0", "LMCACHE=0.5.7rc2")
     assert both in make("compat", VLLM="0.33.0", LMCACHE="0.5.7rc2")
+    assert f"{both} --e2e all" in make("compat", "VLLM=0.33.0", "LMCACHE=0.5.7rc2", "E2E=all")
     assert "--" not in make("compat").partition(script)[2].splitlines()[0]
     # Nothing is installed by those names but in the pair's own environment.
     assert "0.33.0" not in make("compat", "VLLM=0.33.0").partition(script)[0]
@@ -162,6 +163,20 @@ def test_a_row_takes_the_place_of_what_it_makes_old(cell: tuple, left: list[tupl
         if not run._replaces(Cell(*cell), {"vllm": pair[0], "lmcache": pair[1]})
     ]
     assert kept == left
+
+
+@pytest.mark.parametrize(
+    "first, second, state",
+    [
+        ("yes", "yes", "yes"),
+        ("no", "yes", "no"),
+        ("yes", "no", "no"),
+        ("not run", "yes", "not run"),
+    ],
+)
+def test_the_whole_suite_passes_where_all_of_it_does(first: str, second: str, state: str) -> None:
+    whole = joined([Outcome(first, "5 passed", 1.5), Outcome(second, "2 passed", 1.0)])
+    assert whole == Outcome(state, "whole suite: 5 passed + 2 passed", 2.5)
 
 
 def test_torch_is_the_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
