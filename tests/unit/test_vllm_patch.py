@@ -309,6 +309,8 @@ def test_an_unsupported_version_refuses_hybrid_models_only(hooks_restored, insta
     problem = "cannot serve this hybrid model: vLLM 0.99.0 with LMCache 0.5.6 was not tested"
     assert f"LMCacheConnectorV1 {problem}" in str(error.value)
     engine_config("llama")
+    windows = engine_config("gemma3", disable_hybrid_kv_cache_manager=False)
+    assert windows.cache_config.prefix_caching_hash_algo == "sha256", "not refused, but changed"
     engine_config("qwen3_next", connector=None)
 
 
