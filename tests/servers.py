@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of Valkey servers on this machine, over TCP: a cluster, and a primary with sentinels."""
+"""Groups of Valkey servers on this machine, over TCP: clusters, and a primary with sentinels."""
 
 import contextlib
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -120,6 +121,49 @@ class Cluster:
             front.close()
         for node in self.nodes:
             node.kill()
+
+
+class HalfCluster:
+    """A node with half of a cluster's slots; the node of the others ends each connection at once.
+
+    It is as it is when a node has gone and its cluster has not noticed.
+
+    Attributes:
+        url: as LMCache's ``remote_url``.
+        asked: how many connections the lost node has got.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.asked = 0
+        self._lost = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._end_connections, daemon=True).start()
+        port, bus, other_bus = free_ports(3)
+        self.url = f"redis-cluster://localhost:{port}"
+        other = self._lost.getsockname()[1]
+        half, last = SLOTS // 2, SLOTS - 1
+        # What it would have learned of the other one, which needs seconds.
+        (folder / "nodes.conf").write_text(
+            f"{'a' * 40} 127.0.0.1:{port}@{bus} myself,master - 0 0 1 connected 0-{half - 1}\n"
+            f"{'b' * 40} 127.0.0.1:{other}@{other_bus} master - 0 0 2 connected {half}-{last}\n"
+            "vars currentEpoch 2 lastVoteEpoch 0\n"
+        )
+        self.node = Node(folder, port, **{"cluster-enabled": "yes", "cluster-port": str(bus)})
+
+    def _end_connections(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._lost.accept()
+                self.asked += 1
+                connection.close()
+
+    def has_lost(self, name: str) -> bool:
+        """Whether the value of this name lies on the lost node."""
+        return self.node.client.execute_command("CLUSTER", "KEYSLOT", name) >= SLOTS // 2
+
+    def close(self) -> None:
+        self._lost.shutdown(socket.SHUT_RDWR)
+        self._lost.close()
+        self.node.kill()
 
 
 class Sentinels:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LMCache's engine and backends as they are, without any of our repairs."""
 
+import asyncio
 import itertools
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from unit.test_lmcache_store import Box
 
+from lmcache_hybrid import redis_stores
 from lmcache_hybrid.lmcache_home import LMCacheEngineBuilder
 from lmcache_hybrid.local_disk import record_shape
 from lmcache_hybrid.standalone import make_engine
@@ -91,4 +93,19 @@ class Raw:
         if LMCacheEngineBuilder.get(self.name) is not None:
             if hasattr(self.backend, "disk_worker"):
                 Box.rest(self)
+            if hasattr(self.backend, "connection"):
+                self._leave_redis()
             LMCacheEngineBuilder.destroy(self.name)
+
+    def _leave_redis(self) -> None:
+        """End a connector to Redis without its ``close``, which may never end."""
+        connector = redis_stores._unwrapped(self.backend.connection)
+        if not hasattr(connector, "pq_executor"):
+            return
+
+        async def leave() -> None:
+            await connector.pq_executor.shutdown_async(False)
+            await redis_stores._client(connector).aclose()
+
+        asyncio.run_coroutine_threadsafe(leave(), self.manager.loop).result(20)
+        self.backend.connection = None
