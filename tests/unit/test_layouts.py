@@ -107,7 +107,8 @@ ONE_HEAD = {name for name in KINDS if name.startswith("MLA")}
 
 
 def test_every_quantisation_is_there():
-    assert {kind(2).kv_quant_mode for kind in KINDS.values()} == set(KVQuantMode)
+    refused = {mode for mode in KVQuantMode if mode.name.startswith("OCTAVE")}
+    assert {kind(2).kv_quant_mode for kind in KINDS.values()} == set(KVQuantMode) - refused
 
 
 # What vLLM cannot build

@@ -220,6 +220,14 @@ def test_what_would_make_answers_wrong_is_refused(args, sentence):
     engine_config("llama", **args)
 
 
+def test_keys_beside_the_kv_cache_are_refused(monkeypatch):
+    """vLLM 0.33 has such types, on ROCm only."""
+    config = engine_config("qwen3_next")
+    monkeypatch.setattr(config, "cache_config", SimpleNamespace(cache_dtype="octave_k3v4"))
+    with pytest.raises(ValueError, match="kv_cache_dtype='octave_k3v4' .*; use .* auto"):
+        config_hooks._refuse_unsound(config)
+
+
 def test_a_random_hash_is_refused(monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(ValueError, match="prefix_caching_hash_algo='xxhash' .*; use sha256_cbor"):

@@ -119,4 +119,10 @@ DEFECTS = (
         'if CHOSEN_ONCE.problem(Tree.installed("vllm")) is None:',
         'if CHOSEN_ONCE.problem(Tree.installed("vllm")) is not None:',
     ),
+    one(
+        "keys beside the KV cache are taken for part of it",
+        CONFIG,
+        '.startswith("octave"):',
+        '.startswith("no octave"):',
+    ),
 )
