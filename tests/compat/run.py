@@ -88,7 +88,7 @@ def _lacking(package: str, version: str, gone: list[str]) -> Cell:
 
 def table(rows: list[dict]) -> str:
     """Markdown of the figures, newest last."""
-    head = ["vLLM", "LMCache", *STAGES, "note"]
+    head = ["vLLM", "LMCache", *STAGES, "minutes", "note"]
     lines = [head, ["---"] * len(head)]
     for row in rows:
         outcomes = row["outcomes"]
@@ -98,7 +98,9 @@ def table(rows: list[dict]) -> str:
         vllm = row["vllm"] or "any"
         if row["kernels"] not in (None, row["vllm"]):
             vllm = f"Python of {vllm} over kernels of {row['kernels']}"
-        lines.append([vllm, row["lmcache"] or "any", *states, "; ".join(notes[:3])])
+        seconds = sum(o["seconds"] for o in outcomes.values())
+        took = f"{seconds / 60:.0f}" if seconds else ""
+        lines.append([vllm, row["lmcache"] or "any", *states, took, "; ".join(notes[:3])])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

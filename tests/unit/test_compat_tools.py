@@ -130,7 +130,7 @@ def test_what_reads_otherwise_is_named(releases: tuple[Path, Path]) -> None:
 
 
 def test_the_report_says_whose_python_ran_and_what_moved() -> None:
-    ran = {stage: Outcome("yes", "5 passed") for stage in STAGES}
+    ran = {stage: Outcome("yes", "5 passed", 144) for stage in STAGES}
     lacking = dict.fromkeys(STAGES, Outcome("not run"))
     lacking["hooks"] = Outcome("no", "x is missing (and 1 more)")
     rows = [
@@ -139,6 +139,7 @@ def test_the_report_says_whose_python_ran_and_what_moved() -> None:
     ]
     table, *moves = run.report(rows).split("\n\n")
     assert "| Python of 0.33.0 over kernels of 0.32.0 | 0.5.6 | yes |" in table
+    assert "| yes | 12 | 5 passed; 5 passed; 5 passed |" in table
     assert "| 0.34.0 | any | not run | no | not run |" in table
     assert moves == [
         "vLLM 0.33.0, LMCache 0.5.6:\n- no name that we use has moved",
