@@ -432,7 +432,8 @@ class HybridScheduler:
         by_boundary: dict[int, dict[int, int]] = {}
         for group, block, tokens in offers:
             boundary, rest = divmod(tokens, self._plan.block_size)
-            if boundary in tracked.saved_states or boundary > len(tracked.prefix.hashes):
+            stored = boundary in tracked.saved_states and not rest
+            if stored or boundary > len(tracked.prefix.hashes):
                 continue  # stored already, or of generated tokens, which nobody asked for
             if rest or block == NULL_BLOCK or tokens > computed or boundary == 0:
                 self._drop_offers("unusable", 1)

@@ -96,6 +96,17 @@ class V2Deferred(V2):
     """vLLM 0.33 with a drafter: results before the draft's forward, saves at the step's end."""
 
     def before_drafts(self, output: SchedulerOutput) -> None:
+        self._results = self._active.post_forward(self._finished, defer_finalize=True)
+
+    def finish(self) -> KVConnectorOutput:
+        self._active.finalize_step()
+        return self._results
+
+
+class V2DeferredByUs(V2):
+    """The same with the calls of vLLM 0.32, which cannot defer."""
+
+    def before_drafts(self, output: SchedulerOutput) -> None:
         connector = self._active.kv_connector
         self._active.kv_connector = _LaterSaves(connector)
         self._results = self._active.post_forward(self._finished)
@@ -111,7 +122,8 @@ def make_order(runner: str, connector, vllm_config, drafter: bool) -> V1 | V2:
     """The order of ``runner``: "v1", "v2", or "v2 deferred"."""
     if runner == "v1":
         return V1(connector, drafter)
-    return (V2Deferred if runner == "v2 deferred" else V2)(connector, vllm_config)
+    deferred = V2Deferred if hasattr(v2.ActiveKVConnector, "finalize_step") else V2DeferredByUs
+    return (deferred if runner == "v2 deferred" else V2)(connector, vllm_config)
 
 
 def install(patch, running_connector) -> None:

@@ -11,6 +11,7 @@ from vllm.v1.request import RequestStatus
 from .device import Device
 from .engine import SimEngine
 from .model import VOCABULARY
+from .offers import note_offers
 from .reset import reload_weights
 from .setup import Setup
 from .storage import N, Pool
@@ -42,6 +43,7 @@ def setups(draw) -> Setup:
     drafts = draw(st.sampled_from((0, 0, 0, 1, 2)))
     runner = draw(st.sampled_from(("v1", "v2")))
     interior = draw(st.sampled_from((0, 0, 1, 2)))
+    junctions = drafts > 0 and draw(st.booleans())
     return Setup(
         groups=groups,
         ranks=draw(st.sampled_from((1, 1, 2, 3, 4))),
@@ -51,10 +53,10 @@ def setups(draw) -> Setup:
         + (attention + windows) * draw(st.integers(5, 24)),
         batch=draw(st.sampled_from((N // 2, N, N + 3, 2 * N, 3 * N + 5, 8 * N))),
         seqs=draw(st.integers(1, 5)),
-        hash_size=draw(st.sampled_from((N, N, N // 2))),
+        hash_size=N // 2 if junctions else draw(st.sampled_from((N, N, N // 2))),
         retention=draw(st.sampled_from((0, 0, None, 2 * N))),
         drafts=drafts,
-        mtp=drafts > 0 and draw(st.booleans()),
+        mtp=junctions or (drafts > 0 and draw(st.booleans())),
         overlap=not drafts and draw(st.booleans()),
         priority=draw(st.booleans()),
         load_limit=draw(st.sampled_from((0, 0, 0, 2 * N))),
@@ -67,7 +69,7 @@ def setups(draw) -> Setup:
         device=draw(st.sampled_from(("",) * 15 + ("late", "random", "early"))),
         seed=draw(_number),
         interior=interior,
-        junctions=drafts > 0 and draw(st.booleans()),
+        junctions=junctions,
     )
 
 
@@ -94,9 +96,12 @@ class Run:
         self.setup, self.tally = setup, tally
         Device.known.clear()
         self.pool = Pool()
-        self.engines = [SimEngine(setup, self.pool) for _ in range(setup.engines)]
+        self.engines = [self._make_engine() for _ in range(setup.engines)]
         self._prompts: list[list[int]] = []
         self._added = 0
+
+    def _make_engine(self) -> SimEngine:
+        return note_offers(SimEngine(self.setup, self.pool))
 
     def play(self, operations) -> None:
         try:
@@ -262,5 +267,5 @@ class Run:
         """The engine is killed; a new one with an empty cache finds the store."""
         engine.kill()
         self._count(engine)
-        self.engines[self.engines.index(engine)] = SimEngine(self.setup, self.pool)
+        self.engines[self.engines.index(engine)] = self._make_engine()
         self.tally.events["restarts"] += 1

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, Phase
 
 from .engine import install
+from .offers import JUNCTION
 from .program import Run, Tally, programs
 from .setup import Setup
 from .shrunk import SHRUNK
@@ -62,7 +63,7 @@ MET = (
     "device: parts side by side",
 )
 # Too rare for a quarter of CI's steps.
-MET_IN_LONG_RUNS = ("device: failed loads",)
+MET_IN_LONG_RUNS = ("device: failed loads", JUNCTION)
 
 
 @pytest.fixture(autouse=True)

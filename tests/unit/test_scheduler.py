@@ -445,6 +445,8 @@ def test_a_boundary_is_stored_once():
     save = rig.forward(request, N, all_offers(2) + all_offers(3))
     assert [end for end, _ in save.states] == [3]
     assert not rig.scheduler.counts.dropped_offers  # offered again is no loss
+    rig.forward(request, N, [(g, 50, 2 * N + 1) for g in STATES])  # another state than that one
+    assert rig.scheduler.counts.dropped_offers == {"unusable": len(STATES)}
 
 
 def test_a_state_alone_is_stored_after_its_attention_pages():

@@ -17,6 +17,19 @@ METRICS = "lmcache_hybrid/metrics.py"
 DEFECTS = (
     # Reuse
     one(
+        "a state inside a block is stored as that of the boundary before",
+        SCHEDULER,
+        "            if rest or block == NULL_BLOCK",
+        "            if block == NULL_BLOCK",
+    ),
+    one(
+        "a step is forgotten with its results, before its saves",
+        "lmcache_hybrid/connector.py",
+        "        results = self.worker.results(finished_req_ids, self._metadata.idle)\n",
+        "        results = self.worker.results(finished_req_ids, self._metadata.idle)\n"
+        "        self._metadata = NOTHING\n",
+    ),
+    one(
         "a block too few of a window is stored and loaded",
         GROUPS,
         "-(-(spec.sliding_window - 1) // spec.block_size)",
