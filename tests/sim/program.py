@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
 
+from .asleep import MODES, sleep, wake
 from .device import Device
 from .engine import SimEngine
 from .model import VOCABULARY
@@ -81,7 +82,7 @@ _VERBS = (
     + ["load", "begin", "hold", "abort"] * 2
     + ["reset"] * 3
     + ["reset running", "clear", "reload", "reload", "lose", "lose many", "shrink", "restart"]
-    + ["flip", "header", "swap", "fail", "break", "break", "full", "unhealthy", "silent"]
+    + ["sleep", "flip", "header", "swap", "fail", "break", "break", "full", "unhealthy", "silent"]
 )
 # Operations after which a fault of an engine ends by itself.
 FAULT_LASTS = 4
@@ -225,6 +226,11 @@ class Run:
 
     def _reload(self, engine: SimEngine, x: int, y: int) -> None:
         reload_weights(engine)
+
+    def _sleep(self, engine: SimEngine, x: int, y: int) -> None:
+        """Memory is freed and allocated anew, unless vLLM refuses."""
+        if sleep(engine, MODES[x % len(MODES)]):
+            wake(engine, 1 + y % 2)
 
     def _lose(self, engine: SimEngine, x: int, y: int) -> None:
         self.pool.lose(x)

@@ -53,6 +53,7 @@ MET = (
     "aborted RUNNING",
     "reset",
     "weights replaced",
+    "slept",
     "restarts",
     "checkpoints inside a chunk",
     "resumed as new requests",
