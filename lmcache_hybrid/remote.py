@@ -125,6 +125,7 @@ def _release_late_reads(connector: FSConnector) -> None:
     buffer then.
     Symptom: memory is missing until Python's collector finds the buffer. Where that is inside
     LMCache's allocator, freeing it waits for the lock that the same thread holds, for ever.
+    Seen in: LMCache 0.5.6 and 0.5.7rc2.
     Remove when: ``FSConnector.get`` releases its buffer when it is cancelled.
     """
     get = connector.get
@@ -147,6 +148,7 @@ def _keep_workers(queue: AsyncPQExecutor, failed: Callable[[int], None]) -> None
     Bug: ``RemoteBackend`` cancels the other reads of a batch after one failed;
     the worker then sets the result of a cancelled future and dies of it.
     Symptom: after a few failed reads every lookup waits for ever.
+    Seen in: LMCache 0.5.6 and 0.5.7rc2.
     Remove when: ``AsyncPQExecutor._worker`` checks ``done.cancelled()``.
     """
     submit = queue.submit_job
@@ -193,7 +195,9 @@ def _close_from_own_loop(queue: AsyncPQExecutor) -> None:
     Bug: ``RedisConnector.close`` awaits ``pq_executor.shutdown``, which blocks
     until the loop it runs on has ended the workers.
     Symptom: an engine with Redis never shuts down, queued writes are lost.
-    Remove when: ``RedisConnector.close`` awaits ``shutdown_async``.
+    Seen in: LMCache 0.5.6 and 0.5.7rc2.
+    Remove when: ``RedisConnector.close`` and ``RedisClusterConnector.close`` await
+    ``shutdown_async``.
     """
 
     async def shutdown(wait: bool = True) -> None:

@@ -94,6 +94,12 @@ class Staging:
         holds and then wait for ever for memory that a damaged size asks for, and a buffer of
         floats, or with a negative length, is of no use to anybody.
 
+        Bug: ``RemoteConnector`` classes and ``LocalDiskBackend`` read into memory that
+        ``LocalCPUBackend.allocate`` waits for as long as it takes.
+        Symptom: loads that each hold a part of what they need wait for one another for ever.
+        Seen in: LMCache 0.5.6 and 0.5.7rc2.
+        Remove when: a read that finds no memory fails. The check of shape and type stays.
+
         Args:
             busy_loop: True for a read, which gets what :meth:`room_for` set aside.
 

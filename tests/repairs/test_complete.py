@@ -5,13 +5,15 @@ import ast
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from unit.test_hooks import targets_of
 
-from lmcache_hybrid import local_disk
-from vllm_patch import compat
+from lmcache_hybrid import local_disk, pinned, redis_stores, remote, staging
+from vllm_patch import compat, hooks
 
-from . import test_disk, test_vllm  # noqa: F401  (fills TESTED)
+from . import test_disk, test_remote, test_vllm  # noqa: F401  (fills TESTED)
 from .repair import TESTED, name_of, verdict, where
 
 ROOT = Path(__file__).parents[2]
@@ -50,8 +52,63 @@ def test_every_repair_of_vllm_says_when_it_can_go():
 
 
 def test_every_repair_has_a_test_that_says_delete_me():
-    documented_ones = {name for name, _ in documented() if name.startswith("vllm_patch.")}
-    assert documented_ones | overrides() <= TESTED
+    repairs = {name for name, _ in documented()} - CHOICES
+    assert repairs | overrides() <= TESTED
+
+
+# Of LMCache's stores, besides what local_disk overrides.
+STORES = (remote, redis_stores, pinned, staging)
+# They put repairs in their places; that of staging is its ``allocate``.
+APPLY = {
+    "lmcache_hybrid.remote.repair",
+    "lmcache_hybrid.redis_stores.repair",
+    "lmcache_hybrid.staging.Staging.__init__",
+}
+# What replaces something that works, for speed. No test can say when it can go.
+CHOICES = {"lmcache_hybrid.redis_stores._write_on_threads"}
+# Methods of upstream's that put something in a place, as an assignment does.
+SETTERS = {"bind_native", "set_retry"}
+
+
+def replacing(module: ModuleType) -> Iterator[str]:
+    """Functions and methods that put something in the place of LMCache's, or of its client's."""
+    file = f"{module.__name__.replace('.', '/')}.py"
+    theirs = {hook.name.rpartition(".")[2] for hook in hooks.HOOKS if hook.replaced_in == file}
+    for name, function in functions_in(ast.parse(inspect.getsource(module)), module.__name__):
+        nodes = list(ast.walk(function))
+        places = {target.attr for node in nodes for target in targets_of(node)}
+        called = {node.func.attr for node in nodes if hasattr(getattr(node, "func", 0), "attr")}
+        if places & theirs or called & SETTERS:
+            yield name
+
+
+def functions_in(node: ast.AST, name: str) -> Iterator[tuple[str, ast.AST]]:
+    """Functions and methods; one inside another is part of it."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef):
+            yield from functions_in(child, f"{name}.{child.name}")
+        elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield f"{name}.{child.name}", child
+
+
+def test_what_replaces_lmcaches_own_says_why():
+    found = {name for module in STORES for name in replacing(module)}
+    assert found - APPLY <= {name for name, _ in documented()}
+    assert APPLY < found and len(found) > 9
+
+
+def test_each_file_of_repairs_has_some():
+    names = [name for name, _ in documented()]
+    for module in STORES:
+        assert any(name.startswith(f"{module.__name__}.") for name in names), module
+
+
+def test_a_choice_is_not_passed_off_as_a_repair():
+    texts = dict(documented())
+    assert {name for name, text in texts.items() if "No bug:" in text} == CHOICES
+    assert not CHOICES & TESTED
+    for name in CHOICES:
+        assert "Gain:" in texts[name] and "Seen in:" in texts[name]
 
 
 # What LocalDisk overrides for features of its own.
@@ -76,10 +133,8 @@ def test_what_extends_lmcache_is_there():
 
 def test_every_repair_names_bug_symptom_and_releases():
     for name, text in documented():
-        if not name.startswith("vllm_patch."):
-            continue
         for part in ("Bug:", "Symptom:", "Seen in:"):
-            assert part in text, f"{name} has no {part!r}"
+            assert name in CHOICES or part in text, f"{name} has no {part!r}"
 
 
 def test_the_design_notes_list_every_repair_of_vllm():

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LMCacheStore on a Redis cluster and behind sentinels: real servers, some of them killed."""
 
+import asyncio
+import tracemalloc
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -9,6 +11,7 @@ import torch
 from lmcache.v1.memory_management import MemoryFormat
 from servers import Cluster, Sentinels
 
+from lmcache_hybrid import redis_stores
 from lmcache_hybrid.errors import LoadError, RecordError
 from lmcache_hybrid.lmcache_home import take
 from lmcache_hybrid.record import ATTENTION, RecordKey, record_bytes
@@ -103,6 +106,22 @@ def test_another_engine_finds_them(box, kind):
     assert box(kind, rank=1).store.locate(KEYS[:1]) == {}
     for key, payload in zip(KEYS, box(kind).read(), strict=True):
         assert torch.equal(payload, payload_of(key, SIZE))
+
+
+@every_kind
+def test_a_value_is_sent_without_a_copy(box, kind):
+    """LMCache's way to the socket holds 2.5 copies of it at once."""
+    box = box(kind)
+    value = memoryview(bytearray(1 << 24))
+    client = redis_stores._client(redis_stores._unwrapped(box.backend.connection))
+    tracemalloc.start()
+    try:
+        asyncio.run_coroutine_threadsafe(client.set("value", value), box.backend.loop).result(20)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert box.redis.strlen("value") == len(value)
+    assert peak < len(value) / 4
 
 
 def reads(servers) -> int:

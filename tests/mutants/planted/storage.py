@@ -7,6 +7,7 @@ STAGING = "lmcache_hybrid/staging.py"
 STORE = "lmcache_hybrid/lmcache_store.py"
 DISK = "lmcache_hybrid/local_disk.py"
 ROOM = "lmcache_hybrid/disk_room.py"
+REDIS = "lmcache_hybrid/redis_stores.py"
 
 DEFECTS = (
     one(
@@ -164,5 +165,23 @@ DEFECTS = (
         "lmcache_hybrid/remote.py",
         "    if damaged and redis_stores.delete(backend, key, REMOVAL_SECONDS):\n",
         "    if False and redis_stores.delete(backend, key, REMOVAL_SECONDS):\n",
+    ),
+    one(
+        "values are copied on their way to Redis",
+        REDIS,
+        "        return made[0].set(name, value)\n",
+        "        return made[0].set(name, bytes(value))\n",
+    ),
+    one(
+        "a repair of Redis does not say when it can go",
+        "lmcache_hybrid/remote.py",
+        "    Remove when: ``RedisConnector.close`` and",
+        "    Later ``RedisConnector.close`` may be better, and",
+    ),
+    one(
+        "what is there for speed says that it repairs a bug",
+        REDIS,
+        "    No bug: LMCache writes the same bytes",
+        "    Bug: LMCache writes the same bytes",
     ),
 )
