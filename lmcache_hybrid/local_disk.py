@@ -212,6 +212,7 @@ class LocalDisk(LocalDiskBackend):
         try:
             super().async_save_bytes_to_disk(key=key, memory_obj=memory_obj, **kwargs)
         except (OSError, ValueError) as error:
+            self._fail(error)
             with self.disk_lock:
                 self.current_cache_size -= size
                 self.cache_policy.update_on_force_evict(key)
@@ -221,7 +222,6 @@ class LocalDisk(LocalDiskBackend):
             with contextlib.suppress(OSError, ValueError):
                 os.unlink(self._key_to_path(key))
             memory_obj.ref_count_down()
-            self._fail(error)
 
     def insert_key(self, key: CacheEngineKey, *args: Any, **kwargs: Any) -> None:
         super().insert_key(key, *args, **kwargs)
