@@ -92,6 +92,7 @@ class Engine:
         worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
         environment = {
             **os.environ,
+            "LMCACHE_LOG_LEVEL": "INFO",  # commands of ours that ran in this process lower it
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             # One core each: the reduction order, and with it the last bits, depend on it.
             "VLLM_CPU_OMP_THREADS_BIND": str(int(worker[2:]) % (os.cpu_count() or 1)),
