@@ -123,6 +123,12 @@ DEFECTS = (
         """return f"{'as'[self.kind]}\"""",
     ),
     one(
+        "scales that DeepGEMM rounds are left out of the fingerprint",
+        "lmcache_hybrid/fingerprint.py",
+        '    "VLLM_USE_DEEP_GEMM_E8M0",\n',
+        "",
+    ),
+    one(
         "the rank is left out of the fingerprint",
         "lmcache_hybrid/fingerprint.py",
         "(parallel.world_size, parallel.rank)",
