@@ -6,11 +6,12 @@ import dataclasses
 import errno
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
-from lmcache_hybrid import disk_room
+from lmcache_hybrid import disk_room, local_disk
 from lmcache_hybrid.disk_room import ALONE_SECONDS, LONGEST_PAUSE, PAUSE_SECONDS, TRIES, Room
 
 from . import test_lmcache_store as stores
@@ -281,8 +282,14 @@ def test_a_write_that_ends_in_the_middle_leaves_nothing(box, small_disk):
     assert indexed(one) == names(one, KEYS[:1]) and one.store.failed_writes == {}
 
 
-def test_what_is_being_deleted_makes_room(box, small_disk):
+def test_what_is_being_deleted_makes_room(box, small_disk, monkeypatch):
     """A store at its limit, on a disk that ends there, evicts one record for each new one."""
+
+    def later(path: str) -> None:
+        time.sleep(0.05)
+        os.unlink(path)
+
+    monkeypatch.setattr(local_disk, "_unlink", later)
     one = box("disk", max_local_disk_size=records(4))
     fill(small_disk, leave=4)
     save(one, KEYS)
