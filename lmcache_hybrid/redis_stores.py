@@ -173,7 +173,7 @@ def _write_on_threads(
 
     No bug: LMCache writes the same bytes, and has asyncio send them. With Python 3.11 that
     copies each value, to 2.5 times its size at the peak, on the event loop with the GIL held.
-    Gain: saving to Redis at three times the speed, and steps that do not wait for the GIL.
+    Gain: faster saves to Redis, and steps that do not wait for the GIL.
     Seen in: LMCache 0.5.6 and 0.5.7rc2.
     Remove when: the connectors send values without copies, off the event loop.
     """

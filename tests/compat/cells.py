@@ -194,7 +194,7 @@ def _install(cell: Cell, venv: Path) -> Outcome:
         if subprocess.run(uv, cwd=ROOT, env=_environment(), capture_output=True).returncode:
             missed.append(ask)
     # What it ran without may not matter; if it does, the tests say so.
-    why = f"without {', '.join(missed)}, which the index does not have" if missed else ""
+    why = f"without {', '.join(missed)}, which could not be installed" if missed else ""
     return _ended(started, "yes", why)
 
 
@@ -255,7 +255,9 @@ def joined(parts: Sequence[Outcome]) -> Outcome:
     states = [part.state for part in parts]
     worst = next((state for state in ("no", "not run") if state in states), "yes")
     why = " + ".join(part.why for part in parts if part.why)
-    return Outcome(worst, f"whole suite: {why}", round(sum(part.seconds for part in parts), 1))
+    return Outcome(
+        worst, f"whole suite: {why}" if why else "", round(sum(part.seconds for part in parts), 1)
+    )
 
 
 def _ended(started: float, state: str, why: str = "") -> Outcome:
