@@ -67,7 +67,7 @@ def model_or_tiny(model: str | None) -> str:
     """``model``, or the path of a small Qwen3-Next with random weights, made on first use."""
     if model is not None:
         return model
-    from lmcache_hybrid.tinymodels import make_model
+    from lmcache_hybrid.tools.tiny_models import make_model
 
     return str(make_model("qwen3_next", own_folder() / "lmcache-hybrid-qwen3_next"))
 

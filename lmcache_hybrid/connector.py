@@ -15,8 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from lmcache_hybrid.adapters import ADAPTERS
-from lmcache_hybrid.config import (
+from lmcache_hybrid.config.login import unencrypted
+from lmcache_hybrid.config.options import (
     Options,
     check_lengths,
     check_pool,
@@ -24,22 +24,22 @@ from lmcache_hybrid.config import (
     read_options,
     settle_lmcache_config,
 )
-from lmcache_hybrid.errors import ConfigError, UnknownWeightsError
-from lmcache_hybrid.fingerprint import fingerprint
-from lmcache_hybrid.groups import layer_specs, page_bytes, plan_groups
-from lmcache_hybrid.inquiry import Inquiries
-from lmcache_hybrid.lookup import RankLookup
-from lmcache_hybrid.metadata import NOTHING, StepMetadata
+from lmcache_hybrid.core.errors import ConfigError, UnknownWeightsError
+from lmcache_hybrid.core.groups import layer_specs, page_bytes, plan_groups
+from lmcache_hybrid.core.lmcache_stats import LMCacheMonitor
+from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.metrics import HybridStats
-from lmcache_hybrid.monitor import LMCacheMonitor
-from lmcache_hybrid.pages import GroupPages
-from lmcache_hybrid.rpc import LookupClient, LookupServer
-from lmcache_hybrid.scales import reset_scales
-from lmcache_hybrid.scheduler import HybridScheduler
-from lmcache_hybrid.stored.keys import readable_name
-from lmcache_hybrid.stored.login import unencrypted
-from lmcache_hybrid.weights_guard import GuardedLookup, WeightsGuard
-from lmcache_hybrid.worker import HybridWorker
+from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata
+from lmcache_hybrid.scheduler.lookups import LookupQueue
+from lmcache_hybrid.scheduler.scheduler import HybridScheduler
+from lmcache_hybrid.storage.key_names import readable_name
+from lmcache_hybrid.storage.rank_lookup import RankLookup
+from lmcache_hybrid.storage.rpc import LookupClient, LookupServer
+from lmcache_hybrid.storage.weights_guard import GuardedLookup, WeightsGuard
+from lmcache_hybrid.worker.fingerprint import fingerprint
+from lmcache_hybrid.worker.pages import GroupPages
+from lmcache_hybrid.worker.scales import reset_scales
+from lmcache_hybrid.worker.worker import HybridWorker
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from lmcache_hybrid.lmcache_home import LMCacheManager
+    from lmcache_hybrid.upstream.lmcache_home import LMCacheManager
 
 logger = init_logger("vllm.lmcache_hybrid.connector")
 
@@ -84,9 +84,9 @@ class HybridConnector:
         check_lengths(options, self.plan.block_size)
         self.scheduler: HybridScheduler | None = None
         self.worker: HybridWorker | None = None
-        self._metadata: StepMetadata = NOTHING
+        self._metadata: ConnectorMetadata = NOTHING
         self._client: LookupClient | None = None
-        self._inquiries: Inquiries | None = None
+        self._inquiries: LookupQueue | None = None
         self._server: LookupServer | None = None
         self._lookup: RankLookup | None = None
         self._guard = WeightsGuard()
@@ -119,7 +119,7 @@ class HybridConnector:
             )
         _, hash_block_size = resolve_kv_cache_block_sizes(self._kv_cache_config, self._vllm_config)
         self._client = LookupClient(self._vllm_config, config.lookup_timeout_ms)
-        self._inquiries = Inquiries(
+        self._inquiries = LookupQueue(
             self._client.ask, config.lookup_timeout_ms, contents=self._client.contents
         )
         self.scheduler = HybridScheduler(self.plan, options, hash_block_size, self._inquiries)
@@ -135,8 +135,8 @@ class HybridConnector:
     def _start_lmcache(
         self, config: "LMCacheEngineConfig", role: KVConnectorRole
     ) -> "LMCacheManager":
-        from lmcache_hybrid.lmcache_home import LMCacheManager
-        from lmcache_hybrid.services import HybridServiceFactory
+        from lmcache_hybrid.storage.engine import HybridServiceFactory
+        from lmcache_hybrid.upstream.lmcache_home import LMCacheManager
 
         groups = [self._kv_cache_config.kv_cache_groups[i] for i in self.plan.attention]
         factory = HybridServiceFactory(
@@ -203,8 +203,8 @@ class HybridConnector:
             logger.error("LMCache loads and stores nothing on this rank any more: %s", error)
 
     def _open_store(self, engine: Any, pages: dict[int, GroupPages], name: bytes) -> None:
-        from lmcache_hybrid.lmcache_store import LMCacheStore
-        from lmcache_hybrid.pinned import report_pool
+        from lmcache_hybrid.storage.host_memory import report_pool
+        from lmcache_hybrid.storage.lmcache_store import LMCacheStore
 
         assert self._server is not None
         model = self._vllm_config.model_config.model
@@ -253,7 +253,7 @@ class HybridConnector:
 
     # Worker side
 
-    def bind_connector_metadata(self, metadata: StepMetadata) -> None:
+    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
         self._metadata = metadata
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -303,7 +303,7 @@ class HybridConnector:
         assert self.scheduler is not None
         self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ConnectorMetadata:
         assert self.scheduler is not None
         return self.scheduler.step(scheduler_output)
 

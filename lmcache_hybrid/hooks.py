@@ -11,8 +11,9 @@ _DISK = f"{_BACKENDS}.local_disk_backend"
 _REDIS = f"{_BACKENDS}.connector.redis_connector"
 _QUEUE = f"{_BACKENDS}.job_executor.pq_executor"
 _ZMQ = "lmcache.v1.rpc.zmq_transport"
-_REMOTE_PATCH = "lmcache_hybrid/remote.py"
-_REDIS_PATCH, _DOCTOR = "lmcache_hybrid/redis_stores.py", "lmcache_hybrid/doctor/backends.py"
+_REMOTE_PATCH = "lmcache_hybrid/storage/remote/connectors.py"
+_REDIS_PATCH = "lmcache_hybrid/storage/remote/redis.py"
+_DOCTOR = "lmcache_hybrid/tools/doctor/backends.py"
 _CONFIG = "lmcache.v1.config"
 _OPS = "lmcache.v1.platform.base.device_ops"
 _SPEC = "lmcache.v1.platform.base.device_spec"
@@ -95,7 +96,7 @@ LMCACHE = (
     Hook(
         "lmcache.v1.cache_engine",
         "LMCacheEngine.retrieve_locations",
-        replaced_in="lmcache_hybrid/accept/worker.py",
+        replaced_in="lmcache_hybrid/tools/accept/worker.py",
     ),
     *attributes(
         f"{_BACKENDS}.storage_manager",
@@ -108,7 +109,11 @@ LMCACHE = (
         "model_name world_size worker_id chunk_hash dtype request_configs from_string to_string",
     ),
     Hook("lmcache.utils", "CacheEngineKey.with_new_worker_id", ("new_worker_id",)),
-    Hook("lmcache.utils", "CacheEngineKey.model_name", replaced_in="lmcache_hybrid/disk_files.py"),
+    Hook(
+        "lmcache.utils",
+        "CacheEngineKey.model_name",
+        replaced_in="lmcache_hybrid/storage/disk/index.py",
+    ),
     *attributes(
         "lmcache.v1.memory_management",
         "MemoryObj",
@@ -124,7 +129,7 @@ LMCACHE = (
         f"{_BACKENDS}.local_cpu_backend",
         "LocalCPUBackend.allocate",
         ("shapes", "dtypes", "fmt", "eviction", "busy_loop"),
-        replaced_in="lmcache_hybrid/staging.py",
+        replaced_in="lmcache_hybrid/storage/staging.py",
     ),
     *attributes(
         f"{_BACKENDS}.local_cpu_backend",
@@ -173,7 +178,7 @@ LMCACHE = (
         "current_cache_size usage batched_submit_put_task close",
     ),
     *attributes("lmcache.utils", "DiskCacheMetadata", "size path pin unpin"),
-    # What keeps a record that somebody refers to (lmcache_hybrid/pins.py)
+    # What keeps a record that somebody refers to (lmcache_hybrid/storage/pins.py)
     Hook(
         "lmcache.v1.memory_management",
         "TensorMemoryObj.can_evict",
@@ -245,22 +250,22 @@ LMCACHE = (
     Hook(
         _CONFIG,
         "_CONFIG_DEFINITIONS.chunk_size",
-        replaced_in="lmcache_hybrid/config.py",
+        replaced_in="lmcache_hybrid/config/options.py",
     ),
     Hook(
         _CONFIG,
         "_CONFIG_DEFINITIONS.pre_caching_hash_algorithm",
-        replaced_in="lmcache_hybrid/config.py",
+        replaced_in="lmcache_hybrid/config/options.py",
     ),
     # The doctor opens every backend, with little memory.
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.max_local_cpu_size", replaced_in=_DOCTOR),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.max_local_disk_size", replaced_in=_DOCTOR),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.remote_url", replaced_in=_DOCTOR),
-    Hook(_CONFIG, "_CONFIG_DEFINITIONS.remote_url", replaced_in="lmcache_hybrid/stored/login.py"),
+    Hook(_CONFIG, "_CONFIG_DEFINITIONS.remote_url", replaced_in="lmcache_hybrid/config/login.py"),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.remote_config_url", replaced_in=_DOCTOR),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.store_location", replaced_in=_DOCTOR),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.retrieve_locations", replaced_in=_DOCTOR),
-    # lmcache_hybrid/pinned.py
+    # lmcache_hybrid/storage/host_memory.py
     Hook(_OPS, "DeviceOps.bind_native", ("module",), holds=("setattr(self, name, native_sym)",)),
     Hook(_OPS, "DeviceOps.device_type"),
     Hook(_OPS, "DeviceOps.alloc_pinned_ptr", ("size", "device_id")),
@@ -300,9 +305,9 @@ LMCACHE = (
         "MixedMemoryAllocator",
         "buffer shm_name",
     ),
-    # lmcache_hybrid/monitor.py
+    # lmcache_hybrid/core/lmcache_stats.py
     *(
-        Hook("lmcache.observability", name, replaced_in="lmcache_hybrid/monitor.py")
+        Hook("lmcache.observability", name, replaced_in="lmcache_hybrid/core/lmcache_stats.py")
         for name in (
             "LookupRequestStats.start_time",
             "RetrieveRequestStats.start_time",

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from lmcache_hybrid.counts import CHECKS
+from lmcache_hybrid.core.counts import CHECKS
 
 PREFIX = "vllm:lmcache_hybrid_"
 BACKENDS = ("LocalCPUBackend", "LocalDiskBackend", "RemoteBackend")
@@ -36,7 +36,7 @@ class Metric:
 
     Attributes:
         name: without PREFIX, and without the ``_total`` of counters.
-        source: ``side.count``, see :mod:`lmcache_hybrid.counts`.
+        source: ``side.count``, see :mod:`lmcache_hybrid.core.counts`.
         kind: prometheus_client's class.
         help: one sentence.
         labels: names beyond vLLM's own (model_name, engine).
@@ -215,7 +215,7 @@ class HybridStats(KVConnectorStats):
     """What was counted since the last step: increments, levels and observations.
 
     ``data`` is made of numbers, strings, lists and dicts only, because it is sent to
-    other processes: see :meth:`lmcache_hybrid.counts.Ledger.report`.
+    other processes: see :meth:`lmcache_hybrid.core.counts.Ledger.report`.
     """
 
     def reset(self) -> None:

@@ -39,7 +39,7 @@ def _install() -> str | None:
         engines of others.
     """
     try:
-        from vllm_patch import versions
+        from lmcache_hybrid.upstream import versions
 
         problem = versions.unsupported()
         if problem is not None:
@@ -66,7 +66,7 @@ def _install() -> str | None:
 def _find_lmcache() -> None:
     """Let vLLM find LMCache's own adapter where LMCache has moved it: dense models need it."""
     try:
-        from lmcache_hybrid import lmcache_home
+        from lmcache_hybrid.upstream import lmcache_home
 
         lmcache_home.install()
     except Exception:

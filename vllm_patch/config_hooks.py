@@ -8,9 +8,9 @@ from collections.abc import Callable
 from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
 from vllm.logger import init_logger
 
-from vllm_patch import versions
+from lmcache_hybrid.upstream import versions
 
-logger = init_logger("vllm.lmcache_hybrid.config")
+logger = init_logger("vllm.lmcache_hybrid.config.options")
 
 CONNECTOR = "LMCacheConnectorV1"
 # kv_connector_extra_config key: vLLM cannot tell a written "fail" from its default.

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import (
 )
 from vllm.logger import init_logger
 
-from lmcache_hybrid.groups import is_served
+from lmcache_hybrid.core.groups import is_served
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,8 +9,8 @@ compare the assignments in our code with ``replaced_in``, and all uses with the 
 
 from pathlib import Path
 
-from lmcache_hybrid import lmcache_home
 from lmcache_hybrid.hooks import LMCACHE
+from lmcache_hybrid.upstream import lmcache_home
 from vllm_patch.hooks_used import USED
 from vllm_patch.source import Hook, Tree, attributes, imported
 
@@ -143,7 +143,7 @@ HOOKS = (
     ),
     Hook(f"{_LOADER}.tensorizer_loader", "TensorizerLoader"),
     Hook(f"{_LOADER}.weight_cache.ipc_loader", "IpcModelLoader"),
-    # lmcache_hybrid/weights.py
+    # lmcache_hybrid/identity/weights.py
     Hook(f"{_LOADER}.weight_checksum", "compute_tensor_digests", ("model",)),
     *attributes("vllm.distributed.parallel_state", "GroupCoordinator", "world_size cpu_group"),
     Hook(_CONFIG, "ParallelConfig.enable_elastic_ep"),
@@ -291,7 +291,7 @@ HOOKS = (
     *attributes(_CONFIG, "VllmConfig", "ec_transfer_config kv_transfer_config cache_config"),
     Hook(_CONFIG, "ModelConfig.multimodal_config"),
     Hook(_CONFIG, "MultiModalConfig.mm_processor_cache_gb"),
-    # vllm_patch/lora_hooks.py, lmcache_hybrid/adapters.py
+    # vllm_patch/lora_hooks.py, lmcache_hybrid/identity/adapters.py
     Hook(
         _LORA,
         "WorkerLoRAManager.__init__",
@@ -347,7 +347,7 @@ HOOKS = (
     Hook(
         _REQUEST,
         "Request.shared_prefix_boundary",
-        replaced_in="lmcache_hybrid/scheduler.py",
+        replaced_in="lmcache_hybrid/scheduler/scheduler.py",
     ),
     Hook(
         "vllm._custom_ops",
@@ -377,7 +377,9 @@ HOOKS = (
     *attributes(_CONFIG, "VllmConfig", "parallel_config lora_config compilation_config"),
     *attributes(_CONFIG, "ModelConfig", "model model_impl model_class_overrides"),
     *attributes(_CONFIG, "ModelConfig", "revision quantization quantization_config dtype"),
-    Hook(_CONFIG, "CacheConfig.kv_cache_layout", replaced_in="lmcache_hybrid/doctor/model.py"),
+    Hook(
+        _CONFIG, "CacheConfig.kv_cache_layout", replaced_in="lmcache_hybrid/tools/doctor/model.py"
+    ),
     *attributes(_CONFIG, "CacheConfig", "cache_dtype use_replayssm"),
     *attributes(_CONFIG, "CacheConfig", "replayssm_buffer_len enable_prefix_caching"),
     Hook(_CONFIG, "LoadConfig.load_format"),

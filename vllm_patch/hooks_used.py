@@ -12,7 +12,7 @@ _STATE = "vllm.distributed.parallel_state"
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1"
 _CORE = "vllm.v1.engine.core"
 
-# The fingerprint reads them, see lmcache_hybrid/fingerprint.py.
+# The fingerprint reads them, see lmcache_hybrid/worker/fingerprint.py.
 ENVIRONMENT = (
     "VLLM_BATCH_INVARIANT VLLM_B12X_MOE_FP4_FORCE_A16 VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER "
     "VLLM_CPU_INT4_W4A8 VLLM_MOE_USE_DEEP_GEMM VLLM_USE_DEEP_GEMM VLLM_USE_DEEP_GEMM_E8M0 "

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lmcache_hybrid.weights import LOADED, WeightsStream, tensors_identity
+from lmcache_hybrid.identity.weights import LOADED, WeightsStream, tensors_identity
 from vllm_patch import sleep
 from vllm_patch.config_hooks import CONNECTOR
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes what vLLM loads as LoRA adapters, see :mod:`lmcache_hybrid.adapters`."""
+"""Notes what vLLM loads as LoRA adapters, see :mod:`lmcache_hybrid.identity.adapters`."""
 
 import functools
 from typing import TYPE_CHECKING, Any
 
-from lmcache_hybrid.adapters import ADAPTERS
+from lmcache_hybrid.identity.adapters import ADAPTERS
 from vllm_patch.config_hooks import CONNECTOR
 
 if TYPE_CHECKING:

@@ -3,14 +3,14 @@
 
 Where vLLM has processed the items nothing tells a client's ``uuid`` from the hash of an
 item: with processor arguments the uuid itself is hashed. EngineCore reads the mark in
-:mod:`lmcache_hybrid.media`; without one a request with media is not cached.
+:mod:`lmcache_hybrid.identity.media`; without one a request with media is not cached.
 """
 
 import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lmcache_hybrid.media import CLIENT, CLIENT_PREFIX, CONTENT, MARK
+from lmcache_hybrid.identity.media import CLIENT, CLIENT_PREFIX, CONTENT, MARK
 from vllm_patch.config_hooks import CONNECTOR
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from lmcache_hybrid.weights import LOADED
+from lmcache_hybrid.identity.weights import LOADED
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker

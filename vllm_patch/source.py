@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmcache_hybrid.lmcache_home import moved
+from lmcache_hybrid.upstream.lmcache_home import moved
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 

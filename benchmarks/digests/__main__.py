@@ -18,9 +18,9 @@ import torch
 import typer
 
 from benchmarks.performance.shapes import SHAPES
-from lmcache_hybrid.digests import PLAIN, Digester, KeyedDigester
-from lmcache_hybrid.pages import GroupPages
-from lmcache_hybrid.record import CHUNK_BYTES, digests_of
+from lmcache_hybrid.core.digests import PLAIN, Digester, KeyedDigester
+from lmcache_hybrid.storage.record import CHUNK_BYTES, digests_of
+from lmcache_hybrid.worker.pages import GroupPages
 
 KINDS: dict[str, Digester] = {"plain": PLAIN, "keyed": KeyedDigester(bytes(range(32)))}
 STEPS = {

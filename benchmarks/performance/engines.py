@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from lmcache_hybrid import tinymodels
+from lmcache_hybrid.tools import tiny_models as tinymodels
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "e2e"))
 from engine import Engine  # noqa: E402

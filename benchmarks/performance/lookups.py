@@ -8,9 +8,11 @@ from types import SimpleNamespace
 
 from benchmarks.performance.path import prefix_of
 from benchmarks.performance.shapes import QWEN36_27B, Shape
-from lmcache_hybrid.lookup import Prefix, Question, RankLookup, agree, load_keys
-from lmcache_hybrid.record import ATTENTION, STATE
-from lmcache_hybrid.store import NaiveStore
+from lmcache_hybrid.core.keys import ATTENTION, STATE
+from lmcache_hybrid.protocol.lookup import LookupRequest, agree
+from lmcache_hybrid.protocol.prefix import Prefix, load_keys
+from lmcache_hybrid.storage.interface import NaiveStore
+from lmcache_hybrid.storage.rank_lookup import RankLookup
 
 _names = itertools.count()
 
@@ -43,7 +45,7 @@ def lookups(tokens: int, ranks: int, rounds: int) -> dict[str, float | list[floa
     The store is a dict, so the time is that of our own code and of the transport.
     ``one_rank`` is what a rank needs for its answer, without the transport.
     """
-    from lmcache_hybrid.rpc import LookupClient, LookupServer
+    from lmcache_hybrid.storage.rpc import LookupClient, LookupServer
 
     blocks = tokens // QWEN36_27B.block_size
     prefix, plan = prefix_of(blocks), QWEN36_27B.plan
@@ -60,17 +62,17 @@ def lookups(tokens: int, ranks: int, rounds: int) -> dict[str, float | list[floa
         client = LookupClient(config, timeout_ms=10_000)
         stack.callback(client.close)
 
-        def ask(question: Question):
+        def ask(question: LookupRequest):
             nonlocal questions
             questions += 1
             return client.ask(question)
 
         for round_ in range(rounds + 1):
             started = time.perf_counter()
-            answer = agree(ask, Question(f"r{round_}", prefix, blocks, 0))
+            answer = agree(ask, LookupRequest(f"r{round_}", prefix, blocks, 0))
             ended = time.perf_counter()
             assert answer.boundary == blocks
-            alone = found[0].answer(Question(f"s{round_}", prefix, blocks, 0))
+            alone = found[0].answer(LookupRequest(f"s{round_}", prefix, blocks, 0))
             assert alone.boundary == blocks
             if round_:
                 times["all"].append(ended - started)
@@ -94,7 +96,7 @@ def real_store(tokens: int, rounds: int) -> dict[str, float | list[float]]:
         for round_ in range(rounds + 1):
             one.store._keys.cache_clear()
             started = time.perf_counter()
-            answer = one.lookup.answer(Question(f"r{round_}", prefix, blocks, 0))
+            answer = one.lookup.answer(LookupRequest(f"r{round_}", prefix, blocks, 0))
             ended = time.perf_counter()
             assert answer.boundary == blocks
             one.lookup.drop(f"r{round_}")

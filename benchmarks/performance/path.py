@@ -15,9 +15,11 @@ import numpy as np
 import torch
 
 from benchmarks.performance.shapes import Shape
-from lmcache_hybrid.lookup import Prefix, Question, RankLookup, load_keys
-from lmcache_hybrid.metadata import StepMetadata
-from lmcache_hybrid.worker import HybridWorker
+from lmcache_hybrid.protocol.lookup import LookupRequest
+from lmcache_hybrid.protocol.metadata import ConnectorMetadata
+from lmcache_hybrid.protocol.prefix import Prefix, load_keys
+from lmcache_hybrid.storage.rank_lookup import RankLookup
+from lmcache_hybrid.worker.worker import HybridWorker
 
 _names = itertools.count()
 BACKENDS = ("ram", "disk", "redis")
@@ -48,9 +50,9 @@ class Rank:
     ) -> None:
         from lmcache.v1.config import LMCacheEngineConfig
 
-        from lmcache_hybrid.lmcache_home import LMCacheEngineBuilder
-        from lmcache_hybrid.lmcache_store import LMCacheStore
-        from lmcache_hybrid.standalone import make_engine
+        from lmcache_hybrid.storage.lmcache_store import LMCacheStore
+        from lmcache_hybrid.tools.standalone import make_engine
+        from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder
 
         self.backend, self.shape, self.plan = backend, shape, shape.plan
         room = 2.2 * shape.bytes_at(blocks) / (1 << 30) + 0.1
@@ -89,7 +91,7 @@ class Rank:
     def save(self, name: str, prefix: Prefix) -> None:
         """Everything of ``prefix``, until the backend has taken it."""
         self._saved.append(prefix)
-        self.worker.save(StepMetadata((), (self.shape.save(name, prefix, 1),), (), False))
+        self.worker.save(ConnectorMetadata((), (self.shape.save(name, prefix, 1),), (), False))
 
     def settle(self) -> None:
         """Wait for LMCache's writes."""
@@ -112,10 +114,10 @@ class Rank:
         """Seconds from admission (the lookup) to the report that all is in place."""
         started = time.perf_counter()
         blocks = len(prefix.hashes)
-        answer = self.lookup.answer(Question(name, prefix, blocks, 0))
+        answer = self.lookup.answer(LookupRequest(name, prefix, blocks, 0))
         assert answer.boundary == blocks, "the store has lost a part of it"
         load = self.shape.load(name, prefix, self.first_target)
-        self.worker.start_loads(StepMetadata((load,), (), (), True))
+        self.worker.start_loads(ConnectorMetadata((load,), (), (), True))
         while True:
             results = self.worker.results(set(), idle=True)
             if results.finished_recving:

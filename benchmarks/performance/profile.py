@@ -10,10 +10,10 @@ from unittest import mock
 
 from benchmarks.performance.path import Rank, prefix_of, rank
 from benchmarks.performance.shapes import Shape
-from lmcache_hybrid import lmcache_store
-from lmcache_hybrid.lmcache_store import LMCacheStore
-from lmcache_hybrid.lookup import RankLookup
-from lmcache_hybrid.pages import GroupPages
+from lmcache_hybrid.storage import lmcache_store
+from lmcache_hybrid.storage.lmcache_store import LMCacheStore
+from lmcache_hybrid.storage.rank_lookup import RankLookup
+from lmcache_hybrid.worker.pages import GroupPages
 
 # (what it does, owner, function); each excludes what is listed below it and called by it.
 PARTS = (

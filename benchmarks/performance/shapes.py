@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from lmcache_hybrid.groups import GroupPlan
-from lmcache_hybrid.lookup import Prefix
-from lmcache_hybrid.metadata import Load, Save
-from lmcache_hybrid.pages import GroupPages
+from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.protocol.metadata import LoadSpec, SaveSpec
+from lmcache_hybrid.protocol.prefix import Prefix
+from lmcache_hybrid.worker.pages import GroupPages
 
 
 @dataclass(frozen=True)
@@ -61,20 +61,20 @@ class Shape:
             made[group] = GroupPages(names, caches)
         return made
 
-    def load(self, name: str, prefix: Prefix, first: int) -> Load:
+    def load(self, name: str, prefix: Prefix, first: int) -> LoadSpec:
         """All of ``prefix`` into the block ids from ``first`` on."""
         blocks = len(prefix.hashes)
         ids = range(first, first + blocks + self.states)
-        return Load(name, prefix, 0, blocks, (tuple(ids[:blocks]),), tuple(ids[blocks:]))
+        return LoadSpec(name, prefix, 0, blocks, (tuple(ids[:blocks]),), tuple(ids[blocks:]))
 
-    def save(self, name: str, prefix: Prefix, first: int) -> Save:
+    def save(self, name: str, prefix: Prefix, first: int) -> SaveSpec:
         """All of ``prefix`` from the block ids from ``first`` on, and its last state."""
         load = self.load(name, prefix, first)
         attention = tuple((block, (id_,)) for block, id_ in enumerate(load.attention_blocks[0]))
-        return Save(name, prefix, attention, ((load.boundary, load.state_blocks),))
+        return SaveSpec(name, prefix, attention, ((load.boundary, load.state_blocks),))
 
 
-def block_ids(load: Load) -> Iterable[tuple[int, int]]:
+def block_ids(load: LoadSpec) -> Iterable[tuple[int, int]]:
     """(group, block id) of everything a load writes; groups as :meth:`Shape.plan` numbers them."""
     yield from ((len(load.state_blocks), id_) for id_ in load.attention_blocks[0])
     yield from enumerate(load.state_blocks)

@@ -23,7 +23,7 @@ import typer
 from rich.progress import track
 
 from benchmarks.reuse import report
-from lmcache_hybrid.tinymodels import make_model
+from lmcache_hybrid.tools.tiny_models import make_model
 
 BLOCKS = 20
 INTERVALS = (0, 8, 4, 2, 1)  # T in blocks
@@ -94,7 +94,9 @@ class Engine:
 def main(
     out: Annotated[Path, typer.Option(help="JSON file; its table goes into reuse.md beside it.")],
     rounds: Annotated[int, typer.Option(help="Asks per T; the median counts.")] = 7,
-    family: Annotated[str, typer.Option(help="One of lmcache_hybrid.tinymodels.")] = "qwen3_next",
+    family: Annotated[
+        str, typer.Option(help="One of lmcache_hybrid.tools.tiny_models.")
+    ] = "qwen3_next",
 ) -> None:
     """Measure prefills with checkpoints every so many tokens."""
     os.environ.update(ENVIRONMENT)

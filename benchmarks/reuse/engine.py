@@ -49,21 +49,22 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 import lmcache_hybrid.connector
 import vllm_patch
-from lmcache_hybrid import worker as worker_module
-from lmcache_hybrid.config import read_options, settle_lmcache_config
-from lmcache_hybrid.groups import plan_groups
-from lmcache_hybrid.inquiry import Inquiries
-from lmcache_hybrid.lmcache_home import LMCacheEngineBuilder
-from lmcache_hybrid.lmcache_store import LMCacheStore
-from lmcache_hybrid.lookup import Answer, Question, RankLookup
-from lmcache_hybrid.metadata import NOTHING
-from lmcache_hybrid.pages import GroupPages
-from lmcache_hybrid.record import payload_bytes
-from lmcache_hybrid.scheduler import HybridScheduler
-from lmcache_hybrid.standalone import make_engine
-from lmcache_hybrid.tinymodels import make_model
-from lmcache_hybrid.weights_guard import WeightsGuard
-from lmcache_hybrid.worker import HybridWorker
+from lmcache_hybrid.config.options import read_options, settle_lmcache_config
+from lmcache_hybrid.core.groups import plan_groups
+from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
+from lmcache_hybrid.protocol.metadata import NOTHING
+from lmcache_hybrid.scheduler.lookups import LookupQueue
+from lmcache_hybrid.scheduler.scheduler import HybridScheduler
+from lmcache_hybrid.storage.lmcache_store import LMCacheStore
+from lmcache_hybrid.storage.rank_lookup import RankLookup
+from lmcache_hybrid.storage.record import payload_bytes
+from lmcache_hybrid.storage.weights_guard import WeightsGuard
+from lmcache_hybrid.tools.standalone import make_engine
+from lmcache_hybrid.tools.tiny_models import make_model
+from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder
+from lmcache_hybrid.worker import worker as worker_module
+from lmcache_hybrid.worker.pages import GroupPages
+from lmcache_hybrid.worker.worker import HybridWorker
 
 LONGEST = 65_536  # tokens of a request
 RECORD_BYTES = 256
@@ -166,7 +167,7 @@ class _Connector(lmcache_hybrid.connector.HybridConnector):
                 engine.plan,
                 engine.options,
                 engine.setup.block_size,
-                Inquiries(engine.ask, 1000, _AtOnce()),
+                LookupQueue(engine.ask, 1000, _AtOnce()),
             )
             return
         # Nobody reads what is in them.
@@ -288,7 +289,7 @@ class ReplayEngine:
         self.store = store(engine, ID, bytes(16), payload_bytes(RECORD_BYTES))
         self.lookup = RankLookup(self.plan, self.store)
 
-    def ask(self, question: Question) -> list[Answer]:
+    def ask(self, question: LookupRequest) -> list[LookupResult]:
         """The scheduler's question to its one rank."""
         return [self.lookup.answer(question)]
 

@@ -10,8 +10,9 @@ from redis.crc import key_slot
 
 from benchmarks.performance.path import Rank, prefix_of, rank
 from benchmarks.performance.shapes import Shape
-from lmcache_hybrid.lookup import Prefix, Question, load_keys
-from lmcache_hybrid.metadata import StepMetadata
+from lmcache_hybrid.protocol.lookup import LookupRequest
+from lmcache_hybrid.protocol.metadata import ConnectorMetadata
+from lmcache_hybrid.protocol.prefix import Prefix, load_keys
 
 SLOTS = 16384
 
@@ -54,7 +55,7 @@ class Watch:
 def ask(one: Rank, name: str, prefix: Prefix, floor: int = 0) -> int:
     """A lookup and its end; returns the boundary in blocks."""
     blocks = len(prefix.hashes)
-    answer = one.lookup.answer(Question(name, prefix, blocks, floor))
+    answer = one.lookup.answer(LookupRequest(name, prefix, blocks, floor))
     one.lookup.drop(name)
     return answer.boundary
 
@@ -62,11 +63,11 @@ def ask(one: Rank, name: str, prefix: Prefix, floor: int = 0) -> int:
 def hit(one: Rank, name: str, prefix: Prefix, floor: int) -> None:
     """A lookup and a load of everything past ``floor`` blocks."""
     blocks = len(prefix.hashes)
-    assert one.lookup.answer(Question(name, prefix, blocks, floor)).boundary == blocks
+    assert one.lookup.answer(LookupRequest(name, prefix, blocks, floor)).boundary == blocks
     load = one.shape.load(name, prefix, one.first_target)
     attention = tuple(ids[floor:] for ids in load.attention_blocks)
     load = dataclasses.replace(load, start=floor, attention_blocks=attention)
-    one.worker.start_loads(StepMetadata((load,), (), (), True))
+    one.worker.start_loads(ConnectorMetadata((load,), (), (), True))
     while not (results := one.worker.results(set(), idle=True)).finished_recving:
         pass
     assert not results.failed_recving

@@ -71,7 +71,7 @@ def _arms(file: Path, count: int) -> dict[str, Callable[[], object]]:
     from torch import nn
     from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 
-    from lmcache_hybrid.weights import WeightsStream, tensors_identity
+    from lmcache_hybrid.identity.weights import WeightsStream, tensors_identity
 
     shape = (TENSOR_BYTES // 2 // 8192, 8192)
     names = [f"layers.{number}.weight" for number in range(count)]

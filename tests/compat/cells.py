@@ -15,14 +15,14 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from vllm_patch.versions import PAIRS
+from lmcache_hybrid.upstream.versions import PAIRS
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".compat"
 STAGES = ("resolves", "hooks", "imports", "unit", "e2e")
 # A release without a CPU build: its Python code runs over the kernels of this one.
 KERNELS = next(pair.kernels for pair in reversed(PAIRS))
-IMPORTS = "import vllm_patch; vllm_patch.register(); import lmcache_hybrid.lmcache_store"
+IMPORTS = "import vllm_patch; vllm_patch.register(); import lmcache_hybrid.storage.lmcache_store"
 UNIT = ("tests/unit", "tests/sim", "tests/repairs")
 # A quarter of what CI simulates, so that an answer takes less than 20 minutes.
 SIM_STEPS = "50000"

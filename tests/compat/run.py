@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.reuse.report import replace  # noqa: E402
+from lmcache_hybrid.upstream.versions import PAIRS  # noqa: E402
 from tests.compat.cells import (  # noqa: E402
     FOLDER,
     STAGES,
@@ -28,7 +29,6 @@ from tests.compat.cells import (  # noqa: E402
 )
 from tests.compat.moved import changed, missing_and_where  # noqa: E402
 from tests.compat.newest import named  # noqa: E402
-from vllm_patch.versions import PAIRS  # noqa: E402
 
 REPORT = FOLDER / "report.md"
 FIGURES, PAGE = ROOT / "docs/compat.json", ROOT / "docs/compat.md"

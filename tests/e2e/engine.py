@@ -384,7 +384,7 @@ class _Child:
         """What ``/metrics`` would show; LMCache adds its own every ten seconds, here at once."""
         from prometheus_client import REGISTRY, generate_latest
 
-        from lmcache_hybrid.lmcache_home import LMCacheEngineBuilder
+        from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder
 
         for logger in LMCacheEngineBuilder._stat_loggers.values():
             logger.prometheus_logger.log_prometheus(logger.monitor.get_stats_and_clear())

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import xxhash
 
-from lmcache_hybrid import record
+from lmcache_hybrid.storage import record
 
 # Damage to the bytes of one record
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from engine import Answer, Engine
 from prompts import Case, cases
 
-from lmcache_hybrid.tinymodels import make_model
+from lmcache_hybrid.tools.tiny_models import make_model
 
 
 @dataclass

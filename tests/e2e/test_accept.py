@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lmcache_hybrid.tinymodels import make_model
+from lmcache_hybrid.tools.tiny_models import make_model
 
 pytestmark = pytest.mark.engine
 
 FLAGS = ("--max-num-batched-tokens", "1024", "--enforce-eager", "--max-num-seqs", "4")
 # A vLLM plugin, so that it is there in the process that loads.
 LOSE_STATES = """
-from lmcache_hybrid.record import STATE
-from lmcache_hybrid.worker import HybridWorker
+from lmcache_hybrid.core.keys import STATE
+from lmcache_hybrid.worker.worker import HybridWorker
 
 targets = HybridWorker._targets
 
@@ -73,7 +73,7 @@ def accept(
         **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {}),
         **env,
     }
-    command = [sys.executable, "-c", "from lmcache_hybrid.cli import app; app()", "accept"]
+    command = [sys.executable, "-c", "from lmcache_hybrid.tools.cli import app; app()", "accept"]
     done = subprocess.run(
         [*command, str(model), f"--lmcache-config={lmcache}", f"--out={report}", *options],
         env=environment,

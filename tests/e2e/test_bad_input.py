@@ -8,7 +8,7 @@ import pytest
 from engine import Engine, EngineDied
 from prompts import cases
 
-from lmcache_hybrid.tinymodels import make_model
+from lmcache_hybrid.tools.tiny_models import make_model
 
 pytestmark = pytest.mark.engine
 

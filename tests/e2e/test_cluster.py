@@ -10,7 +10,7 @@ import pytest
 from engine import Engine
 from servers import Cluster
 
-from lmcache_hybrid.tinymodels import make_model
+from lmcache_hybrid.tools.tiny_models import make_model
 
 pytestmark = pytest.mark.engine
 

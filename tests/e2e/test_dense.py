@@ -15,8 +15,8 @@ from engine import Engine
 from packaging.version import Version
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from lmcache_hybrid.lmcache_home import NEW, OLD, take
-from lmcache_hybrid.tinymodels import make_model
+from lmcache_hybrid.tools.tiny_models import make_model
+from lmcache_hybrid.upstream.lmcache_home import NEW, OLD, take
 
 pytestmark = pytest.mark.engine
 

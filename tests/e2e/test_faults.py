@@ -21,8 +21,8 @@ import faults
 import pytest
 from engine import Answer, Engine, EngineDied
 
-from lmcache_hybrid.record import VERSION
-from lmcache_hybrid.tinymodels import make_model
+from lmcache_hybrid.storage.record import VERSION
+from lmcache_hybrid.tools.tiny_models import make_model
 
 pytestmark = pytest.mark.engine
 

@@ -10,10 +10,10 @@ from golden import assert_close
 from prompts import cases, shortened
 from typer.testing import CliRunner
 
-from lmcache_hybrid.cli import app
-from lmcache_hybrid.record import record_bytes
-from lmcache_hybrid.stored.wrapper import WRAPPER_BYTES
-from lmcache_hybrid.tinymodels import make_model
+from lmcache_hybrid.storage.record import record_bytes
+from lmcache_hybrid.tools.cli import app
+from lmcache_hybrid.tools.stored.wrapper import WRAPPER_BYTES
+from lmcache_hybrid.tools.tiny_models import make_model
 
 pytestmark = pytest.mark.engine
 

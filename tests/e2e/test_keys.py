@@ -21,8 +21,8 @@ from vllm.config import LoadConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from lmcache_hybrid.cli import app
-from lmcache_hybrid.tinymodels import make_model
+from lmcache_hybrid.tools.cli import app
+from lmcache_hybrid.tools.tiny_models import make_model
 
 pytestmark = pytest.mark.engine
 

@@ -10,7 +10,7 @@ import pytest
 from engine import Engine
 from promql import Exported, names, of_alerts, of_dashboard
 
-from lmcache_hybrid.tinymodels import make_model
+from lmcache_hybrid.tools.tiny_models import make_model
 
 ROOT = Path(__file__).parents[2]
 BOARD = ROOT / "examples" / "observability" / "dashboard.json"

@@ -16,7 +16,7 @@ import pytest
 from engine import CONNECTOR, Answer, Engine, EngineDied
 from faults import RedisShelf
 
-from lmcache_hybrid.tinymodels import make_model
+from lmcache_hybrid.tools.tiny_models import make_model
 
 pytestmark = pytest.mark.engine
 

@@ -20,7 +20,7 @@ from engine import Answer, Engine
 from golden import assert_close
 from prompts import Case, v2_cases
 
-from lmcache_hybrid.tinymodels import make_model
+from lmcache_hybrid.tools.tiny_models import make_model
 
 pytestmark = pytest.mark.engine
 

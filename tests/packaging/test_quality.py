@@ -32,3 +32,10 @@ def test_clean(command: list[str], tmp_path: Path) -> None:
         text=True,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_rooms_import_only_from_rooms_below_them() -> None:
+    """The drawing of docs/design.md; its contracts are in pyproject.toml."""
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "Contracts: 4 kept, 0 broken." in result.stdout, result.stdout + result.stderr

@@ -14,10 +14,10 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from unit.test_lmcache_store import Box
 
-from lmcache_hybrid import redis_stores
-from lmcache_hybrid.lmcache_home import LMCacheEngineBuilder
-from lmcache_hybrid.local_disk import record_shape
-from lmcache_hybrid.standalone import make_engine
+from lmcache_hybrid.storage.disk.backend import record_shape
+from lmcache_hybrid.storage.remote import redis as redis_stores
+from lmcache_hybrid.tools.standalone import make_engine
+from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder
 
 GIB = 1 << 30
 POOL = 1 << 22

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from vllm_patch import hooks, versions
+from lmcache_hybrid.upstream import versions
+from vllm_patch import hooks
 
 # A function or a method of ours that repairs something.
 Repair = Callable[..., Any]

@@ -10,7 +10,11 @@ from types import ModuleType
 import pytest
 from unit.test_hooks import targets_of
 
-from lmcache_hybrid import local_disk, pinned, redis_stores, remote, staging
+from lmcache_hybrid.storage import host_memory as pinned
+from lmcache_hybrid.storage import staging
+from lmcache_hybrid.storage.disk import backend as local_disk
+from lmcache_hybrid.storage.remote import connectors as remote
+from lmcache_hybrid.storage.remote import redis as redis_stores
 from vllm_patch import compat, hooks
 
 from . import test_disk, test_remote, test_vllm  # noqa: F401  (fills TESTED)
@@ -60,12 +64,12 @@ def test_every_repair_has_a_test_that_says_delete_me():
 STORES = (remote, redis_stores, pinned, staging)
 # They put repairs in their places; that of staging is its ``allocate``.
 APPLY = {
-    "lmcache_hybrid.remote.repair",
-    "lmcache_hybrid.redis_stores.repair",
-    "lmcache_hybrid.staging.Staging.__init__",
+    "lmcache_hybrid.storage.remote.connectors.repair",
+    "lmcache_hybrid.storage.remote.redis.repair",
+    "lmcache_hybrid.storage.staging.Staging.__init__",
 }
 # What replaces something that works, for speed. No test can say when it can go.
-CHOICES = {"lmcache_hybrid.redis_stores._write_on_threads"}
+CHOICES = {"lmcache_hybrid.storage.remote.redis._write_on_threads"}
 # Methods of upstream's that put something in a place, as an assignment does.
 SETTERS = {"bind_native", "set_retry"}
 

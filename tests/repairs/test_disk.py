@@ -11,9 +11,9 @@ from lmcache.v1.storage_backend.cache_policy.lfu import LFUCachePolicy
 from unit.test_pinned import SIZE as POOL_SIZE
 from unit.test_pinned import cudart, no_options  # noqa: F401
 
-from lmcache_hybrid import pinned
-from lmcache_hybrid.local_disk import LocalDisk, SteadyLFU
-from lmcache_hybrid.staging import Staging
+from lmcache_hybrid.storage import host_memory as pinned
+from lmcache_hybrid.storage.disk.backend import LocalDisk, SteadyLFU
+from lmcache_hybrid.storage.staging import Staging
 
 from .raw import GIB, KEYS, SIZE, Raw, happens
 from .repair import shows_bug_of

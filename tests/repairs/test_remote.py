@@ -17,7 +17,8 @@ from lmcache.v1.storage_backend.connector.redis_connector import (
 from lmcache.v1.storage_backend.job_executor.pq_executor import AsyncPQExecutor
 from servers import HalfCluster, Sentinels
 
-from lmcache_hybrid import redis_stores, remote
+from lmcache_hybrid.storage.remote import connectors as remote
+from lmcache_hybrid.storage.remote import redis as redis_stores
 
 from .raw import KEYS, SIZE, Raw, happens
 from .repair import shows_bug_of

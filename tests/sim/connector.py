@@ -8,12 +8,12 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 import lmcache_hybrid.connector
-from lmcache_hybrid.inquiry import Inquiries
-from lmcache_hybrid.metadata import NOTHING
-from lmcache_hybrid.pages import GroupPages
-from lmcache_hybrid.scheduler import HybridScheduler
-from lmcache_hybrid.weights_guard import WeightsGuard
-from lmcache_hybrid.worker import HybridWorker
+from lmcache_hybrid.protocol.metadata import NOTHING
+from lmcache_hybrid.scheduler.lookups import LookupQueue
+from lmcache_hybrid.scheduler.scheduler import HybridScheduler
+from lmcache_hybrid.storage.weights_guard import WeightsGuard
+from lmcache_hybrid.worker.pages import GroupPages
+from lmcache_hybrid.worker.worker import HybridWorker
 
 from . import device
 from .device import Device
@@ -37,7 +37,7 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
         self._guard = WeightsGuard()
         self._metadata = NOTHING
         if role == KVConnectorRole.SCHEDULER:
-            asking = Inquiries(engine.ask, NEVER_MS, engine.asking)
+            asking = LookupQueue(engine.ask, NEVER_MS, engine.asking)
             self.scheduler = HybridScheduler(engine.plan, engine.options, engine.hash_size, asking)
             self._client, self._inquiries = self, self  # what a reset asks of both
         else:
@@ -71,7 +71,7 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
         self.worker._threads = ThreadPool(threads, held)
 
     def run(self, function: Callable[[], bool]) -> bool:
-        """Between two questions to the ranks, as :meth:`Inquiries.run`."""
+        """Between two questions to the ranks, as :meth:`LookupQueue.run`."""
         while self.engine.asking.run():
             pass
         return function()

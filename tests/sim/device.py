@@ -4,7 +4,7 @@
 A stream is a queue. Its entries run in order; entries of different streams in any order
 that the recorded events and waits permit. Nothing runs before it must in mode "late",
 everything at once in "early", whatever a seed says in "random". :class:`DeviceModule`
-stands in for ``torch.cuda`` in ``lmcache_hybrid.copies``, so that the real
+stands in for ``torch.cuda`` in ``lmcache_hybrid.worker.copies``, so that the real
 :class:`StreamCopies` moves the bytes.
 """
 
@@ -17,8 +17,8 @@ from contextlib import contextmanager
 
 import torch
 
-from lmcache_hybrid import copies, worker
-from lmcache_hybrid.pages import GroupPages
+from lmcache_hybrid.worker import copies, worker
+from lmcache_hybrid.worker.pages import GroupPages
 
 from .threads import Threads
 

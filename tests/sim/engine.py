@@ -31,11 +31,12 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 import lmcache_hybrid.connector
-from lmcache_hybrid import scheduler as scheduler_module
-from lmcache_hybrid import worker as worker_module
-from lmcache_hybrid.config import Options
-from lmcache_hybrid.groups import GroupPlan, plan_groups
-from lmcache_hybrid.lookup import Answer, Question, RankLookup
+from lmcache_hybrid.config.options import Options
+from lmcache_hybrid.core.groups import GroupPlan, plan_groups
+from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
+from lmcache_hybrid.scheduler import scheduler as scheduler_module
+from lmcache_hybrid.storage.rank_lookup import RankLookup
+from lmcache_hybrid.worker import worker as worker_module
 
 from . import device, orders
 from .connector import SimConnector
@@ -85,7 +86,7 @@ class SimEngine:
         self.requests: dict[str, Request] = {}
         self._truths: dict[str, Truth] = {}
         self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
-        self._late: list[Question] = []
+        self._late: list[LookupRequest] = []
         base, structured_output = base_config()
         config = setup.vllm_config(base)
         kv_cache_config = setup.kv_cache_config()
@@ -215,7 +216,7 @@ class SimEngine:
     def clear_store(self) -> None:
         self.scheduler.reset_connector_cache()
 
-    def ask(self, question: Question) -> list[Answer]:
+    def ask(self, question: LookupRequest) -> list[LookupResult]:
         """The scheduler's question to its ranks."""
         if self.silent == "lost":
             return []

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.structured_output import StructuredOutputManager
 
 import vllm_patch
-from lmcache_hybrid.tinymodels import make_model
+from lmcache_hybrid.tools.tiny_models import make_model
 
 from .storage import N
 

@@ -9,10 +9,10 @@ from concurrent.futures import Future
 import torch
 from lmcache.v1.config import LMCacheEngineConfig
 
-from lmcache_hybrid.errors import LoadError
-from lmcache_hybrid.lmcache_home import LMCacheEngineBuilder
-from lmcache_hybrid.lmcache_store import LMCacheStore
-from lmcache_hybrid.standalone import make_engine
+from lmcache_hybrid.core.errors import LoadError
+from lmcache_hybrid.storage.lmcache_store import LMCacheStore
+from lmcache_hybrid.tools.standalone import make_engine
+from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder
 
 N = 8  # tokens per block
 MODEL = "toy"

@@ -8,8 +8,8 @@ the simulation checks every byte on the way.
 import pytest
 from vllm.v1.request import RequestStatus
 
-from lmcache_hybrid.lookup import Prefix, record_keys
-from lmcache_hybrid.record import ATTENTION
+from lmcache_hybrid.core.keys import ATTENTION
+from lmcache_hybrid.protocol.prefix import Prefix, record_keys
 
 from .engine import SimEngine, install
 from .program import TRUNKS

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from lmcache_hybrid.copies import Item, StreamCopies
-from lmcache_hybrid.digests import KeyedDigester
-from lmcache_hybrid.errors import DamagedError
-from lmcache_hybrid.pages import GroupPages
-from lmcache_hybrid.record import digests_of
-from lmcache_hybrid.store import NaiveStore
+from lmcache_hybrid.core.digests import KeyedDigester
+from lmcache_hybrid.core.errors import DamagedError
+from lmcache_hybrid.storage.interface import NaiveStore
+from lmcache_hybrid.storage.record import digests_of
+from lmcache_hybrid.worker.copies import Item, StreamCopies
+from lmcache_hybrid.worker.pages import GroupPages
 
 from . import device as simulated
 from .device import BrokenCopy, Device, HostAccess, here, on_device

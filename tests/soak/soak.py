@@ -34,7 +34,7 @@ from engine import Answer, Engine, EngineDied  # noqa: E402
 from reference import CHANCE_OF_BURST, ENVIRONMENT, MODES, TOKENS, Reference, rss, sample  # noqa: E402
 from trouble import Disk, Fault, Ram, Redis, Store  # noqa: E402
 
-from lmcache_hybrid.tinymodels import make_model  # noqa: E402
+from lmcache_hybrid.tools.tiny_models import make_model  # noqa: E402
 
 PHASES = (
     ("ram", "granular"),

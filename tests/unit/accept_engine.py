@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from lmcache_hybrid.accept.compare import Answer
-from lmcache_hybrid.accept.report import print_verdict
-from lmcache_hybrid.accept.result import Result
-from lmcache_hybrid.accept.run import Run
+from lmcache_hybrid.tools.accept.compare import Answer
+from lmcache_hybrid.tools.accept.report import print_verdict
+from lmcache_hybrid.tools.accept.result import Result
+from lmcache_hybrid.tools.accept.run import Run
 
 ORDINARY = range(32, 127)
 RAM = {"name": "LocalCPUBackend", "title": "RAM", "survives": False}

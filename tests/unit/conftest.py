@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from vllm_patch import versions
+from lmcache_hybrid.upstream import versions
 
 
 @pytest.fixture

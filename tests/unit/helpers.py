@@ -25,15 +25,18 @@ from vllm.v1.core.sched.output import (
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request
 
-from lmcache_hybrid.config import Options
-from lmcache_hybrid.errors import RecordError
-from lmcache_hybrid.groups import GroupPlan, Window
-from lmcache_hybrid.inquiry import Inquiries
-from lmcache_hybrid.lookup import Answer, Prefix, Question, RankLookup, record_keys
-from lmcache_hybrid.pages import GroupPages
-from lmcache_hybrid.record import ATTENTION, STATE, RecordKey, digests_of
-from lmcache_hybrid.store import NaiveStore
-from lmcache_hybrid.tinymodels import make_model
+from lmcache_hybrid.config.options import Options
+from lmcache_hybrid.core.errors import RecordError
+from lmcache_hybrid.core.groups import GroupPlan, Window
+from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
+from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
+from lmcache_hybrid.protocol.prefix import Prefix, record_keys
+from lmcache_hybrid.scheduler.lookups import LookupQueue
+from lmcache_hybrid.storage.interface import NaiveStore
+from lmcache_hybrid.storage.rank_lookup import RankLookup
+from lmcache_hybrid.storage.record import digests_of
+from lmcache_hybrid.tools.tiny_models import make_model
+from lmcache_hybrid.worker.pages import GroupPages
 
 N = 16
 STATE_SPEC = MambaSpec(
@@ -135,12 +138,12 @@ class Ranks:
     ) -> None:
         self.stores = [NaiveStore() for _ in range(ranks)]
         self.lookups = [RankLookup(plan, store) for store in self.stores]
-        self.questions: list[Question] = []
+        self.questions: list[LookupRequest] = []
         self.silent = False
         self.contents: tuple[bytes, ...] = tuple(b"%d" % rank for rank in range(ranks))
-        self.inquiries = Inquiries(self.ask, 1000, executor or AtOnce(), lambda _: self.contents)
+        self.inquiries = LookupQueue(self.ask, 1000, executor or AtOnce(), lambda _: self.contents)
 
-    def ask(self, question: Question) -> list[Answer]:
+    def ask(self, question: LookupRequest) -> list[LookupResult]:
         self.questions.append(question)
         answers = [lookup.answer(question) for lookup in self.lookups]
         return [] if self.silent else answers

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from lmcache_hybrid.accept import prompts
-from lmcache_hybrid.accept.compare import Answer, Noise, Outcome, Verdict, check, difference
-from lmcache_hybrid.accept.run import Run
+from lmcache_hybrid.tools.accept import prompts
+from lmcache_hybrid.tools.accept.compare import Answer, Noise, Outcome, Verdict, check, difference
+from lmcache_hybrid.tools.accept.run import Run
 
 from .accept_engine import RAM, Engine, run, shown
 

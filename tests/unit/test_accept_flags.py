@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmcache_hybrid.accept.child import Child, engine_arguments
-from lmcache_hybrid.accept.engine import Engine as AcceptEngine
-from lmcache_hybrid.accept.engine import EngineError, cause_in, redacted, sentence_in, tail
-from lmcache_hybrid.errors import ConfigError
+from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.tools.accept.child import Child, engine_arguments
+from lmcache_hybrid.tools.accept.engine import Engine as AcceptEngine
+from lmcache_hybrid.tools.accept.engine import EngineError, cause_in, redacted, sentence_in, tail
 
 
 def test_a_command_line_of_vllm_serve_is_taken(tmp_path) -> None:
@@ -61,7 +61,7 @@ def test_flags_that_cannot_be_tested_are_refused(flags: list[str], says: str) ->
 
 def test_the_cause_is_found_in_a_log() -> None:
     log = (
-        "(EngineCore pid=1) ERROR lmcache_hybrid.errors.ConfigError: chunk_size=100 is wrong; "
+        "(EngineCore pid=1) ERROR lmcache_hybrid.core.errors.ConfigError: chunk_size=100 is wrong; "
         "remove it.\n"
         "RuntimeError: Engine core initialization failed. See root cause above.\n"
     )

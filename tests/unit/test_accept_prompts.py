@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from lmcache_hybrid.accept import prompts
-from lmcache_hybrid.accept.prompts import Limits, length_of, limits_of, plan_prompts
+from lmcache_hybrid.tools.accept import prompts
+from lmcache_hybrid.tools.accept.prompts import Limits, length_of, limits_of, plan_prompts
 
 from .accept_engine import FACTS, ORDINARY
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmcache_hybrid.accept.compare import Verdict
-from lmcache_hybrid.accept.report import as_json
-from lmcache_hybrid.accept.tiers import missing_of, tiers_of
+from lmcache_hybrid.tools.accept.compare import Verdict
+from lmcache_hybrid.tools.accept.report import as_json
+from lmcache_hybrid.tools.accept.tiers import missing_of, tiers_of
 
 from .accept_engine import RAM, run, shown
 

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmcache_hybrid.accept import worker
-from lmcache_hybrid.accept.child import check_ranks
-from lmcache_hybrid.accept.tiers import refusals, tiers_of
-from lmcache_hybrid.config import Options
-from lmcache_hybrid.errors import ConfigError
+from lmcache_hybrid.config.options import Options
+from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.tools.accept import worker
+from lmcache_hybrid.tools.accept.child import check_ranks
+from lmcache_hybrid.tools.accept.tiers import refusals, tiers_of
 
 
 def test_the_last_block_of_a_lost_group_is_zeroed_until_it_ends() -> None:

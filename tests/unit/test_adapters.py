@@ -18,11 +18,12 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 import vllm_patch
-from lmcache_hybrid.adapters import ADAPTERS, MOST_WAITING, UNKNOWN, Adapter
 from lmcache_hybrid.connector import HybridConnector
-from lmcache_hybrid.lookup import Prefix, Question
-from lmcache_hybrid.metadata import Save, StepMetadata
-from lmcache_hybrid.weights_guard import WeightsGuard
+from lmcache_hybrid.identity.adapters import ADAPTERS, MOST_WAITING, UNKNOWN, Adapter
+from lmcache_hybrid.protocol.lookup import LookupRequest
+from lmcache_hybrid.protocol.metadata import ConnectorMetadata, SaveSpec
+from lmcache_hybrid.protocol.prefix import Prefix
+from lmcache_hybrid.storage.weights_guard import WeightsGuard
 from vllm_patch.config_hooks import CONNECTOR
 
 from . import test_rpc
@@ -324,7 +325,7 @@ def test_an_adapter_that_changed_since_the_first_answer_is_a_miss():
     assert rig.scheduler._tracked["r"].prefix.tags != stored.tags
     rig.ranks.contents = (b"0",)
     asked = len(rig.ranks.questions)
-    question = Question("x", rig.scheduler._tracked["r"].prefix, 3, 0)
+    question = LookupRequest("x", rig.scheduler._tracked["r"].prefix, 3, 0)
     assert rig.ranks.inquiries.ask(question).poll().boundary == 0
     assert len(rig.ranks.questions) == asked
 
@@ -339,14 +340,14 @@ def named(prefix: Prefix) -> Prefix:
 def test_a_step_of_another_adapter_stores_nothing(worker_rig, monkeypatch):  # noqa: F811
     rig = worker_rig()
     (save,) = rig.save_metadata().saves
-    save = Save(save.request_id, named(save.prefix), save.attention, save.states)
+    save = SaveSpec(save.request_id, named(save.prefix), save.attention, save.states)
     monkeypatch.setattr(rig.worker._adapters, "holds", lambda adapter: False)
-    rig.worker.save(StepMetadata(saves=(save,)))
+    rig.worker.save(ConnectorMetadata(saves=(save,)))
     assert (
         not rig.store.records and rig.worker.counts.skipped_saves.items() == {"adapter": 1}.items()
     )
     monkeypatch.setattr(rig.worker._adapters, "holds", lambda adapter: True)
-    rig.worker.save(StepMetadata(saves=(save,)))
+    rig.worker.save(ConnectorMetadata(saves=(save,)))
     assert rig.store.records
 
 
@@ -376,10 +377,10 @@ def test_what_another_rank_computed_with_another_adapter_is_not_stored(
     """A rank's pages come out of sums over all ranks; files may change between two ranks' reads."""
     rig = worker_rig()
     (save,) = rig.save_metadata().saves
-    save = Save(save.request_id, named(save.prefix), save.attention, save.states)
+    save = SaveSpec(save.request_id, named(save.prefix), save.attention, save.states)
     monkeypatch.setattr(type(rig.worker._adapters), "_known", lambda self, lora: b"1")
     calls = on_ranks(monkeypatch, other)
-    rig.worker.save(StepMetadata(saves=(save,)))
+    rig.worker.save(ConnectorMetadata(saves=(save,)))
     assert bool(rig.store.records) == bool(other[0]) and calls == [[1]]
     assert rig.worker.counts.skipped_saves.get("adapter", 0) == 1 - other[0]
 
@@ -394,7 +395,9 @@ def test_a_rank_without_a_store_answers_the_others(worker_rig, monkeypatch):  # 
     """One whose store failed to open, or takes nothing at the moment: the others wait for it."""
     rig, calls = worker_rig(), on_ranks(monkeypatch, [1])
     (save,) = rig.save_metadata().saves
-    metadata = StepMetadata(saves=(Save("r", named(save.prefix), save.attention, save.states),))
+    metadata = ConnectorMetadata(
+        saves=(SaveSpec("r", named(save.prefix), save.attention, save.states),)
+    )
     connector = object.__new__(HybridConnector)
     connector.worker, connector._metadata = None, metadata
     connector.wait_for_save()

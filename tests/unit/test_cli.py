@@ -5,8 +5,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from lmcache_hybrid import __version__
-from lmcache_hybrid.cli import app
-from vllm_patch import versions
+from lmcache_hybrid.tools.cli import app
+from lmcache_hybrid.upstream import versions
 
 NAMES = {"vLLM": "vllm", "LMCache": "lmcache"}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_hybrid.upstream import versions
 from tests.compat.cells import STAGES, verdict
-from vllm_patch import versions
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_hybrid.upstream.versions import Pair
 from tests.compat import cells, moved, newest, run
 from tests.compat.cells import STAGES, Cell, Outcome, _environment, joined, source_of, torch_of
 from vllm_patch.source import Hook
-from vllm_patch.versions import Pair
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,9 +10,9 @@ from lmcache.v1.storage_backend.connector import ConnectorAdapter
 from lmcache.v1.utils.subclass_discovery import discover_subclasses
 from vllm.config import KVTransferConfig
 
-from lmcache_hybrid import backends, folders
-from lmcache_hybrid import config as hybrid_config
-from lmcache_hybrid.config import (
+from lmcache_hybrid.config import backends, folders
+from lmcache_hybrid.config import options as hybrid_config
+from lmcache_hybrid.config.options import (
     STABLE_HASH,
     Options,
     check_lengths,
@@ -20,7 +20,7 @@ from lmcache_hybrid.config import (
     read_options,
     settle_lmcache_config,
 )
-from lmcache_hybrid.errors import ConfigError
+from lmcache_hybrid.core.errors import ConfigError
 
 from .helpers import vllm_config
 

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from lmcache_hybrid import copies
-from lmcache_hybrid.copies import WORTH_A_THREAD, Threads
+from lmcache_hybrid.worker import copies
+from lmcache_hybrid.worker.copies import WORTH_A_THREAD, Threads
 
 
 @pytest.fixture

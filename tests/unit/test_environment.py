@@ -5,7 +5,7 @@ import re
 
 from vllm import envs
 
-from lmcache_hybrid import fingerprint
+from lmcache_hybrid.worker import fingerprint
 
 FORMAT = re.compile(r"QUANT|FP8|FP4|INT[348]|W\d?A\d|A16|BMM|DTYPE|PRECISION|CAST|SITU|WNA|E8M0")
 

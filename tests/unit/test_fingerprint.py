@@ -20,15 +20,15 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-from lmcache_hybrid import fingerprint as module
-from lmcache_hybrid import settings
-from lmcache_hybrid.fingerprint import fingerprint
-from lmcache_hybrid.groups import GroupPlan
-from lmcache_hybrid.media import CONTENT, MARK
-from lmcache_hybrid.pages import GroupPages
-from lmcache_hybrid.prefix import prefix_of
-from lmcache_hybrid.tinymodels import make_model
-from lmcache_hybrid.weights import LOADED
+from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.identity.media import CONTENT, MARK
+from lmcache_hybrid.identity.weights import LOADED
+from lmcache_hybrid.scheduler.prompt import prefix_of
+from lmcache_hybrid.tools.tiny_models import make_model
+from lmcache_hybrid.worker import fingerprint as module
+from lmcache_hybrid.worker import settings
+from lmcache_hybrid.worker.fingerprint import fingerprint
+from lmcache_hybrid.worker.pages import GroupPages
 
 from .helpers import PLAN, N, make_pages, make_request
 
@@ -336,7 +336,7 @@ def test_stable_across_processes():
     """
     program = (
         "import json, torch\n"
-        "from lmcache_hybrid.fingerprint import _plain\n"
+        "from lmcache_hybrid.worker.fingerprint import _plain\n"
         "from transformers import PretrainedConfig\n"
         "value = {1: {'a', 'b', 'c'}, 'b': [object(), frozenset([(1, 2), 'x'])],\n"
         "    'c': (torch.float16, lambda: 0), 'd': PretrainedConfig(pad_token_id=3)}\n"

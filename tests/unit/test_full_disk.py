@@ -11,8 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_hybrid import disk_room, local_disk
-from lmcache_hybrid.disk_room import ALONE_SECONDS, LONGEST_PAUSE, PAUSE_SECONDS, TRIES, Room
+from lmcache_hybrid.storage.disk import backend as local_disk
+from lmcache_hybrid.storage.disk import eviction as disk_room
+from lmcache_hybrid.storage.disk.eviction import (
+    ALONE_SECONDS,
+    LONGEST_PAUSE,
+    PAUSE_SECONDS,
+    TRIES,
+    Room,
+)
 
 from . import test_lmcache_store as stores
 from .helpers import put

@@ -16,8 +16,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from lmcache_hybrid.errors import ConfigError
-from lmcache_hybrid.groups import GroupPlan, Window, is_served, page_bytes, plan_groups
+from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.core.groups import GroupPlan, Window, is_served, page_bytes, plan_groups
 
 N = 384
 SHAPE = dict(block_size=N, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)

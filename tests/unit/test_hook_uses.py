@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from lmcache_hybrid import fingerprint
+from lmcache_hybrid.worker import fingerprint
 from vllm_patch import hooks
 
 from .test_hooks import FILES, ROOT

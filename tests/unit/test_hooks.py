@@ -20,7 +20,7 @@ FILES = sorted(
     file
     for name in ("vllm_patch", "lmcache_hybrid")
     for file in (ROOT / name).rglob("*.py")
-    if file.name != "tinymodels.py"  # it fills tokenizers of its own
+    if file.name != "tiny_models.py"  # it fills tokenizers of its own
 )
 
 

@@ -7,11 +7,12 @@ from concurrent.futures import Executor, Future
 
 import pytest
 
-from lmcache_hybrid.inquiry import Inquiries
-from lmcache_hybrid.lookup import UNAVAILABLE, Answer, Prefix, Question
-from lmcache_hybrid.metadata import Save
-from lmcache_hybrid.prefix import prefix_of
-from lmcache_hybrid.scheduler import HybridScheduler
+from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
+from lmcache_hybrid.protocol.metadata import SaveSpec
+from lmcache_hybrid.protocol.prefix import Prefix
+from lmcache_hybrid.scheduler.lookups import LookupQueue
+from lmcache_hybrid.scheduler.prompt import prefix_of
+from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 
 from .helpers import OPTIONS, PLAN, N, Ranks, fill, make_output, make_request
 
@@ -45,7 +46,7 @@ class Rig:
     def match(self, computed: int = 0):
         return self.scheduler.match(self.request, computed)
 
-    def step(self, scheduled=None, tables=None) -> tuple[Save, ...]:
+    def step(self, scheduled=None, tables=None) -> tuple[SaveSpec, ...]:
         metadata = self.scheduler.step(make_output(scheduled or {}, tables))
         for dropped in metadata.dropped:
             for lookup in self.ranks.lookups:
@@ -235,8 +236,8 @@ def test_an_exception_is_a_miss():
     def broken(question):
         raise OSError("no socket")
 
-    inquiries = Inquiries(broken, 1000)
-    inquiry = inquiries.ask(Question("r", Prefix((b"x" * 32,)), 1, 0))
+    inquiries = LookupQueue(broken, 1000)
+    inquiry = inquiries.ask(LookupRequest("r", Prefix((b"x" * 32,)), 1, 0))
     assert inquiry.poll(10) == UNAVAILABLE
     inquiries.close()
 
@@ -247,14 +248,14 @@ def test_the_thread_asks_in_order_and_one_at_a_time():
     def ask(question):
         gate.wait(10)
         seen.append(question.request_id)
-        return [Answer(1, 1)]
+        return [LookupResult(1, 1)]
 
-    inquiries = Inquiries(ask, 60_000)
-    asked = [inquiries.ask(Question(name, Prefix(()), 1, 0)) for name in "abc"]
+    inquiries = LookupQueue(ask, 60_000)
+    asked = [inquiries.ask(LookupRequest(name, Prefix(()), 1, 0)) for name in "abc"]
     assert [inquiry.poll() for inquiry in asked] == [None] * 3
     asked[1].give_up()
     gate.set()
-    assert asked[2].poll(10) == Answer(1, 1)
+    assert asked[2].poll(10) == LookupResult(1, 1)
     assert inquiries.run(lambda: True)
     assert seen == ["a", "c"]
     inquiries.close()

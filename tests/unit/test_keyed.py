@@ -13,13 +13,12 @@ import torch
 import xxhash
 from typer.testing import CliRunner
 
-from lmcache_hybrid import connector, lmcache_store, record
-from lmcache_hybrid.cli import app
-from lmcache_hybrid.config import KEY_FILE_KEY
-from lmcache_hybrid.digests import MAX_KEY, PLAIN, SEAL_BYTES, KeyedDigester, read_key
-from lmcache_hybrid.errors import ConfigError, DamagedError, RecordError
-from lmcache_hybrid.pages import GroupPages
-from lmcache_hybrid.record import (
+from lmcache_hybrid import connector
+from lmcache_hybrid.config.options import KEY_FILE_KEY
+from lmcache_hybrid.core.digests import MAX_KEY, PLAIN, SEAL_BYTES, KeyedDigester, read_key
+from lmcache_hybrid.core.errors import ConfigError, DamagedError, RecordError
+from lmcache_hybrid.storage import lmcache_store, record
+from lmcache_hybrid.storage.record import (
     CHUNK_BYTES,
     DIGEST_BYTES,
     HEADER_BYTES,
@@ -31,6 +30,8 @@ from lmcache_hybrid.record import (
     record_bytes,
     seal,
 )
+from lmcache_hybrid.tools.cli import app
+from lmcache_hybrid.worker.pages import GroupPages
 
 from .helpers import payload_of
 from .test_config import assert_one_sentence, options

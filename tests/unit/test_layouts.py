@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from lmcache_hybrid.errors import ConfigError
+from lmcache_hybrid.core.errors import ConfigError
 
 from .layouts import N, assert_a_block_moves, build, orders
 

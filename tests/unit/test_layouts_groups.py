@@ -18,11 +18,11 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from lmcache_hybrid.doctor.model import kv_cache_config
-from lmcache_hybrid.errors import ConfigError
-from lmcache_hybrid.groups import is_served, page_bytes, plan_groups
-from lmcache_hybrid.pages import GroupPages
-from lmcache_hybrid.tinymodels import FAMILIES
+from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.core.groups import is_served, page_bytes, plan_groups
+from lmcache_hybrid.tools.doctor.model import kv_cache_config
+from lmcache_hybrid.tools.tiny_models import FAMILIES
+from lmcache_hybrid.worker.pages import GroupPages
 
 from .helpers import engine_config
 from .layouts import BLOCKS, FROM, Built, N, allocate, assert_a_block_moves, build

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from lmcache_hybrid import lmcache_home
+from lmcache_hybrid.upstream import lmcache_home
 from vllm_patch.source import Tree, imported
 
 ROOT = Path(__file__).parents[2]
 # LMCache moved its in-process part in this release; a pre-release of it has moved it, too.
 MOVED = Version(Version(version("lmcache")).base_version) >= Version("0.5.7")
 ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
-INSTALL = "from lmcache_hybrid import lmcache_home; print(lmcache_home.install())\n"
+INSTALL = "from lmcache_hybrid.upstream import lmcache_home; print(lmcache_home.install())\n"
 
 
 def python(code: str, *path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -201,7 +201,7 @@ def test_it_says_once_what_it_does(release):
     done = python(code, release)
     quiet, told = done.stderr.splitlines()
     assert quiet == "quiet"
-    assert told.startswith("vllm.lmcache_hybrid.lmcache_home LMCache ")
+    assert told.startswith("vllm.lmcache_hybrid.upstream.lmcache_home LMCache ")
     assert version("lmcache") in told
     assert "has moved lmcache.v1.engine to lmcache.inprocess.v1.engine" in told
 

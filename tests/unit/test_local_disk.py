@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmcache_hybrid.errors import LoadError, RecordError
-from lmcache_hybrid.record import payload_bytes
+from lmcache_hybrid.core.errors import LoadError, RecordError
+from lmcache_hybrid.storage.record import payload_bytes
 
 from . import test_lmcache_store as stores
 from .helpers import payload_of, put

@@ -17,15 +17,15 @@ from tls import Front, make_certificate
 from typer.testing import CliRunner
 from vllm.config import KVTransferConfig
 
-from lmcache_hybrid.backends import check_remote_url
-from lmcache_hybrid.cli import app
-from lmcache_hybrid.config import load_lmcache_config, refusals
-from lmcache_hybrid.doctor.backends import check_backends, until
-from lmcache_hybrid.doctor.finding import Status
-from lmcache_hybrid.errors import ConfigError, StoreError
-from lmcache_hybrid.stored import login
-from lmcache_hybrid.stored.login import connection_options, unencrypted
-from lmcache_hybrid.stored.redis_client import connect
+from lmcache_hybrid.config import login
+from lmcache_hybrid.config.backends import check_remote_url
+from lmcache_hybrid.config.login import connection_options, unencrypted
+from lmcache_hybrid.config.options import load_lmcache_config, refusals
+from lmcache_hybrid.core.errors import ConfigError, StoreError
+from lmcache_hybrid.tools.cli import app
+from lmcache_hybrid.tools.doctor.backends import check_backends, until
+from lmcache_hybrid.tools.doctor.finding import Status
+from lmcache_hybrid.tools.stored.redis_client import connect
 
 from .helpers import payload_of, put
 from .test_config import assert_one_sentence

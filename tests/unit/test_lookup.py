@@ -7,26 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_hybrid.groups import GroupPlan, Window
-from lmcache_hybrid.lookup import (
-    MISS,
-    UNAVAILABLE,
-    Answer,
-    Question,
-    RankLookup,
-    agree,
-    load_keys,
-)
-from lmcache_hybrid.record import ATTENTION, STATE
-from lmcache_hybrid.store import NaiveStore
+from lmcache_hybrid.core.groups import GroupPlan, Window
+from lmcache_hybrid.core.keys import ATTENTION, STATE
+from lmcache_hybrid.protocol.lookup import MISS, UNAVAILABLE, LookupRequest, LookupResult, agree
+from lmcache_hybrid.protocol.prefix import load_keys
+from lmcache_hybrid.storage.interface import NaiveStore
+from lmcache_hybrid.storage.rank_lookup import RankLookup
 
 from .helpers import PLAN, WIDE, N, Ranks, fill, keys_of, make_prefix, put
 
 PREFIX = make_prefix(6)
 
 
-def question(limit: int = 6, floor: int = 0, prefix=PREFIX, request_id: str = "r") -> Question:
-    return Question(request_id, prefix, limit, floor)
+def question(limit: int = 6, floor: int = 0, prefix=PREFIX, request_id: str = "r") -> LookupRequest:
+    return LookupRequest(request_id, prefix, limit, floor)
 
 
 def one_rank(attention: int, states, plan=PLAN) -> Ranks:
@@ -35,11 +29,11 @@ def one_rank(attention: int, states, plan=PLAN) -> Ranks:
     return ranks
 
 
-def reach(answer: Answer) -> tuple[int, int]:
+def reach(answer: LookupResult) -> tuple[int, int]:
     return answer.boundary, answer.attention
 
 
-def ask_one(ranks: Ranks, *args, **kwargs) -> Answer:
+def ask_one(ranks: Ranks, *args, **kwargs) -> LookupResult:
     return ranks.ask(question(*args, **kwargs))[0]
 
 
@@ -287,8 +281,8 @@ def test_a_hit_is_the_deepest_boundary_with_all_that_a_load_reads(data, floor, l
     missing = data.draw(st.sets(st.sampled_from(list(every)), max_size=6))
     put(store, [key for key in every if key not in missing])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lmcache_hybrid.lookup.CANDIDATES", batch)
-        answer = RankLookup(MIXED, store).answer(Question("r", prefix, limit, floor))
+        patch.setattr("lmcache_hybrid.storage.rank_lookup.CANDIDATES", batch)
+        answer = RankLookup(MIXED, store).answer(LookupRequest("r", prefix, limit, floor))
     whole = [
         end
         for end in range(floor + 1, min(limit, 8) + 1)
@@ -393,7 +387,7 @@ def test_a_rank_that_does_not_answer_is_a_miss():
 def test_a_rank_that_falls_silent_between_rounds_is_a_miss():
     ranks = ranks_with([(6, {6, 2}), (6, {5, 2})])
 
-    def ask(q: Question) -> list[Answer]:
+    def ask(q: LookupRequest) -> list[LookupResult]:
         ranks.silent = bool(ranks.questions)
         return ranks.ask(q)
 
@@ -403,6 +397,6 @@ def test_a_rank_that_falls_silent_between_rounds_is_a_miss():
 def test_messages_survive_the_wire():
     asked = question(prefix=make_prefix(2, tags=(("user", "a"),)))
     raw = msgspec.msgpack.encode(asked)
-    assert msgspec.msgpack.decode(raw, type=Question) == asked
-    for answer in (Answer(3, 4, (("here", 2), ("there", 1))), UNAVAILABLE):
-        assert msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=Answer) == answer
+    assert msgspec.msgpack.decode(raw, type=LookupRequest) == asked
+    for answer in (LookupResult(3, 4, (("here", 2), ("there", 1))), UNAVAILABLE):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=LookupResult) == answer

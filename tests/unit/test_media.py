@@ -13,8 +13,8 @@ from vllm.renderers.base import BaseRenderer
 from vllm.v1.engine.input_processor import InputProcessor
 
 import vllm_patch
-from lmcache_hybrid.media import CLIENT, CONTENT, MARK, may_cache
-from lmcache_hybrid.prefix import extended, prefix_of
+from lmcache_hybrid.identity.media import CLIENT, CONTENT, MARK, may_cache
+from lmcache_hybrid.scheduler.prompt import extended, prefix_of
 from tests.unit.helpers import N, make_request
 from vllm_patch.config_hooks import CONNECTOR
 

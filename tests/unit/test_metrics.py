@@ -19,12 +19,13 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 import vllm_patch
-from lmcache_hybrid.counts import ByLabel, Ledger, SchedulerCounts, WorkerCounts
-from lmcache_hybrid.errors import LoadError, RecordError
-from lmcache_hybrid.lookup import Question, RankLookup, agree
-from lmcache_hybrid.metadata import NOTHING
+from lmcache_hybrid.core.counts import ByLabel, Ledger, SchedulerCounts, WorkerCounts
+from lmcache_hybrid.core.errors import LoadError, RecordError
+from lmcache_hybrid.core.lmcache_stats import LMCacheMonitor
 from lmcache_hybrid.metrics import METRICS, PREFIX, HybridPromMetrics, HybridStats
-from lmcache_hybrid.monitor import LMCacheMonitor
+from lmcache_hybrid.protocol.lookup import LookupRequest, agree
+from lmcache_hybrid.protocol.metadata import NOTHING
+from lmcache_hybrid.storage.rank_lookup import RankLookup
 from vllm_patch.connector import LMCacheConnectorV1, UpstreamConnector
 
 from .helpers import PLAN, N, Ranks, engine_config, fill, make_prefix, make_request
@@ -348,11 +349,11 @@ def test_further_rounds_of_a_lookup_and_drops_are_not_lookups(lmcache):
     ranks.lookups[0] = RankLookup(PLAN, ranks.stores[0], LMCacheMonitor(lmcache))
     fill(ranks.stores[0], prefix, 6, (2, 6))
     fill(ranks.stores[1], prefix, 6, (2,))
-    assert agree(ranks.ask, Question("r", prefix, 6, 0)).boundary == 2
+    assert agree(ranks.ask, LookupRequest("r", prefix, 6, 0)).boundary == 2
     assert len(ranks.questions) == 2
-    ranks.lookups[0].answer(Question("r", prefix, 0, 0))
+    ranks.lookups[0].answer(LookupRequest("r", prefix, 0, 0))
     ranks.stores[0].readable = lambda: False  # LMCache does not count those either
-    ranks.lookups[0].answer(Question("r", prefix, 6, 0))
+    ranks.lookups[0].answer(LookupRequest("r", prefix, 6, 0))
     stats = lmcache.get_stats_and_clear()
     assert (stats.interval_lookup_requests, stats.interval_lookup_hits) == (1, 6 * N)
 
@@ -382,7 +383,8 @@ def test_every_count_is_a_metric_and_the_other_way_round():
 def test_every_reason_that_can_be_counted_exists_from_the_start():
     """A counter that appears with its first event shows no increase."""
     known = {metric.name: set(metric.known) for metric in METRICS}
-    code = "\n".join(file.read_text() for file in ROOT.glob("lmcache_hybrid/*.py"))
+    files = (f for f in ROOT.glob("lmcache_hybrid/**/*.py") if "tools" not in f.parts)
+    code = "\n".join(file.read_text() for file in files)
     offers = set(re.findall(r'_drop_offers\("(\w+)"', code))
     assert len(offers) == 3 and offers == known["dropped_offers"]
     assert RecordError("checksum", "").kind == LoadError("").kind == "none"

@@ -4,9 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from lmcache_hybrid.errors import ConfigError, RecordError
-from lmcache_hybrid.pages import GroupPages
-from lmcache_hybrid.record import CHUNK_BYTES, digests_of
+from lmcache_hybrid.core.errors import ConfigError, RecordError
+from lmcache_hybrid.storage.record import CHUNK_BYTES, digests_of
+from lmcache_hybrid.worker.pages import GroupPages
 
 from .helpers import PLAN, make_pages, state_view
 

@@ -7,15 +7,13 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_hybrid import record
-from lmcache_hybrid.errors import RecordError
-from lmcache_hybrid.record import (
-    ATTENTION,
+from lmcache_hybrid.core.errors import RecordError
+from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
+from lmcache_hybrid.storage import record
+from lmcache_hybrid.storage.record import (
     CHUNK_BYTES,
     DIGEST_BYTES,
     HEADER_BYTES,
-    STATE,
-    RecordKey,
     check,
     chunks_of,
     digests_of,

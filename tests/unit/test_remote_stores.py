@@ -11,10 +11,11 @@ import torch
 from lmcache.v1.memory_management import MemoryFormat
 from servers import Cluster, Sentinels
 
-from lmcache_hybrid import redis_stores
-from lmcache_hybrid.errors import LoadError, RecordError
-from lmcache_hybrid.lmcache_home import take
-from lmcache_hybrid.record import ATTENTION, RecordKey, record_bytes
+from lmcache_hybrid.core.errors import LoadError, RecordError
+from lmcache_hybrid.core.keys import ATTENTION, RecordKey
+from lmcache_hybrid.storage.record import record_bytes
+from lmcache_hybrid.storage.remote import redis as redis_stores
+from lmcache_hybrid.upstream.lmcache_home import take
 
 from .helpers import payload_of, put
 from .test_lmcache_store import (

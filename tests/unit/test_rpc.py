@@ -11,16 +11,17 @@ from types import SimpleNamespace
 import pytest
 from vllm.config import KVTransferConfig
 
-from lmcache_hybrid import rpc
-from lmcache_hybrid.lookup import UNAVAILABLE, Answer, Question, RankLookup
-from lmcache_hybrid.rpc import LookupClient, LookupServer
-from lmcache_hybrid.store import NaiveStore
+from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
+from lmcache_hybrid.storage import rpc
+from lmcache_hybrid.storage.interface import NaiveStore
+from lmcache_hybrid.storage.rank_lookup import RankLookup
+from lmcache_hybrid.storage.rpc import LookupClient, LookupServer
 
 from .helpers import PLAN, fill, make_prefix
 
 PREFIX = make_prefix(3)
-QUESTION = Question("r", PREFIX, 3, 0)
-HIT = Answer(3, 3, (("naive", 3),))
+QUESTION = LookupRequest("r", PREFIX, 3, 0)
+HIT = LookupResult(3, 3, (("naive", 3),))
 
 
 class SlowStore(NaiveStore):
@@ -214,7 +215,7 @@ def test_a_late_answer_keeps_no_claim(wire, dropped):
     slow.go.clear()
     if dropped == "before it is taken up":
         # Another request keeps the rank busy; ours waits behind it.
-        assert wire.client.ask(Question("other", PREFIX, 3, 0)) == []
+        assert wire.client.ask(LookupRequest("other", PREFIX, 3, 0)) == []
     assert wire.client.ask(QUESTION) == []
     assert slow.asked.wait(20)
     for each in wire.lookups:
@@ -222,7 +223,7 @@ def test_a_late_answer_keeps_no_claim(wire, dropped):
         each.drop("r")
     slow.go.set()
     done = time.monotonic() + 20
-    while wire.client.ask(Question("next", PREFIX, 3, 0)) != [HIT, HIT]:
+    while wire.client.ask(LookupRequest("next", PREFIX, 3, 0)) != [HIT, HIT]:
         assert time.monotonic() < done
     assert list(lookup._claims) == ["next"]
     lookup.drop("next")

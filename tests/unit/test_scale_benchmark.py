@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.performance.path import prefix_of  # noqa: E402
 from benchmarks.performance.shapes import QWEN36_27B, SMALL  # noqa: E402
 from benchmarks.scale.model import Sizes, Stream, demand, hot_key_bytes  # noqa: E402
-from lmcache_hybrid.lookup import load_keys  # noqa: E402
+from lmcache_hybrid.protocol.prefix import load_keys  # noqa: E402
 
 
 def sizes_of(shape, ranks: int = 1) -> Sizes:

@@ -10,10 +10,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from lmcache_hybrid.connector import HybridConnector
-from lmcache_hybrid.errors import ConfigError
-from lmcache_hybrid.groups import page_bytes, plan_groups
-from lmcache_hybrid.pages import GroupPages
-from lmcache_hybrid.scales import reset_scales
+from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.core.groups import page_bytes, plan_groups
+from lmcache_hybrid.worker.pages import GroupPages
+from lmcache_hybrid.worker.scales import reset_scales
 
 from .layouts import BLOCKS, Built, N, build, noise
 

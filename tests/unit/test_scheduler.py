@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from vllm.lora.request import LoRARequest
 from vllm.v1.outputs import KVConnectorOutput
 
-from lmcache_hybrid.lookup import load_keys
-from lmcache_hybrid.metadata import NOTHING, Load, Save, StepMetadata
-from lmcache_hybrid.prefix import prefix_of
-from lmcache_hybrid.scheduler import HybridScheduler
+from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata, LoadSpec, SaveSpec
+from lmcache_hybrid.protocol.prefix import load_keys
+from lmcache_hybrid.scheduler.prompt import prefix_of
+from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 
 from .helpers import OPTIONS, PLAN, WIDE, WINDOWS, N, Ranks, fill, make_output, make_request
 
@@ -39,7 +39,7 @@ class Rig:
     def match(self, request, computed: int = 0) -> tuple[int, bool]:
         return self.scheduler.match(request, computed)
 
-    def step(self, scheduled=None, tables=None, offers=None, new=()) -> StepMetadata:
+    def step(self, scheduled=None, tables=None, offers=None, new=()) -> ConnectorMetadata:
         """One step; its dropped claims are released as the workers do."""
         metadata = self.scheduler.step(make_output(scheduled or {}, tables, offers, new))
         for dropped in metadata.dropped:
@@ -47,7 +47,7 @@ class Rig:
                 lookup.drop(*dropped)
         return metadata
 
-    def admit(self, request, computed: int = 0, tables=None) -> Load | None:
+    def admit(self, request, computed: int = 0, tables=None) -> LoadSpec | None:
         """Match, allocate, and the step that carries the load."""
         tokens, is_async = self.match(request, computed)
         assert is_async == (tokens > 0)
@@ -67,7 +67,7 @@ class Rig:
         output = KVConnectorOutput(finished_recving=done, failed_recving=done if failed else set())
         self.scheduler.transferred(output)
 
-    def forward(self, request, tokens: int, offers=(), tables=None) -> Save | None:
+    def forward(self, request, tokens: int, offers=(), tables=None) -> SaveSpec | None:
         """A step that computes ``tokens`` of a request, and what it stores."""
         rid = request.request_id
         metadata = self.step(
@@ -77,7 +77,7 @@ class Rig:
         assert len(metadata.saves) <= 1
         return metadata.saves[0] if metadata.saves else None
 
-    def prefill(self, request, tokens: int | None = None, computed: int = 0) -> Save | None:
+    def prefill(self, request, tokens: int | None = None, computed: int = 0) -> SaveSpec | None:
         """Match without a hit, then compute the prompt in one step."""
         assert self.match(request, computed)[0] == 0
         self.scheduler.allocated(request, table(request), 0)
@@ -95,7 +95,7 @@ def all_offers(boundary: int, block: int = 50, groups=STATES) -> list[tuple[int,
     return [(group, block + group, boundary * N) for group in reversed(groups)]
 
 
-def attention_of(save: Save | None) -> list[int]:
+def attention_of(save: SaveSpec | None) -> list[int]:
     return [block for block, _ in save.attention] if save else []
 
 
@@ -246,7 +246,7 @@ def test_a_load_names_each_groups_blocks():
     rig = Rig().holds(request, 3, 3)
     load = rig.admit(request, N)
     prefix = prefix_of(request, N, 1)
-    assert load == Load(
+    assert load == LoadSpec(
         "r",
         load.prefix,
         start=1,

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lmcache_hybrid.cli import app
-from lmcache_hybrid.cli.plan import BackendName, PlatformName, tokens
-from lmcache_hybrid.errors import ConfigError
-from lmcache_hybrid.record import record_bytes
-from lmcache_hybrid.sizing import catalogue, storage
-from lmcache_hybrid.sizing.blocks import PLATFORMS, Sizes, compute, grouped
-from lmcache_hybrid.sizing.shape import ATTENTION, STATE, read_shape
-from lmcache_hybrid.sizing.storage import BACKENDS, Workload
-from lmcache_hybrid.tinymodels import _COMMON, FAMILIES
+from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.storage.record import record_bytes
+from lmcache_hybrid.tools.cli import app
+from lmcache_hybrid.tools.cli.plan import BackendName, PlatformName, tokens
+from lmcache_hybrid.tools.sizing import catalogue, storage
+from lmcache_hybrid.tools.sizing.blocks import PLATFORMS, Sizes, compute, grouped
+from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE, read_shape
+from lmcache_hybrid.tools.sizing.storage import BACKENDS, Workload
+from lmcache_hybrid.tools.tiny_models import _COMMON, FAMILIES
 
 ROOT = Path(__file__).parents[2]
 GPU = PLATFORMS["gpu"]
@@ -264,7 +264,7 @@ def test_what_is_printed():
 @pytest.mark.parametrize("args", [["plan", "LFM2-350M"], ["--help"], ["inspect", "."]], ids=str)
 def test_the_answer_needs_neither_torch_nor_vllm(args):
     code = (
-        f"import sys; from lmcache_hybrid.cli import app; sys.argv = ['x', *{args}];"
+        f"import sys; from lmcache_hybrid.tools.cli import app; sys.argv = ['x', *{args}];"
         "app(standalone_mode=False);"
         "print({'torch', 'vllm', 'lmcache', 'numpy'} & set(sys.modules))"
     )

@@ -38,11 +38,11 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec
 
-from lmcache_hybrid import tinymodels
-from lmcache_hybrid.errors import ConfigError
-from lmcache_hybrid.sizing import catalogue
-from lmcache_hybrid.sizing.blocks import PLATFORMS, Sizes, compute
-from lmcache_hybrid.sizing.shape import ATTENTION, STATE, ModelShape, read_shape
+from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.tools import tiny_models as tinymodels
+from lmcache_hybrid.tools.sizing import catalogue
+from lmcache_hybrid.tools.sizing.blocks import PLATFORMS, Sizes, compute
+from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE, ModelShape, read_shape
 
 from .planning import get_kv_cache_groups_uniform_page_size
 

@@ -13,10 +13,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.worker.gpu_worker import Worker
 
 from lmcache_hybrid.connector import HybridConnector
-from lmcache_hybrid.errors import ConfigError, LoadError
-from lmcache_hybrid.metadata import StepMetadata
-from lmcache_hybrid.weights import LOADED, LoadedWeights
-from lmcache_hybrid.weights_guard import WeightsGuard
+from lmcache_hybrid.core.errors import ConfigError, LoadError
+from lmcache_hybrid.identity.weights import LOADED, LoadedWeights
+from lmcache_hybrid.protocol.metadata import ConnectorMetadata
+from lmcache_hybrid.storage.weights_guard import WeightsGuard
 from vllm_patch import sleep
 from vllm_patch.connector import LMCacheConnectorV1
 from vllm_patch.loaders import _changing, _count_reloads
@@ -310,7 +310,7 @@ def test_after_level_2_nothing_is_stored_or_taken_for_loaded(rig, monkeypatch): 
     hybrid.wait_for_save()
     assert not rig.store.records
     rig.saved()
-    hybrid._metadata = StepMetadata(loads=(rig.load(),), idle=True)
+    hybrid._metadata = ConnectorMetadata(loads=(rig.load(),), idle=True)
     hybrid.start_load_kv(None)
     results = hybrid.get_transfer_results(set())
     while not results.finished_recving:

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from lmcache_hybrid.errors import LoadError
+from lmcache_hybrid.core.errors import LoadError
 
 from . import test_lmcache_store as stores
 from .test_lmcache_store import KEYS, until

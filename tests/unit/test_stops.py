@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from lmcache_hybrid.stops import Stops
+from lmcache_hybrid.scheduler.checkpoints import Checkpoints
 
 N = 16
 
 
-def stops(num_tokens: int, junction: int = 0, **options) -> Stops:
-    made = Stops(**{"block_size": N, "interval": 0, "decode": False, **options})
+def stops(num_tokens: int, junction: int = 0, **options) -> Checkpoints:
+    made = Checkpoints(**{"block_size": N, "interval": 0, "decode": False, **options})
     made.begin(num_tokens)
     made.junction = junction
     return made
 
 
-def walk(made: Stops, computed: int = 0, count: int = 12) -> list[int]:
+def walk(made: Checkpoints, computed: int = 0, count: int = 12) -> list[int]:
     """All boundaries wanted, in the order in which they are reached."""
     found = []
     while (computed := made.after(computed)) and len(found) < count:

@@ -14,15 +14,17 @@ from hypothesis import strategies as st
 from lmcache.utils import CacheEngineKey
 from typer.testing import CliRunner
 
-from lmcache_hybrid import record
-from lmcache_hybrid.cli import app
-from lmcache_hybrid.errors import RecordError
-from lmcache_hybrid.record import ATTENTION, HEADER_BYTES, STATE, RecordKey
-from lmcache_hybrid.stored import audit
-from lmcache_hybrid.stored.audit import Status, judge
-from lmcache_hybrid.stored.keys import parse_key, readable_name
-from lmcache_hybrid.stored.source import Entry, open_source
-from lmcache_hybrid.stored.wrapper import WRAPPER_BYTES, check_wrapper
+from lmcache_hybrid.core.errors import RecordError
+from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
+from lmcache_hybrid.storage import record
+from lmcache_hybrid.storage.key_names import parse_key, readable_name
+from lmcache_hybrid.storage.record import HEADER_BYTES
+from lmcache_hybrid.tools.cli import app
+from lmcache_hybrid.tools.stored import audit
+from lmcache_hybrid.tools.stored.audit import Status, judge
+from lmcache_hybrid.tools.stored.opening import open_source
+from lmcache_hybrid.tools.stored.source import Entry
+from lmcache_hybrid.tools.stored.wrapper import WRAPPER_BYTES, check_wrapper
 
 from .test_lmcache_store import (  # noqa: F401
     FINGERPRINT,

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_hybrid import record
-from lmcache_hybrid.stored import names, summary
-from lmcache_hybrid.stored.summary import Resumable
+from lmcache_hybrid.core.keys import STATE
+from lmcache_hybrid.storage import record
+from lmcache_hybrid.tools.stored import names, summary
+from lmcache_hybrid.tools.stored.summary import Resumable
 
 from .test_stored import N, resealed, run, run_json
 
@@ -25,7 +26,7 @@ def fill(folder: Path, start: int, stop: int) -> None:
     for number in range(start, stop):
         for group in range(1 + number % 2):
             head = resealed(
-                kind=record.STATE,
+                kind=STATE,
                 group=group,
                 boundary=N,
                 length=8,

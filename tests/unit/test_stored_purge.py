@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_hybrid.stored import names
-from lmcache_hybrid.stored.keys import MODEL_NAME_LENGTH, readable_name
-from lmcache_hybrid.stored.names import Names
+from lmcache_hybrid.storage.key_names import MODEL_NAME_LENGTH, readable_name
+from lmcache_hybrid.tools.stored import names
+from lmcache_hybrid.tools.stored.names import Names
 
 from .test_lmcache_store import (  # noqa: F401
     FINGERPRINT,
@@ -137,7 +137,7 @@ def test_without_a_terminal_nothing_is_deleted(box):  # noqa: F811
 def test_on_a_terminal_it_asks(box, answer, left, code):  # noqa: F811
     filled = box("fs").write()
     ours, theirs = pty.openpty()
-    program = "from lmcache_hybrid.cli import app; app()"
+    program = "from lmcache_hybrid.tools.cli import app; app()"
     with subprocess.Popen(
         [sys.executable, "-c", program, "purge", store_of(filled), "--model", MODEL],
         cwd=ROOT,

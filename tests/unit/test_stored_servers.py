@@ -5,10 +5,10 @@ import pytest
 import redis
 from servers import Cluster
 
-from lmcache_hybrid.stored import redis_source
-from lmcache_hybrid.stored.login import login_of
-from lmcache_hybrid.stored.redis_client import hosts_of
-from lmcache_hybrid.stored.source import open_source
+from lmcache_hybrid.config.login import login_of
+from lmcache_hybrid.tools.stored import redis_source
+from lmcache_hybrid.tools.stored.opening import open_source
+from lmcache_hybrid.tools.stored.redis_client import hosts_of
 
 from .test_lmcache_store import FINGERPRINT, MODEL, N, blocked_loops, flip, valkey  # noqa: F401
 from .test_remote_stores import (  # noqa: F401

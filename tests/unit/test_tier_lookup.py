@@ -9,9 +9,12 @@ from collections import Counter
 import pytest
 from redis.asyncio.client import Pipeline, Redis
 
-from lmcache_hybrid import remote, tier_lookup
-from lmcache_hybrid.lookup import Question, RankLookup, load_keys
-from lmcache_hybrid.record import ATTENTION, STATE, RecordKey
+from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
+from lmcache_hybrid.protocol.lookup import LookupRequest
+from lmcache_hybrid.protocol.prefix import load_keys
+from lmcache_hybrid.storage import tier_lookup
+from lmcache_hybrid.storage.rank_lookup import RankLookup
+from lmcache_hybrid.storage.remote import connectors as remote
 
 from .helpers import PLAN, N, make_prefix, put
 from .test_lmcache_store import (  # noqa: F401 (fixtures)
@@ -53,7 +56,7 @@ def test_a_lookup_in_redis_takes_three_round_trips(box, trips):  # noqa: F811
     box.write(load_keys(PREFIX, 0, 1, PLAN), size=8)
     before = box.redis.info("commandstats")["cmdstat_exists"]["calls"]
     trips.clear()
-    answer = RankLookup(PLAN, box.store).answer(Question("r", PREFIX, BLOCKS, 0))
+    answer = RankLookup(PLAN, box.store).answer(LookupRequest("r", PREFIX, BLOCKS, 0))
     assert (answer.boundary, answer.attention) == (1, BLOCKS)
     states = len(PLAN.states) * BLOCKS
     assert trips == {"pipelines": 3, "commands in them": BLOCKS + states}

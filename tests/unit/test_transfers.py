@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmcache_hybrid import copies, transfers
-from lmcache_hybrid.transfers import (
+from lmcache_hybrid.worker import copies, transfers
+from lmcache_hybrid.worker.transfers import (
     BatchedTransfer,
     copy_joined,
     copy_one_by_one,

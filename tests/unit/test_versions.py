@@ -5,9 +5,10 @@ import os
 
 import pytest
 
-from vllm_patch import hooks, versions
+from lmcache_hybrid.upstream import versions
+from lmcache_hybrid.upstream.versions import Pair
+from vllm_patch import hooks
 from vllm_patch.source import Hook
-from vllm_patch.versions import Pair
 
 # Two releases of each; the second vLLM has no CPU build, the second LMCache is a candidate.
 MATRIX = (

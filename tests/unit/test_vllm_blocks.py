@@ -16,9 +16,9 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
 )
 
-from lmcache_hybrid.groups import GroupPlan
-from lmcache_hybrid.prefix import prefix_of
-from lmcache_hybrid.scheduler import HybridScheduler
+from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.scheduler.prompt import prefix_of
+from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 
 from .helpers import OPTIONS, N, Ranks, fill, make_output, make_request
 

@@ -22,18 +22,18 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 import vllm_patch
-from lmcache_hybrid import weights
 from lmcache_hybrid.connector import HybridConnector
-from lmcache_hybrid.errors import UnknownWeightsError
-from lmcache_hybrid.groups import plan_groups
-from lmcache_hybrid.tinymodels import make_model
-from lmcache_hybrid.weights import (
+from lmcache_hybrid.core.errors import UnknownWeightsError
+from lmcache_hybrid.core.groups import plan_groups
+from lmcache_hybrid.identity import weights
+from lmcache_hybrid.identity.weights import (
     LOADED,
     TensorDigest,
     WeightsStream,
     files_identity,
     weights_identity,
 )
+from lmcache_hybrid.tools.tiny_models import make_model
 
 from .layouts import N, build
 

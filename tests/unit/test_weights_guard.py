@@ -10,10 +10,10 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.v1.worker.gpu_worker import Worker
 
 from lmcache_hybrid.connector import HybridConnector
-from lmcache_hybrid.lookup import UNAVAILABLE, Question
-from lmcache_hybrid.metadata import StepMetadata
-from lmcache_hybrid.weights import LOADED, LoadedWeights
-from lmcache_hybrid.weights_guard import GuardedLookup, WeightsGuard
+from lmcache_hybrid.identity.weights import LOADED, LoadedWeights
+from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest
+from lmcache_hybrid.protocol.metadata import ConnectorMetadata
+from lmcache_hybrid.storage.weights_guard import GuardedLookup, WeightsGuard
 
 from .test_weights import Toy, configured, cpu, folder, made, tensors, write_safetensors  # noqa: F401
 from .test_worker import rig as worker_rig  # noqa: F401
@@ -119,7 +119,7 @@ def test_a_step_under_way_when_the_reset_comes_is_not_stored(worker_rig, monkeyp
 def test_after_a_change_nothing_is_looked_up_and_loads_fail(worker_rig):  # noqa: F811
     rig = worker_rig().saved()
     connector, load = connected(rig), rig.load()
-    connector._metadata = StepMetadata(loads=(load,), idle=True)
+    connector._metadata = ConnectorMetadata(loads=(load,), idle=True)
     connector.start_load_kv(None)
     LOADED.changes += 1
     ended = connector.get_transfer_results(set())
@@ -128,7 +128,7 @@ def test_after_a_change_nothing_is_looked_up_and_loads_fail(worker_rig):  # noqa
     assert ended.failed_recving == {"r"}
     rig.load("next")
     lookup = GuardedLookup(rig.lookup, connector._guard)
-    question = Question("next", load.prefix, load.boundary, load.start, number=99)
+    question = LookupRequest("next", load.prefix, load.boundary, load.start, number=99)
     assert lookup.answer(question) == UNAVAILABLE
     rig.assert_clean()
     connector._guard.reset()

@@ -5,13 +5,15 @@ import threading
 import pytest
 import torch
 
-from lmcache_hybrid import copies
-from lmcache_hybrid.errors import LoadError, NoRoomError
-from lmcache_hybrid.lookup import Question, RankLookup
-from lmcache_hybrid.metadata import NOTHING, Load, Save, StepMetadata
-from lmcache_hybrid.record import ATTENTION, HEADER_BYTES, STATE, digests_of, payload_bytes
-from lmcache_hybrid.store import NaiveStore
-from lmcache_hybrid.worker import PART_BYTES, HybridWorker
+from lmcache_hybrid.core.errors import LoadError, NoRoomError
+from lmcache_hybrid.core.keys import ATTENTION, STATE
+from lmcache_hybrid.protocol.lookup import LookupRequest
+from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata, LoadSpec, SaveSpec
+from lmcache_hybrid.storage.interface import NaiveStore
+from lmcache_hybrid.storage.rank_lookup import RankLookup
+from lmcache_hybrid.storage.record import HEADER_BYTES, digests_of, payload_bytes
+from lmcache_hybrid.worker import copies
+from lmcache_hybrid.worker.worker import PART_BYTES, HybridWorker
 
 from .helpers import PLAN, WIDE, keys_of, make_caches, make_pages, make_prefix
 
@@ -32,24 +34,26 @@ class Rig:
             plan, self.pages, self.store, self.lookup, torch.device("cpu"), part_bytes
         )
 
-    def save_metadata(self, request_id: str = "w") -> StepMetadata:
+    def save_metadata(self, request_id: str = "w") -> ConnectorMetadata:
         plan = self.plan
         # Group g of a layer uses block 1 + i for its i-th block; states their own blocks.
         attention = tuple((i, (1 + i,) * len(plan.attention)) for i in range(3))
         states = ((3, tuple(4 + i for i in range(len(plan.states)))),)
-        return StepMetadata(saves=(Save(request_id, PREFIX, attention, states),))
+        return ConnectorMetadata(saves=(SaveSpec(request_id, PREFIX, attention, states),))
 
     def saved(self) -> "Rig":
         self.worker.save(self.save_metadata())
         return self
 
-    def load(self, request_id: str = "r", start: int = 0, boundary: int = 3, claim=True) -> Load:
+    def load(
+        self, request_id: str = "r", start: int = 0, boundary: int = 3, claim=True
+    ) -> LoadSpec:
         """A load into blocks 7, 8, 9 (attention) and 10, 11, ... (states)."""
         if claim:
-            answer = self.lookup.answer(Question(request_id, PREFIX, boundary, start))
+            answer = self.lookup.answer(LookupRequest(request_id, PREFIX, boundary, start))
             assert answer.boundary == boundary
         plan = self.plan
-        return Load(
+        return LoadSpec(
             request_id,
             PREFIX,
             start,
@@ -58,8 +62,8 @@ class Rig:
             tuple(10 + i % 2 for i in range(len(plan.states))),
         )
 
-    def start(self, *loads: Load) -> None:
-        self.worker.start_loads(StepMetadata(loads=loads))
+    def start(self, *loads: LoadSpec) -> None:
+        self.worker.start_loads(ConnectorMetadata(loads=loads))
 
     def results(self, finished=frozenset()):
         """Ask as vLLM does, step after step, until something ended."""
@@ -71,7 +75,7 @@ class Rig:
             timer.wait(0.001)
         raise TimeoutError
 
-    def run(self, *loads: Load):
+    def run(self, *loads: LoadSpec):
         self.start(*loads)
         results = self.results()
         assert not self.worker.results(set(), False).finished_recving  # once and no more
@@ -132,9 +136,9 @@ def test_save_stores_every_group_under_its_own_key(rig):
 
 def test_a_save_without_states_and_one_without_attention(rig):
     rig = rig()
-    rig.worker.save(StepMetadata(saves=(Save("w", PREFIX, ((1, (3,)),), ()),)))
+    rig.worker.save(ConnectorMetadata(saves=(SaveSpec("w", PREFIX, ((1, (3,)),), ()),)))
     assert list(rig.store.records) == keys_of(PREFIX, 1, ATTENTION)
-    rig.worker.save(StepMetadata(saves=(Save("w", PREFIX, (), ((1, (4, 5, 6)),)),)))
+    rig.worker.save(ConnectorMetadata(saves=(SaveSpec("w", PREFIX, (), ((1, (4, 5, 6)),)),)))
     assert set(list(rig.store.records)[1:]) == set(keys_of(PREFIX, 0, STATE))
     assert (rig.worker.counts.saved_attention, rig.worker.counts.saved_states) == (1, 1)
 
@@ -206,8 +210,8 @@ def test_a_failed_save_does_not_raise_and_leaks_nothing(rig, hybrid_log, damage,
 
 def test_a_failed_save_does_not_stop_the_others(rig):
     rig = rig()
-    bad = Save("bad", PREFIX, ((0, (0,)),), ())  # the null block
-    rig.worker.save(StepMetadata(saves=(bad, *rig.save_metadata().saves)))
+    bad = SaveSpec("bad", PREFIX, ((0, (0,)),), ())  # the null block
+    rig.worker.save(ConnectorMetadata(saves=(bad, *rig.save_metadata().saves)))
     assert rig.worker.counts.skipped_saves.total == 1 and rig.worker.counts.saved_states == 1
     rig.assert_clean()
 
@@ -260,7 +264,7 @@ def test_save_seconds_is_what_holds_up_the_step(device_rig):
     """One observation a step, made at its end, and none for what the device does afterwards."""
     rig = device_rig
     (save,) = rig.save_metadata().saves
-    rig.worker.save(StepMetadata(saves=(save, dataclasses.replace(save, request_id="other"))))
+    rig.worker.save(ConnectorMetadata(saves=(save, dataclasses.replace(save, request_id="other"))))
     assert len(rig.worker.counts.save_seconds) == 1 and rig.worker.counts.saved_states == 0
     rig.device.arrived.set()
     rig.worker._finisher.submit(int).result()
@@ -475,7 +479,7 @@ def test_dropped_requests_lose_their_claims(rig):
     rig = rig().saved()
     rig.load("a")
     rig.load("b")
-    rig.worker.start_loads(StepMetadata(dropped=(("a", 1), ("b", 1), ("unknown", 1))))
+    rig.worker.start_loads(ConnectorMetadata(dropped=(("a", 1), ("b", 1), ("unknown", 1))))
     rig.assert_clean()
 
 

@@ -3,10 +3,10 @@
 
 from tests.mutants.defect import Defect, one
 
-WORKER = "lmcache_hybrid/worker.py"
-COPIES = "lmcache_hybrid/copies.py"
-TRANSFERS = "lmcache_hybrid/transfers.py"
-PINNED = "lmcache_hybrid/pinned.py"
+WORKER = "lmcache_hybrid/worker/worker.py"
+COPIES = "lmcache_hybrid/worker/copies.py"
+TRANSFERS = "lmcache_hybrid/worker/transfers.py"
+PINNED = "lmcache_hybrid/storage/host_memory.py"
 
 DEFECTS = (
     # How copies are queued

@@ -3,11 +3,11 @@
 
 from tests.mutants.defect import one
 
-ADAPTERS = "lmcache_hybrid/adapters.py"
-LOOKUP = "lmcache_hybrid/lookup.py"
-TRACKED = "lmcache_hybrid/tracked.py"
-WORKER = "lmcache_hybrid/worker.py"
-MEDIA = "lmcache_hybrid/media.py"
+ADAPTERS = "lmcache_hybrid/identity/adapters.py"
+LOOKUP = "lmcache_hybrid/protocol/lookup.py"
+TRACKED = "lmcache_hybrid/scheduler/tracker.py"
+WORKER = "lmcache_hybrid/worker/worker.py"
+MEDIA = "lmcache_hybrid/identity/media.py"
 FRONTEND = "vllm_patch/media.py"
 CONNECTOR = "lmcache_hybrid/connector.py"
 
@@ -82,7 +82,7 @@ DEFECTS = (
     ),
     one(
         "a rank that does not know its adapter names it all the same",
-        LOOKUP,
+        "lmcache_hybrid/protocol/prefix.py",
         " or not contents or not all(contents):\n",
         " or not contents:\n",
     ),

@@ -4,9 +4,9 @@
 from tests.mutants.defect import one
 
 CONNECTOR = "lmcache_hybrid/connector.py"
-PAGES = "lmcache_hybrid/pages.py"
-GROUPS = "lmcache_hybrid/groups.py"
-RUNS = "lmcache_hybrid/runs.py"
+PAGES = "lmcache_hybrid/worker/pages.py"
+GROUPS = "lmcache_hybrid/core/groups.py"
+RUNS = "lmcache_hybrid/worker/layout.py"
 
 DEFECTS = (
     # Layouts of the KV cache
@@ -84,56 +84,56 @@ DEFECTS = (
     ),
     one(
         "the acceptance test takes a miss for a hit",
-        "lmcache_hybrid/accept/compare.py",
+        "lmcache_hybrid/tools/accept/compare.py",
         "        if min(self.cached, self.external) < self.boundary:\n",
         "        if self.boundary < 0:\n",
     ),
     one(
         "the acceptance test asks vLLM's own cache for what the store should bring",
-        "lmcache_hybrid/accept/run.py",
+        "lmcache_hybrid/tools/accept/run.py",
         "                    engine.settle()\n                    engine.forget()\n",
         "                    engine.settle()\n",
     ),
     one(
         "the acceptance test allows noise where there is none",
-        "lmcache_hybrid/accept/compare.py",
+        "lmcache_hybrid/tools/accept/compare.py",
         "        limit = max(allowed, self.slack)\n",
         "        limit = max(allowed, self.slack, 0.1)\n",
     ),
     one(
         "the acceptance test takes a fault of saving for noise",
-        "lmcache_hybrid/accept/result.py",
+        "lmcache_hybrid/tools/accept/result.py",
         "zip(each.own, each.again, strict=False)]\n",
         "zip(each.own, each.again, strict=False)]\n"
         "        pairs += [(t.own[0], t.restored[0]) for t in self.told if t.restored]\n",
     ),
     one(
         "the acceptance test loads while it asks vLLM's own cache",
-        "lmcache_hybrid/accept/run.py",
+        "lmcache_hybrid/tools/accept/run.py",
         "        engine.use(())  # nothing may be loaded, whatever is stored\n",
         "",
     ),
     one(
         "the acceptance test passes although a tier's hits were not compared",
-        "lmcache_hybrid/accept/compare.py",
+        "lmcache_hybrid/tools/accept/compare.py",
         "        hits[tier] = hits.get(tier, False) or bool(compared)\n",
         "        hits[tier] = True\n",
     ),
     one(
         "the acceptance test passes although it cannot see a lost block",
-        "lmcache_hybrid/accept/compare.py",
+        "lmcache_hybrid/tools/accept/compare.py",
         "    if hidden or not noise.lost:\n",
         "    if not noise.lost:\n",
     ),
     one(
         "the acceptance test loses nothing where it means to",
-        "lmcache_hybrid/accept/worker.py",
+        "lmcache_hybrid/tools/accept/worker.py",
         '    vars(worker)["_restore"] = restore_and_lose\n',
         "",
     ),
     one(
         "the acceptance test forgives a difference that came back",
-        "lmcache_hybrid/accept/compare.py",
+        "lmcache_hybrid/tools/accept/compare.py",
         "        if self.others and max(self.others) <= limit < self.difference:\n",
         "        if self.others and limit < self.difference:\n",
     ),

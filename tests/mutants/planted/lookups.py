@@ -3,16 +3,16 @@
 
 from tests.mutants.defect import Defect, one
 
-PINS = "lmcache_hybrid/pins.py"
+PINS = "lmcache_hybrid/storage/pins.py"
 
-WORKER = "lmcache_hybrid/worker.py"
-SCHEDULER = "lmcache_hybrid/scheduler.py"
-LOOKUP = "lmcache_hybrid/lookup.py"
+WORKER = "lmcache_hybrid/worker/worker.py"
+SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
+LOOKUP = "lmcache_hybrid/protocol/lookup.py"
 
 DEFECTS = (
     one(
         "a store is blamed for a question that began too late",
-        "lmcache_hybrid/tier_lookup.py",
+        "lmcache_hybrid/storage/tier_lookup.py",
         "        return seconds > 0 and seconds >= FAIR_PART * self._longest\n",
         "        return seconds >= 0 * FAIR_PART\n",
     ),
@@ -31,55 +31,55 @@ DEFECTS = (
     ),
     one(
         "each boundary is asked for by itself",
-        LOOKUP,
+        "lmcache_hybrid/storage/rank_lookup.py",
         "itertools.repeat(CANDIDATES)",
         "itertools.repeat(1)",
     ),
     one(
         "of a window only the last page is looked at",
-        LOOKUP,
+        "lmcache_hybrid/storage/rank_lookup.py",
         "                gap[boundary] < window.first(self._floor, boundary)\n",
         "                gap[boundary] < boundary - 1\n",
     ),
     one(
         "the end of a lookup's time is not seen between its questions",
-        LOOKUP,
+        "lmcache_hybrid/storage/rank_lookup.py",
         "        self._check_wanted(question)\n        return self._store.locate",
         "        return self._store.locate",
     ),
     one(
         "a claim is made when nobody waits for it any more",
-        LOOKUP,
+        "lmcache_hybrid/storage/rank_lookup.py",
         "            self._check_wanted(question)\n            claim = ",
         "            claim = ",
     ),
     one(
         "a store that is slow takes all the time of a lookup",
-        "lmcache_hybrid/tier_lookup.py",
+        "lmcache_hybrid/storage/tier_lookup.py",
         "max(0.0, deadline - time.monotonic()) / 2",
         "max(0.0, deadline - time.monotonic())",
     ),
     one(
         "every lookup waits for a store that does not answer",
-        "lmcache_hybrid/tier_lookup.py",
+        "lmcache_hybrid/storage/tier_lookup.py",
         "    if name in silent:\n        return [False] * len(keys)\n",
         "",
     ),
     one(
         "a store that answers again is left alone as long as before",
-        "lmcache_hybrid/tier_lookup.py",
+        "lmcache_hybrid/storage/tier_lookup.py",
         "        silent.answered(name)\n",
         "",
     ),
     one(
         "a rank answers when nobody waits any more",
-        "lmcache_hybrid/rpc.py",
+        "lmcache_hybrid/storage/rpc.py",
         "ANSWER_WITHIN * self._timeout_ms",
         "self._timeout_ms",
     ),
     one(
         "one lookup without an answer pauses all others for the longest time",
-        "lmcache_hybrid/rpc.py",
+        "lmcache_hybrid/storage/rpc.py",
         "pause = min(self._pause, PAUSE_SECONDS)",
         "pause = PAUSE_SECONDS",
     ),
@@ -116,13 +116,13 @@ DEFECTS = (
     ),
     one(
         "a drop takes the claim of a later question",
-        LOOKUP,
+        "lmcache_hybrid/storage/rank_lookup.py",
         "            if claim is None or claimed_by > number:\n",
         "            if claim is None:\n",
     ),
     one(
         "a drop gives up a later question that is being answered",
-        LOOKUP,
+        "lmcache_hybrid/storage/rank_lookup.py",
         "request_id == answering and latest <= number",
         "request_id == answering",
     ),

@@ -3,15 +3,15 @@
 
 from tests.mutants.defect import one
 
-SCHEDULER = "lmcache_hybrid/scheduler.py"
-WORKER = "lmcache_hybrid/worker.py"
+SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
+WORKER = "lmcache_hybrid/worker/worker.py"
 SLEEP = "vllm_patch/sleep.py"
-STORE = "lmcache_hybrid/lmcache_store.py"
-RPC = "lmcache_hybrid/rpc.py"
-GROUPS = "lmcache_hybrid/groups.py"
-PREFIX = "lmcache_hybrid/prefix.py"
+STORE = "lmcache_hybrid/storage/lmcache_store.py"
+RPC = "lmcache_hybrid/storage/rpc.py"
+GROUPS = "lmcache_hybrid/core/groups.py"
+PREFIX = "lmcache_hybrid/scheduler/prompt.py"
 COMPAT = "vllm_patch/compat.py"
-COUNTS = "lmcache_hybrid/counts.py"
+COUNTS = "lmcache_hybrid/core/counts.py"
 METRICS = "lmcache_hybrid/metrics.py"
 
 DEFECTS = (
@@ -55,19 +55,19 @@ DEFECTS = (
     ),
     one(
         "a lookup that nobody waits for any more keeps its claims",
-        "lmcache_hybrid/inquiry.py",
+        "lmcache_hybrid/scheduler/lookups.py",
         "        if inquiry.settle(answer):\n",
         "        if inquiry.settle(answer) or True:\n",
     ),
     one(
         "a lookup is taken for answered before it is",
-        "lmcache_hybrid/inquiry.py",
+        "lmcache_hybrid/scheduler/lookups.py",
         "            return None\n        return self.give_up() or UNAVAILABLE",
         "            return UNAVAILABLE\n        return self.give_up() or UNAVAILABLE",
     ),
     one(
         "a failed load is reported while parts of it still copy",
-        "lmcache_hybrid/copies.py",
+        "lmcache_hybrid/worker/copies.py",
         "                call.cancel()\n            wait(calls)\n",
         "                call.cancel()\n",
     ),
@@ -197,7 +197,7 @@ DEFECTS = (
     ),
     one(
         "threads are started one by one, after their work was queued",
-        "lmcache_hybrid/pools.py",
+        "lmcache_hybrid/core/threads.py",
         "            pool.submit(go_on.wait)\n",
         "            pass\n",
     ),
@@ -209,7 +209,7 @@ DEFECTS = (
     ),
     one(
         "loads wait for a silent store one after the other",
-        "lmcache_hybrid/remote_reader.py",
+        "lmcache_hybrid/storage/remote/reader.py",
         "                self._silent = now\n",
         "                pass\n",
     ),
@@ -240,7 +240,7 @@ DEFECTS = (
     ),
     one(
         "another layout after a sleep is taken for the one before",
-        "lmcache_hybrid/pages.py",
+        "lmcache_hybrid/worker/pages.py",
         "        if (self.layout, self.block_bytes) != before:\n",
         "        if False:\n",
     ),
@@ -258,7 +258,7 @@ DEFECTS = (
     ),
     one(
         "a reset makes weights known that a sleep discarded",
-        "lmcache_hybrid/weights_guard.py",
+        "lmcache_hybrid/storage/weights_guard.py",
         "        if self._loaded.discarded:\n",
         "        if self._loaded.discarded and not self._unused:\n",
     ),

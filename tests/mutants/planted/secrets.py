@@ -3,9 +3,9 @@
 
 from tests.mutants.defect import one
 
-DIGESTS = "lmcache_hybrid/digests.py"
-RECORD = "lmcache_hybrid/record.py"
-STORE = "lmcache_hybrid/lmcache_store.py"
+DIGESTS = "lmcache_hybrid/core/digests.py"
+RECORD = "lmcache_hybrid/storage/record.py"
+STORE = "lmcache_hybrid/storage/lmcache_store.py"
 CONNECTOR = "lmcache_hybrid/connector.py"
 
 DEFECTS = (
@@ -49,49 +49,49 @@ DEFECTS = (
     # Logins and TLS of Redis
     one(
         "LMCache is told the password",
-        "lmcache_hybrid/config.py",
+        "lmcache_hybrid/config/options.py",
         "    hide_passwords(config)\n",
         "",
     ),
     one(
         "a cluster is written to without TLS",
-        "lmcache_hybrid/redis_stores.py",
+        "lmcache_hybrid/storage/remote/redis.py",
         "redis.RedisCluster(startup_nodes=startup, **(options | _options()))",
         "redis.RedisCluster(startup_nodes=startup, **_options())",
     ),
     one(
         "reads go without a login",
-        "lmcache_hybrid/redis_stores.py",
+        "lmcache_hybrid/storage/remote/redis.py",
         "        connector.pool.connection_kwargs.update(options)\n",
         "",
     ),
     one(
         "a cluster is read without TLS",
-        "lmcache_hybrid/redis_stores.py",
+        "lmcache_hybrid/storage/remote/redis.py",
         "        max_connections=connector.max_connections,\n        **options,\n",
         "        max_connections=connector.max_connections,\n",
     ),
     one(
         "a primary behind sentinels is not logged in to",
-        "lmcache_hybrid/redis_stores.py",
+        "lmcache_hybrid/storage/remote/redis.py",
         "master_for(service, socket_timeout=timeout, **options)",
         "master_for(service, socket_timeout=timeout)",
     ),
     one(
         "purge looks at sealed records without the key",
-        "lmcache_hybrid/cli/purge.py",
+        "lmcache_hybrid/tools/cli/purge.py",
         "verify(source, entry, self.digester)",
         "verify(source, entry)",
     ),
     one(
         "an error shows the password of a URL that cannot be read",
-        "lmcache_hybrid/stored/login.py",
+        "lmcache_hybrid/config/login.py",
         '        raise ValueError(\n            "its port is no number;',
         '        raise ValueError(\n            f"{url}: its port is no number;',
     ),
     one(
         "a password in the query of a URL is told",
-        "lmcache_hybrid/stored/login.py",
+        "lmcache_hybrid/config/login.py",
         '        bare = _IN_QUERY.sub("", bare).rstrip("?&")\n',
         "        pass\n",
     ),

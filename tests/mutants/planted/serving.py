@@ -3,19 +3,19 @@
 
 from tests.mutants.defect import Defect, one
 
-SCHEDULER = "lmcache_hybrid/scheduler.py"
-WORKER = "lmcache_hybrid/worker.py"
-LOOKUP = "lmcache_hybrid/lookup.py"
-STORE = "lmcache_hybrid/lmcache_store.py"
-RECORD = "lmcache_hybrid/record.py"
+SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
+WORKER = "lmcache_hybrid/worker/worker.py"
+LOOKUP = "lmcache_hybrid/protocol/lookup.py"
+STORE = "lmcache_hybrid/storage/lmcache_store.py"
+RECORD = "lmcache_hybrid/storage/record.py"
 CONNECTOR = "lmcache_hybrid/connector.py"
-PAGES = "lmcache_hybrid/pages.py"
+PAGES = "lmcache_hybrid/worker/pages.py"
 
 DEFECTS = (
     # What is stored
     one(
         "the state of another boundary is stored",
-        "lmcache_hybrid/metadata.py",
+        "lmcache_hybrid/protocol/metadata.py",
         "(end - 1, ids) for end, ids in self.states",
         "(max(0, end - 2), ids) for end, ids in self.states",
     ),
@@ -82,7 +82,7 @@ DEFECTS = (
     ),
     one(
         "one state group is enough",
-        LOOKUP,
+        "lmcache_hybrid/storage/rank_lookup.py",
         "            if all(key in self.where for key in states[boundary])\n",
         "            if any(key in self.where for key in states[boundary] or [pages[-1]])\n",
     ),
@@ -118,19 +118,19 @@ DEFECTS = (
     ),
     one(
         "groups share one key",
-        RECORD,
+        "lmcache_hybrid/core/keys.py",
         """return f"{'as'[self.kind]}{self.group}\"""",
         """return f"{'as'[self.kind]}\"""",
     ),
     one(
         "scales that DeepGEMM rounds are left out of the fingerprint",
-        "lmcache_hybrid/fingerprint.py",
+        "lmcache_hybrid/worker/fingerprint.py",
         '    "VLLM_USE_DEEP_GEMM_E8M0",\n',
         "",
     ),
     one(
         "the rank is left out of the fingerprint",
-        "lmcache_hybrid/fingerprint.py",
+        "lmcache_hybrid/worker/fingerprint.py",
         "(parallel.world_size, parallel.rank)",
         "(parallel.world_size,)",
     ),
@@ -214,13 +214,13 @@ DEFECTS = (
     ),
     one(
         "a late answer keeps its claim",
-        LOOKUP,
+        "lmcache_hybrid/storage/rank_lookup.py",
         "if self._given_up or time.monotonic() > question.deadline:",
         "if self._given_up:",
     ),
     one(
         "a drop that overtakes its question is forgotten",
-        LOOKUP,
+        "lmcache_hybrid/storage/rank_lookup.py",
         "            self._given_up |= request_id == answering and latest <= number\n",
         "",
     ),
@@ -238,7 +238,7 @@ DEFECTS = (
     ),
     one(
         "claims do not pin",
-        "lmcache_hybrid/pins.py",
+        "lmcache_hybrid/storage/pins.py",
         "        memory.ref_count_up()\n    return memory.ref_count_down",
         "    return lambda: None",
     ),

@@ -3,11 +3,11 @@
 
 from tests.mutants.defect import one
 
-STAGING = "lmcache_hybrid/staging.py"
-STORE = "lmcache_hybrid/lmcache_store.py"
-DISK = "lmcache_hybrid/local_disk.py"
-ROOM = "lmcache_hybrid/disk_room.py"
-REDIS = "lmcache_hybrid/redis_stores.py"
+STAGING = "lmcache_hybrid/storage/staging.py"
+STORE = "lmcache_hybrid/storage/lmcache_store.py"
+DISK = "lmcache_hybrid/storage/disk/backend.py"
+ROOM = "lmcache_hybrid/storage/disk/eviction.py"
+REDIS = "lmcache_hybrid/storage/remote/redis.py"
 
 DEFECTS = (
     one(
@@ -126,25 +126,25 @@ DEFECTS = (
     ),
     one(
         "with python -O the null block is stored",
-        "lmcache_hybrid/pages.py",
+        "lmcache_hybrid/worker/pages.py",
         '            raise ValueError(f"block {block} of {self.num_blocks} cannot be copied")\n',
         "            assert not __debug__\n",
     ),
     one(
         "with python -O a record is sealed with digests of another",
-        "lmcache_hybrid/record.py",
+        "lmcache_hybrid/storage/record.py",
         "    if len(record) != HEADER_BYTES + length + len(digests):\n",
         "    if len(record) < HEADER_BYTES + length:\n",
     ),
     one(
         "records are readable for everybody",
-        "lmcache_hybrid/files.py",
+        "lmcache_hybrid/storage/disk/files.py",
         "PRIVATE_FILE = 0o600\n",
         "PRIVATE_FILE = 0o644\n",
     ),
     one(
         "a folder of another user is taken",
-        "lmcache_hybrid/folders.py",
+        "lmcache_hybrid/config/folders.py",
         "    if status.st_uid not in (os.geteuid(), 0):\n",
         "    if status.st_uid < 0:\n",
     ),
@@ -156,13 +156,13 @@ DEFECTS = (
     ),
     one(
         "a late read of a file loses its memory",
-        "lmcache_hybrid/remote.py",
+        "lmcache_hybrid/storage/remote/connectors.py",
         "        _release_late_reads(connector)\n",
         "        pass\n",
     ),
     one(
         "damaged records stay in Redis",
-        "lmcache_hybrid/remote.py",
+        "lmcache_hybrid/storage/remote/connectors.py",
         "    if damaged and redis_stores.delete(backend, key, REMOVAL_SECONDS):\n",
         "    if False and redis_stores.delete(backend, key, REMOVAL_SECONDS):\n",
     ),
@@ -174,7 +174,7 @@ DEFECTS = (
     ),
     one(
         "a repair of Redis does not say when it can go",
-        "lmcache_hybrid/remote.py",
+        "lmcache_hybrid/storage/remote/connectors.py",
         "    Remove when: ``RedisConnector.close`` and",
         "    Later ``RedisConnector.close`` may be better, and",
     ),

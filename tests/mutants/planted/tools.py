@@ -3,21 +3,21 @@
 
 from tests.mutants.defect import one
 
-PURGE = "lmcache_hybrid/cli/purge.py"
-CLIENT = "lmcache_hybrid/stored/redis_client.py"
-SOURCE = "lmcache_hybrid/stored/redis_source.py"
-SUMMARY = "lmcache_hybrid/stored/summary.py"
+PURGE = "lmcache_hybrid/tools/cli/purge.py"
+CLIENT = "lmcache_hybrid/tools/stored/redis_client.py"
+SOURCE = "lmcache_hybrid/tools/stored/redis_source.py"
+SUMMARY = "lmcache_hybrid/tools/stored/summary.py"
 
 DEFECTS = (
     one(
         "the demo starts without LMCache",
-        "vllm_patch/versions.py",
+        "lmcache_hybrid/upstream/versions.py",
         "    for package, version_here in zip(PACKAGES, found()):\n        if version_here",
         "    for package, version_here in zip(PACKAGES[:1], found()):\n        if version_here",
     ),
     one(
         "a permission to try untested versions takes those for installed that are not",
-        "vllm_patch/versions.py",
+        "lmcache_hybrid/upstream/versions.py",
         "    if problem is not None:\n        return problem\n    vllm, lmcache",
         '    if problem is not None and os.environ.get(ALLOW_UNTESTED) != "1":\n'
         "        return problem\n    vllm, lmcache",

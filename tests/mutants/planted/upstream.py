@@ -6,8 +6,8 @@ from tests.mutants.defect import one
 REGISTER = "vllm_patch/__init__.py"
 CONFIG = "vllm_patch/config_hooks.py"
 CONNECTOR = "vllm_patch/connector.py"
-VERSIONS = "vllm_patch/versions.py"
-HOME = "lmcache_hybrid/lmcache_home.py"
+VERSIONS = "lmcache_hybrid/upstream/versions.py"
+HOME = "lmcache_hybrid/upstream/lmcache_home.py"
 
 DEFECTS = (
     one(
@@ -97,8 +97,8 @@ DEFECTS = (
     ),
     one(
         "a file imports from LMCache's old home by itself",
-        "lmcache_hybrid/standalone.py",
-        "from lmcache_hybrid.lmcache_home import LMCacheEngine, ",
+        "lmcache_hybrid/tools/standalone.py",
+        "from lmcache_hybrid.upstream.lmcache_home import LMCacheEngine, ",
         "from lmcache.v1.cache_engine import LMCacheEngine, ",
     ),
     one(

@@ -3,11 +3,11 @@
 
 from tests.mutants.defect import one
 
-WEIGHTS = "lmcache_hybrid/weights.py"
+WEIGHTS = "lmcache_hybrid/identity/weights.py"
 LOADERS = "vllm_patch/loaders.py"
 CONNECTOR = "lmcache_hybrid/connector.py"
 
-GUARD = "lmcache_hybrid/weights_guard.py"
+GUARD = "lmcache_hybrid/storage/weights_guard.py"
 
 DEFECTS = (
     one(

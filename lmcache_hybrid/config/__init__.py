@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LMCache's options: kept, set or refused at start-up."""

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of LMCache's stores hold records as they are, and why the others do not.
+
+A record is a buffer of bytes as long as its block or state, so a store must keep each
+value's size. LMCache's connectors either keep it beside the value or read everything into
+buffers of one chunk of attention.
+"""
+
+import re
+from urllib.parse import SplitResult
+
+from lmcache_hybrid.config.login import split_url, without_password
+from lmcache_hybrid.core.errors import ConfigError
+
+# Schemes of LMCache's remote_url and types of its remote_storage_plugins that are tested.
+REMOTE_SCHEMES = ("fs", "redis", "rediss", "unix", "redis-cluster", "redis-sentinel")
+REMOTE_PLUGINS = ("fs", "redis")
+SEVERAL_HOSTS = ("redis-cluster", "redis-sentinel")
+
+_ONE_SIZE = "LMCache reads every value of it into a buffer of one chunk's size"
+_NO_SERVER = "no test here can reach such a store"
+# Why a scheme or a plugin of LMCache 0.5.6 is refused.
+REASONS = {
+    "audit": "it only watches another store",
+    "azure": _ONE_SIZE,
+    "bigtable": _ONE_SIZE,
+    "blackhole": "it keeps nothing",
+    "eic": _NO_SERVER,
+    "external": "its code is not known here",
+    "hf3fs": "its values are whole tokens of attention",
+    "hfbucket": _ONE_SIZE,
+    "infinistore": "its values end at 40 MB, and " + _NO_SERVER,
+    "lm": "its one socket blocks LMCache's event loop and is not opened again once it broke",
+    "mock": "it keeps no bytes",
+    "mooncakestore": "it cannot read a single value, and " + _NO_SERVER,
+    "resp": _ONE_SIZE + ", while redis:// reaches the same server",
+    "s3": "LMCache writes and reads only values of one chunk's size there",
+    "sagemaker-hyperpod": _NO_SERVER,
+    "valkey": _ONE_SIZE + ", while redis:// and redis-cluster:// reach the same server",
+}
+
+
+def check_plugins(plugins: list[str] | None) -> None:
+    """Raises ConfigError when one of LMCache's ``remote_storage_plugins`` cannot hold records."""
+    for plugin in plugins or ():
+        kind = plugin.split(".")[0]
+        if kind not in REMOTE_PLUGINS:
+            raise ConfigError(
+                f"LMCache option remote_storage_plugins={plugins!r} names a store that cannot "
+                f"hold states{_because(kind)}; use one of {', '.join(REMOTE_PLUGINS)}."
+            )
+
+
+def check_remote_url(url: str) -> SplitResult:
+    """The parts of LMCache's ``remote_url``.
+
+    Raises:
+        ConfigError: it names a store that cannot hold records, or no host and port.
+    """
+    try:
+        parts = split_url(url)
+    except ValueError as error:
+        raise ConfigError(
+            f"LMCache option remote_url={without_password(url)!r} cannot be read: {error}."
+        ) from None
+    if parts.scheme not in REMOTE_SCHEMES:
+        raise ConfigError(
+            f"LMCache option remote_url={without_password(url)!r} names a store that cannot hold "
+            f"states{_because(parts.scheme)}; use one of "
+            f"{', '.join(scheme + '://' for scheme in REMOTE_SCHEMES)}."
+        )
+    if parts.scheme == "fs" and not re.fullmatch(r"[^:]+:\d+", parts.netloc):
+        raise ConfigError(
+            f"LMCache option remote_url={url!r} has no host and port, which LMCache needs to "
+            "find the path; write fs://localhost:0/absolute/path."
+        )
+    hosts = parts.netloc.rpartition("@")[2].split(",")
+    if parts.scheme in SEVERAL_HOSTS and not all(re.fullmatch(r"[^:]+:\d+", h) for h in hosts):
+        raise ConfigError(
+            f"LMCache option remote_url={without_password(url)!r} has a host without a port, "
+            f"and LMCache would do without the store; write {parts.scheme}://host:port,host:port."
+        )
+    return parts
+
+
+def _because(kind: str) -> str:
+    return f": {REASONS[kind]}" if kind in REASONS else ""

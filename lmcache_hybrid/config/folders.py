@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of records, checked before an engine writes into them."""
+
+import os
+import stat
+import tempfile
+
+from vllm.logger import init_logger
+
+from lmcache_hybrid.core.errors import ConfigError
+
+logger = init_logger("vllm.lmcache_hybrid.config.folders")
+
+FSTAB = "/etc/fstab"
+
+
+def check_folder(option: str, path: str) -> None:
+    """Make a folder for this user alone where there is none, and write into it.
+
+    Only the last part of the path is made: the rest may be a disk that is not mounted yet, and
+    records must not fill the one below it.
+
+    Args:
+        option: LMCache's, that names the folder.
+
+    Raises:
+        ConfigError: it belongs to another user than this one or root, it cannot be written, or
+            a disk is not there.
+    """
+    path = os.path.abspath(path)
+    above = os.path.dirname(path)
+    if not os.path.lexists(above):
+        raise ConfigError(
+            f"LMCache option {option}={path!r} is in no folder that exists; mount what belongs at "
+            f"{above!r}, or make that folder."
+        )
+    for point in _not_mounted(path):
+        raise ConfigError(
+            f"LMCache option {option}={path!r} is on {point!r}, which {FSTAB} names and nobody "
+            "mounted; mount it, or choose another folder."
+        )
+    try:
+        if not os.path.isdir(path):
+            os.mkdir(path, 0o700)
+        status = os.stat(path)
+        # Of a name that no other engine on a shared folder has.
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".lmcache-hybrid-") as probe:
+            probe.write(b"probe")
+    except OSError as error:
+        raise ConfigError(
+            f"LMCache option {option}={path!r} cannot be written ({error.strerror}); "
+            "make it a writable directory or choose another."
+        ) from error
+    if status.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(
+            f"LMCache option {option}={path!r} belongs to user {status.st_uid}, who could change "
+            f"what this engine (user {os.geteuid()}) reads there; chown it to this user, or to "
+            "root with a group for the engines that share it (chmod 2770)."
+        )
+    if status.st_mode & stat.S_IWOTH:
+        logger.warning(
+            "LMCache option %s=%r: every user of this machine can write there, and so change what "
+            "engines read; run chmod o-w on it, unless nobody else reaches it.",
+            option,
+            path,
+        )
+
+
+def _not_mounted(path: str) -> list[str]:
+    """Mount points of FSTAB at or above ``path`` that hold no file system."""
+    try:
+        with open(FSTAB) as table:
+            rows = [line.split() for line in table if not line.lstrip().startswith("#")]
+    except OSError:  # in a container
+        return []
+    points = [row[1] for row in rows if len(row) > 1 and row[1].startswith("/")]
+    return [
+        point
+        for point in points
+        if os.path.commonpath([point, path]) == os.path.normpath(point)
+        and not os.path.ismount(point)
+    ]

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""User, password and TLS of Redis, kept out of URLs, command lines and LMCache's logs."""
+
+import ipaddress
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult, unquote, unquote_plus, urlsplit
+
+from lmcache_hybrid.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lmcache.v1.config import LMCacheEngineConfig
+
+USERNAME, PASSWORD = "LMCACHE_HYBRID_REDIS_USERNAME", "LMCACHE_HYBRID_REDIS_PASSWORD"
+PASSWORD_FILE, CA_FILE = "LMCACHE_HYBRID_REDIS_PASSWORD_FILE", "LMCACHE_HYBRID_REDIS_CA"
+SEVERAL_HOSTS = ("redis-cluster", "redis-sentinel")
+# Keys of LMCache's extra_config that its Redis plugin reads a URL from.
+PLUGIN_URLS = ("remote_storage_plugin.redis.redis_url", "redis_url")
+# redis-py takes a password there, too: unix:///run/redis.sock?password=...
+_IN_QUERY = re.compile(r"(?<=[?&])password=([^&#]*)&?")
+
+# (user, password) of URLs that :func:`hide_passwords` took them out of, by what is left.
+_hidden: dict[str, tuple[str, str]] = {}
+
+
+def without_password(url: str) -> str:
+    """``url`` as it may be shown: neither user nor password, nor settings in its query."""
+    scheme, separator, rest = url.partition("://")
+    if scheme not in ("fs", "file"):  # these have none, but paths with any sign
+        # Up to the last "@": a password that is not escaped may hold "/", "?" and "#".
+        rest = re.split("[?#]", rest.rpartition("@")[2])[0]
+    return scheme + separator + rest
+
+
+def connection_options(url: str) -> dict[str, Any]:
+    """Options of every connection to ``url``, as redis-py names them; what the URL says wins.
+
+    Raises:
+        ConfigError: the password's or the certificates' file cannot be read.
+    """
+    options: dict[str, Any] = {}
+    user, password = login_of(url)
+    if not password:
+        user, password = _hidden.get(url) or (user or os.environ.get(USERNAME, ""), _password())
+    if password:
+        options["password"] = password
+    if user:
+        options["username"] = user
+    scheme = url.partition("://")[0].lower()
+    certificates = os.environ.get(CA_FILE)
+    if certificates and (scheme == "rediss" or scheme in SEVERAL_HOSTS):
+        if not os.access(certificates, os.R_OK):
+            raise ConfigError(
+                f"{CA_FILE}={certificates!r} cannot be read; name the file with the certificates "
+                "that the servers' own are signed with."
+            )
+        options["ssl_ca_certs"] = certificates
+        if scheme in SEVERAL_HOSTS:
+            options["ssl"] = True
+    return options
+
+
+def _password() -> str:
+    path = os.environ.get(PASSWORD_FILE)
+    if not path:
+        return os.environ.get(PASSWORD, "")
+    try:
+        return Path(path).read_text().removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{PASSWORD_FILE}={path!r} cannot be read; name a text file with the password alone."
+        ) from error
+
+
+def login_of(url: str) -> tuple[str, str]:
+    """User and password in a URL, as LMCache's connectors read them."""
+    user, _, password = _login_and_rest(url)[0].partition(":")
+    if url.lower().startswith(SEVERAL_HOSTS):
+        return user, password
+    queried = _IN_QUERY.search(url) if _has_query(url) and not password else None
+    return unquote(user), unquote_plus(queried[1]) if queried else unquote(password)
+
+
+def _has_query(url: str) -> bool:
+    """Whether redis-py reads settings after a "?" of this URL."""
+    return url.partition("://")[0].lower() in ("redis", "rediss", "unix")
+
+
+def _login_and_rest(url: str) -> tuple[str, str]:
+    """What is before the "@" of the login, empty without one, and the URL without it."""
+    scheme, separator, rest = url.partition("://")
+    several = scheme.lower() in SEVERAL_HOSTS
+    if not separator or scheme.lower() in ("fs", "file"):
+        return "", url
+    # Elsewhere a path or a query may have an "@", too.
+    login, at, _ = (rest if several else re.split("[/?#]", rest)[0]).rpartition("@")
+    return login, f"{scheme}://{rest[len(login) + len(at) :]}"
+
+
+def split_url(url: str) -> SplitResult:
+    """Take a URL apart.
+
+    Raises:
+        ValueError: it has no number as its port, as where a password has a "/" in it. The
+            message has no part of the URL, other than Python's.
+    """
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("redis", "rediss"):
+            parts.port  # noqa: B018
+    except ValueError:
+        raise ValueError(
+            "its port is no number; write the signs / ? # @ of a password as %2F %3F %23 %40"
+        ) from None
+    return parts
+
+
+def hide_passwords(config: "LMCacheEngineConfig") -> None:
+    """Take logins out of URLs before LMCache logs or reports them. Mutates ``config``.
+
+    :func:`connection_options` of what is left still knows them, in this process.
+    """
+    if config.remote_url:
+        config.remote_url = _hide(config.remote_url)
+    extra = config.extra_config or {}
+    for name in PLUGIN_URLS:
+        if isinstance(extra.get(name), str):
+            extra[name] = _hide(extra[name])
+
+
+def _hide(url: str) -> str:
+    user, password = login_of(url)
+    if not password:
+        return url
+    _, bare = _login_and_rest(url)
+    if _has_query(bare):
+        bare = _IN_QUERY.sub("", bare).rstrip("?&")
+    _hidden[bare] = user, password
+    return bare
+
+
+def holds_password(value: object) -> bool:
+    """Whether this setting is, or holds, a URL with a password in it."""
+    if isinstance(value, dict):
+        return any(map(holds_password, value.values()))
+    return isinstance(value, str) and bool(login_of(value)[1])
+
+
+def unencrypted(url: str | None) -> str | None:
+    """``url`` as it may be shown, where records leave this machine without TLS; else None."""
+    scheme = (url or "").partition("://")[0].lower()
+    if not url or scheme not in ("redis", *SEVERAL_HOSTS):
+        return None
+    if scheme in SEVERAL_HOSTS and os.environ.get(CA_FILE):
+        return None
+    shown = without_password(url)
+    hosts = shown.partition("://")[2].partition("/")[0].split(",")
+    return None if all(map(_is_loopback, hosts)) else shown
+
+
+def _is_loopback(host: str) -> bool:
+    name = urlsplit(f"//{host}").hostname or "localhost"
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"

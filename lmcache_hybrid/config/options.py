@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LMCache's options for a hybrid model: what is set, what is kept, what is refused."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from lmcache_hybrid.config.backends import check_plugins, check_remote_url
+from lmcache_hybrid.config.folders import check_folder
+from lmcache_hybrid.config.login import (
+    PASSWORD_FILE,
+    connection_options,
+    hide_passwords,
+    holds_password,
+)
+from lmcache_hybrid.core.digests import PLAIN, Digester, read_key
+from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.core.groups import ATTENTION_GROUP_KEY
+
+if TYPE_CHECKING:
+    from lmcache.v1.config import LMCacheEngineConfig
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.lmcache_hybrid.config.options")
+
+# Keys of kv_connector_extra_config with this prefix are this package's own.
+OWN_PREFIX = "lmcache.hybrid_"
+LOAD_LIMIT_KEY = "lmcache.max_tokens_per_load"
+CHECKPOINT_KEY = "lmcache.hybrid_checkpoint_tokens"
+KEY_FILE_KEY = "lmcache.hybrid_key_file"
+DEFAULT_CHUNK_SIZE = 256
+STABLE_HASH = "sha256_cbor"
+
+# Options whose meaning cannot be kept: value test, and what to do about it.
+_REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "use_layerwise": (bool, "whole blocks are copied at once; set it to false"),
+    "enable_blending": (bool, "a recurrent state cannot be blended; set it to false"),
+    "enable_async_loading": (bool, "hybrid loads are asynchronous already; set it to false"),
+    "save_unfull_chunk": (bool, "states exist at block boundaries only; set it to false"),
+    "enable_p2p": (bool, "peers exchange whole chunks of attention only; set it to false"),
+    "enable_pd": (bool, "use kv_role with a shared redis:// or fs:// store; set it to false"),
+    "enable_controller": (bool, "the controller does not know state records; set it to false"),
+    "enable_kv_events": (bool, "events are not sent for state records yet; set it to false"),
+    "enable_hidden_state_cache": (bool, "it is not kept for hybrid models; set it to false"),
+    "enable_scheduler_bypass_lookup": (bool, "every rank must be asked; set it to false"),
+    "enable_chunk_statistics": (bool, "chunks are not counted for hybrid models; set it to false"),
+    "external_lookup_client": (bool, "every rank must be asked; remove it"),
+    "lookup_server_worker_ids": (bool, "every rank must be asked; remove it"),
+    "hit_miss_ratio": (lambda v: v is not None, "hits are not thinned out here; remove it"),
+    "gds_path": (bool, "its buffers lie on the GPU; use local_disk or fs:// and remove it"),
+    "maru_path": (bool, "its buffers are one chunk long; use redis:// and remove it"),
+    "storage_plugins": (bool, "its buffers may not fit a record; use redis:// or fs://"),
+    "remote_serde": (
+        lambda v: v not in (None, "naive"),
+        "a state must come back bit for bit; use 'naive'",
+    ),
+}
+# The same for keys of LMCache's extra_config.
+_REFUSED_EXTRA: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "enable_nixl_storage": (bool, "its buffers do not fit a record; use redis:// or fs://"),
+    "save_chunk_meta": (lambda v: v is False, "a record needs its size beside it; remove it"),
+}
+
+# Options that must be above 0, and their units.
+_POSITIVE = {"lookup_timeout_ms": "milliseconds", "blocking_timeout_secs": "seconds"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """This package's own settings, and the few of LMCache's that the scheduler side needs.
+
+    Attributes:
+        attention_group: the user's choice, None for the first attention group.
+        save: whether this engine stores anything (``kv_role``, ``LMCACHE_FORCE_SKIP_SAVE``).
+        priority_limit: requests with a larger priority value are not stored.
+        min_retrieve_tokens: smaller hits are not loaded.
+        max_tokens_per_load: largest number of tokens per load, 0 for no limit.
+        checkpoint_tokens: T, a long prefill leaves a state every T tokens; 0 for none.
+        save_decode: whether boundaries that generated tokens reach are stored.
+        digester: keyed where a key file is named.
+    """
+
+    attention_group: int | None
+    save: bool
+    priority_limit: int | None
+    min_retrieve_tokens: int
+    max_tokens_per_load: int
+    checkpoint_tokens: int = 0
+    save_decode: bool = False
+    digester: Digester = PLAIN
+
+
+def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Options:
+    """Collect the options, refusing what is malformed.
+
+    Raises:
+        ConfigError: a setting of ours that does not exist or has no whole number, a length
+            that is negative, or a key file that is none.
+    """
+    transfer = vllm_config.kv_transfer_config
+    known = {
+        *(ATTENTION_GROUP_KEY, CHECKPOINT_KEY, KEY_FILE_KEY),
+        "lmcache.hybrid_load_failure_policy",
+    }
+    for key in transfer.kv_connector_extra_config:
+        if key.startswith(OWN_PREFIX) and key not in known:
+            raise ConfigError(f"{key} is not a setting; the settings are {sorted(known)}.")
+
+    def whole(key: str, default: int | None) -> int | None:
+        value = transfer.get_from_extra_config(key, default)
+        try:
+            if value is None or int(value) == float(value):
+                return default if value is None else int(value)
+        except (TypeError, ValueError, OverflowError):
+            pass
+        raise ConfigError(f"{key}={value!r} is not a whole number; write one.")
+
+    def tokens(key: str, value: int | None) -> int:
+        if value is None or value < 0:
+            raise ConfigError(f"{key}={value} is no number of tokens; write one, or 0.")
+        return value
+
+    key_file = transfer.get_from_extra_config(KEY_FILE_KEY, None)
+    return Options(
+        attention_group=whole(ATTENTION_GROUP_KEY, None),
+        save=transfer.kv_role != "kv_consumer" and not os.environ.get("LMCACHE_FORCE_SKIP_SAVE"),
+        priority_limit=config.priority_limit,
+        min_retrieve_tokens=tokens(
+            "LMCache option min_retrieve_tokens", config.min_retrieve_tokens
+        ),
+        max_tokens_per_load=tokens(LOAD_LIMIT_KEY, whole(LOAD_LIMIT_KEY, 0) or 0),
+        checkpoint_tokens=whole(CHECKPOINT_KEY, 0) or 0,
+        save_decode=bool(config.save_decode_cache),
+        digester=PLAIN if key_file is None else read_key(KEY_FILE_KEY, str(key_file)),
+    )
+
+
+def check_lengths(options: Options, block_size: int) -> None:
+    """Refuse lengths in tokens that this model's blocks do not fit.
+
+    Args:
+        block_size: N in tokens.
+
+    Raises:
+        ConfigError: ``checkpoint_tokens`` is not a multiple of N, for a state exists at block
+            boundaries only, or ``max_tokens_per_load`` lets no block be loaded.
+    """
+    limit = options.max_tokens_per_load
+    if 0 < limit < block_size:
+        raise ConfigError(
+            f"{LOAD_LIMIT_KEY}={limit} is less than this model's block size {block_size}, so "
+            f"nothing could be loaded; set it to {block_size} or more, or to 0 for no limit."
+        )
+    tokens = options.checkpoint_tokens
+    if tokens < 0 or tokens % block_size:
+        nearest = max(1, round(tokens / block_size)) * block_size
+        raise ConfigError(
+            f"{CHECKPOINT_KEY}={tokens} is not a multiple of this model's block size "
+            f"{block_size}; set it to {nearest}, or to 0 for no checkpoints."
+        )
+
+
+def check_pool(config: "LMCacheEngineConfig", largest: int) -> None:
+    """LMCache copies through its CPU pool, so some records must fit.
+
+    Args:
+        largest: bytes of the largest group's block.
+
+    Raises:
+        ConfigError: ``max_local_cpu_size`` is too small for this model.
+    """
+    if 2 * largest > config.max_local_cpu_size * (1 << 30):
+        raise ConfigError(
+            f"LMCache option max_local_cpu_size={config.max_local_cpu_size} is too small: one "
+            f"block of this model takes {largest / 1e6:.1f} MB; set it to "
+            f"{max(1, round(8 * largest / (1 << 30)))} GB or more."
+        )
+
+
+def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
+    """LMCache's configuration from file, environment and ``lmcache.*`` extra config.
+
+    Without any configuration LMCache keeps 5 GB in RAM, which is kept.
+
+    Raises:
+        ConfigError: the file that LMCACHE_CONFIG_FILE names does not exist.
+    """
+    from lmcache.integration.vllm.utils import lmcache_get_or_create_config
+    from lmcache.v1.config_base import validate_and_set_config_value
+
+    path = os.environ.get("LMCACHE_CONFIG_FILE")
+    if path is not None and not os.path.isfile(path):
+        raise ConfigError(
+            f"LMCACHE_CONFIG_FILE={path!r} is not a file; write the path of an LMCache YAML "
+            "file, or unset it to use RAM with LMCache's defaults."
+        )
+    config = lmcache_get_or_create_config()
+    for key, value in vllm_config.kv_transfer_config.kv_connector_extra_config.items():
+        if not key.startswith("lmcache.") or key.startswith(OWN_PREFIX) or key == LOAD_LIMIT_KEY:
+            continue
+        field = key.removeprefix("lmcache.")
+        # LMCache itself warns of a field that does not exist.
+        if not validate_and_set_config_value(config, field, value) and hasattr(config, field):
+            raise ConfigError(
+                f"{key}={value!r} is not a value that LMCache's {field} takes; correct it or "
+                "remove it from kv_connector_extra_config."
+            )
+        if holds_password(value):
+            logger.warning(
+                "%s holds a password, which this machine's users see in the list of processes; "
+                "put it into a file and name that in %s.",
+                key,
+                PASSWORD_FILE,
+            )
+    hide_passwords(config)
+    return config
+
+
+def settle_lmcache_config(config: "LMCacheEngineConfig", block_size: int) -> None:
+    """Set LMCache's chunk size, refuse what states do not survive. Mutates ``config``.
+
+    Args:
+        block_size: N in tokens.
+
+    Raises:
+        ConfigError: an option whose meaning cannot be kept for a hybrid model.
+    """
+    for check in _checks(config, block_size):
+        check()
+    _settle_chunk_size(config, block_size)
+    if config.pre_caching_hash_algorithm != STABLE_HASH:
+        logger.info(
+            "Setting pre_caching_hash_algorithm from %r to %r: keys of a hybrid model come from "
+            "vLLM's block hashes, so PYTHONHASHSEED is not needed whatever LMCache says.",
+            config.pre_caching_hash_algorithm,
+            STABLE_HASH,
+        )
+        config.pre_caching_hash_algorithm = STABLE_HASH
+
+
+def refusals(config: "LMCacheEngineConfig", block_size: int | None) -> list[str]:
+    """All that :func:`settle_lmcache_config` would refuse, one sentence each.
+
+    Args:
+        block_size: N in tokens; None leaves out what depends on it.
+    """
+    found = []
+    for check in _checks(config, block_size):
+        try:
+            check()
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def _checks(config: "LMCacheEngineConfig", block_size: int | None) -> Iterator[Callable[[], None]]:
+    extra = config.extra_config or {}
+    for name, (is_set, why) in _REFUSED.items():
+        yield partial(_refuse_if, name, getattr(config, name, None), is_set, why)
+    for name, (is_set, why) in _REFUSED_EXTRA.items():
+        yield partial(_refuse_if, f"extra_config.{name}", extra.get(name), is_set, why)
+    for name, unit in _POSITIVE.items():
+        yield partial(_check_positive, name, getattr(config, name), unit)
+    yield partial(_check_remote, config)
+    yield partial(_check_local, config)
+    if block_size is not None:
+        yield partial(_check_chunk_size, config, block_size)
+
+
+def _refuse_if(name: str, value: Any, is_set: Callable[[Any], bool], why: str) -> None:
+    if is_set(value):
+        raise ConfigError(
+            f"LMCache option {name}={value!r} does not work on a hybrid model: {why}."
+        )
+
+
+def _check_positive(name: str, value: Any, unit: str) -> None:
+    # A comparison that fails is that of NaN, too.
+    if value is None or not value > 0:
+        raise ConfigError(
+            f"LMCache option {name}={value!r} leaves no time to wait; set it to a number of {unit} "
+            "above 0, or remove it for LMCache's default."
+        )
+
+
+def _check_chunk_size(config: "LMCacheEngineConfig", block_size: int) -> None:
+    chosen = config.chunk_size
+    if chosen != DEFAULT_CHUNK_SIZE and chosen % block_size:
+        raise ConfigError(
+            f"LMCache option chunk_size={chosen} is not a multiple of this model's block size "
+            f"{block_size}; remove it, or set it to {block_size}."
+        )
+
+
+def _settle_chunk_size(config: "LMCacheEngineConfig", block_size: int) -> None:
+    if config.chunk_size != block_size:
+        logger.info(
+            "Setting LMCache's chunk_size from %d to the block size %d.",
+            config.chunk_size,
+            block_size,
+        )
+        config.chunk_size = block_size
+
+
+def _check_remote(config: "LMCacheEngineConfig") -> None:
+    check_plugins(config.remote_storage_plugins)
+    if not config.remote_url:
+        return
+    parts = check_remote_url(config.remote_url)
+    if parts.scheme == "fs":
+        for path in parts.path.split(","):
+            check_folder("remote_url", path)
+    else:
+        connection_options(config.remote_url)
+
+
+def _check_local(config: "LMCacheEngineConfig") -> None:
+    if config.max_local_cpu_size <= 0:
+        raise ConfigError(
+            f"LMCache option max_local_cpu_size={config.max_local_cpu_size} leaves no memory to "
+            "copy through; set it to a few GB."
+        )
+    if not config.local_disk:
+        return
+    if config.max_local_disk_size <= 0:
+        raise ConfigError(
+            f"LMCache option max_local_disk_size={config.max_local_disk_size} turns local_disk "
+            "off; set it to the GB you want to use."
+        )
+    for path in config.local_disk.split(","):
+        check_folder("local_disk", path.strip())

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler side and the worker side count; the one source of all metrics.
+
+:mod:`lmcache_hybrid.metrics` says what each count is called in ``/metrics``.
+"""
+
+import dataclasses
+import threading
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from lmcache_hybrid.core.errors import LoadError, RecordError
+
+# Why a record is rejected (RecordError.reason).
+CHECKS = ("short", "magic", "version", "header", "fingerprint", "key", "length", "checksum", "seal")
+# Of a count that is a level and not a total: it goes up and down.
+LEVEL = {"level": True}
+
+
+class ByLabel(dict[str, int]):
+    """A total, split by one label, or by several that are joined with commas."""
+
+    def add(self, label: str, times: int = 1) -> None:
+        self[label] = self.get(label, 0) + times
+
+    @property
+    def total(self) -> int:
+        return sum(self.values())
+
+
+def _split() -> Any:
+    return field(default_factory=ByLabel)
+
+
+def _observed() -> Any:
+    return field(default_factory=list)
+
+
+@dataclass
+class SchedulerCounts:
+    """Totals since start, one set per engine. Lists: observations not reported yet.
+
+    Attributes:
+        lookups: answered ones by outcome: hit, miss, local (vLLM holds all that can be
+            restored) or unavailable (a rank gave no verdict).
+        lookup_seconds: from the question to the answer.
+        hits: requests that started from LMCache, by the backend of their last block.
+        hit_tokens: tokens that were loaded for them, by backend as rank 0 found them.
+        lost_hits: lookups whose attention pages reach deeper than any boundary that can
+            be restored.
+        lost_tokens: how much deeper.
+        loads_in_flight: requests that wait for a load now.
+        failed_loads: requests whose load failed on some rank.
+        failed_tokens: what was to be loaded for them, which is computed instead.
+        dropped_offers: states that vLLM handed off and nobody stored, by reason.
+        skipped_requests: requests that are not looked up or not stored, by reason.
+    """
+
+    lookups: ByLabel = _split()
+    lookup_seconds: list[float] = _observed()
+    hits: ByLabel = _split()
+    hit_tokens: ByLabel = _split()
+    lost_hits: int = 0
+    lost_tokens: int = 0
+    loads_in_flight: int = field(default=0, metadata=LEVEL)
+    failed_loads: int = 0
+    failed_tokens: int = 0
+    dropped_offers: ByLabel = _split()
+    skipped_requests: ByLabel = _split()
+
+
+@dataclass
+class WorkerCounts:
+    """Totals since start of one rank. Lists: observations not reported yet.
+
+    Attributes:
+        saved_attention: blocks; each is one record per attention group.
+        saved_windows: pages of window groups.
+        saved_states: boundaries; each is one record per state group.
+        saved_bytes: of all these.
+        save_seconds: by which one step was held up, of all its requests together; not what a
+            device copies after it.
+        skipped_saves: a request's in one step that stored nothing, by reason.
+        failed_writes: records that a backend took and could not write, by backend; the
+            store's own, and reported with the next thing that is counted here.
+        loaded_attention, loaded_windows, loaded_states, loaded_bytes: as above.
+        load_seconds: of one request's load, from its turn to its end.
+        load_wait_seconds: from the step that asked for it to its turn.
+        failed_loads: by reason, and by the kind of record it was due to.
+    """
+
+    saved_attention: int = 0
+    saved_windows: int = 0
+    saved_states: int = 0
+    saved_bytes: int = 0
+    save_seconds: list[float] = _observed()
+    skipped_saves: ByLabel = _split()
+    failed_writes: ByLabel = _split()
+    loaded_attention: int = 0
+    loaded_windows: int = 0
+    loaded_states: int = 0
+    loaded_bytes: int = 0
+    load_seconds: list[float] = _observed()
+    load_wait_seconds: list[float] = _observed()
+    failed_loads: ByLabel = _split()
+
+    @property
+    def rejected_records(self) -> int:
+        """Of the failed loads, those whose record did not pass its checks."""
+        return sum(n for label, n in self.failed_loads.items() if label.split(",")[0] in CHECKS)
+
+
+def failure_label(error: BaseException) -> str:
+    """``reason,record``: why a load failed, and on what kind of record."""
+    if not isinstance(error, (LoadError, RecordError)):
+        return "error,none"
+    return f"{error.reason},{error.kind}"
+
+
+C = TypeVar("C", SchedulerCounts, WorkerCounts)
+
+
+class Ledger(Generic[C]):
+    """Counts of one side, and which of them were not reported yet.
+
+    ``with ledger as counts:`` to count, from any thread.
+
+    Attributes:
+        counts: to read.
+    """
+
+    def __init__(self, side: str, counts: C) -> None:
+        """Start at zero.
+
+        Args:
+            side: ``scheduler`` or ``worker``, the first part of the names in reports.
+        """
+        self.counts: C = counts
+        self._side = side
+        self._lock = threading.Lock()
+        self._changed = False
+        self._reported = self._totals()
+
+    def __enter__(self) -> C:
+        self._lock.acquire()
+        return self.counts
+
+    def __exit__(self, *exc: object) -> None:
+        self._changed = True
+        self._lock.release()
+
+    def report(self) -> dict[str, Any] | None:
+        """What was counted since the last report, by ``side.name``; None for nothing.
+
+        Totals as increments, levels as they are, observations as a list. Empties those lists.
+        """
+        if not self._changed:  # every step asks, most have counted nothing
+            return None
+        news: dict[str, Any] = {}
+        with self._lock:
+            self._changed = False
+            # Compared as it is in this copy: a backend's writers count without our lock.
+            before, self._reported = self._reported, self._totals()
+            for each in dataclasses.fields(self.counts):
+                value, name = self._reported[each.name], f"{self._side}.{each.name}"
+                if isinstance(value, list):
+                    if value:
+                        news[name] = value.copy()
+                        value.clear()
+                elif value == before[each.name]:
+                    continue
+                elif isinstance(value, dict):
+                    old = before[each.name]
+                    changes = {label: n - old.get(label, 0) for label, n in value.items()}
+                    news[name] = {label: change for label, change in changes.items() if change}
+                else:
+                    is_level = "level" in each.metadata
+                    news[name] = value if is_level else value - before[each.name]
+        return news or None
+
+    def _totals(self) -> dict[str, Any]:
+        values = vars(self.counts).items()
+        return {name: dict(v) if isinstance(v, dict) else v for name, v in values}

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests of stored bytes: plain ones against damage, keyed ones against whoever can write there.
+
+A plain digest (xxh3) tells damaged bytes from whole ones; anybody can compute it. A keyed one
+(BLAKE3 with a key that only the engines have) also tells bytes that another program wrote.
+"""
+
+import hmac
+import os
+import stat
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+import xxhash
+from blake3 import blake3
+
+from lmcache_hybrid.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Chunk: TypeAlias = "bytes | memoryview | np.ndarray"
+
+DIGEST_BYTES = 16
+# Key id and digest of the header; zeros in a record without a key.
+KEY_ID_BYTES = 8
+SEAL_BYTES = KEY_ID_BYTES + 32
+UNSEALED = bytes(SEAL_BYTES)
+# Of a key file, in bytes: a key, and what is no key any more.
+MIN_KEY, MAX_KEY = 32, 1 << 16
+
+
+class Digester(Protocol):
+    """Digests of one kind; immutable, may be called on any thread.
+
+    Attributes:
+        key_id: KEY_ID_BYTES that tell keys apart and say nothing of them; empty without a key.
+    """
+
+    key_id: bytes
+
+    def name(self, fingerprint: bytes) -> bytes:
+        """The fingerprint under which engines with this key store, so that keys never mix."""
+
+    def chunk(self, data: Chunk) -> bytes:
+        """DIGEST_BYTES of a chunk of the payload. Releases the GIL."""
+
+    def digests(self, data: bytes) -> bytes:
+        """DIGEST_BYTES of a payload's digests."""
+
+    def seal(self, header: bytes) -> bytes:
+        """SEAL_BYTES that stand for a header; UNSEALED without a key."""
+
+    def opens(self, header: bytes, seal: bytes) -> bool:
+        """Whether ``seal`` is this header's. Without a key every seal is."""
+
+
+class PlainDigester:
+    """Finds damage."""
+
+    key_id = b""
+
+    def name(self, fingerprint: bytes) -> bytes:
+        return fingerprint
+
+    def chunk(self, data: Chunk) -> bytes:
+        # To its stubs an array is a buffer from Python 3.12 on.
+        return xxhash.xxh3_128_digest(data)  # type: ignore[arg-type]
+
+    def digests(self, data: bytes) -> bytes:
+        return xxhash.xxh3_128_digest(data)
+
+    def seal(self, header: bytes) -> bytes:
+        return UNSEALED
+
+    def opens(self, header: bytes, seal: bytes) -> bool:
+        return True
+
+
+class KeyedDigester:
+    """Finds damage, and bytes that were written without the key. Never shows the key."""
+
+    def __init__(self, secret: bytes) -> None:
+        """Derive one key per purpose from ``secret``, so that no digest stands for another."""
+        self.key_id = _derive("key id", secret)[:KEY_ID_BYTES]
+        self._chunks = _derive("chunk of a payload", secret)
+        self._digests = _derive("digests of a payload", secret)
+        self._headers = _derive("header", secret)
+
+    def name(self, fingerprint: bytes) -> bytes:
+        return blake3(self.key_id + fingerprint).digest(length=len(fingerprint))
+
+    def chunk(self, data: Chunk) -> bytes:
+        hasher = blake3(data, key=self._chunks)  # type: ignore[arg-type]  # as above
+        return hasher.digest(length=DIGEST_BYTES)
+
+    def digests(self, data: bytes) -> bytes:
+        return blake3(data, key=self._digests).digest(length=DIGEST_BYTES)
+
+    def seal(self, header: bytes) -> bytes:
+        return self.key_id + blake3(header, key=self._headers).digest()
+
+    def opens(self, header: bytes, seal: bytes) -> bool:
+        return hmac.compare_digest(self.seal(header), seal)
+
+
+PLAIN = PlainDigester()
+
+
+def _derive(purpose: str, secret: bytes) -> bytes:
+    return blake3(secret, derive_key_context=f"lmcache-hybrid 2026 {purpose}").digest()
+
+
+def read_key(setting: str, path: str) -> KeyedDigester:
+    """The digester of a key file; its content counts byte for byte, a final newline too.
+
+    Args:
+        setting: name of the setting, for errors.
+
+    Raises:
+        ConfigError: there is no such file, it is too short to be a key, or others can read it.
+    """
+    try:
+        # Links are followed: Kubernetes mounts secrets as links. A folder is no file to open().
+        opened = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    except OSError as error:
+        raise ConfigError(
+            f"{setting}={path!r} cannot be read ({error.strerror}); make it with "
+            f"`(umask 077; openssl rand 32 > {path})` and give every engine the same file."
+        ) from error
+    with opened as data:
+        status = os.fstat(data.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{setting}={path!r} is not a file; name the file with the key.")
+        # A group may read: Kubernetes gives a pod's secrets to its fsGroup.
+        if status.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
+            raise ConfigError(
+                f"{setting}={path!r} can be read or written by others (mode "
+                f"{stat.S_IMODE(status.st_mode):04o}); run `chmod 600 {path}`, or mount the secret "
+                "with defaultMode 0400, and if the key was seen, make another."
+            )
+        secret = data.read(MAX_KEY + 1)
+    if not MIN_KEY <= len(secret) <= MAX_KEY:
+        size = f"more than {MAX_KEY}" if len(secret) > MAX_KEY else len(secret)
+        raise ConfigError(
+            f"{setting}={path!r} has {size} bytes, a key has {MIN_KEY} to {MAX_KEY}; make one "
+            "with `openssl rand 32`."
+        )
+    return KeyedDigester(secret)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of this package."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lmcache_hybrid.core.keys import RecordKey
+
+
+class ConfigError(ValueError):
+    """Bad configuration, found at start-up.
+
+    The message is one sentence with the setting, its value and the fix.
+    """
+
+
+class UnknownWeightsError(Exception):
+    """It is not known which weights were loaded, so nothing may be stored or loaded.
+
+    The message says why and what to change, as a part of a sentence.
+    """
+
+
+class StoreError(Exception):
+    """A store cannot be looked into. The message is one sentence with the fix."""
+
+
+class RecordError(Exception):
+    """Stored bytes that are not the record asked for. They never reach the cache.
+
+    Attributes:
+        reason: one word for counters: ``short``, ``magic``, ``version``, ``header``,
+            ``fingerprint``, ``key``, ``length``, ``checksum`` or ``seal``; seen from outside an
+            engine also ``wrapper`` and ``name``.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail = reason, detail
+
+    @property
+    def kind(self) -> str:
+        """Of the record, for counters: ``state``, ``attention``, or ``none`` where unknown."""
+        return "none"
+
+
+class DamagedError(RecordError):
+    """A record that was asked for is not the right one.
+
+    Attributes:
+        key: of the record.
+    """
+
+    def __init__(self, key: "RecordKey", error: RecordError) -> None:
+        super().__init__(error.reason, error.detail)
+        self.key = key
+
+    @property
+    def kind(self) -> str:
+        return self.key.kind_name
+
+
+class LoadError(Exception):
+    """A promised load cannot be kept; the request is recomputed. Message: why.
+
+    Attributes:
+        reason: one word for counters: ``gone``, ``unreadable``, ``unreachable``, ``no_room``,
+            ``unpinned``, ``unhealthy``, ``length``, ``adapter``, ``asleep`` or ``error``.
+        kind: of the record it is due to, for counters: ``state``, ``attention`` or ``none``.
+    """
+
+    def __init__(self, message: str, reason: str = "error", key: "RecordKey | None" = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.kind = "none" if key is None else key.kind_name
+
+
+class UnwantedError(LoadError):
+    """The request of a load has ended: no failure, and not counted as one."""
+
+
+class NoRoomError(LoadError):
+    """There is no memory to read into just now."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "no_room")

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which KV cache groups hold attention pages, windows or states, and what is refused."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lmcache_hybrid.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
+ATTENTION_GROUP_KEY = "lmcache.hybrid_attention_group"
+
+
+@dataclass(frozen=True)
+class Window:
+    """A group of sliding-window attention.
+
+    Attributes:
+        group: its index.
+        blocks: how many of the last blocks before B a hit at B needs, ceil((window - 1) / N).
+    """
+
+    group: int
+    blocks: int
+
+    def first(self, start: int, boundary: int) -> int:
+        """First of the blocks that a load of [start, boundary) restores."""
+        return max(start, boundary - self.blocks)
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """The groups of one model, by their index in ``kv_cache_config.kv_cache_groups``.
+
+    Attributes:
+        block_size: N, tokens per block of every group (the unified block size).
+        attention: groups whose pages of [0, B) make a hit at B, in order.
+        states: groups whose state at B makes a hit at B, in order.
+        selected_attention: the attention group forwarded to ``request_finished``.
+        windows: groups whose last pages before B make a hit at B, in order.
+    """
+
+    block_size: int
+    attention: tuple[int, ...]
+    states: tuple[int, ...]
+    selected_attention: int
+    windows: tuple[Window, ...] = ()
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Indices of all groups."""
+        return (*self.attention, *(window.group for window in self.windows), *self.states)
+
+
+def is_served(kv_cache_config: "KVCacheConfig") -> bool:
+    """Whether the groups are for this package: states, or windows beside full attention.
+
+    Anything else has pages of [0, B) only, which LMCache's own adapter serves.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group)]
+    if any(isinstance(spec, MambaSpec) for spec in specs):
+        return True
+    kinds = (FullAttentionSpec, SlidingWindowSpec)
+    return all(any(isinstance(spec, kind) for spec in specs) for kind in kinds)
+
+
+def plan_groups(kv_cache_config: "KVCacheConfig", selected: int | None = None) -> GroupPlan:
+    """Read the plan off vLLM's groups.
+
+    Args:
+        kv_cache_config: of the model; needs an attention group, and one with states or
+            windows.
+        selected: the user's choice of attention group, None for the first one.
+
+    Raises:
+        ConfigError: a group of a kind that is not served, groups with different
+            block sizes, a state group outside align mode, or an invalid ``selected``.
+    """
+    attention: list[int] = []
+    windows: list[Window] = []
+    states: list[int] = []
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        specs = layer_specs(group)
+        kinds = {_kind(spec) for spec in specs}
+        if kinds == {"state"}:
+            _refuse_other_modes(index, specs)
+            states.append(index)
+        elif kinds == {"attention"}:
+            attention.append(index)
+        elif kinds == {"window"}:
+            windows.append(Window(index, max(_window_blocks(spec) for spec in specs)))
+        else:
+            raise ConfigError(
+                f"KV cache group {index} is {_names(group)} (layers "
+                f"{group.layer_names[0]} and {len(group.layer_names) - 1} more), which LMCache "
+                "cannot restore by whole blocks; start this model without LMCacheConnectorV1."
+            )
+    described = _describe(kv_cache_config)
+    if not attention or not (states or windows):
+        raise ConfigError(
+            f"KV cache groups {described} lack attention or state groups; start this model without "
+            "LMCacheConnectorV1."
+        )
+    block_size = _block_size(kv_cache_config)
+    if selected is None:
+        selected = attention[0]
+    elif selected not in attention:
+        raise ConfigError(
+            f"{ATTENTION_GROUP_KEY}={selected} is not an attention group; the groups are "
+            f"{described}, choose one of {attention}."
+        )
+    return GroupPlan(block_size, tuple(attention), tuple(states), selected, tuple(windows))
+
+
+def layer_specs(group: "KVCacheGroupSpec") -> "Collection[KVCacheSpec]":
+    """The specs in a group: one per layer where they differ, else one for all layers.
+
+    Layers of one kind with pages of several sizes share a group where vLLM packs a
+    block of all layers together, as with a drafter beside the model.
+    """
+    from vllm.v1.kv_cache_interface import iter_layer_specs
+
+    return iter_layer_specs(group.kv_cache_spec)
+
+
+def page_bytes(group: "KVCacheGroupSpec", layers: Sequence[str] = ()) -> int:
+    """What is stored of one block of ``layers`` (all by default): pages without padding."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    spec = group.kv_cache_spec
+    several = isinstance(spec, UniformTypeKVCacheSpecs)
+    specs = spec.kv_cache_specs if several else dict.fromkeys(group.layer_names, spec)
+    return sum(specs[name].real_page_size_bytes for name in layers or specs)
+
+
+def _kind(spec: "KVCacheSpec") -> str | None:
+    """What a hit needs of a layer; None if that cannot be told."""
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+    )
+
+    if isinstance(spec, MambaSpec):
+        return "state"
+    # Exact types: a subclass may drop or share blocks in ways not served here.
+    if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
+        return "attention"
+    if type(spec) is SlidingWindowSpec and not spec.extra_retained_tokens:
+        return "window"
+    return None
+
+
+def _window_blocks(spec: "KVCacheSpec") -> int:
+    return -(-(spec.sliding_window - 1) // spec.block_size)
+
+
+def _refuse_other_modes(index: int, states: "Iterable[KVCacheSpec]") -> None:
+    for mode in {spec.mamba_cache_mode for spec in states}:
+        if mode != "align":
+            raise ConfigError(
+                f"mamba_cache_mode={mode!r} of KV cache group {index} keeps "
+                "no states at block boundaries; remove --no-enable-prefix-caching and "
+                "--mamba-cache-mode, so that vLLM chooses 'align'."
+            )
+
+
+def _block_size(kv_cache_config: "KVCacheConfig") -> int:
+    sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
+    if len(sizes) != 1:
+        raise ConfigError(
+            f"block sizes {sorted(sizes)} of KV cache groups {_describe(kv_cache_config)} differ; "
+            "remove --block-size and --mamba-block-size so that vLLM unifies them."
+        )
+    return sizes.pop()
+
+
+def _describe(kv_cache_config: "KVCacheConfig") -> str:
+    names = map(_names, kv_cache_config.kv_cache_groups)
+    return "[" + ", ".join(f"{i}: {name}" for i, name in enumerate(names)) + "]"
+
+
+def _names(group: "KVCacheGroupSpec") -> str:
+    return " and ".join(sorted({type(spec).__name__ for spec in layer_specs(group)}))

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a record holds, and what it is asked for by."""
+
+from dataclasses import dataclass
+
+ATTENTION = 0
+
+
+STATE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RecordKey:
+    """What one record holds, without the rank and layout, which the store adds.
+
+    Attributes:
+        kind: ATTENTION (pages of one block) or STATE (states at its end).
+        group: KV cache group index.
+        block_hash: vLLM's block hash of all tokens up to ``boundary``. It covers
+            tokens, multimodal items, LoRA name and cache salt; 32 bytes for SHA-256.
+        boundary: end of the block in tokens, a multiple of N.
+        tags: further (name, value) pairs that keep requests apart.
+    """
+
+    kind: int
+    group: int
+    block_hash: bytes
+    boundary: int
+    tags: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Kind and group as they appear in store keys: ``a3``, ``s0``."""
+        return f"{'as'[self.kind]}{self.group}"
+
+    @property
+    def kind_name(self) -> str:
+        return ("attention", "state")[self.kind]

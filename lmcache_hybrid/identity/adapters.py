@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters by their content: what vLLM has loaded on a rank, as it was loaded.
+
+vLLM reads an adapter's files when a request first needs it, again after it was evicted,
+and when it is reloaded in place. Only the tensors that came out say what a request was
+computed with; paths, sizes and times of files do not.
+"""
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import torch
+import xxhash
+from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
+
+from lmcache_hybrid.core.counts import Ledger
+from lmcache_hybrid.core.errors import LoadError
+
+if TYPE_CHECKING:
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+logger = init_logger("vllm.lmcache_hybrid.identity.adapters")
+
+# Adapters that were read for a lookup and that vLLM has not taken yet: host memory.
+MOST_WAITING = 4
+UNKNOWN = b""
+
+
+class Adapter(msgspec.Struct, frozen=True, array_like=True):
+    """The LoRA adapter of a prefix.
+
+    Attributes:
+        lora: as the request names it.
+        contents: what each rank computes it with, by rank; empty until the ranks said so.
+    """
+
+    lora: LoRARequest
+    contents: tuple[bytes, ...] = ()
+
+    @property
+    def tag(self) -> tuple[str, str]:
+        """Keeps records apart. Of all ranks: each one's bytes depend on the others' weights."""
+        return "lora", hashlib.sha256(b"".join(self.contents)).hexdigest()[:32]
+
+
+class _Waiting(NamedTuple):
+    """An adapter that was read, and the files that it was read from."""
+
+    lora: LoRARequest
+    files: tuple
+    model: "LoRAModel"
+    content: bytes
+
+    def serves(self, lora: LoRARequest) -> bool:
+        """Whether vLLM, asked for ``lora``, would read the same files unchanged."""
+        same = (lora.lora_name, lora.lora_path, lora.is_3d_lora_weight) == (
+            self.lora.lora_name,
+            self.lora.lora_path,
+            self.lora.is_3d_lora_weight,
+        )
+        return same and not lora.load_inplace and _files(lora) == self.files
+
+
+class LoadedAdapters:
+    """What vLLM has loaded in this process, which is one rank.
+
+    vLLM loads on the thread that runs the model; lookups ask on another. An adapter that
+    is not loaded is read for the lookup and waits for vLLM, which takes it instead of
+    reading the files again: so what a lookup named is what the request is computed with.
+
+    Attributes:
+        rank, ranks: this one and all of its engine. With experts on more of them the
+            content is not known.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.ranks = 0, 1
+        self._manager: WorkerLoRAManager | None = None
+        self._read: Callable[[WorkerLoRAManager, LoRARequest], LoRAModel] | None = None
+        self._contents: dict[int, bytes] = {}
+        # Of all that vLLM's own caches take for the same adapter, whatever it held.
+        self._ever: dict[tuple[str, ...], set[bytes]] = {}
+        # With adapters for the encoder its cache knows them by name, and outlives resets.
+        self._encoder_knows = False
+        self._waiting: OrderedDict[int, _Waiting] = OrderedDict()
+        self._lock = threading.Lock()
+
+    # vLLM's calls
+
+    def serve(
+        self,
+        manager: "WorkerLoRAManager",
+        read: "Callable[[WorkerLoRAManager, LoRARequest], LoRAModel]",
+    ) -> None:
+        """Begin anew with the manager of this process; ``read`` is vLLM's own loading."""
+        with self._lock:
+            self._manager, self._read = manager, read
+            self._encoder_knows = manager.lora_config.enable_tower_connector_lora
+            self._contents.clear()
+            self._ever.clear()
+            self._waiting.clear()
+
+    def serves(self, manager: "WorkerLoRAManager") -> bool:
+        """Whether ``manager`` is the one of :meth:`serve`."""
+        return manager is self._manager
+
+    def load(self, lora: LoRARequest) -> "LoRAModel":
+        """What vLLM gets when it loads an adapter; its content is noted before it is used."""
+        manager, read = self._manager, self._read
+        assert manager is not None and read is not None
+        with self._lock:
+            waiting = self._waiting.pop(lora.lora_int_id, None)
+        if waiting is not None and waiting.serves(lora):
+            model, content = waiting.model, waiting.content
+        else:
+            model = read(manager, lora)
+            content = self._content_of(manager, model)
+        with self._lock:
+            self._contents[lora.lora_int_id] = content
+            self._ever.setdefault(self._name(lora), set()).add(content)
+        return model
+
+    # Questions
+
+    def content(self, lora: LoRARequest) -> bytes:
+        """What a request with ``lora`` would be computed with; UNKNOWN where that is not sure."""
+        known = self._known(lora)
+        if known == UNKNOWN:
+            return UNKNOWN
+        with self._lock:
+            ever = self._ever.get(self._name(lora), set())
+            if not ever - {known}:
+                return known
+        logger.warning_once(
+            "Requests of LoRA adapter %s are not cached any more: the content of %s has changed "
+            "since this engine first loaded it, and vLLM's own caches still hold what the old "
+            "one computed. Load changed weights %s.",
+            lora.lora_name,
+            lora.lora_path,
+            "under a new name"
+            if self._encoder_knows
+            else "from a new path, or reset all caches (POST /reset_prefix_cache"
+            "?reset_running_requests=true&reset_external=true)",
+        )
+        return UNKNOWN
+
+    def holds(self, adapter: Adapter | None) -> bool:
+        """Whether requests are still, and were ever since, computed with what this rank said."""
+        if adapter is None:
+            return True
+        said = adapter.contents[self.rank] if adapter.contents else UNKNOWN
+        return said != UNKNOWN and said == self.content(adapter.lora)
+
+    def all_hold(self, adapters: Sequence[Adapter | None]) -> list[bool]:
+        """Say of each adapter whether every rank of this engine holds it.
+
+        A collective call where there is an adapter: each rank makes it once in a step, on the
+        thread that runs the model, with the same adapters.
+        """
+        held = [self.holds(adapter) for adapter in adapters]
+        if not any(adapters) or not torch.distributed.is_initialized():
+            return held
+        from vllm.distributed.parallel_state import get_tp_group
+
+        group = get_tp_group()
+        if group.world_size == 1:
+            return held
+        flags = torch.tensor(held, dtype=torch.int32)
+        minimum = torch.distributed.ReduceOp.MIN
+        torch.distributed.all_reduce(flags, minimum, group=group.cpu_group)
+        return flags.bool().tolist()
+
+    def forget(self) -> None:
+        """vLLM's own prefix cache was emptied: contents before those loaded now do not matter."""
+        if self._encoder_knows:
+            return
+        with self._lock:
+            now = set(self._contents.values())
+            for contents in self._ever.values():
+                contents &= now
+
+    def _name(self, lora: LoRARequest) -> tuple[str, ...]:
+        """What vLLM's own caches know an adapter by."""
+        return (lora.lora_name,) if self._encoder_knows else (lora.lora_name, lora.lora_path)
+
+    def _known(self, lora: LoRARequest) -> bytes:
+        manager = self._manager
+        if manager is None:
+            return UNKNOWN
+        with self._lock:
+            if lora.lora_int_id in manager.list_adapters():
+                return self._contents.get(lora.lora_int_id, UNKNOWN)
+            waiting = self._waiting.get(lora.lora_int_id)
+        if waiting is not None and waiting.serves(lora):
+            return waiting.content
+        return self._read_ahead(manager, lora)
+
+    def _read_ahead(self, manager: "WorkerLoRAManager", lora: LoRARequest) -> bytes:
+        """Read an adapter that is not loaded, for vLLM to take it."""
+        files = _files(lora)
+        if lora.load_inplace or not files or self._read is None:
+            return UNKNOWN  # vLLM reads it anew in any case, or has to download it
+        try:
+            model = self._read(manager, lora)
+        except Exception as error:
+            # vLLM meets the same error and answers the request with it.
+            logger.debug("LoRA adapter %s cannot be read: %r", lora.lora_name, error)
+            return UNKNOWN
+        content = self._content_of(manager, model)
+        if content != UNKNOWN:
+            with self._lock:
+                self._waiting[lora.lora_int_id] = _Waiting(lora, files, model, content)
+                while len(self._waiting) > MOST_WAITING:
+                    self._waiting.popitem(last=False)
+        return content
+
+    def _content_of(self, manager: "WorkerLoRAManager", model: "LoRAModel") -> bytes:
+        experts = manager._adapter_manager.moe_ep_load_spec
+        if experts and experts.global_num_experts > experts.local_num_experts * self.ranks:
+            return UNKNOWN  # some experts are on ranks of other engines
+        return content_of(model)
+
+
+def refuse(load: object, claim: object, after: object) -> int:
+    """Fail a load of records that are named by what vLLM no longer computes with."""
+    raise LoadError("its LoRA adapter was loaded anew with another content", "adapter")
+
+
+def report_lost(ledger: Ledger, request_id: str) -> None:
+    """Count and log a load that ended well, of an adapter that has changed in the meantime."""
+    with ledger as counts:
+        counts.failed_loads.add("adapter,none")
+    logger.warning(
+        "Reqid: %s, what was loaded is computed instead: its LoRA adapter has changed meanwhile.",
+        request_id,
+    )
+
+
+# Of this process: vLLM's loading and the connector meet here.
+ADAPTERS = LoadedAdapters()
+
+
+def content_of(model: "LoRAModel") -> bytes:
+    """Digest of all that an adapter computes with: tensors, ranks, factors, layout."""
+    digest = xxhash.xxh3_128(repr((model.rank, model.is_3d_lora_weight)).encode())
+    for facts, tensor in _parts(model):
+        shape = None if tensor is None else (str(tensor.dtype), tuple(tensor.shape))
+        digest.update(repr((facts, shape)).encode())
+        if tensor is not None:
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy())
+    return digest.digest()
+
+
+def _parts(model: "LoRAModel") -> Iterator[tuple[tuple, torch.Tensor | None]]:
+    for name, layer in sorted(model.loras.items()):
+        facts = (name, layer.rank, layer.lora_alpha, layer.scaling)
+        for side, given in (("a", layer.lora_a), ("b", layer.lora_b)):
+            tensors = given if isinstance(given, list) else [given]
+            for index, tensor in enumerate(tensors):
+                yield (*facts, side, index), tensor
+    for name, full in sorted(model.modules_to_save.items()):
+        yield (name, "weight"), full.weight
+        yield (name, "bias"), full.bias
+
+
+def _files(lora: LoRARequest) -> tuple:
+    """Names, inodes, sizes and times of an adapter's files; empty if it is no local folder."""
+    folder = Path(lora.lora_path).expanduser()
+    found = []
+    for file in sorted(folder.glob("adapter_*")):
+        status = file.stat()
+        found.append((file.name, status.st_ino, status.st_size, status.st_mtime_ns))
+    return tuple(found)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the names of a request's images, sounds and videos say what they hold.
+
+vLLM names an item by the hash of its content, or as the client says
+(``multi_modal_uuids``), and block hashes take either. The process that reads the item
+marks the request, see :mod:`vllm_patch.media`; the scheduler looks at the mark here.
+"""
+
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.lmcache_hybrid.identity.media")
+
+# Key of ``SamplingParams.extra_args``. A client's own value is overwritten.
+MARK = "lmcache_hybrid_media"
+CONTENT, CLIENT = "content", "client"
+# Begins every name that a client gave: no such name is the hash of something else.
+CLIENT_PREFIX = "client-uuid:"
+
+
+def may_cache(request: "Request") -> bool:
+    """Whether blocks with the request's media may be stored and hit.
+
+    True without media, and where vLLM hashed all of them. Names that a client gave count
+    among the requests of one ``cache_salt`` only: two clients may give one name to two
+    images. False where no process has marked the request.
+    """
+    features = request.mm_features
+    if not features:
+        return True
+    params = request.sampling_params
+    mark = (params.extra_args or {}).get(MARK) if params is not None else None
+    if mark == CONTENT and not any(CLIENT_PREFIX in item.identifier for item in features):
+        return True
+    if mark in (CONTENT, CLIENT):
+        if request.cache_salt:
+            return True
+        logger.warning_once(
+            "Requests with multi_modal_uuids are not cached without a cache_salt: two clients "
+            "may give one uuid to two images. Send a cache_salt for each tenant, or no uuids."
+        )
+        return False
+    logger.warning_once(
+        "Requests with images, audio or video are not cached: the process that read them has "
+        "not marked them. Install lmcache-hybrid where the API server runs, and let "
+        "VLLM_PLUGINS not exclude it."
+    )
+    return False

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Identity of a model's weights: a digest of what a rank has loaded.
+
+Not of the place they came from. Two models are two names whatever they are called and
+wherever they lie, and a copy of one is found again under any path.
+"""
+
+import re
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from vllm.logger import init_logger
+
+from lmcache_hybrid.core.errors import UnknownWeightsError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.lmcache_hybrid.identity.weights")
+
+# What is made of weights and of a prompt's items, beside the configuration in force.
+_FILES = ("*config*.json", "*.py")
+
+
+class TensorDigest:
+    """Digest over named tensors, whatever their order. Of one thread."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Count all bytes of a tensor; one on a device is copied to the host for it."""
+        if is_traceable_wrapper_subclass(tensor):
+            for part in tensor.__tensor_flatten__()[0]:
+                self.add(f"{name}.{part}", getattr(tensor, part))
+            return
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        digest = xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy())
+        self.add_digest(name, f"{tensor.dtype} {tuple(tensor.shape)} {digest}")
+
+    def add_digest(self, name: str, digest: str) -> None:
+        """Count a tensor of which a digest is known."""
+        self._lines.append(f"{name} {digest}\n")
+
+    def hexdigest(self) -> str | None:
+        """Digest of all tensors so far; None where there was none."""
+        lines = "".join(sorted(self._lines))
+        return xxhash.xxh3_128_hexdigest(lines.encode()) if lines else None
+
+
+class WeightsStream:
+    """Passes on what a loader reads from a checkpoint and keeps its digest."""
+
+    def __init__(self) -> None:
+        self._digest = TensorDigest()
+        self._problem: Exception | None = None
+
+    def read(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor once it is counted: some loaders use its memory again."""
+        for name, tensor in weights:
+            if self._problem is None:
+                try:
+                    self._digest.add(name, tensor)
+                except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+                    self._problem = error
+                    logger.warning("Cannot read the bytes of weight %s: %r.", name, error)
+            yield name, tensor
+
+    def identity(self, model: nn.Module) -> str | None:
+        """Name of what was streamed, or of the model's tensors if nothing was.
+
+        Returns:
+            None where a tensor could not be read.
+        """
+        if self._problem is not None:
+            return None
+        streamed = self._digest.hexdigest()
+        return f"checkpoint {streamed}" if streamed else tensors_identity(model)
+
+
+def tensors_identity(model: nn.Module) -> str | None:
+    """Name of the tensors that a model holds; None where one cannot be read.
+
+    For loaders that write into a model's tensors themselves, before they are made into
+    what kernels want.
+    """
+    # Here: in other processes it would be imported for nothing.
+    from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
+
+    tensors = TensorDigest()
+    try:
+        digests = compute_tensor_digests(model)
+        for name, digest in digests.items():
+            tensors.add_digest(name, digest)
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        for name, tensor in model.state_dict().items():
+            if name not in parameters and isinstance(tensor, torch.Tensor):
+                tensors.add(name, tensor)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        logger.warning("Cannot read the tensors of the model: %r.", error)
+        return None
+    found = tensors.hexdigest()
+    return found and f"tensors {found}"
+
+
+class LoadedWeights:
+    """Which weights this process has loaded, by vLLM's ``ModelConfig`` object.
+
+    An entry ends with its configuration. A reload in place leaves it as it is; see
+    :mod:`lmcache_hybrid.storage.weights_guard`.
+
+    Attributes:
+        changes: grows whenever weights are written into a model that was loaded.
+        discarded: a sleep discarded the weights, and none were loaded since.
+    """
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self.discarded = False
+        self._identities: dict[int, tuple[weakref.ref, str]] = {}
+
+    def note(self, model_config: Any, identity: str | None) -> None:
+        """Keep what was loaded for a model; None forgets it."""
+        self._identities.pop(id(model_config), None)
+        if identity is not None:
+            self._identities[id(model_config)] = (weakref.ref(model_config), identity)
+
+    def of(self, model_config: Any) -> str | None:
+        """What was noted for this very object; None where nothing was."""
+        owner, identity = self._identities.get(id(model_config), (lambda: None, None))
+        return identity if owner() is model_config else None
+
+
+LOADED = LoadedWeights()
+
+
+def weights_identity(vllm_config: "VllmConfig") -> dict[str, list[str]]:
+    """Name of the weights of model and draft model, on all ranks.
+
+    A rank's pages depend on the other ranks' weights too. A collective call: every rank
+    makes it once, after its model is loaded.
+
+    Raises:
+        UnknownWeightsError: on every rank, where a rank does not know what it has loaded.
+    """
+    speculative = vllm_config.speculative_config
+    draft = speculative.draft_model_config if speculative is not None else None
+    models = {"model": vllm_config.model_config, **({"draft model": draft} if draft else {})}
+    # A rank that joins later gets its weights from others after it has loaded made-up ones.
+    elastic = vllm_config.parallel_config.enable_elastic_ep
+    ranks = _of_all_ranks(
+        {label: None if elastic else LOADED.of(config) for label, config in models.items()}
+    )
+    found: dict[str, list[str]] = {}
+    for label, config in models.items():
+        identities = [rank[label] for rank in ranks]
+        known = [identity for identity in identities if identity is not None]
+        if len(known) < len(identities):
+            cause = "enable_elastic_ep" if elastic else f"load_format={_format(vllm_config)}"
+            raise UnknownWeightsError(
+                f"{cause} does not tell which weights the {label} {config.model} has got, "
+                "use another one"
+            )
+        # All the same, as of loaders that read the whole checkpoint on every rank.
+        found[label] = known if len(set(known)) > 1 else known[:1]
+    return found
+
+
+def _format(vllm_config: "VllmConfig") -> str:
+    return str(vllm_config.load_config.load_format)
+
+
+def _of_all_ranks(own: dict[str, str | None]) -> list[dict[str, str | None]]:
+    if not torch.distributed.is_initialized():
+        return [own]
+    from vllm.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    ranks = [own] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(ranks, own, group=group.cpu_group)
+    return ranks
+
+
+def files_identity(model_config: Any) -> str:
+    """Name of the files beside the weights: configurations, processors and code.
+
+    Of a local folder (or a weight file's) it is a digest of the files that count, all of
+    their bytes; paths and times do not count. A name on a hub counts with its commit.
+
+    Raises:
+        UnknownWeightsError: neither files nor commit are known.
+    """
+    model, path = model_config.model, Path(model_config.model)
+    folder = path.parent if path.is_file() else path
+    if folder.is_dir():
+        digest = xxhash.xxh3_128()
+        for file in sorted({file for pattern in _FILES for file in folder.glob(pattern)}):
+            if file.is_file():
+                content = file.read_bytes()
+                digest.update(f"{file.name} {len(content)}\n".encode() + content)
+        return digest.hexdigest()
+    revision, commit = model_config.revision, None
+    if re.fullmatch("[0-9a-f]{40}", revision or ""):
+        commit = revision
+    elif model_config.hf_config_path in (None, model):
+        commit = getattr(model_config.hf_config, "_commit_hash", None)
+    if commit is None:
+        raise UnknownWeightsError(
+            f"{model} is neither a local folder nor a name with a known commit, "
+            "download it and name its folder"
+        )
+    return f"{model}@{commit}"

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The deepest boundary that can be restored, on one rank and over all ranks.
+
+A hit at B needs the attention pages of [0, B), the last pages before B of window groups, and the
+state at B, of every group and rank. The ranks' smallest answer is a new limit until all are equal.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from lmcache_hybrid.identity.adapters import Adapter
+from lmcache_hybrid.protocol.prefix import Prefix
+
+
+class LookupRequest(msgspec.Struct, frozen=True, array_like=True):
+    """What the scheduler asks every rank.
+
+    Attributes:
+        request_id: whose claim the answer replaces.
+        prefix: of the prompt.
+        limit: deepest block count allowed; 0 only drops the claim.
+        floor: blocks that are cached locally; at or below them nothing is claimed.
+        deadline: ``time.monotonic`` by which a rank ends its lookup, some time before the
+            scheduler no longer waits.
+        again: whether this is a further round of the same lookup.
+        number: of the lookup, higher than of any before; a drop names it.
+    """
+
+    request_id: str
+    prefix: Prefix
+    limit: int
+    floor: int
+    deadline: float = math.inf
+    again: bool = False
+    number: int = 0
+
+
+class LookupResult(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's answer, in blocks.
+
+    Attributes:
+        boundary: deepest boundary with everything it needs, 0 for none.
+        attention: leading blocks whose attention pages exist.
+        sources: (backend, how many) of the blocks from the question's floor to ``boundary``,
+            by their pages of the first attention group.
+        available: False where there is no verdict, which is a miss.
+        adapter: what the ranks compute the prefix's adapter with; filled in behind
+            :func:`agree`, None where they do not know.
+    """
+
+    boundary: int
+    attention: int
+    sources: tuple[tuple[str, int], ...] = ()
+    available: bool = True
+    adapter: Adapter | None = None
+
+    @property
+    def source(self) -> str:
+        """The backend of the last block."""
+        return self.sources[-1][0] if self.sources else "unknown"
+
+    def last(self, blocks: int) -> Iterator[tuple[str, int]]:
+        """(backend, how many) of the last ``blocks`` before ``boundary``, deepest first."""
+        for source, run in reversed(self.sources):
+            if blocks <= 0:
+                return
+            yield source, min(run, blocks)
+            blocks -= run
+
+    def outcome(self, floor: int, limit: int) -> str:
+        """In a word, of a question with this floor and limit."""
+        if not self.available:
+            return "unavailable"
+        if self.boundary:
+            return "hit"
+        return "local" if limit <= floor else "miss"
+
+
+MISS = LookupResult(0, 0)
+UNAVAILABLE = LookupResult(0, 0, available=False)
+
+
+def agree(
+    ask: Callable[[LookupRequest], list[LookupResult]], question: LookupRequest
+) -> LookupResult:
+    """Ask all ranks until they name one boundary; UNAVAILABLE where one has no verdict.
+
+    A round trip, and one more for each boundary that some rank lacks.
+
+    Args:
+        ask: sends a question to all ranks; no answers when one did not answer.
+    """
+    while True:
+        answers = ask(question)
+        if not answers:
+            return UNAVAILABLE
+        attention = min(answer.attention for answer in answers)
+        lowest = min(answer.boundary for answer in answers)
+        available = all(answer.available for answer in answers)
+        if all(answer.boundary == lowest for answer in answers):
+            return LookupResult(lowest, attention, answers[0].sources, available)
+        question = msgspec.structs.replace(question, limit=lowest, again=True)
+        if lowest == 0:
+            ask(question)  # makes the other ranks drop their claims
+            return LookupResult(0, attention, available=available)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler side tells the worker side, once per step."""
+
+from dataclasses import dataclass
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from lmcache_hybrid.core.counts import WorkerCounts
+from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
+from lmcache_hybrid.protocol.prefix import Prefix, record_keys, window_keys
+
+
+@dataclass(frozen=True)
+class LoadSpec:
+    """Restore blocks [start, boundary) and the state at ``boundary`` (in blocks).
+
+    Attributes:
+        attention_blocks: per attention group of the plan, one block id for each of
+            ``start .. boundary - 1``.
+        state_blocks: per state group of the plan, the block id that shall hold the state.
+        window_blocks: per window group of the plan, one block id for each of
+            ``window.first(start, boundary) .. boundary - 1``.
+    """
+
+    request_id: str
+    prefix: Prefix
+    start: int
+    boundary: int
+    attention_blocks: tuple[tuple[int, ...], ...]
+    state_blocks: tuple[int, ...]
+    window_blocks: tuple[tuple[int, ...], ...] = ()
+
+    def pages(self, plan: GroupPlan) -> list[tuple[RecordKey, int]]:
+        """(record, block id) of everything the load writes: attention, windows, states."""
+        pages: list[tuple[RecordKey, int]] = []
+        for index, block in enumerate(range(self.start, self.boundary)):
+            keys = record_keys(self.prefix, block, plan.block_size, ATTENTION, plan.attention)
+            pages += zip(keys, (ids[index] for ids in self.attention_blocks), strict=True)
+        for window, ids in zip(plan.windows, self.window_blocks, strict=True):
+            keys = window_keys(self.prefix, self.start, self.boundary, plan.block_size, window)
+            pages += zip(keys, reversed(ids), strict=True)
+        keys = record_keys(self.prefix, self.boundary - 1, plan.block_size, STATE, plan.states)
+        pages += zip(keys, self.state_blocks, strict=True)
+        return pages
+
+    def count(self, counts: WorkerCounts, size: int) -> None:
+        """Count it as loaded, ``size`` bytes. Mutates ``counts``."""
+        counts.loaded_attention += self.boundary - self.start
+        counts.loaded_windows += sum(map(len, self.window_blocks))
+        counts.loaded_states += bool(self.state_blocks)
+        counts.loaded_bytes += size
+
+
+@dataclass(frozen=True)
+class SaveSpec:
+    """Store blocks that this step's forward completed.
+
+    Attributes:
+        attention: (block number, block id per attention group of the plan).
+        states: (boundary in blocks, block id per state group of the plan).
+        windows: (group, block number, block id).
+        boundaries: in blocks, those of the request that are to be kept longest; empty
+            when nothing is new about that.
+    """
+
+    request_id: str
+    prefix: Prefix
+    attention: tuple[tuple[int, tuple[int, ...]], ...]
+    states: tuple[tuple[int, tuple[int, ...]], ...]
+    windows: tuple[tuple[int, int, int], ...] = ()
+    boundaries: tuple[int, ...] = ()
+
+    def pages(self, plan: GroupPlan) -> list[tuple[RecordKey, int]]:
+        """(record, block id) of everything the save reads, states last.
+
+        So a state that can be found has its attention pages on the way.
+        """
+        pages: list[tuple[RecordKey, int]] = []
+        for kind, groups, blocks in (
+            (ATTENTION, plan.attention, self.attention),
+            *((ATTENTION, (group,), ((block, (id_,)),)) for group, block, id_ in self.windows),
+            (STATE, plan.states, ((end - 1, ids) for end, ids in self.states)),
+        ):
+            for block, ids in blocks:
+                keys = record_keys(self.prefix, block, plan.block_size, kind, groups)
+                pages += zip(keys, ids, strict=True)
+        return pages
+
+    def count(self, counts: WorkerCounts, size: int) -> None:
+        """Count it as saved, ``size`` bytes. Mutates ``counts``."""
+        counts.saved_attention += len(self.attention)
+        counts.saved_windows += len(self.windows)
+        counts.saved_states += len(self.states)
+        counts.saved_bytes += size
+
+
+@dataclass(frozen=True)
+class ConnectorMetadata(KVConnectorMetadata):
+    """One step's work.
+
+    Attributes:
+        dropped: (request, number of the question) whose claims are to be released.
+        idle: no forward runs in this step, so waiting for a load delays nobody.
+        epoch: how often the store was reset when the step was scheduled. What a step of
+            an earlier epoch computed is not stored: the weights may be others by now.
+    """
+
+    loads: tuple[LoadSpec, ...] = ()
+    saves: tuple[SaveSpec, ...] = ()
+    dropped: tuple[tuple[str, int], ...] = ()
+    idle: bool = False
+    epoch: int = 0
+
+
+NOTHING = ConnectorMetadata()

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt's whole blocks, and the keys of all records that a boundary needs."""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from lmcache_hybrid.core.groups import GroupPlan, Window
+from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
+from lmcache_hybrid.identity.adapters import Adapter
+
+
+class Prefix(msgspec.Struct, frozen=True, array_like=True):
+    """The whole blocks of one prompt, as the store knows them.
+
+    Attributes:
+        hashes: vLLM's block hash at the end of each block of N tokens.
+        tags: (name, value) pairs that keep requests apart beyond the hashes.
+        adapter: the LoRA adapter; its tag is among ``tags`` once the ranks named its content.
+    """
+
+    hashes: tuple[bytes, ...]
+    tags: tuple[tuple[str, str], ...] = ()
+    adapter: Adapter | None = None
+
+    @property
+    def identified(self) -> bool:
+        """Whether the keys of its records are known: not before the ranks named the adapter."""
+        return self.adapter is None or bool(self.adapter.contents)
+
+    def up_to(self, boundary: int) -> "Prefix":
+        """Its first ``boundary`` blocks."""
+        return msgspec.structs.replace(self, hashes=self.hashes[:boundary])
+
+    def computed_with(self, contents: tuple[bytes, ...]) -> "Prefix | None":
+        """With what the ranks say of the adapter; None where they do not know, or no longer agree.
+
+        Args:
+            contents: of each rank, see :class:`lmcache_hybrid.identity.adapters.Adapter`.
+        """
+        if self.adapter is None or not contents or not all(contents):
+            return None
+        if self.identified:
+            return self if self.adapter.contents == contents else None
+        adapter = Adapter(self.adapter.lora, contents)
+        return Prefix(self.hashes, (*self.tags, adapter.tag), adapter)
+
+
+def record_keys(
+    prefix: Prefix, block: int, block_size: int, kind: int, groups: Sequence[int]
+) -> list[RecordKey]:
+    """Keys of block number ``block`` (counted from 0) for all ``groups``."""
+    boundary = (block + 1) * block_size
+    return [RecordKey(kind, group, prefix.hashes[block], boundary, prefix.tags) for group in groups]
+
+
+def load_keys(prefix: Prefix, start: int, boundary: int, plan: GroupPlan) -> list[RecordKey]:
+    """Everything a load of blocks [start, boundary) reads: attention, windows, states."""
+    keys = [
+        key
+        for block in range(start, boundary)
+        for key in record_keys(prefix, block, plan.block_size, ATTENTION, plan.attention)
+    ]
+    for window in plan.windows:
+        keys += window_keys(prefix, start, boundary, plan.block_size, window)
+    return keys + record_keys(prefix, boundary - 1, plan.block_size, STATE, plan.states)
+
+
+def used_keys(prefix: Prefix, boundaries: Iterable[int], plan: GroupPlan) -> list[RecordKey]:
+    """What hits at ``boundaries`` (blocks) need, in the order in which it is worth keeping.
+
+    Pages from the first one on, for those are shared the most, and each state behind
+    the pages that it needs, but before those that it does not.
+    """
+    keys: list[RecordKey] = []
+    start = 0
+    for boundary in sorted(set(boundaries) - {0}):
+        new = load_keys(prefix, start, boundary, plan)
+        for window in plan.windows:
+            # Those before ``start`` may be among what the boundary before has.
+            new += window_keys(prefix, 0, boundary, plan.block_size, window)
+        keys += new
+        start = boundary
+    return list(dict.fromkeys(keys))
+
+
+def window_keys(
+    prefix: Prefix, start: int, boundary: int, block_size: int, window: Window
+) -> list[RecordKey]:
+    """Pages of a window group that a load of blocks [start, boundary) reads, last one first."""
+    blocks = range(boundary - 1, window.first(start, boundary) - 1, -1)
+    return [
+        record_keys(prefix, block, block_size, ATTENTION, (window.group,))[0] for block in blocks
+    ]

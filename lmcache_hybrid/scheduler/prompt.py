@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a request may be cached, and under which names."""
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllm.logger import init_logger
+
+from lmcache_hybrid.config.options import Options
+from lmcache_hybrid.identity.adapters import Adapter
+from lmcache_hybrid.identity.media import may_cache
+from lmcache_hybrid.protocol.prefix import Prefix
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.lmcache_hybrid.scheduler.prompt")
+
+
+def transfer_params(request: "Request") -> dict[str, Any]:
+    """The request's ``lmcache.*`` settings (``kv_transfer_params`` or sampling extra args)."""
+    from lmcache.integration.vllm.utils import extract_request_configs_from_request
+
+    return extract_request_configs_from_request(request) or {}
+
+
+def prefix_of(request: "Request", block_size: int, hashes_per_block: int) -> Prefix | None:
+    """The prompt's whole blocks; None when the request must not be cached.
+
+    vLLM's block hashes cover tokens, multimodal items, LoRA name and path, and cache salt.
+    Added as tags: the user's ``lmcache.tag.*``, and the content of the LoRA adapter as soon
+    as the ranks have named it.
+    """
+    if getattr(request, "prompt_embeds", None) is not None or not may_cache(request):
+        return None
+    tags = []
+    for key, value in sorted(transfer_params(request).items()):
+        if key.startswith("lmcache.tag."):
+            name = key.removeprefix("lmcache.tag.")
+            if not isinstance(value, str) or not _is_plain(name + value):
+                logger.warning_once(
+                    "Requests tagged %s=%s are not cached: LMCache needs tags that are printable "
+                    "strings without '@' and '%%'.",
+                    key,
+                    repr(value)[:80],
+                )
+                return None
+            tags.append((name, value))
+    lora = request.lora_request
+    adapter = None if lora is None else Adapter(lora)
+    blocks = request.num_prompt_tokens // block_size
+    return extended(Prefix((), tuple(tags), adapter), request, blocks, hashes_per_block)
+
+
+def why_unsaved(request: "Request", prefix: Prefix | None, options: Options) -> str | None:
+    """The reason for counters why nothing of a request is stored; None where it is."""
+    if prefix is None:
+        return "uncacheable"
+    if not options.save:
+        return "read_only"
+    if options.priority_limit is not None and request.priority > options.priority_limit:
+        return "priority"
+    return "skip_save" if transfer_params(request).get("lmcache.skip_save", False) else None
+
+
+def extended(prefix: Prefix, request: "Request", blocks: int, hashes_per_block: int) -> Prefix:
+    """``prefix`` with the hashes of the request's first ``blocks`` blocks."""
+    if not may_cache(request):  # a session's later part may bring media of its own
+        return prefix
+    first = len(prefix.hashes)
+    ends = range((first + 1) * hashes_per_block - 1, blocks * hashes_per_block, hashes_per_block)
+    more = tuple(bytes(request.block_hashes[end]) for end in ends)
+    return msgspec.structs.replace(prefix, hashes=prefix.hashes + more)
+
+
+def _is_plain(text: str) -> bool:
+    return text.isprintable() and not set("@%") & set(text)

@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LMCache's ``local_disk`` made to survive restarts, lost files and write errors.
+
+``LocalDiskBackend`` keeps its index in memory, so a restart forgets every file it wrote. A
+record's header says what the file holds, so the index is rebuilt from the files themselves.
+"""
+
+import contextlib
+import errno
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.memory_management import MemoryFormat, MemoryObj
+from lmcache.v1.storage_backend.cache_policy.lfu import LFUCachePolicy
+from lmcache.v1.storage_backend.cache_policy.lru import LRUCachePolicy
+from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
+from vllm.logger import init_logger
+
+from lmcache_hybrid.storage.disk.eviction import Room
+from lmcache_hybrid.storage.disk.files import create_anew, open_regular
+from lmcache_hybrid.storage.disk.index import EVICTED, Found, find
+
+if TYPE_CHECKING:
+    from lmcache.v1.metadata import LMCacheMetadata
+
+logger = init_logger("vllm.lmcache_hybrid.storage.disk.backend")
+
+
+def record_shape(size: int) -> torch.Size:
+    """Shape of a record of ``size`` bytes in LMCache's [2, layers, tokens, hidden] format."""
+    return torch.Size([1, 1, 1, size])
+
+
+class LocalDisk(LocalDiskBackend):
+    """LMCache's backend for files of this package, which it counts all.
+
+    Files of other models, versions and fingerprints are never read; they take part in the size
+    limit and are evicted before any record that can still be found. All else, the policy of
+    eviction among them, is LMCache's.
+
+    Methods that replace LMCache's for a bug of its have a test in tests/repairs/test_disk.py,
+    which says when they can go. Seen in: LMCache 0.5.6 and 0.5.7rc2.
+    """
+
+    _failed: Callable[[int], None]
+    _limit: int
+    # Size by path of the files that only take room, the oldest first, and their sum.
+    _strangers: dict[str, int]
+    _strange_bytes: int
+    # Records that are still being written: the order to be put in, and who else of it is.
+    _arranged: dict[CacheEngineKey, tuple[Sequence[CacheEngineKey], set[CacheEngineKey]]]
+    # Room where the disk ends before the limit; whether that, and a failed write, was logged.
+    _room: Room
+    _said_full: bool
+    _warned: bool
+
+    @classmethod
+    def instead_of(
+        cls, backend: LocalDiskBackend, failed: Callable[[int], None] = lambda records: None
+    ) -> "LocalDisk":
+        """Take over all that ``backend`` has, its threads too; nobody may use it any more.
+
+        LMCache names the class that it makes, and its own would start threads of its own.
+
+        Args:
+            failed: told how many records were not written, by any thread.
+        """
+        self = cls.__new__(cls)
+        self.__dict__.update(backend.__dict__)
+        if type(self.cache_policy) is LFUCachePolicy:
+            self.cache_policy = SteadyLFU()
+        self._failed = failed
+        self._limit = self.max_cache_size
+        self._strangers, self._strange_bytes = {}, 0
+        self._arranged = {}
+        self._deleter = ThreadPoolExecutor(1, thread_name_prefix="hybrid-delete")
+        self._numbers = itertools.count()
+        self._room = Room(self.path, self._give_way, self._finish_deleting)
+        self._warned = self._said_full = False
+        return self
+
+    # Start
+
+    def restore(self, model_name: str, fingerprint: bytes, metadata: "LMCacheMetadata") -> int:
+        """Index the records of this model, layout and rank that lie on disk.
+
+        The oldest come first, so that LMCache's policy evicts them first. What is over the
+        limit is deleted: strangers, then the oldest.
+
+        Returns:
+            The number of records.
+        """
+        files = find(self.path, model_name, fingerprint, metadata)
+        own = [file for file in files if file.key is not None]
+        strangers = [file for file in files if file.key is None]
+        over = sum(file.size for file in files) - self._limit
+        for ranked in (strangers, own):
+            while over > 0 and ranked:
+                over -= ranked[0].size
+                self._delete(ranked.pop(0).path)
+        self._strangers = {file.path: file.size for file in strangers}
+        self._strange_bytes = sum(self._strangers.values())
+        for file in own:
+            self._index(file)
+        logger.info(
+            "local_disk %s: %d records (%.1f MB) of this model found again; %d other files "
+            "(%.1f MB) are evicted first.",
+            self.path,
+            len(self.dict),
+            self.current_cache_size / 1e6,
+            len(self._strangers),
+            self._strange_bytes / 1e6,
+        )
+        return len(self.dict)
+
+    def _index(self, file: Found) -> None:
+        if file.key is None or self._key_to_path(file.key) != file.path:
+            return
+        shape = record_shape(file.size)
+        self.insert_key(file.key, file.size, shape, torch.uint8, MemoryFormat.KV_2LTD)
+        self.cache_policy.update_on_put(file.key)
+        self.current_cache_size += file.size
+        self.usage += file.size
+
+    # Writing
+
+    def batched_submit_put_task(
+        self, keys: Any, memory_objs: Any, transfer_spec: Any = None, **kwargs: Any
+    ) -> None:
+        """Write each record that there is room for; never raises: other backends come after."""
+        for key, memory in zip(keys, memory_objs, strict=False):
+            try:
+                self.submit_put_task(key, memory, **kwargs)
+            except Exception as error:
+                self._fail(error)
+
+    def submit_put_task(self, key: CacheEngineKey, memory_obj: MemoryObj, **kwargs: Any) -> None:
+        size = memory_obj.get_physical_size()
+        with self.disk_lock:
+            new = key not in self.dict and not self.exists_in_put_tasks(key)
+            if new:
+                # Before anything is evicted for a record that cannot be written.
+                os.stat(self.path)
+                if not os.access(self.path, os.W_OK | os.X_OK):
+                    raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+                self._make_room(self._key_to_path(key), size)
+                if size > self.max_cache_size:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().submit_put_task(key, memory_obj, **kwargs)
+
+    def _make_room(self, path: str, size: int) -> None:
+        """Set LMCache's limit to what its own files may take, with strangers out of the way.
+
+        Called with the lock held.
+        """
+        self._strange_bytes -= self._strangers.pop(path, 0)  # about to be replaced
+        size += int(self.current_cache_size)
+        while self._strangers and size + self._strange_bytes > self._limit:
+            self._delete_stranger()
+        self.max_cache_size = max(0, self._limit - self._strange_bytes)
+
+    def _delete_stranger(self) -> int:
+        """Delete the oldest and return its size; called with the lock held."""
+        stranger = next(iter(self._strangers))
+        size = self._strangers.pop(stranger)
+        self._strange_bytes -= size
+        self._delete(stranger)
+        return size
+
+    def _give_way(self, size: int) -> bool:
+        """Delete what is evicted first, until it is ``size`` bytes; nothing where all is less."""
+        with self.disk_lock:
+            entries = (entry.size for entry in self.dict.values() if entry.can_evict)
+            held = itertools.accumulate(entries, initial=self._strange_bytes)
+            if all(total < size for total in held):
+                return False
+            while size > 0:
+                size -= self._delete_stranger() if self._strangers else self._evict()
+        self._finish_deleting()
+        if not self._said_full:
+            self._said_full = True
+            logger.warning(
+                "local_disk %s ends before max_local_disk_size: the oldest records make room for "
+                "new ones. Make room there, or lower the limit.",
+                self.path,
+            )
+        return True
+
+    def _evict(self) -> int:
+        """Delete the record that LMCache's policy names and return its size."""
+        (key,) = self.cache_policy.get_evict_candidates(self.dict, num_candidates=1)
+        size = int(self.dict[key].size)
+        self.current_cache_size -= size
+        self.remove(key, force=False)
+        return size
+
+    def async_save_bytes_to_disk(
+        self, key: CacheEngineKey, memory_obj: MemoryObj, **kwargs: Any
+    ) -> None:
+        """Undo what a failed write leaves behind.
+
+        LMCache's writer lets an OSError (disk full, folder gone) end its job before it released
+        the buffer, the size account and the in-flight mark: each failure leaks a buffer of the
+        CPU pool and blocks the key for ever.
+        """
+        size, length = memory_obj.get_physical_size(), len(memory_obj.byte_array)
+        try:
+            super().async_save_bytes_to_disk(key=key, memory_obj=memory_obj, **kwargs)
+        except (OSError, ValueError) as error:
+            self._fail(error)
+            with self.disk_lock:
+                self.current_cache_size -= size
+                self.cache_policy.update_on_force_evict(key)
+            self.usage -= length
+            self.disk_worker.remove_put_task(key)
+            self._arrive(key)
+            with contextlib.suppress(OSError, ValueError):
+                os.unlink(self._key_to_path(key))
+            memory_obj.ref_count_down()
+
+    def insert_key(self, key: CacheEngineKey, *args: Any, **kwargs: Any) -> None:
+        super().insert_key(key, *args, **kwargs)
+        self._arrive(key)
+
+    def arrange(self, keys: Sequence[CacheEngineKey]) -> None:
+        """Put records in an order of eviction once those still being written are indexed.
+
+        Thread-safe. Policies other than LRU keep their own order.
+
+        Args:
+            keys: of one save, the first to be evicted first.
+        """
+        if not isinstance(self.cache_policy, LRUCachePolicy):
+            return
+        with self.disk_lock:
+            writing = self._being_written()
+            pending = {key for key in keys if key not in self.dict and key in writing}
+            self._arranged.update(dict.fromkeys(pending, (keys, pending)))
+            if not pending:
+                self._move_to_end(keys)
+
+    def _being_written(self) -> set[CacheEngineKey]:
+        """LMCache keeps a list, and each question to it walks through that."""
+        with self.disk_worker.put_lock:
+            return set(self.disk_worker.put_tasks)
+
+    def _arrive(self, key: CacheEngineKey) -> None:
+        """A write has ended: arrange its save's records if it was the last one."""
+        with self.disk_lock:
+            keys, pending = self._arranged.pop(key, ((), set()))
+            pending.discard(key)
+            if not pending:
+                self._move_to_end(keys)
+
+    def _move_to_end(self, keys: Sequence[CacheEngineKey]) -> None:
+        for key in keys:
+            if key in self.dict:
+                self.dict.move_to_end(key)
+
+    def write_file(self, buffer: Any, path: str) -> None:
+        self._room.write(lambda: self._write(buffer, path), len(buffer))
+
+    def _write(self, buffer: Any, path: str) -> None:
+        try:
+            with create_anew(path) as data:
+                data.write(buffer)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(path)  # what was written takes room that others wait for
+            raise
+
+    def _fail(self, error: Exception) -> None:
+        self._failed(1)
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "local_disk %s cannot be written (%s): such records are kept in the other backends "
+                "only. Make room there, or make it a writable directory.",
+                self.path,
+                getattr(error, "strerror", None) or error,
+            )
+
+    # Reading
+
+    def read_file(self, key: CacheEngineKey, buffer: Any, path: str) -> None:
+        """Read a record, or what there is of it; forget one whose file is gone."""
+        try:
+            with open_regular(path) as data:
+                data.readinto(buffer)  # type: ignore[attr-defined]
+        except FileNotFoundError:
+            with self.disk_lock:
+                entry = self.dict.pop(key, None)
+                self.cache_policy.update_on_force_evict(key)
+                if entry is not None:
+                    self.current_cache_size -= entry.size
+                    self.usage -= entry.size
+
+    def load_bytes_from_disk(
+        self, key: CacheEngineKey, path: str, dtype: Any, shape: Any, fmt: MemoryFormat
+    ) -> MemoryObj | None:
+        """Read one record as several are read: None where it cannot be read.
+
+        LMCache's own raises then and loses the buffer, and whoever asked takes the whole disk
+        for away, and the record for one that may be there the next time.
+        """
+        memory = self.local_cpu_backend.allocate(shape, dtype, fmt)
+        return self._load_chunk_into_memory(key, path, memory)
+
+    # Deleting
+
+    def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
+        """Take a record out of the index; whether its file is still there makes no difference.
+
+        LMCache deletes in the caller's thread, and fails where it cannot.
+        """
+        entry = self.dict.get(key)
+        if entry is None:
+            return False
+        self._delete(entry.path)
+        with contextlib.suppress(OSError):  # it is gone
+            super().remove(key, force)
+        if force:
+            with self.disk_lock:
+                self.cache_policy.update_on_force_evict(key)
+        return True
+
+    def forget(self, key: CacheEngineKey) -> None:
+        """Remove one record, its file and its share of the size account."""
+        with self.disk_lock:  # of two that find it damaged one removes it
+            entry = self.dict.get(key)
+            if entry is not None:
+                self.remove(key, force=False)
+                self.cache_policy.update_on_force_evict(key)
+                self.current_cache_size -= entry.size
+
+    def _delete(self, path: str) -> None:
+        """Delete a file on a thread, as far as it can be deleted.
+
+        The file system gives back the cached pages of each, which takes several times as long
+        as all else that a save does.
+        """
+        old = f"{path}.{os.getpid()}.{next(self._numbers)}{EVICTED}"
+        with contextlib.suppress(OSError):
+            os.rename(path, old)
+            self._deleter.submit(_unlink, old)
+
+    def _finish_deleting(self) -> None:
+        """Wait until the room of all that was evicted is free."""
+        self._deleter.submit(int).result()
+
+    def close(self) -> None:
+        super().close()
+        self._deleter.shutdown()
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+class SteadyLFU(LFUCachePolicy):
+    """LMCache's LFU, which fails for records that it counts and the index has not, or no more.
+
+    A record is counted when its write begins, and indexed when it ends.
+    """
+
+    def get_evict_candidates(self, cache_dict: Any, num_candidates: int = 1) -> list[Any]:
+        return super().get_evict_candidates(_Indexed(cache_dict), num_candidates)
+
+    def update_on_hit(self, key: Any, cache_dict: Any) -> None:
+        if key in self.key_to_freq:
+            super().update_on_hit(key, cache_dict)
+        else:
+            self.update_on_put(key)
+
+
+class _Indexed:
+    """What is not in the index cannot be evicted."""
+
+    can_evict = False
+
+    def __init__(self, index: Any) -> None:
+        self._index = index
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._index.get(key, self)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lies in a folder of ``local_disk``."""
+
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lmcache.utils import CacheEngineKey
+from vllm.logger import init_logger
+
+from lmcache_hybrid.core.errors import RecordError
+from lmcache_hybrid.storage.disk.files import open_regular
+from lmcache_hybrid.storage.key_names import parse_key
+from lmcache_hybrid.storage.record import HEADER_BYTES, read_header, record_bytes
+
+if TYPE_CHECKING:
+    from lmcache.v1.metadata import LMCacheMetadata
+
+logger = init_logger("vllm.lmcache_hybrid.storage.disk.backend")
+
+SUFFIX = ".pt"
+EVICTED = ".evicted"
+_NAME = re.compile(r"(.+)\.pt(\.\d+\.\d+\.evicted)?", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A record's file.
+
+    Attributes:
+        path: of the file.
+        size: in bytes.
+        written: its time of modification, in seconds since the epoch.
+        key: LMCache's key where a whole record of the asking rank's own lies there, else None:
+            of another model, fingerprint or number of ranks, or damaged.
+    """
+
+    path: str
+    size: int
+    written: float
+    key: CacheEngineKey | None
+
+
+def find(
+    folder: str, model_name: str, fingerprint: bytes, metadata: "LMCacheMetadata"
+) -> list[Found]:
+    """All files of records that this rank counts as its own, the oldest first.
+
+    Ranks share a folder, each with a size limit of its own. A rank counts the files of its
+    number, and those of ranks that this engine does not have, dealt out by number. What has
+    no name of a record of ours is nobody's.
+
+    Deletes what an engine had evicted and did not come to delete. Of a record of ours header and
+    length are checked, the payload's digests when it is loaded.
+    """
+    found = []
+    model = model_name.replace("/", "-")
+    prefix = f"{model}@{metadata.world_size}@{metadata.worker_id}@"
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            name = _NAME.fullmatch(entry.name)
+            if name is None:
+                continue
+            # Our own model's name may hold any sign.
+            own = name[1].startswith(prefix)
+            stored = parse_key("model" + name[1][len(model) :] if own else name[1])
+            if stored is None or stored.rank % metadata.world_size != metadata.worker_id:
+                continue
+            try:
+                if not entry.is_file(follow_symlinks=False):
+                    continue
+                if name[2]:
+                    os.unlink(entry.path)
+                else:
+                    status = entry.stat(follow_symlinks=False)
+                    key = _own_key(entry, model_name, fingerprint, status.st_size) if own else None
+                    found.append(Found(entry.path, status.st_size, status.st_mtime, key))
+            except OSError as error:  # gone meanwhile, or of somebody who keeps it
+                logger.debug("Left %s alone: %s", entry.name, error)
+    return sorted(found, key=lambda file: file.written)
+
+
+def _own_key(
+    file: "os.DirEntry[str]", model_name: str, fingerprint: bytes, size: int
+) -> CacheEngineKey | None:
+    rest = file.name[len(model_name) :].removesuffix(SUFFIX)
+    try:
+        key = CacheEngineKey.from_string("model" + rest)
+        with open_regular(file.path) as data:
+            header = read_header(data.read(HEADER_BYTES))
+    except (OSError, RecordError, ValueError, KeyError) as error:
+        logger.debug("%s is no record: %s", file.name, error)
+        return None
+    key.model_name = model_name
+    if header.fingerprint != fingerprint or size != record_bytes(header.length):
+        return None
+    return key

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LMCache's services for a hybrid model: its engine, backends and health monitor."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from lmcache.integration.vllm.utils import ENGINE_NAME
+from lmcache.v1.metadata import LMCacheMetadata
+
+from lmcache_hybrid.storage.host_memory import pin_exactly
+from lmcache_hybrid.upstream.lmcache_home import (
+    LMCacheEngine,
+    LMCacheEngineBuilder,
+    VllmServiceFactory,
+)
+
+if TYPE_CHECKING:
+    from lmcache.v1.config import LMCacheEngineConfig
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+
+class HybridServiceFactory(VllmServiceFactory):
+    """What LMCacheManager builds for a hybrid model.
+
+    Differs from LMCache's own factory where that one assumes attention layers
+    only: the KV shape, the connector that copies slots (records are copied by
+    :mod:`lmcache_hybrid.worker.worker`), and lookup by attention chunks.
+    """
+
+    metadata: LMCacheMetadata | None
+
+    def __init__(
+        self,
+        config: "LMCacheEngineConfig",
+        vllm_config: "VllmConfig",
+        role: str,
+        attention: "AttentionSpec",
+        num_attention_layers: int,
+    ) -> None:
+        super().__init__(config, vllm_config, role)
+        self._attention = attention
+        self._num_attention_layers = num_attention_layers
+
+    def get_or_create_metadata(self) -> LMCacheMetadata | None:
+        if self.metadata is None:
+            metadata = super().get_or_create_metadata()
+            # LMCache counts every layer of the model, and for MLA keeps one rank's
+            # bytes for all; states are sharded, so each rank keeps its own.
+            self.metadata = dataclasses.replace(
+                metadata,
+                kv_shape=(
+                    self._num_attention_layers,
+                    2,
+                    self.lmcache_config.chunk_size,
+                    self._attention.num_kv_heads,
+                    self._attention.head_size,
+                ),
+                use_mla=False,
+            )
+        return self.metadata
+
+    def get_or_create_lmcache_engine(self) -> LMCacheEngine | None:
+        if self.role == "scheduler":
+            return super().get_or_create_lmcache_engine()
+        pin_exactly()
+        self.lmcache_engine = LMCacheEngineBuilder.get_or_create(
+            ENGINE_NAME,
+            self.lmcache_config,
+            self.get_or_create_metadata(),
+            None,  # no slot copies
+            lambda tensor, source: tensor,
+            lambda value, source: value,
+        )
+        return self.lmcache_engine
+
+    def maybe_create_lookup_client(self) -> None:
+        return None  # lmcache_hybrid.storage.rpc
+
+    def maybe_create_lookup_server(self) -> None:
+        return None  # lmcache_hybrid.storage.rpc
+
+    def maybe_create_offload_server(self) -> None:
+        return None  # stores by attention slots

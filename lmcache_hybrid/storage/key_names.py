@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names under which LMCache stores this package's records, taken apart."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmcache_hybrid.storage.record import tags_digest
+
+# LMCache's CacheEngineKey with the tag of LMCacheStore.engine_key. Another LMCache user's
+# key has no such tag, so it is never taken for ours.
+_KEY = re.compile(
+    r"(?P<model>[^@]+)@(?P<world>\d{1,9})@(?P<rank>\d{1,9})@(?P<hash>[0-9a-f]{1,16})@uint8"
+    r"@hybrid%(?P<label>[as]\d{1,3})-(?P<fingerprint>[0-9a-f]{16})"
+    r"(?:@of%(?P<tags>[0-9a-f]{32}))?",
+    re.DOTALL,
+)
+MODEL_NAME_LENGTH = 64
+# What LMCache appends to a key for each of the two values of a record in Redis.
+VALUE, METADATA = "kv_bytes", "metadata"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKey:
+    """What a record's name claims.
+
+    Attributes:
+        model: readable name, see :func:`readable_name`.
+        world_size, rank: of the engine that wrote it.
+        block_hash: first 64 bits of vLLM's block hash.
+        label: kind and group, ``a3`` or ``s0``.
+        fingerprint: first 8 bytes, in hex.
+        tags: digest of the request's own tags, as in the record's header.
+    """
+
+    model: str
+    world_size: int
+    rank: int
+    block_hash: int
+    label: str
+    fingerprint: str
+    tags: bytes
+
+
+def parse_key(text: str) -> StoredKey | None:
+    """None for a name that is not of a record of ours."""
+    found = _KEY.fullmatch(text)
+    if found is None:
+        return None
+    return StoredKey(
+        found["model"],
+        int(found["world"]),
+        int(found["rank"]),
+        int(found["hash"], 16),
+        found["label"],
+        found["fingerprint"],
+        bytes.fromhex(found["tags"]) if found["tags"] else tags_digest(()),
+    )
+
+
+def readable_name(model: str) -> str:
+    """The part of a model's name or folder that keys carry; short, as keys become file names."""
+    return Path(model).name.replace("@", "-")[:MODEL_NAME_LENGTH]
+
+
+def printable(text: str) -> str:
+    """``text`` without what could steer a terminal; names come from whoever can write there."""
+    return "".join(char if char.isprintable() else "?" for char in text)

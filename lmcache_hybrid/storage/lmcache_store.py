@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records in LMCache's StorageManager: RAM, local disk, ``fs://``, Redis.
+
+LMCache's ``store`` and ``retrieve`` know attention slots only, so records go to
+its storage backends directly. What those two calls honour is honoured here:
+health, freeze mode, ``store_location``, ``retrieve_locations``, pins.
+"""
+
+import functools
+import math
+import os
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.memory_management import MemoryFormat, MemoryObj
+from lmcache.v1.storage_backend.cache_policy.base_policy import BaseCachePolicy
+from lmcache.v1.storage_backend.cache_policy.lru import LRUCachePolicy
+from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
+from lmcache.v1.storage_backend.remote_backend import RemoteBackend
+from vllm.logger import init_logger
+
+from lmcache_hybrid.core.counts import ByLabel
+from lmcache_hybrid.core.digests import PLAIN, Digester
+from lmcache_hybrid.core.errors import DamagedError, LoadError, NoRoomError, RecordError
+from lmcache_hybrid.core.keys import RecordKey
+from lmcache_hybrid.storage import pins, tier_lookup
+from lmcache_hybrid.storage.buffer import LMCacheBuffer
+from lmcache_hybrid.storage.disk.backend import LocalDisk, record_shape
+from lmcache_hybrid.storage.record import open_record, record_bytes, seal, tags_digest
+from lmcache_hybrid.storage.remote import connectors as remote
+from lmcache_hybrid.storage.remote.reader import RemoteReader
+from lmcache_hybrid.storage.staging import Staging
+
+if TYPE_CHECKING:
+    from lmcache_hybrid.upstream.lmcache_home import LMCacheEngine
+
+logger = init_logger("vllm.lmcache_hybrid.storage.interface")
+
+# Backends that keep an index of their own and honour pins.
+PINNING = ("LocalCPUBackend", "LocalDiskBackend")
+TAG = "lmcache.tag."
+MAX_DAMAGED = 4096
+KEPT_KEYS = 1 << 14
+
+
+class LMCacheClaim:
+    """Pins of the records themselves, see :mod:`lmcache_hybrid.storage.pins`."""
+
+    def __init__(self, store: "LMCacheStore", located: Mapping[RecordKey, str]) -> None:
+        self.keys = tuple(located)
+        self.located = dict(located)
+        self.made = time.monotonic()
+        self._store = store
+        self._lock = threading.Lock()
+        self._pinned: list[pins.Unpin] = []
+
+    def pin(self) -> bool:
+        """Pin every key where its backend keeps pins; False when one is gone."""
+        for key, location in self.located.items():
+            if location in PINNING:
+                backend = self._store.manager.storage_backends[location]
+                unpin = pins.pin(backend, self._store.engine_key(key))
+                if unpin is None:
+                    return False
+                self._pinned.append(unpin)
+        return True
+
+    def release(self) -> None:
+        with self._lock:
+            pinned, self._pinned = self._pinned, []
+        for unpin in pinned:
+            unpin()
+
+
+class LMCacheStore:
+    """Records of one rank in the backends that LMCache's configuration names.
+
+    Attributes:
+        reads: records read, by backend.
+        failed_writes: records that a backend took and could not write, by backend;
+            ``local_disk`` and Redis only.
+    """
+
+    def __init__(
+        self,
+        engine: "LMCacheEngine",
+        model_name: str,
+        fingerprint: bytes,
+        max_payload: int,
+        digester: Digester = PLAIN,
+    ) -> None:
+        """Wrap an engine after its ``post_init``.
+
+        Args:
+            engine: LMCache's engine of this worker.
+            model_name: readable part of the keys; the fingerprint makes them exact.
+            fingerprint: 16 bytes naming model, layout and rank.
+            max_payload: bytes of the largest record's payload.
+            digester: keyed where others can write to a backend.
+        """
+        self._engine = engine
+        self.manager = engine.storage_manager
+        self._model_name = model_name
+        self._fingerprint, self._digester = fingerprint, digester
+        self._metadata = engine.metadata
+        self.reads: Counter[str] = Counter()
+        self.failed_writes = ByLabel()
+        self._remote = RemoteReader()
+        # Damaged records that a backend could not remove; gone once written anew.
+        self._damaged: set[RecordKey] = set()
+        # Looking up, pinning, reading and refreshing a prefix asks for the same keys.
+        self._keys = functools.lru_cache(KEPT_KEYS)(self._make_key)
+        self._silent = tier_lookup.SilentStores()
+        self._counts_lock = threading.Lock()
+        self._staging = Staging(self.manager.local_cpu_backend, record_bytes(max_payload))
+        for name, backend in list(self.manager.storage_backends.items()):
+            count = functools.partial(self._count_failed_writes, name)
+            if isinstance(backend, RemoteBackend):
+                remote.repair(backend, count)
+            elif isinstance(backend, LocalDiskBackend):
+                disk = self.manager.storage_backends[name] = LocalDisk.instead_of(backend, count)
+                disk.restore(model_name, fingerprint, engine.metadata)
+
+    @property
+    def fingerprint(self) -> bytes:
+        return self._fingerprint
+
+    def readable(self) -> bool:
+        return self._engine.is_healthy()
+
+    def writable(self) -> bool:
+        return self._engine.is_healthy() and not self._engine.is_frozen()
+
+    def engine_key(self, key: RecordKey) -> CacheEngineKey:
+        """LMCache's key: model, rank, 64 bits of the block hash, and one or two tags.
+
+        The first carries group and fingerprint, the second a digest of the request's own
+        tags, which may have any name and length; the record's header has the full hash.
+        """
+        return self._keys(self._fingerprint, key)
+
+    def _make_key(self, fingerprint: bytes, key: RecordKey) -> CacheEngineKey:
+        tags = {f"{TAG}hybrid": f"{key.label}-{fingerprint.hex()[:16]}"}
+        if key.tags:
+            tags[f"{TAG}of"] = tags_digest(key.tags).hex()
+        return CacheEngineKey(
+            self._model_name,
+            self._metadata.world_size,
+            self._metadata.worker_id,
+            int.from_bytes(key.block_hash[:8], "big"),
+            torch.uint8,
+            tags,
+        )
+
+    # Reading
+
+    def locate(self, keys: Sequence[RecordKey], deadline: float = math.inf) -> dict[RecordKey, str]:
+        wanted = [key for key in keys if key not in self._damaged]
+        engine_keys = [self.engine_key(key) for key in wanted]
+        locations = tier_lookup.locate(
+            self.manager, engine_keys, self._engine.retrieve_locations, deadline, self._silent
+        )
+        return {key: name for key, name in zip(wanted, locations, strict=True) if name is not None}
+
+    def claim(self, located: Mapping[RecordKey, str]) -> LMCacheClaim | None:
+        claim = LMCacheClaim(self, located)
+        if not claim.pin():
+            claim.release()
+            return None
+        return claim
+
+    def refresh(self, keys: Sequence[RecordKey]) -> None:
+        engine_keys = [self.engine_key(key) for key in reversed(keys)]
+        for policy, lock, held in self._evicting():
+            with lock:
+                for key in engine_keys:
+                    if key in held:
+                        try:
+                            policy.update_on_hit(key, held)
+                        except Exception as error:  # claims are not lost for an order's sake
+                            logger.warning_once("LMCache's eviction lost its order: %r.", error)
+
+    def arrange(self, keys: Sequence[RecordKey]) -> None:
+        engine_keys = [self.engine_key(key) for key in reversed(keys)]
+        for backend in self.manager.storage_backends.values():
+            if isinstance(backend, LocalDisk):
+                backend.arrange(engine_keys)
+            # Other policies have an order of their own, or count uses.
+            elif isinstance(backend, LocalCPUBackend) and isinstance(
+                backend.cache_policy, LRUCachePolicy
+            ):
+                with backend.cpu_lock:
+                    for key in engine_keys:
+                        if key in backend.hot_cache:
+                            backend.hot_cache.move_to_end(key)
+
+    def _evicting(self) -> Iterator[tuple[BaseCachePolicy, threading.Lock, Any]]:
+        """(policy, lock, records by key) of the backends that evict by LMCache's policies."""
+        for backend in self.manager.storage_backends.values():
+            if isinstance(backend, LocalCPUBackend):
+                yield backend.cache_policy, backend.cpu_lock, backend.hot_cache
+            elif isinstance(backend, LocalDiskBackend):
+                yield backend.cache_policy, backend.disk_lock, backend.dict
+
+    def fetch(self, claim: LMCacheClaim, keys: Sequence[RecordKey]) -> list[LMCacheBuffer]:
+        if not self.readable():
+            raise LoadError("LMCache is unhealthy", "unhealthy")
+        by_location: dict[str, list[RecordKey]] = defaultdict(list)
+        for key in keys:
+            by_location[claim.located[key]].append(key)
+        buffers: dict[RecordKey, LMCacheBuffer] = {}
+        try:
+            for location, wanted in by_location.items():
+                self._read(location, wanted, claim.made, buffers)
+            for key in keys:
+                if key not in buffers:
+                    location = claim.located[key]
+                    raise LoadError(
+                        f"record {key.label} at token {key.boundary} is gone from {location}",
+                        self._why_gone(key, location),
+                        key,
+                    )
+            for key in keys:
+                self._check(key, buffers[key])
+        except BaseException:
+            for buffer in buffers.values():
+                buffer.release()
+            raise
+        return [buffers[key] for key in keys]
+
+    def _read(
+        self,
+        location: str,
+        keys: list[RecordKey],
+        promised: float,
+        buffers: dict[RecordKey, LMCacheBuffer],
+    ) -> None:
+        refused = self._staging.refused
+        # RAM is not read into other memory.
+        with self._staging.room_for(0 if location == "LocalCPUBackend" else len(keys)):
+            memories = self._read_from(location, keys, promised)
+        read = {
+            key: LMCacheBuffer(memory, self._digester)
+            for key, memory in zip(keys, memories)
+            if memory is not None
+        }
+        buffers |= read
+        self.reads[location] += len(read)
+        if self._staging.refused != refused and len(read) < len(keys):
+            raise NoRoomError("LMCache's CPU pool is full (max_local_cpu_size)")
+
+    def _read_from(
+        self, location: str, keys: list[RecordKey], promised: float
+    ) -> list[MemoryObj | None]:
+        engine_keys = [self.engine_key(key) for key in keys]
+        backend = dict(self.manager.get_active_storage_backends(location)).get(location)
+        if backend is None:
+            raise LoadError(f"{location} is switched off", "unreachable")
+        try:
+            if isinstance(backend, RemoteBackend):
+                return self._remote.read(backend, engine_keys, promised)
+            return backend.batched_get_blocking(engine_keys)
+        except LoadError:
+            raise
+        except Exception as error:
+            raise LoadError(f"{location} failed: {error!r}", "unreachable") from error
+
+    def keep(self, claim: LMCacheClaim, records: Iterable[tuple[RecordKey, LMCacheBuffer]]) -> None:
+        """Keep what other backends held in RAM, where LMCache is told to use it (local_cpu)."""
+        read = [(k, b) for k, b in records if claim.located[k] != "LocalCPUBackend"]
+        if read:
+            self.manager.local_cpu_backend.batched_submit_put_task(
+                [self.engine_key(key) for key, _ in read], [buffer.memory for _, buffer in read]
+            )
+
+    def _check(self, key: RecordKey, buffer: LMCacheBuffer) -> None:
+        try:
+            buffer.digests = open_record(buffer.record, key, self._fingerprint, self._digester)
+        except RecordError as error:
+            # Kept, it would be promised and fail again for every later request.
+            self.discard(key)
+            raise DamagedError(key, error) from error
+
+    def _why_gone(self, key: RecordKey, location: str) -> str:
+        """The reason for counters why a promised record could not be read.
+
+        One that is there all the same would be promised for ever, and is removed.
+        """
+        backend, engine_key = self.manager.storage_backends[location], self.engine_key(key)
+        try:
+            if isinstance(backend, RemoteBackend):
+                present = remote.exists(backend, engine_key)
+            else:
+                present = backend.contains(engine_key)
+        except Exception:
+            return "unreachable"  # the store may only be away
+        if not present:
+            return "gone"
+        self.discard(key, damaged=False)
+        return "unreadable"
+
+    def discard(self, key: RecordKey, damaged: bool = True) -> None:
+        """Remove a damaged record from every backend that can; never raises.
+
+        Args:
+            damaged: False where it could not be read, so that nobody knows.
+        """
+        if len(self._damaged) >= MAX_DAMAGED:
+            self._damaged.clear()
+        self._damaged.add(key)
+        engine_key = self.engine_key(key)
+        for name, backend in self.manager.storage_backends.items():
+            try:
+                if isinstance(backend, LocalDisk):
+                    backend.forget(engine_key)
+                elif isinstance(backend, RemoteBackend):
+                    remote.remove(backend, engine_key, damaged)
+                else:
+                    backend.remove(engine_key)
+            except Exception as error:
+                logger.debug("%s could not remove %s: %r", name, engine_key, error)
+
+    # Writing
+
+    def reserve(self, payload: int) -> LMCacheBuffer | None:
+        memory = self.manager.allocate(
+            record_shape(record_bytes(payload)),
+            torch.uint8,
+            fmt=MemoryFormat.KV_2LTD,
+            busy_loop=False,
+        )
+        return None if memory is None else LMCacheBuffer(memory, self._digester)
+
+    def put(self, records: Iterable[tuple[RecordKey, LMCacheBuffer]]) -> None:
+        records = list(records)
+        if not records:
+            return
+        keys = [self.engine_key(key) for key, _ in records]
+        memories = [buffer.memory for _, buffer in records]
+        try:
+            for key, buffer in records:
+                seal(buffer.record, key, self._fingerprint, buffer.digests, self._digester)
+            self._damaged.difference_update(key for key, _ in records)
+            # Takes over our references once it returns.
+            self.manager.batched_put(keys, memories, location=self._engine.store_location)
+        except BaseException:
+            for memory in memories:
+                memory.ref_count_down()
+            raise
+
+    def _count_failed_writes(self, name: str, records: int) -> None:
+        with self._counts_lock:  # called by the backends' writers
+            self.failed_writes.add(name, records)
+
+    def clear(self) -> None:
+        """Forget all records of this rank. Mutates the fingerprint.
+
+        LMCache empties its RAM alone and leaves out what is pinned there; what lies elsewhere
+        may be shared. So from now on this rank reads and writes under a name that nobody
+        else has.
+        """
+        self._fingerprint = os.urandom(len(self._fingerprint))
+        self._keys.cache_clear()
+        self._damaged.clear()
+        self.manager.clear()
+        logger.info(
+            "Reset: records of this rank have the fingerprint %s until it is restarted.",
+            self._fingerprint[:8].hex(),
+        )

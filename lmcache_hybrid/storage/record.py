@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stored form of one block of one group: a checked header, the pages' bytes, their digests.
+
+The bytes have a digest per chunk, so that each chunk can be checked and copied, or copied
+and digested, while it lies in a core's cache: memory is read once.
+
+A record says whose bytes it holds, so that bytes under the wrong key, of another model,
+layout, rank or request, cut off or damaged, are told apart from the right ones by the
+record alone. That holds against damage and mix-ups; with a keyed digester also against
+whoever else can write to the store, see :mod:`lmcache_hybrid.core.digests`.
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import xxhash
+
+from lmcache_hybrid.core.digests import (
+    DIGEST_BYTES,
+    KEY_ID_BYTES,
+    PLAIN,
+    SEAL_BYTES,
+    UNSEALED,
+    Chunk,
+    Digester,
+)
+from lmcache_hybrid.core.errors import RecordError
+from lmcache_hybrid.core.keys import RecordKey
+
+VERSION = 3
+MAGIC = b"LMCHYBRD"
+# magic, version, kind, group, boundary, payload length, fingerprint, block hash,
+# tags digest, digest of the digests; then 8 bytes of header checksum, and the seal.
+_FIELDS = struct.Struct("<8sHBBQQ16s32s16s16s")
+_CHECKSUM = struct.Struct("<Q")
+# Whole cache lines, so that the payload stays aligned.
+HEADER_BYTES = 192
+_SEAL = _FIELDS.size + _CHECKSUM.size
+assert _SEAL + SEAL_BYTES <= HEADER_BYTES
+
+# A chunk and its copy fit into the second-level cache of a core.
+CHUNK_BYTES = 512 << 10
+
+
+def tags_digest(tags: tuple[tuple[str, str], ...]) -> bytes:
+    """16 bytes that stand for ``tags`` in a header."""
+    # Clients choose them, so not a hash that can be made to collide.
+    return hashlib.blake2b(repr(tags).encode(), digest_size=16).digest()
+
+
+def _wide_hash(block_hash: bytes) -> bytes:
+    # "32s" would cut a longer hash and pad a shorter one without a word.
+    return block_hash if len(block_hash) == 32 else xxhash.xxh3_128_digest(block_hash) * 2
+
+
+def _header(key: RecordKey, fingerprint: bytes, length: int, checksum: bytes) -> bytes:
+    fields = _FIELDS.pack(
+        MAGIC,
+        VERSION,
+        key.kind,
+        key.group,
+        key.boundary,
+        length,
+        fingerprint,
+        _wide_hash(key.block_hash),
+        tags_digest(key.tags),
+        checksum,
+    )
+    return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def record_bytes(payload: int) -> int:
+    """Bytes of a record whose pages have ``payload`` bytes."""
+    return HEADER_BYTES + payload + DIGEST_BYTES * -(-payload // CHUNK_BYTES)
+
+
+def payload_bytes(record: int) -> int:
+    """The inverse of :func:`record_bytes`; at most 0 for what cannot be a record's size."""
+    rest = record - HEADER_BYTES
+    return rest - DIGEST_BYTES * -(-rest // (CHUNK_BYTES + DIGEST_BYTES))
+
+
+def chunks_of(payload: memoryview) -> Iterator[memoryview]:
+    return (payload[at : at + CHUNK_BYTES] for at in range(0, len(payload), CHUNK_BYTES))
+
+
+def digests_of(payload: memoryview, digester: Digester = PLAIN) -> bytes:
+    return b"".join(map(digester.chunk, chunks_of(payload)))
+
+
+def check(chunk: Chunk, expected: bytes, digester: Digester = PLAIN) -> None:
+    """Raises RecordError when these are not the bytes that were stored."""
+    if digester.chunk(chunk) != expected:
+        raise RecordError("checksum", f"{len(chunk)} bytes of the payload are damaged")
+
+
+def seal(
+    record: memoryview,
+    key: RecordKey,
+    fingerprint: bytes,
+    digests: bytes,
+    digester: Digester = PLAIN,
+) -> None:
+    """Write what surrounds a payload that is in place. Mutates ``record``.
+
+    Args:
+        record: writable, ``record_bytes`` of the payload.
+        key: what the payload is.
+        fingerprint: 16 bytes naming model, layout and rank.
+        digests: of the payload's chunks, by ``digester``.
+
+    Raises:
+        ValueError: too many or too few digests; ``record`` is as it was.
+    """
+    length = payload_bytes(len(record))
+    if len(record) != HEADER_BYTES + length + len(digests):
+        raise ValueError(f"{len(digests)} bytes of digests do not fit a payload of {length} bytes")
+    header = _header(key, fingerprint, length, digester.digests(digests))
+    header += digester.seal(header)
+    record[: len(header)] = header
+    record[len(header) : HEADER_BYTES] = bytes(HEADER_BYTES - len(header))
+    record[HEADER_BYTES + length :] = digests
+
+
+def open_record(
+    record: memoryview, key: RecordKey, fingerprint: bytes, digester: Digester = PLAIN
+) -> bytes:
+    """Check all but the payload, and return the digests to check that with.
+
+    Raises:
+        RecordError: the bytes are not the record of ``key`` under ``fingerprint``.
+    """
+    stored = read_header(record)
+    if stored.fingerprint != fingerprint:
+        raise RecordError("fingerprint", "written by another model, layout or rank")
+    if len(record) != record_bytes(stored.length):
+        raise RecordError("length", f"{len(record)} bytes for a payload of {stored.length}")
+    expected = _FIELDS.unpack_from(_header(key, fingerprint, stored.length, stored.checksum))
+    if expected != stored.fields:
+        raise RecordError("key", "holds another block, boundary or request")
+    check_seal(record, digester)
+    digests = bytes(record[HEADER_BYTES + stored.length :])
+    check_digests(digests, stored, digester)
+    return digests
+
+
+def check_seal(head: bytes | memoryview, digester: Digester) -> None:
+    """Raises RecordError when this header was not written with the digester's key."""
+    if not digester.opens(bytes(head[:_SEAL]), bytes(head[_SEAL : _SEAL + SEAL_BYTES])):
+        raise RecordError("seal", "not written with this engine's key (lmcache.hybrid_key_file)")
+
+
+def check_digests(digests: bytes, header: "Header", digester: Digester = PLAIN) -> None:
+    """Raises RecordError when these are not the digests that were stored with ``header``."""
+    if digester.digests(digests) != header.checksum:
+        raise RecordError("checksum", f"the digests of {header.length} bytes are damaged")
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A header whose own checksum is right; the payload is not checked yet."""
+
+    fields: tuple
+    kind: int
+    group: int
+    boundary: int
+    length: int
+    fingerprint: bytes
+    block_hash: bytes
+    tags: bytes
+    checksum: bytes
+    seal: bytes = UNSEALED
+
+    @property
+    def key_id(self) -> bytes:
+        """Of the key that the record was sealed with; zeros without one."""
+        return self.seal[:KEY_ID_BYTES]
+
+    @property
+    def label(self) -> str:
+        """As :attr:`RecordKey.label`; of a kind that does not exist, the number."""
+        return f"{'as'[self.kind] if self.kind < 2 else self.kind}{self.group}"
+
+
+def read_header(data: bytes | memoryview) -> Header:
+    """Parse the first HEADER_BYTES of a record.
+
+    Raises:
+        RecordError: not a header of this version.
+    """
+    if len(data) < HEADER_BYTES:
+        raise RecordError("short", f"{len(data)} bytes, no room for a header")
+    fields = _FIELDS.unpack_from(data)
+    magic, version, *meaning = fields
+    if magic != MAGIC:
+        raise RecordError("magic", "not a record of this program")
+    if version != VERSION:
+        raise RecordError("version", f"record version {version}, this is {VERSION}")
+    if _CHECKSUM.unpack_from(data, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(
+        bytes(data[: _FIELDS.size])
+    ):
+        raise RecordError("header", "header is damaged")
+    meaning.append(bytes(data[_SEAL : _SEAL + SEAL_BYTES]))
+    return Header(fields, *meaning)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads records from a remote store, and waits once for one that does not answer."""
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.memory_management import MemoryObj
+
+from lmcache_hybrid.core.errors import LoadError
+from lmcache_hybrid.core.threads import started
+
+if TYPE_CHECKING:
+    from lmcache.v1.storage_backend.remote_backend import RemoteBackend
+
+READERS = 4
+# A read that failed after so much of blocking_timeout_secs has timed out: the client of the
+# store has a timeout of its own, which may end a moment earlier.
+MOST_OF_IT = 0.9
+
+
+class RemoteReader:
+    """Reads of all loads of one rank, several at a time. Any thread may call it.
+
+    A read that timed out says that the store was silent; everything promised before that
+    is given up then, so that no load waits behind the timeouts of others.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+        self._silent = -math.inf  # time.monotonic of the last read that timed out
+
+    def read(
+        self, backend: "RemoteBackend", keys: Sequence[CacheEngineKey], promised: float
+    ) -> list[MemoryObj | None]:
+        """Read up to the first that fails.
+
+        Not with ``batched_get_blocking``: after a failure that one loses the buffers of the
+        reads beside it.
+
+        Args:
+            promised: ``time.monotonic`` when these were found in the store.
+
+        Returns:
+            Of each key its value, which the caller owns, or None; fewer than keys after a None.
+
+        Raises:
+            LoadError: the store did not answer in time after it was promised.
+            RuntimeError: no threads could be started.
+        """
+
+        def read(key: CacheEngineKey) -> MemoryObj | None:
+            if self._silent >= promised:
+                return None
+            asked = time.monotonic()
+            memory: MemoryObj | None = backend.get_blocking(key)
+            now = time.monotonic()
+            if memory is None and now - asked >= MOST_OF_IT * patience:
+                self._silent = now
+            return memory
+
+        memories: list[MemoryObj | None] = []
+        pool, patience = self._pool(), backend.config.blocking_timeout_secs
+        for start in range(0, len(keys), READERS):
+            memories += pool.map(read, keys[start : start + READERS])
+            if None in memories:
+                break
+        if None in memories and self._silent >= promised:
+            for memory in memories:
+                if memory is not None:
+                    memory.ref_count_down()
+            raise LoadError(
+                f"the remote store did not answer within {patience} s (blocking_timeout_secs)",
+                "unreachable",
+            )
+        return memories
+
+    def _pool(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._threads is None:
+                self._threads = started(READERS, "hybrid-read")
+            return self._threads

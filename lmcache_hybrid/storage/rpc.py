@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler asks every rank, over LMCache's own ZMQ transports."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
+
+from lmcache_hybrid.identity.adapters import ADAPTERS, UNKNOWN
+from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
+from lmcache_hybrid.storage.rank_lookup import RankLookup
+from lmcache_hybrid.storage.weights_guard import GuardedLookup
+from lmcache_hybrid.upstream.lmcache_home import (
+    SocketParams,
+    ZmqReqRepClientTransport,
+    ZmqRouterServerTransport,
+    get_zmq_rpc_path_lmcache,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.lmcache_hybrid.storage.rpc")
+
+# After a rank did not answer in time, lookups miss at once: for the first time, twice as
+# long each further time without an answer in between, and the longest time.
+FIRST_PAUSE_SECONDS = 1.0
+PAUSE_SECONDS = 10.0
+# Part of the time within which a rank ends its lookup, to answer before nobody waits any more.
+ANSWER_WITHIN = 0.8
+# What a message that somebody else wrote raises.
+NO_LOOKUP = (ValueError, TypeError, RecursionError, msgspec.MsgspecError)
+
+
+def _socket_path(vllm_config: "VllmConfig", rank: int) -> str:
+    transfer = vllm_config.kv_transfer_config
+    port = transfer.get_from_extra_config("lmcache_rpc_port", 0)
+    return get_zmq_rpc_path_lmcache(transfer.engine_id, "lookup", port, rank)
+
+
+class LookupClient:
+    """Scheduler side, on the thread that asks. Not thread-safe."""
+
+    def __init__(self, vllm_config: "VllmConfig", timeout_ms: int) -> None:
+        ranks = range(vllm_config.parallel_config.world_size)
+        self._transport = ZmqReqRepClientTransport(
+            [SocketParams(_socket_path(vllm_config, rank), rank) for rank in ranks], timeout_ms
+        )
+        self._timeout_ms = timeout_ms
+        self._paused_until, self._pause = 0.0, FIRST_PAUSE_SECONDS
+
+    def ask(self, question: LookupRequest) -> list[LookupResult]:
+        """All ranks' answers, or [] when one does not answer in time."""
+        if time.monotonic() < self._paused_until:
+            return []
+        deadline = time.monotonic() + ANSWER_WITHIN * self._timeout_ms / 1000
+        question = msgspec.structs.replace(question, deadline=deadline)
+        return [
+            msgspec.msgpack.decode(raw, type=LookupResult) for raw in self._send("ask", question)
+        ]
+
+    def clear(self, epoch: int) -> bool:
+        """Make every rank forget its records; False when one did not, or did not say so.
+
+        Args:
+            epoch: number of this reset, see :class:`~.protocol.metadata.ConnectorMetadata`.
+        """
+        done = [msgspec.msgpack.decode(raw, type=bool) for raw in self._send("clear", epoch)]
+        return len(done) == len(self._transport.sockets) and all(done)
+
+    def contents(self, lora: LoRARequest) -> tuple[bytes, ...]:
+        """What each rank computes an adapter with, UNKNOWN where it does not know.
+
+        Empty when a rank does not answer.
+        """
+        if time.monotonic() < self._paused_until:
+            return ()
+        raw = self._send("adapter", lora)
+        return tuple(msgspec.msgpack.decode(content, type=bytes) for content in raw)
+
+    def _send(self, verb: str, body: LookupRequest | LoRARequest | int) -> list[bytes]:
+        # LMCache's transport wants three frames, each packed by itself.
+        raw = self._transport.send_and_recv_all([verb, msgspec.msgpack.encode(body), 0])
+        if raw:
+            self._pause = FIRST_PAUSE_SECONDS
+            return raw
+        pause = min(self._pause, PAUSE_SECONDS)
+        self._paused_until, self._pause = time.monotonic() + pause, 2 * self._pause
+        logger.warning(
+            "A rank did not answer a cache lookup within %d ms (lookup_timeout_ms): "
+            "computing without the cache for %.0f s.",
+            self._timeout_ms,
+            pause,
+        )
+        return raw
+
+    def close(self) -> None:
+        # Not transport.close(), which ends the process-wide ZMQ context.
+        for socket in self._transport.sockets:
+            socket.close(linger=0)
+
+
+class LookupServer:
+    """Worker side: a thread that answers until :meth:`close`.
+
+    Starts before the store exists and answers UNAVAILABLE until :meth:`serve`, so a
+    rank whose store failed never keeps the scheduler waiting.
+    """
+
+    def __init__(self, vllm_config: "VllmConfig") -> None:
+        self._transport = ZmqRouterServerTransport(
+            _socket_path(vllm_config, vllm_config.parallel_config.rank), recv_timeout_ms=200
+        )
+        self._lookup: RankLookup | GuardedLookup | None = None
+        self._clear: Callable[[int], None] | None = None
+        self._unserved_epoch = 0
+        self._lock = threading.Lock()  # serving thread, main thread
+        self._verbs: dict[str, Callable[[bytes], LookupResult | bool | bytes]] = {
+            "clear": self._reset,
+            "adapter": self._content,
+        }
+        self._running = True
+        self._thread = threading.Thread(target=self._loop, name="hybrid-lookup", daemon=True)
+        self._thread.start()
+
+    def serve(self, lookup: RankLookup | GuardedLookup, clear: Callable[[int], None]) -> None:
+        """Answer from ``lookup`` from now on; ``clear`` empties the store for a reset."""
+        with self._lock:
+            if self._unserved_epoch:
+                clear(self._unserved_epoch)
+            self._clear, self._lookup = clear, lookup
+
+    def _loop(self) -> None:
+        while self._running:
+            try:
+                self._serve_one()
+            except NO_LOOKUP as error:
+                # Without this thread every lookup would miss until the engine is restarted.
+                logger.warning("A message that is no lookup was dropped: %r", error)
+
+    def _serve_one(self) -> None:
+        request = self._transport.recv_request()
+        if request is None:
+            return
+        sender, (verb, body, _) = request
+        answer = self._verbs.get(verb, self._answer)(body)
+        self._transport.send_response(sender, msgspec.msgpack.encode(answer))
+
+    def _answer(self, body: bytes) -> LookupResult:
+        try:
+            if self._lookup is not None:
+                return self._lookup.answer(msgspec.msgpack.decode(body, type=LookupRequest))
+        except Exception:
+            logger.exception("A cache lookup failed and counts as a miss.")
+        return UNAVAILABLE
+
+    def _content(self, body: bytes) -> bytes:
+        try:
+            return ADAPTERS.content(msgspec.msgpack.decode(body, type=LoRARequest))
+        except Exception:
+            logger.exception("A LoRA adapter is not known to this rank, which is a miss.")
+            return UNKNOWN
+
+    def _reset(self, body: bytes) -> bool:
+        """Whether nothing stored before can be served by this rank any more."""
+        try:
+            epoch = msgspec.msgpack.decode(body, type=int)
+            with self._lock:
+                if self._clear is None:  # no store yet, or none at all
+                    self._unserved_epoch = epoch
+                else:
+                    self._clear(epoch)
+            return True
+        except Exception:
+            logger.exception("The store of this rank could not be reset.")
+            return False
+
+    def close(self) -> None:
+        self._running = False
+        self._thread.join(timeout=5.0)
+        self._transport.close()

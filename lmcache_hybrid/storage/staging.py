@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that reads go into, set aside before they begin.
+
+LMCache's reads wait for memory as long as it takes. Several loads at once could each hold a
+part of what they need and wait for one another, so here no read waits: a load sets aside all
+it reads into, or fails and is computed.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lmcache.v1.memory_management import MemoryFormat, MemoryObj
+from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+from vllm.logger import init_logger
+
+from lmcache_hybrid.core.errors import NoRoomError
+from lmcache_hybrid.storage.disk.backend import record_shape
+
+logger = init_logger("vllm.lmcache_hybrid.storage.staging")
+
+
+class Staging:
+    """LMCache's CPU pool, with room set aside for the loads under way.
+
+    Its methods are called by any thread, LMCache's event loop among them.
+
+    Attributes:
+        largest: bytes of the largest record.
+        refused: how many reads found no memory.
+    """
+
+    def __init__(self, backend: LocalCPUBackend, largest: int) -> None:
+        """Take over the pool's ``allocate``. Mutates ``backend``.
+
+        Args:
+            backend: whose memory it is.
+            largest: bytes of the largest record; nothing larger is allocated any more.
+        """
+        self.refused = 0
+        self.largest = largest
+        self._allocate = backend.allocate
+        self._lock = threading.Lock()
+        # Set aside, for whichever read comes next; how much the loads under way asked for.
+        self._room: list[MemoryObj] = []
+        self._promised = 0
+        backend.allocate = self.allocate
+
+    @contextmanager
+    def room_for(self, records: int) -> Iterator[None]:
+        """Set aside memory for so many records of the largest size while reading them.
+
+        Raises:
+            NoRoomError: there is not as much.
+        """
+        held: list[MemoryObj] = []
+        with self._lock:
+            while len(held) < records:
+                memory = self._plain(record_shape(self.largest), torch.uint8)
+                if memory is None:
+                    break
+                held.append(memory)
+            enough = len(held) == records
+            if enough:
+                self._room += held
+                self._promised += records
+            else:
+                _free(held)
+        if not enough:
+            raise NoRoomError("LMCache's CPU pool has no room to read into (max_local_cpu_size)")
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._promised -= records
+                # What a read that failed or came to nothing left over.
+                spare = self._room[self._promised :]
+                del self._room[self._promised :]
+                _free(spare)
+
+    def allocate(
+        self,
+        shapes: Any,
+        dtypes: Any,
+        fmt: MemoryFormat | None = None,
+        eviction: bool = True,
+        busy_loop: bool = True,
+    ) -> MemoryObj | None:
+        """In place of ``LocalCPUBackend.allocate``: never waits, and takes records only.
+
+        Sizes and types of remote values come out of the store. LMCache would evict all it
+        holds and then wait for ever for memory that a damaged size asks for, and a buffer of
+        floats, or with a negative length, is of no use to anybody.
+
+        Bug: ``RemoteConnector`` classes and ``LocalDiskBackend`` read into memory that
+        ``LocalCPUBackend.allocate`` waits for as long as it takes.
+        Symptom: loads that each hold a part of what they need wait for one another for ever.
+        Seen in: LMCache 0.5.6 and 0.5.7rc2.
+        Remove when: a read that finds no memory fails. The check of shape and type stays.
+
+        Args:
+            busy_loop: True for a read, which gets what :meth:`room_for` set aside.
+
+        Returns:
+            None where there is no memory, or no record has this shape and type.
+        """
+        shape_list = [shapes] if isinstance(shapes, torch.Size) else list(shapes)
+        dtype_list = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
+        size = sum(shape.numel() for shape in shape_list)
+        bytes_only = all(dtype is torch.uint8 for dtype in dtype_list)
+        if not bytes_only or size > self.largest or min(map(min, shape_list)) <= 0:
+            logger.warning(
+                "Refused to read a stored value of shape %s, type %s.", shape_list, dtype_list
+            )
+            return None
+        with self._lock:
+            if busy_loop and self._room:
+                # Nobody else allocates between these two.
+                self._room.pop().ref_count_down()
+            memory = self._plain(shapes, dtypes, fmt, eviction)
+            if memory is None and busy_loop:
+                self.refused += 1
+            return memory
+
+    def _plain(
+        self, shapes: Any, dtypes: Any, fmt: MemoryFormat | None = None, eviction: bool = True
+    ) -> MemoryObj | None:
+        return self._allocate(shapes, dtypes, fmt, eviction, busy_loop=False)
+
+
+def _free(memories: list[MemoryObj]) -> None:
+    for memory in memories:
+        memory.ref_count_down()

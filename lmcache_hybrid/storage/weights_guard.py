@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps what was stored away from weights that were written into the running model.
+
+The fingerprint says what was loaded at start-up. After a reload in place it says nothing, and
+vLLM's own reset leaves connectors alone unless it is asked not to.
+"""
+
+from vllm.logger import init_logger
+
+from lmcache_hybrid.identity.weights import LOADED, LoadedWeights
+from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
+from lmcache_hybrid.storage.rank_lookup import RankLookup
+
+logger = init_logger("vllm.lmcache_hybrid.storage.weights_guard")
+
+
+class WeightsGuard:
+    """Whether this rank still computes with the weights that its fingerprint names.
+
+    Called by the thread that runs the model and by the one that answers lookups and resets.
+    """
+
+    def __init__(self, loaded: LoadedWeights = LOADED) -> None:
+        self._loaded = loaded
+        self._seen = loaded.changes
+        self._unused = False  # since the last reset nothing was computed
+        self._said = ""  # why nothing is served now
+
+    def stands(self) -> bool:
+        """False from a change of weights until a reset; nothing may be loaded or stored.
+
+        And from a sleep that discards the weights until others are loaded.
+        """
+        if self._loaded.discarded:
+            self._say(
+                "vLLM slept at level 2, which discards the weights: LMCache loads and stores "
+                "nothing until they are loaded again (collective_rpc reload_weights)."
+            )
+            return False
+        changes = self._loaded.changes
+        if changes != self._seen and self._unused:
+            self._seen = changes
+        if changes == self._seen:
+            self._said = ""
+            return True
+        self._say(
+            "Weights were written into the running model: LMCache loads and stores nothing until "
+            "all caches are reset (POST /reset_prefix_cache?reset_running_requests=true"
+            "&reset_external=true)."
+        )
+        return False
+
+    def _say(self, why: str) -> None:
+        """Warn once for each change, however many lookups and steps ask."""
+        if why != self._said:
+            self._said = why
+            logger.warning(why)
+
+    def computing(self) -> None:
+        """A step computes something: a change of weights counts from now on."""
+        self._unused = False
+
+    def reset(self) -> None:
+        """All caches were reset on this rank: steps scheduled before are stored no more."""
+        self._seen, self._unused = self._loaded.changes, True
+        self._said = ""
+
+
+class GuardedLookup:
+    """Answers from ``lookup`` for as long as ``guard`` stands."""
+
+    def __init__(self, lookup: RankLookup, guard: WeightsGuard) -> None:
+        self._lookup, self._guard = lookup, guard
+
+    def answer(self, question: LookupRequest) -> LookupResult:
+        """See :meth:`RankLookup.answer`; no verdict after a change of weights."""
+        if self._guard.stands():
+            return self._lookup.answer(question)
+        self._lookup.drop(question.request_id, question.number)
+        return UNAVAILABLE

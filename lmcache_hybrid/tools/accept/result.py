@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines told, and what is concluded from it."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmcache_hybrid.tools.accept.compare import (
+    Answer,
+    Check,
+    Noise,
+    Verdict,
+    difference,
+    doubts_of,
+    noise_of,
+    verdict_of,
+)
+from lmcache_hybrid.tools.accept.prompts import Case, Ids, Limits, Plan
+
+
+@dataclass
+class Told:
+    """What the first engine answered to one case; grows while it is asked.
+
+    Attributes:
+        prompts: as they were asked; those of a chat hold answers.
+        own: with vLLM's own cache only, per prompt.
+        again: the same once more.
+        restored: with vLLM's cache emptied before each prompt.
+        batch: of a batch, from vLLM's own cache and from the tier, all prompts at once.
+        control: the answer to the last prompt with another prefix; None where nothing hits.
+    """
+
+    case: Case
+    prompts: list[Ids] = field(default_factory=list)
+    own: list[Answer] = field(default_factory=list)
+    again: list[Answer] = field(default_factory=list)
+    restored: list[Answer] = field(default_factory=list)
+    batch: tuple[list[Answer], list[Answer]] | None = None
+    control: Answer | None = None
+
+    @property
+    def after(self) -> int:
+        """Tokens of the last prompt after its hit."""
+        return len(self.prompts[-1]) - self.own[-1].cached
+
+    @property
+    def shows(self) -> float:
+        """What another prefix changes in the last answer; infinite where nothing hits."""
+        return math.inf if self.control is None else difference(self.own[-1], self.control)
+
+    @property
+    def last(self) -> list[tuple[int, Ids, Answer]]:
+        """(step, prompt, own hit) that a restarted engine is asked for."""
+        steps = range(1, len(self.prompts), 2) if self.batch else [len(self.prompts) - 1]
+        return [(step, self.prompts[step], self.own[step]) for step in steps]
+
+
+@dataclass
+class Result:
+    """Everything that is reported; grows while engines are asked.
+
+    Attributes:
+        facts: of the first engine, without token ids.
+        own_pairs: more answers of the first engine to the same question, beside ``Told.again``.
+        restart_pairs: answers of both engines to the same question.
+        metrics: increases of this package's counters while restored prompts were asked,
+            by tier.
+        copies: per rank, see ``AcceptExtension.accept_copies``.
+        lost: positive controls: what one lost block changed, by group.
+        first_token: seconds by case name and by where the prefix came from.
+        problems: what is wrong beside the answers, a sentence each.
+        seconds: of each part of the run.
+    """
+
+    limits: Limits
+    plan: Plan
+    facts: dict[str, Any]
+    told: list[Told] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    own_pairs: list[tuple[Answer, Answer]] = field(default_factory=list)
+    restart_pairs: list[tuple[Answer, Answer]] = field(default_factory=list)
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    copies: list[dict[str, Any]] = field(default_factory=list)
+    lost: dict[str, float] = field(default_factory=dict)
+    first_token: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def save_own(self) -> bool:
+        """Whether prompts are stored that are not loaded: saves can split a prefill."""
+        return bool(self.facts["checkpoint_tokens"] or self.facts["save_decode"])
+
+    @property
+    def noise(self) -> Noise:
+        pairs = [pair for each in self.told for pair in zip(each.own, each.again, strict=False)]
+        pairs += self.own_pairs
+        # Many tokens after the prefix would wash out what it changes.
+        controls = [each for each in self.told if each.control is not None]
+        fewest = min((each.after for each in controls), default=0)
+        wrong = min((each.shows for each in controls if each.after == fewest), default=0.0)
+        return Noise(noise_of(pairs), noise_of(self.restart_pairs), wrong, self.lost)
+
+    @property
+    def loser(self) -> str | None:
+        """Name of the case that is asked again with a block lost; None where nothing hits."""
+        hits = [
+            each.case.name
+            for each in self.told
+            if each.case.kind == "repeat" and each.own[-1].cached
+        ]
+        return "2N+1" if "2N+1" in hits else next(iter(hits), None)
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why equal answers prove nothing; see :func:`doubts_of`."""
+        return doubts_of(self.checks, self.noise)
+
+    @property
+    def verdict(self) -> Verdict:
+        return verdict_of(self.checks, self.noise, self.problems)

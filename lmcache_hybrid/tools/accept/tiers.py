@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of LMCache's store is tested, and which settings stand in the way; on a rank."""
+
+from typing import TYPE_CHECKING, Any
+
+from lmcache_hybrid.config.options import LOAD_LIMIT_KEY, Options
+
+if TYPE_CHECKING:
+    from lmcache_hybrid.storage.lmcache_store import LMCacheStore
+
+
+def _located(store: "LMCacheStore") -> list[str]:
+    """Backends that may answer a lookup, the nearest first."""
+    config = store._engine.config
+    return [
+        name
+        for name in store.manager.storage_backends
+        # Without local_cpu it is only a place to copy through.
+        if (name != "LocalCPUBackend" or config.local_cpu)
+        and name in (config.retrieve_locations or (name,))
+    ]
+
+
+def tiers_of(store: "LMCacheStore") -> list[dict[str, Any]]:
+    """What is written and may answer a lookup, the nearest first; whether a restart keeps it."""
+    config, found = store._engine.config, []
+    scheme = (config.remote_url or "").partition("://")[0]
+    titles = {
+        "LocalCPUBackend": "RAM",
+        "LocalDiskBackend": "local disk",
+        "RemoteBackend": f"{scheme}://",
+    }
+    for name in _located(store):
+        if config.store_location in (None, name):
+            survives = name != "LocalCPUBackend"
+            found.append({"name": name, "title": titles.get(name, name), "survives": survives})
+    return found
+
+
+def refusals(options: Options, store: "LMCacheStore", block_size: int) -> list[str]:
+    """Say which settings leave hits out that vLLM's own cache has, one sentence each."""
+    found, config = [], store._engine.config
+    if not options.save:
+        found.append(
+            "LMCACHE_FORCE_SKIP_SAVE is set, so nothing is stored that could be tested; unset it "
+            "for this test."
+        )
+    if options.max_tokens_per_load:
+        found.append(
+            f"{LOAD_LIMIT_KEY}={options.max_tokens_per_load} lets a load bring less than vLLM's "
+            "own cache holds, so they cannot be compared; leave it out for this test."
+        )
+    if options.min_retrieve_tokens > block_size:
+        found.append(
+            f"LMCache option min_retrieve_tokens={options.min_retrieve_tokens} leaves hits of one "
+            f"block of {block_size} tokens out, so they cannot be compared; set it to {block_size} "
+            "or less for this test."
+        )
+    chosen, nearest = config.store_location, next(iter(_located(store)), None)
+    if chosen and chosen != nearest:
+        found.append(
+            f"LMCache option store_location={chosen!r} is not the nearest backend that is read, "
+            f"{nearest}, so one cannot be told from the other; leave it out for this test, or read "
+            f"from it only with retrieve_locations: [{chosen}]."
+        )
+    return found
+
+
+def missing_of(store: "LMCacheStore") -> list[str]:
+    """Stores that are configured and that LMCache did not open."""
+    config, there = store._engine.config, store.manager.storage_backends
+    wanted = {"LocalDiskBackend": config.local_disk, "RemoteBackend": config.remote_url}
+    return [name for name, setting in wanted.items() if setting and name not in there]

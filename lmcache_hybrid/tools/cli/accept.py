@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lmcache-hybrid accept``: the acceptance test on the user's own device and weights."""
+
+import contextlib
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from lmcache_hybrid.tools.accept.compare import Verdict
+from lmcache_hybrid.tools.accept.engine import Engine, EngineError, run_quietly, tail
+from lmcache_hybrid.tools.accept.report import as_json, print_verdict
+from lmcache_hybrid.tools.accept.result import Result
+from lmcache_hybrid.tools.accept.run import Run
+from lmcache_hybrid.tools.cli.host import need_host
+
+EXIT_CODES = {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.UNDECIDED: 3}
+NO_RESULT = 2
+
+Say = Callable[[str], None]
+
+
+def accept(
+    model: Annotated[str, typer.Argument(help="As for vllm serve.", show_default=False)],
+    vllm_flags: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- VLLM FLAGS]", help="Flags of vllm serve, after --.", show_default=False
+        ),
+    ] = None,
+    lmcache_config: Annotated[
+        Path | None,
+        typer.Option("--lmcache-config", help="LMCache's YAML; LMCACHE_CONFIG_FILE by default."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the report to this JSON file.")] = None,
+    longest: Annotated[
+        int, typer.Option(help="Tokens of the longest prompt; 0: 16384, 4096 on CPU.", min=0)
+    ] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Two short prompts only, to try the command.")
+    ] = False,
+) -> None:
+    """Prove on this machine that restored prompts are answered as vLLM does.
+
+    Starts MODEL with your flags and your LMCache file, asks prompts cold, from
+    vLLM's own prefix cache and from each tier of LMCache (after a restart where
+    it survives one), and compares log-probabilities. Ends in one screen.
+
+    lmcache-hybrid accept MODEL --lmcache-config lmcache.yaml -- --max-model-len 32768
+
+    Exit code 0: passed, 1: failed, 2: no verdict, 3: noise is too large to tell.
+    The prompts have a cache salt of this run's own: they neither hit nor are hit
+    by others. Stores keep the records until they evict them.
+    """
+    if lmcache_config is not None and not lmcache_config.is_file():
+        raise typer.BadParameter(f"--lmcache-config {str(lmcache_config)!r} is not a file")
+    if out is not None and not out.absolute().parent.is_dir():
+        raise typer.BadParameter(f"--out {str(out)!r} is in no folder that exists")
+    need_host(NO_RESULT)
+    environment = {"LMCACHE_TRACK_USAGE": "false", **os.environ}
+    if lmcache_config is not None:
+        environment["LMCACHE_CONFIG_FILE"] = str(lmcache_config)
+    handle, name = tempfile.mkstemp(prefix="lmcache-hybrid-accept-", suffix=".log")
+    os.close(handle)
+    log = Path(name)
+    result = _result(lambda: Engine(model, vllm_flags or [], log, environment), log, longest, quick)
+    result.facts["driver"] = run_quietly(_driver)
+    if out is not None:
+        out.write_text(json.dumps(as_json(result), indent=1, allow_nan=False) + "\n")
+    print_verdict(Console(), result)
+    if result.verdict is Verdict.PASS:
+        log.unlink()
+    else:
+        _errors().print(f"The engine's log is {log}.", soft_wrap=True)
+    raise typer.Exit(EXIT_CODES[result.verdict])
+
+
+def _errors() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+def _result(engine: Callable[[], Engine], log: Path, longest: int, quick: bool) -> Result:
+    """Raises typer.Exit once it has said why there is no result."""
+    errors = _errors()
+    try:
+        with _progress(errors) as say:
+            return run(engine, say, longest, quick)
+    except EngineError as error:
+        if not error.refused:
+            errors.print(tail(log), markup=False, soft_wrap=True)
+        errors.print(f"No verdict, the engine ended: {error}", style="red", markup=False)
+        errors.print(f"The engine's log is {log}.", soft_wrap=True)
+        raise typer.Exit(NO_RESULT) from error
+    except KeyboardInterrupt:
+        errors.print(f"Stopped. The engine's log is {log}.", soft_wrap=True)
+        raise typer.Exit(130) from None
+
+
+def run(engine: Callable[[], Engine], say: Say, longest: int, quick: bool) -> Result:
+    """The first engine, and the second one where a tier survives a restart.
+
+    Raises:
+        EngineError: an engine did not start, or ended.
+    """
+    asking = Run(say, longest, quick)
+    say("First engine: starting")
+    started = time.monotonic()
+    with engine() as first:
+        start = time.monotonic() - started
+        result = asking.first(first)
+        say("First engine: stopping")
+    result.seconds |= {"first start": start, "first engine": time.monotonic() - started}
+    if result.problems or not any(tier["survives"] for tier in result.facts["tiers"]):
+        return result
+    say("Second engine: starting")
+    started = time.monotonic()
+    with engine() as second:
+        asking.second(second, result)
+        say("Second engine: stopping")
+    result.seconds["second engine"] = time.monotonic() - started
+    return result
+
+
+@contextlib.contextmanager
+def _progress(console: Console) -> Iterator[Say]:
+    """Gives a function that shows what is being done: one live line, or one line each."""
+    started = time.monotonic()
+    if not console.is_terminal:
+        yield lambda text: console.print(
+            f"{time.monotonic() - started:5.0f} s  {text}", markup=False, soft_wrap=True
+        )
+        return
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("Starting")
+        yield lambda text: progress.update(task, description=text)
+
+
+def _driver() -> str:
+    """Version of NVIDIA's driver."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    return done.stdout.partition("\n")[0]

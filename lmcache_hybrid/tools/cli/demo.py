@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job in a few minutes: store prompts, restart the engine, answer from the store."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from lmcache_hybrid.tools.cli.host import need_host
+from lmcache_hybrid.tools.texts import texts
+
+console = Console()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One prompt's answer; see :mod:`lmcache_hybrid.tools.cli.demo_engine`."""
+
+    tokens: int
+    hit: int
+    first_token_seconds: float
+    output: list[int]
+
+
+def run_engine(model: Path, store: Path, prompts: list[str], what: str, log: Path) -> list[Reply]:
+    """Start an engine process on ``store``, ask all prompts, stop it.
+
+    Raises:
+        typer.Exit: the engine died; the end of its log has been printed.
+    """
+    config = store / "lmcache.yaml"
+    # JSON is YAML.
+    config.write_text(
+        json.dumps(
+            {
+                "local_cpu": False,
+                "max_local_cpu_size": 1,
+                "local_disk": str(store / "records"),
+                "max_local_disk_size": 4,
+            }
+        )
+    )
+    read_fd, write_fd = os.pipe()
+    with log.open("ab") as log_file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lmcache_hybrid.tools.cli.demo_engine", str(write_fd)],
+            stdin=subprocess.PIPE,
+            stdout=log_file,
+            stderr=subprocess.STDOUT,
+            pass_fds=(write_fd,),
+            env={
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                **os.environ,
+                "LMCACHE_CONFIG_FILE": str(config),
+                "LMCACHE_TRACK_USAGE": "false",
+            },
+            text=True,
+        )
+    os.close(write_fd)
+    assert process.stdin is not None
+    json.dump({"model": str(model), "prompts": prompts}, process.stdin)
+    process.stdin.close()
+    replies: list[Reply] = []
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with os.fdopen(read_fd) as lines, Progress(*columns, console=console) as progress:
+        task = progress.add_task(f"{what}: starting (20 to 60 seconds)")
+        for line in lines:
+            message = json.loads(line)
+            if "ready" not in message:
+                replies.append(Reply(**message))
+            progress.update(task, description=f"{what}: {len(replies)} of {len(prompts)} prompts")
+        progress.update(task, description=f"{what}: {len(replies)} prompts, stopping")
+        code = process.wait()
+    if code != 0 or len(replies) != len(prompts):
+        console.print(f"[red]{what} ended with exit code {code}. The end of {log}:[/]")
+        console.print("\n".join(log.read_text(errors="replace").splitlines()[-30:]), markup=False)
+        raise typer.Exit(1)
+    return replies
+
+
+def report(cold: list[Reply], restored: list[Reply]) -> bool:
+    """Print the table; whether every answer was the same and every prompt was hit."""
+    table = Table(title="First engine (cold) against second engine (restored from disk)")
+    for name in ("prompt", "tokens", "hit tokens", "cold [ms]", "restored [ms]", "same tokens"):
+        table.add_column(name, justify="right")
+    for index, (before, after) in enumerate(zip(cold, restored, strict=True)):
+        table.add_row(
+            str(index),
+            str(before.tokens),
+            str(after.hit),
+            f"{before.first_token_seconds * 1e3:.0f}",
+            f"{after.first_token_seconds * 1e3:.0f}",
+            "yes" if before.output == after.output else "[red]NO[/]",
+        )
+    console.print(table)
+    same = sum(b.output == a.output for b, a in zip(cold, restored, strict=True))
+    hit = sum(reply.hit for reply in restored)
+    total = sum(reply.tokens for reply in restored)
+    good = same == len(cold) and all(reply.hit for reply in restored)
+    good = good and not any(reply.hit for reply in cold)
+    console.print(
+        f"{'[green]OK' if good else '[red]FAILED'}[/]: {same} of {len(cold)} answers are the same; "
+        f"{hit} of {total} prompt tokens came from the store after the restart."
+    )
+    return good
+
+
+def demo(
+    family: Annotated[
+        str, typer.Option(help="Model family; a tiny random-weight model of it is made.")
+    ] = "qwen3_next",
+    prompts: Annotated[int, typer.Option(help="Number of prompts.", min=1)] = 8,
+    store: Annotated[
+        Path | None, typer.Option(help="Empty folder to keep model, records and log in.")
+    ] = None,
+) -> None:
+    """Store prompts from one engine, restart, answer them from the disk store.
+
+    Exit code 1 when any answer differs or nothing was hit.
+    """
+    need_host(1)
+    from lmcache_hybrid.tools.tiny_models import FAMILIES, make_model
+
+    if family not in FAMILIES:
+        raise typer.BadParameter(f"{family!r} is none of {', '.join(FAMILIES)}")
+    with tempfile.TemporaryDirectory(prefix="lmcache-hybrid-demo-") as scratch:
+        folder = Path(scratch) if store is None else store
+        if (folder / "records").exists():
+            raise typer.BadParameter(f"{folder} already holds records; name an empty folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        console.print(f"Making a tiny {family} model, and texts from Python's documentation.")
+        model = make_model(family, folder / "model")
+        asked, log = texts(prompts), folder / "engines.log"
+        cold = run_engine(model, folder, asked, "First engine", log)
+        records = list((folder / "records").glob("*.pt"))
+        size = sum(file.stat().st_size for file in records)
+        console.print(f"The store holds {len(records)} records, {size / 1e6:.1f} MB.")
+        restored = run_engine(model, folder, asked, "Second engine", log)
+        good = report(cold, restored)
+        if store is not None:
+            console.print(f"Model, records and log are in {folder}.")
+    if not good:
+        raise typer.Exit(1)

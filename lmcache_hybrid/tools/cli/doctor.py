@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lmcache-hybrid doctor``: what an operator would otherwise find out one restart at a time."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Generator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lmcache_hybrid.storage.key_names import printable
+from lmcache_hybrid.tools.doctor.finding import Finding, Status, error
+
+# vLLM loads in ten seconds or in a minute; nothing takes longer than this but a hang.
+SECONDS = 600
+# For the checks to delete their test record when they are stopped.
+GRACE_SECONDS = 60
+COLOURS = {
+    Status.OK: "green",
+    Status.WARNING: "yellow",
+    Status.ERROR: "red",
+    Status.SKIPPED: "dim",
+}
+
+
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Name or folder; no weights are read.")
+    ] = None,
+    lmcache_config: Annotated[
+        Path | None,
+        typer.Option("--lmcache-config", help="LMCache's YAML; LMCACHE_CONFIG_FILE by default."),
+    ] = None,
+    kv_transfer_config: Annotated[
+        str | None,
+        typer.Option("--kv-transfer-config", help="As for vllm serve, in JSON."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
+) -> None:
+    """Check installation, settings, stores and a model, each finding with its fix.
+
+    Run it with the environment of the engine. Exit code 0 when nothing is wrong (warnings
+    included), 1 for errors, 2 for wrong arguments.
+    """
+    transfer = _transfer(kv_transfer_config)
+    if lmcache_config is not None:
+        if not lmcache_config.is_file():
+            raise typer.BadParameter(f"--lmcache-config {str(lmcache_config)!r} is not a file")
+        os.environ["LMCACHE_CONFIG_FILE"] = str(lmcache_config)
+    found = []
+    with (
+        Console(stderr=True).status("Loading vLLM and LMCache") as status,
+        contextlib.closing(diagnose(model, transfer)) as findings,
+    ):
+        for finding in findings:
+            found.append(finding)
+            status.update(f"Checked: {finding.check}")
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in found], indent=1))
+    else:
+        _print(found)
+    raise typer.Exit(1 if any(finding.status == Status.ERROR for finding in found) else 0)
+
+
+def _transfer(text: str | None) -> dict | None:
+    if text is None:
+        return None
+    try:
+        transfer = json.loads(text)
+    except ValueError as failure:
+        raise typer.BadParameter(f"--kv-transfer-config is no JSON: {failure}") from failure
+    if not isinstance(transfer, dict):
+        raise typer.BadParameter("--kv-transfer-config is no JSON object")
+    return transfer
+
+
+def diagnose(model: str | None, transfer: dict | None) -> Generator[Finding, None, None]:
+    """Run the checks in a process of their own, see :mod:`lmcache_hybrid.tools.doctor.__main__`.
+
+    Closed early, it stops them and waits until they have cleaned up.
+    """
+    read_fd, write_fd = os.pipe()
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lmcache_hybrid.tools.doctor", str(write_fd)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=(write_fd,),
+            env={"LMCACHE_TRACK_USAGE": "false", **os.environ},
+            text=True,
+            start_new_session=True,  # Ctrl-C is for us, who stop it gently
+        )
+        os.close(write_fd)
+        assert process.stdin is not None
+        watchdog = threading.Timer(SECONDS, _stop, (process,))
+        watchdog.start()
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it died; its exit code says so below
+                process.stdin.write(json.dumps({"model": model, "transfer": transfer}))
+                process.stdin.close()
+            with os.fdopen(read_fd) as lines:
+                for line in lines:
+                    fields = json.loads(line)
+                    yield Finding(**fields | {"status": Status(fields["status"])})
+            code = process.wait()
+        finally:
+            watchdog.cancel()
+            _stop(process)
+        if code != 0:
+            log.seek(0)
+            last = " ".join(log.read().split()[-40:])
+            yield error("doctor", f"The checks ended with exit code {code}: ... {last}")
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """Let the checks clean up, then end them and whatever they have started."""
+    try:
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
+    finally:  # a second Ctrl-C
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _print(found: list[Finding]) -> None:
+    table = Table(show_lines=False, box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("check", no_wrap=True)
+    table.add_column("finding", overflow="fold")
+    for finding in found:
+        # They quote what servers and libraries said.
+        text = Text(printable(finding.message))
+        if finding.fix:
+            text.append(
+                f"\n{printable(finding.fix)}", "bold" if finding.status == Status.ERROR else ""
+            )
+        table.add_row(Text(finding.status.value, COLOURS[finding.status]), finding.check, text)
+    console = Console()
+    console.print(table)
+    counts = {status: sum(f.status == status for f in found) for status in Status}
+    console.print(
+        f"{counts[Status.ERROR]} errors, {counts[Status.WARNING]} warnings, "
+        f"{counts[Status.SKIPPED]} skipped."
+    )

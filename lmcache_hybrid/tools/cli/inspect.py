@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``inspect`` and ``verify``: stores seen from outside an engine."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from lmcache_hybrid.core.digests import PLAIN, Digester, read_key
+from lmcache_hybrid.core.errors import ConfigError, StoreError
+from lmcache_hybrid.storage.key_names import printable
+from lmcache_hybrid.tools.stored.audit import Status, Verdict, judge, verify
+from lmcache_hybrid.tools.stored.names import Names
+from lmcache_hybrid.tools.stored.opening import open_source
+from lmcache_hybrid.tools.stored.source import Source
+from lmcache_hybrid.tools.stored.summary import Row, summarise
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+BAD = (Status.DAMAGED, Status.UNREADABLE)
+# Bad records printed one by one; --json has all of them.
+SHOWN = 20
+
+StoreArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="STORE",
+        help="A folder (fs:// or local_disk), fs://HOST:PORT/PATH, or a URL of Redis, a Redis "
+        "cluster or sentinels.",
+    ),
+]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--lmcache-config", help="LMCache's YAML: look into every store that it names."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+
+
+KeyOption = Annotated[
+    Path | None,
+    typer.Option("--key-file", help="The engines' lmcache.hybrid_key_file, for sealed records."),
+]
+
+
+def inspect_store(
+    store: StoreArgument = None, lmcache_config: ConfigOption = None, as_json: JsonOption = False
+) -> None:
+    """Show what a store holds, by model, rank and fingerprint. Payloads are not read."""
+    results = []
+    for source in sources(store, lmcache_config):
+        with refusals():
+            rows = summarise(judge(entry) for entry in source.entries())
+        results.append((source, rows))
+        if not as_json:
+            _print_rows(source, rows)
+    if as_json:
+        print(json.dumps([_described(s) | {"rows": list(map(asdict, r))} for s, r in results]))
+
+
+def verify_store(
+    store: StoreArgument = None,
+    lmcache_config: ConfigOption = None,
+    as_json: JsonOption = False,
+    delete_damaged: Annotated[
+        bool, typer.Option("--delete-damaged", help="Delete what is damaged.")
+    ] = False,
+    key_file: KeyOption = None,
+) -> None:
+    """Read every record and check it as an engine does.
+
+    Exit code 1 if damaged or unreadable ones are left.
+    """
+    digester = digester_of(key_file)
+    results, left = [], 0
+    for source in sources(store, lmcache_config):
+        counts: Counter[Status] = Counter()
+        bad: list[Verdict] = []
+        with refusals(), progress(as_json) as show, closing(Names()) as damaged:
+            for verdict in show(verify(source, entry, digester) for entry in source.entries()):
+                counts[verdict.status] += 1
+                if verdict.status in BAD and (as_json or len(bad) < SHOWN):
+                    bad.append(verdict)
+                if verdict.status == Status.DAMAGED and delete_damaged:
+                    damaged.add(verdict.entry.where)
+            deleted = source.delete(damaged)
+        left += sum(counts[status] for status in BAD) - len(damaged)
+        results.append((source, counts, bad, deleted))
+    if as_json:
+        print(json.dumps([_described(s) | _verified(c, b, d) for s, c, b, d in results]))
+    else:
+        for result in results:
+            _print_verified(*result)
+    raise typer.Exit(1 if left else 0)
+
+
+def digester_of(key_file: Path | None) -> Digester:
+    """What checks records, with the key of ``--key-file`` where one is named.
+
+    Raises:
+        typer.Exit: 2, the file holds no key; said so.
+    """
+    with refusals():
+        return PLAIN if key_file is None else read_key("--key-file", str(key_file))
+
+
+def sources(store: str | None, lmcache_config: Path | None) -> Iterator[Source]:
+    """Every store that the command names, each closed before the next is opened.
+
+    Raises:
+        typer.Exit: 2 for a wrong name, 1 for a store that cannot be reached; said so.
+    """
+    if (store is None) == (lmcache_config is None):
+        raise typer.BadParameter("name one STORE, or --lmcache-config with the stores in it")
+    with refusals():
+        names = [store] if store is not None else _configured(lmcache_config)
+    for name in names:
+        with refusals():
+            source = open_source(name)
+        try:
+            yield source
+        finally:
+            source.close()
+
+
+def _configured(path: Path | None) -> list[str]:
+    assert path is not None
+    from lmcache_hybrid.tools.stored.configured import stores_of
+
+    return stores_of(path)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Turn our errors into one sentence and an exit code: 2 for usage, 1 for the store."""
+    try:
+        yield
+    except (ConfigError, StoreError) as error:
+        typer.echo(printable(str(error)), err=True)
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
+
+
+@contextmanager
+def progress(quiet: bool) -> Iterator[Callable[[Iterator[Verdict]], Iterator[Verdict]]]:
+    """Gives a function that passes verdicts on, and shows on standard error how many."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    console = Console(stderr=True)
+    quiet = quiet or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
+        task = bar.add_task("Reading")
+
+        def show(verdicts: Iterator[Verdict]) -> Iterator[Verdict]:
+            size = 0
+            for count, verdict in enumerate(verdicts, 1):
+                size += verdict.entry.taken
+                bar.update(task, description=f"{count} records, {decimal(size)}")
+                yield verdict
+
+        yield show
+
+
+# Output
+
+
+def age_of(seconds: float | None) -> str:
+    """In the largest unit that fits: ``3 d``."""
+    if seconds is None:
+        return "?"
+    unit = next((unit for unit in "dhm" if seconds >= UNITS[unit]), "s")
+    return f"{seconds // UNITS[unit]:.0f} {unit}"
+
+
+def _print_rows(source: Source, rows: list[Row]) -> None:
+    console = Console()
+    console.print(Text(source.name, "bold"))
+    console.print(table_of(rows))
+    unfinished = sum(row.unfinished for row in rows)
+    notes = [*source.notes]
+    if unfinished:
+        notes.append(f"{unfinished} records are being written.")
+    if source.foreign:
+        notes.append(f"{source.foreign} files or values of others are left alone.")
+    if any(row.damaged for row in rows):
+        notes.append("`lmcache-hybrid purge STORE --damaged` deletes what is damaged.")
+    for note in notes:
+        console.print(Text(note))
+
+
+def table_of(rows: list[Row]) -> Table:
+    """One line per fingerprint."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("model", overflow="fold")
+    table.add_column("rank")
+    table.add_column("fingerprint", no_wrap=True)
+    right = "records", "size", "prompts", "states", "deepest", "newest", "oldest"
+    for name in (*right, "damaged", "other version"):
+        table.add_column(name, justify="right", overflow="fold")
+    for row in rows:
+        table.add_row(
+            Text(printable(row.model)),
+            row.rank,
+            row.fingerprint,
+            str(row.records),
+            decimal(row.bytes),
+            f"{row.prompts}+",
+            f"{'~' if row.estimated else ''}{row.resumable}",
+            str(row.deepest),
+            age_of(row.youngest),
+            age_of(row.oldest),
+            Text(str(row.damaged), "red" if row.damaged else ""),
+            str(row.other_version),
+        )
+    return table
+
+
+def _print_verified(
+    source: Source, counts: Counter[Status], bad: list[Verdict], deleted: int
+) -> None:
+    console = Console()
+    for verdict in bad:
+        console.print(Text(f"{printable(verdict.entry.where)}: {printable(verdict.reason)}"))
+    if more := sum(counts[status] for status in BAD) - len(bad):
+        console.print(f"... and {more} more.")
+    told = ", ".join(f"{count} {status.value}" for status, count in sorted(counts.items()))
+    console.print(Text(f"{source.name}: {told or 'no records'}."))
+    if deleted:
+        console.print(f"Deleted {deleted} damaged records.")
+
+
+def _described(source: Source) -> dict:
+    return {"store": source.name, "notes": source.notes, "foreign": source.foreign}
+
+
+def _verified(counts: Counter[Status], bad: list[Verdict], deleted: int) -> dict:
+    told = [{"where": v.entry.where, "status": v.status, "reason": v.reason} for v in bad]
+    return {"counts": counts, "bad": told, "deleted": deleted}

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much RAM, disk or Redis memory prompts take, from the model's config alone."""
+
+import dataclasses
+import json
+import math
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.tools.sizing import catalogue, storage
+from lmcache_hybrid.tools.sizing.blocks import PLATFORMS, Platform, Sizes, compute
+from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE, ModelShape
+from lmcache_hybrid.tools.sizing.storage import BACKENDS, Workload
+
+INTERVALS = (16, 8, 4, 2, 1)  # T in blocks, as in docs/reuse.md
+
+
+class PlatformName(StrEnum):
+    """Of PLATFORMS."""
+
+    gpu = "gpu"
+    cpu = "cpu"
+
+
+class GdnPrefill(StrEnum):
+    """Of GDN_PREFILLS."""
+
+    triton = "triton"
+    flashinfer = "flashinfer"
+
+
+class BackendName(StrEnum):
+    """Of BACKENDS."""
+
+    ram = "ram"
+    disk = "disk"
+    fs = "fs"
+    redis = "redis"
+
+
+def tokens(text: str | int) -> int:
+    """``100k`` or ``1.5M`` as a whole number of tokens."""
+    found = re.fullmatch(r"([\d_.]+)([kKmM]?)", str(text))
+    try:
+        if found is None:
+            raise ValueError
+        number = float(found[1]) * {"": 1, "k": 1_000, "m": 1_000_000}[found[2].lower()]
+        if not number.is_integer():
+            raise ValueError
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no number of tokens; write 100000 or 100k") from None
+    return int(number)
+
+
+def _tokens(what: str) -> Any:
+    return typer.Option(help=what, parser=tokens, metavar="TOKENS")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is printed.
+
+    Attributes:
+        raised: whether N is more than the block size that vLLM starts from.
+        hopper: N with FlashInfer's prefill of gated delta nets, which is for GPUs only.
+        step_tokens: ``max_num_batched_tokens``.
+        backends: names in BACKENDS.
+    """
+
+    model: str
+    shape: ModelShape
+    platform: Platform
+    sizes: Sizes
+    raised: bool
+    hopper: int
+    work: Workload
+    step_tokens: int
+    backends: tuple[str, ...]
+
+    def stored(self, backend: str) -> storage.Stored:
+        return storage.stored(self.sizes, self.work, BACKENDS[backend])
+
+    @property
+    def per_prompt(self) -> int:
+        """Payload bytes of one prompt alone, over all ranks."""
+        alone = dataclasses.replace(self.work, prompts=1, shared=0)
+        return storage.stored(self.sizes, alone, BACKENDS["ram"]).payload
+
+    def intervals(self) -> list[int]:
+        """T of each row of the table of checkpoints; 0 for none."""
+        n = self.sizes.block_size
+        chosen = {blocks * n for blocks in INTERVALS if blocks * n < self.work.context}
+        return [0, *sorted(chosen | ({self.work.checkpoint} - {0}), reverse=True)]
+
+    def with_checkpoint(self, interval: int) -> "Plan":
+        return dataclasses.replace(self, work=dataclasses.replace(self.work, checkpoint=interval))
+
+
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Model folder, config.json, or a name of --list.", metavar="MODEL"),
+    ] = None,
+    context: Annotated[int, _tokens("Tokens of a prompt.")] = 32_000,
+    prompts: Annotated[int, typer.Option(help="Prompts to keep.", min=1)] = 100,
+    shared: Annotated[int, _tokens("Leading tokens that all prompts share.")] = 0,
+    backend: Annotated[
+        list[BackendName] | None, typer.Option(help="Where they are kept; all by default.")
+    ] = None,
+    checkpoint_tokens: Annotated[int, _tokens("lmcache.hybrid_checkpoint_tokens.")] = 0,
+    tp: Annotated[int, typer.Option(help="Tensor parallel size.", min=1)] = 1,
+    dtype: Annotated[str, typer.Option(help="vLLM's --dtype.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="vLLM's --kv-cache-dtype.")] = "auto",
+    ssm_dtype: Annotated[str, typer.Option(help="vLLM's --mamba-ssm-cache-dtype.")] = "auto",
+    block_size: Annotated[int, typer.Option(help="vLLM's --block-size, if you set it.")] = 0,
+    step_tokens: Annotated[int, _tokens("vLLM's --max-num-batched-tokens.")] = 8192,
+    platform: Annotated[PlatformName, typer.Option(help="Where the engine runs.")] = PlatformName[
+        "gpu"
+    ],
+    kernel_block: Annotated[
+        int, typer.Option(help="Smallest kernel block of the attention backend, if not 16 (GPU).")
+    ] = 0,
+    gdn_prefill_backend: Annotated[
+        GdnPrefill,
+        typer.Option(help="vLLM's, for Qwen; it takes flashinfer from 0.33 and Hopper on."),
+    ] = GdnPrefill["triton"],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    list_models: Annotated[bool, typer.Option("--list", help="Print the known models.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="With --list: as a Markdown table.")
+    ] = False,
+) -> None:
+    """Say what MODEL's blocks and states take, and how much store prompts need.
+
+    Computed from config.json alone: no weights, no GPU, no network.
+    """
+    console = Console()
+    where = PLATFORMS[platform.value].with_gdn_prefill(gdn_prefill_backend.value)
+    if kernel_block:
+        where = dataclasses.replace(
+            where,
+            name=f"{platform.value.upper()}, kernel blocks of {kernel_block} tokens",
+            block_size=max(where.block_size, kernel_block),
+            kernel_block=kernel_block,
+        )
+    if list_models:
+        _list_models(console, where, markdown)
+        return
+    if model is None:
+        raise typer.BadParameter("name a MODEL, or use --list")
+    try:
+        name, shape = catalogue.find_shape(model)
+        if dtype != "auto":
+            shape = shape.with_dtype(dtype)
+        sized = partial(
+            compute,
+            shape,
+            tp=tp,
+            kv_dtype=kv_cache_dtype,
+            ssm_dtype=ssm_dtype,
+            block_size=block_size,
+        )
+        sizes = sized(where)
+        hopper = sized(where.with_gdn_prefill(GdnPrefill.flashinfer.value)).block_size
+        work = Workload(context, prompts, shared, checkpoint_tokens)
+        work.check(sizes.block_size)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+    raised = sizes.block_size > (block_size or where.block_size)
+    names = tuple(each.value for each in backend) if backend else tuple(BACKENDS)
+    if platform is PlatformName.cpu:
+        hopper = sizes.block_size
+    made = Plan(name, shape, where, sizes, raised, hopper, work, step_tokens, names)
+    if as_json:
+        print(json.dumps(as_dict(made), indent=1))
+    else:
+        _print(console, made)
+
+
+def as_dict(plan: Plan) -> dict:
+    """Everything that is printed, as JSON has it; bytes over all ranks unless named so."""
+    sizes = plan.sizes
+    return {
+        "model": plan.model,
+        "platform": plan.platform.name,
+        "dtypes": {"weights": plan.shape.dtype},
+        "block_size": sizes.block_size,
+        "tensor_parallel": sizes.tp,
+        "groups_per_rank": [dataclasses.asdict(group) for group in sizes.groups],
+        "attention_bytes_per_block": sizes.in_all(ATTENTION),
+        "state_bytes_per_boundary": sizes.in_all(STATE),
+        "workload": dataclasses.asdict(plan.work),
+        "bytes_per_prompt": plan.per_prompt,
+        "backends": {
+            name: {
+                **dataclasses.asdict(plan.stored(name)),
+                "gib_per_rank": plan.stored(name).taken / sizes.tp / 2**30,
+            }
+            for name in plan.backends
+        },
+        "checkpoints": [_checkpoint(plan, interval) for interval in plan.intervals()],
+    }
+
+
+def _checkpoint(plan: Plan, interval: int) -> dict:
+    context, n = plan.work.context, plan.sizes.block_size
+    branch = storage.after_branch(context, n, interval)
+    return {
+        "tokens": interval,
+        "states": len(storage.boundaries(context, n, interval)),
+        "bytes_per_prompt": plan.with_checkpoint(interval).per_prompt,
+        "recomputed_at_most": branch.at_most,
+        "recomputed_expected": round(branch.expected),
+        "prefill_steps": storage.prefill_steps(context, n, interval, plan.step_tokens),
+    }
+
+
+def _list_models(console: Console, platform: Platform, markdown: bool) -> None:
+    if markdown:
+        print(catalogue.markdown(platform))
+        return
+    title = f"Hybrid models that plan knows ({platform.name})"
+    rows = [row[:-1] for row in catalogue.table(platform)]
+    console.print(_table(title, catalogue.HEAD[:-1], rows))
+    console.print("Where each row's figures come from: --markdown, or docs/sizing.md.")
+
+
+def _print(console: Console, plan: Plan) -> None:
+    sizes, work = plan.sizes, plan.work
+    n, ranks = sizes.block_size, f" on each of {sizes.tp} ranks" if sizes.tp > 1 else ""
+    # vLLM logs nothing where its own default is large enough.
+    logged = f': vLLM logs "Setting attention block size to {n} tokens"' if plan.raised else ""
+    hopper = (
+        f"vLLM 0.33 on Hopper or newer makes it {plan.hopper}: --gdn-prefill-backend flashinfer\n"
+        if plan.hopper != n
+        else ""
+    )
+    console.print(
+        f"[bold]{plan.model}[/] ({plan.shape.model_type}), {plan.platform.name}\n"
+        f"N = {n} tokens{logged}\n{hopper}",
+        highlight=False,
+    )
+    rows = [
+        [str(index), group.kind, str(group.layers), _mb(group.bytes)]
+        for index, group in enumerate(sizes.groups)
+    ]
+    console.print(
+        _table(f"Groups{ranks}", ("Group", "Kind", "Layers", "MB per block or state"), rows)
+    )
+    console.print(
+        f"A block's attention takes {_mb(sizes.in_all(ATTENTION))} MB in all, a boundary's states "
+        f"{_mb(sizes.in_all(STATE))} MB ({sizes.in_all(STATE):,} bytes).\n"
+        f"A prompt of {work.context:,} tokens takes {plan.per_prompt / 1e9:.3f} GB.\n",
+        highlight=False,
+    )
+    if not storage.boundaries(work.context, n, 0):
+        console.print(f"[yellow]A prompt of {work.context} tokens never hits: N is {n}.[/]\n")
+    _print_backends(console, plan)
+    rows = []
+    for row in (_checkpoint(plan, interval) for interval in plan.intervals()):
+        rows.append(
+            [
+                f"{row['tokens']:,} ({row['tokens'] // n} N)" if row["tokens"] else "none",
+                str(row["states"]),
+                f"{row['bytes_per_prompt'] / 1e9:.3f}",
+                _more(row["bytes_per_prompt"], plan.with_checkpoint(0).per_prompt, 0),
+                f"{row['recomputed_at_most']:,}",
+                f"{row['recomputed_expected']:,}",
+                str(row["prefill_steps"]),
+            ]
+        )
+    head = ("T", "States", "GB per prompt", "More", "Recomputed: at most", "expected", "Steps")
+    title = "lmcache.hybrid_checkpoint_tokens: per prompt, and for the first to branch off from it"
+    console.print(_table(title, head, rows))
+
+
+def _print_backends(console: Console, plan: Plan) -> None:
+    rows = []
+    for name in plan.backends:
+        backend, stored = BACKENDS[name], plan.stored(name)
+        gib = stored.taken / plan.sizes.tp / 2**30
+        rows.append(
+            [
+                backend.title,
+                f"{stored.records:,}",
+                f"{stored.taken / 1e9:,.2f}",
+                _more(stored.taken, stored.payload, 2),
+                f"{backend.limit}: {math.ceil(gib * 10) / 10:.1f}" if backend.limit else "",
+            ]
+        )
+    work = plan.work
+    title = f"{work.prompts:,} prompts of {work.context:,} tokens"
+    if work.shared:
+        title += f", the first {work.shared:,} shared"
+    if work.checkpoint:
+        title += f", T = {work.checkpoint:,}"
+    head = ("Backend", "Records", "GB in all", "Overhead", "LMCache setting (GiB a rank)")
+    console.print(_table(title, head, rows))
+
+
+def _table(title: str, head: tuple[str, ...], rows: list[list[str]]) -> Table:
+    made = Table(title=title, title_justify="left", title_style="bold")
+    for index, name in enumerate(head):
+        made.add_column(name, justify="left" if index == 0 else "right", no_wrap=index == 0)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def _more(size: int, base: int, digits: int) -> str:
+    return f"{100 * (size / base - 1):.{digits}f} %" if base else ""
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.2f}"

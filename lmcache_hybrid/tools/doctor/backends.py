@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A record goes through every configured backend, by LMCache's own StorageManager."""
+
+import copy
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import torch
+from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
+from lmcache.v1.storage_backend.remote_backend import RemoteBackend
+
+from lmcache_hybrid.config.login import without_password
+from lmcache_hybrid.config.options import refusals, settle_lmcache_config
+from lmcache_hybrid.core.errors import LoadError, RecordError, StoreError
+from lmcache_hybrid.core.keys import STATE, RecordKey
+from lmcache_hybrid.storage.record import digests_of
+from lmcache_hybrid.storage.remote import connectors as remote
+from lmcache_hybrid.storage.remote import redis as redis_stores
+from lmcache_hybrid.tools.doctor.context import Context
+from lmcache_hybrid.tools.doctor.finding import Finding, error, ok, one_line, skipped
+from lmcache_hybrid.tools.doctor.listening import listen
+from lmcache_hybrid.tools.stored.redis_client import SCHEMES, connect
+
+if TYPE_CHECKING:
+    from lmcache.v1.config import LMCacheEngineConfig
+
+    from lmcache_hybrid.storage.lmcache_store import LMCacheStore
+
+MODEL_NAME = "lmcache-hybrid-doctor"
+# Of the test record, where no model says how large records are.
+DEFAULT_BYTES, MOST_BYTES = 1 << 20, 256 << 20
+WAIT_SECONDS = 20.0
+# For a write that is still under way when the test record is deleted.
+SETTLE_SECONDS = 5.0
+CLOSE_SECONDS = 10.0
+NO_LIMIT_GB = 1 << 30
+_names = itertools.count()
+
+
+def check_backends(context: Context) -> Iterator[Finding]:
+    """Write a test record, read it back and delete it, in RAM, on disk and in the remote store."""
+    if context.config is None or refusals(context.config, context.block_size):
+        yield skipped("backends", "They are tried once the options are accepted.")
+        return
+    config = copy.deepcopy(context.config)
+    # Every backend gets the record and is read, whichever the engine will use.
+    config.store_location = config.retrieve_locations = config.remote_config_url = None
+    # The test record must evict none of an engine's, nor the files of other fingerprints.
+    config.max_local_disk_size += NO_LIMIT_GB
+    settle_lmcache_config(config, context.block_size or config.chunk_size)
+    url = config.remote_url
+    if url and urlsplit(url).scheme in SCHEMES:
+        try:
+            connect(url).close()
+        except StoreError as failure:
+            yield error("remote_url", str(failure))
+            config.remote_url = None
+    size = DEFAULT_BYTES if context.model is None else context.model.largest or DEFAULT_BYTES
+    yield from _through_all(config, min(size, MOST_BYTES))
+
+
+def _through_all(config: "LMCacheEngineConfig", size: int) -> Iterator[Finding]:
+    with _opened(config, size) as store, listen("lmcache", "vllm.lmcache_hybrid") as heard:
+        tried = [
+            name
+            for name, backend in store.manager.storage_backends.items()
+            # Without local_cpu it is memory to copy through, and keeps nothing.
+            if name != "LocalCPUBackend" or config.local_cpu
+        ]
+        if not tried:
+            return
+        key = RecordKey(STATE, 0, os.urandom(32), config.chunk_size)
+        expected = torch.randint(0, 256, (size,), dtype=torch.uint8)
+        buffer = store.reserve(size)
+        if buffer is None:
+            yield error(
+                "backends",
+                f"LMCache has no memory for a record of {size:,} bytes.",
+                "Raise max_local_cpu_size.",
+            )
+            return
+        buffer.payload.copy_(expected)
+        buffer.digests = digests_of(memoryview(expected.numpy()))
+        try:
+            store.put([(key, buffer)])
+            for name in tried:
+                yield _through(store, name, key, expected, _label(config, name), heard)
+        finally:  # also when a check fails, and when somebody does not want to wait for it
+            left = _delete(store, tried, key)
+        for name in left:
+            option, shown = _label(config, name)
+            yield error(
+                option,
+                f"{shown} still holds the test record of {MODEL_NAME}.",
+                f"Delete it: lmcache-hybrid purge STORE --model {MODEL_NAME}.",
+            )
+
+
+def _through(
+    store: "LMCacheStore",
+    name: str,
+    key: RecordKey,
+    expected: torch.Tensor,
+    label: tuple[str, str],
+    heard: list[str],
+) -> Finding:
+    """Wait until the record is there, read it and compare."""
+    option, shown = label
+    if not until(lambda: _holds(store, name, key)):
+        return error(
+            option,
+            f"{shown} did not take a record of {expected.numel():,} bytes within "
+            f"{WAIT_SECONDS:.0f} seconds{_reason(heard)}.",
+            "Make room, or allow values of this size.",
+        )
+    claim = store.claim({key: name})
+    if claim is None:
+        return error(
+            option,
+            f"{shown} lost a record as soon as it was written{_reason(heard)}.",
+            "Make room.",
+        )
+    started = time.perf_counter()
+    try:
+        (buffer,) = store.fetch(claim, [key])
+        same = torch.equal(buffer.payload, expected)
+        buffer.release()
+    except (LoadError, RecordError) as failure:
+        return error(
+            option,
+            f"{shown} did not give a record back: {one_line(failure)}{_reason(heard)}.",
+            "Look at the disk's or server's own log.",
+        )
+    finally:
+        claim.release()
+    if not same:
+        return error(option, f"{shown} gave other bytes back than were written.", "Replace it.")
+    milliseconds = 1e3 * (time.perf_counter() - started)
+    return ok(
+        option,
+        f"{shown} takes and returns a record of {expected.numel():,} bytes (read in "
+        f"{milliseconds:.1f} ms).",
+    )
+
+
+def _reason(heard: list[str]) -> str:
+    """The last that was logged, LMCache's own words."""
+    return f" ({heard[-1]})" if heard else ""
+
+
+def _delete(store: "LMCacheStore", names: list[str], key: RecordKey) -> list[str]:
+    """Delete the test record; returns the backends that still hold it."""
+    for name in names:
+        # Deleted before it is written, it would stay.
+        until(partial(_holds, store, name, key), min(SETTLE_SECONDS, WAIT_SECONDS))
+    store.discard(key)
+    return [name for name in names if not _deleted(store, name, key)]
+
+
+def _deleted(store: "LMCacheStore", name: str, key: RecordKey) -> bool:
+    backend, engine_key = store.manager.storage_backends[name], store.engine_key(key)
+    if isinstance(backend, RemoteBackend):
+        try:
+            redis_stores.delete(backend, engine_key, WAIT_SECONDS)
+        except Exception:  # whatever its client raises
+            return False
+    return until(partial(_gone, store, name, key))
+
+
+def _gone(store: "LMCacheStore", name: str, key: RecordKey) -> bool:
+    backend = store.manager.storage_backends[name]
+    if isinstance(backend, LocalDiskBackend):
+        # Out of its index before the file is deleted, on another thread and under another name.
+        file = Path(backend._key_to_path(store.engine_key(key)))
+        return not any(each.name.startswith(file.name) for each in file.parent.iterdir())
+    return not _holds(store, name, key)
+
+
+def _holds(store: "LMCacheStore", name: str, key: RecordKey) -> bool:
+    backend, engine_key = store.manager.storage_backends[name], store.engine_key(key)
+    if not isinstance(backend, RemoteBackend):
+        return backend.contains(engine_key)
+    try:
+        return remote.exists(backend, engine_key)
+    except Exception:  # whatever its client raises: not there for us
+        return False
+
+
+def until(condition: Callable[[], bool], seconds: float | None = None) -> bool:
+    """Whether it became true in time; LMCache writes asynchronously."""
+    deadline = time.monotonic() + (WAIT_SECONDS if seconds is None else seconds)
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _label(config: "LMCacheEngineConfig", name: str) -> tuple[str, str]:
+    """Option, and what it names as it may be shown."""
+    if name == "LocalCPUBackend":
+        return "local_cpu", "RAM"
+    if name == "LocalDiskBackend":
+        return "local_disk", f"The folder {config.local_disk}"
+    url = config.remote_url
+    return ("remote_url", without_password(url)) if url else ("remote store", name)
+
+
+@contextmanager
+def _opened(config: "LMCacheEngineConfig", size: int) -> Iterator["LMCacheStore"]:
+    """An LMCache engine of our own with a small pool, without vLLM."""
+    from lmcache_hybrid.storage.lmcache_store import LMCacheStore
+    from lmcache_hybrid.tools.standalone import make_engine
+    from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder
+
+    # Writing holds one buffer, reading two.
+    config.max_local_cpu_size = (4 * size + (16 << 20)) / (1 << 30)
+    name = f"{MODEL_NAME}-{os.getpid()}-{next(_names)}"
+    engine = make_engine(name, config, MODEL_NAME)
+    try:
+        engine.post_init()
+        # A fingerprint of its own, so that nobody else's record is ever read or deleted.
+        yield LMCacheStore(engine, MODEL_NAME, os.urandom(16), size)
+    finally:
+        # LMCache's shutdown may wait for a backend for ever.
+        closing = threading.Thread(target=LMCacheEngineBuilder.destroy, args=(name,), daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups, block size and bytes of a model, from vLLM itself but without an engine.
+
+The model is built on torch's meta device: no weights are read or allocated, and vLLM's
+layers still say what they keep. The steps are those of vLLM's engine core.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.core.groups import ATTENTION_GROUP_KEY, is_served, page_bytes, plan_groups
+from lmcache_hybrid.tools.doctor.finding import one_line
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+
+# Bytes; vLLM asks how much there is, and the groups do not depend on it.
+ANY_MEMORY = 1 << 50
+
+
+class ModelError(Exception):
+    """vLLM or this package refuses the model. The message is one sentence."""
+
+    def __init__(self, message: str, fix: str = "") -> None:
+        super().__init__(message)
+        self.fix = fix
+
+
+@dataclass(frozen=True)
+class Model:
+    """
+    Attributes:
+        served: whether its groups are this package's and not LMCache's own adapter's.
+        block_size: N in tokens.
+        attention, windows, states: group indices.
+        attention_bytes: of all attention pages of one block, without tensor parallelism.
+        window_bytes: of all window pages of one block.
+        state_bytes: of all states at one boundary.
+        largest: bytes of the largest group's block, the largest payload of a record.
+    """
+
+    served: bool
+    block_size: int = 0
+    attention: tuple[int, ...] = ()
+    windows: tuple[int, ...] = ()
+    states: tuple[int, ...] = ()
+    attention_bytes: int = 0
+    window_bytes: int = 0
+    state_bytes: int = 0
+    largest: int = 0
+
+
+def read_model(model: str, transfer: dict[str, Any]) -> Model:
+    """
+    Raises:
+        ModelError: vLLM or this package refuses the model or its configuration.
+    """
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    try:
+        config = EngineArgs(
+            model=model, load_format="dummy", kv_transfer_config=KVTransferConfig(**transfer)
+        ).create_engine_config()
+    except Exception as failure:  # from the hub, transformers, pydantic, vLLM and us
+        raise ModelError(f"vLLM refuses {model!r}: {one_line(failure)}.") from failure
+    try:
+        groups = kv_cache_config(config)
+    except Exception as failure:
+        raise ModelError(
+            f"vLLM cannot build {model!r} without an engine here: {one_line(failure)}.",
+            "Run this where the engine runs; the engine's log names groups and block size, too.",
+        ) from failure
+    if not is_served(groups):
+        return Model(False)
+    selected = config.kv_transfer_config.get_from_extra_config(ATTENTION_GROUP_KEY, None)
+    try:
+        plan = plan_groups(groups, None if selected is None else int(selected))
+    except (ConfigError, ValueError) as failure:
+        raise ModelError(str(failure)) from failure
+    sizes = [page_bytes(group) for group in groups.kv_cache_groups]
+    windows = tuple(window.group for window in plan.windows)
+    return Model(
+        True,
+        plan.block_size,
+        plan.attention,
+        windows,
+        plan.states,
+        sum(sizes[group] for group in plan.attention),
+        sum(sizes[group] for group in windows),
+        sum(sizes[group] for group in plan.states),
+        max(sizes),
+    )
+
+
+def kv_cache_config(config: "VllmConfig") -> "KVCacheConfig":
+    """The model's groups, with no memory behind them. Mutates ``config`` as an engine does."""
+    import torch
+    from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import set_default_torch_dtype
+    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    with set_current_vllm_config(config), _one_rank():
+        with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+            initialize_model(config)
+        current_platform.update_block_size_for_backend(config)
+        layers = get_layers_from_vllm_config(config, AttentionLayerBase)
+        found = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
+        specs = {name: spec for name, spec in found.items() if spec is not None}
+        names = WorkerBase.get_supported_kv_cache_layouts(SimpleNamespace(vllm_config=config))
+        layout = resolve_kv_cache_layout(config, [names], list(specs.values()))
+        config.cache_config.kv_cache_layout = layout.name
+        return _planned(config, specs)
+
+
+def _planned(config: "VllmConfig", specs: "dict[str, KVCacheSpec]") -> "KVCacheConfig":
+    """Grouped and sized, which vLLM 0.33 does in two steps and 0.32 in one."""
+    from vllm.v1.engine import core
+
+    group = getattr(core, "get_global_kv_cache_groups", None)
+    groups = () if group is None else (group(config, [specs]),)
+    return core.get_kv_cache_configs(config, [specs], [ANY_MEMORY], *groups)[0]
+
+
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    """Layers ask for their rank when they are made."""
+    from vllm.distributed import parallel_state
+
+    with tempfile.TemporaryDirectory() as folder:
+        parallel_state.init_distributed_environment(1, 0, f"file://{folder}/group", 0, "gloo")
+        parallel_state.ensure_model_parallel_initialized(1, 1)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_distributed_environment()

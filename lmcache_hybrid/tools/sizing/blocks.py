@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""N, the groups and the bytes that vLLM makes of a model; each function names vLLM's own."""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE, ModelShape
+
+DTYPE_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "fp8": 1,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+}
+STATE_DTYPES = ("float32", "bfloat16", "float16")
+# The decode kernels of latent attention want whole multiples of this.
+LATENT_ALIGNMENT = 128
+# Prefills of gated delta nets, and the tokens of which vLLM makes N a multiple for each.
+# FlashInfer writes states inside a prefill, from vLLM 0.33 on.
+GDN_PREFILLS = {"triton": 1, "flashinfer": 64}
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Where an engine runs.
+
+    Attributes:
+        block_size: vLLM's default, which hybrid models round up from.
+        kernel_block: smallest block of the attention kernels; N is a multiple.
+        ssm_dtype: what vLLM makes of ``auto`` here whatever the model says, empty for nothing.
+        gdn_prefill: vLLM's ``--gdn-prefill-backend``, of GDN_PREFILLS.
+    """
+
+    name: str
+    block_size: int
+    kernel_block: int
+    ssm_dtype: str = ""
+    gdn_prefill: str = "triton"
+
+    def with_gdn_prefill(self, backend: str) -> "Platform":
+        return replace(self, gdn_prefill=backend)
+
+
+PLATFORMS = {
+    "gpu": Platform("GPU, kernel blocks of 16 tokens (FlashAttention, FlashInfer)", 16, 16),
+    # CpuPlatform.check_and_update_config
+    "cpu": Platform("CPU with AVX512-BF16, states in float32", 128, 32, "float32"),
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """One KV cache group on one rank.
+
+    Attributes:
+        kind: ATTENTION or STATE.
+        layers: how many share its block table.
+        bytes: of a block's pages, or of a boundary's states, without padding.
+    """
+
+    kind: str
+    layers: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What vLLM makes of a model, per rank.
+
+    Attributes:
+        block_size: N in tokens, "Setting attention block size to N tokens".
+        token_bytes: one layer's keys and values of one token.
+        state_bytes: one layer's state, without padding.
+        padding: bytes by which vLLM pads each state page in its own cache; never stored.
+        groups: in vLLM's order.
+        tp: ranks.
+    """
+
+    block_size: int
+    token_bytes: int
+    state_bytes: int
+    padding: int
+    groups: tuple[Group, ...]
+    tp: int
+
+    def per_rank(self, kind: str) -> int:
+        """Bytes of one block's attention, or of one boundary's states, on one rank."""
+        return sum(group.bytes for group in self.groups if group.kind == kind)
+
+    def in_all(self, kind: str) -> int:
+        """The same over all ranks."""
+        return self.per_rank(kind) * self.tp
+
+
+def compute(
+    shape: ModelShape,
+    platform: Platform,
+    *,
+    tp: int = 1,
+    kv_dtype: str = "auto",
+    ssm_dtype: str = "auto",
+    block_size: int = 0,
+) -> Sizes:
+    """Sizes as vLLM computes them at start-up.
+
+    Args:
+        block_size: ``--block-size`` where the user sets one, 0 for the platform's.
+
+    Raises:
+        ConfigError: a dtype that cannot be sized, or a ``tp`` that does not divide.
+    """
+    kv_dtype = shape.kv_dtype if kv_dtype == "auto" else kv_dtype
+    if ssm_dtype == "auto":
+        ssm_dtype = platform.ssm_dtype or shape.ssm_dtype
+    heads = shape.attention.heads
+    if tp < 1 or max(heads, tp) % min(heads, tp) and not shape.attention.latent:
+        raise ConfigError(
+            f"--tp {tp} does not fit {heads} key/value heads; choose a divisor or a multiple."
+        )
+    token = shape.attention.elements(tp) * _bytes_of("--kv-cache-dtype", kv_dtype, DTYPE_BYTES)
+    conv = shape.recurrent.conv_elements(tp) * _bytes_of("--dtype", shape.dtype, STATE_DTYPES)
+    ssm = shape.recurrent.state_elements(tp) * _bytes_of("--ssm-dtype", ssm_dtype, STATE_DTYPES)
+    state = conv + ssm
+    multiple = GDN_PREFILLS[platform.gdn_prefill] if shape.has_delta_nets else 1
+    latent = shape.attention.latent
+    n = unified_block_size(token, state, platform, block_size, latent, multiple)
+    size = {ATTENTION: n * token, STATE: state}
+    groups = tuple(
+        Group(kind, layers, layers * size[kind]) for kind, layers in grouped(shape.kinds)
+    )
+    return Sizes(n, token, state, n * token - state, groups, tp)
+
+
+def _bytes_of(option: str, dtype: str, known: Collection[str]) -> int:
+    if dtype not in known:
+        raise ConfigError(
+            f"{option} {dtype} cannot be sized; the types are auto, {', '.join(known)}."
+        )
+    return DTYPE_BYTES[dtype]
+
+
+def unified_block_size(
+    token_bytes: int,
+    state_bytes: int,
+    platform: Platform,
+    block_size: int,
+    latent: bool,
+    multiple: int = 1,
+) -> int:
+    """N: the smallest block whose attention page is no smaller than a state.
+
+    vLLM: ``Platform._align_hybrid_block_size``.
+
+    Args:
+        token_bytes: one layer's keys and values of a token on one rank.
+        state_bytes: one layer's state on one rank.
+        multiple: of which N is one, for states that are written inside a prefill.
+    """
+    block_size = block_size or platform.block_size
+    alignment = max(platform.kernel_block, block_size, LATENT_ALIGNMENT if latent else 0)
+    alignment = math.lcm(alignment, multiple)
+    needed = -(-state_bytes // (alignment * token_bytes)) * alignment
+    needed = -(-needed // platform.kernel_block) * platform.kernel_block
+    return max(block_size, needed)
+
+
+def grouped(kinds: tuple[str, ...]) -> list[tuple[str, int]]:
+    """(kind, layers) of each group.
+
+    vLLM: ``_get_kv_cache_groups_uniform_page_size``. Groups are as long as the kind with
+    fewer layers, or as the other one where that is less than half longer.
+    """
+    counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+    fewest, most = min(counts.values()), max(counts.values())
+    length = most if most < fewest * 1.5 else fewest
+    groups = []
+    for kind, count in counts.items():
+        number = -(-count // length)
+        groups += [(kind, len(range(index, count, number))) for index in range(number)]
+    return groups

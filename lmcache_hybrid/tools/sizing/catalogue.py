@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Well-known hybrid models by name, and where their figures come from."""
+
+import functools
+import json
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.tools.sizing.blocks import Platform, compute
+from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE, ModelShape, load_shape, read_shape
+
+
+@dataclass(frozen=True)
+class Known:
+    """One row of the table.
+
+    Attributes:
+        name: short, as in ``lmcache-hybrid plan NAME``.
+        hub: names of checkpoints with these sizes.
+        source: where the config was found.
+        config: those of its fields that sizes depend on.
+    """
+
+    name: str
+    hub: tuple[str, ...]
+    source: str
+    config: dict
+
+    @property
+    def shape(self) -> ModelShape:
+        return read_shape(self.config)
+
+
+@functools.cache
+def models() -> tuple[Known, ...]:
+    text = resources.files(__package__).joinpath("models.json").read_text()
+    return tuple(Known(**{**row, "hub": tuple(row["hub"])}) for row in json.loads(text))
+
+
+def find_shape(model: str) -> tuple[str, ModelShape]:
+    """(name, shape) of a folder, a ``config.json`` or a model of the table.
+
+    Raises:
+        ConfigError: it is none of these, or cannot be sized.
+    """
+    path = Path(model)
+    if path.exists():
+        return (path.parent if path.is_file() else path).resolve().name, load_shape(path)
+    for known in models():
+        if model.lower() in (known.name.lower(), *map(str.lower, known.hub)):
+            return known.name, known.shape
+    raise ConfigError(
+        f"MODEL={model!r} is neither a folder with a config.json nor a model of the table; "
+        "download its config.json, or choose from `lmcache-hybrid plan --list`."
+    )
+
+
+# Of the states: in how many tokens' attention they would fit.
+HEAD = (
+    "Model",
+    "Attention, recurrent layers",
+    "Groups",
+    "N",
+    "MB per block",
+    "MB per state",
+    "State in tokens",
+    "From",
+)
+
+
+def table(platform: Platform) -> list[list[str]]:
+    """Rows below HEAD: every model on one rank, in the dtypes that vLLM chooses."""
+    rows = []
+    for known in models():
+        shape = known.shape
+        sizes = compute(shape, platform)
+        counts = [shape.kinds.count(kind) for kind in (ATTENTION, STATE)]
+        groups = [sum(g.kind == kind for g in sizes.groups) for kind in (ATTENTION, STATE)]
+        block, state = sizes.in_all(ATTENTION), sizes.in_all(STATE)
+        rows.append(
+            [
+                known.name,
+                f"{counts[0]}, {counts[1]}",
+                f"{groups[0]}, {groups[1]}",
+                f"{sizes.block_size:,}",
+                f"{block / 1e6:.2f}",
+                f"{state / 1e6:.2f}",
+                f"{state * sizes.block_size / block:,.0f}",
+                known.source,
+            ]
+        )
+    return rows
+
+
+def markdown(platform: Platform) -> str:
+    """The same as a Markdown table, as docs/sizing.md has it."""
+    rule = ["---", *["---:"] * (len(HEAD) - 2), "---"]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [HEAD, rule, *table(platform)])

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What prompts take in LMCache's backends, and what checkpoints cost and save."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.storage.record import record_bytes
+from lmcache_hybrid.tools.sizing.blocks import Sizes
+from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE
+
+PAGE = 4096
+# LMCache's own metadata: in front of each fs:// file, a second key beside each Redis value.
+METADATA_BYTES = 28
+# Measured, see docs/sizing.md: keys, entries and metadata of one record, and the value's header.
+REDIS_KEYS_BYTES = 336
+REDIS_HEADER_BYTES = 10
+
+
+def _pages(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+def jemalloc_bytes(size: int) -> int:
+    """What jemalloc, Redis's allocator on Linux, gives out: four sizes between powers of two."""
+    step = max(16, 1 << max(0, (size - 1).bit_length() - 3))
+    return -(-size // step) * step
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Where records are kept.
+
+    Attributes:
+        title: as it is printed.
+        stored: bytes that a record of so many bytes takes there.
+        limit: the setting that bounds it, which counts GiB per rank; empty for none of LMCache's.
+    """
+
+    title: str
+    stored: Callable[[int], int]
+    limit: str = ""
+
+
+BACKENDS = {
+    "ram": Backend("RAM (local_cpu)", _pages, "max_local_cpu_size"),
+    "disk": Backend("local_disk", _pages, "max_local_disk_size"),
+    "fs": Backend("fs://", lambda record: _pages(record + METADATA_BYTES)),
+    "redis": Backend(
+        "Redis", lambda record: jemalloc_bytes(record + REDIS_HEADER_BYTES) + REDIS_KEYS_BYTES
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The prompts that shall be kept.
+
+    Attributes:
+        context: tokens of a prompt.
+        prompts: how many.
+        shared: leading tokens that all of them share.
+        checkpoint: T in tokens, 0 for none.
+    """
+
+    context: int
+    prompts: int
+    shared: int = 0
+    checkpoint: int = 0
+
+    def check(self, block_size: int) -> None:
+        """Raises ConfigError where T is no multiple of N, or ``shared`` more than a prompt."""
+        if self.checkpoint % block_size:
+            nearest = max(1, round(self.checkpoint / block_size)) * block_size
+            raise ConfigError(
+                f"--checkpoint-tokens {self.checkpoint} is not a multiple of N={block_size}; "
+                f"use {nearest}."
+            )
+        if self.shared > self.context:
+            raise ConfigError(
+                f"--shared {self.shared} is more than --context {self.context}; make it less."
+            )
+
+
+def boundaries(context: int, block_size: int, checkpoint: int) -> list[int]:
+    """Where a cold prefill of ``context`` tokens leaves states, in tokens, in order.
+
+    The last boundary before its last token, and every ``checkpoint`` tokens up to there.
+    """
+    end = (context - 1) // block_size * block_size
+    states = set(range(checkpoint, end + 1, checkpoint)) if checkpoint else set()
+    return sorted(states | ({end} if end else set()))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a workload leaves in a store.
+
+    Attributes:
+        blocks: attention blocks.
+        states: boundaries with a state.
+        records: over all groups and ranks.
+        payload: bytes of pages and states, over all ranks.
+        taken: bytes in the backend, over all ranks.
+    """
+
+    blocks: int
+    states: int
+    records: int
+    payload: int
+    taken: int
+
+
+def stored(sizes: Sizes, work: Workload, backend: Backend) -> Stored:
+    """Every prompt once, nothing evicted."""
+    n = sizes.block_size
+    blocks, states = work.context // n, boundaries(work.context, n, work.checkpoint)
+    common_blocks = work.shared // n
+    common_states = {boundary for boundary in states if boundary <= work.shared}
+    own_states = len(states) - len(common_states)
+    if work.prompts > 1 and common_blocks:
+        common_states.add(common_blocks * n)  # where the second prompt branches off
+    all_blocks = common_blocks + work.prompts * (blocks - common_blocks)
+    all_states = len(common_states) + work.prompts * own_states
+    count = {ATTENTION: all_blocks, STATE: all_states}
+    per_rank = sum(
+        count[group.kind] * backend.stored(record_bytes(group.bytes)) for group in sizes.groups
+    )
+    return Stored(
+        all_blocks,
+        all_states,
+        sizes.tp * sum(count[group.kind] for group in sizes.groups),
+        sum(count[kind] * sizes.in_all(kind) for kind in count),
+        sizes.tp * per_rank,
+    )
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Tokens of a stored prompt that a new one, which shares some of it, computes again.
+
+    Attributes:
+        at_most: in the worst place to branch.
+        expected: where each place is as likely as any other.
+    """
+
+    at_most: int
+    expected: float
+
+
+def after_branch(context: int, block_size: int, checkpoint: int) -> Branch:
+    """The first prompt that branches off somewhere in a stored one."""
+    starts = [0, *boundaries(context, block_size, checkpoint)]
+    lengths = [end - start for start, end in zip(starts, [*starts[1:], context], strict=True)]
+    lost = sum(length * (length - 1) // 2 for length in lengths)
+    return Branch(max(lengths) - 1, lost / context)
+
+
+def prefill_steps(context: int, block_size: int, checkpoint: int, budget: int) -> int:
+    """Steps of a cold prefill alone in an engine with ``max_num_batched_tokens`` = ``budget``.
+
+    A step ends at each boundary that is kept, and otherwise at a multiple of N.
+    """
+    step = max(1, budget // block_size) * block_size
+    ends = [0, *boundaries(context, block_size, checkpoint)]
+    steps = sum(-(-(end - start) // step) for start, end in zip(ends, ends[1:]))
+    return steps + -(-(context - ends[-1]) // budget)

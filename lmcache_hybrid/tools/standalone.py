@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LMCache's engine and backends without vLLM around them: for the doctor, benchmarks and tests."""
+
+import torch
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.metadata import LMCacheMetadata
+
+from lmcache_hybrid.upstream.lmcache_home import LMCacheEngine, LMCacheEngineBuilder
+
+
+def make_engine(
+    name: str, config: LMCacheEngineConfig, model: str, rank: int = 0, ranks: int = 1
+) -> LMCacheEngine:
+    """An engine that copies no slots, as :mod:`lmcache_hybrid.storage.engine` makes it in vLLM.
+
+    Its backends are there after its ``post_init``; ``LMCacheEngineBuilder.destroy(name)``
+    ends it.
+
+    Args:
+        name: of the engine, once per process.
+        model: first part of the names of its records.
+    """
+    return LMCacheEngineBuilder.get_or_create(
+        name,
+        config,
+        LMCacheMetadata(
+            model_name=model,
+            world_size=ranks,
+            local_world_size=ranks,
+            worker_id=rank,
+            local_worker_id=rank,
+            kv_dtype=torch.bfloat16,
+            # Of one chunk of attention, which no record is.
+            kv_shape=(1, 2, config.chunk_size, 1, 8),
+            role="worker",
+            chunk_size=config.chunk_size,
+        ),
+        None,
+        lambda tensor, source: tensor,
+        lambda value, source: value,
+    )

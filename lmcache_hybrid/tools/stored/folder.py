@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of LMCache's ``fs://`` (``*.data``) and ``local_disk`` (``*.pt``)."""
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from lmcache_hybrid.core.errors import StoreError
+from lmcache_hybrid.storage.disk.files import open_regular
+from lmcache_hybrid.storage.key_names import StoredKey, parse_key, printable
+from lmcache_hybrid.storage.record import HEADER_BYTES
+from lmcache_hybrid.tools.stored.source import Entry
+from lmcache_hybrid.tools.stored.wrapper import WRAPPER_BYTES
+
+DATA, TEMPORARY, LOCAL_DISK = ".data", ".tmp", ".pt"
+LOCAL_DISK_NOTE = (
+    "local_disk keeps its index in memory: an engine finds only the files of its own fingerprint "
+    "again when it starts, counts those of others towards its limit and evicts them first. A "
+    "running engine counts purged files until it misses them."
+)
+
+
+class FolderSource:
+    """Regular files directly in ``folders``; links and anything else are not ours."""
+
+    def __init__(self, folders: list[Path]) -> None:
+        self.name = printable(", ".join(map(str, folders)))
+        self.notes: list[str] = []
+        self.foreign = 0
+        self._unreadable = 0
+        # One folder that is named twice holds its records once.
+        self._folders = list(dict.fromkeys(folder.resolve() for folder in folders))
+
+    def entries(self) -> Iterator[Entry]:
+        self.foreign = self._unreadable = 0
+        for folder in self._folders:
+            try:
+                with os.scandir(folder) as files:
+                    for file in files:
+                        yield from self._entry(file)
+            except OSError as error:
+                raise StoreError(
+                    f"{printable(str(folder))} cannot be read ({error.strerror}); run this as the "
+                    "user of the engine."
+                ) from error
+        if self._unreadable:
+            self.notes.append(
+                f"{self._unreadable} files with names of ours cannot be read and are left out; run "
+                "this as the user of the engine."
+            )
+
+    def _entry(self, file: os.DirEntry) -> Iterator[Entry]:
+        key = _key_of(file.name)
+        if key is None or not file.is_file(follow_symlinks=False):
+            self.foreign += 1
+            return
+        wrapped = not file.name.endswith(LOCAL_DISK)
+        if not wrapped and LOCAL_DISK_NOTE not in self.notes:
+            self.notes.append(LOCAL_DISK_NOTE)
+        offset = WRAPPER_BYTES if wrapped else 0
+        try:
+            with open_regular(file.path) as data:
+                status = os.fstat(data.fileno())
+                head = data.read(offset + HEADER_BYTES)
+        except FileNotFoundError:
+            return  # an engine evicted or replaced it
+        except OSError:
+            self._unreadable += 1
+            return
+        yield Entry(
+            key,
+            file.path,
+            max(0, status.st_size - offset),
+            status.st_size,
+            max(0.0, time.time() - status.st_mtime),
+            head[offset:],
+            head[:offset] if wrapped else None,
+            "a file that LMCache did not finish" if file.name.endswith(TEMPORARY) else None,
+        )
+
+    @contextmanager
+    def open(self, entry: Entry) -> Iterator[BinaryIO]:
+        with open_regular(entry.where) as data:
+            data.seek(0 if entry.wrapper is None else WRAPPER_BYTES)
+            yield data
+
+    def delete(self, wheres: Iterable[str]) -> int:
+        deleted = 0
+        for where in wheres:
+            try:
+                os.unlink(where)
+                deleted += 1
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise StoreError(
+                    f"{printable(where)} cannot be deleted ({error.strerror}) after "
+                    f"{deleted} others were; run this as the user of the engine."
+                ) from error
+        return deleted
+
+    def close(self) -> None:
+        return
+
+
+def _key_of(name: str) -> StoredKey | None:
+    stem, suffix = os.path.splitext(name)
+    return parse_key(stem) if suffix in (DATA, TEMPORARY, LOCAL_DISK) else None

