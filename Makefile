@@ -48,7 +48,7 @@ test: venv  ## all tests, real engines included: one on each of two cores
 test-fast: venv  ## the tests that start no engine
 	$(BIN)/python -m pytest -m "not engine"
 
-sim: venv  ## a million simulated steps from random seeds: ten minutes; figures go to docs/simulation.json
+sim: venv  ## a million simulated steps from random seeds: ten minutes; figures go to docs/generated/simulation.json
 	mkdir -p build && rm -f build/sim.*
 	SIM_OUT=build/sim SIM_STEPS=1000000 SIM_SEED=random $(BIN)/python -m pytest tests/sim --numprocesses 2
 	$(BIN)/python -m tests.sim.report
@@ -68,24 +68,24 @@ asked = $(if $(filter command environment,$(origin $(1))),--$(2) $($(1)))
 compat: $(DRIVER)/.ready  ## the tests on releases of VLLM= and LMCACHE= (or newest), by default on all supported pairs; E2E=all for every engine test
 	$(DRIVER)/bin/python tests/compat/run.py $(call asked,VLLM,vllm) $(call asked,LMCACHE,lmcache) $(call asked,E2E,e2e)
 
-soak: venv  ## 30 minutes of faults under a running engine; figures go to docs/soak.json
-	$(BIN)/python -u tests/soak/soak.py --minutes $(SOAK_MINUTES) --out docs/soak.json
+soak: venv  ## 30 minutes of faults under a running engine; figures go to docs/generated/soak.json
+	$(BIN)/python -u tests/soak/soak.py --minutes $(SOAK_MINUTES) --out docs/generated/soak.json
 	$(BIN)/python -m tests.soak.report
 
-bench-reuse: venv  ## replay traces of prompts: three minutes; figures go to docs/reuse.json
-	$(BIN)/lmcache-hybrid bench reuse --out docs/reuse.json
+bench-reuse: venv  ## replay traces of prompts: three minutes; figures go to docs/generated/reuse.json
+	$(BIN)/lmcache-hybrid bench reuse --out docs/generated/reuse.json
 
-bench: venv  ## times and bandwidths beside their limits: half an hour; to docs/performance.json
-	$(BIN)/lmcache-hybrid bench performance --out docs/performance.json
+bench: venv  ## times and bandwidths beside their limits: half an hour; to docs/generated/performance.json
+	$(BIN)/lmcache-hybrid bench performance --out docs/generated/performance.json
 
-bench-weights: venv  ## what a digest of 50 GB of weights costs at start-up: a minute; to docs/weights.json
-	$(BIN)/lmcache-hybrid bench weights --out docs/weights.json
+bench-weights: venv  ## what a digest of 50 GB of weights costs at start-up: a minute; to docs/generated/weights.json
+	$(BIN)/lmcache-hybrid bench weights --out docs/generated/weights.json
 
-bench-digests: venv  ## what a key costs, to docs/digests.json and docs/security.md
+bench-digests: venv  ## what a key costs, to docs/generated/digests.json and docs/security.md
 	$(BIN)/python -m benchmarks.digests
 
-bench-scale: venv  ## what one Valkey serves of one engine, and of a thousand; to docs/scale.json
-	$(BIN)/lmcache-hybrid bench scale --out docs/scale.json
+bench-scale: venv  ## what one Valkey serves of one engine, and of a thousand; to docs/generated/scale.json
+	$(BIN)/lmcache-hybrid bench scale --out docs/generated/scale.json
 
 lint: venv  ## ruff over everything, mypy over both packages
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

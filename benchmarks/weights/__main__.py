@@ -25,7 +25,7 @@ TENSOR_BYTES = 64 << 20
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="JSON file.")] = Path("docs/weights.json"),
+    out: Annotated[Path, typer.Option(help="JSON file.")] = Path("docs/generated/weights.json"),
     page: Annotated[Path, typer.Option(help="Page with the table.")] = Path("docs/reliability.md"),
     tensors: Annotated[int, typer.Option(help="Of 64 MiB each, in one file.")] = 32,
     rounds: Annotated[int, typer.Option(help="In which all arms take turns.")] = 5,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of what the identity of the weights costs, out of docs/weights.json."""
+"""The table of what the identity of the weights costs, out of docs/generated/weights.json."""
 
 from pathlib import Path
 

@@ -55,7 +55,7 @@ class Pair:
         return self.vllm, self.lmcache
 
 
-# Oldest first. Each has a row in docs/compat.json where every stage says yes.
+# Oldest first. Each has a row in docs/generated/compat.json where every stage says yes.
 PAIRS = (
     Pair("0.32.0", "0.5.6", kernels="0.32.0"),
     Pair("0.32.0", "0.5.7rc2", kernels="0.32.0"),

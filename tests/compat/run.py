@@ -31,7 +31,7 @@ from tests.compat.moved import changed, missing_and_where  # noqa: E402
 from tests.compat.newest import named  # noqa: E402
 
 REPORT = FOLDER / "report.md"
-FIGURES, PAGE = ROOT / "docs/compat.json", ROOT / "docs/compat.md"
+FIGURES, PAGE = ROOT / "docs/generated/compat.json", ROOT / "docs/compat.md"
 console = Console(width=140, highlight=False)
 
 
@@ -145,8 +145,8 @@ def main(
 ) -> None:
     """Check each pair of releases; without options every pair that is supported.
 
-    Writes docs/compat.json, the table in docs/compat.md, and .compat/report.md: the table of
-    this run and what moved. Ends with 1 when a stage said no.
+    Writes docs/generated/compat.json, the table in docs/compat.md, and .compat/report.md: the table
+    of this run and what moved. Ends with 1 when a stage said no.
     """
     done = []
     for cell in cells_of(pairs_of(vllm or [], lmcache or [])):

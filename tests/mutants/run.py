@@ -191,7 +191,7 @@ def main(
     A test finds a defect when it fails; a NameError, SyntaxError or ImportError, or something
     that does not end, is no find. The test that found it last time runs first. A run that was
     broken off goes on where it was, as long as code and tests are the same. A complete one
-    writes docs/mutants.json and its row in docs/reliability.md.
+    writes docs/generated/mutants.json and its row in docs/reliability.md.
 
     Ends with 0 when every defect is found, with 2 when the unchanged tree fails.
     """

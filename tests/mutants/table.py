@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which test finds which planted defect: ``docs/mutants.json`` and its row in the docs."""
+"""Which test finds which planted defect: ``docs/generated/mutants.json``, its row in the docs."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from typing import Any
 from tests.mutants.defect import Defect
 
 ROOT = Path(__file__).parents[2]
-TABLE = ROOT / "docs/mutants.json"
+TABLE = ROOT / "docs/generated/mutants.json"
 PAGE = ROOT / "docs/reliability.md"
 ROW = re.compile(r"^\| \[Planted defects\].*$", re.M)
 COMMAND = "make mutants"
@@ -35,7 +35,7 @@ def row(results: Results) -> str:
     )
     return (
         "| [Planted defects](../tests/mutants) | the fast tests | tests that cannot fail "
-        f"| {said}, see [mutants.json](mutants.json) |"
+        f"| {said}, see [mutants.json](generated/mutants.json) |"
     )
 
 

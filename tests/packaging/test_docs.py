@@ -86,6 +86,21 @@ def test_drawings_are_in_their_pages_and_fetch_nothing() -> None:
         assert not re.search(r'(href|src)="(?!#)|@import|url\((?!#)', drawing.read_text())
 
 
+def test_generated_files_are_named_with_their_command() -> None:
+    """And nothing that a program writes lies among the pages."""
+    lines = (DOCS / "generated/README.md").read_text().splitlines()
+    rows = [line.split("|") for line in lines if line.startswith("| `")]
+    named = [name for row in rows for name in re.findall(r"`(\S+)`", row[1])]
+    assert sorted(named) == sorted(
+        p.name for p in (DOCS / "generated").iterdir() if p.suffix != ".md"
+    )
+    rules = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    for row in rows:
+        command = row[2].strip(" `").split()
+        assert command[0] != "make" or command[1] in rules, command
+    assert not [*DOCS.glob("*.json"), *DOCS.glob("*.svg")]
+
+
 def test_site_fetches_nothing() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     assert site["theme"]["font"] is False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a long run of the simulation counted: docs/simulation.json and its table in the docs.
+"""What a long run of the simulation counted: docs/generated/simulation.json and its table.
 
 python -m tests.sim.report    after a run with ``SIM_OUT=build/sim``, as ``make sim`` does
 """
@@ -13,7 +13,7 @@ from benchmarks.reuse.report import replace
 
 ROOT = Path(__file__).parents[2]
 PARTS = ROOT / "build"
-FIGURES, PAGE = ROOT / "docs/simulation.json", ROOT / "docs/reliability.md"
+FIGURES, PAGE = ROOT / "docs/generated/simulation.json", ROOT / "docs/reliability.md"
 # What is counted -> names of the figures, in the order of the last column.
 ROWS = {
     "programs": ("programs",),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the last long run in docs/reliability.md, from docs/soak.json.
+"""The table of the last long run in docs/reliability.md, from docs/generated/soak.json.
 
 python -m tests.soak.report    as ``make soak`` does after a run that did not fail
 """
@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.reuse.report import replace
 
 ROOT = Path(__file__).parents[2]
-FIGURES, PAGE = ROOT / "docs/soak.json", ROOT / "docs/reliability.md"
+FIGURES, PAGE = ROOT / "docs/generated/soak.json", ROOT / "docs/reliability.md"
 # What is counted -> names of the counts, in the order of the last column.
 ROWS = {
     "answers": ("asks",),

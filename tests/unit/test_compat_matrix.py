@@ -15,7 +15,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def cells() -> dict[tuple[str | None, str | None], dict]:
-    rows = json.loads((DOCS / "compat.json").read_text())["cells"]
+    rows = json.loads((DOCS / "generated/compat.json").read_text())["cells"]
     return {(row["vllm"], row["lmcache"]): row for row in rows}
 
 

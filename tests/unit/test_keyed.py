@@ -327,4 +327,4 @@ def test_figures_on_the_page_are_the_measured_ones():
 
     docs = Path(__file__).parents[2] / "docs"
     (said,) = TABLE.findall((docs / "security.md").read_text())
-    assert said == table(json.loads((docs / "digests.json").read_text()))
+    assert said == table(json.loads((docs / "generated/digests.json").read_text()))

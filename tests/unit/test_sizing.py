@@ -34,8 +34,8 @@ def run(*words: str):
 
 @pytest.fixture(scope="module")
 def measured() -> tuple[dict, Sizes]:
-    """docs/checkpoints.json, measured on a real engine, and that model's sizes on it."""
-    figures = json.loads((ROOT / "docs" / "checkpoints.json").read_text())
+    """docs/generated/checkpoints.json, measured on a real engine, and that model's sizes on it."""
+    figures = json.loads((ROOT / "docs/generated/checkpoints.json").read_text())
     config = {**_COMMON, **FAMILIES[figures["family"]].config, "model_type": figures["family"]}
     config |= {"linear_conv_kernel_dim": 4}  # transformers' default, as saved beside the weights
     return figures, compute(read_shape(config), PLATFORMS["cpu"])
