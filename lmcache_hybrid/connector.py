@@ -86,7 +86,7 @@ class HybridConnector:
         self.worker: HybridWorker | None = None
         self._metadata: ConnectorMetadata = NOTHING
         self._client: LookupClient | None = None
-        self._inquiries: LookupQueue | None = None
+        self._queue: LookupQueue | None = None
         self._server: LookupServer | None = None
         self._lookup: RankLookup | None = None
         self._guard = WeightsGuard()
@@ -119,10 +119,10 @@ class HybridConnector:
             )
         _, hash_block_size = resolve_kv_cache_block_sizes(self._kv_cache_config, self._vllm_config)
         self._client = LookupClient(self._vllm_config, config.lookup_timeout_ms)
-        self._inquiries = LookupQueue(
+        self._queue = LookupQueue(
             self._client.ask, config.lookup_timeout_ms, contents=self._client.contents
         )
-        self.scheduler = HybridScheduler(self.plan, options, hash_block_size, self._inquiries)
+        self.scheduler = HybridScheduler(self.plan, options, hash_block_size, self._queue)
         logger.info(
             "LMCache serves hybrid groups: blocks of %d tokens, attention groups %s, "
             "window groups %s, state groups %s.",
@@ -243,8 +243,8 @@ class HybridConnector:
         """Stop threads, flush and close LMCache's backends."""
         if self._server is not None:
             self._server.close()
-        if self._inquiries is not None:
-            self._inquiries.close()
+        if self._queue is not None:
+            self._queue.close()
         if self._client is not None:
             self._client.close()
         if self.worker is not None:
@@ -320,9 +320,9 @@ class HybridConnector:
 
     def reset_cache(self) -> bool:
         """Serve nothing that was stored before; False when a rank did not say so."""
-        assert self._inquiries is not None and self._client is not None and self.scheduler
+        assert self._queue is not None and self._client is not None and self.scheduler
         clear = functools.partial(self._client.clear, self.scheduler.begin_reset())
-        done = self._inquiries.run(clear)
+        done = self._queue.run(clear)
         self.scheduler.end_reset(done)
         return done
 

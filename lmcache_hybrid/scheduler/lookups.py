@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions to the ranks that the scheduler does not wait for."""
+"""Sends lookups to the ranks without making the scheduler wait."""
 
 import itertools
 import threading
@@ -19,61 +19,73 @@ logger = init_logger("vllm.lmcache_hybrid.scheduler.lookups")
 
 
 class PendingLookup:
-    """One question, from the scheduler's asking to its answer."""
+    """One lookup in flight.
 
-    def __init__(self, question: LookupRequest, deadline: float) -> None:
-        """Not asked yet.
+    The scheduler's thread polls and cancels it; the queue's thread settles it. Whoever comes
+    first decides: a result that was not taken before the cancel is never taken.
+    """
+
+    def __init__(self, request: LookupRequest, deadline: float) -> None:
+        """Not sent yet.
 
         Args:
-            deadline: ``time.monotonic`` from which on no answer counts as a miss.
+            deadline: ``time.monotonic`` from which on no result counts as a miss.
         """
-        self.question = question
-        self._asked = time.monotonic()
+        self.request = request
+        self._sent = time.monotonic()
         self._deadline = deadline
-        self._answer: LookupResult | None = None
+        self._result: LookupResult | None = None
         self._seconds: float | None = None
-        self._unwanted = False
-        self._answered = threading.Event()
+        self._cancelled = False
+        self._settled = threading.Event()
         self._lock = threading.Lock()
 
     def poll(self, seconds: float = 0.0) -> LookupResult | None:
-        """The answer, or None while there is none; waits for it for ``seconds`` at most."""
-        if not self._answered.wait(seconds) and time.monotonic() < self._deadline:
-            return None
-        return self.give_up() or UNAVAILABLE
+        """Return the result, or None while there is none.
 
-    def give_up(self) -> LookupResult | None:
-        """The answer, if there is one already; one that still comes reaches nobody."""
+        Args:
+            seconds: to wait for it at most.
+        """
+        if not self._settled.wait(seconds) and time.monotonic() < self._deadline:
+            return None
+        return self.cancel() or UNAVAILABLE
+
+    def cancel(self) -> LookupResult | None:
+        """Return the result if there is one already; drop one that comes later."""
         with self._lock:
-            self._unwanted |= self._answer is None
-            return self._answer
+            self._cancelled |= self._result is None
+            return self._result
 
     @property
     def seconds(self) -> float:
-        """From the question to the answer, or to now."""
-        return time.monotonic() - self._asked if self._seconds is None else self._seconds
+        """From the request to its result, or to now."""
+        return time.monotonic() - self._sent if self._seconds is None else self._seconds
 
     @property
-    def unwanted(self) -> bool:
-        return self._unwanted
+    def cancelled(self) -> bool:
+        return self._cancelled
 
-    def settle(self, answer: LookupResult) -> bool:
-        """File the answer; False when nobody wants it any more."""
+    def settle(self, result: LookupResult) -> bool:
+        """File the result.
+
+        Returns:
+            False when the lookup was cancelled: the ranks' claims are nobody's.
+        """
         with self._lock:
-            if self._unwanted:
+            if self._cancelled:
                 return False
-            self._answer = answer
-            self._seconds = time.monotonic() - self._asked
-        self._answered.set()
+            self._result = result
+            self._seconds = time.monotonic() - self._sent
+        self._settled.set()
         return True
 
 
 class LookupQueue:
-    """Asks the ranks on a thread of its own, in the order of :meth:`ask`.
+    """Asks the ranks on a thread of its own, in the order of :meth:`submit`.
 
     Attributes:
-        left_over: (request, number of the question) of lookups that were given up and whose
-            ranks may still hold a claim.
+        unreleased: (request, number of the lookup) of cancelled lookups whose ranks may
+            still hold a claim. The queue's thread appends, the scheduler's takes.
     """
 
     def __init__(
@@ -86,56 +98,60 @@ class LookupQueue:
         """Start the thread.
 
         Args:
-            ask: sends a question to every rank, see :func:`lmcache_hybrid.protocol.lookup.agree`.
-            timeout_ms: of one ``ask``. A request waits for its answer, and for those of
+            ask: sends a lookup to every rank, see :func:`lmcache_hybrid.protocol.lookup.agree`.
+            timeout_ms: of one ``ask``. A request waits for its result, and for those of
                 the requests before it, twice as long at most.
-            executor: runs the questions instead, one at a time.
+            executor: runs the lookups instead, one at a time.
             contents: asks every rank what it computes a LoRA adapter with; empty when one
                 did not answer.
         """
-        self.left_over: deque[tuple[str, int]] = deque()
+        self.unreleased: deque[tuple[str, int]] = deque()
         self._numbers = itertools.count(1)
         self._ask = ask
         self._contents = contents
-        self._patience = 2 * timeout_ms / 1000
+        self._timeout_seconds = 2 * timeout_ms / 1000
         self._executor = executor or started(1, "hybrid-ask")
 
-    def ask(self, question: LookupRequest) -> PendingLookup:
-        """Queue a question and give it a number. Never blocks."""
-        question = msgspec.structs.replace(question, number=next(self._numbers))
-        inquiry = PendingLookup(question, time.monotonic() + self._patience)
-        self._executor.submit(self._run, inquiry)
-        return inquiry
+    def submit(self, request: LookupRequest) -> PendingLookup:
+        """Number a lookup and queue it. Never blocks."""
+        request = msgspec.structs.replace(request, number=next(self._numbers))
+        lookup = PendingLookup(request, time.monotonic() + self._timeout_seconds)
+        self._executor.submit(self._run, lookup)
+        return lookup
 
     def run(self, function: Callable[[], bool]) -> bool:
-        """Call ``function`` between two questions and wait for its result."""
+        """Call ``function`` between two lookups and wait for its result."""
         return self._executor.submit(function).result()
 
-    def _run(self, inquiry: PendingLookup) -> None:
-        if inquiry.unwanted:
+    def _run(self, lookup: PendingLookup) -> None:
+        if lookup.cancelled:
             return
         try:
-            answer = self._answer(inquiry.question)
+            result = self._look_up(lookup.request)
         except Exception:
-            logger.exception("A cache lookup failed and counts as a miss.")
-            answer = UNAVAILABLE
-        if inquiry.settle(answer):
+            logger.exception(
+                "Reqid: %s, its lookup failed and counts as a miss: the prompt is computed.",
+                lookup.request.request_id,
+            )
+            result = UNAVAILABLE
+        if lookup.settle(result):
             return
-        # Whoever gave up could not know of the claims that were being made.
-        question = inquiry.question
-        if not self._ask(msgspec.structs.replace(question, limit=0)):
-            self.left_over.append((question.request_id, question.number))
+        # Whoever cancelled could not know of the claims that were being made.
+        request = lookup.request
+        if not self._ask(msgspec.structs.replace(request, limit=0)):
+            self.unreleased.append((request.request_id, request.number))
 
-    def _answer(self, question: LookupRequest) -> LookupResult:
-        """The ranks' answer, on records of the content that they have of the adapter."""
-        if question.prefix.adapter is None:
-            return agree(self._ask, question)
-        contents = self._contents(question.prefix.adapter.lora)
-        prefix = question.prefix.computed_with(contents)
+    def _look_up(self, request: LookupRequest) -> LookupResult:
+        """Agree on records of the content that the ranks have of the adapter."""
+        if request.prefix.adapter is None:
+            return agree(self._ask, request)
+        contents = self._contents(request.prefix.adapter.lora)
+        prefix = request.prefix.computed_with(contents)
         if prefix is None:
             return MISS if contents else UNAVAILABLE
-        answer = agree(self._ask, msgspec.structs.replace(question, prefix=prefix))
-        return msgspec.structs.replace(answer, adapter=prefix.adapter)
+        result = agree(self._ask, msgspec.structs.replace(request, prefix=prefix))
+        return msgspec.structs.replace(result, adapter=prefix.adapter)
 
     def close(self) -> None:
+        """Stop the thread; lookups that were not sent are dropped."""
         self._executor.shutdown(wait=True, cancel_futures=True)

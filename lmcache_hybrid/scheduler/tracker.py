@@ -1,7 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler side remembers of a request."""
+"""Tracks one request from its first lookup to its end.
 
-from dataclasses import dataclass, field
+Its :data:`Phase` says what the ranks were asked and what they promised::
+
+    NotAsked --ask--> Asked --offer--> Offered --load--> Loading --end_load--> NotAsked
+        ^                                 |
+        '-------------admit---------------'
+
+:meth:`RequestTracker.withdraw` takes a promise back: what was asked is cancelled, what was
+offered is no longer.
+"""
+
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lmcache_hybrid.identity.adapters import Adapter
@@ -14,51 +24,171 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+@dataclass(frozen=True)
+class NotAsked:
+    """Not looked up yet, or running: the next admission asks the ranks."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Waits for the ranks. Each of them may hold a claim already."""
+
+    lookup: PendingLookup
+
+
+@dataclass(frozen=True)
+class Offered:
+    """The ranks answered, and vLLM has no blocks for the request yet.
+
+    Attributes:
+        result: what can be loaded; a boundary of 0 for nothing.
+        floor: local blocks when the ranks were asked; their claims start there.
+        claim: number of the lookup for which the ranks may hold a claim, 0 for none.
+        tokens: what vLLM was last told to load, 0 for nothing.
+    """
+
+    result: LookupResult
+    floor: int
+    claim: int
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Loading:
+    """A load is under way; the workers hold its claim and release it.
+
+    Attributes:
+        boundary: in blocks, where the load ends.
+        tokens: how many are loaded.
+    """
+
+    boundary: int
+    tokens: int
+
+
+Phase = NotAsked | Asked | Offered | Loading
+
+
+@dataclass
+class Stored:
+    """What of a request is in the store, or sent to be saved. What ranks say counts more.
+
+    Attributes:
+        attention: leading blocks whose attention pages are stored.
+        states: boundaries in blocks whose states were loaded or saved since the last lookup.
+        windows: (group, block) of window pages, likewise.
+    """
+
+    attention: int = 0
+    states: set[int] = field(default_factory=set)
+    windows: set[tuple[int, int]] = field(default_factory=set)
+
+    def forget(self, attention: int = 0) -> None:
+        """Store everything anew but the first ``attention`` blocks of attention pages."""
+        self.attention = attention
+        self.states.clear()
+        self.windows.clear()
+
+
 @dataclass
 class RequestTracker:
-    """One request from its first lookup to its end.
+    """One request. Used by the scheduler's thread only.
 
     Attributes:
         prefix: the prompt's whole blocks, and those of generated tokens as far as they
             are stored; empty where nothing may be cached.
         save: whether this request's blocks are stored.
-        stops: where its steps shall end so that a state can be stored.
-        inquiry: what the ranks were asked and have not answered.
-        stored: the same, where vLLM has all of it and nobody waits for the answer.
-        answer: what the ranks promised and the scheduler has not yet allocated for.
-        floor: local blocks when the ranks were asked; their claims start there.
-        claimed: number of the question for which ranks may hold a claim, 0 for none.
-        loading: boundary in blocks of the load under way, 0 for none.
-        loading_tokens: tokens of the load under way.
-        logged: whether its lookup has had its line in the log.
-        saved: leading blocks whose attention pages are in the store or sent to be saved; what
-            the ranks say when the request is admitted anew counts more than what was sent.
-        saved_states: boundaries in blocks whose states were loaded or sent to be saved since
-            the last lookup.
-        saved_windows: (group, block) of window pages, likewise.
-        kept: boundaries in blocks that later requests are the likeliest to need.
+        checkpoints: where its steps end so that a state can be stored.
+        phase: of its lookup and load.
+        background: lookup of what is stored already; admission does not wait for it.
+        stored: what need not be stored again.
+        kept: boundaries in blocks that later requests are likeliest to need.
         seal: without state groups: the next boundary in tokens whose windows are stored.
-        load_failed: after a failed load nothing is promised to it again.
+        logged: whether its first lookup has been logged.
+        may_load: False once a load failed, or a reset came after its first step: what the
+            store promises is no longer taken.
     """
 
     request: "Request"
     prefix: Prefix
     save: bool
-    stops: Checkpoints
-    inquiry: PendingLookup | None = None
-    stored: PendingLookup | None = None
-    answer: LookupResult | None = None
-    floor: int = 0
-    claimed: int = 0
-    loading: int = 0
-    loading_tokens: int = 0
-    logged: bool = False
-    saved: int = 0
-    saved_states: set[int] = field(default_factory=set)
-    saved_windows: set[tuple[int, int]] = field(default_factory=set)
+    checkpoints: Checkpoints
+    phase: Phase = NotAsked()
+    background: PendingLookup | None = None
+    stored: Stored = field(default_factory=Stored)
     kept: set[int] = field(default_factory=set)
     seal: int = 0
-    load_failed: bool = False
+    logged: bool = False
+    may_load: bool = True
+
+    @property
+    def claim(self) -> int:
+        """Number of the lookup whose claims are ours to drop, 0 for none."""
+        match self.phase:
+            case Asked(lookup):
+                return lookup.request.number
+            case Offered():
+                return self.phase.claim
+        return 0
+
+    # Transitions
+
+    def ask(self, lookup: PendingLookup) -> None:
+        """Wait for ``lookup``, whose claims replace those of the lookup before."""
+        assert not isinstance(self.phase, Loading)
+        self.phase = Asked(lookup)
+
+    def offer(self, result: LookupResult, floor: int) -> None:
+        """Take the ranks' answer, or one that needs no asking."""
+        self.phase = Offered(result, floor, self.claim)
+
+    def promise(self, tokens: int) -> None:
+        """vLLM is told to load ``tokens`` of what was offered."""
+        assert isinstance(self.phase, Offered) and 0 < tokens
+        self.phase = replace(self.phase, tokens=tokens)
+
+    def load(self, tokens: int) -> LookupResult:
+        """vLLM has blocks for what was promised.
+
+        Returns:
+            What the ranks offered.
+        """
+        offered = self.phase
+        # All of it or nothing: a load that ends elsewhere would need another state.
+        assert isinstance(offered, Offered) and tokens == offered.tokens > 0, (
+            f"vLLM loads {tokens} tokens that were never offered"
+        )
+        self.phase = Loading(offered.result.boundary, tokens)
+        return offered.result
+
+    def end_load(self) -> None:
+        """The load ended on all ranks, well or not."""
+        self.phase = NotAsked()
+
+    def withdraw(self) -> int:
+        """Offer nothing; a late answer is dropped.
+
+        Returns:
+            Number of the lookup whose claims the ranks must drop, 0 for none.
+        """
+        claim = self.claim
+        match self.phase:
+            case Asked(lookup):
+                lookup.cancel()
+                self.phase = NotAsked()
+            case Offered(result, floor):
+                self.phase = Offered(LookupResult(0, result.attention), floor, claim=0)
+            case Loading():
+                raise AssertionError("the workers hold the claim of a load under way")
+        return claim
+
+    def admit(self) -> int:
+        """vLLM has blocks and loads nothing. Returns as :meth:`withdraw` does."""
+        claim = self.withdraw()
+        self.phase = NotAsked()
+        return claim
+
+    # Keys
 
     def identify(self, adapter: Adapter | None) -> bool:
         """Take what the ranks compute the adapter with; cache nothing where they do not know.
@@ -72,12 +202,6 @@ class RequestTracker:
         self.prefix, self.save = prefix or Prefix(()), self.save and prefix is not None
         return prefix is not None
 
-    def forget_saved(self, attention: int = 0) -> None:
-        """Nothing but the first ``attention`` blocks counts as saved any more."""
-        self.saved = attention
-        self.saved_states.clear()
-        self.saved_windows.clear()
-
     @property
     def saving(self) -> bool:
         """Whether blocks of its steps are stored."""
@@ -85,4 +209,17 @@ class RequestTracker:
 
     @property
     def unsaved(self) -> bool:
-        return self.save and (self.saved < len(self.prefix.hashes) or self.seal > 0)
+        """Whether it has blocks to store."""
+        return self.save and (self.stored.attention < len(self.prefix.hashes) or self.seal > 0)
+
+    def check_integrity(self) -> None:
+        """Assert what holds between two calls of vLLM."""
+        blocks = len(self.prefix.hashes)
+        assert 0 <= self.stored.attention <= blocks
+        assert all(0 < boundary <= blocks for boundary in self.kept)
+        match self.phase:
+            case Offered(result, _, claim, tokens):
+                assert claim or not result.boundary, "offered without a claim"
+                assert result.boundary or not tokens, "promised without an offer"
+            case Loading(boundary, tokens):
+                assert 0 < boundary <= blocks and tokens > 0

@@ -39,7 +39,7 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
         if role == KVConnectorRole.SCHEDULER:
             asking = LookupQueue(engine.ask, NEVER_MS, engine.asking)
             self.scheduler = HybridScheduler(engine.plan, engine.options, engine.hash_size, asking)
-            self._client, self._inquiries = self, self  # what a reset asks of both
+            self._client, self._queue = self, self  # what a reset asks of both
         else:
             rank = engine.ranks[SimConnector.rank]
             self._registered = self.kv_caches = rank.kv_caches()

@@ -233,6 +233,7 @@ class SimEngine:
         """Schedule and execute once; in overlapped mode take up the oldest result."""
         self.steps += 1
         output = self.scheduler.schedule()
+        self.hybrid.check_integrity()
         if self.setup.answers and self.steps % self.setup.answers == 0:
             while self.asking.run():
                 self.events["late answers"] += 1
@@ -370,7 +371,7 @@ class SimEngine:
         assert blocks.get_num_free_blocks() == blocks.num_gpu_blocks - 1, "blocks are leaked"
         assert self.hybrid.num_tracked == 0, "requests are still tracked"
         assert not self.hybrid._unsaved and not self.hybrid._loads
-        assert not self.hybrid._inquiries.left_over
+        assert not self.hybrid._queue.unreleased
         assert not any(store.wronged for store in self.stores), "a good record was rejected"
         broken = sum(rank.device.events["broken copies"] for rank in self.ranks if rank.device)
         counts = [rank.connector._hybrid.worker.counts for rank in self.ranks]

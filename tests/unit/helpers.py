@@ -141,7 +141,7 @@ class Ranks:
         self.questions: list[LookupRequest] = []
         self.silent = False
         self.contents: tuple[bytes, ...] = tuple(b"%d" % rank for rank in range(ranks))
-        self.inquiries = LookupQueue(self.ask, 1000, executor or AtOnce(), lambda _: self.contents)
+        self.queue = LookupQueue(self.ask, 1000, executor or AtOnce(), lambda _: self.contents)
 
     def ask(self, question: LookupRequest) -> list[LookupResult]:
         self.questions.append(question)

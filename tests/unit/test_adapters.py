@@ -322,11 +322,11 @@ def test_an_adapter_that_changed_since_the_first_answer_is_a_miss():
     stored = rig.prefill(lora_request("before")).prefix
     rig.ranks.contents = (b"other",)
     rig.match(request)
-    assert rig.scheduler._tracked["r"].prefix.tags != stored.tags
+    assert rig.scheduler._trackers["r"].prefix.tags != stored.tags
     rig.ranks.contents = (b"0",)
     asked = len(rig.ranks.questions)
-    question = LookupRequest("x", rig.scheduler._tracked["r"].prefix, 3, 0)
-    assert rig.ranks.inquiries.ask(question).poll().boundary == 0
+    question = LookupRequest("x", rig.scheduler._trackers["r"].prefix, 3, 0)
+    assert rig.ranks.queue.submit(question).poll().boundary == 0
     assert len(rig.ranks.questions) == asked
 
 

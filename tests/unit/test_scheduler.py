@@ -26,7 +26,7 @@ class Rig:
         self.ranks = Ranks(ranks, plan)
         self.plan = plan
         self.scheduler = HybridScheduler(
-            plan, dataclasses.replace(OPTIONS, **options), hash_block_size, self.ranks.inquiries
+            plan, dataclasses.replace(OPTIONS, **options), hash_block_size, self.ranks.queue
         )
 
     def holds(self, request, attention: int, *states: int) -> "Rig":
@@ -764,4 +764,4 @@ def test_what_is_cached_locally_past_the_prompt_has_no_name():
     request = make_request(tokens=3 * N + 1)
     request.append_output_token_ids([1] * (2 * N))
     rig.match(request, 5 * N)
-    assert rig.scheduler._tracked["r"].kept == set()
+    assert rig.scheduler._trackers["r"].kept == set()

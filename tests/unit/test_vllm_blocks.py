@@ -66,7 +66,7 @@ def running_state(manager: KVCacheManager, request) -> int:
 @pytest.mark.parametrize("drafts", [0, 1, 3])
 def test_the_state_of_a_boundary_is_saved_from_the_running_block(drafts):
     manager, ranks = make_manager(drafts), Ranks(plan=PLAN)
-    scheduler = HybridScheduler(PLAN, OPTIONS, N, ranks.inquiries)
+    scheduler = HybridScheduler(PLAN, OPTIONS, N, ranks.queue)
     request = make_request(tokens=PROMPT)
     assert scheduler.match(request, 0) == (0, False)
     (save,) = forward(manager, scheduler, request, 3 * N)
@@ -83,7 +83,7 @@ def test_the_state_of_a_boundary_is_saved_from_the_running_block(drafts):
 @pytest.mark.parametrize("drafts", [0, 1, 3])
 def test_a_state_is_restored_where_the_next_step_reads_it(drafts):
     manager, ranks = make_manager(drafts), Ranks(plan=PLAN)
-    scheduler = HybridScheduler(PLAN, OPTIONS, N, ranks.inquiries)
+    scheduler = HybridScheduler(PLAN, OPTIONS, N, ranks.queue)
     request = make_request(tokens=PROMPT)
     fill(ranks.stores[0], prefix_of(request, N, 1), 3, (3,), PLAN)
     assert scheduler.match(request, 0) == (3 * N, True)

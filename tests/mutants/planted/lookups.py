@@ -105,13 +105,13 @@ DEFECTS = (
     one(
         "what a failed save left out is never stored",
         SCHEDULER,
-        "            tracked.saved = answer.attention  #",
-        "            tracked.saved = max(tracked.saved, answer.attention)  #",
+        "            tracker.stored.attention = result.attention  #",
+        "            tracker.stored.attention = max(tracker.stored.attention, result.attention)  #",
     ),
     one(
         "a state whose save failed is never stored",
         SCHEDULER,
-        "        tracked.forget_saved(tracked.saved)\n",
+        "        tracker.stored.forget(tracker.stored.attention)\n",
         "",
     ),
     one(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reuse, counters and resets."""
 
-from tests.mutants.defect import one
+from tests.mutants.defect import Defect, one
 
 SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
 WORKER = "lmcache_hybrid/worker/worker.py"
@@ -18,7 +18,7 @@ DEFECTS = (
     # Reuse
     one(
         "a state inside a block is stored as that of the boundary before",
-        SCHEDULER,
+        "lmcache_hybrid/scheduler/saves.py",
         "            if rest or block == NULL_BLOCK",
         "            if block == NULL_BLOCK",
     ),
@@ -44,7 +44,7 @@ DEFECTS = (
     one(
         "the store's junctions are not heeded",
         SCHEDULER,
-        "tracked.stops.junction = tracked.answer.attention * self._plan.block_size",
+        "tracker.checkpoints.junction = result.attention * self._plan.block_size",
         "pass",
     ),
     one(
@@ -56,14 +56,14 @@ DEFECTS = (
     one(
         "a lookup that nobody waits for any more keeps its claims",
         "lmcache_hybrid/scheduler/lookups.py",
-        "        if inquiry.settle(answer):\n",
-        "        if inquiry.settle(answer) or True:\n",
+        "        if lookup.settle(result):\n",
+        "        if lookup.settle(result) or True:\n",
     ),
     one(
         "a lookup is taken for answered before it is",
         "lmcache_hybrid/scheduler/lookups.py",
-        "            return None\n        return self.give_up() or UNAVAILABLE",
-        "            return UNAVAILABLE\n        return self.give_up() or UNAVAILABLE",
+        "            return None\n        return self.cancel() or UNAVAILABLE",
+        "            return UNAVAILABLE\n        return self.cancel() or UNAVAILABLE",
     ),
     one(
         "a failed load is reported while parts of it still copy",
@@ -129,8 +129,8 @@ DEFECTS = (
     one(
         "pages that no load could use count as lost",
         SCHEDULER,
-        "lost = min(answer.attention, limit) - ",
-        "lost = answer.attention - ",
+        "lost = min(result.attention, limit) - ",
+        "lost = result.attention - ",
     ),
     one(
         "the load of an aborted request stays in flight",
@@ -164,11 +164,21 @@ DEFECTS = (
         "            if metadata.epoch != self._epoch:\n",
         "            if metadata.epoch > self._epoch:\n",
     ),
-    one(
+    Defect(
         "what was promised before a reset is loaded after it",
-        SCHEDULER,
-        "                self._give_up(tracked)\n                del self._tracked[request_id]\n",
-        "                pass\n",
+        (
+            (
+                SCHEDULER,
+                "            if not loading:\n                self._drop",
+                "            if not loading and tracker.request.num_computed_tokens:\n"
+                "                self._drop",
+            ),
+            (
+                SCHEDULER,
+                "                del self._trackers[request_id]\n",
+                "                pass\n",
+            ),
+        ),
     ),
     one(
         "hits and saves go on after a reset that failed",

@@ -21,28 +21,28 @@ DEFECTS = (
     ),
     one(
         "attention pages are off by one block",
-        SCHEDULER,
+        "lmcache_hybrid/scheduler/saves.py",
         "tuple(block_ids[group][block] for group in self._plan.attention)",
         "tuple(block_ids[group][max(0, block - 1)] for group in self._plan.attention)",
     ),
     one(
         "states are found by their position in the block table, not by vLLM's hand-off",
-        SCHEDULER,
-        "states = self._states_to_save(tracked, computed, offers.get(request_id, ()))",
-        """table, size = block_state.get_block_ids(request_id), self._plan.block_size
-            ends = range(1, computed // size + 1)
-            found = [(g, table[g][e - 1], e * size) for e in ends for g in self._plan.states]
-            states = self._states_to_save(tracked, computed, found)""",
+        "lmcache_hybrid/scheduler/saves.py",
+        "states = self._states(tracker, computed, offers)",
+        """table, size = block_state.get_block_ids(rid), self._plan.block_size
+        ends = range(1, computed // size + 1)
+        found = [(g, table[g][e - 1], e * size) for e in ends for g in self._plan.states]
+        states = self._states(tracker, computed, found)""",
     ),
     one(
         "a boundary is stored that the step does not reach",
-        SCHEDULER,
+        "lmcache_hybrid/scheduler/saves.py",
         " or tokens > computed",
         "",
     ),
     one(
         "a state is stored although one group was not offered",
-        SCHEDULER,
+        "lmcache_hybrid/scheduler/saves.py",
         "if blocks.keys() >= set(self._plan.states):",
         "if blocks and blocks.setdefault(self._plan.states[0], next(iter(blocks.values()))) "
         "and [blocks.setdefault(g, next(iter(blocks.values()))) for g in self._plan.states]:",
@@ -50,9 +50,9 @@ DEFECTS = (
     one(
         "offers of requests that are not scheduled are stored",
         SCHEDULER,
-        "if tracked is None or request_id not in scheduled or not tracked.saving:",
+        "if tracker is None or request_id not in scheduled or not tracker.saving:",
         "scheduled.setdefault(request_id, 0)\n"
-        "            if tracked is None or not tracked.saving:",
+        "            if tracker is None or not tracker.saving:",
     ),
     Defect(
         "blocks are copied before the forward wrote them",
@@ -70,8 +70,8 @@ DEFECTS = (
     one(
         "a stored boundary is remembered after its load failed",
         SCHEDULER,
-        "                tracked.forget_saved()\n",
-        "                tracked.forget_saved(tracked.saved)\n",
+        "                tracker.stored.forget()\n",
+        "                tracker.stored.forget(tracker.stored.attention)\n",
     ),
     # What counts as a hit
     one(
@@ -89,14 +89,14 @@ DEFECTS = (
     one(
         "the last token is loaded too",
         SCHEDULER,
-        "limit = min((request.num_tokens - 1) // size, len(tracked.prefix.hashes))",
-        "limit = min(request.num_tokens // size, len(tracked.prefix.hashes))",
+        "limit = min((request.num_tokens - 1) // size, len(tracker.prefix.hashes))",
+        "limit = min(request.num_tokens // size, len(tracker.prefix.hashes))",
     ),
     one(
         "after a failed load the same boundary is promised again",
         SCHEDULER,
-        "                tracked.load_failed = True\n",
-        "",
+        "                tracker.may_load = False\n                tracker.stored",
+        "                tracker.stored",
     ),
     one(
         "the load starts one block early of what vLLM holds",

@@ -41,7 +41,7 @@ class Rig:
         self.request = make_request(tokens=5 * N + 1)
         for store in self.ranks.stores:
             fill(store, prefix_of(self.request, N, 1), 5, (2, 4), PLAN)
-        self.scheduler = HybridScheduler(PLAN, OPTIONS, N, self.ranks.inquiries)
+        self.scheduler = HybridScheduler(PLAN, OPTIONS, N, self.ranks.queue)
 
     def match(self, computed: int = 0):
         return self.scheduler.match(self.request, computed)
@@ -90,7 +90,7 @@ def test_a_request_that_ends_while_the_ranks_answer_leaves_no_claim(rig):
 
 
 def test_a_claim_that_could_not_be_dropped_is_dropped_with_the_next_step(rig):
-    ask = rig.ranks.inquiries._ask
+    ask = rig.ranks.queue._ask
 
     def ask_once(question):
         if question.limit == 0:
@@ -99,17 +99,17 @@ def test_a_claim_that_could_not_be_dropped_is_dropped_with_the_next_step(rig):
         rig.scheduler.finished(rig.request)
         return answers
 
-    rig.ranks.inquiries._ask = ask_once
+    rig.ranks.queue._ask = ask_once
     rig.match()
     rig.later.run()
     rig.scheduler._dropped.clear()  # as if the drop had been sent before
     assert rig.ranks.num_claims == [1, 1]
     rig.step()
-    assert rig.ranks.num_claims == [0, 0] and not rig.ranks.inquiries.left_over
+    assert rig.ranks.num_claims == [0, 0] and not rig.ranks.queue.unreleased
 
 
 def test_a_drop_that_is_left_over_spares_the_next_lookup_of_the_request(rig):
-    ask = rig.ranks.inquiries._ask
+    ask = rig.ranks.queue._ask
 
     def ask_once(question):
         if question.limit == 0:
@@ -119,15 +119,15 @@ def test_a_drop_that_is_left_over_spares_the_next_lookup_of_the_request(rig):
             rig.scheduler.finished(rig.request)
         return answers
 
-    rig.ranks.inquiries._ask = ask_once
+    rig.ranks.queue._ask = ask_once
     rig.match()
     rig.later.run()
-    assert rig.ranks.inquiries.left_over
+    assert rig.ranks.queue.unreleased
     rig.match()  # of the same name, before any step
     rig.later.run()
     assert rig.match() == (4 * N, True)
     rig.step()
-    assert rig.ranks.num_claims == [1, 1] and not rig.ranks.inquiries.left_over
+    assert rig.ranks.num_claims == [1, 1] and not rig.ranks.queue.unreleased
 
 
 def test_no_answer_in_time_is_a_miss(rig, monkeypatch):
@@ -194,28 +194,28 @@ def test_a_request_that_ends_before_it_is_known_what_is_stored_is_not_asked_for(
 
 
 def test_the_first_request_of_an_idle_engine_is_waited_for(rig):
-    assert rig.scheduler._patience > 0
+    assert rig.scheduler._wait_seconds > 0
     rig.match()
     rig.step({rig.request.request_id: 1})
-    assert rig.scheduler._patience == 0
+    assert rig.scheduler._wait_seconds == 0
     rig.scheduler.finished(rig.request)
-    assert rig.scheduler._patience > 0
+    assert rig.scheduler._wait_seconds > 0
 
 
 def test_the_wait_of_an_idle_engine_ends_with_the_answer(rig):
     """Only after a step without a forward, and for one request per step."""
-    rig.scheduler._inquiries._executor = waiting = _Waiting()
-    rig.scheduler._inquiries._run = lambda inquiry: None
+    rig.scheduler._queue._executor = waiting = _Waiting()
+    rig.scheduler._queue._run = lambda pending: None
     rig.step()
     asked = []
-    monkey = rig.scheduler._inquiries.ask
+    monkey = rig.scheduler._queue.submit
 
     def ask(question):
-        inquiry = monkey(question)
-        inquiry.poll = lambda seconds=0.0: asked.append(seconds)
-        return inquiry
+        pending = monkey(question)
+        pending.poll = lambda seconds=0.0: asked.append(seconds)
+        return pending
 
-    rig.scheduler._inquiries.ask = ask
+    rig.scheduler._queue.submit = ask
     rig.match()
     rig.match()
     rig.step({"r": 1})
@@ -236,10 +236,10 @@ def test_an_exception_is_a_miss():
     def broken(question):
         raise OSError("no socket")
 
-    inquiries = LookupQueue(broken, 1000)
-    inquiry = inquiries.ask(LookupRequest("r", Prefix((b"x" * 32,)), 1, 0))
-    assert inquiry.poll(10) == UNAVAILABLE
-    inquiries.close()
+    queue = LookupQueue(broken, 1000)
+    pending = queue.submit(LookupRequest("r", Prefix((b"x" * 32,)), 1, 0))
+    assert pending.poll(10) == UNAVAILABLE
+    queue.close()
 
 
 def test_the_thread_asks_in_order_and_one_at_a_time():
@@ -250,12 +250,12 @@ def test_the_thread_asks_in_order_and_one_at_a_time():
         seen.append(question.request_id)
         return [LookupResult(1, 1)]
 
-    inquiries = LookupQueue(ask, 60_000)
-    asked = [inquiries.ask(LookupRequest(name, Prefix(()), 1, 0)) for name in "abc"]
-    assert [inquiry.poll() for inquiry in asked] == [None] * 3
-    asked[1].give_up()
+    queue = LookupQueue(ask, 60_000)
+    asked = [queue.submit(LookupRequest(name, Prefix(()), 1, 0)) for name in "abc"]
+    assert [pending.poll() for pending in asked] == [None] * 3
+    asked[1].cancel()
     gate.set()
     assert asked[2].poll(10) == LookupResult(1, 1)
-    assert inquiries.run(lambda: True)
+    assert queue.run(lambda: True)
     assert seen == ["a", "c"]
-    inquiries.close()
+    queue.close()
