@@ -28,7 +28,7 @@ from vllm_patch.config_hooks import CONNECTOR
 
 from . import test_rpc
 from .helpers import N, make_request
-from .test_scheduler import STATES, Rig
+from .scheduler_rig import STATES, Rig
 from .test_worker import rig as worker_rig  # noqa: F401
 
 vllm_patch.register()

@@ -29,8 +29,8 @@ from lmcache_hybrid.storage.rank_lookup import RankLookup
 from vllm_patch.connector import LMCacheConnectorV1, UpstreamConnector
 
 from .helpers import PLAN, N, Ranks, engine_config, fill, make_prefix, make_request
-from .test_scheduler import Rig as SchedulerRig
-from .test_scheduler import all_offers, table
+from .scheduler_rig import Rig as SchedulerRig
+from .scheduler_rig import all_offers, table
 from .test_worker import Rig as WorkerRig
 
 vllm_patch.register()
@@ -160,7 +160,7 @@ def test_a_hit_counts_its_tokens_by_source():
         key: "near" if key in near else "far" for key in locate(keys, deadline)
     }
     assert rig.match(request, 0) == (4 * N, True)
-    # vLLM has found a block of its own since the lookup.
+    assert rig.match(request, N) == (3 * N, True), "vLLM has found a block of its own since"
     rig.scheduler.allocated(request, table(request), 3 * N)
     counts = rig.scheduler.counts
     assert counts.hits == {"far": 1}
@@ -385,7 +385,7 @@ def test_every_reason_that_can_be_counted_exists_from_the_start():
     known = {metric.name: set(metric.known) for metric in METRICS}
     files = (f for f in ROOT.glob("lmcache_hybrid/**/*.py") if "tools" not in f.parts)
     code = "\n".join(file.read_text() for file in files)
-    offers = set(re.findall(r'_drop_offers\("(\w+)"', code))
+    offers = set(re.findall(r'drop_offers\("(\w+)"', code))
     assert len(offers) == 3 and offers == known["dropped_offers"]
     assert RecordError("checksum", "").kind == LoadError("").kind == "none"
     words = set(re.findall(r'LoadError\(\s*f?"[^"]*"(?:\s*f"[^"]*")*,\s*"(\w+)"', code))

@@ -2,7 +2,7 @@
 """What the scheduler side takes back at a reset."""
 
 from .helpers import N, make_request
-from .test_scheduler import STATES, Rig, table
+from .scheduler_rig import STATES, Rig, table
 
 
 def test_a_reset_takes_back_what_was_promised():

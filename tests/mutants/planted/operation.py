@@ -136,7 +136,7 @@ DEFECTS = (
         "the load of an aborted request stays in flight",
         SCHEDULER,
         "            self._loading.discard(request_id)  # also of a request that was aborted\n",
-        "            self._loading.discard(request_id if tracked else None)\n",
+        "            self._loading.discard(request_id if tracker else None)\n",
     ),
     one(
         "the first rank's numbers stand for all",

@@ -73,6 +73,12 @@ DEFECTS = (
         "                tracker.stored.forget()\n",
         "                tracker.stored.forget(tracker.stored.attention)\n",
     ),
+    one(
+        "what a failed load leaves to store is not looked at",
+        SCHEDULER,
+        "                tracker.stored.forget()\n                self._watch(tracker)\n",
+        "                tracker.stored.forget()\n",
+    ),
     # What counts as a hit
     one(
         "the smallest answer of the ranks is taken without agreement",

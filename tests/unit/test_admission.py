@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which boundary a request is offered, and what it loads."""
+
+import pytest
+
+from lmcache_hybrid.protocol.metadata import LoadSpec
+from lmcache_hybrid.protocol.prefix import load_keys
+from lmcache_hybrid.scheduler.prompt import prefix_of
+
+from .helpers import PLAN, WIDE, N, make_request
+from .scheduler_rig import Rig, all_offers, attention_of, table
+
+
+@pytest.mark.parametrize(
+    "tokens, hit",
+    [
+        (N - 1, 0),
+        (N, 0),  # its last token is computed: a state that has seen it is too deep
+        (N + 1, 1),
+        (3 * N - 1, 2),
+        (3 * N, 2),
+        (3 * N + 1, 3),
+    ],
+)
+def test_a_hit_leaves_the_last_token_to_compute(tokens, hit):
+    long = make_request("long", 4 * N)
+    rig = Rig().holds(long, 4, 1, 2, 3, 4)
+    assert rig.match(make_request(tokens=tokens)) == (hit * N, hit > 0)
+
+
+def test_a_hit_goes_to_the_state_boundary():
+    request = make_request(tokens=5 * N + 1)
+    rig = Rig().holds(request, 5, 1, 3)
+    assert rig.match(request) == (3 * N, True)
+    counts = rig.scheduler.counts
+    assert counts.lookups == {"hit": 1}
+    assert (counts.lost_hits, counts.lost_tokens) == (1, 2 * N)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_all_ranks_must_hold_it(ranks):
+    request = make_request(tokens=5 * N)
+    rig = Rig(ranks).holds(request, 4, 1, 2, 4)
+    last = rig.ranks.stores[-1]
+    del last.records[load_keys(prefix_of(request, N, 1), 0, 4, PLAN)[-1]]
+    assert rig.match(request) == (2 * N, True)
+
+
+def test_waiting_requests_ask_once():
+    request = make_request()
+    rig = Rig().holds(request, 3, 3)
+    assert rig.match(request) == rig.match(request) == (3 * N, True)
+    assert len(rig.ranks.questions) == 1
+    other = make_request("miss", 5 * N)
+    other_rig = Rig()
+    assert other_rig.match(other) == other_rig.match(other) == (0, False)
+    assert len(other_rig.ranks.questions) == 1
+
+
+def test_less_in_the_local_cache_asks_again():
+    """The claim starts at the old floor, so the blocks below it are not pinned."""
+    request = make_request(tokens=4 * N)
+    rig = Rig().holds(request, 3, 3)
+    assert rig.match(request, 2 * N) == (N, True)
+    assert rig.match(request, N) == (2 * N, True)
+    assert [q.floor for q in rig.ranks.questions] == [2, 1]
+
+
+def test_more_in_the_local_cache_needs_no_new_question():
+    request = make_request(tokens=4 * N)
+    rig = Rig().holds(request, 3, 3)
+    assert rig.match(request, 0) == (3 * N, True)
+    assert rig.match(request, 2 * N) == (N, True)
+    rig.scheduler.allocated(request, table(request), N)
+    (load,) = rig.step().loads
+    assert (load.start, load.boundary) == (2, 3)
+
+
+@pytest.mark.parametrize("computed", [3 * N, 4 * N])
+def test_nothing_to_load_where_the_local_cache_is_as_deep(computed):
+    request = make_request(tokens=5 * N)
+    rig = Rig().holds(request, 4, 3)
+    assert rig.match(request, computed) == (0, False)
+    rig.scheduler.allocated(request, table(request), 0)
+    metadata = rig.step({"r": N}, {"r": table(request)})
+    assert not metadata.loads
+    assert rig.ranks.pins == 0
+
+
+def test_a_claim_that_the_local_cache_overtook_is_dropped():
+    request = make_request(tokens=5 * N)
+    rig = Rig().holds(request, 3, 3)
+    assert rig.match(request, 0) == (3 * N, True)
+    assert rig.match(request, 3 * N) == (0, False)
+    assert rig.step().dropped == (("r", 1),)
+    assert rig.ranks.pins == 0 and rig.ranks.num_claims == [0]
+
+
+def test_a_claim_is_dropped_when_vllm_takes_none_of_it():
+    request = make_request()
+    rig = Rig().holds(request, 3, 3)
+    assert rig.match(request)[0]
+    rig.scheduler.allocated(request, table(request), 0)
+    assert rig.step().dropped == (("r", 1),)
+    assert rig.ranks.pins == 0
+
+
+@pytest.mark.parametrize("limit, hit", [(3 * N, 3 * N), (3 * N + 1, 0)])
+def test_small_hits_are_not_worth_a_load(limit, hit):
+    request = make_request()
+    rig = Rig(min_retrieve_tokens=limit).holds(request, 3, 3)
+    assert rig.match(request) == (hit, hit > 0)
+    assert rig.step().dropped == (() if hit else (("r", 1),))
+
+
+@pytest.mark.parametrize(
+    "limit, computed, hit", [(2 * N, 0, 2), (2 * N, N, 3), (3 * N - 1, 0, 2), (99 * N, 0, 4)]
+)
+def test_max_tokens_per_load(limit, computed, hit):
+    request = make_request(tokens=4 * N + 1)
+    rig = Rig(max_tokens_per_load=limit).holds(request, 4, 1, 2, 3, 4)
+    assert rig.match(request, computed) == (hit * N - computed, True)
+
+
+def test_a_request_that_must_not_read_is_not_looked_up():
+    """Prompt log-probabilities and pooling need every token computed."""
+    request = make_request()
+    request.skip_reading_prefix_cache = True
+    rig = Rig().holds(request, 3, 3)
+    assert rig.match(request) == (0, False)
+    assert not rig.ranks.questions
+    assert attention_of(rig.prefill(request)) == [0, 1, 2]  # but it is stored
+
+
+def test_a_rank_that_does_not_answer_is_a_miss_and_lets_go():
+    request = make_request()
+    rig = Rig(2).holds(request, 3, 3)
+    rig.ranks.silent = True
+    assert rig.match(request) == (0, False)
+    rig.step()
+    assert rig.ranks.pins == 0
+
+
+def test_vllms_dummy_requests_are_left_alone():
+    rig = Rig()
+    assert rig.match(make_request("mock_req_1")) == (0, False)
+    assert rig.scheduler.num_tracked == 0
+
+
+def test_a_load_names_each_groups_blocks():
+    request = make_request(tokens=4 * N)
+    rig = Rig().holds(request, 3, 3)
+    load = rig.admit(request, N)
+    prefix = prefix_of(request, N, 1)
+    assert load == LoadSpec(
+        "r",
+        load.prefix,
+        start=1,
+        boundary=3,
+        attention_blocks=((302, 303),),
+        state_blocks=(103, 203, 403),
+    )
+    assert load.prefix.hashes == prefix.hashes[:3]
+    assert rig.ranks.stores[0].pins == dict.fromkeys(load_keys(prefix, 1, 3, PLAN), 1)
+    assert rig.scheduler.counts.hit_tokens == {"naive": 2 * N}
+
+
+def test_several_attention_groups():
+    request = make_request(tokens=2 * N + 1)
+    rig = Rig(plan=WIDE).holds(request, 2, 2)
+    load = rig.admit(request, tables=([1, 2, 3], [0, 9], [4, 5, 6]))
+    assert load.attention_blocks == ((1, 2), (4, 5)) and load.state_blocks == (9,)
+    save = rig.forward(request, 2 * N + 1, tables=([1, 2, 3], [0, 9], [4, 5, 6]))
+    assert save is None  # all of it is in the store
+
+
+@pytest.mark.parametrize(
+    "states, expected",
+    [
+        ([0, 0, 14], 14),  # earlier entries of a state table are null
+        ([0, 0, 14, 15, 16], 14),  # later ones are running or speculative blocks
+        ([0, 0], 0),  # the worker refuses block 0
+        ([], 0),
+        ([7, 8, 0], 0),
+    ],
+)
+def test_the_state_block_is_the_entry_of_the_boundary(states, expected):
+    request = make_request()
+    rig = Rig().holds(request, 3, 3)
+    load = rig.admit(request, tables=(states, [0, 0, 24], [1, 2, 3], [0, 0, 34]))
+    assert load.state_blocks == (expected, 24, 34)
+
+
+def test_a_load_goes_out_once():
+    request = make_request()
+    rig = Rig().holds(request, 3, 3)
+    assert rig.admit(request)
+    assert not rig.step().loads
+
+
+def test_a_failed_load_is_not_promised_again_and_all_is_stored_anew():
+    """Else vLLM comes back to the lookup for ever."""
+    request = make_request()
+    rig = Rig().holds(request, 3, 3)
+    rig.admit(request)
+    rig.loaded(request, failed=True)
+    questions = len(rig.ranks.questions)
+    assert rig.match(request) == (0, False)
+    assert len(rig.ranks.questions) == questions
+    rig.scheduler.allocated(request, table(request), 0)
+    save = rig.forward(request, 3 * N + 1, all_offers(3))
+    assert attention_of(save) == [0, 1, 2]
+    assert [end for end, _ in save.states] == [3]
+    assert rig.scheduler.counts.failed_loads == 1
+    assert rig.ranks.pins == 0
+
+
+def test_after_a_good_load_only_what_is_new_is_stored():
+    """vLLM offers the restored boundary again in the step after its load."""
+    request = make_request(tokens=5 * N)
+    rig = Rig().holds(request, 3, 3)
+    rig.admit(request)
+    rig.loaded(request)
+    request.num_computed_tokens = 3 * N
+    save = rig.forward(request, 2 * N, all_offers(3) + all_offers(5))
+    assert attention_of(save) == [3, 4]
+    assert [end for end, _ in save.states] == [5]
+
+
+def test_a_preempted_request_is_looked_up_again():
+    request = make_request()
+    rig = Rig()
+    rig.prefill(request)
+    rig.holds(request, 3, 3)
+    request.num_computed_tokens = 0
+    assert rig.match(request) == (3 * N, True)
+
+
+def test_what_a_failed_save_left_out_is_stored_after_a_preemption():
+    """The workers report no failed save; what they hold at the next admission is the truth."""
+    request = make_request(tokens=4 * N)
+    rig = Rig()
+    assert attention_of(rig.prefill(request)) == [0, 1, 2, 3]
+    rig.holds(request, 2)  # and no more of it
+    request.num_computed_tokens = 0
+    assert attention_of(rig.prefill(request)) == [2, 3]
+
+
+def test_a_failed_save_of_a_state_is_made_up_for_after_a_preemption():
+    request = make_request(tokens=4 * N)
+    rig = Rig()
+    rig.match(request)
+    rig.scheduler.allocated(request, table(request), 0)
+    assert rig.forward(request, 4 * N, all_offers(3)).states
+    rig.holds(request, 4)  # the pages came through
+    request.num_computed_tokens = 0
+    assert rig.match(request) == (0, False)
+    rig.scheduler.allocated(request, table(request), 0)
+    assert [end for end, _ in rig.forward(request, 4 * N, all_offers(3)).states] == [3]
+
+
+def test_without_an_answer_what_was_saved_counts_after_a_preemption():
+    request = make_request(tokens=4 * N)
+    rig = Rig()
+    rig.prefill(request)
+    rig.ranks.silent = True
+    request.num_computed_tokens = 0
+    assert rig.prefill(request) is None

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing of a request outlives it."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.outputs import KVConnectorOutput
+
+from lmcache_hybrid.protocol.metadata import NOTHING
+
+from .helpers import WINDOWS, N, make_output, make_request
+from .scheduler_rig import Rig, all_offers, table
+
+
+@pytest.mark.parametrize("when", ["matched", "allocated", "loading", "loaded", "prefilled"])
+def test_nothing_is_tracked_after_the_end(when):
+    request = make_request()
+    rig = Rig(2).holds(request, 3, 3)
+    tokens, _ = rig.match(request)
+    if when != "matched":
+        rig.scheduler.allocated(request, table(request), tokens)
+    if when in ("loading", "loaded", "prefilled"):
+        rig.step()
+    if when in ("loaded", "prefilled"):
+        rig.loaded(request)
+    if when == "prefilled":
+        rig.forward(request, 3 * N + 1, all_offers(3))
+    rig.scheduler.finished(request)
+    rig.scheduler.finished(request)
+    metadata = rig.step()
+    assert rig.scheduler.num_tracked == 0 and not rig.scheduler._unsaved
+    if when in ("allocated", "loading"):
+        # The load goes on and reports its end; its claim ends with it.
+        assert (when == "allocated") == bool(metadata.loads)
+        rig.loaded(request)
+    assert rig.ranks.pins == 0 and rig.ranks.num_claims == [0, 0]
+    assert rig.step({"x": 1}) is NOTHING
+
+
+def test_completions_of_unknown_requests_are_ignored():
+    rig = Rig()
+    rig.scheduler.transferred(KVConnectorOutput(finished_recving={"x"}, failed_recving={"x"}))
+    rig.scheduler.transferred(KVConnectorOutput())
+    rig.scheduler.allocated(make_request("x"), ([],) * 4, 0)
+    assert rig.scheduler.num_tracked == 0
+
+
+def test_a_decode_step_does_nothing():
+    request = make_request()
+    rig = Rig()
+    rig.prefill(request)
+    request.append_output_token_ids([1])
+    output = make_output({"r": 1}, {})  # no table: reading one would raise
+    assert rig.scheduler.step(output) is NOTHING
+    output.kv_connector_block_state = None
+    assert rig.scheduler.step(output) is NOTHING
+
+
+def test_idle_steps_are_told_apart():
+    rig = Rig()
+    assert rig.step().idle
+    assert not rig.step({"x": 1}).idle
+
+
+actions = st.tuples(
+    st.sampled_from(["match", "allocate", "load", "fail", "forward", "preempt", "finish"]),
+    st.sampled_from("abc"),
+    st.integers(1, 2 * N),
+)
+
+
+@settings(max_examples=100)
+@given(st.lists(actions, max_size=40))
+def test_no_claim_and_no_request_is_left_behind(steps):
+    """Random lives of three requests, in the order of calls that vLLM keeps."""
+    rig = Rig(2).holds(make_request(tokens=4 * N), 4, 1, 3, 4)
+    alive, offered, loading = {}, {}, set()
+    for action, rid, tokens in steps:
+        request = alive.get(rid)
+        if action == "match" and rid not in loading:
+            request = alive.setdefault(rid, make_request(rid, 4 * N))
+            if not request.num_computed_tokens:
+                offered[rid] = rig.match(request)[0]
+        elif action == "allocate" and rid in offered:
+            taken = offered.pop(rid)
+            rig.scheduler.allocated(request, table(request), taken)
+            assert len(rig.step().loads) == (taken > 0)
+            if taken:
+                loading.add(rid)
+            else:
+                request.num_computed_tokens = 1
+        elif action in ("load", "fail") and rid in loading:
+            loading.discard(rid)
+            target = request or make_request(rid, 4 * N)
+            rig.loaded(target, failed=action == "fail")
+            if request is not None:
+                request.num_computed_tokens = 0 if action == "fail" else 3 * N
+        elif action == "forward" and request and request.num_computed_tokens:
+            rig.forward(request, tokens, all_offers(tokens % 5))
+        elif action == "preempt" and request and rid not in loading:
+            request.num_computed_tokens = 0
+            offered.pop(rid, None)
+        elif action == "finish" and request:
+            rig.scheduler.finished(alive.pop(rid))
+            offered.pop(rid, None)
+    for rid in list(loading):
+        rig.loaded(make_request(rid, 4 * N))
+    for request in alive.values():
+        rig.scheduler.finished(request)
+    rig.step()
+    assert rig.ranks.pins == 0
+    assert rig.scheduler.num_tracked == 0
+
+
+def test_a_fully_stored_prompt_costs_later_steps_nothing():
+    """Its decode steps must not look at it again and again for blocks to store."""
+    rig = Rig()
+    request = make_request(tokens=3 * N + 1)
+    rig.holds(request, 3, 3)
+    assert rig.match(request) == (3 * N, True)
+    assert not rig.scheduler._unsaved
+
+
+def test_a_new_question_keeps_its_claim_from_an_unsent_drop():
+    """Given up and asked anew within one step: the drop of the old claim must not go out."""
+    rig = Rig()
+    request = make_request(tokens=3 * N + 1)
+    rig.holds(request, 3, 3)
+    assert rig.match(request, 3 * N) == (0, False)
+    load = rig.admit(request, 0)
+    assert load is not None and load.boundary == 3
+    assert all(lookup.num_claims for lookup in rig.ranks.lookups)
+
+
+@pytest.mark.parametrize("save_decode, windows", [(False, []), (True, [2, 3, 4])])
+def test_a_resumed_request_is_past_its_prompt(save_decode, windows):
+    """Preempted while decoding: what it generated has no name unless it is to be stored."""
+    rig = Rig(plan=WINDOWS, save_decode=save_decode)
+    request = make_request(tokens=3 * N + 1)
+    rig.prefill(request)
+    request.append_output_token_ids([1] * (2 * N))
+    request.num_computed_tokens = 0
+    save = rig.prefill(request)
+    # These ranks hold nothing: what was stored before the preemption counts as lost.
+    assert sorted(block for _, block, _ in save.windows) == windows
+    assert max(save.boundaries, default=0) <= len(save.prefix.hashes)
+
+
+def test_what_is_cached_locally_past_the_prompt_has_no_name():
+    rig = Rig()
+    request = make_request(tokens=3 * N + 1)
+    request.append_output_token_ids([1] * (2 * N))
+    rig.match(request, 5 * N)
+    assert rig.scheduler._trackers["r"].kept == set()
