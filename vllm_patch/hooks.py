@@ -347,7 +347,7 @@ HOOKS = (
     Hook(
         _REQUEST,
         "Request.shared_prefix_boundary",
-        replaced_in="lmcache_hybrid/scheduler/scheduler.py",
+        replaced_in="lmcache_hybrid/scheduler/saves.py",
     ),
     Hook(
         "vllm._custom_ops",
