@@ -63,7 +63,10 @@ class HybridConnector:
         scheduler: set in the scheduler role.
         worker: set in the worker role once the KV cache is registered and the
             store is up; None means that this rank computes everything.
-        kv_caches: per layer, where LMCache's API server looks; none while vLLM sleeps.
+        kv_caches: by layer, for LMCache's API server; empty while vLLM sleeps.
+
+    vLLM calls the scheduler role on its scheduler's thread and the worker role on the thread
+    that runs the model. Lookups come in on a thread of :class:`LookupServer`.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class HybridConnector:
         self._manager = self._start_lmcache(config, role)
 
     def get_kv_connector_stats(self) -> HybridStats | None:
-        """What this side has counted since the last call; None in a step that counted nothing."""
+        """Return what this side counted since the last call; None for nothing."""
         side = self.scheduler or self.worker
         news = side.ledger.report() if side is not None else None
         return HybridStats(news) if news else None
@@ -151,7 +154,7 @@ class HybridConnector:
         return manager
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Map the pages, open the store, answer lookups from now on."""
+        """Map the pages, open the store, and answer lookups from now on."""
         self.kv_caches = self._registered = kv_caches
         groups, num_blocks = self._kv_cache_config.kv_cache_groups, self._kv_cache_config.num_blocks
         pages = {
@@ -169,11 +172,11 @@ class HybridConnector:
         reset_scales(self._kv_cache_config, kv_caches, context)
         check_pool(self._manager.config, max(group.block_bytes for group in pages.values()))
         try:
-            # Of all ranks together, so before anything that may fail on one.
+            # All ranks take part in it, so it comes before anything that may fail on one.
             name = fingerprint(self._vllm_config, self.plan, pages)
         except UnknownWeightsError as error:
             logger.warning(
-                "LMCache stores nothing and this rank computes every prompt, since %s.", error
+                "LMCache is off on this rank, which computes every prompt, because %s.", error
             )
             return
         self._manager.post_init()
@@ -187,13 +190,13 @@ class HybridConnector:
         self._open_store(engine, pages, name)
 
     def unregister_kv_caches(self) -> None:
-        """Let go of the KV cache, whose memory vLLM is about to free (sleep mode). Idempotent."""
+        """Stop using the KV cache: vLLM is about to free its memory (sleep mode). Idempotent."""
         self.kv_caches = {}
         if self.worker is not None:
             self.worker.suspend()
 
     def restore_kv_caches(self) -> None:
-        """Take the KV cache again, whose memory vLLM has allocated anew. Idempotent."""
+        """Use the KV cache again: vLLM has allocated its memory anew. Idempotent."""
         self.kv_caches = self._registered
         if self.worker is None:
             return
@@ -233,10 +236,10 @@ class HybridConnector:
         self._server.serve(GuardedLookup(self._lookup, self._guard), self._reset)
 
     def _reset(self, epoch: int) -> None:
-        """Forget all that was stored, on this rank; on the thread that answers lookups."""
+        """Forget all that this rank stored. Runs on the thread that answers lookups."""
         assert self.worker is not None
         self.worker.reset(epoch)
-        # Not before: a step under way would be stored by the name of the weights before.
+        # Last: a step under way must not be stored under the old weights' name.
         self._guard.reset()
 
     def shutdown(self) -> None:
@@ -276,7 +279,7 @@ class HybridConnector:
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self.worker is None:
-            # No store, so no claim and no load was ever promised by this rank.
+            # Without a store this rank never promised a load.
             return KVConnectorTransferResults()
         results = self.worker.results(finished_req_ids, self._metadata.idle)
         if not self._guard.stands():
@@ -319,7 +322,7 @@ class HybridConnector:
         return False, None
 
     def reset_cache(self) -> bool:
-        """Serve nothing that was stored before; False when a rank did not say so."""
+        """Forget all that was stored, on every rank; False when a rank did not confirm it."""
         assert self._queue is not None and self._client is not None and self.scheduler
         clear = functools.partial(self._client.clear, self.scheduler.begin_reset())
         done = self._queue.run(clear)

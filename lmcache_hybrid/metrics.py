@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The counts of both sides in vLLM's ``/metrics``, as ``vllm:lmcache_hybrid_*``.
+"""Shows the counts of both sides in vLLM's ``/metrics``, as ``vllm:lmcache_hybrid_*``.
 
-vLLM collects a :class:`HybridStats` from every rank and from the scheduler in each step,
-adds them up, and hands the sum to :class:`HybridPromMetrics` in the process that serves
-``/metrics``. So what workers count is summed over ranks, what the scheduler counts is
-there once per engine. docs/metrics.md explains each metric.
+In each step vLLM collects a :class:`HybridStats` from every rank and from the scheduler, adds
+them up, and hands the sum to :class:`HybridPromMetrics` in the process that serves
+``/metrics``. So workers' counts are sums over ranks; the scheduler's exist once per engine.
+docs/metrics.md explains each metric.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ PREFIX = "vllm:lmcache_hybrid_"
 BACKENDS = ("LocalCPUBackend", "LocalDiskBackend", "RemoteBackend")
 RECORD_REASONS = (*CHECKS, "gone", "unreadable", "unreachable")
 LOAD_REASONS = ("unreachable", "no_room", "unpinned", "unhealthy", "adapter", "asleep", "error")
-# Seconds; a lookup holds up one request, saves hold up one step, a load may be long.
+# Seconds. A lookup delays one request, a save delays a step, a load may be long.
 LOOKUP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 COPY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
@@ -71,7 +71,7 @@ METRICS = (
         "lookup_seconds",
         "scheduler.lookup_seconds",
         Histogram,
-        "Time from the question to the answer of all ranks.",
+        "Time from a lookup to the answer of all ranks.",
         buckets=LOOKUP_BUCKETS,
     ),
     _total(
@@ -84,7 +84,7 @@ METRICS = (
     _total(
         "hit_tokens",
         "scheduler.hit_tokens",
-        "Prompt tokens that LMCache was to bring for them, by backend.",
+        "Prompt tokens that LMCache promised to these requests, by backend.",
         "source",
         BACKENDS,
     ),
@@ -96,7 +96,7 @@ METRICS = (
     _total(
         "lost_hit_tokens",
         "scheduler.lost_tokens",
-        "Tokens that are computed only because no state was there to go with their pages.",
+        "Tokens computed although their attention pages are stored: the state is missing.",
     ),
     _total(
         "skipped_requests",
@@ -110,7 +110,7 @@ METRICS = (
         "loads_in_flight",
         "scheduler.loads_in_flight",
         Gauge,
-        "Requests that wait for their load now.",
+        "Requests that wait for a load now.",
     ),
     _total(
         "loaded_states",
@@ -132,20 +132,20 @@ METRICS = (
         "load_seconds",
         "worker.load_seconds",
         Histogram,
-        "Time of a request's load on a rank, from its turn to its end.",
+        "Time of a request's load on a rank, queueing excluded.",
         buckets=COPY_BUCKETS,
     ),
     Metric(
         "load_wait_seconds",
         "worker.load_wait_seconds",
         Histogram,
-        "Time that a load waited for its turn on a rank.",
+        "Time that a load was queued on a rank.",
         buckets=COPY_BUCKETS,
     ),
     _total(
         "failed_loads",
         "worker.failed_loads",
-        "Loads that failed on a rank, by reason and by the kind of record it was due to.",
+        "Loads that failed on a rank, by reason and by kind of record.",
         "reason,record",
         (
             *map(",".join, product(RECORD_REASONS, ("state", "attention"))),
@@ -155,12 +155,12 @@ METRICS = (
     _total(
         "recomputed_requests",
         "scheduler.failed_loads",
-        "Requests that were computed because their load failed on some rank.",
+        "Requests computed because their load failed on some rank.",
     ),
     _total(
         "recomputed_tokens",
         "scheduler.failed_tokens",
-        "Tokens that LMCache was to bring for them.",
+        "Tokens that LMCache had promised to these requests.",
     ),
     # Saves
     _total(
@@ -183,27 +183,27 @@ METRICS = (
         "save_seconds",
         "worker.save_seconds",
         Histogram,
-        "Time by which a step was held up by its saves on a rank.",
+        "Time by which saves delayed a step on a rank.",
         buckets=COPY_BUCKETS,
     ),
     _total(
         "skipped_saves",
         "worker.skipped_saves",
-        "Saves of a request's step on a rank that stored nothing, by reason.",
+        "Saves of one request in one step that stored nothing on a rank, by reason.",
         "reason",
         ("frozen", "unhealthy", "no_room", "reset", "asleep", "adapter", "error"),
     ),
     _total(
         "failed_writes",
         "worker.failed_writes",
-        "Records that a backend took and could not write, summed over ranks.",
+        "Records that a backend accepted and failed to write, summed over ranks.",
         "source",
         BACKENDS,
     ),
     _total(
         "dropped_offers",
         "scheduler.dropped_offers",
-        "States of one group that vLLM handed off and nobody stored, by reason.",
+        "States of one group that vLLM handed off and that were not stored, by reason.",
         "reason",
         ("not_running", "unusable", "incomplete"),
     ),
@@ -212,10 +212,10 @@ LEVELS = {metric.source for metric in METRICS if metric.kind is Gauge}
 
 
 class HybridStats(KVConnectorStats):
-    """What was counted since the last step: increments, levels and observations.
+    """Counter deltas, gauge values and observations of one step.
 
-    ``data`` is made of numbers, strings, lists and dicts only, because it is sent to
-    other processes: see :meth:`lmcache_hybrid.core.counts.Ledger.report`.
+    ``data`` holds numbers, strings, lists and dicts only, because it is sent to other
+    processes: see :meth:`lmcache_hybrid.core.counts.Ledger.report`.
     """
 
     def reset(self) -> None:
@@ -238,7 +238,7 @@ class HybridStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What vLLM logs of an interval."""
+        """Return what vLLM logs for an interval."""
         times = self._of("worker.load_seconds", [])
         return {
             "lookups": sum(self._of("scheduler.lookups", {}).values()),
@@ -255,7 +255,7 @@ class HybridStats(KVConnectorStats):
 
 
 class HybridPromMetrics(KVConnectorPromMetrics):
-    """The metrics of METRICS in vLLM's registry, with vLLM's own labels."""
+    """Registers METRICS with vLLM's registry and labels."""
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class HybridPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics = {}
-        # The name of a backend is its user's, and may have a comma.
+        # A backend's name is the user's and may contain commas.
         self._commas = {metric.source: len(metric.labels) - 1 for metric in METRICS}
         for metric in METRICS:
             options: dict[str, Any] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of LMCache's stores hold records as they are, and why the others do not.
+"""Says which of LMCache's backends can hold records, and why the others cannot.
 
 A record is a buffer of bytes as long as its block or state, so a store must keep each
 value's size. LMCache's connectors either keep it beside the value or read everything into
@@ -9,13 +9,12 @@ buffers of one chunk of attention.
 import re
 from urllib.parse import SplitResult
 
-from lmcache_hybrid.config.login import split_url, without_password
+from lmcache_hybrid.config.login import SEVERAL_HOSTS, split_url, without_password
 from lmcache_hybrid.core.errors import ConfigError
 
 # Schemes of LMCache's remote_url and types of its remote_storage_plugins that are tested.
 REMOTE_SCHEMES = ("fs", "redis", "rediss", "unix", "redis-cluster", "redis-sentinel")
 REMOTE_PLUGINS = ("fs", "redis")
-SEVERAL_HOSTS = ("redis-cluster", "redis-sentinel")
 
 _ONE_SIZE = "LMCache reads every value of it into a buffer of one chunk's size"
 _NO_SERVER = "no test here can reach such a store"
@@ -52,7 +51,7 @@ def check_plugins(plugins: list[str] | None) -> None:
 
 
 def check_remote_url(url: str) -> SplitResult:
-    """The parts of LMCache's ``remote_url``.
+    """Take LMCache's ``remote_url`` apart.
 
     Raises:
         ConfigError: it names a store that cannot hold records, or no host and port.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of records, checked before an engine writes into them."""
+"""Checks folders for records before an engine writes into them."""
 
 import os
 import stat
@@ -15,17 +15,17 @@ FSTAB = "/etc/fstab"
 
 
 def check_folder(option: str, path: str) -> None:
-    """Make a folder for this user alone where there is none, and write into it.
+    """Make the folder if it is missing, readable by this user only, and write a probe into it.
 
-    Only the last part of the path is made: the rest may be a disk that is not mounted yet, and
-    records must not fill the one below it.
+    Makes only the last part of the path: the rest may be a disk that is not mounted yet, and
+    records must not fill the disk below the mount point.
 
     Args:
-        option: LMCache's, that names the folder.
+        option: the LMCache option that names the folder.
 
     Raises:
-        ConfigError: it belongs to another user than this one or root, it cannot be written, or
-            a disk is not there.
+        ConfigError: it belongs to another user (root is fine), it cannot be written, or its
+            disk is not mounted.
     """
     path = os.path.abspath(path)
     above = os.path.dirname(path)
@@ -43,7 +43,7 @@ def check_folder(option: str, path: str) -> None:
         if not os.path.isdir(path):
             os.mkdir(path, 0o700)
         status = os.stat(path)
-        # Of a name that no other engine on a shared folder has.
+        # A unique name: engines that share the folder probe it at the same time.
         with tempfile.NamedTemporaryFile(dir=path, prefix=".lmcache-hybrid-") as probe:
             probe.write(b"probe")
     except OSError as error:
@@ -67,7 +67,7 @@ def check_folder(option: str, path: str) -> None:
 
 
 def _not_mounted(path: str) -> list[str]:
-    """Mount points of FSTAB at or above ``path`` that hold no file system."""
+    """List mount points of FSTAB at or above ``path`` where nothing is mounted."""
     try:
         with open(FSTAB) as table:
             rows = [line.split() for line in table if not line.lstrip().startswith("#")]

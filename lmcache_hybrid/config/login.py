@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""User, password and TLS of Redis, kept out of URLs, command lines and LMCache's logs."""
+"""Keeps user, password and TLS of Redis out of URLs, command lines and LMCache's logs."""
 
 import ipaddress
 import os
@@ -21,12 +21,12 @@ PLUGIN_URLS = ("remote_storage_plugin.redis.redis_url", "redis_url")
 # redis-py takes a password there, too: unix:///run/redis.sock?password=...
 _IN_QUERY = re.compile(r"(?<=[?&])password=([^&#]*)&?")
 
-# (user, password) of URLs that :func:`hide_passwords` took them out of, by what is left.
+# (user, password) that :func:`hide_passwords` took out of a URL, by the URL that is left.
 _hidden: dict[str, tuple[str, str]] = {}
 
 
 def without_password(url: str) -> str:
-    """``url`` as it may be shown: neither user nor password, nor settings in its query."""
+    """Return ``url`` without user, password and query, fit to be shown."""
     scheme, separator, rest = url.partition("://")
     if scheme not in ("fs", "file"):  # these have none, but paths with any sign
         # Up to the last "@": a password that is not escaped may hold "/", "?" and "#".
@@ -35,7 +35,7 @@ def without_password(url: str) -> str:
 
 
 def connection_options(url: str) -> dict[str, Any]:
-    """Options of every connection to ``url``, as redis-py names them; what the URL says wins.
+    """Return the options of a connection to ``url`` as redis-py names them. The URL's own win.
 
     Raises:
         ConfigError: the password's or the certificates' file cannot be read.
@@ -75,7 +75,7 @@ def _password() -> str:
 
 
 def login_of(url: str) -> tuple[str, str]:
-    """User and password in a URL, as LMCache's connectors read them."""
+    """Return user and password of a URL, read as LMCache's connectors read them."""
     user, _, password = _login_and_rest(url)[0].partition(":")
     if url.lower().startswith(SEVERAL_HOSTS):
         return user, password
@@ -84,12 +84,12 @@ def login_of(url: str) -> tuple[str, str]:
 
 
 def _has_query(url: str) -> bool:
-    """Whether redis-py reads settings after a "?" of this URL."""
+    """Whether redis-py takes settings from this URL's query."""
     return url.partition("://")[0].lower() in ("redis", "rediss", "unix")
 
 
 def _login_and_rest(url: str) -> tuple[str, str]:
-    """What is before the "@" of the login, empty without one, and the URL without it."""
+    """Split a URL into its login ("" for none) and the URL without it."""
     scheme, separator, rest = url.partition("://")
     several = scheme.lower() in SEVERAL_HOSTS
     if not separator or scheme.lower() in ("fs", "file"):
@@ -103,8 +103,8 @@ def split_url(url: str) -> SplitResult:
     """Take a URL apart.
 
     Raises:
-        ValueError: it has no number as its port, as where a password has a "/" in it. The
-            message has no part of the URL, other than Python's.
+        ValueError: its port is not a number, often because the password holds a "/". Unlike
+            Python's, the message quotes no part of the URL.
     """
     try:
         parts = urlsplit(url)
@@ -118,9 +118,9 @@ def split_url(url: str) -> SplitResult:
 
 
 def hide_passwords(config: "LMCacheEngineConfig") -> None:
-    """Take logins out of URLs before LMCache logs or reports them. Mutates ``config``.
+    """Take logins out of URLs before LMCache logs them. Mutates ``config``.
 
-    :func:`connection_options` of what is left still knows them, in this process.
+    In this process :func:`connection_options` still finds them by the URL that is left.
     """
     if config.remote_url:
         config.remote_url = _hide(config.remote_url)
@@ -142,14 +142,14 @@ def _hide(url: str) -> str:
 
 
 def holds_password(value: object) -> bool:
-    """Whether this setting is, or holds, a URL with a password in it."""
+    """Whether this setting contains a URL with a password."""
     if isinstance(value, dict):
         return any(map(holds_password, value.values()))
     return isinstance(value, str) and bool(login_of(value)[1])
 
 
 def unencrypted(url: str | None) -> str | None:
-    """``url`` as it may be shown, where records leave this machine without TLS; else None."""
+    """Return ``url``, fit to be shown, if records leave this machine without TLS; else None."""
     scheme = (url or "").partition("://")[0].lower()
     if not url or scheme not in ("redis", *SEVERAL_HOSTS):
         return None

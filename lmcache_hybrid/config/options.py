@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's options for a hybrid model: what is set, what is kept, what is refused."""
+"""Reads LMCache's options for a hybrid model: keeps, sets or refuses each."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ KEY_FILE_KEY = "lmcache.hybrid_key_file"
 DEFAULT_CHUNK_SIZE = 256
 STABLE_HASH = "sha256_cbor"
 
-# Options whose meaning cannot be kept: value test, and what to do about it.
+# Options that cannot keep their meaning: (is it set?, why not, and the fix).
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "use_layerwise": (bool, "whole blocks are copied at once; set it to false"),
     "enable_blending": (bool, "a recurrent state cannot be blended; set it to false"),
@@ -71,17 +71,17 @@ _POSITIVE = {"lookup_timeout_ms": "milliseconds", "blocking_timeout_secs": "seco
 
 @dataclass(frozen=True)
 class Options:
-    """This package's own settings, and the few of LMCache's that the scheduler side needs.
+    """Settings of this package, and those of LMCache that the scheduler side needs.
 
     Attributes:
-        attention_group: the user's choice, None for the first attention group.
+        attention_group: KV cache group index; None for the first attention group.
         save: whether this engine stores anything (``kv_role``, ``LMCACHE_FORCE_SKIP_SAVE``).
         priority_limit: requests with a larger priority value are not stored.
-        min_retrieve_tokens: smaller hits are not loaded.
-        max_tokens_per_load: largest number of tokens per load, 0 for no limit.
-        checkpoint_tokens: T, a long prefill leaves a state every T tokens; 0 for none.
-        save_decode: whether boundaries that generated tokens reach are stored.
-        digester: keyed where a key file is named.
+        min_retrieve_tokens: hits of fewer tokens are not loaded.
+        max_tokens_per_load: 0 for no limit.
+        checkpoint_tokens: T; a long prefill stores a state every T tokens, 0 for none.
+        save_decode: whether boundaries in generated tokens are stored.
+        digester: keyed when a key file is configured.
     """
 
     attention_group: int | None
@@ -95,11 +95,11 @@ class Options:
 
 
 def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Options:
-    """Collect the options, refusing what is malformed.
+    """Read the options.
 
     Raises:
-        ConfigError: a setting of ours that does not exist or has no whole number, a length
-            that is negative, or a key file that is none.
+        ConfigError: an unknown setting of ours, a number that is not whole, a negative length,
+            or a key file that cannot be used.
     """
     transfer = vllm_config.kv_transfer_config
     known = {
@@ -140,14 +140,14 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
 
 
 def check_lengths(options: Options, block_size: int) -> None:
-    """Refuse lengths in tokens that this model's blocks do not fit.
+    """Refuse lengths in tokens that do not fit this model's blocks.
 
     Args:
         block_size: N in tokens.
 
     Raises:
-        ConfigError: ``checkpoint_tokens`` is not a multiple of N, for a state exists at block
-            boundaries only, or ``max_tokens_per_load`` lets no block be loaded.
+        ConfigError: ``checkpoint_tokens`` is not a multiple of N (states exist at block
+            boundaries only), or ``max_tokens_per_load`` is less than a block.
     """
     limit = options.max_tokens_per_load
     if 0 < limit < block_size:
@@ -165,7 +165,7 @@ def check_lengths(options: Options, block_size: int) -> None:
 
 
 def check_pool(config: "LMCacheEngineConfig", largest: int) -> None:
-    """LMCache copies through its CPU pool, so some records must fit.
+    """Refuse a CPU pool too small for two records: every copy goes through it.
 
     Args:
         largest: bytes of the largest group's block.
@@ -182,9 +182,9 @@ def check_pool(config: "LMCacheEngineConfig", largest: int) -> None:
 
 
 def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
-    """LMCache's configuration from file, environment and ``lmcache.*`` extra config.
+    """Load LMCache's configuration from file, environment and ``lmcache.*`` extra config.
 
-    Without any configuration LMCache keeps 5 GB in RAM, which is kept.
+    Without any, LMCache's default stands: 5 GB in RAM.
 
     Raises:
         ConfigError: the file that LMCACHE_CONFIG_FILE names does not exist.
@@ -221,13 +221,13 @@ def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
 
 
 def settle_lmcache_config(config: "LMCacheEngineConfig", block_size: int) -> None:
-    """Set LMCache's chunk size, refuse what states do not survive. Mutates ``config``.
+    """Refuse what cannot be served, then set LMCache's chunk size to N. Mutates ``config``.
 
     Args:
         block_size: N in tokens.
 
     Raises:
-        ConfigError: an option whose meaning cannot be kept for a hybrid model.
+        ConfigError: an option that cannot keep its meaning on a hybrid model.
     """
     for check in _checks(config, block_size):
         check()
@@ -243,10 +243,10 @@ def settle_lmcache_config(config: "LMCacheEngineConfig", block_size: int) -> Non
 
 
 def refusals(config: "LMCacheEngineConfig", block_size: int | None) -> list[str]:
-    """All that :func:`settle_lmcache_config` would refuse, one sentence each.
+    """List what :func:`settle_lmcache_config` would refuse, one sentence each.
 
     Args:
-        block_size: N in tokens; None leaves out what depends on it.
+        block_size: N in tokens; None skips the checks that need it.
     """
     found = []
     for check in _checks(config, block_size):
@@ -279,7 +279,7 @@ def _refuse_if(name: str, value: Any, is_set: Callable[[Any], bool], why: str) -
 
 
 def _check_positive(name: str, value: Any, unit: str) -> None:
-    # A comparison that fails is that of NaN, too.
+    # Written so that NaN is refused too.
     if value is None or not value > 0:
         raise ConfigError(
             f"LMCache option {name}={value!r} leaves no time to wait; set it to a number of {unit} "

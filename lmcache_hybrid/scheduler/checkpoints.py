@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Boundaries whose states (or windows) shall be stored, besides those vLLM offers anyway.
+"""Chooses where a request's steps end, so that states (or windows) can be stored there.
 
-A state exists only where a step ended. vLLM ends one at a prompt's last boundary
-and at one place more: ``Request.shared_prefix_boundary``, where it found a
-prompt to branch off from earlier ones. It stops there, keeps the state and offers
-it. What is wanted here uses that one attribute, moved on each time it was reached.
+A state exists only where a step ended. vLLM ends one at the prompt's last boundary and at
+``Request.shared_prefix_boundary``, where the prompt leaves what earlier prompts share: it
+stops there, keeps the state and offers it. Our boundaries use that attribute: it is set to
+the next one wanted, again each time one is reached.
 """
 
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 @dataclass
 class Checkpoints:
-    """Where one request's states are wanted, in tokens.
+    """Boundaries of one request whose states are wanted, in tokens.
 
     Attributes:
         block_size: N.
         interval: T, a multiple of N; a state every T tokens of a prefill. 0 for none.
-        decode: whether boundaries reached while decoding count.
-        offered: whether vLLM offers the last boundary by itself, as it does for states.
+        decode: whether boundaries in generated tokens are wanted.
+        offered: whether vLLM offers the last boundary by itself, as it does with states.
         junction: where the request leaves what other requests computed, 0 for nowhere.
-        end: the last boundary before the last known token; vLLM stops there by itself.
+        end: the last boundary before the last known token; vLLM ends a step there anyway.
     """
 
     block_size: int
@@ -31,19 +31,19 @@ class Checkpoints:
     end: int = 0
 
     def begin(self, num_tokens: int) -> None:
-        """The request is (re)admitted with so many tokens. Mutates ``end`` and ``junction``."""
+        """Start over for a request of ``num_tokens`` tokens. Mutates ``end`` and ``junction``."""
         self.end = (num_tokens - 1) // self.block_size * self.block_size
         self.junction = 0
 
     def lasting(self, boundary: int) -> bool:
-        """Whether it is known to be of use: a junction, the last boundary, or past that one.
+        """Whether later requests will want it: a junction, the last boundary, or past that one.
 
-        A checkpoint is there for a branch that may never come.
+        A checkpoint waits for a branch that may never come.
         """
         return boundary == self.junction or boundary >= self.end
 
     def after(self, computed: int) -> int:
-        """The next boundary past ``computed`` tokens where a state is wanted, 0 for none."""
+        """Return the next boundary past ``computed`` tokens where a state is wanted, 0 for none."""
         wanted = []
         if computed < self.junction <= self.end:
             wanted.append(self.junction)

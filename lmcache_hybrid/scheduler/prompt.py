@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a request may be cached, and under which names."""
+"""Says what of a request may be cached, and under which keys."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +18,18 @@ logger = init_logger("vllm.lmcache_hybrid.scheduler.prompt")
 
 
 def transfer_params(request: "Request") -> dict[str, Any]:
-    """The request's ``lmcache.*`` settings (``kv_transfer_params`` or sampling extra args)."""
+    """Return the request's ``lmcache.*`` settings (``kv_transfer_params``, sampling extra args)."""
     from lmcache.integration.vllm.utils import extract_request_configs_from_request
 
     return extract_request_configs_from_request(request) or {}
 
 
 def prefix_of(request: "Request", block_size: int, hashes_per_block: int) -> Prefix | None:
-    """The prompt's whole blocks; None when the request must not be cached.
+    """Return the prompt's whole blocks; None when the request must not be cached.
 
     vLLM's block hashes cover tokens, multimodal items, LoRA name and path, and cache salt.
-    Added as tags: the user's ``lmcache.tag.*``, and the content of the LoRA adapter as soon
-    as the ranks have named it.
+    Tags add the user's ``lmcache.tag.*`` and, once the ranks have named it, the content of
+    the LoRA adapter.
     """
     if getattr(request, "prompt_embeds", None) is not None or not may_cache(request):
         return None
@@ -53,7 +53,7 @@ def prefix_of(request: "Request", block_size: int, hashes_per_block: int) -> Pre
 
 
 def why_unsaved(request: "Request", prefix: Prefix | None, options: Options) -> str | None:
-    """The reason for counters why nothing of a request is stored; None where it is."""
+    """Return why nothing of a request is stored, as counters name it; None if it is stored."""
     if prefix is None:
         return "uncacheable"
     if not options.save:
@@ -64,8 +64,8 @@ def why_unsaved(request: "Request", prefix: Prefix | None, options: Options) -> 
 
 
 def extended(prefix: Prefix, request: "Request", blocks: int, hashes_per_block: int) -> Prefix:
-    """``prefix`` with the hashes of the request's first ``blocks`` blocks."""
-    if not may_cache(request):  # a session's later part may bring media of its own
+    """Lengthen ``prefix`` to the request's first ``blocks`` blocks."""
+    if not may_cache(request):  # a later turn of a session may bring media
         return prefix
     first = len(prefix.hashes)
     ends = range((first + 1) * hashes_per_block - 1, blocks * hashes_per_block, hashes_per_block)

@@ -309,5 +309,5 @@ def test_weights_that_nobody_saw_loaded(model: Path) -> None:
         again = engine.ask(prompt(10))
         assert not hits(cold) and not hits(again) and again.output == cold.output
         log = engine.log_path.read_text()
-    assert log.count("LMCache stores nothing and this rank computes every prompt, since ") == 1
+    assert log.count("LMCache is off on this rank, which computes every prompt, because ") == 1
     assert "load_format=silent does not tell which weights the model " in log

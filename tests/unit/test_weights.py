@@ -359,7 +359,7 @@ def test_an_engine_whose_weights_are_not_known_opens_no_store(monkeypatch, hybri
     monkeypatch.setattr("lmcache_hybrid.connector.fingerprint", fingerprint)
     connector.register_kv_caches(dict(built.views))
     assert connector.worker is None and not opened
-    assert hybrid_log.text.count("LMCache stores nothing and this rank computes every prompt") == 1
+    assert hybrid_log.text.count("LMCache is off on this rank, which computes every prompt") == 1
     assert "since load_format=mine does not tell, use another one." in hybrid_log.text
 
 

@@ -181,7 +181,7 @@ DEFECTS = (
     one(
         "an engine stores although its weights are not known",
         CONNECTOR,
-        'prompt, since %s.", error\n            )\n            return\n',
-        'prompt, since %s.", error\n            )\n            name = bytes(16)\n',
+        'prompt, because %s.", error\n            )\n            return\n',
+        'prompt, because %s.", error\n            )\n            name = bytes(16)\n',
     ),
 )
