@@ -39,9 +39,10 @@ def _install() -> str | None:
         engines of others.
     """
     try:
-        from lmcache_hybrid.upstream import versions
+        from lmcache_hybrid.upstream import signatures, versions
 
-        problem = versions.unsupported()
+        # Half of the patches would be worse than none.
+        problem = versions.unsupported() or versions.changed(signatures.AT_START)
         if problem is not None:
             return problem
         # Not before: on another version these imports may fail.

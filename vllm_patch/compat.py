@@ -8,12 +8,12 @@ start-up, with the name of what moved.
 
 import dataclasses
 import functools
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
 from vllm_patch.config_hooks import CONNECTOR
-from vllm_patch.source import Hook, Tree
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,12 +24,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.lmcache_hybrid.compat")
 
-# What vLLM's own repair of ``keep_cpu_block_size`` looks like.
-CHOSEN_ONCE = Hook(
-    "vllm.platforms.cpu",
-    "CpuPlatform.update_block_size_for_backend",
-    holds=("cls._preferred_block_size_for_backends(backend_classes, 128, vllm_config)",),
-)
+# What vLLM's own repair of ``keep_cpu_block_size`` calls.
+CHOSEN_ONCE = "_preferred_block_size_for_backends"
 
 
 def install() -> None:
@@ -66,10 +62,10 @@ def keep_cpu_block_size() -> None:
     Seen in: vLLM 0.32.0; gone in 0.33.0.
     Remove when: vLLM >= 0.33 is the oldest supported version.
     """
-    if CHOSEN_ONCE.problem(Tree.installed("vllm")) is None:
-        return
     from vllm.platforms.cpu import CpuPlatform
 
+    if CHOSEN_ONCE in inspect.getsource(CpuPlatform.update_block_size_for_backend):
+        return
     original = CpuPlatform.check_and_update_config.__func__
 
     @functools.wraps(original)

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import (
 from vllm.logger import init_logger
 
 from lmcache_hybrid.core.groups import is_served
+from lmcache_hybrid.upstream import versions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -75,6 +76,8 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
         if not is_served(kv_cache_config):
             super().__init__(vllm_config, role, kv_cache_config)
             return
+        if (problem := versions.changed()) is not None:
+            raise ValueError(f"LMCacheConnectorV1 cannot serve this model: {problem}")
         from lmcache_hybrid.connector import HybridConnector
 
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)

@@ -7,8 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
-from vllm_patch import hooks
-from vllm_patch.source import Tree
+from lmcache_hybrid.upstream import signatures
 
 ALLOW_UNTESTED = "LMCACHE_HYBRID_ALLOW_UNTESTED"
 
@@ -181,20 +180,14 @@ def counted() -> str | None:
 
 
 def unsupported() -> str | None:
-    """One sentence with versions, the nearest pair and the command, or None when all is well.
+    """One sentence with versions, the nearest pair and the command, or None for a pair let in.
 
-    A fix of a tested release must have every name that we use, and so must an untested pair
-    that is tried: half of the hooks installed would be worse than none.
+    Tells by the versions alone; see :func:`changed`.
     """
     problem = absent()
-    if problem is not None:
-        return problem
     vllm, lmcache = found()
-    pair = admitted(vllm, lmcache)
-    if pair is not None:
-        return _moved(_others(pair, (vllm, lmcache)))
-    if os.environ.get(ALLOW_UNTESTED) == "1":
-        return _moved(hooks.PACKAGES)
+    if problem is not None or admitted(vllm, lmcache) or os.environ.get(ALLOW_UNTESTED) == "1":
+        return problem
     pair = nearest()
     return (
         f"vLLM {vllm} with LMCache {lmcache} was not tested; the nearest pair that was is vLLM "
@@ -203,18 +196,25 @@ def unsupported() -> str | None:
     )
 
 
+def changed(wanted: signatures.Signatures = signatures.ALL) -> str | None:
+    """One sentence with the first function that a release let in untested has otherwise.
+
+    Such are fixes of tested releases, and all where :data:`ALLOW_UNTESTED` is set. Imports the
+    modules of ``wanted`` then, and nothing on a tested pair.
+    """
+    here = found()
+    pair = admitted(*here)
+    untested = _others(pair, here) if pair else tuple(p.module for p in PACKAGES)
+    problems = signatures.problems(wanted, untested)
+    if not problems:
+        return None
+    more = f" (and {len(problems) - 1} more)" if problems[1:] else ""
+    return f"{problems[0]}{more}; run `{command()}`, {ALLOW_UNTESTED}=1 cannot help here."
+
+
 def absent() -> str | None:
     """One sentence about vLLM or LMCache where one is not installed, else None."""
     for package, version_here in zip(PACKAGES, found()):
         if version_here is None:
             return f"{package.label} is not installed; run `{command()}`."
     return None
-
-
-def _moved(packages: tuple[str, ...]) -> str | None:
-    """One sentence with the first name of these packages that we use and they lack."""
-    moved = hooks.missing(Tree.installed(*packages), packages) if packages else []
-    if not moved:
-        return None
-    more = f" (and {len(moved) - 1} more)" if moved[1:] else ""
-    return f"{moved[0]}{more}; run `{command()}`, {ALLOW_UNTESTED}=1 cannot help here."

@@ -5,8 +5,8 @@ import ast
 import re
 from pathlib import Path
 
-from vllm_patch.hooks import HOOKS, imports
-from vllm_patch.source import Hook, Tree
+from tests.compat.names import HOOKS, imports
+from tests.compat.names.resolver import Hook, Tree
 
 
 def missing_and_where(root: Path, package: str) -> list[str]:

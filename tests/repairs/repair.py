@@ -14,7 +14,7 @@ import pytest
 from packaging.version import Version
 
 from lmcache_hybrid.upstream import versions
-from vllm_patch import hooks
+from tests.compat.names import HOOKS
 
 # A function or a method of ours that repairs something.
 Repair = Callable[..., Any]
@@ -107,7 +107,7 @@ def without(patch: pytest.MonkeyPatch, repair: Repair) -> None:
     """Put back what a function of ``vllm_patch/compat.py`` has replaced in vLLM's classes."""
     file = f"{repair.__module__.replace('.', '/')}.py"
     replaced = []
-    for hook in hooks.HOOKS:
+    for hook in HOOKS:
         owner_name, _, name = hook.name.rpartition(".")
         if hook.replaced_in != file or not owner_name:
             continue

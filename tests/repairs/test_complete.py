@@ -15,7 +15,8 @@ from lmcache_hybrid.storage import staging
 from lmcache_hybrid.storage.disk import backend as local_disk
 from lmcache_hybrid.storage.remote import connectors as remote
 from lmcache_hybrid.storage.remote import redis as redis_stores
-from vllm_patch import compat, hooks
+from tests.compat.names import HOOKS
+from vllm_patch import compat
 
 from . import test_disk, test_remote, test_vllm  # noqa: F401  (fills TESTED)
 from .repair import TESTED, name_of, verdict, where
@@ -77,7 +78,7 @@ SETTERS = {"bind_native", "set_retry"}
 def replacing(module: ModuleType) -> Iterator[str]:
     """Functions and methods that put something in the place of LMCache's, or of its client's."""
     file = f"{module.__name__.replace('.', '/')}.py"
-    theirs = {hook.name.rpartition(".")[2] for hook in hooks.HOOKS if hook.replaced_in == file}
+    theirs = {hook.name.rpartition(".")[2] for hook in HOOKS if hook.replaced_in == file}
     for name, function in functions_in(ast.parse(inspect.getsource(module)), module.__name__):
         nodes = list(ast.walk(function))
         places = {target.attr for node in nodes for target in targets_of(node)}

@@ -11,7 +11,7 @@ import pytest
 from lmcache_hybrid.upstream.versions import Pair
 from tests.compat import cells, moved, newest, run
 from tests.compat.cells import STAGES, Cell, Outcome, _environment, joined, source_of, torch_of
-from vllm_patch.source import Hook
+from tests.compat.names.resolver import Hook
 
 ROOT = Path(__file__).parents[2]
 

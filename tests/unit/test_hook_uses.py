@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of upstream's that our code uses, against the lists of hooks; see test_hooks.py."""
+"""Names of upstream's that our code uses, against the lists of hooks; see test_names.py."""
 
 import ast
 import builtins
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from lmcache_hybrid.worker import fingerprint
-from vllm_patch import hooks
+from tests.compat import names
 
 from .test_hooks import FILES, ROOT
 
@@ -27,6 +27,7 @@ OTHERS = {
     "_C_cache_ops",  # torch.ops, see the hook of swap_blocks_batch
     "cuda_stream",  # torch.cuda.Stream, in C++
     "loggerDict",  # logging.Manager
+    "origin",  # importlib's ModuleSpec
     "returncode",  # subprocess.Popen
     "submodule_search_locations",  # importlib's ModuleSpec
     "to_dict",  # transformers
@@ -72,7 +73,7 @@ def modules() -> Iterator[ModuleType]:
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 found.add(node.module)
     for name in sorted(found):
-        if name.split(".")[0] not in (*hooks.PACKAGES, *OURS) or name.startswith("torch"):
+        if name.split(".")[0] not in (*names.PACKAGES, *OURS) or name.startswith("torch"):
             with contextlib.suppress(ImportError):  # an extra
                 yield importlib.import_module(name)
 
@@ -91,7 +92,7 @@ def elsewhere() -> set[str]:
 
 
 def listed() -> set[str]:
-    found = [*hooks.HOOKS, *hooks.imports()]
+    found = [*names.HOOKS, *names.imports()]
     found += [other for hook in found for other in hook.otherwise]
     return {part for hook in found for part in hook.name.split(".")}
 
@@ -110,6 +111,6 @@ def test_every_foreign_attribute_that_we_use_is_listed() -> None:
 
 def test_every_variable_of_vllms_environment_that_counts_is_listed() -> None:
     """Read with a default, a renamed one would no longer count, without a word."""
-    listed = {str(hook) for hook in hooks.HOOKS if hook.module == "vllm.envs"}
+    listed = {str(hook) for hook in names.HOOKS if hook.module == "vllm.envs"}
     prefix = "vllm.envs.environment_variables."
     assert listed == {prefix + name for name in fingerprint._ENVIRONMENT}

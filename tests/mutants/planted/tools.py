@@ -18,9 +18,8 @@ DEFECTS = (
     one(
         "a permission to try untested versions takes those for installed that are not",
         "lmcache_hybrid/upstream/versions.py",
-        "    if problem is not None:\n        return problem\n    vllm, lmcache",
-        '    if problem is not None and os.environ.get(ALLOW_UNTESTED) != "1":\n'
-        "        return problem\n    vllm, lmcache",
+        "    problem = absent()\n",
+        '    problem = absent() if os.environ.get(ALLOW_UNTESTED) != "1" else None\n',
     ),
     one(
         "a purge takes every model with the same last part of its name",

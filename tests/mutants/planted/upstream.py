@@ -7,6 +7,7 @@ REGISTER = "vllm_patch/__init__.py"
 CONFIG = "vllm_patch/config_hooks.py"
 CONNECTOR = "vllm_patch/connector.py"
 VERSIONS = "lmcache_hybrid/upstream/versions.py"
+SIGNATURES = "lmcache_hybrid/upstream/signatures.py"
 HOME = "lmcache_hybrid/upstream/lmcache_home.py"
 
 DEFECTS = (
@@ -53,10 +54,52 @@ DEFECTS = (
         "        if any(_fits(pair, (vllm, lmcache))):",
     ),
     one(
-        "a fix of a tested release is let in although it lacks a name",
+        "a fix of a tested release is let in although it changed a function",
         VERSIONS,
-        "        return _moved(_others(pair, (vllm, lmcache)))",
-        "        return None",
+        "    untested = _others(pair, here) if pair else",
+        "    untested = () if pair else",
+    ),
+    one(
+        "an untested release that is tried is let in although it changed a function",
+        VERSIONS,
+        " if pair else tuple(p.module for p in PACKAGES)",
+        " if pair else ()",
+    ),
+    one(
+        "a release that changed what is patched is patched",
+        REGISTER,
+        " or versions.changed(signatures.AT_START)",
+        "",
+    ),
+    one(
+        "a release of LMCache that changed what is called serves hybrid models",
+        CONNECTOR,
+        "if (problem := versions.changed()) is not None:",
+        "if (problem := None) is not None:",
+    ),
+    one(
+        "a parameter that a release wants in addition is not noticed",
+        SIGNATURES,
+        " and set(needed) <= set(takes)",
+        "",
+    ),
+    one(
+        "parameters in another order are not noticed",
+        SIGNATURES,
+        "tuple(found[: len(takes)]) == takes",
+        "set(takes) <= set(found)",
+    ),
+    one(
+        "a replaced method is not looked up in untested releases",
+        SIGNATURES,
+        "        Scheduler._preempt_request(request, timestamp)\n",
+        "",
+    ),
+    one(
+        "every process of vLLM imports LMCache and what only workers need",
+        REGISTER,
+        "versions.changed(signatures.AT_START)",
+        "versions.changed()",
     ),
     one(
         "a CPU host is sent to a release without CPU build",
@@ -103,21 +146,21 @@ DEFECTS = (
     ),
     one(
         "a name that LMCache moved counts as missing in its sources",
-        "vllm_patch/source.py",
+        "tests/compat/names/resolver.py",
         "new = None if found else moved(module)",
         "new = None",
     ),
     one(
         "one of the names that a release has instead is enough",
-        "vllm_patch/source.py",
+        "tests/compat/names/resolver.py",
         "return None if instead and not any(",
         "return None if instead and not all(",
     ),
     one(
         "the block size is kept where vLLM does so itself, and only there",
         "vllm_patch/compat.py",
-        'if CHOSEN_ONCE.problem(Tree.installed("vllm")) is None:',
-        'if CHOSEN_ONCE.problem(Tree.installed("vllm")) is not None:',
+        "if CHOSEN_ONCE in ",
+        "if CHOSEN_ONCE not in ",
     ),
     one(
         "keys beside the KV cache are taken for part of it",

@@ -1,35 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything in vLLM that this package replaces or relies on by name.
+"""What the product replaces in vLLM or relies on; for what it only reads see :mod:`.vllm_read`."""
 
-For LMCache see :mod:`lmcache_hybrid.hooks`. What is merely imported is not listed:
-:func:`missing` reads that off our own files. Whoever assigns to or uses another
-attribute of theirs adds it, what is only read to :mod:`vllm_patch.hooks_used`. Tests
-compare the assignments in our code with ``replaced_in``, and all uses with the names.
-"""
-
-from pathlib import Path
-
-from lmcache_hybrid.hooks import LMCACHE
-from lmcache_hybrid.upstream import lmcache_home
-from vllm_patch.hooks_used import USED
-from vllm_patch.source import Hook, Tree, attributes, imported
-
-PACKAGES = ("vllm", "lmcache", "redis", "torch")
-
-
-def missing(tree: Tree, packages: tuple[str, ...] = PACKAGES) -> list[str]:
-    """What our code needs and ``tree`` lacks, in the order of :data:`HOOKS`, imports last."""
-    hooks = [hook for hook in (*HOOKS, *imports()) if hook.module.split(".")[0] in packages]
-    return [problem for hook in hooks if (problem := hook.problem(tree)) is not None]
-
-
-def imports() -> list[Hook]:
-    """What our files import from upstream, or take from LMCache's in-process part."""
-    root = Path(__file__).parents[1]
-    files = [f for name in ("vllm_patch", "lmcache_hybrid") for f in (root / name).rglob("*.py")]
-    taken = {(f"lmcache.{module}", name) for name, module in lmcache_home.NAMES.items()}
-    return [Hook(module, name) for module, name in sorted(taken.union(imported(files, PACKAGES)))]
-
+from tests.compat.names.resolver import Hook, attributes
 
 _CONFIG_HOOKS = "vllm_patch/config_hooks.py"
 _COMPAT = "vllm_patch/compat.py"
@@ -48,16 +20,16 @@ _SLEEP = "vllm_patch/sleep.py"
 _LORA = "vllm.lora.worker_manager"
 _LORA_HOOKS = "vllm_patch/lora_hooks.py"
 
-HOOKS = (
+VLLM = (
     # What vLLM must offer for states to be stored and restored at all
-    Hook(_BASE, "SupportsHMA.request_finished_all_groups", ("request", "block_ids")),
+    Hook(_BASE, "SupportsHMA.request_finished_all_groups"),
     Hook(_OUTPUT, "SchedulerOutput.kv_connector_block_state"),
     *attributes(
         _OUTPUT,
         "KVConnectorBlockState",
         "boundary_state_offloads get_block_ids",
     ),
-    Hook(_BASE, "KVConnectorBase_V1.get_transfer_results", ("finished_req_ids",)),
+    Hook(_BASE, "KVConnectorBase_V1.get_transfer_results"),
     *attributes(_BASE, "KVConnectorTransferResults", "finished_recving failed_recving"),
     *attributes("vllm.v1.outputs", "KVConnectorOutput", "finished_recving failed_recving"),
     Hook(_REQUEST, "Request.shared_prefix_boundary", replaced_in=_COMPAT),
@@ -70,32 +42,16 @@ HOOKS = (
         holds=("self._lmcache_engine", "self._kv_cache_events"),
         replaced_in="vllm_patch/connector.py",
     ),
-    Hook(
-        _LMCACHE,
-        "LMCacheConnectorV1.__init__",
-        ("vllm_config", "role", "kv_cache_config"),
-    ),
-    Hook(
-        _BASE,
-        "KVConnectorBase_V1.__init__",
-        ("vllm_config", "role", "kv_cache_config"),
-    ),
+    Hook(_LMCACHE, "LMCacheConnectorV1.__init__"),
+    Hook(_BASE, "KVConnectorBase_V1.__init__"),
     *attributes(
         _LMCACHE,
         "LMCacheConnectorV1",
         "requires_kv_delivery bind_connector_metadata get_kv_connector_kv_cache_events shutdown "
         "update_connector_output reset_cache",
     ),
-    Hook(
-        _LMCACHE,
-        "LMCacheConnectorV1.get_num_new_matched_tokens",
-        ("request", "num_computed_tokens"),
-    ),
-    Hook(
-        _LMCACHE,
-        "LMCacheConnectorV1.update_state_after_alloc",
-        ("request", "blocks", "num_external_tokens"),
-    ),
+    Hook(_LMCACHE, "LMCacheConnectorV1.get_num_new_matched_tokens"),
+    Hook(_LMCACHE, "LMCacheConnectorV1.update_state_after_alloc"),
     Hook(
         "vllm.distributed.kv_transfer.kv_connector.factory",
         "KVConnectorFactory.get_connector_class_by_name",
@@ -107,30 +63,19 @@ HOOKS = (
     Hook("vllm.v1.worker.gpu_worker", "Worker.update_weights", replaced_in=_LOADERS),
     Hook("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", replaced_in=_LOADERS),
     # vllm_patch/sleep.py
-    Hook("vllm.v1.worker.gpu_worker", "Worker.sleep", ("level",), replaced_in=_SLEEP),
-    Hook("vllm.v1.worker.gpu_worker", "Worker.wake_up", ("tags",), replaced_in=_SLEEP),
-    Hook("vllm.v1.worker.gpu_worker", "Worker.discard", ("tags",), replaced_in=_SLEEP),
+    Hook("vllm.v1.worker.gpu_worker", "Worker.sleep", replaced_in=_SLEEP),
+    Hook("vllm.v1.worker.gpu_worker", "Worker.wake_up", replaced_in=_SLEEP),
+    Hook("vllm.v1.worker.gpu_worker", "Worker.discard", replaced_in=_SLEEP),
     Hook("vllm.v1.engine.core", "EngineCore.sleep", holds=("clear_prefix_cache = level >= 1",)),
     Hook("vllm.v1.engine.core", "EngineCore._finish_pause", holds=("self._reset_caches()",)),
-    Hook(
-        f"{_LOADER}.base_loader",
-        "BaseModelLoader.__init__",
-        ("load_config",),
-        replaced_in=_LOADERS,
-    ),
+    Hook(f"{_LOADER}.base_loader", "BaseModelLoader.__init__", replaced_in=_LOADERS),
     Hook(
         f"{_LOADER}.base_loader",
         "BaseModelLoader.load_model",
-        ("vllm_config", "model_config", "prefix"),
         holds=("self.load_weights(model, model_config)",),
         replaced_in=_LOADERS,
     ),
-    Hook(
-        f"{_LOADER}.base_loader",
-        "BaseModelLoader.load_weights",
-        ("model", "model_config"),
-        replaced_in=_LOADERS,
-    ),
+    Hook(f"{_LOADER}.base_loader", "BaseModelLoader.load_weights", replaced_in=_LOADERS),
     Hook(
         f"{_LOADER}.default_loader",
         "DefaultModelLoader.load_weights",
@@ -150,14 +95,9 @@ HOOKS = (
     Hook(_CONFIG, "SpeculativeConfig.draft_model_config"),
     *attributes(_CONFIG, "ModelConfig", "hf_config hf_config_path"),
     # vllm_patch/config_hooks.py
-    Hook(_CONFIG, "KVTransferConfig.__post_init__", (), replaced_in=_CONFIG_HOOKS),
+    Hook(_CONFIG, "KVTransferConfig.__post_init__", replaced_in=_CONFIG_HOOKS),
     Hook(_CONFIG, "KVTransferConfig.kv_role", replaced_in=_CONFIG_HOOKS),
-    Hook(
-        _CONFIG,
-        "VllmConfig._post_init_kv_transfer_config",
-        (),
-        replaced_in=_CONFIG_HOOKS,
-    ),
+    Hook(_CONFIG, "VllmConfig._post_init_kv_transfer_config", replaced_in=_CONFIG_HOOKS),
     Hook(
         _CONFIG,
         "VllmConfig.__post_init__",
@@ -200,21 +140,14 @@ HOOKS = (
     Hook(
         _SCHEDULER,
         "Scheduler._update_waiting_for_remote_kv",
-        ("request",),
         holds=("self.kv_cache_manager.cache_blocks(", "self.failed_recving_kv_req_ids"),
         replaced_in=_COMPAT,
     ),
-    Hook(
-        _SCHEDULER,
-        "Scheduler._update_from_kv_xfer_finished",
-        ("kv_connector_output",),
-        replaced_in=_COMPAT,
-    ),
-    Hook(_SCHEDULER, "Scheduler._handle_blocked_waiting_request", ("request",)),
+    Hook(_SCHEDULER, "Scheduler._update_from_kv_xfer_finished", replaced_in=_COMPAT),
+    Hook(_SCHEDULER, "Scheduler._handle_blocked_waiting_request"),
     Hook(
         _SCHEDULER,
         "Scheduler.reset_prefix_cache",
-        ("reset_running_requests", "reset_connector"),
         holds=("self.reset_connector_cache() and reset_successful",),
         replaced_in=_COMPAT,
     ),
@@ -225,20 +158,13 @@ HOOKS = (
     Hook(
         _SCHEDULER,
         "Scheduler._request_remaining_blocks",
-        ("request",),
         holds=("apply_admission_cap=True",),
         replaced_in=_COMPAT,
     ),
-    Hook(_SCHEDULER, "Scheduler._preempt_request", ("request", "timestamp"), replaced_in=_COMPAT),
+    Hook(_SCHEDULER, "Scheduler._preempt_request", replaced_in=_COMPAT),
     Hook(
         _SCHEDULER,
         "Scheduler._mamba_block_aligned_split",
-        (
-            "request",
-            "num_new_tokens",
-            "num_new_local_computed_tokens",
-            "num_external_computed_tokens",
-        ),
         holds=("start % block_size != 0 and (not use_internal_checkpoint)",),
         replaced_in=_COMPAT,
     ),
@@ -265,7 +191,6 @@ HOOKS = (
     Hook(
         "vllm.renderers.base",
         "BaseRenderer._process_multimodal",
-        ("prompt", "mm_data", "mm_uuids", "mm_processor_kwargs"),
         holds=("parse_mm_uuids(mm_uuids)",),
         replaced_in=_MEDIA,
     ),
@@ -278,12 +203,7 @@ HOOKS = (
         ),
     ),
     Hook("vllm.renderers.base", "BaseRenderer.config"),
-    Hook(
-        "vllm.v1.engine.input_processor",
-        "InputProcessor.process_inputs",
-        ("request_id", "prompt", "params", "supported_tasks"),
-        replaced_in=_MEDIA,
-    ),
+    Hook("vllm.v1.engine.input_processor", "InputProcessor.process_inputs", replaced_in=_MEDIA),
     Hook("vllm.v1.engine.input_processor", "InputProcessor.vllm_config"),
     *attributes("vllm.v1.engine", "EngineCoreRequest", "mm_features sampling_params"),
     Hook("vllm.multimodal.inputs", "MultiModalFeatureSpec.identifier", replaced_in=_MEDIA),
@@ -292,16 +212,10 @@ HOOKS = (
     Hook(_CONFIG, "ModelConfig.multimodal_config"),
     Hook(_CONFIG, "MultiModalConfig.mm_processor_cache_gb"),
     # vllm_patch/lora_hooks.py, lmcache_hybrid/identity/adapters.py
-    Hook(
-        _LORA,
-        "WorkerLoRAManager.__init__",
-        ("vllm_config", "device", "embedding_modules"),
-        replaced_in=_LORA_HOOKS,
-    ),
+    Hook(_LORA, "WorkerLoRAManager.__init__", replaced_in=_LORA_HOOKS),
     Hook(
         _LORA,
         "WorkerLoRAManager._load_adapter",
-        ("lora_request",),
         holds=("self._lora_model_cls.from_local_checkpoint(",),
         replaced_in=_LORA_HOOKS,
     ),
@@ -352,7 +266,6 @@ HOOKS = (
     Hook(
         "vllm._custom_ops",
         "swap_blocks_batch",
-        ("src_ptrs", "dst_ptrs", "sizes", "is_src_access_order_any"),
         holds=("torch.ops._C_cache_ops.swap_blocks_batch(",),
     ),
     *attributes(_SPECS, "KVCacheConfig", "num_blocks kv_cache_groups"),
@@ -365,7 +278,6 @@ HOOKS = (
     Hook(
         _TRITON,
         "TritonAttentionImpl._ensure_scale_caches",
-        ("kv_cache",),
         holds=(
             "if self._k_scale_cache is not None:",
             "self._k_scale_cache.fill_(1.0)",
@@ -414,6 +326,4 @@ HOOKS = (
     *attributes(_CONFIG, "SchedulerConfig", "async_scheduling max_num_seqs max_num_batched_tokens"),
     Hook(_CONFIG, "SpeculativeConfig.use_eagle_block_drop", ()),
     *attributes("vllm.v1.worker.worker_base", "WorkerBase", "vllm_config device"),
-    *USED,
-    *LMCACHE,
 )

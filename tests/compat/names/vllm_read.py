@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names in vLLM and torch that are read only, beside those of :mod:`vllm_patch.hooks`."""
+"""What the product only reads in vLLM and torch, beside what :mod:`.vllm` lists."""
 
-from vllm_patch.source import Hook, attributes
+from tests.compat.names.resolver import Hook, attributes
 
 _CONFIG = "vllm.config"
 _SPECS = "vllm.v1.kv_cache_interface"
@@ -30,7 +30,7 @@ ENVIRONMENT = (
 _NEWER = "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE"
 _OLDER = attributes("vllm.envs", "environment_variables", "VLLM_ROCM_MONO_DECODE")
 
-USED = (
+READ = (
     *attributes("vllm.envs", "environment_variables", ENVIRONMENT),
     *attributes("vllm.envs", "environment_variables", _NEWER, otherwise=tuple(_OLDER)),
     *attributes(_CONFIG, "VllmConfig", "device_config scheduler_config"),

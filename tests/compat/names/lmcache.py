@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything in LMCache that this package replaces or relies on by name.
+"""What the product replaces in LMCache and its Redis client, or relies on."""
 
-See :mod:`vllm_patch.hooks`, which checks it.
-"""
-
-from vllm_patch.source import Hook, attributes
+from tests.compat.names.resolver import Hook, attributes
 
 _BACKENDS = "lmcache.v1.storage_backend"
 _DISK = f"{_BACKENDS}.local_disk_backend"
@@ -32,14 +29,9 @@ LMCACHE = (
         "InstrumentedRemoteConnector.getWrappedConnector",
         (),
     ),
-    Hook(f"{_BACKENDS}.connector.base_connector", "RemoteConnector.remove_sync", ("key",)),
-    Hook(
-        f"{_BACKENDS}.connector.fs_connector",
-        "FSConnector.get",
-        ("key",),
-        replaced_in=_REMOTE_PATCH,
-    ),
-    Hook(_DISK, "LocalDiskBackend.exists_in_put_tasks", ("key",)),
+    Hook(f"{_BACKENDS}.connector.base_connector", "RemoteConnector.remove_sync"),
+    Hook(f"{_BACKENDS}.connector.fs_connector", "FSConnector.get", replaced_in=_REMOTE_PATCH),
+    Hook(_DISK, "LocalDiskBackend.exists_in_put_tasks"),
     Hook("lmcache.v1.config", "_update_config_from_env"),
     # lmcache_hybrid/stored, redis_stores.py
     Hook("redis", "RedisError"),
@@ -75,18 +67,7 @@ LMCACHE = (
         "maybe_create_lookup_server maybe_create_offload_server",
     ),
     *attributes("lmcache.v1.metadata", "LMCacheMetadata", "kv_shape use_mla world_size worker_id"),
-    Hook(
-        "lmcache.v1.cache_engine",
-        "LMCacheEngineBuilder.get_or_create",
-        (
-            "instance_id",
-            "config",
-            "metadata",
-            "gpu_connector",
-            "broadcast_fn",
-            "broadcast_object_fn",
-        ),
-    ),
+    Hook("lmcache.v1.cache_engine", "LMCacheEngineBuilder.get_or_create"),
     *attributes(
         "lmcache.v1.cache_engine",
         "LMCacheEngine",
@@ -108,7 +89,7 @@ LMCACHE = (
         "CacheEngineKey",
         "model_name world_size worker_id chunk_hash dtype request_configs from_string to_string",
     ),
-    Hook("lmcache.utils", "CacheEngineKey.with_new_worker_id", ("new_worker_id",)),
+    Hook("lmcache.utils", "CacheEngineKey.with_new_worker_id"),
     Hook(
         "lmcache.utils",
         "CacheEngineKey.model_name",
@@ -120,15 +101,10 @@ LMCACHE = (
         "byte_array tensor ref_count_up ref_count_down get_physical_size",
     ),
     Hook("lmcache.v1.memory_management", "MemoryFormat.KV_2LTD"),
-    Hook(
-        f"{_BACKENDS}.cache_policy.base_policy",
-        "BaseCachePolicy.update_on_hit",
-        ("key", "cache_dict"),
-    ),
+    Hook(f"{_BACKENDS}.cache_policy.base_policy", "BaseCachePolicy.update_on_hit"),
     Hook(
         f"{_BACKENDS}.local_cpu_backend",
         "LocalCPUBackend.allocate",
-        ("shapes", "dtypes", "fmt", "eviction", "busy_loop"),
         replaced_in="lmcache_hybrid/storage/staging.py",
     ),
     *attributes(
@@ -137,28 +113,16 @@ LMCACHE = (
         "cache_policy cpu_lock hot_cache contains remove batched_get_blocking "
         "batched_submit_put_task",
     ),
-    Hook(
-        _DISK,
-        "LocalDiskBackend.read_file",
-        ("key", "buffer", "path"),
-    ),
-    Hook(_DISK, "LocalDiskBackend.write_file", ("buffer", "path")),
-    Hook(
-        _DISK,
-        "LocalDiskBackend.load_bytes_from_disk",
-        ("key", "path", "dtype", "shape", "fmt"),
-    ),
+    Hook(_DISK, "LocalDiskBackend.read_file"),
+    Hook(_DISK, "LocalDiskBackend.write_file"),
+    Hook(_DISK, "LocalDiskBackend.load_bytes_from_disk"),
     Hook(
         _DISK,
         "LocalDiskBackend._load_chunk_into_memory",
-        ("key", "path", "memory_obj"),
         holds=("self.read_file(key, buffer, path)",),
     ),
     Hook(
-        _DISK,
-        "LocalDiskBackend.async_save_bytes_to_disk",
-        ("key", "memory_obj"),
-        holds=("self.write_file(buffer, path)",),
+        _DISK, "LocalDiskBackend.async_save_bytes_to_disk", holds=("self.write_file(buffer, path)",)
     ),
     *attributes(
         f"{_BACKENDS}.cache_policy.lfu",
@@ -166,11 +130,11 @@ LMCACHE = (
         "update_on_hit update_on_put update_on_force_evict get_evict_candidates key_to_freq",
     ),
     Hook(_DISK, "LocalDiskBackend.submit_put_task", holds=("self.async_save_bytes_to_disk",)),
-    Hook(_DISK, "LocalDiskBackend.insert_key", ("key", "size", "shape", "dtype", "fmt")),
-    Hook(_DISK, "LocalDiskBackend._key_to_path", ("key",)),
-    Hook(_DISK, "LocalDiskWorker.remove_put_task", ("key",)),
+    Hook(_DISK, "LocalDiskBackend.insert_key"),
+    Hook(_DISK, "LocalDiskBackend._key_to_path"),
+    Hook(_DISK, "LocalDiskWorker.remove_put_task"),
     *attributes(_DISK, "LocalDiskWorker", "put_lock put_tasks"),
-    Hook(_DISK, "LocalDiskBackend.remove", ("key", "force"), holds=("os.remove(path)",)),
+    Hook(_DISK, "LocalDiskBackend.remove", holds=("os.remove(path)",)),
     *attributes(
         _DISK,
         "LocalDiskBackend",
@@ -184,13 +148,8 @@ LMCACHE = (
         "TensorMemoryObj.can_evict",
         holds=("not self.is_pinned and self.get_ref_count() == 1",),
     ),
-    Hook(
-        f"{_BACKENDS}.remote_backend",
-        "RemoteBackend.init_connection",
-        (),
-        replaced_in=_REMOTE_PATCH,
-    ),
-    Hook(f"{_BACKENDS}.remote_backend", "RemoteBackend.get_blocking", ("key",)),
+    Hook(f"{_BACKENDS}.remote_backend", "RemoteBackend.init_connection", replaced_in=_REMOTE_PATCH),
+    Hook(f"{_BACKENDS}.remote_backend", "RemoteBackend.get_blocking"),
     *attributes(
         f"{_BACKENDS}.remote_backend",
         "RemoteBackend",
@@ -199,10 +158,9 @@ LMCACHE = (
     Hook(
         _REDIS,
         "RedisConnector._exists",
-        ("key",),
         holds=("self.connection.exists(key.to_string() + 'metadata')",),
     ),
-    Hook(_REDIS, "RedisConnector._get", ("key",), holds=("memory_obj =",)),
+    Hook(_REDIS, "RedisConnector._get", holds=("memory_obj =",)),
     Hook(_REDIS, "RedisConnector._put", holds=("self.connection.set(",)),
     Hook(_REDIS, "RedisConnector.close", holds=("self.pq_executor.shutdown(",)),
     Hook(_REDIS, "RedisConnector.connection", replaced_in=_REDIS_PATCH),
@@ -210,14 +168,14 @@ LMCACHE = (
     *attributes(_REDIS, "RedisClusterConnector", "sem loop pq_executor max_connections"),
     Hook(_REDIS, "RedisClusterConnector.cluster", replaced_in=_REDIS_PATCH),
     Hook(_REDIS, "RedisConnector.pool"),
-    Hook(_REDIS, "RedisSentinelConnector.exists", ("key",)),
+    Hook(_REDIS, "RedisSentinelConnector.exists"),
     *attributes(_REDIS, "RedisSentinelConnector", "ENV_REDIS_TIMEOUT local_cpu_backend"),
     Hook(_REDIS, "RedisSentinelConnector.master", replaced_in=_REDIS_PATCH),
     Hook(_REDIS, "RedisSentinelConnector.sentinel", replaced_in=_REDIS_PATCH),
     Hook(_REDIS, "Priorities.PEEK"),
-    Hook(_QUEUE, "AsyncPQExecutor.submit_job", ("fn",), replaced_in=_REMOTE_PATCH),
-    Hook(_QUEUE, "AsyncPQExecutor.shutdown", ("wait",), replaced_in=_REMOTE_PATCH),
-    Hook(_QUEUE, "AsyncPQExecutor.shutdown_async", ("wait",)),
+    Hook(_QUEUE, "AsyncPQExecutor.submit_job", replaced_in=_REMOTE_PATCH),
+    Hook(_QUEUE, "AsyncPQExecutor.shutdown", replaced_in=_REMOTE_PATCH),
+    Hook(_QUEUE, "AsyncPQExecutor.shutdown_async"),
     Hook(_QUEUE, "AsyncPQExecutor._queue"),
     Hook(
         _ZMQ,
@@ -266,16 +224,16 @@ LMCACHE = (
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.store_location", replaced_in=_DOCTOR),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.retrieve_locations", replaced_in=_DOCTOR),
     # lmcache_hybrid/storage/host_memory.py
-    Hook(_OPS, "DeviceOps.bind_native", ("module",), holds=("setattr(self, name, native_sym)",)),
+    Hook(_OPS, "DeviceOps.bind_native", holds=("setattr(self, name, native_sym)",)),
     Hook(_OPS, "DeviceOps.device_type"),
-    Hook(_OPS, "DeviceOps.alloc_pinned_ptr", ("size", "device_id")),
-    Hook(_OPS, "DeviceOps.alloc_pinned_numa_ptr", ("size", "numa_id")),
-    Hook(_OPS, "DeviceOps.alloc_hugepage_pinned_ptr", ("size", "device_id")),
-    Hook(_OPS, "DeviceOps.alloc_hugepage_pinned_numa_ptr", ("size", "numa_id")),
-    Hook(_OPS, "DeviceOps.free_pinned_ptr", ("ptr",)),
-    Hook(_OPS, "DeviceOps.free_pinned_numa_ptr", ("ptr", "size")),
-    Hook(_OPS, "DeviceOps.free_hugepage_pinned_ptr", ("ptr", "size")),
-    Hook(_OPS, "DeviceOps.free_hugepage_pinned_numa_ptr", ("ptr", "size")),
+    Hook(_OPS, "DeviceOps.alloc_pinned_ptr"),
+    Hook(_OPS, "DeviceOps.alloc_pinned_numa_ptr"),
+    Hook(_OPS, "DeviceOps.alloc_hugepage_pinned_ptr"),
+    Hook(_OPS, "DeviceOps.alloc_hugepage_pinned_numa_ptr"),
+    Hook(_OPS, "DeviceOps.free_pinned_ptr"),
+    Hook(_OPS, "DeviceOps.free_pinned_numa_ptr"),
+    Hook(_OPS, "DeviceOps.free_hugepage_pinned_ptr"),
+    Hook(_OPS, "DeviceOps.free_hugepage_pinned_numa_ptr"),
     Hook(
         "lmcache.v1.platform.devices.cuda.device_ops",
         "CudaDeviceOps.ensure_native",
@@ -297,8 +255,8 @@ LMCACHE = (
             "free_fn=device_ops.free_pinned_numa_ptr, free_args=(size,)",
         ),
     ),
-    Hook(_SPEC, "DeviceSpec.pin_memory", ("ptr", "size", "flags")),
-    Hook(_SPEC, "DeviceSpec.unpin_memory", ("ptr",)),
+    Hook(_SPEC, "DeviceSpec.pin_memory"),
+    Hook(_SPEC, "DeviceSpec.unpin_memory"),
     Hook(f"{_BACKENDS}.local_cpu_backend", "LocalCPUBackend.memory_allocator"),
     *attributes(
         "lmcache.v1.memory_allocators.mixed_memory_allocator",

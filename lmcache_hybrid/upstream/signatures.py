@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions of vLLM and LMCache that this package replaces or relies on, with their parameters.
+
+They are looked up, by import, in a release on which no test ran; a tested one has them all.
+Left out is what ends the start by itself with a plain error. Whoever replaces another one adds
+it here: tests/unit/test_hooks.py compares.
+"""
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from lmcache_hybrid.upstream import lmcache_home
+
+# Module to functions, a line each, with the positional parameters that are passed, without
+# self; upstream may add others that have defaults. (...) leaves them open.
+Signatures = dict[str, str]
+
+# Replaced when the plugin loads; their modules are imported then in any case.
+AT_START: Signatures = {
+    "vllm.config": """
+        KVTransferConfig.__post_init__()
+        VllmConfig._post_init_kv_transfer_config()""",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": """
+        KVConnectorBase_V1.__init__(vllm_config, role, kv_cache_config)
+        KVConnectorBase_V1.get_transfer_results(finished_req_ids)
+        SupportsHMA.request_finished_all_groups(request, block_ids)""",
+    "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector": """
+        LMCacheConnectorV1.__init__(vllm_config, role, kv_cache_config)
+        LMCacheConnectorV1.get_num_new_matched_tokens(request, num_computed_tokens)
+        LMCacheConnectorV1.update_state_after_alloc(request, blocks, num_external_tokens)""",
+    "vllm.lora.worker_manager": """
+        WorkerLoRAManager.__init__(vllm_config, device, embedding_modules)
+        WorkerLoRAManager._load_adapter(lora_request)""",
+    "vllm.model_executor.model_loader.base_loader": """
+        BaseModelLoader.__init__(load_config)
+        BaseModelLoader.load_model(vllm_config, model_config, prefix)
+        BaseModelLoader.load_weights(model, model_config)""",
+    "vllm.renderers.base": """
+        BaseRenderer._process_multimodal(prompt, mm_data, mm_uuids, mm_processor_kwargs)""",
+    "vllm.v1.core.sched.scheduler": """
+        Scheduler.__init__(...)
+        Scheduler._handle_blocked_waiting_request(request)
+        Scheduler._mamba_block_aligned_split(request, num_new_tokens, \
+            num_new_local_computed_tokens, num_external_computed_tokens)
+        Scheduler._preempt_request(request, timestamp)
+        Scheduler._request_remaining_blocks(request)
+        Scheduler._update_from_kv_xfer_finished(kv_connector_output)
+        Scheduler._update_waiting_for_remote_kv(request)
+        Scheduler.reset_prefix_cache(reset_running_requests, reset_connector)""",
+    "vllm.v1.engine.input_processor": """
+        InputProcessor.process_inputs(request_id, prompt, params, supported_tasks)""",
+}
+
+# Replaced or called where a model is served. Other processes do not import their modules.
+SERVING: Signatures = {
+    "vllm._custom_ops": "swap_blocks_batch(src_ptrs, dst_ptrs, sizes, is_src_access_order_any)",
+    "vllm.v1.attention.backends.triton_attn": "TritonAttentionImpl._ensure_scale_caches(kv_cache)",
+    "vllm.v1.worker.gpu_worker": """
+        Worker.discard(tags)
+        Worker.finish_weight_update(...)
+        Worker.reload_weights(...)
+        Worker.reset_weights(...)
+        Worker.sleep(level)
+        Worker.update_weights(...)
+        Worker.wake_up(tags)""",
+    "lmcache.utils": "CacheEngineKey.with_new_worker_id(new_worker_id)",
+    "lmcache.v1.cache_engine": """
+        LMCacheEngineBuilder.get_or_create(instance_id, config, metadata, gpu_connector, \
+            broadcast_fn, broadcast_object_fn)""",
+    "lmcache.v1.platform.base.device_ops": """
+        DeviceOps.alloc_hugepage_pinned_numa_ptr(size, numa_id)
+        DeviceOps.alloc_hugepage_pinned_ptr(size, device_id)
+        DeviceOps.alloc_pinned_numa_ptr(size, numa_id)
+        DeviceOps.alloc_pinned_ptr(size, device_id)
+        DeviceOps.bind_native(module)
+        DeviceOps.free_hugepage_pinned_numa_ptr(ptr, size)
+        DeviceOps.free_hugepage_pinned_ptr(ptr, size)
+        DeviceOps.free_pinned_numa_ptr(ptr, size)
+        DeviceOps.free_pinned_ptr(ptr)""",
+    "lmcache.v1.platform.base.device_spec": """
+        DeviceSpec.pin_memory(ptr, size, flags)
+        DeviceSpec.unpin_memory(ptr)""",
+    "lmcache.v1.storage_backend.cache_policy.base_policy": """
+        BaseCachePolicy.update_on_hit(key, cache_dict)""",
+    "lmcache.v1.storage_backend.connector.base_connector": "RemoteConnector.remove_sync(key)",
+    "lmcache.v1.storage_backend.connector.fs_connector": "FSConnector.get(key)",
+    "lmcache.v1.storage_backend.connector.redis_connector": """
+        RedisConnector._exists(key)
+        RedisConnector._get(key)
+        RedisSentinelConnector.exists(key)""",
+    "lmcache.v1.storage_backend.job_executor.pq_executor": """
+        AsyncPQExecutor.shutdown(wait)
+        AsyncPQExecutor.shutdown_async(wait)
+        AsyncPQExecutor.submit_job(fn)""",
+    "lmcache.v1.storage_backend.local_cpu_backend": """
+        LocalCPUBackend.allocate(shapes, dtypes, fmt, eviction, busy_loop)""",
+    "lmcache.v1.storage_backend.local_disk_backend": """
+        LocalDiskBackend._key_to_path(key)
+        LocalDiskBackend._load_chunk_into_memory(key, path, memory_obj)
+        LocalDiskBackend.async_save_bytes_to_disk(key, memory_obj)
+        LocalDiskBackend.exists_in_put_tasks(key)
+        LocalDiskBackend.insert_key(key, size, shape, dtype, fmt)
+        LocalDiskBackend.load_bytes_from_disk(key, path, dtype, shape, fmt)
+        LocalDiskBackend.read_file(key, buffer, path)
+        LocalDiskBackend.remove(key, force)
+        LocalDiskBackend.write_file(buffer, path)
+        LocalDiskWorker.remove_put_task(key)""",
+    "lmcache.v1.storage_backend.remote_backend": """
+        RemoteBackend.get_blocking(key)
+        RemoteBackend.init_connection()""",
+}
+ALL = AT_START | SERVING
+
+
+def listed(signatures: Signatures) -> Iterator[tuple[str, str, tuple[str, ...] | None]]:
+    """(module, name in it, parameters) of each function; None where these are open."""
+    for module, lines in signatures.items():
+        for line in filter(None, map(str.strip, lines.splitlines())):
+            name, _, inside = line.removesuffix(")").partition("(")
+            takes = tuple(word.strip() for word in inside.split(",") if word.strip())
+            yield module, name, None if takes == ("...",) else takes
+
+
+def problems(signatures: Signatures, packages: tuple[str, ...]) -> list[str]:
+    """What the installed release has otherwise, a few words for each function.
+
+    Imports the modules.
+
+    Args:
+        packages: "vllm", "lmcache"; functions of others are left out.
+    """
+    return [
+        said
+        for module, name, takes in listed(signatures)
+        if module.split(".")[0] in packages and (said := _problem(module, name, takes)) is not None
+    ]
+
+
+def _problem(module: str, name: str, takes: tuple[str, ...] | None) -> str | None:
+    try:
+        function = _find(module, name)
+    except AttributeError:
+        return f"{module}.{name} is missing"
+    except Exception as error:  # whatever a module of another release does when it is imported
+        return f"{module} cannot be imported ({type(error).__name__}: {error})"
+    if takes is None:
+        return None
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in _COLLECTING]
+    found = [p.name for p in parameters if p.kind in _POSITIONAL or p.name in needed]
+    if tuple(found[: len(takes)]) == takes and set(needed) <= set(takes):
+        return None
+    return f"{module}.{name} takes ({', '.join(found)}) instead of ({', '.join(takes)})"
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _find(module: str, name: str) -> Any:
+    """The function; LMCache's in-process part has two homes.
+
+    Raises:
+        AttributeError: it is not there.
+    """
+    first, *rest = name.split(".")
+    source = lmcache_home if first in lmcache_home.NAMES else importlib.import_module(module)
+    found = getattr(source, first)
+    for attribute in rest:
+        found = getattr(found, attribute)
+    return found
