@@ -6,12 +6,16 @@ from functools import partial
 
 import pytest
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
+from typer.testing import CliRunner
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
 from vllm.v1.core.sched.scheduler import Scheduler
 
 import vllm_patch
+from lmcache_hybrid.tools.cli import app
+from lmcache_hybrid.tools.doctor import installation
+from lmcache_hybrid.tools.doctor.finding import Status
 from lmcache_hybrid.upstream import versions
 from vllm_patch import compat, config_hooks, connector, loaders, lora_hooks, media
 
@@ -157,3 +161,17 @@ def test_a_release_of_lmcache_that_changed_what_is_called_serves_other_models_on
     problem = "cannot serve this model: .*read_file takes .key, buffer. instead of .key, buffer, p"
     with pytest.raises(ValueError, match=problem):
         make(cache_config(*groups))
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_the_tools_look_fixes_through_and_say_what_a_release_changed(
+    installed, monkeypatch, changed
+):
+    installed["lmcache"] = "0.5.6.post1"
+    if changed:
+        monkeypatch.delattr(LocalDiskBackend, "read_file")
+    (finding,) = installation.check_plugin()
+    said = CliRunner().invoke(app, "version")
+    assert ("LocalDiskBackend.read_file is missing; run `pip" in finding.fix) == changed
+    assert ("LocalDiskBackend.read_file is missing; run `pip" in said.output) == changed
+    assert (finding.status == Status.ERROR, said.exit_code) == (changed, int(changed))

@@ -78,6 +78,18 @@ DEFECTS = (
         "if (problem := None) is not None:",
     ),
     one(
+        "the doctor takes a release for usable that lacks a function",
+        "lmcache_hybrid/tools/doctor/installation.py",
+        '        if problem is not None:\n            return error("plugin"',
+        '        if problem is None:\n            return error("plugin"',
+    ),
+    one(
+        "version takes a release for usable that lacks a function",
+        "lmcache_hybrid/tools/cli/__init__.py",
+        "versions.unsupported() or versions.changed()",
+        "versions.unsupported()",
+    ),
+    one(
         "a parameter that a release wants in addition is not noticed",
         SIGNATURES,
         " and set(needed) <= set(takes)",
