@@ -43,6 +43,7 @@ def release(monkeypatch):
         ("Engine.step()", "takes (request) instead of ()"),
         ("Engine.step(other)", "takes (request) instead of (other)"),
         ("Engine.step(request, more)", "takes (request) instead of (request, more)"),
+        ("Engine.__init__(role, config)", "takes (config, role) instead of (role, config)"),
         ("Engine.__init__(role)", "takes (config, role) instead of (role)"),
         ("Engine.stop(reason)", "takes (reason, now) instead of (reason)"),
     ],
