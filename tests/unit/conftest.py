@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 import gc
 import logging
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
 
+from lmcache_hybrid.tools.tiny_models import make_model
 from lmcache_hybrid.upstream import versions
 
 
@@ -42,3 +47,21 @@ def installed(monkeypatch):
         versions, "installed", lambda *names: next(filter(None, map(found.get, names)), None)
     )
     return found
+
+
+@pytest.fixture(scope="module")
+def granite(model_dir: Path) -> VllmConfig:
+    """Configuration of an engine that serves a tiny Granite 4 through this connector."""
+    model = make_model("granite4", model_dir / "granite4")
+    config = EngineArgs(model=str(model), max_model_len=4096).create_engine_config()
+    config.kv_transfer_config = KVTransferConfig("LMCacheConnectorV1", kv_role="kv_both")
+    return config
+
+
+@pytest.fixture
+def model_folder(granite: VllmConfig, tmp_path: Path, monkeypatch) -> Path:
+    """A copy of Granite's folder without weights, for ``toy_weights.loaded``."""
+    # As vLLM's CPU workers do: a loader would call it on a GPU.
+    monkeypatch.setattr("torch.accelerator.empty_cache", lambda: None)
+    ignore = shutil.ignore_patterns("*.safetensors", "*.index.json")
+    return shutil.copytree(granite.model_config.model, tmp_path / "model", ignore=ignore)

@@ -15,13 +15,13 @@ from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
 from lmcache_hybrid.storage.weights_guard import GuardedLookup, WeightsGuard
 
-from .test_weights import Toy, configured, cpu, folder, made, tensors, write_safetensors  # noqa: F401
 from .test_worker import rig as worker_rig  # noqa: F401
+from .toy_weights import Toy, configured, tensors, write_safetensors
 
 
-def test_every_way_into_a_loaded_model_counts(made, folder):  # noqa: F811
-    write_safetensors(folder, tensors())
-    config, toy = configured(made, folder), Toy()
+def test_every_way_into_a_loaded_model_counts(granite, model_folder):
+    write_safetensors(model_folder, tensors())
+    config, toy = configured(granite, model_folder), Toy()
     loader = get_model_loader(config.load_config)
     loader.create_model = lambda **_: toy
     with set_current_vllm_config(config):
