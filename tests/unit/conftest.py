@@ -39,6 +39,28 @@ def one_thread():
 
 
 @pytest.fixture
+def worker_rig():
+    """Makes workers over a store in memory and shuts them down; takes Rig's arguments."""
+    from .test_worker import Rig
+
+    made: list[Rig] = []
+
+    def make(*args, **kwargs) -> Rig:
+        made.append(Rig(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.worker.shutdown()
+
+
+@pytest.fixture
+def worker(worker_rig):
+    """A worker over a store in memory."""
+    return worker_rig()
+
+
+@pytest.fixture
 def installed(monkeypatch):
     """Pretend these versions are installed."""
     monkeypatch.delenv(versions.ALLOW_UNTESTED, raising=False)

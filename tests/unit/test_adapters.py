@@ -29,7 +29,6 @@ from vllm_patch.config_hooks import CONNECTOR
 from . import test_rpc
 from .helpers import N, make_request
 from .scheduler_rig import STATES, Rig
-from .test_worker import rig as worker_rig  # noqa: F401
 
 vllm_patch.register()
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -337,7 +336,7 @@ def named(prefix: Prefix) -> Prefix:
     return msgspec.structs.replace(prefix, adapter=Adapter(ask(Path("/a")), (b"1",)))
 
 
-def test_a_step_of_another_adapter_stores_nothing(worker_rig, monkeypatch):  # noqa: F811
+def test_a_step_of_another_adapter_stores_nothing(worker_rig, monkeypatch):
     rig = worker_rig()
     (save,) = rig.save_metadata().saves
     save = SaveSpec(save.request_id, named(save.prefix), save.attention, save.states)
@@ -370,9 +369,7 @@ def on_ranks(monkeypatch, *others: list[int]) -> list[list[int]]:
 
 @pytest.mark.parametrize("other", [[0], [1]], ids=["changed", "same"])
 def test_what_another_rank_computed_with_another_adapter_is_not_stored(
-    worker_rig,  # noqa: F811
-    monkeypatch,
-    other,
+    worker_rig, monkeypatch, other
 ):
     """A rank's pages come out of sums over all ranks; files may change between two ranks' reads."""
     rig = worker_rig()
@@ -385,13 +382,13 @@ def test_what_another_rank_computed_with_another_adapter_is_not_stored(
     assert rig.worker.counts.skipped_saves.get("adapter", 0) == 1 - other[0]
 
 
-def test_ranks_ask_each_other_about_adapters_only(worker_rig, monkeypatch):  # noqa: F811
+def test_ranks_ask_each_other_about_adapters_only(worker_rig, monkeypatch):
     rig, calls = worker_rig(), on_ranks(monkeypatch)
     rig.worker.save(rig.save_metadata())
     assert rig.store.records and not calls
 
 
-def test_a_rank_without_a_store_answers_the_others(worker_rig, monkeypatch):  # noqa: F811
+def test_a_rank_without_a_store_answers_the_others(worker_rig, monkeypatch):
     """One whose store failed to open, or takes nothing at the moment: the others wait for it."""
     rig, calls = worker_rig(), on_ranks(monkeypatch, [1])
     (save,) = rig.save_metadata().saves
@@ -408,7 +405,7 @@ def test_a_rank_without_a_store_answers_the_others(worker_rig, monkeypatch):  # 
 
 
 @pytest.mark.parametrize("answers", [[False], [True, False]], ids=["before", "meanwhile"])
-def test_a_load_of_another_adapter_fails(worker_rig, monkeypatch, answers):  # noqa: F811
+def test_a_load_of_another_adapter_fails(worker_rig, monkeypatch, answers):
     rig = worker_rig().saved()
     load = rig.load()
     object.__setattr__(load, "prefix", named(load.prefix))

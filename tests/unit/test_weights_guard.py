@@ -15,7 +15,6 @@ from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
 from lmcache_hybrid.storage.weights_guard import GuardedLookup, WeightsGuard
 
-from .test_worker import rig as worker_rig  # noqa: F401
 from .toy_weights import Toy, configured, tensors, write_safetensors
 
 
@@ -87,7 +86,7 @@ def connected(rig) -> HybridConnector:
     return connector
 
 
-def test_after_a_change_nothing_is_stored_until_a_reset(worker_rig):  # noqa: F811
+def test_after_a_change_nothing_is_stored_until_a_reset(worker_rig):
     rig = worker_rig()
     connector = connected(rig)
     connector._metadata = rig.save_metadata()
@@ -99,7 +98,7 @@ def test_after_a_change_nothing_is_stored_until_a_reset(worker_rig):  # noqa: F8
     assert rig.store.records
 
 
-def test_a_step_under_way_when_the_reset_comes_is_not_stored(worker_rig, monkeypatch):  # noqa: F811
+def test_a_step_under_way_when_the_reset_comes_is_not_stored(worker_rig, monkeypatch):
     """Of new weights, by the name of the old ones, where other engines would find it."""
     rig = worker_rig()
     connector, reset = connected(rig), rig.worker.reset
@@ -116,7 +115,7 @@ def test_a_step_under_way_when_the_reset_comes_is_not_stored(worker_rig, monkeyp
     assert connector._guard.stands()
 
 
-def test_after_a_change_nothing_is_looked_up_and_loads_fail(worker_rig):  # noqa: F811
+def test_after_a_change_nothing_is_looked_up_and_loads_fail(worker_rig):
     rig = worker_rig().saved()
     connector, load = connected(rig), rig.load()
     connector._metadata = ConnectorMetadata(loads=(load,), idle=True)
