@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from lmcache_hybrid.storage.record import record_bytes
 from lmcache_hybrid.tools.cli import app
-from lmcache_hybrid.tools.stored.wrapper import WRAPPER_BYTES
+from lmcache_hybrid.tools.stored.record_store import WRAPPER_BYTES
 from lmcache_hybrid.tools.tiny_models import make_model
 
 pytestmark = pytest.mark.engine

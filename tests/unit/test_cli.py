@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands where vLLM or LMCache is not installed (yet): in one sentence."""
+"""What commands say where vLLM or LMCache is not installed; what ``bench`` passes on."""
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from lmcache_hybrid import __version__
 from lmcache_hybrid.tools.cli import app
+from lmcache_hybrid.tools.cli.bench import BENCHMARKS
 from lmcache_hybrid.upstream import versions
 
 NAMES = {"vLLM": "vllm", "LMCache": "lmcache"}
@@ -43,3 +44,11 @@ def test_version_says_what_is_not_installed(
     assert result.exit_code == 1 and found.startswith(f"lmcache-hybrid {__version__}, vLLM ")
     assert f"{absent} not installed" in found and "None" not in found
     assert problem.startswith(f"{absent} is not installed; run `pip install ")
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_bench_passes_its_options_to_the_benchmark(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert CliRunner().invoke(app, ["bench", name, "--help"]).exit_code == 0
+    assert f"Usage: python -m benchmarks.{name} [OPTIONS]" in capfd.readouterr().out

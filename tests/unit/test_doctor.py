@@ -27,9 +27,8 @@ from lmcache_hybrid.tools.doctor.backends import check_backends
 from lmcache_hybrid.tools.doctor.capacity import check_disks, check_memory, check_redis
 from lmcache_hybrid.tools.doctor.context import Context, read_context
 from lmcache_hybrid.tools.doctor.finding import Finding, Status
-from lmcache_hybrid.tools.doctor.groups import check_model
 from lmcache_hybrid.tools.doctor.model import Model, ModelError, read_model
-from lmcache_hybrid.tools.doctor.options import check_chunk_size, check_options
+from lmcache_hybrid.tools.doctor.options import check_chunk_size, check_model, check_options
 from lmcache_hybrid.upstream import versions
 from vllm_patch.connector import UpstreamConnector
 

@@ -22,9 +22,8 @@ from lmcache_hybrid.storage.record import HEADER_BYTES
 from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.tools.stored import audit
 from lmcache_hybrid.tools.stored.audit import Status, judge
-from lmcache_hybrid.tools.stored.opening import open_source
-from lmcache_hybrid.tools.stored.source import Entry
-from lmcache_hybrid.tools.stored.wrapper import WRAPPER_BYTES, check_wrapper
+from lmcache_hybrid.tools.stored.opening import open_store
+from lmcache_hybrid.tools.stored.record_store import WRAPPER_BYTES, Entry, check_wrapper
 
 from .test_lmcache_store import (  # noqa: F401
     FINGERPRINT,
@@ -493,7 +492,7 @@ def test_any_bytes_get_a_verdict(head, wrapper, size):
 
 def test_a_record_that_goes_away_is_neither_good_nor_damaged(box):  # noqa: F811
     filled = box("fs").write()
-    source = open_source(store_of(filled))
+    source = open_store(store_of(filled))
     entries = list(source.entries())
     filled.remove(KEYS[0])
     verdicts = [audit.verify(source, entry).status for entry in entries]

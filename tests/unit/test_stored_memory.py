@@ -11,7 +11,7 @@ import pytest
 
 from lmcache_hybrid.core.keys import STATE
 from lmcache_hybrid.storage import record
-from lmcache_hybrid.tools.stored import names, summary
+from lmcache_hybrid.tools.stored import record_store, summary
 from lmcache_hybrid.tools.stored.summary import Resumable
 
 from .test_stored import N, resealed, run, run_json
@@ -59,7 +59,7 @@ def peak(function: Callable[[], object]) -> int:
 )
 def test_memory_does_not_grow_with_the_records(tmp_path, monkeypatch, command, code):
     monkeypatch.setattr(summary, "SAMPLE", 100)
-    monkeypatch.setattr(names, "IN_MEMORY_BYTES", 1000)
+    monkeypatch.setattr(record_store, "IN_MEMORY_BYTES", 1000)
     fill(tmp_path, 0, FEW)
     job = lambda: run(command[0], str(tmp_path), *command[1:], exit_code=code)  # noqa: E731
     job()  # what is loaded or cached once

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lmcache_hybrid.storage.key_names import MODEL_NAME_LENGTH, readable_name
-from lmcache_hybrid.tools.stored import names
-from lmcache_hybrid.tools.stored.names import Names
+from lmcache_hybrid.tools.stored import record_store
+from lmcache_hybrid.tools.stored.record_store import Names
 
 from .test_lmcache_store import (  # noqa: F401
     FINGERPRINT,
@@ -177,7 +177,7 @@ def test_usage_errors(args):
 
 
 def test_names_beyond_memory_come_from_a_file(monkeypatch):
-    monkeypatch.setattr(names, "IN_MEMORY_BYTES", 100)
+    monkeypatch.setattr(record_store, "IN_MEMORY_BYTES", 100)
     given = [f"/srv/{i}\n\udcff\"@'" for i in range(50)]
     chosen = Names()
     assert not chosen

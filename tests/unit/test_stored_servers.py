@@ -6,8 +6,8 @@ import redis
 from servers import Cluster
 
 from lmcache_hybrid.config.login import login_of
-from lmcache_hybrid.tools.stored import redis_source
-from lmcache_hybrid.tools.stored.opening import open_source
+from lmcache_hybrid.tools.stored import redis_store
+from lmcache_hybrid.tools.stored.opening import open_store
 from lmcache_hybrid.tools.stored.redis_client import hosts_of
 
 from .test_lmcache_store import FINGERPRINT, MODEL, N, blocked_loops, flip, valkey  # noqa: F401
@@ -91,7 +91,7 @@ def test_looking_is_no_use(box, kind):  # noqa: F811
         for part in ("kv_bytes", "metadata"):
             name = name_of(filled, key, part)
             filled.redis.restore(name, 0, filled.redis.dump(name), replace=True, idletime=LONG_AGO)
-    source = open_source(url_of(filled))
+    source = open_store(url_of(filled))
     client = source._client
     for _ in range(2):
         ages = [entry.age for entry in source.entries()]
@@ -127,7 +127,7 @@ def test_sentinels_without_that_service(box, monkeypatch):  # noqa: F811
 def test_a_replica_takes_over(box, shared_sentinels):  # noqa: F811
     """The primary that sentinels name now is asked, not a host of the URL."""
     filled = box("sentinel").write(MANY)
-    client = open_source(url_of(filled))._client
+    client = open_store(url_of(filled))._client
     named = client.connection_pool.get_master_address()
     assert named[1] == shared_sentinels.primary.port
     client.close()
@@ -204,7 +204,7 @@ def test_what_a_server_refuses_to_say_is_not_taken_for_nothing(box):  # noqa: F8
 
 @every_kind
 def test_keys_are_asked_for_in_pages(box, kind, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(redis_source, "PAGE", 5)
+    monkeypatch.setattr(redis_store, "PAGE", 5)
     filled = box(kind).write(MANY)
     (row,) = run_json("inspect", url_of(filled))["rows"]
     assert row["records"] == len(MANY)

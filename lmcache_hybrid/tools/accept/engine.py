@@ -8,14 +8,15 @@ import re
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lmcache_hybrid.tools.accept.compare import Answer
+from lmcache_hybrid.tools.subprocesses import start_module
 
+CHILD = "lmcache_hybrid.tools.accept.child"
 # LMCache's writers are waited for so long before an engine is ended.
 FLUSH_SECONDS = 300
 STOP_SECONDS = 90
@@ -53,21 +54,10 @@ class Engine:
         """
         self._log = log
         self.facts: dict[str, Any] = {}
-        read_fd, write_fd = os.pipe()
         with log.open("ab") as file:
             self._written = file.tell()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "lmcache_hybrid.tools.accept.child", str(write_fd)],
-                stdin=subprocess.PIPE,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                pass_fds=(write_fd,),
-                env=environment,
-                text=True,
-                start_new_session=True,  # Ctrl-C is for us, who end its workers with it
-            )
-        os.close(write_fd)
-        self._replies = os.fdopen(read_fd)
+            # Ctrl-C is for us, who end its workers with it.
+            self._process, self._replies = start_module(CHILD, file, environment, own_session=True)
         self._start = {"model": model, "flags": list(flags)}
 
     def __enter__(self) -> "Engine":

@@ -13,19 +13,16 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from lmcache_hybrid.tools.accept.compare import Verdict
 from lmcache_hybrid.tools.accept.engine import Engine, EngineError, run_quietly, tail
 from lmcache_hybrid.tools.accept.report import as_json, print_verdict
 from lmcache_hybrid.tools.accept.result import Result
 from lmcache_hybrid.tools.accept.run import Run
-from lmcache_hybrid.tools.cli.host import need_host
+from lmcache_hybrid.tools.cli.terminal import Say, live_line, need_host
 
 EXIT_CODES = {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.UNDECIDED: 3}
 NO_RESULT = 2
-
-Say = Callable[[str], None]
 
 
 def accept(
@@ -138,10 +135,8 @@ def _progress(console: Console) -> Iterator[Say]:
             f"{time.monotonic() - started:5.0f} s  {text}", markup=False, soft_wrap=True
         )
         return
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("Starting")
-        yield lambda text: progress.update(task, description=text)
+    with live_line(console, "Starting") as say:
+        yield say
 
 
 def _driver() -> str:

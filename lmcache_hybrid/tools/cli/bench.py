@@ -8,9 +8,14 @@ from pathlib import Path
 
 import typer
 
-ROOT = Path(__file__).parents[2]
-# Options, --help too, are those of the benchmark.
-_PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+ROOT = Path(__file__).parents[3]
+# Modules of benchmarks/.
+BENCHMARKS = {
+    "performance": "Times and bandwidths beside their limits, with real engines: half an hour.",
+    "reuse": "What of seven traces of prompts is hit, without an engine: three minutes.",
+    "scale": "What one Valkey serves of one engine, and of a thousand.",
+    "weights": "What the identity of 50 GB of weights costs at start-up.",
+}
 
 bench = typer.Typer(
     help="Measure on this machine; needs a checkout with its environment (make venv).",
@@ -18,33 +23,14 @@ bench = typer.Typer(
 )
 
 
-@bench.command(context_settings=_PASSED_ON)
-def performance(context: typer.Context) -> None:
-    """Times and bandwidths beside their limits, with real engines: half an hour."""
-    _run("performance", context.args)
+def _run(context: typer.Context) -> None:
+    """Run the benchmark that the command names, with its own options; ends with its exit code.
 
-
-@bench.command(context_settings=_PASSED_ON)
-def reuse(context: typer.Context) -> None:
-    """What of seven traces of prompts is hit, without an engine: three minutes."""
-    _run("reuse", context.args)
-
-
-@bench.command(context_settings=_PASSED_ON)
-def scale(context: typer.Context) -> None:
-    """What one Valkey serves of one engine, and of a thousand."""
-    _run("scale", context.args)
-
-
-@bench.command(context_settings=_PASSED_ON)
-def weights(context: typer.Context) -> None:
-    """What the identity of 50 GB of weights costs at start-up."""
-    _run("weights", context.args)
-
-
-def _run(name: str, arguments: list[str]) -> None:
-    """Raises typer.Exit with the benchmark's exit code, 2 where there is no checkout."""
-    if not (ROOT / "benchmarks" / name).is_dir():
+    Raises:
+        typer.Exit: always; 2 where there is no checkout.
+    """
+    name = context.info_name
+    if not (ROOT / "benchmarks" / str(name)).is_dir():
         typer.echo(
             "The benchmarks are not part of the wheel; clone the repository, run make venv "
             f"there, and then .venv/bin/lmcache-hybrid bench {name}.",
@@ -53,7 +39,13 @@ def _run(name: str, arguments: list[str]) -> None:
         raise typer.Exit(2)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}", *arguments],
+        [sys.executable, "-m", f"benchmarks.{name}", *context.args],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
     raise typer.Exit(done.returncode)
+
+
+for _name, _help in BENCHMARKS.items():
+    # --help, too, is the benchmark's.
+    _passed_on = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+    bench.command(_name, help=_help, context_settings=_passed_on)(_run)

@@ -3,8 +3,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +10,13 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lmcache_hybrid.tools.cli.host import need_host
+from lmcache_hybrid.tools.cli.terminal import live_line, need_host
+from lmcache_hybrid.tools.subprocesses import start_module
 from lmcache_hybrid.tools.texts import texts
 
+ENGINE = "lmcache_hybrid.tools.cli.demo_engine"
 console = Console()
 
 
@@ -49,36 +48,26 @@ def run_engine(model: Path, store: Path, prompts: list[str], what: str, log: Pat
             }
         )
     )
-    read_fd, write_fd = os.pipe()
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        **os.environ,
+        "LMCACHE_CONFIG_FILE": str(config),
+        "LMCACHE_TRACK_USAGE": "false",
+    }
     with log.open("ab") as log_file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lmcache_hybrid.tools.cli.demo_engine", str(write_fd)],
-            stdin=subprocess.PIPE,
-            stdout=log_file,
-            stderr=subprocess.STDOUT,
-            pass_fds=(write_fd,),
-            env={
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                **os.environ,
-                "LMCACHE_CONFIG_FILE": str(config),
-                "LMCACHE_TRACK_USAGE": "false",
-            },
-            text=True,
-        )
-    os.close(write_fd)
+        process, lines = start_module(ENGINE, log_file, environment, own_session=False)
     assert process.stdin is not None
     json.dump({"model": str(model), "prompts": prompts}, process.stdin)
     process.stdin.close()
     replies: list[Reply] = []
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with os.fdopen(read_fd) as lines, Progress(*columns, console=console) as progress:
-        task = progress.add_task(f"{what}: starting (20 to 60 seconds)")
+    starting = f"{what}: starting (20 to 60 seconds)"
+    with lines, live_line(console, starting, keep=True) as say:
         for line in lines:
             message = json.loads(line)
             if "ready" not in message:
                 replies.append(Reply(**message))
-            progress.update(task, description=f"{what}: {len(replies)} of {len(prompts)} prompts")
-        progress.update(task, description=f"{what}: {len(replies)} prompts, stopping")
+            say(f"{what}: {len(replies)} of {len(prompts)} prompts")
+        say(f"{what}: {len(replies)} prompts, stopping")
         code = process.wait()
     if code != 0 or len(replies) != len(prompts):
         console.print(f"[red]{what} ended with exit code {code}. The end of {log}:[/]")

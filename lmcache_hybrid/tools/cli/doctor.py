@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Generator
@@ -21,7 +20,9 @@ from rich.text import Text
 
 from lmcache_hybrid.storage.key_names import printable
 from lmcache_hybrid.tools.doctor.finding import Finding, Status, error
+from lmcache_hybrid.tools.subprocesses import start_module
 
+CHECKS = "lmcache_hybrid.tools.doctor"
 # vLLM loads in ten seconds or in a minute; nothing takes longer than this but a hang.
 SECONDS = 600
 # For the checks to delete their test record when they are stopped.
@@ -90,19 +91,10 @@ def diagnose(model: str | None, transfer: dict | None) -> Generator[Finding, Non
 
     Closed early, it stops them and waits until they have cleaned up.
     """
-    read_fd, write_fd = os.pipe()
+    environment = {"LMCACHE_TRACK_USAGE": "false", **os.environ}
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lmcache_hybrid.tools.doctor", str(write_fd)],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            pass_fds=(write_fd,),
-            env={"LMCACHE_TRACK_USAGE": "false", **os.environ},
-            text=True,
-            start_new_session=True,  # Ctrl-C is for us, who stop it gently
-        )
-        os.close(write_fd)
+        # Ctrl-C is for us, who stop it gently.
+        process, lines = start_module(CHECKS, log, environment, own_session=True)
         assert process.stdin is not None
         watchdog = threading.Timer(SECONDS, _stop, (process,))
         watchdog.start()
@@ -110,7 +102,7 @@ def diagnose(model: str | None, transfer: dict | None) -> Generator[Finding, Non
             with contextlib.suppress(BrokenPipeError):  # it died; its exit code says so below
                 process.stdin.write(json.dumps({"model": model, "transfer": transfer}))
                 process.stdin.close()
-            with os.fdopen(read_fd) as lines:
+            with lines:
                 for line in lines:
                     fields = json.loads(line)
                     yield Finding(**fields | {"status": Status(fields["status"])})

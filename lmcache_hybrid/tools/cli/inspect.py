@@ -12,17 +12,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from lmcache_hybrid.core.digests import PLAIN, Digester, read_key
 from lmcache_hybrid.core.errors import ConfigError, StoreError
 from lmcache_hybrid.storage.key_names import printable
+from lmcache_hybrid.tools.cli.terminal import live_line
 from lmcache_hybrid.tools.stored.audit import Status, Verdict, judge, verify
-from lmcache_hybrid.tools.stored.names import Names
-from lmcache_hybrid.tools.stored.opening import open_source
-from lmcache_hybrid.tools.stored.source import Source
+from lmcache_hybrid.tools.stored.opening import open_store, stores_of
+from lmcache_hybrid.tools.stored.record_store import Names, RecordStore
 from lmcache_hybrid.tools.stored.summary import Row, summarise
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -56,12 +55,12 @@ def inspect_store(
 ) -> None:
     """Show what a store holds, by model, rank and fingerprint. Payloads are not read."""
     results = []
-    for source in sources(store, lmcache_config):
+    for opened in open_stores(store, lmcache_config):
         with refusals():
-            rows = summarise(judge(entry) for entry in source.entries())
-        results.append((source, rows))
+            rows = summarise(judge(entry) for entry in opened.entries())
+        results.append((opened, rows))
         if not as_json:
-            _print_rows(source, rows)
+            _print_rows(opened, rows)
     if as_json:
         print(json.dumps([_described(s) | {"rows": list(map(asdict, r))} for s, r in results]))
 
@@ -81,19 +80,19 @@ def verify_store(
     """
     digester = digester_of(key_file)
     results, left = [], 0
-    for source in sources(store, lmcache_config):
+    for opened in open_stores(store, lmcache_config):
         counts: Counter[Status] = Counter()
         bad: list[Verdict] = []
         with refusals(), progress(as_json) as show, closing(Names()) as damaged:
-            for verdict in show(verify(source, entry, digester) for entry in source.entries()):
+            for verdict in show(verify(opened, entry, digester) for entry in opened.entries()):
                 counts[verdict.status] += 1
                 if verdict.status in BAD and (as_json or len(bad) < SHOWN):
                     bad.append(verdict)
                 if verdict.status == Status.DAMAGED and delete_damaged:
                     damaged.add(verdict.entry.where)
-            deleted = source.delete(damaged)
+            deleted = opened.delete(damaged)
         left += sum(counts[status] for status in BAD) - len(damaged)
-        results.append((source, counts, bad, deleted))
+        results.append((opened, counts, bad, deleted))
     if as_json:
         print(json.dumps([_described(s) | _verified(c, b, d) for s, c, b, d in results]))
     else:
@@ -112,30 +111,26 @@ def digester_of(key_file: Path | None) -> Digester:
         return PLAIN if key_file is None else read_key("--key-file", str(key_file))
 
 
-def sources(store: str | None, lmcache_config: Path | None) -> Iterator[Source]:
+def open_stores(store: str | None, lmcache_config: Path | None) -> Iterator[RecordStore]:
     """Every store that the command names, each closed before the next is opened.
 
     Raises:
         typer.Exit: 2 for a wrong name, 1 for a store that cannot be reached; said so.
     """
-    if (store is None) == (lmcache_config is None):
+    if store is not None and lmcache_config is None:
+        names = [store]
+    elif store is None and lmcache_config is not None:
+        with refusals():
+            names = stores_of(lmcache_config)
+    else:
         raise typer.BadParameter("name one STORE, or --lmcache-config with the stores in it")
-    with refusals():
-        names = [store] if store is not None else _configured(lmcache_config)
     for name in names:
         with refusals():
-            source = open_source(name)
+            opened = open_store(name)
         try:
-            yield source
+            yield opened
         finally:
-            source.close()
-
-
-def _configured(path: Path | None) -> list[str]:
-    assert path is not None
-    from lmcache_hybrid.tools.stored.configured import stores_of
-
-    return stores_of(path)
+            opened.close()
 
 
 @contextmanager
@@ -151,17 +146,14 @@ def refusals() -> Iterator[None]:
 @contextmanager
 def progress(quiet: bool) -> Iterator[Callable[[Iterator[Verdict]], Iterator[Verdict]]]:
     """Gives a function that passes verdicts on, and shows on standard error how many."""
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     console = Console(stderr=True)
-    quiet = quiet or not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
-        task = bar.add_task("Reading")
+    with live_line(console, "Reading", disable=quiet or not console.is_terminal) as say:
 
         def show(verdicts: Iterator[Verdict]) -> Iterator[Verdict]:
             size = 0
             for count, verdict in enumerate(verdicts, 1):
                 size += verdict.entry.taken
-                bar.update(task, description=f"{count} records, {decimal(size)}")
+                say(f"{count} records, {decimal(size)}")
                 yield verdict
 
         yield show
@@ -178,16 +170,16 @@ def age_of(seconds: float | None) -> str:
     return f"{seconds // UNITS[unit]:.0f} {unit}"
 
 
-def _print_rows(source: Source, rows: list[Row]) -> None:
+def _print_rows(store: RecordStore, rows: list[Row]) -> None:
     console = Console()
-    console.print(Text(source.name, "bold"))
+    console.print(Text(store.name, "bold"))
     console.print(table_of(rows))
     unfinished = sum(row.unfinished for row in rows)
-    notes = [*source.notes]
+    notes = [*store.notes]
     if unfinished:
         notes.append(f"{unfinished} records are being written.")
-    if source.foreign:
-        notes.append(f"{source.foreign} files or values of others are left alone.")
+    if store.foreign:
+        notes.append(f"{store.foreign} files or values of others are left alone.")
     if any(row.damaged for row in rows):
         notes.append("`lmcache-hybrid purge STORE --damaged` deletes what is damaged.")
     for note in notes:
@@ -222,7 +214,7 @@ def table_of(rows: list[Row]) -> Table:
 
 
 def _print_verified(
-    source: Source, counts: Counter[Status], bad: list[Verdict], deleted: int
+    store: RecordStore, counts: Counter[Status], bad: list[Verdict], deleted: int
 ) -> None:
     console = Console()
     for verdict in bad:
@@ -230,13 +222,13 @@ def _print_verified(
     if more := sum(counts[status] for status in BAD) - len(bad):
         console.print(f"... and {more} more.")
     told = ", ".join(f"{count} {status.value}" for status, count in sorted(counts.items()))
-    console.print(Text(f"{source.name}: {told or 'no records'}."))
+    console.print(Text(f"{store.name}: {told or 'no records'}."))
     if deleted:
         console.print(f"Deleted {deleted} damaged records.")
 
 
-def _described(source: Source) -> dict:
-    return {"store": source.name, "notes": source.notes, "foreign": source.foreign}
+def _described(store: RecordStore) -> dict:
+    return {"store": store.name, "notes": store.notes, "foreign": store.foreign}
 
 
 def _verified(counts: Counter[Status], bad: list[Verdict], deleted: int) -> dict:

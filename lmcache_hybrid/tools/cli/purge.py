@@ -21,14 +21,13 @@ from lmcache_hybrid.tools.cli.inspect import (
     KeyOption,
     StoreArgument,
     digester_of,
+    open_stores,
     progress,
     refusals,
-    sources,
     table_of,
 )
 from lmcache_hybrid.tools.stored.audit import Status, Verdict, judge, verify
-from lmcache_hybrid.tools.stored.names import Names
-from lmcache_hybrid.tools.stored.source import Source
+from lmcache_hybrid.tools.stored.record_store import Names, RecordStore
 from lmcache_hybrid.tools.stored.summary import summarise
 
 # A shorter beginning could fit another fingerprint by chance.
@@ -53,15 +52,15 @@ class Choice:
     other_version: bool
     digester: Digester = PLAIN
 
-    def of(self, source: Source) -> Iterator[Verdict]:
-        for entry in source.entries():
+    def of(self, store: RecordStore) -> Iterator[Verdict]:
+        for entry in store.entries():
             if self.model and entry.key.model != self.model:
                 continue
             if self.fingerprints and not entry.key.fingerprint.startswith(self.fingerprints):
                 continue
             if self.seconds is not None and (entry.age is None or entry.age < self.seconds):
                 continue
-            verdict = verify(source, entry, self.digester) if self.damaged else judge(entry)
+            verdict = verify(store, entry, self.digester) if self.damaged else judge(entry)
             if self.damaged and verdict.status != Status.DAMAGED:
                 continue
             if self.other_version and verdict.status != Status.OTHER_VERSION:
@@ -102,11 +101,11 @@ def purge_store(
         raise typer.BadParameter("--key-file is read with --damaged only, add it or leave it out")
     choice = replace(choice, digester=digester_of(key_file))
     unsure = model is not None and choice.model != model and not fingerprint
-    for source in sources(store, lmcache_config):
+    for opened in open_stores(store, lmcache_config):
         with closing(Names()) as chosen:
-            what = _show(source, choice, chosen)
+            what = _show(opened, choice, chosen)
             if not chosen:
-                typer.echo(f"Nothing to delete in {source.name}.")
+                typer.echo(f"Nothing to delete in {opened.name}.")
             elif unsure:
                 _refuse(
                     f"Names of records have only the last part of a model's name, {choice.model}, "
@@ -117,7 +116,7 @@ def purge_store(
                 typer.echo(f"Would delete {what}.")
             elif yes or _agreed(what):
                 with refusals():
-                    typer.echo(f"Deleted {source.delete(chosen)} of {what}.")
+                    typer.echo(f"Deleted {opened.delete(chosen)} of {what}.")
 
 
 def _choice(
@@ -173,7 +172,7 @@ def _seconds(text: str) -> float:
     return int(found[1]) * UNITS[found[2]]
 
 
-def _show(source: Source, choice: Choice, chosen: Names) -> str:
+def _show(store: RecordStore, choice: Choice, chosen: Names) -> str:
     """Print the fingerprints of what is chosen and add its names to ``chosen``.
 
     Returns:
@@ -186,13 +185,13 @@ def _show(source: Source, choice: Choice, chosen: Names) -> str:
             yield verdict
 
     with refusals(), progress(False) as show:
-        rows = summarise(added(show(choice.of(source))))
+        rows = summarise(added(show(choice.of(store))))
     if rows:
         console = Console()
-        console.print(Text(source.name, "bold"))
+        console.print(Text(store.name, "bold"))
         console.print(table_of(rows))
     size = decimal(sum(row.bytes for row in rows))
-    return f"{len(chosen)} records ({size}) in {source.name}"
+    return f"{len(chosen)} records ({size}) in {store.name}"
 
 
 def _agreed(what: str) -> bool:

@@ -36,9 +36,8 @@ def findings(model: str | None, transfer: dict | None) -> Generator[Finding, Non
     from lmcache_hybrid.tools.doctor.backends import check_backends
     from lmcache_hybrid.tools.doctor.capacity import check_disks, check_memory, check_redis
     from lmcache_hybrid.tools.doctor.context import read_context
-    from lmcache_hybrid.tools.doctor.groups import check_model
     from lmcache_hybrid.tools.doctor.hashing import check_hash
-    from lmcache_hybrid.tools.doctor.options import check_chunk_size, check_options
+    from lmcache_hybrid.tools.doctor.options import check_chunk_size, check_model, check_options
 
     yield from guarded(check_hash, other_hash)
     context = read_context(model, transfer)

@@ -25,8 +25,7 @@ from lmcache_hybrid.storage.record import digests_of
 from lmcache_hybrid.storage.remote import connectors as remote
 from lmcache_hybrid.storage.remote import redis as redis_stores
 from lmcache_hybrid.tools.doctor.context import Context
-from lmcache_hybrid.tools.doctor.finding import Finding, error, ok, one_line, skipped
-from lmcache_hybrid.tools.doctor.listening import listen
+from lmcache_hybrid.tools.doctor.finding import Finding, error, listen, ok, one_line, skipped
 from lmcache_hybrid.tools.stored.redis_client import SCHEMES, connect
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_hybrid.config.options import load_lmcache_config
 from lmcache_hybrid.core.errors import ConfigError
-from lmcache_hybrid.tools.doctor.finding import Finding, error, one_line, warning
-from lmcache_hybrid.tools.doctor.listening import listen
+from lmcache_hybrid.tools.doctor.finding import Finding, error, listen, one_line, warning
 from lmcache_hybrid.tools.doctor.model import Model, ModelError, read_model
 
 if TYPE_CHECKING:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a check says."""
+"""What a check says, and what libraries log while it runs."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -57,3 +60,34 @@ def _complaint(error: dict) -> str:
     field = ".".join(map(str, error.get("loc", ())))
     message = error["msg"].removeprefix("Value error, ").rstrip(".")
     return f"{field}: {message}" if field else message
+
+
+class _Ear(logging.Handler):
+    def __init__(self, heard: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._heard = heard
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = " ".join(record.getMessage().split()).rstrip(".")
+        if message not in self._heard:
+            self._heard.append(message)
+
+
+@contextmanager
+def listen(*prefixes: str) -> Iterator[list[str]]:
+    """Collect warnings and errors of the loggers that exist now and whose names start so.
+
+    LMCache's loggers do not pass on what they log, so each needs an ear of its own.
+    """
+    heard: list[str] = []
+    ear = _Ear(heard)
+    loggers = [
+        logging.getLogger(n) for n in logging.root.manager.loggerDict if n.startswith(prefixes)
+    ]
+    for logger in loggers:
+        logger.addHandler(ear)
+    try:
+        yield heard
+    finally:
+        for logger in loggers:
+            logger.removeHandler(ear)

@@ -17,8 +17,7 @@ from lmcache_hybrid.storage.record import (
     read_header,
     record_bytes,
 )
-from lmcache_hybrid.tools.stored.source import Entry, Source
-from lmcache_hybrid.tools.stored.wrapper import check_wrapper
+from lmcache_hybrid.tools.stored.record_store import Entry, RecordStore, check_wrapper
 
 # What an engine is writing just now is incomplete, but not damaged.
 WRITING_SECONDS = 300.0
@@ -70,7 +69,7 @@ def judge(entry: Entry) -> Verdict:
     return Verdict(entry, Status.GOOD, header)
 
 
-def verify(source: Source, entry: Entry, digester: Digester = PLAIN) -> Verdict:
+def verify(store: RecordStore, entry: Entry, digester: Digester = PLAIN) -> Verdict:
     """By every byte.
 
     Args:
@@ -84,7 +83,7 @@ def verify(source: Source, entry: Entry, digester: Digester = PLAIN) -> Verdict:
     if verdict.header is None:
         return verdict
     try:
-        with source.open(entry) as data:
+        with store.open(entry) as data:
             header = _check_payload(data, entry.key, digester)
     except FileNotFoundError:
         return Verdict(entry, Status.GONE)

@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the store that a name on the command line means."""
+"""Which stores a command line or an LMCache configuration names."""
 
+import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from lmcache_hybrid.core.errors import ConfigError
-from lmcache_hybrid.tools.stored.folder import FolderSource
+from lmcache_hybrid.tools.stored.folder_store import FolderStore
+from lmcache_hybrid.tools.stored.record_store import RecordStore
 from lmcache_hybrid.tools.stored.redis_client import SCHEMES
-from lmcache_hybrid.tools.stored.redis_source import RedisSource
-from lmcache_hybrid.tools.stored.source import Source
+from lmcache_hybrid.tools.stored.redis_store import RedisStore
 
 
-def open_source(store: str) -> Source:
-    """The source that ``store`` names: a folder, ``fs://`` or a Redis URL.
+def open_store(store: str) -> RecordStore:
+    """Open the store that ``store`` names: a folder, ``fs://`` or a Redis URL.
 
     Raises:
         ConfigError: it names no store that can be looked into.
         StoreError: it cannot be reached.
     """
-
     scheme = store.partition("://")[0].lower() if "://" in store else ""
     if scheme in SCHEMES:
-        return RedisSource(store)
+        return RedisStore(store)
     if scheme in ("fs", "file"):
         folders = _path_of(store)
     elif scheme:
@@ -40,7 +40,7 @@ def open_source(store: str) -> Source:
             )
     if not paths:
         raise ConfigError(f"STORE {store!r} has no path; write fs://localhost:0/absolute/path.")
-    return FolderSource(paths)
+    return FolderStore(paths)
 
 
 def _path_of(url: str) -> str:
@@ -51,3 +51,32 @@ def _path_of(url: str) -> str:
         raise ConfigError(
             f"STORE {url!r} is no URL ({error}); write fs://localhost:0/absolute/path."
         ) from error
+
+
+def stores_of(path: Path) -> list[str]:
+    """Folders and URLs, local ones first.
+
+    Raises:
+        ConfigError: the file cannot be read, or names RAM only.
+    """
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
+    from lmcache.v1.config import LMCacheEngineConfig
+    from yaml import YAMLError
+
+    try:
+        config = LMCacheEngineConfig.from_file(str(path))
+        config.update_config_from_env()
+    except (OSError, YAMLError, ValueError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"--lmcache-config {str(path)!r} cannot be read ({reason}); give an LMCache YAML file."
+        ) from error
+    stores = [part.strip() for part in (config.local_disk or "").split(",") if part.strip()]
+    if config.remote_url:
+        stores.append(config.remote_url)
+    if not stores:
+        raise ConfigError(
+            f"--lmcache-config {str(path)!r} names neither local_disk nor remote_url: records in "
+            "RAM can only be seen by their engine, in its log and metrics."
+        )
+    return stores

@@ -80,8 +80,8 @@ DEFECTS = (
     one(
         "purge looks at sealed records without the key",
         "lmcache_hybrid/tools/cli/purge.py",
-        "verify(source, entry, self.digester)",
-        "verify(source, entry)",
+        "verify(store, entry, self.digester)",
+        "verify(store, entry)",
     ),
     one(
         "an error shows the password of a URL that cannot be read",

@@ -5,7 +5,7 @@ from tests.mutants.defect import one
 
 PURGE = "lmcache_hybrid/tools/cli/purge.py"
 CLIENT = "lmcache_hybrid/tools/stored/redis_client.py"
-SOURCE = "lmcache_hybrid/tools/stored/redis_source.py"
+REDIS_STORE = "lmcache_hybrid/tools/stored/redis_store.py"
 SUMMARY = "lmcache_hybrid/tools/stored/summary.py"
 
 DEFECTS = (
@@ -20,6 +20,12 @@ DEFECTS = (
         "lmcache_hybrid/upstream/versions.py",
         "    problem = absent()\n",
         '    problem = absent() if os.environ.get(ALLOW_UNTESTED) != "1" else None\n',
+    ),
+    one(
+        "the benchmarks of a checkout are not found",
+        "lmcache_hybrid/tools/cli/bench.py",
+        "Path(__file__).parents[3]",
+        "Path(__file__).parents[2]",
     ),
     one(
         "a purge takes every model with the same last part of its name",
@@ -41,7 +47,7 @@ DEFECTS = (
     ),
     one(
         "records that a server does not show are none",
-        SOURCE,
+        REDIS_STORE,
         '        if str(answer).startswith("WRONGTYPE"):\n',
         "        if isinstance(answer, redis.ResponseError):\n",
     ),

@@ -12,8 +12,7 @@ from lmcache_hybrid.core.errors import StoreError
 from lmcache_hybrid.storage.disk.files import open_regular
 from lmcache_hybrid.storage.key_names import StoredKey, parse_key, printable
 from lmcache_hybrid.storage.record import HEADER_BYTES
-from lmcache_hybrid.tools.stored.source import Entry
-from lmcache_hybrid.tools.stored.wrapper import WRAPPER_BYTES
+from lmcache_hybrid.tools.stored.record_store import WRAPPER_BYTES, Entry
 
 DATA, TEMPORARY, LOCAL_DISK = ".data", ".tmp", ".pt"
 LOCAL_DISK_NOTE = (
@@ -23,7 +22,7 @@ LOCAL_DISK_NOTE = (
 )
 
 
-class FolderSource:
+class FolderStore:
     """Regular files directly in ``folders``; links and anything else are not ours."""
 
     def __init__(self, folders: list[Path]) -> None:

@@ -17,9 +17,8 @@ from lmcache_hybrid.config.login import without_password
 from lmcache_hybrid.core.errors import StoreError
 from lmcache_hybrid.storage.key_names import METADATA, VALUE, parse_key, printable
 from lmcache_hybrid.storage.record import HEADER_BYTES
+from lmcache_hybrid.tools.stored.record_store import WRAPPER_BYTES, Entry
 from lmcache_hybrid.tools.stored.redis_client import ERRORS, connect
-from lmcache_hybrid.tools.stored.source import Entry
-from lmcache_hybrid.tools.stored.wrapper import WRAPPER_BYTES
 
 PATTERN = "*@uint8@hybrid%*"
 PAGE = 500
@@ -29,7 +28,7 @@ TOUCHED = (
 )
 
 
-class RedisSource:
+class RedisStore:
     """Records in one Redis or Valkey database, or in all primaries of a cluster.
 
     Keys are never kept: what is held in memory is one page of them.

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several commands share: live progress, and the refusal where no engine can start."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from lmcache_hybrid.upstream import versions
+
+Say = Callable[[str], None]
+
+
+def need_host(code: int) -> None:
+    """End with ``code`` and one sentence where vLLM or LMCache is not installed.
+
+    Raises:
+        typer.Exit: it is not.
+    """
+    problem = versions.absent()
+    if problem is not None:
+        print(problem, file=sys.stderr)
+        raise typer.Exit(code)
+
+
+@contextmanager
+def live_line(
+    console: Console, text: str, *, keep: bool = False, disable: bool = False
+) -> Iterator[Say]:
+    """Show one line with a spinner and the time taken; gives the function that changes its text.
+
+    Args:
+        keep: leave the line on the screen at the end.
+        disable: show nothing.
+    """
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=not keep, disable=disable) as bar:
+        task = bar.add_task(text)
+        yield lambda text: bar.update(task, description=text)

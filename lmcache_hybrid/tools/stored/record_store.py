@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store as ``inspect``, ``verify`` and ``purge`` see it, and what it holds."""
+
+import json
+import math
+import struct
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import BinaryIO, Protocol
+
+from lmcache_hybrid.core.errors import RecordError
+from lmcache_hybrid.storage.key_names import StoredKey
+
+# Names are kept in memory up to here.
+IN_MEMORY_BYTES = 1 << 20
+# length, memory format, dtype, four dimensions: of one group of layers, as this package
+# configures LMCache. A unit test compares it with LMCache's own.
+_WRAPPER = struct.Struct("7i")
+WRAPPER_BYTES = _WRAPPER.size
+_KV_2LTD, _UINT8 = 1, 6
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One record, or what is left of one.
+
+    Attributes:
+        key: what its name claims.
+        where: file path or Redis key, as text that the store understands.
+        size: bytes of the record, 0 where it is missing.
+        taken: bytes that it takes in the store.
+        age: seconds since it was written (files) or last used (Redis); None if unknown.
+        head: its first HEADER_BYTES, less where it is shorter.
+        wrapper: LMCache's own header in front of it or beside it; None for ``local_disk``,
+            which has none.
+        missing: why it cannot be whole, for what a writer has begun and not ended; else None.
+    """
+
+    key: StoredKey
+    where: str
+    size: int
+    taken: int
+    age: float | None
+    head: bytes
+    wrapper: bytes | None
+    missing: str | None = None
+
+
+class RecordStore(Protocol):
+    """The records of one folder or server, seen from outside an engine. One thread.
+
+    Attributes:
+        name: for people, without a password.
+        notes: sentences that a reader of the figures must know.
+        foreign: files or values that are not ours, counted by ``entries``.
+    """
+
+    name: str
+    notes: list[str]
+    foreign: int
+
+    def entries(self) -> Iterator[Entry]:
+        """Every record once, headers read.
+
+        Raises:
+            StoreError: the store cannot be read at all.
+        """
+
+    def open(self, entry: Entry) -> AbstractContextManager[BinaryIO]:
+        """The record's bytes as they are now, all of one writing.
+
+        Raises:
+            FileNotFoundError: it is gone.
+            OSError: it cannot be read, as may any read of it.
+            StoreError: the store is away.
+        """
+
+    def delete(self, wheres: Iterable[str]) -> int:
+        """Remove records, named by their :attr:`Entry.where`; returns how many were there.
+
+        Never touches anything else.
+        """
+
+    def close(self) -> None:
+        """Give back connections."""
+
+
+class Names:
+    """Keeps ``Entry.where`` values: in memory while they are few, in a temporary file beyond.
+
+    Iterating gives them in the order in which they were added; add nothing meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._lines = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY_BYTES)
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, where: str) -> None:
+        # JSON escapes line ends, and what is no UTF-8.
+        self._lines.write(json.dumps(where).encode() + b"\n")
+        self._count += 1
+
+    def __iter__(self) -> Iterator[str]:
+        self._lines.seek(0)
+        for line in self._lines:
+            yield json.loads(line)
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def check_wrapper(wrapper: bytes, size: int) -> None:
+    """Raises RecordError when LMCache would not read a record of ``size`` bytes by it."""
+    if len(wrapper) != WRAPPER_BYTES:
+        raise RecordError("wrapper", f"LMCache's header has {len(wrapper)} bytes")
+    length, memory_format, dtype, *shape = _WRAPPER.unpack(wrapper)
+    if (memory_format, dtype) != (_KV_2LTD, _UINT8):
+        raise RecordError("wrapper", "LMCache's header names another format")
+    if not length == math.prod(shape) == size or min(shape) < 1:
+        raise RecordError("wrapper", f"LMCache's header says {length} bytes, there are {size}")
