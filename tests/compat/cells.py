@@ -50,9 +50,9 @@ GPU_ONLY = re.compile(
 NOT_HERE = (
     "--ignore=tests/unit/test_compat_matrix.py",
     "--deselect=tests/unit/test_versions.py::test_the_versions_here_are_supported",
-    "--deselect=tests/unit/test_doctor.py::test_versions_that_are_supported",
-    "--deselect=tests/unit/test_doctor.py::test_a_version_that_is_not_supported",
-    "--deselect=tests/unit/test_doctor.py::test_the_whole_of_it",
+    "--deselect=tests/unit/doctor/test_installation.py::test_versions_that_are_supported",
+    "--deselect=tests/unit/doctor/test_installation.py::test_a_version_that_is_not_supported",
+    "--deselect=tests/unit/doctor/test_command.py::test_the_whole_of_it",
 )
 
 

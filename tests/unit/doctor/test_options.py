@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the doctor says of a model and of settings."""
+
+import pytest
+
+from lmcache_hybrid.tools.doctor.context import Context, read_context
+from lmcache_hybrid.tools.doctor.model import Model, ModelError, read_model
+from lmcache_hybrid.tools.doctor.options import check_chunk_size, check_model, check_options
+
+from ..helpers import model
+from .findings import (
+    ERROR,
+    MODEL,
+    OK,
+    SKIPPED,
+    TRANSFER,
+    WARNING,
+    assert_sentences,
+    of_status,
+    only,
+)
+
+# Model
+
+
+@pytest.mark.parametrize(
+    "family, size, attention, states, attention_bytes, state_bytes",
+    [
+        # Pages of two attention layers; states of two layers in each group.
+        ("qwen3_next", 384, (3,), (0, 1, 2), 2 * 196_608, 3 * 2 * 135_680),
+        ("lfm2", 128, (2,), (0, 1), 2 * 65_536, 2 * 2 * 512),
+        ("falcon_h1", 384, (0,), (1,), None, None),
+    ],
+)
+def test_a_models_groups_and_bytes(family, size, attention, states, attention_bytes, state_bytes):
+    found = read_model(model(family), TRANSFER)
+    assert (found.served, found.block_size) == (True, size)
+    assert (found.attention, found.states) == (attention, states)
+    if attention_bytes:
+        assert (found.attention_bytes, found.state_bytes) == (attention_bytes, state_bytes)
+        assert found.largest == max(attention_bytes, state_bytes // len(states))
+    text = " ".join(f.message for f in assert_sentences(check_model(of(found))))
+    assert f"N is {size} tokens" in text and f"{found.state_bytes:,} bytes" in text
+
+
+def of(model: Model | None, named: str | None = "m") -> Context:
+    return Context(None, None, model, named, ())
+
+
+def test_a_model_that_is_not_served():
+    found = read_model(model("llama"), TRANSFER)
+    assert not found.served
+    assert only(check_model(of(found))).status == WARNING
+
+
+def test_no_model():
+    assert only(check_model(of(None, None))).status == SKIPPED
+
+
+def test_a_model_that_does_not_exist(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="^vLLM refuses"):
+        read_model(str(tmp_path), TRANSFER)
+
+
+def test_a_selection_that_is_no_attention_group():
+    extra = {"kv_connector_extra_config": {"lmcache.hybrid_attention_group": 0}}
+    with pytest.raises(ModelError, match="hybrid_attention_group=0 is not an attention group"):
+        read_model(model("lfm2"), TRANSFER | extra)
+
+
+# Options
+
+
+def test_a_good_configuration(context, tmp_path):
+    found = context(local_disk=str(tmp_path / "d"), max_local_disk_size=0.01, model=MODEL)
+    assert found.troubles == ()
+    assert [f.status for f in assert_sentences(check_options(found))] == [OK]
+    assert only(check_chunk_size(found)).message == "chunk_size 256 is set to the block size 384."
+
+
+def test_every_refusal_is_told_not_only_the_first(context):
+    found = context(
+        use_layerwise=True, save_unfull_chunk=True, remote_url="s3://bucket", model=MODEL
+    )
+    errors = of_status(assert_sentences(check_options(found)), ERROR)
+    assert [text.message.split("=")[0].split()[-1] for text in errors] == [
+        "use_layerwise",
+        "save_unfull_chunk",
+        "remote_url",
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings, told",
+    [
+        ({"chunk_size": 100}, "chunk_size=100 is not a multiple of this model's block size 384"),
+        ({"max_local_cpu_size": 1e-6}, "max_local_cpu_size=1e-06 is too small"),
+        ({"local_cpu": False}, "nothing is kept"),
+        ({"local_disk": "/proc/none", "max_local_disk_size": 1}, "cannot be written"),
+    ],
+    ids=str,
+)
+def test_what_a_model_cannot_work_with(context, settings, told):
+    found = of_status(assert_sentences(check_options(context(model=MODEL, **settings))), ERROR)
+    assert told in only(found).message
+
+
+def test_our_own_settings(context):
+    def told(**extra) -> str:
+        transfer = TRANSFER | {"kv_connector_extra_config": extra}
+        (bad,) = of_status(check_options(context(transfer=transfer, model=MODEL)), ERROR)
+        return bad.message
+
+    assert "hybrid_typo is not a setting" in told(**{"lmcache.hybrid_typo": 1})
+    checkpoints = told(**{"lmcache.hybrid_checkpoint_tokens": 100})
+    assert "checkpoint_tokens=100 is not a multiple" in checkpoints
+
+
+def test_options_that_lmcache_does_not_know(context):
+    found = context(max_local_cpu_sise=5)
+    (bad,) = of_status(assert_sentences(check_options(found)), WARNING)
+    assert "Unknown configuration key: max_local_cpu_sise" in bad.message
+
+
+@pytest.mark.parametrize("text", ["a: [", "- just\n- a list", "chunk_size: many"])
+def test_a_file_that_lmcache_cannot_read(context, text):
+    told = assert_sentences(check_options(context(text)))
+    assert told[0].check == "LMCache config" and told[0].status in (ERROR, WARNING)
+
+
+def test_a_file_that_does_not_exist(monkeypatch):
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", "/no/such/file.yaml")
+    bad = only(of_status(assert_sentences(check_options(read_context(None, None))), ERROR))
+    assert "LMCACHE_CONFIG_FILE='/no/such/file.yaml' is not a file" in bad.message
+
+
+@pytest.mark.parametrize(
+    "transfer, told",
+    [
+        ({"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}, "is not asked"),
+        ({"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_many"}, "vLLM refuses it"),
+        ({"kv_conector": "LMCacheConnectorV1"}, "vLLM refuses it"),
+    ],
+    ids=str,
+)
+def test_a_connector_that_is_not_ours_or_not_valid(context, transfer, told):
+    found = assert_sentences(check_options(context(transfer=transfer)))
+    assert told in found[0].message and found[0].status == ERROR
+
+
+def test_a_consumer_stores_nothing(context):
+    found = context(transfer=TRANSFER | {"kv_role": "kv_consumer"})
+    assert "stores nothing" in only(of_status(check_options(found), WARNING)).message
+
+
+def test_without_a_model_the_chunk_size_is_open(context):
+    assert only(assert_sentences(check_chunk_size(context(chunk_size=77)))).status == SKIPPED
+    assert list(check_options(context(chunk_size=77)))[0].status == OK
