@@ -23,14 +23,13 @@ bench = typer.Typer(
 )
 
 
-def _run(context: typer.Context) -> None:
-    """Run the benchmark that the command names, with its own options; ends with its exit code.
+def _run(name: str, arguments: list[str]) -> None:
+    """Run a benchmark with its own options; ends with its exit code.
 
     Raises:
         typer.Exit: always; 2 where there is no checkout.
     """
-    name = context.info_name
-    if not (ROOT / "benchmarks" / str(name)).is_dir():
+    if not (ROOT / "benchmarks" / name).is_dir():
         typer.echo(
             "The benchmarks are not part of the wheel; clone the repository, run make venv "
             f"there, and then .venv/bin/lmcache-hybrid bench {name}.",
@@ -39,13 +38,20 @@ def _run(context: typer.Context) -> None:
         raise typer.Exit(2)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}", *context.args],
+        [sys.executable, "-m", f"benchmarks.{name}", *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
     raise typer.Exit(done.returncode)
 
 
-for _name, _help in BENCHMARKS.items():
+def _add(name: str, what: str) -> None:
     # --help, too, is the benchmark's.
-    _passed_on = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-    bench.command(_name, help=_help, context_settings=_passed_on)(_run)
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+
+    @bench.command(name, help=what, context_settings=settings)
+    def command(context: typer.Context) -> None:
+        _run(name, context.args)
+
+
+for _name, _what in BENCHMARKS.items():
+    _add(_name, _what)
