@@ -3,6 +3,15 @@
 
 vLLM calls :func:`register` in the API server, in EngineCore and in every
 worker (entry point ``vllm.general_plugins``), perhaps more than once.
+
+| Module | What it replaces in vLLM |
+|---|---|
+| ``configuration`` | defaults, and refusals at start-up, in ``VllmConfig`` |
+| ``connector`` | the class ``LMCacheConnectorV1`` |
+| ``compat`` | bugs of the scheduler and of the CPU platform, one repair each |
+| ``loaders`` | model and adapter loaders, so that they note what they have loaded |
+| ``sleep`` | the workers' sleep mode, of which the connector is told |
+| ``media`` | renderers in the API server, which mark how media are named |
 """
 
 import logging
@@ -13,12 +22,11 @@ _registered = False
 def register() -> None:
     """Install the patched connector, the defaults and the upstream repairs.
 
-    What LMCache has moved is found again for every model, whatever comes of the rest.
-
     Idempotent. Mutates vLLM's classes in this process only. Never raises: a plugin error
-    would take down engines that do not use LMCache at all. So an unsupported version, or a
-    patch that cannot be applied, turns into a refusal of every hybrid model that asks for
-    the connector (see :mod:`vllm_patch.config_hooks`), and no later call tries again.
+    would take down engines that do not use LMCache at all. An unsupported version, or a patch
+    that cannot be applied, turns into a refusal of every hybrid model that asks for the
+    connector, and no later call tries again. Imports of modules that LMCache has moved work
+    in any case, because dense models need them.
     """
     global _registered
     if _registered:
@@ -35,8 +43,7 @@ def _install() -> str | None:
 
     Returns:
         Why hybrid models cannot be served, in one sentence, or None when they can. What was
-        patched before an error stays; without the connector, the last one, none of it acts on
-        engines of others.
+        patched before an error stays; it does not act on engines without this connector.
     """
     try:
         from lmcache_hybrid.upstream import signatures, versions
@@ -46,11 +53,10 @@ def _install() -> str | None:
         if problem is not None:
             return problem
         # Not before: on another version these imports may fail.
-        from vllm_patch import compat, config_hooks, connector, loaders, lora_hooks, media
+        from vllm_patch import compat, configuration, connector, loaders, media
 
-        config_hooks.install()
+        configuration.install()
         media.install()
-        lora_hooks.install()
         compat.install()
         loaders.install()
         connector.install()
@@ -78,9 +84,9 @@ def _refuse(problem: str) -> None:
     logger = logging.getLogger("vllm")
     logger.warning("lmcache-hybrid is not active: %s", problem)
     try:
-        from vllm_patch import config_hooks
+        from vllm_patch import configuration
 
-        config_hooks.refuse_hybrid_models(problem)
+        configuration.refuse_hybrid_models(problem)
     except Exception as error:
         # As without this package: vLLM's own class serves no hybrid model.
         logger.warning(

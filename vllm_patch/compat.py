@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Repairs of vLLM bugs that break hybrid prefix caching. One function each.
 
-Every repair leaves vLLM alone where its bug does not show, and logs once
-where it acts. A hook that upstream renamed raises AttributeError here, at
-start-up, with the name of what moved.
+Each acts only where this connector is used, or where its bug shows, and leaves vLLM alone
+otherwise. A method that upstream renamed raises AttributeError when the plugin loads.
 """
 
 import dataclasses
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from vllm_patch.config_hooks import CONNECTOR
+from vllm_patch.configuration import is_ours
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,11 +41,6 @@ def install() -> None:
     if current_platform.is_cpu():
         keep_cpu_block_size()
         no_cpu_prefill_checkpoints()
-
-
-def _is_ours(scheduler: "Scheduler") -> bool:
-    transfer = scheduler.vllm_config.kv_transfer_config
-    return transfer is not None and transfer.has_connector(CONNECTOR)
 
 
 def keep_cpu_block_size() -> None:
@@ -139,7 +133,7 @@ def promote_loads_in_order() -> None:
     def __init__(self: Scheduler, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         assert not self.kv_holding_waiting
-        if self.policy != SchedulingPolicy.FCFS and _is_ours(self):
+        if self.policy != SchedulingPolicy.FCFS and is_ours(self.vllm_config):
             self.kv_holding_waiting = create_request_queue(SchedulingPolicy.FCFS)
 
     Scheduler.__init__ = __init__
@@ -161,7 +155,7 @@ def keep_restored_states() -> None:
 
     @functools.wraps(original)
     def _update_waiting_for_remote_kv(self: Scheduler, request: "Request") -> None:
-        if not _is_ours(self):
+        if not is_ours(self.vllm_config):
             original(self, request)
             return
         stop = request.shared_prefix_boundary
@@ -194,7 +188,7 @@ def free_failed_loads() -> None:
         self: Scheduler, kv_connector_output: "KVConnectorOutput"
     ) -> None:
         original(self, kv_connector_output)
-        if _is_ours(self):
+        if is_ours(self.vllm_config):
             _free_ended(self)
 
     Scheduler._update_from_kv_xfer_finished = _update_from_kv_xfer_finished
@@ -238,7 +232,7 @@ def finish_resets() -> None:
     def reset_prefix_cache(
         self: Scheduler, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        if not reset_connector or not _is_ours(self):
+        if not reset_connector or not is_ours(self.vllm_config):
             return original(self, reset_running_requests, reset_connector)
         done = False
         try:
@@ -282,7 +276,7 @@ def reserve_windows() -> None:
     @functools.wraps(original)
     def _request_remaining_blocks(self: Scheduler, request: "Request") -> int:
         reserved = original(self, request)
-        if not _is_ours(self):
+        if not is_ours(self.vllm_config):
             return reserved
         tokens = request.num_tokens
         if self.num_spec_tokens:
@@ -318,7 +312,7 @@ def forget_what_did_not_run() -> None:
 
     @functools.wraps(original)
     def _preempt_request(self: Scheduler, request: "Request", *args: Any, **kwargs: Any) -> None:
-        if _is_ours(self):
+        if is_ours(self.vllm_config):
             # Of steps that were scheduled before this one all tokens count as computed.
             computed = request.num_computed_tokens
             for manager in self.kv_cache_manager.coordinator.single_type_managers:
@@ -350,7 +344,7 @@ def stop_at_the_next_boundary() -> None:
         self: Scheduler, request: "Request", num_new_tokens: int, *computed: int, **more: int
     ) -> int:
         count = original(self, request, num_new_tokens, *computed, **more)
-        if not _is_ours(self):
+        if not is_ours(self.vllm_config):
             return count
         start = request.num_computed_tokens + sum(computed) + sum(more.values())
         prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)

@@ -43,10 +43,10 @@ logger = init_logger("vllm.lmcache_hybrid.connector")
 
 
 def install() -> None:
-    """Replace the class in vLLM's own module, where factory and users find it.
+    """Replace the class in vLLM's own module, where the factory and users find it.
 
     Raises:
-        RuntimeError: the factory does not find it there; vLLM's own class is back in place.
+        RuntimeError: the factory does not find it there. vLLM's own class is back in place.
     """
     upstream.LMCacheConnectorV1 = LMCacheConnectorV1
     loaded = KVConnectorFactory.get_connector_class_by_name("LMCacheConnectorV1")
@@ -56,7 +56,10 @@ def install() -> None:
 
 
 class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
-    """vLLM's LMCache connector, serving hybrid models too.
+    """vLLM's LMCache connector, which serves hybrid models too.
+
+    One object per role and process. Calls of a hybrid model go to its ``_hybrid``, all others
+    to vLLM's class. Scheduler side and worker side are called by one thread each.
 
     Attributes:
         kv_cache_config: vLLM's KV cache configuration, groups included.
@@ -84,12 +87,12 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
         self._kv_cache_events = None
         self._hybrid = HybridConnector(vllm_config, role, kv_cache_config)
         self._attention_group = self._hybrid.plan.selected_attention
-        # Name that vLLM's class delegates to; the hybrid adapter answers the same calls.
+        # vLLM's class delegates to this name; the hybrid adapter answers the same calls.
         self._lmcache_engine = self._hybrid
 
     @property
     def requires_kv_delivery(self) -> bool:
-        # A dropped save of a best-effort cache is only a later miss.
+        # A save that is dropped costs a later miss, no more.
         return False if self._hybrid else super().requires_kv_delivery
 
     # Metrics
@@ -103,7 +106,7 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> "KVConnectorStats | None":
-        """Only the hybrid adapter sends ``data``; LMCache's own has no stats for vLLM."""
+        """Only the hybrid adapter sends ``data``: LMCache's own has no stats for vLLM."""
         from lmcache_hybrid.metrics import HybridStats
 
         return super().build_kv_connector_stats() if data is None else HybridStats(dict(data))
@@ -116,7 +119,7 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> "KVConnectorPromMetrics | None":
-        """In the process that serves ``/metrics``, where the groups are not known."""
+        """Called in the process that serves ``/metrics``, which does not know the groups."""
         from lmcache_hybrid.metrics import HybridPromMetrics
 
         served = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
@@ -126,7 +129,10 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
     # Worker side
 
     def unregister_kv_caches(self) -> None:
-        """vLLM is about to free the KV cache. Called by vLLM 0.33; see vllm_patch.sleep."""
+        """Let go of the KV cache, which is about to be freed.
+
+        vLLM 0.33 calls this, for vLLM 0.32 :mod:`vllm_patch.sleep` does.
+        """
         if self._hybrid is None:
             super().unregister_kv_caches()
         else:
@@ -192,6 +198,6 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
         return self._hybrid.reset_cache() if self._hybrid else super().reset_cache()
 
     def reset_failed(self) -> None:
-        """The reset that this connector was, or was not, asked for failed as a whole."""
+        """Serve and store nothing until a reset succeeds: the last one failed as a whole."""
         if self._hybrid is not None:
             self._hybrid.reset_failed()

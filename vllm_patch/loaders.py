@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets every model loader of vLLM note which weights it has loaded.
+"""Notes which weights and LoRA adapters vLLM has loaded, for the fingerprint.
 
 vLLM reads weights in many ways and from many places. Nearly all end in
-``model.load_weights(tensors)``; what goes through there is what counts.
+``model.load_weights(tensors)``; what goes through there counts. For adapters see
+:mod:`lmcache_hybrid.identity.adapters`.
 """
 
 import functools
@@ -10,14 +11,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.identity.weights import LOADED, WeightsStream, tensors_identity
 from vllm_patch import sleep
-from vllm_patch.config_hooks import CONNECTOR
+from vllm_patch.configuration import is_ours
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.request import LoRARequest
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 # Loaders that put all weights into parameters and buffers without ``load_weights``.
@@ -25,7 +29,13 @@ _WHOLE = ("TensorizerLoader", "IpcModelLoader")
 
 
 def install() -> None:
-    """Wrap ``load_model`` of every loader made from now on. Mutates ``BaseModelLoader``.
+    """Hook vLLM's loaders of models and of adapters. Mutates their base classes."""
+    _note_weights()
+    _note_adapters()
+
+
+def _note_weights() -> None:
+    """Wrap ``load_model`` of every loader made from now on.
 
     A loader that does not call ``BaseModelLoader.__init__`` leaves no note.
     """
@@ -41,6 +51,30 @@ def install() -> None:
     BaseModelLoader.__init__ = __init__
 
 
+def _note_adapters() -> None:
+    """Hook the class that loads adapters on every rank."""
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    begin, read = WorkerLoRAManager.__init__, WorkerLoRAManager._load_adapter
+
+    @functools.wraps(begin)
+    def __init__(
+        self: WorkerLoRAManager, vllm_config: "VllmConfig", *args: Any, **kwargs: Any
+    ) -> None:
+        begin(self, vllm_config, *args, **kwargs)
+        if is_ours(vllm_config):
+            ADAPTERS.serve(self, read)
+
+    @functools.wraps(read)
+    def _load_adapter(self: WorkerLoRAManager, lora_request: "LoRARequest") -> "LoRAModel":
+        if not ADAPTERS.serves(self):
+            return read(self, lora_request)
+        return ADAPTERS.load(lora_request)
+
+    WorkerLoRAManager.__init__ = __init__
+    WorkerLoRAManager._load_adapter = _load_adapter
+
+
 def _load_model(
     loader: "BaseModelLoader",
     load: Callable[..., "nn.Module"],
@@ -48,9 +82,8 @@ def _load_model(
     model_config: "ModelConfig",
     prefix: str = "",
 ) -> "nn.Module":
-    """``load`` the model, and note its weights where this connector is used."""
-    transfer = vllm_config.kv_transfer_config
-    if transfer is None or not transfer.has_connector(CONNECTOR):
+    """Load the model, and note its weights where this connector is used."""
+    if not is_ours(vllm_config):
         return load(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
     LOADED.note(model_config, None)
     with _noted(loader):
@@ -65,9 +98,10 @@ def _load_model(
 
 @functools.cache
 def _count_reloads() -> None:
-    """Count what does not go through ``load_weights``: weights in the format of kernels.
+    """Count changes of weights that do not go through ``load_weights``.
 
-    Trainers send some straight into parameters, or to be written when the update ends.
+    Trainers send weights in the kernels' format, straight into parameters or to be written
+    when the update ends.
     """
     from vllm.v1.worker.gpu_worker import Worker  # too much for processes that load no model
 
@@ -79,7 +113,7 @@ def _count_reloads() -> None:
 
 
 def _changing(write: Callable[..., Any], known: bool = True) -> Callable[..., Any]:
-    """``write``, which puts weights into a model that is in use, and count that it does.
+    """Wrap a function that puts weights into a model in use, so that each call is counted.
 
     Args:
         known: whether the model has weights again after it, where a sleep discarded them.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Marks requests in the API server: are their media named by content, or by the client?
 
-Where vLLM has processed the items nothing tells a client's ``uuid`` from the hash of an
-item: with processor arguments the uuid itself is hashed. EngineCore reads the mark in
-:mod:`lmcache_hybrid.identity.media`; without one a request with media is not cached.
+Once vLLM has processed an item, a client's ``uuid`` cannot be told from the item's hash: with
+processor arguments vLLM hashes the uuid too. :mod:`lmcache_hybrid.identity.media` reads the
+mark in EngineCore. A request with media and without a mark is not cached.
 """
 
 import functools
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmcache_hybrid.identity.media import CLIENT, CLIENT_PREFIX, CONTENT, MARK
-from vllm_patch.config_hooks import CONNECTOR
+from vllm_patch.configuration import is_ours
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,21 +28,16 @@ def install() -> None:
     _mark_requests()
 
 
-def _is_ours(config: "VllmConfig") -> bool:
-    transfer = config.kv_transfer_config
-    return transfer is not None and transfer.has_connector(CONNECTOR)
-
-
 def _finds_by_name(config: "VllmConfig") -> bool:
     """Whether an encoder cache connector fetches embeddings by the items' names.
 
-    The names must then stay as they are, and no name is sure to mean its content.
+    Then names must not be changed, and none of them is known to stand for its content.
     """
     return config.ec_transfer_config is not None
 
 
 def _has_made_up_names(config: "VllmConfig") -> bool:
-    """Whether vLLM names items by a counter that begins anew in every process."""
+    """Whether vLLM numbers items, from zero in every process."""
     media = config.model_config.multimodal_config
     return (
         media is not None
@@ -52,7 +47,7 @@ def _has_made_up_names(config: "VllmConfig") -> bool:
 
 
 def _mark_rendered() -> None:
-    """Keep clients' names apart from hashes, and note which items have one."""
+    """Prefix the names that clients gave, and mark the inputs that have one."""
     from vllm.renderers.base import BaseRenderer
 
     original = BaseRenderer._process_multimodal
@@ -66,7 +61,7 @@ def _mark_rendered() -> None:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if not _is_ours(self.config):
+        if not is_ours(self.config):
             return original(self, prompt, mm_data, mm_uuids, *args, **kwargs)
         named = _has_uuids(mm_uuids)
         if named and not _finds_by_name(self.config):
@@ -79,7 +74,7 @@ def _mark_rendered() -> None:
 
 
 def _mark_requests() -> None:
-    """Carry the mark to EngineCore. Items that no renderer here has read are the client's."""
+    """Carry the mark to EngineCore. Items without one count as named by the client."""
     from vllm.v1.engine.input_processor import InputProcessor
 
     original = InputProcessor.process_inputs
@@ -90,9 +85,10 @@ def _mark_requests() -> None:
     ) -> "EngineCoreRequest":
         request = original(self, request_id, prompt, *args, **kwargs)
         params = request.sampling_params
-        if params is None or not _is_ours(self.vllm_config):
+        if params is None or not is_ours(self.vllm_config):
             return request
-        # A client's own mark goes even without media: a later part of a session may bring some.
+        # A client's forged mark is dropped even without media: a later part of a session may
+        # bring some.
         extra = {key: value for key, value in (params.extra_args or {}).items() if key != MARK}
         if request.mm_features:
             mark = prompt.get(MARK) if isinstance(prompt, dict) else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sleep mode: a worker frees the KV cache, perhaps the weights too, and allocates them anew.
+"""Follows sleep mode, in which a worker frees the KV cache, perhaps the weights too.
 
-EngineCore resets all caches, connectors included, before it asks its workers to sleep; see
-:meth:`HybridWorker.suspend` for what a rank does then.
+EngineCore resets all caches, connectors included, before it asks its workers to sleep. What a
+rank does then is in :meth:`HybridWorker.suspend`.
 """
 
 import functools
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def follow(worker: "type[Worker]") -> None:
     """Have sleeps of this class's workers noticed. Mutates the class.
 
-    Those of vLLM's CPU worker free nothing and are its own.
+    vLLM's CPU worker overrides them and frees nothing.
     """
     notice_discarded_weights(worker)
     if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
@@ -30,7 +30,7 @@ def follow(worker: "type[Worker]") -> None:
 
 
 def notice_discarded_weights(worker: "type[Worker]") -> None:
-    """Level 2 keeps no weights: until some are loaded nothing is known of them."""
+    """Note that no weights are known after a sleep that discards them (level 2)."""
     original = worker.sleep
 
     @functools.wraps(original)

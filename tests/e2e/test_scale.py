@@ -70,7 +70,7 @@ def is_state(record: Path) -> bool:
 
 
 def test_speculative_decoding_is_refused_on_cpu(model: Path) -> None:
-    """vLLM's own answers are wrong there, see ``config_hooks._refuse_unsound``."""
+    """vLLM's own answers are wrong there, see ``vllm_patch.configuration._refuse_unsound``."""
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
     sentence = "speculative_config with method 'ngram' does not work with recurrent layers"
     with (

@@ -96,9 +96,9 @@ def allow_drafts() -> None:
     from triton.language import int1
     from triton.runtime import interpreter
 
-    from vllm_patch import config_hooks
+    from vllm_patch import configuration
 
-    config_hooks._refuse_unsound = lambda config: None
+    configuration._refuse_unsound = lambda config: None
     builder = interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
 

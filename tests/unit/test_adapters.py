@@ -24,7 +24,7 @@ from lmcache_hybrid.protocol.lookup import LookupRequest
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata, SaveSpec
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.storage.weights_guard import WeightsGuard
-from vllm_patch.config_hooks import CONNECTOR
+from vllm_patch.configuration import CONNECTOR
 
 from . import test_rpc
 from .helpers import N, make_request

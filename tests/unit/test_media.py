@@ -16,7 +16,7 @@ import vllm_patch
 from lmcache_hybrid.identity.media import CLIENT, CONTENT, MARK, may_cache
 from lmcache_hybrid.scheduler.prompt import extended, prefix_of
 from tests.unit.helpers import N, make_request
-from vllm_patch.config_hooks import CONNECTOR
+from vllm_patch.configuration import CONNECTOR
 
 vllm_patch.register()
 TOKENS = list(range(4 * N))

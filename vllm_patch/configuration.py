@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defaults and refusals in vLLM's own configuration, before an engine starts."""
+"""Settles defaults, and refuses what cannot work, in vLLM's configuration.
+
+All of it runs in ``VllmConfig.__post_init__``: in the API server, and again in EngineCore.
+"""
 
 import functools
 import os
@@ -16,10 +19,20 @@ CONNECTOR = "LMCacheConnectorV1"
 # kv_connector_extra_config key: vLLM cannot tell a written "fail" from its default.
 LOAD_FAILURE_KEY = "lmcache.hybrid_load_failure_policy"
 
-
 # Why no hybrid model can be served in this process, "" when it can.
 _problem = ""
 _hooked = False
+
+
+def is_ours(config: VllmConfig) -> bool:
+    """Whether an engine uses :data:`CONNECTOR`, alone or among others."""
+    transfer = config.kv_transfer_config
+    if transfer is None:
+        return False
+    if hasattr(transfer, "has_connector"):
+        return transfer.has_connector(CONNECTOR)
+    # Before vLLM 0.29, where hybrid models are refused.
+    return transfer.kv_connector == CONNECTOR
 
 
 def install() -> None:
@@ -29,7 +42,7 @@ def install() -> None:
 
 
 def refuse_hybrid_models(problem: str) -> None:
-    """Stop every hybrid model with ``problem`` from now on, touch nothing else.
+    """Have every hybrid model that asks for the connector end with ``problem``.
 
     Raises:
         AttributeError: this vLLM has no place to refuse in.
@@ -72,18 +85,10 @@ def _before_hma_check(settle: Callable[[VllmConfig], None]) -> None:
     @functools.wraps(original)
     def _post_init_kv_transfer_config(self: VllmConfig) -> None:
         original(self)
-        transfer = self.kv_transfer_config
-        if self.model_config is not None and transfer and _uses_lmcache(transfer):
+        if self.model_config is not None and is_ours(self):
             settle(self)
 
     VllmConfig._post_init_kv_transfer_config = _post_init_kv_transfer_config
-
-
-def _uses_lmcache(transfer: KVTransferConfig) -> bool:
-    if hasattr(transfer, "has_connector"):
-        return transfer.has_connector(CONNECTOR)
-    # Before vLLM 0.29, where hybrid models are refused.
-    return transfer.kv_connector == CONNECTOR
 
 
 def _is_hybrid(config: VllmConfig) -> bool:
@@ -115,12 +120,12 @@ def _settle(config: VllmConfig) -> None:
 
 
 def _keep_hma_off(config: VllmConfig) -> None:
-    """Models without state layers start as they do without this plugin: HMA off.
+    """Turn HMA off for a model without state layers, as vLLM does without this plugin.
 
-    vLLM turns HMA off for connectors without ``SupportsHMA``, and LMCache's own
-    adapter serves models that mix window and full attention only so. The class now
-    advertises HMA, so the decision is made here per model. Whoever wants such a
-    model with HMA, and its windows stored here, says --no-disable-hybrid-kv-cache-manager.
+    vLLM turns it off for connectors without ``SupportsHMA``, and LMCache's own adapter serves
+    models that mix window and full attention only without it. The class advertises HMA now,
+    so it is decided here per model. --no-disable-hybrid-kv-cache-manager keeps HMA on for
+    such a model; its windows are then stored by lmcache-hybrid.
     """
     scheduler = config.scheduler_config
     if scheduler.disable_hybrid_kv_cache_manager is None and _mixes_windows(config):
@@ -157,19 +162,19 @@ def _settle_hybrid(config: VllmConfig) -> None:
 
 
 def _refuse_unsound(config: VllmConfig) -> None:
-    """What makes stored bytes wrong, or whatever vLLM computes from them."""
+    """Refuse what makes stored bytes wrong, or what vLLM computes from them."""
     from vllm.platforms import current_platform
 
     speculative = config.speculative_config
     if speculative is not None and current_platform.is_cpu() and _is_hybrid(config):
-        # Its states of accepted drafts are moved by a Triton kernel, and where that is
-        # not needed (no prefix caching) its answers are wrong.
+        # States of accepted drafts are moved by a Triton kernel. Without prefix caching
+        # nothing moves them, and vLLM's answers are wrong.
         raise ValueError(
             f"speculative_config with method {speculative.method!r} does not work with "
             "recurrent layers on vLLM's CPU backend; remove --speculative-config."
         )
     if (dtype := str(config.cache_config.cache_dtype)).startswith("octave"):
-        # By the number of a token's place in the cache, which a load does not change.
+        # vLLM keeps those by a token's slot in the cache; a load does not write there.
         raise ValueError(
             f"kv_cache_dtype={dtype!r} keeps some keys and values beside the KV cache, where "
             "loaded blocks have none; use --kv-cache-dtype auto."
@@ -182,7 +187,7 @@ def _refuse_unsound(config: VllmConfig) -> None:
 
 
 def _settle_hash(cache: CacheConfig) -> None:
-    """Stored records are found again by vLLM's block hashes, so these must be stable."""
+    """Choose block hashes that are the same in every process: records are found by them."""
     algorithm = cache.prefix_caching_hash_algo
     if algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
         raise ValueError(
