@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lmcache.integration.vllm import utils as lmcache_utils
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
@@ -58,6 +59,14 @@ def worker_rig():
 def worker(worker_rig):
     """A worker over a store in memory."""
     return worker_rig()
+
+
+@pytest.fixture
+def no_lmcache_settings(monkeypatch):
+    """Hide LMCache's settings: the caller's environment and its one configuration per process."""
+    for name in ("LMCACHE_CONFIG_FILE", "LMCACHE_FORCE_SKIP_SAVE", "LMCACHE_CHUNK_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(lmcache_utils, "_config_instance", None)
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must match for bytes to be shared, and what need not."""
+"""What must match for two engines to share records, and what need not."""
 
 import copy
 import dataclasses
@@ -18,19 +18,16 @@ import vllm.envs as envs
 from vllm.config import LoRAConfig, MultiModalConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.mamba import mamba_utils
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from lmcache_hybrid.core.groups import GroupPlan
-from lmcache_hybrid.identity.media import CONTENT, MARK
 from lmcache_hybrid.identity.weights import LOADED
-from lmcache_hybrid.scheduler.prompt import prefix_of
 from lmcache_hybrid.tools.tiny_models import make_model
 from lmcache_hybrid.worker import fingerprint as module
 from lmcache_hybrid.worker import settings
 from lmcache_hybrid.worker.fingerprint import fingerprint
 from lmcache_hybrid.worker.pages import GroupPages
 
-from .helpers import PLAN, N, make_pages, make_request
+from .helpers import PLAN, make_pages
 
 _, PAGES = make_pages()
 STATE_LAYER = PAGES[0].layers[0]
@@ -218,7 +215,7 @@ def test_a_setting_that_counts_is_the_same_in_every_process(made, section):
 
 
 @pytest.mark.parametrize("fact", NO_FACTS)
-def test_what_does_not_matter(config, made, fact):
+def test_where_an_engine_runs_and_how_large_it_is_does_not_matter(config, made, fact):
     NO_FACTS[fact](config)
     assert of(config) == of(made)
 
@@ -248,7 +245,7 @@ def test_which_group_vllm_is_told_of_does_not_matter(made):
     ],
     ids=["dtype", "shape", "strides"],
 )
-def test_pages_matter(made, cache):
+def test_type_shape_and_strides_of_pages_matter(made, cache):
     names = PAGES[2].layers
     other = GroupPages(names, {name: cache.clone() for name in names})
     assert other.layers == names
@@ -329,7 +326,7 @@ def test_drafts_matter(made, model, tmp_path):
     assert len(set(found)) == len(found)
 
 
-def test_stable_across_processes():
+def test_facts_read_the_same_in_every_process():
     """Order of sets, hashes and addresses differ from process to process.
 
     That the facts of a real engine are stable shows where a store outlives one.
@@ -371,51 +368,3 @@ def test_an_override_of_the_configuration_file_matters(model, tmp_path, made):
     assert of(same) == of(made), "the path matters"
     assert of(other) != of(made)
     assert json.loads((folder / "config.json").read_text())["attention_multiplier"] == 0.125
-
-
-# Requests: what vLLM's block hashes cover
-
-
-def image(identifier: str, offset: int = N + 2, length: int = 4) -> MultiModalFeatureSpec:
-    return MultiModalFeatureSpec(
-        data=None,
-        modality="image",
-        identifier=identifier,
-        mm_position=PlaceholderRange(offset=offset, length=length),
-    )
-
-
-def hashes(**request) -> tuple[bytes, ...]:
-    made = make_request(tokens=4 * N, **request)
-    made.sampling_params.extra_args = {MARK: CONTENT}
-    return prefix_of(made, N, 1).hashes
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        [image("b")],
-        [image("a", offset=N + 3)],
-        [image("a"), image("a", offset=N + 8)],
-        [],
-    ],
-    ids=["item", "place", "number", "none"],
-)
-def test_items_count_from_their_block_on(other):
-    """Placeholder tokens are the same for every image; the block before it is shared."""
-    one = hashes(mm_features=[image("a")])
-    assert one == hashes(mm_features=[image("a")])
-    two = hashes(mm_features=other)
-    assert one[0] == two[0]
-    assert not set(one[1:]) & set(two)
-
-
-def test_an_item_across_blocks_counts_in_each():
-    one, two = (hashes(mm_features=[image(name, length=2 * N)]) for name in "ab")
-    assert one[0] == two[0] and not set(one[1:]) & set(two)
-
-
-@pytest.mark.parametrize("other", [{}, {"cache_salt": "b"}, {"cache_salt": "a "}])
-def test_a_salt_counts_from_the_first_block_on(other):
-    one = hashes(cache_salt="a")
-    assert one == hashes(cache_salt="a") and not set(one) & set(hashes(**other))

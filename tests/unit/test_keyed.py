@@ -34,7 +34,7 @@ from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.worker.pages import GroupPages
 
 from .helpers import payload_of
-from .test_config import assert_one_sentence, options
+from .lmcache_settings import assert_one_sentence, options
 from .test_lmcache_store import (  # noqa: F401
     FINGERPRINT,
     KEYS,

@@ -28,7 +28,7 @@ from lmcache_hybrid.tools.doctor.finding import Status
 from lmcache_hybrid.tools.stored.redis_client import connect
 
 from .helpers import payload_of, put
-from .test_config import assert_one_sentence
+from .lmcache_settings import assert_one_sentence
 from .test_lmcache_store import KEYS, SIZE, Box, blocked_loops  # noqa: F401
 from .test_remote_stores import MANY
 from .test_stored import run, run_json

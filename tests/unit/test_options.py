@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This connector's own settings: how they are read, and which values are refused."""
+
+import pytest
+
+from lmcache_hybrid.config.options import Options, check_lengths
+from lmcache_hybrid.core.errors import ConfigError
+
+from .lmcache_settings import assert_one_sentence, lmcache_config, options
+
+pytestmark = pytest.mark.usefixtures("no_lmcache_settings")
+
+
+def test_default_options():
+    assert options() == Options(
+        attention_group=None,
+        save=True,
+        priority_limit=None,
+        min_retrieve_tokens=0,
+        max_tokens_per_load=0,
+    )
+
+
+def test_options_come_from_extra_config_and_from_lmcache():
+    found = options(
+        lmcache=lmcache_config(priority_limit=3, min_retrieve_tokens=512),
+        **{"lmcache.hybrid_attention_group": "3", "lmcache.max_tokens_per_load": 4096},
+    )
+    assert found == Options(3, True, 3, 512, 4096)
+
+
+@pytest.mark.parametrize(
+    "role, save", [("kv_both", True), ("kv_producer", True), ("kv_consumer", False)]
+)
+def test_a_consumer_saves_nothing(role, save):
+    assert options(role).save is save
+
+
+def test_saving_can_be_switched_off_by_the_environment(monkeypatch):
+    monkeypatch.setenv("LMCACHE_FORCE_SKIP_SAVE", "1")
+    assert options().save is False
+
+
+@pytest.mark.parametrize("key", ["lmcache.hybrid_attention_group", "lmcache.max_tokens_per_load"])
+@pytest.mark.parametrize("value", ["three", "", [1], 1.5])
+def test_refuses_what_is_no_whole_number(key, value):
+    with pytest.raises(ConfigError) as error:
+        options(**{key: value})
+    assert str(error.value) == f"{key}={value!r} is not a whole number; write one."
+
+
+def test_refuses_unknown_settings_of_ours():
+    with pytest.raises(ConfigError, match="^lmcache.hybrid_atention_group is not a setting; the"):
+        options(**{"lmcache.hybrid_atention_group": 1})
+
+
+def test_the_load_failure_policy_is_a_known_setting():
+    options(**{"lmcache.hybrid_load_failure_policy": "fail", "lmcache_rpc_port": 3})
+
+
+@pytest.mark.parametrize("tokens, nearest", [(100, 384), (600, 768), (-384, 384), (1, 384)])
+def test_checkpoints_off_the_block_grid_are_refused(tokens, nearest):
+    chosen = options(**{"lmcache.hybrid_checkpoint_tokens": tokens})
+    with pytest.raises(ConfigError) as error:
+        check_lengths(chosen, 384)
+    assert_one_sentence(str(error.value))
+    assert str(error.value).startswith(f"lmcache.hybrid_checkpoint_tokens={tokens} is not a multip")
+    assert f"set it to {nearest}," in str(error.value)
+
+
+@pytest.mark.parametrize("tokens", [0, 384, 1152])
+def test_checkpoints_on_the_block_grid(tokens):
+    chosen = options(**{"lmcache.hybrid_checkpoint_tokens": tokens})
+    check_lengths(chosen, 384)
+    assert chosen.checkpoint_tokens == tokens
+
+
+def test_checkpoints_and_generated_tokens_are_off_by_default():
+    assert (options().checkpoint_tokens, options().save_decode) == (0, False)
+    assert options(lmcache=lmcache_config(save_decode_cache=True)).save_decode
+
+
+@pytest.mark.parametrize("tokens", [1, 383])
+def test_a_load_limit_below_one_block_is_refused(tokens):
+    """It would switch loading off without a word."""
+    chosen = options(**{"lmcache.max_tokens_per_load": tokens})
+    with pytest.raises(ConfigError, match="384 or more, or to 0") as error:
+        check_lengths(chosen, 384)
+    assert_one_sentence(str(error.value))
+    for allowed in (0, 384, 10_000):
+        check_lengths(options(**{"lmcache.max_tokens_per_load": allowed}), 384)
+
+
+def test_a_negative_length_is_refused():
+    with pytest.raises(ConfigError, match="max_tokens_per_load=-1 is no number") as error:
+        options(**{"lmcache.max_tokens_per_load": -1})
+    assert_one_sentence(str(error.value))
+    with pytest.raises(ConfigError, match="min_retrieve_tokens=-5 is no number"):
+        options(lmcache=lmcache_config(min_retrieve_tokens=-5))
+
+
+@pytest.mark.parametrize("value", ["inf", float("inf"), float("nan"), "1e999"])
+def test_a_length_that_is_no_number_of_tokens_is_refused(value):
+    with pytest.raises(ConfigError, match="is not a whole number"):
+        options(**{"lmcache.max_tokens_per_load": value})
