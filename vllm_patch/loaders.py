@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.identity.weights import LOADED, WeightsStream, tensors_identity
-from vllm_patch import sleep
+from vllm_patch import partial_hits, sleep
 from vllm_patch.configuration import is_ours
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def _load_model(
     """Load the model, and note its weights where this connector is used."""
     if not is_ours(vllm_config):
         return load(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+    partial_hits.copy_whole_pages()  # before the first step; the runner is imported by now
     LOADED.note(model_config, None)
     with _noted(loader):
         model = load(vllm_config=vllm_config, model_config=model_config, prefix=prefix)

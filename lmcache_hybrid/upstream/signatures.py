@@ -65,6 +65,8 @@ SERVING: Signatures = {
         Worker.sleep(level)
         Worker.update_weights(...)
         Worker.wake_up(tags)""",
+    "vllm.v1.worker.utils": """
+        copy_kv_cache_blocks_inplace(kv_caches, num_blocks, kv_cache_block_copies)""",
     "lmcache.utils": "CacheEngineKey.with_new_worker_id(new_worker_id)",
     "lmcache.v1.cache_engine": """
         LMCacheEngineBuilder.get_or_create(instance_id, config, metadata, gpu_connector, \

@@ -18,9 +18,10 @@ from sim.storage import N, Pool, close_storage
 from unit.helpers import STATE_SPEC, engine_config
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 import vllm_patch
-from vllm_patch import compat, sleep
+from vllm_patch import compat, partial_hits, sleep
 
 from .repair import Repair, shows_bug_of, without
 
@@ -208,3 +209,13 @@ def test_a_sleep_frees_pages_that_a_connector_still_uses(monkeypatch):
     inspect.unwrap(Worker.sleep)(worker)
     assert "freed" in told
     return told.index("freed") == 0
+
+
+@shows_bug_of(partial_hits.copy_whole_pages)
+def test_a_copy_on_write_leaves_out_the_end_of_an_attention_page():
+    pages = torch.zeros(2, 3, 48, dtype=torch.int8)  # [slot, block, byte], in one buffer
+    pages[:, 1] = 1
+    state, attention = pages[0, :, None, None, :30], pages[0].view(torch.bfloat16)
+    vllms = inspect.unwrap(copy_kv_cache_blocks_inplace)
+    vllms([state, attention], 3, [(1, 2)])
+    return not torch.equal(pages[0, 1], pages[0, 2])

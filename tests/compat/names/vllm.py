@@ -114,6 +114,15 @@ VLLM = (
     ),
     *attributes(_CONFIG, "VllmConfig", "weight_transfer_config speculative_config"),
     *attributes(_CONFIG, "ModelConfig", "is_hybrid hf_text_config"),
+    # vllm_patch/partial_hits.py
+    Hook(
+        "vllm.v1.worker.utils",
+        "copy_kv_cache_blocks_inplace",
+        ("kv_caches", "num_blocks", "kv_cache_block_copies"),
+        replaced_in="vllm_patch/partial_hits.py",
+    ),
+    Hook("vllm.v1.worker.gpu_model_runner", "copy_kv_cache_blocks_inplace"),
+    Hook("vllm.v1.worker.gpu.model_runner", "copy_kv_cache_blocks_inplace"),
     # vllm_patch/compat.py
     Hook(
         "vllm.platforms.cpu",

@@ -180,4 +180,22 @@ DEFECTS = (
         '.startswith("octave"):',
         '.startswith("no octave"):',
     ),
+    one(
+        "a copy on write ends where a state ends",
+        "vllm_patch/partial_hits.py",
+        "    return [caches[index] for index in sorted(kept)]",
+        "    return caches",
+    ),
+    one(
+        "views of interleaved blocks are taken for dense pages",
+        "vllm_patch/partial_hits.py",
+        "return same and within and self.end - self.start <= self.stride",
+        "return same and within",
+    ),
+    one(
+        "vLLM's copies on write stay as they are where a model is served",
+        "vllm_patch/loaders.py",
+        "    partial_hits.copy_whole_pages()",
+        "    partial_hits",
+    ),
 )
