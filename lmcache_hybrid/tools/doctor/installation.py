@@ -28,7 +28,7 @@ def check_versions() -> Iterator[Finding]:
 def _pair() -> Iterator[Finding]:
     """vLLM and LMCache, as the pair that they are."""
     found = versions.found()
-    pair = versions.admitted(*found) or versions.nearest()
+    pair = versions.admitted(found) or versions.nearest()
     allowed = os.environ.get(versions.ALLOW_UNTESTED) == "1"
     fix = f"Run `{versions.command()}`."
     if not allowed:

@@ -18,8 +18,9 @@ DEFECTS = (
     one(
         "a permission to try untested versions takes those for installed that are not",
         "lmcache_hybrid/upstream/versions.py",
-        "    problem = absent()\n",
-        '    problem = absent() if os.environ.get(ALLOW_UNTESTED) != "1" else None\n',
+        "    problem, here = absent(), found()\n",
+        "    problem, here = absent(), found()\n"
+        '    if os.environ.get(ALLOW_UNTESTED) == "1":\n        return None\n',
     ),
     one(
         "the benchmarks of a checkout are not found",

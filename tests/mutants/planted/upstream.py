@@ -50,20 +50,20 @@ DEFECTS = (
     one(
         "a pair counts as tested when each of its halves was, with another",
         VERSIONS,
-        "        if all(_fits(pair, (vllm, lmcache))):",
-        "        if any(_fits(pair, (vllm, lmcache))):",
+        " if all(_fits(pair, here))), None)",
+        " if any(_fits(pair, here))), None)",
     ),
     one(
         "a fix of a tested release is let in although it changed a function",
         VERSIONS,
-        "    untested = _others(pair, here) if pair else",
-        "    untested = () if pair else",
+        "    tested = _same(pair, here) if pair else",
+        "    tested = (True, True) if pair else",
     ),
     one(
         "an untested release that is tried is let in although it changed a function",
         VERSIONS,
-        " if pair else tuple(p.module for p in PACKAGES)",
-        " if pair else ()",
+        " if pair else (False, False)",
+        " if pair else (True, True)",
     ),
     one(
         "a release that changed what is patched is patched",
