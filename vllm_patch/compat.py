@@ -65,8 +65,7 @@ def keep_cpu_block_size() -> None:
     @functools.wraps(original)
     def check_and_update_config(cls: type, vllm_config: "VllmConfig") -> None:
         cache_config = vllm_config.cache_config
-        # num_gpu_blocks is set once the KV cache exists: from then on its block
-        # size is a fact, no longer a choice.
+        # num_gpu_blocks is set once the KV cache exists. From then on the size is fixed.
         settled = cache_config.block_size if cache_config.num_gpu_blocks else None
         original(cls, vllm_config)
         if settled is not None and cache_config.block_size != settled:
@@ -113,12 +112,12 @@ def no_cpu_prefill_checkpoints() -> None:
 
 
 def promote_loads_in_order() -> None:
-    """Requests that wait with blocks must go on in the order in which they got them.
+    """Requests whose loads are done must be promoted in order of admission.
 
-    Bug: an asynchronous load is admitted when it leaves room for what the loads
-    admitted before it still need, but with ``--scheduling-policy priority`` the
-    queue of these requests (``Scheduler.kv_holding_waiting``) is sorted by
-    priority. A later one that does not fit stands in front of the one that does.
+    Bug: an asynchronous load is admitted when it leaves room for what the loads admitted
+    before it still need. With ``--scheduling-policy priority`` the queue of these requests
+    (``Scheduler.kv_holding_waiting``) is sorted by priority, so a later one that does not fit
+    blocks the earlier one that does.
     Symptom: in a pool that is full to the last blocks both wait for ever.
     Seen in: vLLM 0.32.0 and 0.33.0.
     Remove when: the queue is in order of admission, or the scheduler looks past
@@ -172,9 +171,9 @@ def keep_restored_states() -> None:
 def free_failed_loads() -> None:
     """A failed load must give its blocks back before another request asks for them.
 
-    Bug: the blocks of a failed load are freed when its request is at the head of the
-    queue. The one at the head may have failed too, start over, and not find room. Those
-    that the failed load still had to get stay reserved even then.
+    Bug: the blocks of a failed load are freed only when its request reaches the head of the
+    queue. The request at the head may have failed too, start over and find no room. What was
+    reserved for the rest of the failed load stays reserved even then.
     Symptom: in a pool that is full both wait for ever.
     Seen in: vLLM 0.32.0 and 0.33.0.
     Remove when: ``Scheduler._update_from_kv_xfer_finished`` frees both.
@@ -214,13 +213,13 @@ def _free_ended(scheduler: "Scheduler") -> None:
 
 
 def finish_resets() -> None:
-    """A reset of all caches must reach what is being loaded, and be all or nothing.
+    """A reset of all caches must fail loads in flight, and be all or nothing.
 
-    Bug: ``Scheduler.reset_prefix_cache(reset_connector=True)`` leaves loads under way alone.
-    Beside a request that holds blocks it fails, and has then reset the connector (without
-    ``reset_running_requests``) or has not even asked it (with that).
-    Symptom: after weights were replaced a load brings what the old ones left, and blocks of
-    vLLM's own cache, which was not emptied, are stored anew.
+    Bug: ``Scheduler.reset_prefix_cache(reset_connector=True)`` does not touch loads in flight.
+    While a request holds blocks the reset fails: with ``reset_running_requests`` before the
+    connector is asked, without it after the connector was reset.
+    Symptom: after weights were replaced, a load brings what the old weights left, and blocks
+    of vLLM's own cache, which was not emptied, are stored again.
     Seen in: vLLM 0.32.0 and 0.33.0.
     Remove when: it fails or preempts loads, and tells connectors whether all of it succeeded.
     """
@@ -249,7 +248,7 @@ def finish_resets() -> None:
 
 
 def _fail_loads(scheduler: "Scheduler") -> None:
-    """Have every request whose load is under way, or was not taken up, computed instead."""
+    """Fail every load that is in flight or not yet taken up: its request is computed."""
     from vllm.v1.request import RequestStatus
 
     for request in scheduler.kv_holding_waiting:
@@ -260,11 +259,11 @@ def _fail_loads(scheduler: "Scheduler") -> None:
 
 
 def reserve_windows() -> None:
-    """A load that waits must find room for all that its window groups still need.
+    """An admitted load must reserve all blocks that its window groups still need.
 
-    Bug: ``get_num_blocks_to_allocate`` compares a window group's admission cap with all
-    blocks of a request, null blocks before the window too. So a request whose load ended
-    past the window reserves nothing there.
+    Bug: ``get_num_blocks_to_allocate`` counts null blocks before the window against a window
+    group's admission cap, so a request whose load ended past the window reserves nothing
+    there.
     Symptom: models with windows; in a tight pool two loads wait for each other for ever.
     Seen in: vLLM 0.32.0 and 0.33.0.
     Remove when: ``SingleTypeKVCacheManager.get_num_blocks_to_allocate`` leaves out null blocks.
@@ -296,13 +295,13 @@ def reserve_windows() -> None:
 
 
 def forget_what_did_not_run() -> None:
-    """A block whose step was taken back must not be found in vLLM's own prefix cache.
+    """A preempted step's uncomputed blocks must not be hit in vLLM's own prefix cache.
 
     Bug: blocks get their hash when the scheduler allocates them, before the step that
     computes them. With ``--scheduling-policy priority`` a request can be preempted later in
-    the same ``schedule()``; it is taken out of the step, its blocks keep their hash.
-    Symptom: the request itself, or the next one with this prefix, hits what was never
-    computed and gets wrong tokens, without a connector too. With one they are stored.
+    the same ``schedule()``: it leaves the step, and its blocks keep their hash.
+    Symptom: the request itself, or the next one with this prefix, hits blocks that were never
+    computed and gets wrong tokens, with or without a connector. A connector stores them too.
     Seen in: vLLM 0.32.0 and 0.33.0.
     Remove when: ``Scheduler._preempt_request`` evicts blocks past what was computed.
     """
@@ -313,7 +312,7 @@ def forget_what_did_not_run() -> None:
     @functools.wraps(original)
     def _preempt_request(self: Scheduler, request: "Request", *args: Any, **kwargs: Any) -> None:
         if is_ours(self.vllm_config):
-            # Of steps that were scheduled before this one all tokens count as computed.
+            # All tokens of steps that were scheduled before this one count as computed.
             computed = request.num_computed_tokens
             for manager in self.kv_cache_manager.coordinator.single_type_managers:
                 blocks = manager.req_to_blocks.get(request.request_id, ())
@@ -327,11 +326,11 @@ def forget_what_did_not_run() -> None:
 def stop_at_the_next_boundary() -> None:
     """A prefill chunk that starts inside a block must end at that block's end.
 
-    Bug: with ``--prefix-match-unit`` a request can go on inside a block. Where the model
+    Bug: with ``--prefix-match-unit`` a request can resume inside a block. Where the model
     writes a checkpoint inside its last chunk (``num_prefill_checkpoint_blocks``), that chunk
     runs past the end of the block it started in, and the block gets the hash of its end.
-    Symptom: the state of an earlier token is found, and offered to connectors, as that of
-    the boundary: the next request with this prefix gets wrong tokens, without a connector too.
+    Symptom: the state of an earlier token is found, and offered to connectors, as that of the
+    boundary: the next request with this prefix gets wrong tokens, with or without a connector.
     Seen in: vLLM 0.32.0 and 0.33.0.
     Remove when: ``is_mamba_prefill_checkpoint_valid`` declines a start inside a block.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Looks up names in upstream's source files, without importing them.
 
-So it works on a release that is only unpacked, or whose import would fail.
+It works on a release that is only unpacked, or that cannot be imported.
 """
 
 import ast
@@ -195,10 +195,11 @@ class Hook:
     """One name of upstream's.
 
     Attributes:
-        module: where we get it from.
+        module: where our code gets it from.
         name: "Class.attribute" or a name in the module.
         takes: positional parameters that we pass, or that it passes to what replaces
-            it; upstream may add others that have defaults. None where that is open.
+            it; upstream may add others that have defaults. None where that is open, and
+            where ``lmcache_hybrid/upstream/signatures.py`` has them.
         holds: code that its definition must hold, as ``ast.unparse`` writes it.
         replaced_in: our file that assigns to it, "" where it is only used.
         otherwise: what a release that differs has instead, all of it.
