@@ -118,7 +118,6 @@ VLLM = (
     Hook(
         "vllm.v1.worker.utils",
         "copy_kv_cache_blocks_inplace",
-        ("kv_caches", "num_blocks", "kv_cache_block_copies"),
         replaced_in="vllm_patch/partial_hits.py",
     ),
     Hook("vllm.v1.worker.gpu_model_runner", "copy_kv_cache_blocks_inplace"),
