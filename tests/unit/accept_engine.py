@@ -77,6 +77,11 @@ class Engine:
         self._random = random.Random(1)
         self.counted = 0
 
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *raised: object) -> None: ...
+
     def ask(self, asked: Sequence[Sequence[int]], salt: str, save: bool) -> list[Answer]:
         assert not (save and self._lost is not None), "what is lost would be stored"
         found = [self._find(tuple(ids), salt) for ids in asked]
@@ -143,13 +148,14 @@ class Engine:
 def run(second: dict | None = None, quick: bool = False, **options) -> Result:
     """A run on one engine and, where a tier survives, on a second one with its content."""
     tiers = {tier["name"]: set() for tier in options.get("tiers", FACTS["tiers"])}
-    asking = Run(lambda text: None, quick=quick)
-    result = asking.first(Engine(tiers, **options))
-    if "LocalCPUBackend" in tiers:
-        tiers["LocalCPUBackend"] = set()
-    if not result.problems and any(t["survives"] for t in result.facts["tiers"]):
-        asking.second(Engine(tiers, **{**options, **(second or {})}), result)
-    return result
+    engines = iter((options, {**options, **(second or {})}))
+
+    def start() -> Engine:
+        if "LocalCPUBackend" in tiers:
+            tiers["LocalCPUBackend"] = set()
+        return Engine(tiers, **next(engines))
+
+    return Run(lambda text: None, quick=quick).ask_engines(start)
 
 
 def shown(result: Result) -> list[str]:

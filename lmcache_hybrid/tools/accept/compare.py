@@ -158,14 +158,8 @@ class Noise:
         return change > 0 and MARGIN * self.allowed <= change
 
 
-def check(
-    case: str, step: int, where: str, tokens: int, own: Answer, restored: Answer, external: int
-) -> Check:
-    """Compare a restored prompt with vLLM's own hit.
-
-    Args:
-        external: tokens that the connector brought for ``restored``.
-    """
+def check(case: str, step: int, where: str, tokens: int, own: Answer, restored: Answer) -> Check:
+    """Compare a restored prompt with vLLM's own hit."""
     return Check(
         case,
         step,
@@ -173,7 +167,7 @@ def check(
         tokens,
         own.cached,
         restored.cached,
-        external,
+        restored.external,
         difference(own, restored),
         own.same(restored),
     )

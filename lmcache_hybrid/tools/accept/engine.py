@@ -9,7 +9,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,8 +191,6 @@ class Engine:
 
 
 _ERROR = re.compile(r"(\w+(?:Error|Exception|Exit)): (.+)")
-
-
 _USER = re.compile(r"""://[^\s'"<>]*@""")
 
 
@@ -209,14 +207,6 @@ def cause_in(log: str) -> str | None:
         if "See root cause" not in text and "initialization failed" not in text
     ]
     return next(reversed(causes), None)
-
-
-def run_quietly(command: Callable[[], str]) -> str:
-    """What a command prints; "" where it cannot be run."""
-    try:
-        return command().strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def tail(log: Path, lines: int = LOG_LINES) -> str:

@@ -31,31 +31,16 @@ KINDS = {Outcome.MISSED: "missed hits", Outcome.BOUNDARY: "hits at other boundar
 def as_json(result: Result) -> dict[str, Any]:
     """Everything that was measured; plain JSON without infinities."""
     noise = result.noise
-    return {
+    report = {
         "format": FORMAT,
         "verdict": result.verdict.value,
         "problems": result.problems,
         "doubts": result.doubts,
         "facts": result.facts,
         "limits": asdict(result.limits),
-        "left_out": list(result.plan.left_out),
-        "noise": {
-            **{name: _finite(getattr(noise, name)) for name in ("own", "restart", "wrong")},
-            "lost": {name: _finite(change) for name, change in noise.lost.items()},
-            "allowed": _finite(noise.allowed),
-            "decidable": noise.decidable,
-        },
-        "checks": [
-            {
-                **asdict(each),
-                "difference": _finite(each.difference),
-                "slack": _finite(each.slack),
-                "shows": _finite(each.shows),
-                "others": list(map(_finite, each.others)),
-                "outcome": noise.judge(each).value,
-            }
-            for each in result.checks
-        ],
+        "left_out": result.plan.left_out,
+        "noise": {**asdict(noise), "allowed": noise.allowed, "decidable": noise.decidable},
+        "checks": [{**asdict(each), "outcome": noise.judge(each).value} for each in result.checks],
         "prompts": [
             {
                 "case": told.case.name,
@@ -70,10 +55,16 @@ def as_json(result: Result) -> dict[str, Any]:
         "copies": result.copies,
         "seconds": {name: round(value, 3) for name, value in result.seconds.items()},
     }
+    return _finite(report)
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    """The same with None for infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return list(map(_finite, value))
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _digest(prompt: tuple[int, ...]) -> str:
@@ -115,7 +106,7 @@ def _heading(result: Result) -> Iterator[Text]:
 
 def _compared(result: Result) -> Table:
     table = _table()
-    columns = list(dict.fromkeys(each.where.partition(",")[0] for each in result.checks))
+    columns = list(dict.fromkeys(map(_column, result.checks)))
     for name in ("tokens", "hit", *columns):
         table.add_column(name, justify="right")
     rows: dict[str, list[Check]] = {}
@@ -170,9 +161,8 @@ def _times(result: Result) -> Table:
     hits = {told.case.name: told.own[-1].cached for told in result.told}
     names = sorted((name for name in names if hits[name]), key=length.__getitem__)
     places = list(dict.fromkeys(place for name in names for place in result.first_token[name]))
-    titles = {"own": "vLLM's own hit", "cold, saving": "cold, saving"}
     for place in ("tokens", *places):
-        table.add_column(titles.get(place, place), justify="right")
+        table.add_column("vLLM's own hit" if place == "own" else place, justify="right")
     for name in names[: SHOWN_TIMES - 1] + names[SHOWN_TIMES - 1 :][-1:]:
         times = result.first_token[name]
         cells = [f"{1e3 * min(times[place]):.1f}" if times.get(place) else "" for place in places]

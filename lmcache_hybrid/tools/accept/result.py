@@ -50,10 +50,10 @@ class Told:
         return math.inf if self.control is None else difference(self.own[-1], self.control)
 
     @property
-    def last(self) -> list[tuple[int, Ids, Answer]]:
-        """(step, prompt, own hit) that a restarted engine is asked for."""
+    def last(self) -> list[tuple[int, Ids]]:
+        """(step, prompt) that a restarted engine is asked for."""
         steps = range(1, len(self.prompts), 2) if self.batch else [len(self.prompts) - 1]
-        return [(step, self.prompts[step], self.own[step]) for step in steps]
+        return [(step, self.prompts[step]) for step in steps]
 
 
 @dataclass

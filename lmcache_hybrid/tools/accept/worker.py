@@ -7,7 +7,7 @@ Results are made of plain types, because they are sent to other processes.
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import cycle
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
@@ -109,7 +109,7 @@ class AcceptExtension:
     def accept_pending(self) -> int:
         """What is not written yet; waits for copies that a device has not finished."""
         worker = _worker()
-        worker._finisher.submit(_nothing).result()
+        worker._finisher.submit(lambda: None).result()
         backends = _store(worker).manager.storage_backends.values()
         return sum(_writing(backend) for backend in backends)
 
@@ -130,7 +130,8 @@ class AcceptExtension:
             copies = copies_for(self.device, threads)
             _wait(self.device)
             # As vLLM computes: drivers take no batches of copies on the default stream.
-            with _own_stream(self.device):
+            cpu = self.device.type == "cpu"
+            with nullcontext() if cpu else torch.Stream(device=self.device):
                 return _measure(copies, self.device, items, targets)
         finally:
             threads.close()
@@ -182,10 +183,6 @@ def _worker() -> "HybridWorker":
 
 def _store(worker: "HybridWorker") -> "LMCacheStore":
     return cast("LMCacheStore", worker._store)
-
-
-def _nothing() -> None:
-    return
 
 
 def _writing(backend: Any) -> int:
@@ -298,10 +295,6 @@ def _plain(device: torch.device, size: int) -> dict[str, float]:
     }
 
 
-def _own_stream(device: torch.device) -> AbstractContextManager:
-    return nullcontext() if device.type == "cpu" else torch.Stream(device=device)
-
-
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
     _wait(device)
     started = time.perf_counter()
@@ -323,17 +316,11 @@ def _random(size: int, seed: int) -> torch.Tensor:
 def _read(pages: Any, block: int) -> torch.Tensor:
     """A block's bytes, by plain copies one after another."""
     data = torch.empty(pages.block_bytes, dtype=torch.uint8)
-    for page, part in _pairs(pages, block, data):
+    for page, part in pages.pieces(block, data):
         part.copy_(page)
     return data
 
 
 def _write(pages: Any, block: int, data: torch.Tensor) -> None:
-    for page, part in _pairs(pages, block, data):
+    for page, part in pages.pieces(block, data):
         page.copy_(part)
-
-
-def _pairs(
-    pages: Any, block: int, data: torch.Tensor
-) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-    return pages.pieces(block, data)

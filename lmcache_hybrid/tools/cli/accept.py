@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from lmcache_hybrid.tools.accept.compare import Verdict
-from lmcache_hybrid.tools.accept.engine import Engine, EngineError, run_quietly, tail
+from lmcache_hybrid.tools.accept.engine import Engine, EngineError, tail
 from lmcache_hybrid.tools.accept.report import as_json, print_verdict
 from lmcache_hybrid.tools.accept.result import Result
 from lmcache_hybrid.tools.accept.run import Run
@@ -69,7 +69,7 @@ def accept(
     os.close(handle)
     log = Path(name)
     result = _result(lambda: Engine(model, vllm_flags or [], log, environment), log, longest, quick)
-    result.facts["driver"] = run_quietly(_driver)
+    result.facts["driver"] = _driver()
     if out is not None:
         out.write_text(json.dumps(as_json(result), indent=1, allow_nan=False) + "\n")
     print_verdict(Console(), result)
@@ -89,7 +89,7 @@ def _result(engine: Callable[[], Engine], log: Path, longest: int, quick: bool) 
     errors = _errors()
     try:
         with _progress(errors) as say:
-            return run(engine, say, longest, quick)
+            return Run(say, longest, quick).ask_engines(engine)
     except EngineError as error:
         if not error.refused:
             errors.print(tail(log), markup=False, soft_wrap=True)
@@ -99,31 +99,6 @@ def _result(engine: Callable[[], Engine], log: Path, longest: int, quick: bool) 
     except KeyboardInterrupt:
         errors.print(f"Stopped. The engine's log is {log}.", soft_wrap=True)
         raise typer.Exit(130) from None
-
-
-def run(engine: Callable[[], Engine], say: Say, longest: int, quick: bool) -> Result:
-    """The first engine, and the second one where a tier survives a restart.
-
-    Raises:
-        EngineError: an engine did not start, or ended.
-    """
-    asking = Run(say, longest, quick)
-    say("First engine: starting")
-    started = time.monotonic()
-    with engine() as first:
-        start = time.monotonic() - started
-        result = asking.first(first)
-        say("First engine: stopping")
-    result.seconds |= {"first start": start, "first engine": time.monotonic() - started}
-    if result.problems or not any(tier["survives"] for tier in result.facts["tiers"]):
-        return result
-    say("Second engine: starting")
-    started = time.monotonic()
-    with engine() as second:
-        asking.second(second, result)
-        say("Second engine: stopping")
-    result.seconds["second engine"] = time.monotonic() - started
-    return result
 
 
 @contextlib.contextmanager
@@ -140,7 +115,10 @@ def _progress(console: Console) -> Iterator[Say]:
 
 
 def _driver() -> str:
-    """Version of NVIDIA's driver."""
+    """Version of NVIDIA's driver; "" where there is none."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    return done.stdout.partition("\n")[0]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.partition("\n")[0].strip()

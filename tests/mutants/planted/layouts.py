@@ -91,8 +91,8 @@ DEFECTS = (
     one(
         "the acceptance test asks vLLM's own cache for what the store should bring",
         "lmcache_hybrid/tools/accept/run.py",
-        "                    engine.settle()\n                    engine.forget()\n",
-        "                    engine.settle()\n",
+        "                    self._engine.settle()\n                    self._engine.forget()\n",
+        "                    self._engine.settle()\n",
     ),
     one(
         "the acceptance test allows noise where there is none",
