@@ -35,6 +35,7 @@ from lmcache_hybrid.worker.pages import GroupPages
 
 from .helpers import payload_of
 from .lmcache_settings import assert_one_sentence, options
+from .stored.commands import store_of
 from .test_lmcache_store import (  # noqa: F401
     FINGERPRINT,
     KEYS,
@@ -45,7 +46,6 @@ from .test_lmcache_store import (  # noqa: F401
     outside,
     valkey,
 )
-from .test_stored import store_of
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

@@ -29,9 +29,9 @@ from lmcache_hybrid.tools.stored.redis_client import connect
 
 from .helpers import payload_of, put
 from .lmcache_settings import assert_one_sentence
+from .stored.commands import run, run_json
 from .test_lmcache_store import KEYS, SIZE, Box, blocked_loops  # noqa: F401
 from .test_remote_stores import MANY
-from .test_stored import run, run_json
 
 # What LMCache's usage statistics take from its metadata.
 SENT = ("model_name", "world_size", "worker_id", "kv_dtype", "kv_shape")

@@ -14,7 +14,7 @@ from lmcache_hybrid.storage import record
 from lmcache_hybrid.tools.stored import record_store, summary
 from lmcache_hybrid.tools.stored.summary import Resumable
 
-from .test_stored import N, resealed, run, run_json
+from .commands import N, resealed, run, run_json
 
 FEW, MANY = 500, 4000
 # Less than a name, or one entry of a set.

@@ -10,15 +10,15 @@ from lmcache_hybrid.tools.stored import redis_store
 from lmcache_hybrid.tools.stored.opening import open_store
 from lmcache_hybrid.tools.stored.redis_client import hosts_of
 
-from .test_lmcache_store import FINGERPRINT, MODEL, N, blocked_loops, flip, valkey  # noqa: F401
-from .test_remote_stores import (  # noqa: F401
+from ..test_lmcache_store import FINGERPRINT, MODEL, N, blocked_loops, flip, valkey  # noqa: F401
+from ..test_remote_stores import (  # noqa: F401
     MANY,
     box,
     cluster,
     every_kind,
     shared_sentinels,
 )
-from .test_stored import LONG_AGO, run, run_json
+from .commands import LONG_AGO, run, run_json
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

@@ -13,19 +13,11 @@ from lmcache_hybrid.storage.key_names import MODEL_NAME_LENGTH, readable_name
 from lmcache_hybrid.tools.stored import record_store
 from lmcache_hybrid.tools.stored.record_store import Names
 
-from .test_lmcache_store import (  # noqa: F401
-    FINGERPRINT,
-    KEYS,
-    MODEL,
-    blocked_loops,
-    box,
-    outside,
-    valkey,
-)
-from .test_stored import FINGERPRINT_HEX, aged, row_of, run, run_json, store_of
+from ..test_lmcache_store import KEYS, MODEL, outside
+from .commands import FINGERPRINT_HEX, aged, row_of, run, run_json, store_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 OTHER = bytes(16)
 
 
@@ -34,7 +26,7 @@ def records(filled) -> int:
 
 
 @outside
-def test_purge_by_model_age_and_fingerprint(box, kind):  # noqa: F811
+def test_purge_by_model_age_and_fingerprint(box, kind):
     filled = box(kind).write()
     aged(filled, KEYS[0])
     store = store_of(filled)
@@ -66,7 +58,7 @@ def test_purge_by_model_age_and_fingerprint(box, kind):  # noqa: F811
 @pytest.mark.parametrize(
     "model", ["org1/foo", "/run1/foo", "./foo", "foo/", "/models/org1/foo/"], ids=str
 )
-def test_a_model_that_records_do_not_name_in_full_is_not_guessed(box, kind, model):  # noqa: F811
+def test_a_model_that_records_do_not_name_in_full_is_not_guessed(box, kind, model):
     """org1/foo and org2/foo have the same name in their keys."""
     filled = box(kind, model=readable_name("org1/foo")).write()
     box(kind, model=readable_name("org2/foo"), fingerprint=OTHER).write(KEYS[:2])
@@ -81,7 +73,7 @@ def test_a_model_that_records_do_not_name_in_full_is_not_guessed(box, kind, mode
     assert records(filled) == 2
 
 
-def test_names_that_were_cut_are_not_guessed(box):  # noqa: F811
+def test_names_that_were_cut_are_not_guessed(box):
     long = "m" * MODEL_NAME_LENGTH
     filled = box("fs", model=readable_name(long + "-v1")).write()
     assert "may be of other models" in run(
@@ -91,7 +83,7 @@ def test_names_that_were_cut_are_not_guessed(box):  # noqa: F811
     assert "Deleted 4" in run("purge", store_of(filled), "--model", long, "--yes")
 
 
-def test_a_name_as_inspect_shows_it_is_every_model_of_that_name(box):  # noqa: F811
+def test_a_name_as_inspect_shows_it_is_every_model_of_that_name(box):
     filled = box("fs", model="foo").write()
     box("fs", model="foo", fingerprint=OTHER).write(KEYS[:2])
     box("fs", model="foo2").write(KEYS[:1])
@@ -99,7 +91,7 @@ def test_a_name_as_inspect_shows_it_is_every_model_of_that_name(box):  # noqa: F
     assert records(filled) == 1
 
 
-def test_several_fingerprints(box):  # noqa: F811
+def test_several_fingerprints(box):
     """A tensor-parallel engine has one for each rank."""
     filled = box("fs").write()
     box("fs", fingerprint=OTHER).write(KEYS[:2])
@@ -113,7 +105,7 @@ def test_several_fingerprints(box):  # noqa: F811
 
 
 @outside
-def test_what_would_go_is_shown_by_fingerprint(box, kind):  # noqa: F811
+def test_what_would_go_is_shown_by_fingerprint(box, kind):
     filled = box(kind).write()
     box(kind, fingerprint=OTHER).write(KEYS[:2])
     aged(filled, KEYS[0])
@@ -125,7 +117,7 @@ def test_what_would_go_is_shown_by_fingerprint(box, kind):  # noqa: F811
     assert FINGERPRINT_HEX in told and "0" * 16 not in told and "Would delete 1 " in told
 
 
-def test_without_a_terminal_nothing_is_deleted(box):  # noqa: F811
+def test_without_a_terminal_nothing_is_deleted(box):
     filled = box("fs").write()
     # An answer that comes through a pipe is not the operator's.
     told = run("purge", store_of(filled), "--model", MODEL, answer="y\n", exit_code=2)
@@ -134,7 +126,7 @@ def test_without_a_terminal_nothing_is_deleted(box):  # noqa: F811
 
 
 @pytest.mark.parametrize("answer, left, code", [("n", 4, 1), ("", 4, 1), ("y", 0, 0)])
-def test_on_a_terminal_it_asks(box, answer, left, code):  # noqa: F811
+def test_on_a_terminal_it_asks(box, answer, left, code):
     filled = box("fs").write()
     ours, theirs = pty.openpty()
     program = "from lmcache_hybrid.tools.cli import app; app()"
