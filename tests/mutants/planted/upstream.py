@@ -36,6 +36,12 @@ DEFECTS = (
         '{_problem}")\n',
     ),
     one(
+        "engines with another connector count as ours",
+        CONFIG,
+        "        return transfer.has_connector(CONNECTOR)\n",
+        "        return True\n",
+    ),
+    one(
         "a release candidate counts as the release",
         VERSIONS,
         "    fix = new > old and ",
