@@ -11,8 +11,8 @@ from benchmarks.performance.shapes import QWEN36_27B, Shape
 from lmcache_hybrid.core.keys import ATTENTION, STATE
 from lmcache_hybrid.protocol.lookup import LookupRequest, agree
 from lmcache_hybrid.protocol.prefix import Prefix, load_keys
-from lmcache_hybrid.storage.interface import NaiveStore
 from lmcache_hybrid.storage.rank_lookup import RankLookup
+from tests.naive_store import NaiveStore
 
 _names = itertools.count()
 

@@ -6,6 +6,7 @@
 
 import dataclasses
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -17,19 +18,9 @@ CHECKS = ("short", "magic", "version", "header", "fingerprint", "key", "length",
 LEVEL = {"level": True}
 
 
-class ByLabel(dict[str, int]):
-    """A total, split by one label, or by several that are joined with commas."""
-
-    def add(self, label: str, times: int = 1) -> None:
-        self[label] = self.get(label, 0) + times
-
-    @property
-    def total(self) -> int:
-        return sum(self.values())
-
-
 def _split() -> Any:
-    return field(default_factory=ByLabel)
+    """A total by one label, or by several that are joined with commas."""
+    return field(default_factory=Counter)
 
 
 def _observed() -> Any:
@@ -56,17 +47,17 @@ class SchedulerCounts:
         skipped_requests: requests that are not looked up or not stored, by reason.
     """
 
-    lookups: ByLabel = _split()
+    lookups: Counter[str] = _split()
     lookup_seconds: list[float] = _observed()
-    hits: ByLabel = _split()
-    hit_tokens: ByLabel = _split()
+    hits: Counter[str] = _split()
+    hit_tokens: Counter[str] = _split()
     lost_hits: int = 0
     lost_tokens: int = 0
     loads_in_flight: int = field(default=0, metadata=LEVEL)
     failed_loads: int = 0
     failed_tokens: int = 0
-    dropped_offers: ByLabel = _split()
-    skipped_requests: ByLabel = _split()
+    dropped_offers: Counter[str] = _split()
+    skipped_requests: Counter[str] = _split()
 
 
 @dataclass
@@ -94,15 +85,15 @@ class WorkerCounts:
     saved_states: int = 0
     saved_bytes: int = 0
     save_seconds: list[float] = _observed()
-    skipped_saves: ByLabel = _split()
-    failed_writes: ByLabel = _split()
+    skipped_saves: Counter[str] = _split()
+    failed_writes: Counter[str] = _split()
     loaded_attention: int = 0
     loaded_windows: int = 0
     loaded_states: int = 0
     loaded_bytes: int = 0
     load_seconds: list[float] = _observed()
     load_wait_seconds: list[float] = _observed()
-    failed_loads: ByLabel = _split()
+    failed_loads: Counter[str] = _split()
 
     @property
     def rejected_records(self) -> int:

@@ -236,7 +236,7 @@ def refuse(load: object, claim: object, after: object) -> int:
 def report_lost(ledger: Ledger, request_id: str) -> None:
     """Count and log a load that ended well, of an adapter that has changed in the meantime."""
     with ledger as counts:
-        counts.failed_loads.add("adapter,none")
+        counts.failed_loads["adapter,none"] += 1
     logger.warning(
         "Reqid: %s, what was loaded is computed instead: its LoRA adapter has changed meanwhile.",
         request_id,

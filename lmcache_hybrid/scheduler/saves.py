@@ -196,4 +196,4 @@ class SavePlanner:
         """Count states that vLLM handed off and nobody stores."""
         if offers:
             with self.ledger as counts:
-                counts.dropped_offers.add(reason, offers)
+                counts.dropped_offers[reason] += offers

@@ -164,10 +164,10 @@ class HybridScheduler:
         # Past the limit nothing could be loaded in any case.
         lost = min(result.attention, limit) - max(result.boundary, floor)
         with self.ledger as counts:
-            counts.lookups.add(result.outcome(floor, limit))
+            counts.lookups[result.outcome(floor, limit)] += 1
             counts.lookup_seconds.append(lookup.seconds)
             if not known:
-                counts.skipped_requests.add("adapter")
+                counts.skipped_requests["adapter"] += 1
             if lost > 0:
                 counts.lost_hits += 1
                 counts.lost_tokens += lost * size
@@ -210,9 +210,9 @@ class HybridScheduler:
         self._loads.append(load)
         self._loading.add(request.request_id)
         with self.ledger as counts:
-            counts.hits.add(result.source)
+            counts.hits[result.source] += 1
             for source, blocks in result.last(boundary - start):
-                counts.hit_tokens.add(source, blocks * size)
+                counts.hit_tokens[source] += blocks * size
             counts.loads_in_flight = len(self._loading)
 
     def _load(
@@ -244,7 +244,7 @@ class HybridScheduler:
             unsaved = why_unsaved(request, prefix, self._options)
             if unsaved or not (prefix and prefix.hashes):
                 with self.ledger as counts:
-                    counts.skipped_requests.add(unsaved or "short")
+                    counts.skipped_requests[unsaved or "short"] += 1
             checkpoints = Checkpoints(
                 size,
                 self._options.checkpoint_tokens,

@@ -25,7 +25,6 @@ from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 from vllm.logger import init_logger
 
-from lmcache_hybrid.core.counts import ByLabel
 from lmcache_hybrid.core.digests import PLAIN, Digester
 from lmcache_hybrid.core.errors import DamagedError, LoadError, NoRoomError, RecordError
 from lmcache_hybrid.core.keys import RecordKey
@@ -110,7 +109,7 @@ class LMCacheStore:
         self._fingerprint, self._digester = fingerprint, digester
         self._metadata = engine.metadata
         self.reads: Counter[str] = Counter()
-        self.failed_writes = ByLabel()
+        self.failed_writes: Counter[str] = Counter()
         self._remote = RemoteReader()
         # Damaged records that a backend could not remove; gone once written anew.
         self._damaged: set[RecordKey] = set()
@@ -356,7 +355,7 @@ class LMCacheStore:
 
     def _count_failed_writes(self, name: str, records: int) -> None:
         with self._counts_lock:  # called by the backends' writers
-            self.failed_writes.add(name, records)
+            self.failed_writes[name] += records
 
     def clear(self) -> None:
         """Forget all records of this rank. Mutates the fingerprint.

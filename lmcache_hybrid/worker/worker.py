@@ -174,7 +174,7 @@ class HybridWorker:
         except Exception as error:
             expected = isinstance(error, (LoadError, RecordError))
             with self.ledger as counts:
-                counts.failed_loads.add(failure_label(error))
+                counts.failed_loads[failure_label(error)] += 1
             self._monitor.retrieved(tokens, 0, started)
             reason = str(error) if expected else repr(error)
             logger.warning(
@@ -299,7 +299,7 @@ class HybridWorker:
 
     def _skip(self, reason: str, saves: int) -> None:
         with self.ledger as counts:
-            counts.skipped_saves.add(reason, saves)
+            counts.skipped_saves[reason] += saves
 
     @contextmanager
     def _save_errors(self, save: SaveSpec) -> Iterator[None]:
@@ -308,7 +308,7 @@ class HybridWorker:
         except Exception as error:
             with self.ledger as counts:
                 full = isinstance(error, MemoryError)
-                counts.skipped_saves.add("no_room" if full else "error")
+                counts.skipped_saves["no_room" if full else "error"] += 1
                 warned, self._warned_save = self._warned_save, True
             if not warned:
                 logger.warning(

@@ -453,7 +453,7 @@ class _Child:
 
             store.locate = counting
         return {
-            "lookups": self._hybrid.scheduler.counts.lookups.total,
+            "lookups": self._hybrid.scheduler.counts.lookups.total(),
             "lookup_calls": self._located["calls"],
             "keys_asked": self._located["asked"],
             "keys_found": self._located["found"],

@@ -131,8 +131,8 @@ class Run:
         self.tally.events.update(
             {
                 "hits": counts.lookups.get("hit", 0),
-                "hit tokens": counts.hit_tokens.total,
-                "offers dropped": counts.dropped_offers.total,
+                "hit tokens": counts.hit_tokens.total(),
+                "offers dropped": counts.dropped_offers.total(),
             }
         )
         self.tally.events["preempted"] += sum(
@@ -145,7 +145,7 @@ class Run:
                     "states saved": worker.saved_states,
                     "states loaded": worker.loaded_states,
                     "records rejected": worker.rejected_records,
-                    "saves skipped": worker.skipped_saves.total,
+                    "saves skipped": worker.skipped_saves.total(),
                     "checkpoints inside a chunk": rank.checkpoints,
                     "resumed as new requests": rank.resumed,
                 }

@@ -15,10 +15,10 @@ import torch
 
 from lmcache_hybrid.core.digests import KeyedDigester
 from lmcache_hybrid.core.errors import DamagedError
-from lmcache_hybrid.storage.interface import NaiveStore
 from lmcache_hybrid.storage.record import digests_of
 from lmcache_hybrid.worker.copies import Item, StreamCopies
 from lmcache_hybrid.worker.pages import GroupPages
+from tests.naive_store import NaiveStore
 
 from . import device as simulated
 from .device import BrokenCopy, Device, HostAccess, here, on_device

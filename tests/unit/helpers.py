@@ -32,11 +32,11 @@ from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.protocol.prefix import Prefix, record_keys
 from lmcache_hybrid.scheduler.lookups import LookupQueue
-from lmcache_hybrid.storage.interface import NaiveStore
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.record import digests_of
 from lmcache_hybrid.tools.tiny_models import make_model
 from lmcache_hybrid.worker.pages import GroupPages
+from tests.naive_store import NaiveStore
 
 N = 16
 STATE_SPEC = MambaSpec(

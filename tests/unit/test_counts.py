@@ -2,11 +2,12 @@
 """What the scheduler and the worker count, and how a ledger reports it."""
 
 import threading
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
-from lmcache_hybrid.core.counts import ByLabel, Ledger, SchedulerCounts, WorkerCounts
+from lmcache_hybrid.core.counts import Ledger, SchedulerCounts, WorkerCounts
 from lmcache_hybrid.protocol.metadata import NOTHING
 
 from .helpers import N, make_request
@@ -18,7 +19,7 @@ def test_a_report_is_what_was_counted_since_the_last_one():
     ledger = Ledger("scheduler", SchedulerCounts())
     assert ledger.report() is None
     with ledger as counts:
-        counts.lookups.add("hit", 2)
+        counts.lookups["hit"] += 2
         counts.lost_tokens += 5
         counts.lookup_seconds.append(0.5)
         counts.loads_in_flight = 3
@@ -30,7 +31,7 @@ def test_a_report_is_what_was_counted_since_the_last_one():
     }
     assert ledger.report() is None
     with ledger as counts:
-        counts.lookups.add("miss")
+        counts.lookups["miss"] += 1
         counts.loads_in_flight = 1
     assert ledger.report() == {"scheduler.lookups": {"miss": 1}, "scheduler.loads_in_flight": 1}
     assert ledger.counts.lookups == {"hit": 2, "miss": 1}  # totals stay
@@ -59,18 +60,18 @@ def test_no_count_is_lost_between_threads():
 def test_what_a_backend_counts_during_a_report_is_reported_once():
     """Its writers count under a lock of their own."""
 
-    class Busy(ByLabel):
+    class Busy(Counter):
         def items(self):
-            self.add("LocalDiskBackend")  # a write fails just now
+            self["LocalDiskBackend"] += 1  # a write fails just now
             return super().items()
 
-    ledger, seen = Ledger("worker", WorkerCounts(failed_writes=Busy())), ByLabel()
+    ledger, seen = Ledger("worker", WorkerCounts(failed_writes=Busy())), Counter()
     for _ in range(2):
-        ledger.counts.failed_writes.add("RemoteBackend")
+        ledger.counts.failed_writes["RemoteBackend"] += 1
         with ledger as counts:
             counts.saved_bytes += 1
         for label, times in ledger.report().get("worker.failed_writes", {}).items():
-            seen.add(label, times)
+            seen[label] += times
     assert seen == ledger.counts.failed_writes
 
 

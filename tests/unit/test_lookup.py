@@ -11,8 +11,8 @@ from lmcache_hybrid.core.groups import GroupPlan, Window
 from lmcache_hybrid.core.keys import ATTENTION, STATE
 from lmcache_hybrid.protocol.lookup import MISS, UNAVAILABLE, LookupRequest, LookupResult, agree
 from lmcache_hybrid.protocol.prefix import load_keys
-from lmcache_hybrid.storage.interface import NaiveStore
 from lmcache_hybrid.storage.rank_lookup import RankLookup
+from tests.naive_store import NaiveStore
 
 from .helpers import PLAN, WIDE, N, Ranks, fill, keys_of, make_prefix, put
 

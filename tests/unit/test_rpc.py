@@ -13,9 +13,9 @@ from vllm.config import KVTransferConfig
 
 from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
 from lmcache_hybrid.storage import rpc
-from lmcache_hybrid.storage.interface import NaiveStore
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.rpc import LookupClient, LookupServer
+from tests.naive_store import NaiveStore
 
 from .helpers import PLAN, fill, make_prefix
 

@@ -9,11 +9,11 @@ from lmcache_hybrid.core.errors import LoadError, NoRoomError
 from lmcache_hybrid.core.keys import ATTENTION, STATE
 from lmcache_hybrid.protocol.lookup import LookupRequest
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata, LoadSpec, SaveSpec
-from lmcache_hybrid.storage.interface import NaiveStore
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.record import HEADER_BYTES, digests_of, payload_bytes
 from lmcache_hybrid.worker import copies
 from lmcache_hybrid.worker.worker import PART_BYTES, HybridWorker
+from tests.naive_store import NaiveStore
 
 from .helpers import PLAN, WIDE, keys_of, make_caches, make_pages, make_prefix
 
@@ -107,7 +107,7 @@ def rig():
 
 def assert_failed(rig: Rig, results, request_id: str = "r") -> None:
     assert results.failed_recving == results.finished_recving == {request_id}
-    assert rig.worker.counts.failed_loads.total == 1
+    assert rig.worker.counts.failed_loads.total() == 1
     assert rig.worker.counts.loaded_states == 0
     rig.assert_clean()
 
@@ -212,7 +212,7 @@ def test_a_failed_save_does_not_stop_the_others(rig):
     rig = rig()
     bad = SaveSpec("bad", PREFIX, ((0, (0,)),), ())  # the null block
     rig.worker.save(ConnectorMetadata(saves=(bad, *rig.save_metadata().saves)))
-    assert rig.worker.counts.skipped_saves.total == 1 and rig.worker.counts.saved_states == 1
+    assert rig.worker.counts.skipped_saves.total() == 1 and rig.worker.counts.saved_states == 1
     rig.assert_clean()
 
 
