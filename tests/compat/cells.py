@@ -30,7 +30,7 @@ SIM_STEPS = "50000"
 E2E = (
     "tests/e2e/test_families.py::test_ram_and_fs_after_a_restart[qwen3_next]",
     "tests/e2e/test_hits.py::test_two_engines_share_one_redis",
-    "tests/e2e/test_faults.py::test_damaged_record",
+    "tests/e2e/test_faults.py::test_a_damaged_record_is_rejected_and_computed_instead",
     # V2, which GPUs take: from RAM and fs://, and records of either runner found by the other.
     "tests/e2e/test_v2.py::test_ram_and_fs_after_a_restart[qwen3_next]",
     "tests/e2e/test_v2.py::test_v1_and_v2_find_each_others_records",

@@ -3,14 +3,13 @@
 
 import random
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
-import faults
 import pytest
+import records
 from engine import Engine
 from promql import Exported, names, of_alerts, of_dashboard
-
-from lmcache_hybrid.tools.tiny_models import make_model
 
 ROOT = Path(__file__).parents[2]
 BOARD = ROOT / "examples" / "observability" / "dashboard.json"
@@ -51,25 +50,45 @@ def test_every_panel_and_alert_is_read() -> None:
     assert len(board) > 20 and all(board.values()) and len(alerts) > 5
 
 
-@pytest.mark.engine
-def test_a_real_run_exports_what_dashboard_and_alerts_ask_for(model_dir: Path, tmp_path) -> None:
-    model = make_model("lfm2", model_dir / "lfm2")
-    config = {"local_cpu": False, "remote_url": f"fs://localhost:0{tmp_path}"}
+@dataclass(frozen=True)
+class Run:
+    """A run of one engine: three hits of which two loads fail, two misses more, one short prompt.
 
-    def records() -> set[Path]:
-        return set(tmp_path.glob("*.data"))
+    Attributes:
+        size: N, tokens per block; hits are of three blocks.
+        exported: all metrics at its end.
+        worker: counts of the worker side.
+        vllm: vLLM's own counters.
+        log: what the engine logged.
+    """
 
-    with Engine(model, config) as engine:
+    size: int
+    exported: Exported
+    worker: dict[str, int]
+    vllm: dict[str, float]
+    log: str
+
+    def ours(self, name: str, **labels: str) -> float:
+        return self.exported.value(OURS + name, **labels)
+
+
+@pytest.fixture(scope="module")
+def run(lfm2: Path, tmp_path_factory) -> Run:
+    """What the engine did is known from outside, so that each count can be checked."""
+    folder = tmp_path_factory.mktemp("records")
+    config = {"local_cpu": False, "remote_url": f"fs://localhost:0{folder}"}
+    with Engine(lfm2, config) as engine:
         size = engine.info["block_size"]
         prompt, other = two_prompts(size)
 
         def state_of(ids: list[int]) -> Path:
             """Compute and store a prompt; the file of its first state."""
-            before = records()
+            before = set(folder.glob("*.data"))
             assert engine.ask(ids).external == 0
             engine.settle()
             engine.forget()
-            return next(file for file in sorted(records() - before) if "%s0-" in file.name)
+            new = sorted({*folder.glob("*.data")} - before)
+            return next(file for file in new if "%s0-" in file.name)
 
         damaged, lost = state_of(prompt), state_of(other)
         # A hit, and a prompt that branches off where nobody left a state.
@@ -78,26 +97,29 @@ def test_a_real_run_exports_what_dashboard_and_alerts_ask_for(model_dir: Path, t
         assert engine.ask(prompt[: 2 * size] + other[: size + 1]).external == 0
         # A record that is damaged, one that goes after its lookup, and a prompt too short.
         engine.forget()
-        damaged.write_bytes(faults.flipped(damaged.read_bytes()))
+        damaged.write_bytes(records.flipped(damaged.read_bytes()))
         assert engine.ask(prompt).cached == 0
         engine.settle()
         engine.forget()
         assert engine.ask_held(other, lost.unlink).cached == 0
         engine.ask(prompt[: size - 1])
+        exported, worker = Exported(engine.exported()), engine.counts()["worker"]
+        return Run(size, exported, worker, engine.metrics(), engine.log)
 
-        exported, totals = Exported(engine.exported()), engine.counts()
-        metrics, reported = engine.metrics(), engine.log
+
+@pytest.mark.engine
+def test_a_real_run_exports_what_dashboard_and_alerts_ask_for(run: Run) -> None:
     problems = {
         title: found
         for title, expressions in (of_dashboard(BOARD) | of_alerts(ALERTS)).items()
-        if (found := [each for e in expressions for each in exported.problems(e)])
+        if (found := [each for e in expressions for each in run.exported.problems(e)])
     }
     assert not problems
 
-    def ours(name: str, **labels: str) -> float:
-        return exported.value(OURS + name, **labels)
 
-    # Once more what the tests have seen from outside.
+@pytest.mark.engine
+def test_exported_lookups_and_loads_are_those_that_were_made(run: Run) -> None:
+    ours, size = run.ours, run.size
     assert ours("lookups_total", outcome="hit") == ours("hits_total", source="RemoteBackend") == 3
     assert ours("hit_tokens_total", source="RemoteBackend") == 9 * size
     assert ours("hits_total") == 3 and ours("hit_tokens_total") == 9 * size
@@ -112,27 +134,36 @@ def test_a_real_run_exports_what_dashboard_and_alerts_ask_for(model_dir: Path, t
     assert ours("lookup_seconds_count") == ours("lookups_total")
     assert ours("skipped_requests_total", reason="short") == ours("skipped_requests_total") == 1
     assert ours("loads_in_flight") == 0 == ours("dropped_offers_total")
-    # The same totals as the counts that every other test reads.
-    worker = totals["worker"]
-    assert ours("saved_bytes_total") == worker["saved_bytes"] > 0
-    assert ours("saved_states_total") == worker["saved_states"] > 2
-    assert ours("saved_attention_blocks_total") == worker["saved_attention"] > 6
-    assert ours("loaded_bytes_total") == worker["loaded_bytes"] > 0
-    # vLLM's own counter, which does not know that loads failed, and LMCache's.
-    assert metrics["external_prefix_cache_hits"] == 9 * size
-    assert exported.value("lmcache:num_lookup_requests_total") == ours("lookups_total")
-    assert exported.value("lmcache:num_lookup_hits_total") == 9 * size
-    assert exported.value("lmcache:num_retrieve_requests_total") == 3
-    assert exported.value("lmcache:num_requested_tokens_total") == 9 * size
-    assert exported.value("lmcache:num_hit_tokens_total") == 3 * size
-    stored = exported.value("lmcache:num_stored_tokens_total")
-    assert stored == worker["saved_attention"] * size
-    # One line per request, whatever became of it; warnings for the two that failed.
-    assert len(re.findall("INFO.*Reqid: ", reported)) == ours("lookups_total")
-    assert len(re.findall("WARNING.*Reqid: ", reported)) == 2
+
+
+@pytest.mark.engine
+def test_exported_bytes_and_records_are_those_that_the_worker_counts(run: Run) -> None:
+    assert run.ours("saved_bytes_total") == run.worker["saved_bytes"] > 0
+    assert run.ours("saved_states_total") == run.worker["saved_states"] > 2
+    assert run.ours("saved_attention_blocks_total") == run.worker["saved_attention"] > 6
+    assert run.ours("loaded_bytes_total") == run.worker["loaded_bytes"] > 0
+
+
+@pytest.mark.engine
+def test_counters_of_vllm_and_lmcache_tell_the_same_run(run: Run) -> None:
+    """vLLM's does not know that loads failed."""
+    size, value = run.size, run.exported.value
+    assert run.vllm["external_prefix_cache_hits"] == 9 * size
+    assert value("lmcache:num_lookup_requests_total") == run.ours("lookups_total")
+    assert value("lmcache:num_lookup_hits_total") == 9 * size
+    assert value("lmcache:num_retrieve_requests_total") == 3
+    assert value("lmcache:num_requested_tokens_total") == 9 * size
+    assert value("lmcache:num_hit_tokens_total") == 3 * size
+    assert value("lmcache:num_stored_tokens_total") == run.worker["saved_attention"] * size
+
+
+@pytest.mark.engine
+def test_each_request_is_logged_once_and_each_failed_load_warned_of_once(run: Run) -> None:
+    assert len(re.findall("INFO.*Reqid: ", run.log)) == run.ours("lookups_total")
+    assert len(re.findall("WARNING.*Reqid: ", run.log)) == 2
 
 
 def two_prompts(size: int) -> list[list[int]]:
-    """Of three blocks and a bit."""
+    """Two prompts of three blocks and a bit each."""
     rng = random.Random(16)
     return [[rng.randrange(32, 127) for _ in range(3 * size + 40)] for _ in range(2)]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from engine import CONNECTOR, Answer, Engine, EngineDied
-from faults import RedisShelf
+from records import RedisShelf
 
 from lmcache_hybrid.tools.tiny_models import make_model
 

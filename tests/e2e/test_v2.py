@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import faults
 import pytest
+import records
 import v2
 from conftest import FAMILIES
 from engine import Answer, Engine
@@ -258,12 +258,12 @@ def test_abort_during_a_load(shared: Engine) -> None:
 @pytest.mark.parametrize("label", ["%s0-", "%a3-"])
 def test_damaged_record(shared: Engine, label: str) -> None:
     """Warned of once, computed instead, and stored anew."""
-    shelf = faults.RamShelf(shared)
+    shelf = records.RamShelf(shared)
     (ids,) = new_prompts(shared, label, 30)
     names = shelf.names()
     (expected,) = store(shared, ids)
     (record,) = (name for name in shelf.names() - names if label in name)
-    shelf.write(record, faults.flipped(shelf.read(record)))
+    shelf.write(record, records.flipped(shelf.read(record)))
     before, log = shared.counts(), len(shared.log)
     answer = ask(shared, ids)
     assert answer.cached == 0 and answer.output == expected.output

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What pages say beside the code that knows better."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -75,6 +76,20 @@ def test_links_of_the_readme() -> None:
     for file in ("README.md", "CONTRIBUTING.md", "examples/README.md"):
         for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / file).read_text()):
             assert (ROOT / file).parent.joinpath(target).exists(), f"{file}: {target}"
+
+
+def test_every_test_that_is_named_exists() -> None:
+    """In the docs, in the table of planted defects, and where programs run single tests."""
+    files = [DOCS / "generated/mutants.json", ROOT / "Makefile", ROOT / ".ci/run"]
+    texts = [file.read_text() for file in (*files, *ROOT.glob("tests/compat/*.py"))]
+    # Its table quotes tests of the day it was made.
+    texts += [text for name, text in pages().items() if name != "docs/compat.md"]
+    named = re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", "\n".join(texts))
+    for file, test in set(named):
+        assert (ROOT / file).is_file(), f"{file} is gone"
+        nodes = ast.walk(ast.parse((ROOT / file).read_text())) if test else ()
+        names = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+        assert not test or test in names, f"{file} holds no {test}"
 
 
 def test_drawings_are_in_their_pages_and_fetch_nothing() -> None:

@@ -8,8 +8,8 @@ import threading
 import pytest
 from lmcache.v1.memory_allocators.mixed_memory_allocator import MixedMemoryAllocator
 from lmcache.v1.storage_backend.cache_policy.lfu import LFUCachePolicy
-from unit.test_pinned import SIZE as POOL_SIZE
-from unit.test_pinned import cudart, no_options  # noqa: F401
+from unit.test_host_memory import SIZE as POOL_SIZE
+from unit.test_host_memory import cudart, no_options  # noqa: F401
 
 from lmcache_hybrid.storage import host_memory as pinned
 from lmcache_hybrid.storage.disk.backend import LocalDisk, SteadyLFU

@@ -6,8 +6,8 @@ Everything between the requests and the pages is the real thing: vLLM's
 as patched, :class:`HybridScheduler`, :class:`HybridWorker`, :class:`LMCacheStore`
 over LMCache's ``StorageManager``, vLLM's aggregator of the ranks' results. What is
 left out is time: loads run when the program says so, questions to the ranks are
-function calls, and all engines and ranks live in one thread. With ``Setup.device`` the
-pages lie on a simulated device, and each rank has threads, see :mod:`tests.sim.device`.
+function calls, and all engines and ranks live in one thread. With ``Setup.device`` pages
+lie on a simulated device and each rank has threads, see :mod:`tests.sim.device`.
 """
 
 import os
@@ -57,11 +57,7 @@ class Stuck(AssertionError):
 
 
 def install(patch) -> None:
-    """Put the parts of the simulation in place.
-
-    Args:
-        patch: pytest's ``monkeypatch``, which takes them out again.
-    """
+    """Put the parts of the simulation in place, until pytest undoes ``patch``."""
     patch.setattr(lmcache_hybrid.connector, "HybridConnector", SimConnector)
     patch.setattr(worker_module, "IDLE_WAIT_SECONDS", 0)
     patch.setattr(scheduler_module, "IDLE_WAIT_SECONDS", 0)

@@ -3,35 +3,9 @@
 
 import pytest
 
-from .engine import SimEngine, install
-from .program import TRUNKS
-from .setup import Setup
-from .storage import N, Pool, close_storage
+from .warm import PROMPT
 
-PROMPT = TRUNKS[0][: 4 * N + 3]
-
-
-@pytest.fixture(autouse=True)
-def installed(monkeypatch):
-    install(monkeypatch)
-    yield
-    close_storage()
-
-
-@pytest.fixture(params=["", "late"], ids=lambda device: device or "host")
-def engine(request):
-    """Two ranks whose stores hold the prompt; vLLM's own cache is empty."""
-    pool = Pool()
-    engine = SimEngine(Setup(groups="sas", ranks=2, answers=0, device=request.param), pool)
-    engine.add("first", PROMPT, 2)
-    engine.drain()
-    engine.reset_prefix_cache(False)
-    yield engine
-    engine.heal()
-    engine.holding = False
-    engine.drain()
-    engine.check_empty()
-    pool.close()
+pytestmark = pytest.mark.parametrize("engine", ["", "late"], indirect=True, ids=["host", "late"])
 
 
 def test_a_load_in_the_step_that_names_the_old_request_as_ended(engine):

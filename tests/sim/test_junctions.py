@@ -3,21 +3,13 @@
 
 import pytest
 
-from .engine import install
 from .offers import INSIDE, JUNCTION
 from .program import TRUNKS, Run, Tally
 from .setup import Setup
-from .storage import N, close_storage
+from .storage import N
 
 # vLLM drops the last hash of a match beside a drafter: the junction lies half a block before.
 BRANCH = 5 * N
-
-
-@pytest.fixture(autouse=True)
-def installed(monkeypatch):
-    install(monkeypatch)
-    yield
-    close_storage()
 
 
 def play(device: str, **setup) -> Tally:

@@ -2,54 +2,10 @@
 """After a reset nothing stored before is served, in whatever state a request is."""
 
 import pytest
-from vllm.v1.request import RequestStatus
 
-from .engine import SimEngine, install
-from .program import TRUNKS
 from .reset import reload_weights, replace_weights, reset_all
-from .setup import Setup
-from .storage import N, Pool, close_storage
-
-PROMPT = TRUNKS[0][: 4 * N + 3]
-
-
-@pytest.fixture(autouse=True)
-def installed(monkeypatch):
-    install(monkeypatch)
-    yield
-    close_storage()
-
-
-@pytest.fixture(params=["", "late", "random"], ids=lambda device: device or "host")
-def engine(request):
-    """Two ranks whose stores hold the prompt; vLLM's own cache is empty."""
-    pool = Pool()
-    engine = SimEngine(Setup(groups="sas", ranks=2, answers=0, device=request.param), pool)
-    engine.add("first", PROMPT, 2)
-    engine.drain()
-    engine.reset_prefix_cache(False)
-    yield engine
-    engine.heal()
-    engine.holding = False
-    engine.drain()
-    engine.check_empty()
-    pool.close()
-
-
-def hits(engine: SimEngine) -> int:
-    return engine.hybrid.counts.lookups.get("hit", 0)
-
-
-def wait_for_load(engine: SimEngine, request_id: str) -> None:
-    """Ask the prompt again until its load waits to be run."""
-    engine.holding = True
-    engine.add(request_id, PROMPT, 2)
-    status = RequestStatus.WAITING_FOR_REMOTE_KVS
-    for _ in range(20):
-        engine.step()
-        if engine.requests[request_id].status == status:
-            return
-    raise AssertionError("the prompt does not hit")
+from .storage import N
+from .warm import PROMPT, hits, wait_for_load
 
 
 def test_the_old_weights_records_are_not_found(engine):

@@ -11,19 +11,12 @@ from vllm.v1.request import RequestStatus
 from lmcache_hybrid.core.keys import ATTENTION
 from lmcache_hybrid.protocol.prefix import Prefix, record_keys
 
-from .engine import SimEngine, install
+from .engine import SimEngine
 from .program import TRUNKS
 from .setup import Setup
-from .storage import N, Pool, close_storage
+from .storage import N, Pool
 
 A, B, C = TRUNKS
-
-
-@pytest.fixture(autouse=True)
-def installed(monkeypatch):
-    install(monkeypatch)
-    yield
-    close_storage()
 
 
 @pytest.fixture

@@ -19,12 +19,10 @@ import hypothesis
 import pytest
 from hypothesis import HealthCheck, Phase
 
-from .engine import install
 from .offers import JUNCTION
 from .program import Run, Tally, programs
 from .setup import Setup
 from .shrunk import SHRUNK
-from .storage import close_storage
 
 STEPS = int(os.environ.get("SIM_STEPS", 200_000))
 # Side by side under pytest-xdist.
@@ -65,13 +63,6 @@ MET = (
 )
 # Too rare for a quarter of CI's steps.
 MET_IN_LONG_RUNS = ("device: failed loads", JUNCTION)
-
-
-@pytest.fixture(autouse=True)
-def installed(monkeypatch):
-    install(monkeypatch)
-    yield
-    close_storage()
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,10 @@ from vllm.v1.request import RequestStatus
 from .asleep import MODES, free, sleep, wake
 from .device import HostAccess
 from .engine import SimEngine
-from .test_reset import PROMPT, engine, hits, installed, wait_for_load  # noqa: F401
+from .warm import PROMPT, hits, wait_for_load
 
 
-def ask(engine: SimEngine, *names: str) -> None:  # noqa: F811
+def ask(engine: SimEngine, *names: str) -> None:
     for name in names:
         engine.reset_prefix_cache(False)
         engine.add(name, list(PROMPT), 2)
@@ -19,7 +19,7 @@ def ask(engine: SimEngine, *names: str) -> None:  # noqa: F811
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
-def test_requests_of_before_and_after_get_right_answers(engine, mode, level):  # noqa: F811
+def test_requests_of_before_and_after_get_right_answers(engine, mode, level):
     engine.add("running", list(PROMPT), 30)
     while engine.requests["running"].num_output_tokens < 2:
         engine.load()
@@ -39,7 +39,7 @@ def test_requests_of_before_and_after_get_right_answers(engine, mode, level):  #
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])
 @pytest.mark.parametrize("begun", [False, True])
-def test_loads_under_way_end_before_vllm_sleeps(engine, mode, begun):  # noqa: F811
+def test_loads_under_way_end_before_vllm_sleeps(engine, mode, begun):
     wait_for_load(engine, "again")
     if begun:
         engine.begin_load(0)
@@ -50,7 +50,7 @@ def test_loads_under_way_end_before_vllm_sleeps(engine, mode, begun):  # noqa: F
     assert engine.requests["again"].is_finished()
 
 
-def test_vllm_refuses_to_keep_a_load_and_goes_on(engine):  # noqa: F811
+def test_vllm_refuses_to_keep_a_load_and_goes_on(engine):
     wait_for_load(engine, "again")
     assert not sleep(engine, "keep")
     engine.holding = False
@@ -61,7 +61,7 @@ def test_vllm_refuses_to_keep_a_load_and_goes_on(engine):  # noqa: F811
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_load_that_nobody_waited_for_ends_with_the_memory(engine, begun):  # noqa: F811
+def test_a_load_that_nobody_waited_for_ends_with_the_memory(engine, begun):
     """Not by vLLM's order of calls; the rank alone sees to it."""
     wait_for_load(engine, "again")
     while engine._queue:
@@ -76,7 +76,7 @@ def test_a_load_that_nobody_waited_for_ends_with_the_memory(engine, begun):  # n
     assert engine.events["failed loads"] == 1
 
 
-def test_what_was_saved_before_the_sleep_is_stored(engine):  # noqa: F811
+def test_what_was_saved_before_the_sleep_is_stored(engine):
     """vLLM has waited for the device by then; what the host still does is waited for here."""
     engine.add("running", [1, *PROMPT], 2)
     while engine.requests["running"].num_output_tokens < 1:
@@ -88,7 +88,7 @@ def test_what_was_saved_before_the_sleep_is_stored(engine):  # noqa: F811
     engine.abort("running")
 
 
-def test_a_copy_of_freed_memory_is_noticed(engine):  # noqa: F811
+def test_a_copy_of_freed_memory_is_noticed(engine):
     """Of the simulation itself."""
     device = engine.ranks[0].device
     if device is None or device.mode != "late":

@@ -22,21 +22,17 @@ from tests.naive_store import NaiveStore
 
 from . import device as simulated
 from .device import BrokenCopy, Device, HostAccess, here, on_device
-from .engine import install
 from .program import TRUNKS, Run, Tally
 from .setup import Setup
-from .storage import N, close_storage
+from .storage import N
 from .threads import Threads
 
 BLOCKS, SIZE = 6, 64
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch):
-    install(monkeypatch)
+def on_device_0(monkeypatch):
     monkeypatch.setattr(here, "device", 0)
-    yield
-    close_storage()
 
 
 class Bench:

@@ -10,16 +10,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import faults
+import records
 from engine import Engine
+from proxy import Proxy
 
 DAMAGES = (
-    faults.flipped,
-    faults.flipped_in_header,
-    faults.truncated,
-    faults.emptied,
-    faults.foreign,
-    faults.of_another_version,
+    records.flipped,
+    records.flipped_in_header,
+    records.truncated,
+    records.emptied,
+    records.foreign,
+    records.of_another_version,
 )
 # In GB. The small ones hold a part of what is asked: records are evicted all the time.
 SMALL_POOL = {"granular": 0.008, "default": 0.03}
@@ -58,7 +59,7 @@ class Store:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.engine: Engine | None = None
-        self.shelf: faults.Shelf | None = None
+        self.shelf: records.Shelf | None = None
         self.cleared = True
 
     def opened(self, engine: Engine) -> None:
@@ -138,7 +139,7 @@ class Ram(Store):
 
     def opened(self, engine: Engine) -> None:
         super().opened(engine)
-        self.shelf = faults.RamShelf(engine)
+        self.shelf = records.RamShelf(engine)
 
 
 class Disk(Store):
@@ -149,7 +150,7 @@ class Disk(Store):
     def __init__(self, rng: random.Random, mode: str, folder: Path, ram: bool) -> None:
         super().__init__(rng)
         self.kind = "ram+disk" if ram else "disk"
-        self.shelf = faults.DiskShelf(folder)
+        self.shelf = records.DiskShelf(folder)
         self.config = {
             "local_cpu": ram,
             "max_local_cpu_size": SMALL_POOL[mode] if ram else POOL,
@@ -185,9 +186,9 @@ class Redis(Store):
             port = probe.getsockname()[1]
         self.server = stack.enter_context(ValkeyServer(port=port))
         self.killed = False
-        self.proxy = faults.Proxy(port)
+        self.proxy = Proxy(port)
         stack.callback(self.proxy.close)
-        self.shelf = faults.RedisShelf(self.server.client())
+        self.shelf = records.RedisShelf(self.server.client())
         self.config = {
             "local_cpu": False,
             "max_local_cpu_size": POOL,
