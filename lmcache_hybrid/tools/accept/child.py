@@ -2,8 +2,8 @@
 """One engine of the acceptance test, in a process of its own.
 
 Reads a JSON object ``{"verb": ..., ...}`` per line from standard input and answers each
-with a line on the file descriptor it is given. Everything is read by means that work
-where engine core and workers are processes of their own.
+with a line on the file descriptor it is given. What it reports is read in ways that also
+work where engine core and workers are separate processes.
 """
 
 import json
@@ -41,7 +41,7 @@ class _Parser(FlexibleArgumentParser):
 
 
 class Child:
-    """The engine's side of the pipe; one method per verb."""
+    """The engine's side of the pipe; one method per verb. One thread, which owns the engine."""
 
     def __init__(self) -> None:
         self._engine: LLMEngine | None = None
@@ -93,9 +93,11 @@ class Child:
         return [_answer(outputs[name], external) for name in names]
 
     def forget(self) -> bool:
+        """Empty vLLM's own prefix cache; False while blocks are in use."""
         return self.engine.reset_prefix_cache()
 
     def metrics(self) -> dict[str, float]:
+        """This package's totals since the start; histograms as ``..._sum`` and ``..._count``."""
         totals: dict[str, float] = {}
         for metric in self.engine.get_metrics():
             if not metric.name.startswith(PREFIX):
@@ -111,19 +113,20 @@ class Child:
         return totals
 
     def rank(self, method: str, arguments: list | None = None) -> list:
-        """What a method of the worker extension returns on each rank."""
+        """Call a method of the worker extension on each rank; returns one result per rank."""
         return self.engine.collective_rpc(method, args=tuple(arguments or ()))
 
     def stop(self) -> None:
+        """Shut the engine down, if it was started."""
         if self._engine is not None:
             self._engine.engine_core.shutdown()
 
     def _external(self) -> int:
-        """vLLM's own counter of tokens that the connector brought."""
+        """Tokens that the connector brought since the start, by vLLM's own counter."""
         return sum(m.value for m in self.engine.get_metrics() if m.name == EXTERNAL)
 
     def _facts(self) -> dict[str, Any]:
-        """What is reported, and nothing that names a place, a person or a secret."""
+        """What the report says of the engine: no path, host, user or secret."""
         config = self.engine.vllm_config
         model, scheduler = config.model_config, config.scheduler_config
         speculative, transfer = config.speculative_config, config.kv_transfer_config
@@ -157,7 +160,7 @@ class Child:
 
 
 def check_ranks(ranks: list[dict[str, Any]]) -> None:
-    """Refuse what cannot be tested; takes ``refusals`` out of what the ranks told.
+    """Refuse an engine that cannot be tested. Removes ``refusals`` from each rank's facts.
 
     Raises:
         ConfigError: a rank has no store open, or settings leave hits out.
@@ -175,9 +178,9 @@ def check_ranks(ranks: list[dict[str, Any]]) -> None:
 
 
 def engine_arguments(model: str, flags: list[str]) -> EngineArgs:
-    """What ``vllm serve MODEL FLAGS`` makes its engine of, with this test's own needs added.
+    """Make the engine's arguments as ``vllm serve MODEL FLAGS`` does, and add what this test needs.
 
-    Flags of the server alone (``--port``, ``--api-key``) are taken and of no effect.
+    Flags of the server alone (``--port``, ``--api-key``) are accepted and have no effect.
 
     Raises:
         ConfigError: vLLM does not take a flag, or this test cannot keep it.

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is equal: log-probabilities, noise, and what a wrong prefix would change."""
+"""Compares answers: log-probabilities, noise, and what a wrong prefix would change."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-# Of the measured noise, what a restored prompt may differ by.
+# A restored answer may differ by this many times the measured noise.
 NOISE_FACTOR = 2.0
-# A tolerance is of use only where a wrong prefix changes answers by this many times as much.
+# A fault shows only if it changes answers by at least this many times the tolerance.
 MARGIN = 5.0
 
 
@@ -35,7 +35,7 @@ class Answer:
 
 
 class Outcome(StrEnum):
-    """Of one comparison."""
+    """How one restored answer compares with vLLM's own."""
 
     EQUAL = "equal"
     NOISE = "within noise"
@@ -51,7 +51,7 @@ GOOD = (Outcome.NOISE, Outcome.EQUAL)
 
 
 class Verdict(StrEnum):
-    """Of all of them."""
+    """What all comparisons amount to."""
 
     PASS = "PASS"
     FAIL = "FAIL"
@@ -71,13 +71,13 @@ class Check:
         cached, external: of the restored prompt.
         difference: of log-probabilities, see :func:`difference`.
         same: whether tokens and log-probabilities are equal to the last bit.
-        slack: what it may differ by in any case: prompts that are asked at once are rounded
-            otherwise than one at a time.
+        slack: difference that is allowed in any case: prompts in a batch round differently
+            from prompts asked alone.
         restarted: whether another engine answered than the one it is compared with.
-        shows: what another prefix changes in this case; infinite where that was not asked.
-        others: differences when both were asked again, because noise may have made one.
-        drops: whether vLLM gives up the last block of its own hits, for a drafter; a deeper
-            hit is then no fault, and cannot be compared.
+        shows: how much another prefix changes this answer; infinite where none was tried.
+        others: differences of further attempts, made because the first may be an outlier.
+        drops: whether vLLM drops the last block of its own hits for a drafter; the store's
+            hit is then deeper, which is no fault but cannot be compared.
     """
 
     case: str
@@ -117,14 +117,14 @@ class Check:
 
 @dataclass(frozen=True)
 class Noise:
-    """How far an engine's answers to the same question lie apart.
+    """How much answers to the same prompt differ, and how much faults change them.
 
     Attributes:
         own: largest difference between two answers of vLLM's own cache, or two cold ones.
         restart: the same between two engines.
-        wrong: least difference that another prefix made, in the cases with the fewest tokens
+        wrong: least change that another prefix made, among the cases with the fewest tokens
             after it; 0 where nothing was compared.
-        lost: difference that one lost block made to an answer, by what it held.
+        lost: change that one lost block made to an answer, by what the block held.
     """
 
     own: float
@@ -137,7 +137,7 @@ class Noise:
         return NOISE_FACTOR * max(self.own, self.restart)
 
     def limit(self, check: Check) -> float:
-        """What noise explains of one comparison: a restart adds its own."""
+        """Largest difference that noise explains here; a restart adds its own noise."""
         return self.allowed if check.restarted else NOISE_FACTOR * self.own
 
     def judge(self, check: Check) -> Outcome:
@@ -145,16 +145,16 @@ class Noise:
 
     @property
     def least(self) -> float:
-        """What the least visible loss changes; 0 where none was tried."""
+        """Change made by the least visible loss; 0 where none was tried."""
         return min(self.lost.values(), default=0.0)
 
     @property
     def decidable(self) -> bool:
-        """Whether what is allowed is well below what a wrong prefix and any loss do."""
+        """Whether a wrong prefix and every lost block can be told from noise."""
         return self.shows(self.wrong) and self.shows(self.least)
 
     def shows(self, change: float) -> bool:
-        """Whether a fault that changes answers by so much is told from noise."""
+        """Whether a fault that changes answers by this much can be told from noise."""
         return change > 0 and MARGIN * self.allowed <= change
 
 
@@ -174,10 +174,10 @@ def check(case: str, step: int, where: str, tokens: int, own: Answer, restored: 
 
 
 def difference(one: Answer, other: Answer) -> float:
-    """Largest difference of log-probabilities, up to the first step with other tokens.
+    """Largest difference of log-probabilities, up to the first step with different tokens.
 
-    A token that is among the best of one answer only counts with the least that it must
-    have changed by. Infinite where the answers are of different lengths.
+    A token that only one answer lists counts with the least that it must have changed by.
+    Infinite where the answers have different lengths.
     """
     if len(one.logprobs) != len(other.logprobs) or not one.logprobs:
         return math.inf
@@ -200,7 +200,7 @@ def noise_of(pairs: Iterable[tuple[Answer, Answer]]) -> float:
 
 
 def doubts_of(checks: Sequence[Check], noise: Noise) -> list[str]:
-    """Say why equal answers prove nothing, a sentence each; none where they do."""
+    """List why equal answers prove nothing, one sentence each; empty where they do."""
     doubts = []
     if not noise.shows(noise.wrong):
         doubts.append("Another prefix changes too little to be told from noise on this engine.")

@@ -17,7 +17,7 @@ from lmcache_hybrid.tools.accept.compare import Answer
 from lmcache_hybrid.tools.subprocesses import start_module
 
 CHILD = "lmcache_hybrid.tools.accept.child"
-# LMCache's writers are waited for so long before an engine is ended.
+# Max seconds to wait for LMCache's queued writes, for the engine's end, for its workers' end.
 FLUSH_SECONDS = 300
 STOP_SECONDS = 90
 GONE_SECONDS = 20
@@ -45,7 +45,7 @@ class Engine:
     """
 
     def __init__(self, model: str, flags: Sequence[str], log: Path, environment: dict) -> None:
-        """Start the process; entering the context waits until the engine is up.
+        """Start the process. Entering the context waits for the engine; leaving it ends both.
 
         Args:
             flags: of ``vllm serve``.
@@ -120,9 +120,9 @@ class Engine:
         return reply["result"]
 
     def _reply(self) -> str:
-        """The next line; "" once the process is gone, whoever else holds the pipe's end open.
+        """Read the next line; "" once the process is gone.
 
-        Workers that were forked do, and outlive an engine that the system has killed.
+        Forked workers hold the pipe open and can outlive a killed engine, so its end is no sign.
         """
         while not select.select([self._replies], [], [], POLL_SECONDS)[0]:
             gone = self._process.poll() is not None
@@ -141,7 +141,11 @@ class Engine:
         return [Answer(**answer) for answer in answers]
 
     def forget(self) -> None:
-        """Empty vLLM's own prefix cache, not the store."""
+        """Empty vLLM's own prefix cache, not the store.
+
+        Raises:
+            EngineError: blocks stay in use.
+        """
         deadline = time.monotonic() + 30
         while not self.call("forget"):
             if time.monotonic() > deadline:
@@ -149,7 +153,11 @@ class Engine:
             time.sleep(0.05)
 
     def settle(self, seconds: float = FLUSH_SECONDS) -> None:
-        """Wait until what was saved can be found and is written."""
+        """Wait until everything saved can be found and is written.
+
+        Raises:
+            EngineError: LMCache's writes do not end.
+        """
         deadline = time.monotonic() + seconds
         while sum(self.call("rank", method="accept_pending")):
             if time.monotonic() > deadline:
@@ -157,15 +165,15 @@ class Engine:
             time.sleep(0.05)
 
     def use(self, tiers: Sequence[str] | None) -> None:
-        """Let every rank look into these of LMCache's backends only; None for the configured."""
+        """Restrict lookups on every rank to these of LMCache's backends; None lifts it."""
         self.call("rank", method="accept_use", arguments=[tiers])
 
     def lose(self, group: int | None) -> None:
-        """Let every rank lose a block of this group with each load; None to end that."""
+        """Make every rank lose a block of this group with each load; None ends that."""
         self.call("rank", method="accept_lose", arguments=[group])
 
     def reads(self) -> dict[str, int]:
-        """Records read since the start, by LMCache's backend, of all ranks together."""
+        """Records read since the start, by LMCache's backend, over all ranks."""
         total: dict[str, int] = {}
         for rank in self.call("rank", method="accept_reads"):
             for tier, count in rank.items():
@@ -181,7 +189,7 @@ class Engine:
         return self.call("metrics")
 
     def _error(self, said: str) -> EngineError:
-        """What to raise: an engine in processes of its own says the cause in its log only."""
+        """Make the error to raise: an engine's processes name the cause only in its log."""
         with self._log.open("rb") as file:
             file.seek(self._written)
             log = file.read().decode(errors="replace")
@@ -210,6 +218,7 @@ def cause_in(log: str) -> str | None:
 
 
 def tail(log: Path, lines: int = LOG_LINES) -> str:
+    """The log's last lines, without users and passwords."""
     return redacted("\n".join(log.read_text(errors="replace").splitlines()[-lines:]))
 
 

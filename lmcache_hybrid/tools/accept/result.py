@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines told, and what is concluded from it."""
+"""What engines answered, and what follows from it."""
 
 import math
 from dataclasses import dataclass, field
@@ -58,7 +58,7 @@ class Told:
 
 @dataclass
 class Result:
-    """Everything that is reported; grows while engines are asked.
+    """Everything that is reported; grows while engines are asked. One thread.
 
     Attributes:
         facts: of the first engine, without token ids.

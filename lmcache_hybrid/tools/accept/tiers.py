@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of LMCache's store is tested, and which settings stand in the way; on a rank."""
+"""Which tiers of a rank's store are tested, and which settings prevent the test."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ def tiers_of(store: "LMCacheStore") -> list[dict[str, Any]]:
 
 
 def refusals(options: Options, store: "LMCacheStore", block_size: int) -> list[str]:
-    """Say which settings leave hits out that vLLM's own cache has, one sentence each."""
+    """List the settings that suppress hits which vLLM's own cache has, one sentence each."""
     found, config = [], store._engine.config
     if not options.save:
         found.append(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of each rank, as vLLM's ``worker_extension_cls``.
+"""Runs on each rank, as vLLM's ``worker_extension_cls``.
 
 Every method runs on the worker's main thread, between steps, by ``collective_rpc``.
 Results are made of plain types, because they are sent to other processes.
@@ -29,7 +29,7 @@ BYTE = torch.uint8
 ROUNDS = 5
 # No backend of LMCache has this name.
 NOWHERE = ["nowhere"]
-# Of a copy that is timed; as much as a prompt of some thousand tokens restores.
+# Bytes of a timed copy: as much as a prompt of some thousand tokens restores.
 COPIED_BYTES = 128 << 20
 
 
@@ -86,7 +86,7 @@ class AcceptExtension:
         return sorted({each.__name__ for each in backends if each is not None})
 
     def accept_use(self, tiers: list[str] | None) -> None:
-        """Look up and load from these of LMCache's backends only; None for the configured."""
+        """Restrict lookups and loads to these of LMCache's backends; None lifts it."""
         engine = _store(_worker())._engine
         if tiers is None:
             tiers = engine.config.retrieve_locations
@@ -95,10 +95,10 @@ class AcceptExtension:
         engine.retrieve_locations = tiers
 
     def accept_lose(self, group: int | None) -> None:
-        """Zero the last block of a group after each load; None to end that.
+        """Zero the last block of a group after each load; None ends that.
 
-        What is loaded then is wrong: no request may save meanwhile, and vLLM's own cache must
-        be emptied afterwards.
+        Loads are then wrong on purpose: no request may save meanwhile, and vLLM's own cache
+        must be emptied afterwards.
         """
         lose(_worker(), group)
 
@@ -107,21 +107,21 @@ class AcceptExtension:
         return dict(_store(_worker()).reads)
 
     def accept_pending(self) -> int:
-        """What is not written yet; waits for copies that a device has not finished."""
+        """Count writes that are still queued; waits for device copies in flight."""
         worker = _worker()
         worker._finisher.submit(lambda: None).result()
         backends = _store(worker).manager.storage_backends.values()
         return sum(_writing(backend) for backend in backends)
 
     def accept_copies(self) -> dict[str, Any]:
-        """Copy blocks of this rank's KV cache out and into others, and time it.
+        """Time copies of KV cache blocks to the host and back into other blocks.
 
-        Only while no request runs and after ``reset_prefix_cache``: what the blocks held is
-        put back all the same. Buffers are of LMCache's own pool.
+        Call it while no request runs, after ``reset_prefix_cache``; the blocks get their
+        contents back. Buffers come from LMCache's pool and are released.
 
         Returns:
-            ``bytes``, ``wrong`` (bytes that came back others), ``pinned``, and seconds of
-            ``gather``, ``scatter``, ``to_host`` and ``to_device`` (plain copies of as much).
+            ``bytes``, ``wrong`` (bytes that came back changed), ``pinned``, and the seconds of
+            ``gather``, ``scatter``, ``to_host`` and ``to_device`` (plain copies of the same size).
         """
         worker = _worker()
         threads = Threads("accept")
@@ -142,8 +142,8 @@ class AcceptExtension:
 def lose(worker: "HybridWorker", group: int | None) -> None:
     """Zero a group's last block at the end of each load, on the loading thread.
 
-    Zeros are a finite value of every type, and no bytes that a free block holds by chance.
-    Mutates ``worker``; with None it is as before.
+    Zeros are finite in every dtype, and a free block does not hold them by chance.
+    Mutates ``worker``; None undoes it.
     """
     vars(worker).pop("_restore", None)
     if group is None:
@@ -186,7 +186,7 @@ def _store(worker: "HybridWorker") -> "LMCacheStore":
 
 
 def _writing(backend: Any) -> int:
-    """Writes that a backend has queued."""
+    """Count the writes that a backend has queued."""
     total: int = len(getattr(backend, "put_tasks", ()))
     disk = getattr(backend, "disk_worker", None)
     total += len(disk.put_tasks) if disk is not None else 0

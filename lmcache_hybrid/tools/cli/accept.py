@@ -26,7 +26,12 @@ NO_RESULT = 2
 
 
 def accept(
-    model: Annotated[str, typer.Argument(help="As for vllm serve.", show_default=False)],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="Name or folder, as for vllm serve.", show_default=False
+        ),
+    ],
     vllm_flags: Annotated[
         list[str] | None,
         typer.Argument(
@@ -45,17 +50,17 @@ def accept(
         bool, typer.Option("--quick", help="Two short prompts only, to try the command.")
     ] = False,
 ) -> None:
-    """Prove on this machine that restored prompts are answered as vLLM does.
+    """Check on this machine that restored prompts get the answers that vLLM itself gives.
 
     Starts MODEL with your flags and your LMCache file, asks prompts cold, from
     vLLM's own prefix cache and from each tier of LMCache (after a restart where
-    it survives one), and compares log-probabilities. Ends in one screen.
+    it survives one), and compares log-probabilities. The report fits one screen.
 
     lmcache-hybrid accept MODEL --lmcache-config lmcache.yaml -- --max-model-len 32768
 
     Exit code 0: passed, 1: failed, 2: no verdict, 3: noise is too large to tell.
-    The prompts have a cache salt of this run's own: they neither hit nor are hit
-    by others. Stores keep the records until they evict them.
+    Each run has a cache salt of its own: its prompts never hit records of others,
+    nor do others hit its own. The records stay until the store evicts them.
     """
     if lmcache_config is not None and not lmcache_config.is_file():
         raise typer.BadParameter(f"--lmcache-config {str(lmcache_config)!r} is not a file")

@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[3]
 # Modules of benchmarks/.
 BENCHMARKS = {
     "performance": "Times and bandwidths beside their limits, with real engines: half an hour.",
-    "reuse": "What of seven traces of prompts is hit, without an engine: three minutes.",
-    "scale": "What one Valkey serves of one engine, and of a thousand.",
-    "weights": "What the identity of 50 GB of weights costs at start-up.",
+    "reuse": "Hit rates over seven traces of prompts, without an engine: three minutes.",
+    "scale": "How a Valkey server keeps up with one engine, and with a thousand.",
+    "weights": "Start-up time that the digest of 50 GB of weights takes.",
 }
 
 bench = typer.Typer(

@@ -31,7 +31,7 @@ class Reply:
 
 
 def run_engine(model: Path, store: Path, prompts: list[str], what: str, log: Path) -> list[Reply]:
-    """Start an engine process on ``store``, ask all prompts, stop it.
+    """Start an engine on ``store`` in a process of its own, ask all prompts, stop it.
 
     Raises:
         typer.Exit: the engine died; the end of its log has been printed.
@@ -109,7 +109,7 @@ def demo(
     ] = "qwen3_next",
     prompts: Annotated[int, typer.Option(help="Number of prompts.", min=1)] = 8,
     store: Annotated[
-        Path | None, typer.Option(help="Empty folder to keep model, records and log in.")
+        Path | None, typer.Option(help="Empty folder that keeps model, records and log.")
     ] = None,
 ) -> None:
     """Store prompts from one engine, restart, answer them from the disk store.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lmcache-hybrid doctor``: what an operator would otherwise find out one restart at a time."""
+"""``lmcache-hybrid doctor``: finds in one run what would otherwise take a restart each."""
 
 import contextlib
 import json
@@ -23,9 +23,9 @@ from lmcache_hybrid.tools.doctor.finding import Finding, Status, error
 from lmcache_hybrid.tools.subprocesses import start_module
 
 CHECKS = "lmcache_hybrid.tools.doctor"
-# vLLM loads in ten seconds or in a minute; nothing takes longer than this but a hang.
+# Max seconds for all checks: vLLM loads within a minute, only a hang takes longer.
 SECONDS = 600
-# For the checks to delete their test record when they are stopped.
+# Seconds that stopped checks have to delete their test record.
 GRACE_SECONDS = 60
 COLOURS = {
     Status.OK: "green",
@@ -51,7 +51,7 @@ def doctor(
 ) -> None:
     """Check installation, settings, stores and a model, each finding with its fix.
 
-    Run it with the environment of the engine. Exit code 0 when nothing is wrong (warnings
+    Run it in the engine's environment. Exit code 0 when nothing is wrong (warnings
     included), 1 for errors, 2 for wrong arguments.
     """
     transfer = _transfer(kv_transfer_config)

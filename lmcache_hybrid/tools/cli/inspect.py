@@ -70,13 +70,13 @@ def verify_store(
     lmcache_config: ConfigOption = None,
     as_json: JsonOption = False,
     delete_damaged: Annotated[
-        bool, typer.Option("--delete-damaged", help="Delete what is damaged.")
+        bool, typer.Option("--delete-damaged", help="Delete damaged records.")
     ] = False,
     key_file: KeyOption = None,
 ) -> None:
     """Read every record and check it as an engine does.
 
-    Exit code 1 if damaged or unreadable ones are left.
+    Exit code 1 if damaged or unreadable records are left.
     """
     digester = digester_of(key_file)
     results, left = [], 0

@@ -115,7 +115,7 @@ def plan(
     backend: Annotated[
         list[BackendName] | None, typer.Option(help="Where they are kept; all by default.")
     ] = None,
-    checkpoint_tokens: Annotated[int, _tokens("lmcache.hybrid_checkpoint_tokens.")] = 0,
+    checkpoint_tokens: Annotated[int, _tokens("lmcache.hybrid_checkpoint_tokens; 0: none.")] = 0,
     tp: Annotated[int, typer.Option(help="Tensor parallel size.", min=1)] = 1,
     dtype: Annotated[str, typer.Option(help="vLLM's --dtype.")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="vLLM's --kv-cache-dtype.")] = "auto",
@@ -126,11 +126,14 @@ def plan(
         "gpu"
     ],
     kernel_block: Annotated[
-        int, typer.Option(help="Smallest kernel block of the attention backend, if not 16 (GPU).")
+        int,
+        typer.Option(
+            help="Tokens of the attention backend's smallest kernel block; 0: 16, CPU 32."
+        ),
     ] = 0,
     gdn_prefill_backend: Annotated[
         GdnPrefill,
-        typer.Option(help="vLLM's, for Qwen; it takes flashinfer from 0.33 and Hopper on."),
+        typer.Option(help="For Qwen, vLLM's; 0.33 takes flashinfer on Hopper and newer."),
     ] = GdnPrefill["triton"],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     list_models: Annotated[bool, typer.Option("--list", help="Print the known models.")] = False,
@@ -138,7 +141,7 @@ def plan(
         bool, typer.Option("--markdown", help="With --list: as a Markdown table.")
     ] = False,
 ) -> None:
-    """Say what MODEL's blocks and states take, and how much store prompts need.
+    """Compute what MODEL's blocks and states take, and the storage that prompts need.
 
     Computed from config.json alone: no weights, no GPU, no network.
     """

@@ -36,13 +36,13 @@ FEWEST_DIGITS = 4
 
 @dataclass(frozen=True)
 class Choice:
-    """Which records go: those that all conditions fit that are not None or False.
+    """Which records to delete: those that meet every condition that is set.
 
     Attributes:
         model: as keys have it.
-        fingerprints: beginnings, one of which must fit.
+        fingerprints: beginnings, one of which must match.
         seconds: least age.
-        digester: says with ``damaged`` what is.
+        digester: checks the payloads where only ``damaged`` records are wanted.
     """
 
     model: str | None
@@ -72,29 +72,31 @@ def purge_store(
     store: StoreArgument = None,
     lmcache_config: ConfigOption = None,
     model: Annotated[
-        str | None, typer.Option(help="Only of this model, named as `inspect` does.")
+        str | None, typer.Option(help="Only this model, by the name that `inspect` shows.")
     ] = None,
     fingerprint: Annotated[
         list[str] | None,
-        typer.Option(help="Only of fingerprints that start so; `inspect` shows them. Repeatable."),
+        typer.Option(help="Only fingerprints that begin so, as `inspect` shows them; repeatable."),
     ] = None,
     older_than: Annotated[
-        str | None, typer.Option(help="Only older than this: 30m, 12h, 7d, 2w.")
+        str | None, typer.Option(help="Only records older than this: 30m, 12h, 7d, 2w.")
     ] = None,
     damaged: Annotated[
-        bool, typer.Option("--damaged", help="Only damaged ones; reads every byte.")
+        bool, typer.Option("--damaged", help="Only damaged records; reads every byte.")
     ] = False,
     other_version: Annotated[
-        bool, typer.Option("--other-version", help="Only of another record version.")
+        bool, typer.Option("--other-version", help="Only records of another version.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would be deleted.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     key_file: KeyOption = None,
 ) -> None:
-    """Show the records that all of the given conditions fit, ask, and delete them.
+    """Delete the records that meet all conditions, after showing them and asking.
 
-    A running engine misses what is deleted. Exit code 2 if nothing was deleted because
-    there was nobody to ask, or because a model's name may be that of another model, too.
+    A running engine then misses them. Exit code 2: nothing was deleted, because there was
+    no terminal to ask on, or because the model's name may be another model's, too.
     """
     choice = _choice(model, tuple(fingerprint or ()), older_than, damaged, other_version)
     if key_file is not None and not damaged:

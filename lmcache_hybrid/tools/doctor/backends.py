@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from lmcache_hybrid.storage.lmcache_store import LMCacheStore
 
 MODEL_NAME = "lmcache-hybrid-doctor"
-# Of the test record, where no model says how large records are.
+# Bytes of the test record: where no model was named, and at most.
 DEFAULT_BYTES, MOST_BYTES = 1 << 20, 256 << 20
 WAIT_SECONDS = 20.0
-# For a write that is still under way when the test record is deleted.
+# Max seconds for a write in flight to end before the test record is deleted.
 SETTLE_SECONDS = 5.0
 CLOSE_SECONDS = 10.0
 NO_LIMIT_GB = 1 << 30
@@ -47,7 +47,7 @@ _names = itertools.count()
 def check_backends(context: Context) -> Iterator[Finding]:
     """Write a test record, read it back and delete it, in RAM, on disk and in the remote store."""
     if context.config is None or refusals(context.config, context.block_size):
-        yield skipped("backends", "They are tried once the options are accepted.")
+        yield skipped("backends", "Stores are tried once the options are accepted.")
         return
     config = copy.deepcopy(context.config)
     # Every backend gets the record and is read, whichever the engine will use.
@@ -82,7 +82,7 @@ def _through_all(config: "LMCacheEngineConfig", size: int) -> Iterator[Finding]:
         if buffer is None:
             yield error(
                 "backends",
-                f"LMCache has no memory for a record of {size:,} bytes.",
+                f"LMCache has no memory for a record of {size:,} bytes, so nothing is saved.",
                 "Raise max_local_cpu_size.",
             )
             return
@@ -117,15 +117,16 @@ def _through(
         return error(
             option,
             f"{shown} did not take a record of {expected.numel():,} bytes within "
-            f"{WAIT_SECONDS:.0f} seconds{_reason(heard)}.",
+            f"{WAIT_SECONDS:.0f} seconds{_reason(heard)}, so nothing hits there.",
             "Make room, or allow values of this size.",
         )
     claim = store.claim({key: name})
     if claim is None:
         return error(
             option,
-            f"{shown} lost a record as soon as it was written{_reason(heard)}.",
-            "Make room.",
+            f"{shown} lost a record as soon as it was written{_reason(heard)}, so nothing hits "
+            "there.",
+            "Make room, or see what else deletes records there.",
         )
     started = time.perf_counter()
     try:
@@ -141,7 +142,11 @@ def _through(
     finally:
         claim.release()
     if not same:
-        return error(option, f"{shown} gave other bytes back than were written.", "Replace it.")
+        return error(
+            option,
+            f"{shown} returned other bytes than were written; to engines such a record is a miss.",
+            "Replace the disk or server.",
+        )
     milliseconds = 1e3 * (time.perf_counter() - started)
     return ok(
         option,
@@ -151,7 +156,7 @@ def _through(
 
 
 def _reason(heard: list[str]) -> str:
-    """The last that was logged, LMCache's own words."""
+    """LMCache's last warning, in parentheses."""
     return f" ({heard[-1]})" if heard else ""
 
 

@@ -75,9 +75,9 @@ class _Ear(logging.Handler):
 
 @contextmanager
 def listen(*prefixes: str) -> Iterator[list[str]]:
-    """Collect warnings and errors of the loggers that exist now and whose names start so.
+    """Collect the warnings and errors of all present loggers whose names begin with a prefix.
 
-    LMCache's loggers do not pass on what they log, so each needs an ear of its own.
+    LMCache's loggers do not propagate, so each gets a handler of its own.
     """
     heard: list[str] = []
     ear = _Ear(heard)

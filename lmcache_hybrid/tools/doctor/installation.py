@@ -100,7 +100,8 @@ def check_plugin() -> Iterator[Finding]:
     if not found:
         yield error(
             "plugin",
-            f"vLLM's entry point group {PLUGINS} has no {PLUGIN}.",
+            f"vLLM's entry point group {PLUGINS} has no {PLUGIN}, so LMCache cannot serve hybrid "
+            "models.",
             "Install lmcache-hybrid (pip install) in the environment that runs vLLM.",
         )
         return
@@ -108,7 +109,8 @@ def check_plugin() -> Iterator[Finding]:
     if admitted is not None and PLUGIN not in admitted.split(","):
         yield error(
             "plugin",
-            f"VLLM_PLUGINS={admitted!r} keeps vLLM from loading {PLUGIN}.",
+            f"VLLM_PLUGINS={admitted!r} keeps vLLM from loading {PLUGIN}, so LMCache cannot serve "
+            "hybrid models.",
             f"Unset VLLM_PLUGINS, or add {PLUGIN} to it.",
         )
         return

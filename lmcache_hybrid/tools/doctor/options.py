@@ -26,8 +26,8 @@ def check_model(context: Context) -> Iterator[Finding]:
     if not model.served:
         yield warning(
             "model",
-            "It has no recurrent layers (nor windows with HMA on), so it goes to LMCache's own "
-            "adapter, as without this package.",
+            "The model has no recurrent layers (nor windows with HMA on), so LMCache's own adapter "
+            "serves it, as without this package.",
         )
         return
     windows = f", windows {model.windows}" if model.windows else ""

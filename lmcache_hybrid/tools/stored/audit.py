@@ -19,7 +19,7 @@ from lmcache_hybrid.storage.record import (
 )
 from lmcache_hybrid.tools.stored.record_store import Entry, RecordStore, check_wrapper
 
-# What an engine is writing just now is incomplete, but not damaged.
+# Seconds for which an incomplete record may still be in the writing, and is not damaged.
 WRITING_SECONDS = 300.0
 
 
@@ -49,7 +49,7 @@ class Verdict:
 
 
 def judge(entry: Entry) -> Verdict:
-    """By name, sizes and headers alone; payloads are not read."""
+    """Judge a record by name, sizes and headers alone; its payload is not read."""
     if entry.missing is not None:
         return _incomplete(entry, entry.missing)
     try:
@@ -70,11 +70,11 @@ def judge(entry: Entry) -> Verdict:
 
 
 def verify(store: RecordStore, entry: Entry, digester: Digester = PLAIN) -> Verdict:
-    """By every byte.
+    """Judge a record by every byte.
 
     Args:
-        digester: of the key that records must be sealed with. Others are UNREADABLE: they may
-            be of engines with another key, or none.
+        digester: of the key that records must be sealed with. A record with another key, or
+            none, is UNREADABLE: other engines may have written it.
 
     Raises:
         StoreError: the store is away.

@@ -16,7 +16,7 @@ from lmcache_hybrid.storage.key_names import printable
 
 CLUSTER, SENTINEL = "redis-cluster", "redis-sentinel"
 SCHEMES = ("redis", "rediss", "unix", CLUSTER, SENTINEL)
-# As LMCache reads it.
+# LMCache's names.
 SERVICE_VARIABLE, SERVICE_DEFAULT = "REDIS_SERVICE_NAME", "redismaster"
 CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 30.0
 

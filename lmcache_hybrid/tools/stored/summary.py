@@ -9,7 +9,7 @@ import xxhash
 
 from lmcache_hybrid.tools.stored.audit import Status, Verdict
 
-# Prefixes with states that are kept for each fingerprint, about 10 MB.
+# Most prefixes with states that are kept for each fingerprint: about 10 MB.
 SAMPLE = 1 << 17
 
 
