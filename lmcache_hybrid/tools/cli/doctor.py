@@ -143,8 +143,11 @@ def _print(found: list[Finding]) -> None:
         table.add_row(Text(finding.status.value, COLOURS[finding.status]), finding.check, text)
     console = Console()
     console.print(table)
-    counts = {status: sum(f.status == status for f in found) for status in Status}
+    errors, warnings, skipped = (
+        sum(f.status == status for f in found)
+        for status in (Status.ERROR, Status.WARNING, Status.SKIPPED)
+    )
     console.print(
-        f"{counts[Status.ERROR]} errors, {counts[Status.WARNING]} warnings, "
-        f"{counts[Status.SKIPPED]} skipped."
+        f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}, "
+        f"{skipped} skipped."
     )
