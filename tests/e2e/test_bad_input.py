@@ -25,7 +25,9 @@ def model(model_dir: Path) -> Path:
         ({}, {"enable_prefix_caching": False}, "remove --no-enable-prefix-caching"),
     ],
 )
-def test_refused_at_start(model: Path, lmcache: dict, options: dict, sentence: str) -> None:
+def test_a_bad_setting_is_refused_at_start_in_one_sentence(
+    model: Path, lmcache: dict, options: dict, sentence: str
+) -> None:
     with pytest.raises(EngineDied, match=sentence), Engine(model, lmcache, **options):
         pass
 

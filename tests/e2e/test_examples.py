@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     "example", ["offline", "serve_openai", "redis_two_engines", "prefill_decode"]
 )
-def test_example(example: str) -> None:
+def test_every_example_runs(example: str) -> None:
     result = subprocess.run(
         [sys.executable, f"examples/{example}.py"], cwd=ROOT, capture_output=True, text=True
     )

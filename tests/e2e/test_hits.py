@@ -106,7 +106,7 @@ def test_prefix_half_in_vllm_and_half_in_the_store(model: Path) -> None:
         assert engine.counts()["worker"] == after | {"saved_bytes": after["saved_bytes"]}
 
 
-def test_many_at_once(model: Path) -> None:
+def test_a_batch_that_hits_extends_and_misses_answers_as_one_by_one(model: Path) -> None:
     """A batch that hits, extends and misses side by side; nothing is left over."""
     with Engine(model, {"local_cpu": True}) as engine:
         size = engine.info["block_size"]

@@ -127,7 +127,7 @@ def make_adapter(model: Path, folder: Path, seed: int, rank: int = 8) -> Path:
     return folder
 
 
-def test_adapters(model: Path, tmp_path: Path) -> None:
+def test_each_adapter_finds_only_its_own_records(model: Path, tmp_path: Path) -> None:
     """Name, path and content count: each adapter computes for itself, also in a new engine."""
     config = {"local_cpu": False, "remote_url": f"fs://localhost:0{tmp_path / 'store'}"}
     options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}

@@ -153,7 +153,7 @@ def test_blocks_that_attention_takes_in_parts(size: int, qwen: Path) -> None:
 # Drafts
 
 
-def test_drafts(qwen: Path) -> None:
+def test_with_drafts_restored_states_answer_as_vllms_own_cache(qwen: Path) -> None:
     """From what is restored vLLM answers as from its own cache, with states widened by drafts.
 
     Without a connector, too, its CPU backend answers otherwise than without drafts (seen),
@@ -222,7 +222,7 @@ def store(engine: Engine, *prompts: tuple[int, ...]) -> list[Answer]:
     return answers
 
 
-def test_four_at_once(shared: Engine) -> None:
+def test_hits_and_a_miss_side_by_side_answer_as_one_by_one(shared: Engine) -> None:
     """Three hit and one misses, side by side."""
     size = shared.info["block_size"]
     prompts = new_prompts(shared, "four", 1, 60, size + 30, 20)

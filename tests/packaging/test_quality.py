@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lint, types and docs as CI sees them. A tool that is not installed fails its test."""
+"""Lint, types, docs, imports and lengths, as CI sees them.
 
+A tool that is not installed fails its test.
+"""
+
+import ast
 import os
 import subprocess
 import sys
@@ -9,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+ROOMS = ("lmcache_hybrid", "vllm_patch", "tests", "benchmarks", "examples")
 
 
 @pytest.mark.parametrize(
@@ -20,9 +25,9 @@ ROOT = Path(__file__).parents[2]
         pytest.param(["mkdocs", "build", "--strict", "--site-dir={tmp}"], id="mkdocs"),
     ],
 )
-def test_clean(command: list[str], tmp_path: Path) -> None:
+def test_lint_types_and_docs_have_nothing_to_say(command: list[str], tmp_path: Path) -> None:
     arguments = [part.format(tmp=tmp_path) for part in command]
-    # Its theme's advertisement would hide what it has to say.
+    # The theme's advertisement would hide what mkdocs has to say.
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     result = subprocess.run(
         [sys.executable, "-m", *arguments],
@@ -39,3 +44,26 @@ def test_rooms_import_only_from_rooms_below_them() -> None:
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert "Contracts: 4 kept, 0 broken." in result.stdout, result.stdout + result.stderr
+
+
+# Still to be split; nothing joins this list.
+TOO_LONG = {
+    "lmcache_hybrid/tools/cli/plan.py: plan",
+    "lmcache_hybrid/worker/worker.py",
+    "tests/unit/test_lmcache_store.py",
+    "tests/unit/test_worker.py",
+}
+
+
+def test_files_have_under_400_lines_and_functions_under_60() -> None:
+    """Product, tests, benchmarks and examples."""
+    found = set()
+    for file in (f for room in ROOMS for f in (ROOT / room).rglob("*.py")):
+        name, text = str(file.relative_to(ROOT)), file.read_text()
+        found |= {name} if len(text.splitlines()) >= 400 else set()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                if node.end_lineno - node.lineno + 1 >= 60:
+                    found.add(f"{name}: {node.name}")
+    assert found <= TOO_LONG, found - TOO_LONG

@@ -52,7 +52,7 @@ def test_wheel_has_its_licence(wheel: Path) -> None:
     assert licence == (ROOT / "LICENSE").read_bytes() and b"Apache License" in licence
 
 
-def test_installed_command(installed: Path) -> None:
+def test_the_installed_command_says_its_version(installed: Path) -> None:
     from lmcache_hybrid import __version__
 
     shown = run([installed / "lmcache-hybrid", "version"], installed, PATH="/usr/bin:/bin")

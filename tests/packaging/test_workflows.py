@@ -33,7 +33,7 @@ def step_named(file: str, word: str) -> dict[str, Any]:
     return found
 
 
-def test_both_are_there() -> None:
+def test_both_workflows_run_the_makefiles_commands() -> None:
     assert [file.name for file in WORKFLOWS] == ["ci.yml", "compat.yml"]
     said = [line for file in WORKFLOWS for run in runs(file) for line in run.splitlines()]
     for command in ("make lint docs", "make test", "make compat VLLM=newest LMCACHE=newest"):
@@ -41,7 +41,7 @@ def test_both_are_there() -> None:
 
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)
-def test_every_target_exists(file: Path) -> None:
+def test_every_make_target_of_a_workflow_exists(file: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
     wanted = [
         word

@@ -113,7 +113,7 @@ def test_no_step_sees_wrong_bytes(part, capsys):
 
 
 @pytest.mark.parametrize("program", SHRUNK, ids=str)
-def test_what_once_failed(program):
+def test_programs_that_once_failed_pass(program):
     program.play()
 
 

@@ -189,7 +189,7 @@ def test_each_restoring_thread_has_a_stream_of_its_own(bench):
     assert [bench.block(block) for block in (1, 2, 3)] == [{9}] * 3
 
 
-def test_waiting_threads_sleep(bench):
+def test_a_thread_that_waits_for_a_copy_sleeps(bench):
     bench.copies.scatter([bench.item(1, 9)], bench.copies.mark())
     bench.copies.gather([bench.item(1)])()
     bench.device.check()  # an event that is waited for was made with blocking=True

@@ -94,7 +94,7 @@ def held() -> dict[int, mmap.mmap]:
     ],
 )
 @pytest.mark.parametrize("name", pinned.TORCH_OPTIONS)
-def test_what_torch_takes(monkeypatch, name, options, size, taken):
+def test_a_size_is_rounded_as_torch_rounds_it(monkeypatch, name, options, size, taken):
     if options:
         monkeypatch.setenv(name, options)
     assert rounded(size) == (taken or size + mmap.PAGESIZE)
@@ -228,7 +228,7 @@ def test_a_numa_node_that_is_not_known(repaired, hybrid_log, node, number, warne
     allocator.close()
 
 
-def test_hugepages_without_numa(repaired, hybrid_log):
+def test_hugepages_without_numa_become_transparent_ones(repaired, hybrid_log):
     allocator = MixedMemoryAllocator(SIZE, use_hugepages=True)
     assert repaired.registered and "transparent huge pages" in hybrid_log.text
     allocator.close()
@@ -270,7 +270,7 @@ def test_a_torch_without_cuda_stays(cudart, monkeypatch):
     assert "alloc_pinned_ptr" not in vars(pinned.device_ops)
 
 
-def test_twice_is_once(repaired):
+def test_repairing_twice_changes_nothing(repaired):
     first = pinned.device_ops.alloc_pinned_ptr
     pin_exactly()
     assert pinned.device_ops.alloc_pinned_ptr == first

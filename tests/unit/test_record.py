@@ -72,7 +72,7 @@ def resealed_header(data: bytearray, offset: int, new: bytes) -> bytearray:
 
 
 @given(keys, st.binary(max_size=300), st.binary(min_size=16, max_size=16))
-def test_round_trip(key, payload, fingerprint):
+def test_a_sealed_record_reads_back_as_it_was(key, payload, fingerprint):
     data = sealed(payload, key, fingerprint)
     assert bytes(verify(memoryview(data), key, fingerprint)) == payload
     header = read_header(data)
@@ -205,7 +205,7 @@ def test_sealing_twice_writes_the_same_bytes():
     "key, label",
     [(RecordKey(ATTENTION, 3, b"", 0), "a3"), (RecordKey(STATE, 0, b"", 0), "s0")],
 )
-def test_label(key, label):
+def test_a_label_names_kind_group_and_boundary(key, label):
     assert key.label == label
 
 

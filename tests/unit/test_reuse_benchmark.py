@@ -108,7 +108,7 @@ PROMPTS = ([A, B], [A, B], [A, C], [A, D], [A, B, E])
     ],
     ids=["default", "one block a step", "a state every block", "vLLM alone"],
 )
-def test_five_requests(setup: Setup, hits: list[int]) -> None:
+def test_five_replayed_requests_hit_as_counted_by_hand(setup: Setup, hits: list[int]) -> None:
     with ReplayEngine(setup) as engine:
         outcomes = []
         for prompt in PROMPTS:

@@ -149,7 +149,7 @@ def test_one_key_per_purpose():
     assert SECRET not in (MINE.key_id, MINE._chunks, MINE._digests, MINE._headers)
 
 
-def test_keys_never_mix():
+def test_records_of_other_keys_have_other_names():
     """Engines with and without a key, or with others, do not even look each other's records up."""
     names = {digester.name(FINGERPRINT) for digester in (MINE, OTHERS, PLAIN)}
     assert len(names) == 3 and {len(name) for name in names} == {len(FINGERPRINT)}

@@ -151,7 +151,7 @@ def test_neighbours_on_both_sides_are_one_copy():
 
 
 @pytest.mark.parametrize("target_gap, source_gap", [(1, 0), (0, 1), (-10, 0), (0, -10), (-20, 0)])
-def test_others_stay_apart(target_gap, source_gap):
+def test_pieces_that_do_not_adjoin_stay_apart(target_gap, source_gap):
     there, here = on_device(100), noise(100)
     to, of = 40 + target_gap, 40 + source_gap
     pairs = [(there[30:40], here[30:40]), (there[to : to + 10], here[of : of + 10])]
@@ -170,7 +170,7 @@ def test_adjacent_memory_of_two_allocations_stays_apart():
     assert len(join([(first, there[:50]), (second, there[50:])])) == 2
 
 
-def test_nothing_to_copy():
+def test_copying_nothing_does_nothing():
     assert join([]) == [] and join([(on_device(0), noise(0))]) == []
     for transfer in (copy_one_by_one, copy_joined, BatchedTransfer(GPU)):
         transfer([])
@@ -312,7 +312,9 @@ def test_an_op_that_writes_beyond(op, gpu, hybrid_log):
         ("13.0", 0, "unknown version"),
     ],
 )
-def test_an_old_cuda(op, gpu, hybrid_log, monkeypatch, cuda, driver, why):
+def test_a_cuda_without_batched_copies_takes_the_plain_path(
+    op, gpu, hybrid_log, monkeypatch, cuda, driver, why
+):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     gpu.driver = driver
     plain(hybrid_log, why)
@@ -339,7 +341,7 @@ def test_the_version_of_the_driver(monkeypatch):
         assert transfers._driver_version() == (installed or 0)
 
 
-def test_another_device(hybrid_log):
+def test_a_device_that_is_no_gpu_copies_joined_pieces(hybrid_log):
     assert transfer_for(torch.device("xpu", 0)) is copy_joined
     assert "this is xpu" in hybrid_log.text
 
