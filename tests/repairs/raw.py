@@ -12,7 +12,7 @@ import torch
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
-from unit.test_lmcache_store import Box
+from unit.store_box import Box
 
 from lmcache_hybrid.storage.disk.backend import record_shape
 from lmcache_hybrid.storage.remote import redis as redis_stores

@@ -67,6 +67,19 @@ def make_prefix(blocks: int, seed: int = 0, tags: tuple[tuple[str, str], ...] = 
     return Prefix(tuple(bytes([seed, i]) * 16 for i in range(blocks)), tags)
 
 
+PREFIX = make_prefix(6)
+
+
+def question(
+    limit: int = 6, floor: int = 0, prefix: Prefix = PREFIX, request_id: str = "r"
+) -> LookupRequest:
+    return LookupRequest(request_id, prefix, limit, floor)
+
+
+def reach(answer: LookupResult) -> tuple[int, int]:
+    return answer.boundary, answer.attention
+
+
 def keys_of(prefix: Prefix, block: int, kind: int, plan: GroupPlan = PLAN) -> list[RecordKey]:
     groups = plan.attention if kind == ATTENTION else plan.states
     return record_keys(prefix, block, plan.block_size, kind, groups)

@@ -21,9 +21,9 @@ from lmcache_hybrid.storage.disk.eviction import (
     Room,
 )
 
-from . import test_lmcache_store as stores
+from . import store_box as stores
 from .helpers import put
-from .test_lmcache_store import KEYS
+from .store_box import KEYS
 from .test_local_disk import EACH, OTHERS, SIZE, STRANGER, age, behind, held, reached, records
 
 blocked_loops, box, valkey = stores.blocked_loops, stores.box, stores.valkey

@@ -15,9 +15,9 @@ import torch
 from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.storage.record import payload_bytes
 
-from . import test_lmcache_store as stores
+from . import store_box as stores
 from .helpers import payload_of, put
-from .test_lmcache_store import FINGERPRINT, KEYS, Box, until
+from .store_box import FINGERPRINT, KEYS, Box, until
 
 blocked_loops, box, valkey = stores.blocked_loops, stores.box, stores.valkey
 

@@ -29,8 +29,8 @@ from lmcache_hybrid.tools.stored.redis_client import connect
 
 from .helpers import payload_of, put
 from .lmcache_settings import assert_one_sentence
+from .store_box import KEYS, SIZE, Box, blocked_loops  # noqa: F401
 from .stored.commands import run, run_json
-from .test_lmcache_store import KEYS, SIZE, Box, blocked_loops  # noqa: F401
 from .test_remote_stores import MANY
 
 # What LMCache's usage statistics take from its metadata.

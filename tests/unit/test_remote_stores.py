@@ -18,7 +18,7 @@ from lmcache_hybrid.storage.remote import redis as redis_stores
 from lmcache_hybrid.upstream.lmcache_home import take
 
 from .helpers import payload_of, put
-from .test_lmcache_store import (
+from .store_box import (
     KEYS,
     MAX_PAYLOAD,
     OTHER_LENGTH,

@@ -35,8 +35,7 @@ from lmcache_hybrid.worker.pages import GroupPages
 
 from .helpers import payload_of
 from .lmcache_settings import assert_one_sentence, options
-from .stored.commands import store_of
-from .test_lmcache_store import (  # noqa: F401
+from .store_box import (  # noqa: F401
     FINGERPRINT,
     KEYS,
     SIZE,
@@ -46,6 +45,7 @@ from .test_lmcache_store import (  # noqa: F401
     outside,
     valkey,
 )
+from .stored.commands import store_of
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

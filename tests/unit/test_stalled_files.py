@@ -9,8 +9,8 @@ import pytest
 
 from lmcache_hybrid.core.errors import LoadError
 
-from . import test_lmcache_store as stores
-from .test_lmcache_store import KEYS, until
+from . import store_box as stores
+from .store_box import KEYS, until
 
 blocked_loops, box = stores.blocked_loops, stores.box
 

@@ -17,7 +17,7 @@ from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.remote import connectors as remote
 
 from .helpers import PLAN, N, make_prefix, put
-from .test_lmcache_store import (  # noqa: F401 (fixtures)
+from .store_box import (  # noqa: F401 (fixtures)
     KEYS,
     Box,
     blocked_loops,

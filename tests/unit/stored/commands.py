@@ -13,7 +13,7 @@ from lmcache_hybrid.storage import record
 from lmcache_hybrid.storage.record import HEADER_BYTES
 from lmcache_hybrid.tools.cli import app
 
-from ..test_lmcache_store import (
+from ..store_box import (
     FINGERPRINT,
     KEYS,
     Box,

@@ -15,7 +15,7 @@ from lmcache_hybrid.storage.record import HEADER_BYTES
 from lmcache_hybrid.tools.stored.audit import Status, judge
 from lmcache_hybrid.tools.stored.record_store import Entry
 
-from ..test_lmcache_store import KEYS
+from ..store_box import KEYS
 from .commands import (
     HOSTILE_NAME,
     resealed,

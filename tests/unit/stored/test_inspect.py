@@ -11,7 +11,7 @@ from lmcache_hybrid.storage import record
 from lmcache_hybrid.storage.key_names import parse_key, readable_name
 from lmcache_hybrid.tools.stored.record_store import WRAPPER_BYTES
 
-from ..test_lmcache_store import (
+from ..store_box import (
     KEYS,
     MODEL,
     N,

@@ -13,7 +13,7 @@ from lmcache_hybrid.storage.key_names import MODEL_NAME_LENGTH, readable_name
 from lmcache_hybrid.tools.stored import record_store
 from lmcache_hybrid.tools.stored.record_store import Names
 
-from ..test_lmcache_store import KEYS, MODEL, outside
+from ..store_box import KEYS, MODEL, outside
 from .commands import FINGERPRINT_HEX, aged, row_of, run, run_json, store_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -10,7 +10,7 @@ from lmcache_hybrid.tools.stored import redis_store
 from lmcache_hybrid.tools.stored.opening import open_store
 from lmcache_hybrid.tools.stored.redis_client import hosts_of
 
-from ..test_lmcache_store import FINGERPRINT, MODEL, N, blocked_loops, flip, valkey  # noqa: F401
+from ..store_box import FINGERPRINT, MODEL, N, blocked_loops, flip, valkey  # noqa: F401
 from ..test_remote_stores import (  # noqa: F401
     MANY,
     box,

