@@ -22,13 +22,12 @@ from vllm_patch.connector import LMCacheConnectorV1
 from vllm_patch.loaders import _changing, _count_reloads
 
 from .helpers import make_caches
-from .test_worker import rig  # noqa: F401
 
 # One rank
 
 
-def test_a_sleeping_worker_holds_no_page(rig):  # noqa: F811
-    rig = rig()
+def test_a_sleeping_worker_holds_no_page(worker_rig):
+    rig = worker_rig()
     rig.worker.suspend()
     for pages in rig.pages.values():
         with pytest.raises(LoadError, match="sleep"):
@@ -36,8 +35,8 @@ def test_a_sleeping_worker_holds_no_page(rig):  # noqa: F811
         assert pages.rows == [] and pages._host is None
 
 
-def test_what_arrives_in_a_sleep_is_skipped_and_counted(rig):  # noqa: F811
-    rig = rig().saved()
+def test_what_arrives_in_a_sleep_is_skipped_and_counted(worker_rig):
+    rig = worker_rig().saved()
     records = dict(rig.store.records)
     load = rig.load()
     rig.worker.suspend()
@@ -51,8 +50,8 @@ def test_what_arrives_in_a_sleep_is_skipped_and_counted(rig):  # noqa: F811
     rig.assert_clean()
 
 
-def test_after_the_sleep_all_goes_on_wherever_the_memory_is(rig):  # noqa: F811
-    rig = rig().saved()
+def test_after_the_sleep_all_goes_on_wherever_the_memory_is(worker_rig):
+    rig = worker_rig().saved()
     kept = {group: rig.bytes_of(group, 1) for group in rig.plan.attention}
     rig.worker.suspend()
     moved = make_caches(torch.ones_like(rig.buffer), rig.plan)
@@ -67,9 +66,9 @@ def test_after_the_sleep_all_goes_on_wherever_the_memory_is(rig):  # noqa: F811
     assert not rig.worker.counts.skipped_saves
 
 
-def test_a_load_under_way_ends_before_the_memory_is_freed(rig):  # noqa: F811
+def test_a_load_under_way_ends_before_the_memory_is_freed(worker_rig):
     """Its parts that were not begun are left out, and its request is computed."""
-    rig = rig(part_bytes=1).saved()
+    rig = worker_rig(part_bytes=1).saved()
     begun, go_on = threading.Event(), threading.Event()
     scatter = rig.worker._copies.scatter
     copied = []
@@ -101,8 +100,8 @@ def test_a_load_under_way_ends_before_the_memory_is_freed(rig):  # noqa: F811
     rig.assert_clean()
 
 
-def test_another_layout_after_the_sleep_ends_loads_and_saves(rig):  # noqa: F811
-    rig = rig().saved()
+def test_another_layout_after_the_sleep_ends_loads_and_saves(worker_rig):
+    rig = worker_rig().saved()
     rig.worker.suspend()
     other = {name: torch.zeros(12, 7, dtype=torch.int8) for name in rig.caches}
     with pytest.raises(ConfigError, match="layout"):
@@ -115,7 +114,7 @@ def test_another_layout_after_the_sleep_ends_loads_and_saves(rig):  # noqa: F811
 # What vLLM calls
 
 
-def connected(rig) -> HybridConnector:  # noqa: F811
+def connected(rig) -> HybridConnector:
     hybrid = object.__new__(HybridConnector)
     hybrid.worker = rig and rig.worker
     hybrid.kv_caches = hybrid._registered = rig.caches if rig else {}
@@ -123,10 +122,10 @@ def connected(rig) -> HybridConnector:  # noqa: F811
 
 
 @pytest.fixture
-def group(rig, monkeypatch):  # noqa: F811
+def group(worker_rig, monkeypatch):
     """vLLM's connector of this process, serving a hybrid model."""
     connector = object.__new__(LMCacheConnectorV1)
-    connector._hybrid = connected(rig().saved())
+    connector._hybrid = connected(worker_rig().saved())
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
     return connector
 
@@ -300,8 +299,8 @@ def test_what_was_computed_without_weights_needs_a_reset():
     assert guard.stands()
 
 
-def test_after_level_2_nothing_is_stored_or_taken_for_loaded(rig, monkeypatch):  # noqa: F811
-    rig = rig()
+def test_after_level_2_nothing_is_stored_or_taken_for_loaded(worker_rig, monkeypatch):
+    rig = worker_rig()
     monkeypatch.setattr(LOADED, "discarded", False)
     hybrid = connected(rig)
     hybrid._guard = WeightsGuard(LOADED)
