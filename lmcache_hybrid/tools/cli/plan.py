@@ -64,6 +64,25 @@ def _tokens(what: str) -> Any:
     return typer.Option(help=what, parser=tokens, metavar="TOKENS")
 
 
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(help="Model folder, config.json, or a name of --list.", metavar="MODEL"),
+]
+BackendOption = Annotated[
+    list[BackendName] | None, typer.Option(help="Where they are kept; all by default.")
+]
+KernelBlockOption = Annotated[
+    int,
+    typer.Option(help="Tokens of the attention backend's smallest kernel block; 0: 16, CPU 32."),
+]
+GdnPrefillOption = Annotated[
+    GdnPrefill, typer.Option(help="For Qwen, vLLM's; 0.33 takes flashinfer on Hopper and newer.")
+]
+MarkdownOption = Annotated[
+    bool, typer.Option("--markdown", help="With --list: as a Markdown table.")
+]
+
+
 @dataclass(frozen=True)
 class Plan:
     """All that is printed.
@@ -105,16 +124,11 @@ class Plan:
 
 
 def plan(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Model folder, config.json, or a name of --list.", metavar="MODEL"),
-    ] = None,
+    model: ModelArgument = None,
     context: Annotated[int, _tokens("Tokens of a prompt.")] = 32_000,
     prompts: Annotated[int, typer.Option(help="Prompts to keep.", min=1)] = 100,
     shared: Annotated[int, _tokens("Leading tokens that all prompts share.")] = 0,
-    backend: Annotated[
-        list[BackendName] | None, typer.Option(help="Where they are kept; all by default.")
-    ] = None,
+    backend: BackendOption = None,
     checkpoint_tokens: Annotated[int, _tokens("lmcache.hybrid_checkpoint_tokens; 0: none.")] = 0,
     tp: Annotated[int, typer.Option(help="Tensor parallel size.", min=1)] = 1,
     dtype: Annotated[str, typer.Option(help="vLLM's --dtype.")] = "auto",
@@ -125,67 +139,55 @@ def plan(
     platform: Annotated[PlatformName, typer.Option(help="Where the engine runs.")] = PlatformName[
         "gpu"
     ],
-    kernel_block: Annotated[
-        int,
-        typer.Option(
-            help="Tokens of the attention backend's smallest kernel block; 0: 16, CPU 32."
-        ),
-    ] = 0,
-    gdn_prefill_backend: Annotated[
-        GdnPrefill,
-        typer.Option(help="For Qwen, vLLM's; 0.33 takes flashinfer on Hopper and newer."),
-    ] = GdnPrefill["triton"],
+    kernel_block: KernelBlockOption = 0,
+    gdn_prefill_backend: GdnPrefillOption = GdnPrefill["triton"],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     list_models: Annotated[bool, typer.Option("--list", help="Print the known models.")] = False,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="With --list: as a Markdown table.")
-    ] = False,
+    markdown: MarkdownOption = False,
 ) -> None:
     """Compute what MODEL's blocks and states take, and the storage that prompts need.
 
     Computed from config.json alone: no weights, no GPU, no network.
     """
-    console = Console()
-    where = PLATFORMS[platform.value].with_gdn_prefill(gdn_prefill_backend.value)
-    if kernel_block:
-        where = dataclasses.replace(
-            where,
-            name=f"{platform.value.upper()}, kernel blocks of {kernel_block} tokens",
-            block_size=max(where.block_size, kernel_block),
-            kernel_block=kernel_block,
-        )
+    where = _platform(platform, kernel_block, gdn_prefill_backend)
     if list_models:
-        _list_models(console, where, markdown)
+        _list_models(Console(), where, markdown)
         return
     if model is None:
         raise typer.BadParameter("name a MODEL, or use --list")
+    sized = partial(
+        compute, tp=tp, kv_dtype=kv_cache_dtype, ssm_dtype=ssm_dtype, block_size=block_size
+    )
     try:
         name, shape = catalogue.find_shape(model)
         if dtype != "auto":
             shape = shape.with_dtype(dtype)
-        sized = partial(
-            compute,
-            shape,
-            tp=tp,
-            kv_dtype=kv_cache_dtype,
-            ssm_dtype=ssm_dtype,
-            block_size=block_size,
-        )
-        sizes = sized(where)
-        hopper = sized(where.with_gdn_prefill(GdnPrefill.flashinfer.value)).block_size
+        sizes = sized(shape, where)
+        rounding = where.with_gdn_prefill(GdnPrefill.flashinfer.value)
+        hopper = sizes if platform is PlatformName.cpu else sized(shape, rounding)
         work = Workload(context, prompts, shared, checkpoint_tokens)
         work.check(sizes.block_size)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
     raised = sizes.block_size > (block_size or where.block_size)
-    names = tuple(each.value for each in backend) if backend else tuple(BACKENDS)
-    if platform is PlatformName.cpu:
-        hopper = sizes.block_size
-    made = Plan(name, shape, where, sizes, raised, hopper, work, step_tokens, names)
+    names = tuple(each.value for each in backend or BackendName)
+    made = Plan(name, shape, where, sizes, raised, hopper.block_size, work, step_tokens, names)
     if as_json:
         print(json.dumps(as_dict(made), indent=1))
     else:
-        _print(console, made)
+        _print(Console(), made)
+
+
+def _platform(name: PlatformName, kernel_block: int, gdn_prefill: GdnPrefill) -> Platform:
+    where = PLATFORMS[name.value].with_gdn_prefill(gdn_prefill.value)
+    if not kernel_block:
+        return where
+    return dataclasses.replace(
+        where,
+        name=f"{name.value.upper()}, kernel blocks of {kernel_block} tokens",
+        block_size=max(where.block_size, kernel_block),
+        kernel_block=kernel_block,
+    )
 
 
 def as_dict(plan: Plan) -> dict:
