@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is examined: the user's settings, read as an engine reads them."""
+"""The user's settings and model, read as an engine reads them."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace

@@ -24,7 +24,7 @@ def block_hash(algorithm: str) -> str:
 
 
 def in_another_process(algorithm: str) -> Callable[[], str]:
-    """Start it; the returned function waits for the hash.
+    """Start hashing in another process; the returned function waits for the hash.
 
     Its environment is this one's. Where that does not set PYTHONHASHSEED, Python seeds
     its own hashes anew, as it does for every engine.

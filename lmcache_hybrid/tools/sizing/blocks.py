@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""N, the groups and the bytes that vLLM makes of a model; each function names vLLM's own."""
+"""Computes N, groups and bytes as vLLM does; each function names vLLM's own."""
 
 import math
 from collections.abc import Collection
@@ -19,7 +19,7 @@ DTYPE_BYTES = {
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 # The decode kernels of latent attention want whole multiples of this.
 LATENT_ALIGNMENT = 128
-# Prefills of gated delta nets, and the tokens of which vLLM makes N a multiple for each.
+# Tokens of which vLLM makes N a multiple, by the prefill kernels of gated delta nets.
 # FlashInfer writes states inside a prefill, from vLLM 0.33 on.
 GDN_PREFILLS = {"triton": 1, "flashinfer": 64}
 
@@ -31,7 +31,7 @@ class Platform:
     Attributes:
         block_size: vLLM's default, which hybrid models round up from.
         kernel_block: smallest block of the attention kernels; N is a multiple.
-        ssm_dtype: what vLLM makes of ``auto`` here whatever the model says, empty for nothing.
+        ssm_dtype: what ``auto`` means here whatever the model says; empty to follow the model.
         gdn_prefill: vLLM's ``--gdn-prefill-backend``, of GDN_PREFILLS.
     """
 
@@ -105,7 +105,7 @@ def compute(
     ssm_dtype: str = "auto",
     block_size: int = 0,
 ) -> Sizes:
-    """Sizes as vLLM computes them at start-up.
+    """Compute sizes as vLLM does at start-up.
 
     Args:
         block_size: ``--block-size`` where the user sets one, 0 for the platform's.
@@ -158,7 +158,7 @@ def unified_block_size(
     Args:
         token_bytes: one layer's keys and values of a token on one rank.
         state_bytes: one layer's state on one rank.
-        multiple: of which N is one, for states that are written inside a prefill.
+        multiple: tokens; N is a multiple of it where states are written inside a prefill.
     """
     block_size = block_size or platform.block_size
     alignment = max(platform.kernel_block, block_size, LATENT_ALIGNMENT if latent else 0)

@@ -57,7 +57,7 @@ def find_shape(model: str) -> tuple[str, ModelShape]:
     )
 
 
-# Of the states: in how many tokens' attention they would fit.
+# "State in tokens": how many tokens of attention take as much as one boundary's states.
 HEAD = (
     "Model",
     "Attention, recurrent layers",

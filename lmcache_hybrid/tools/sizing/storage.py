@@ -22,7 +22,7 @@ def _pages(size: int) -> int:
 
 
 def jemalloc_bytes(size: int) -> int:
-    """What jemalloc, Redis's allocator on Linux, gives out: four sizes between powers of two."""
+    """Round up as jemalloc, Redis's allocator on Linux: four sizes between powers of two."""
     step = max(16, 1 << max(0, (size - 1).bit_length() - 3))
     return -(-size // step) * step
 
@@ -34,7 +34,7 @@ class Backend:
     Attributes:
         title: as it is printed.
         stored: bytes that a record of so many bytes takes there.
-        limit: the setting that bounds it, which counts GiB per rank; empty for none of LMCache's.
+        limit: LMCache's setting that bounds it, in GiB per rank; empty where there is none.
     """
 
     title: str
@@ -54,7 +54,7 @@ BACKENDS = {
 
 @dataclass(frozen=True)
 class Workload:
-    """The prompts that shall be kept.
+    """The prompts to keep.
 
     Attributes:
         context: tokens of a prompt.
@@ -83,7 +83,7 @@ class Workload:
 
 
 def boundaries(context: int, block_size: int, checkpoint: int) -> list[int]:
-    """Where a cold prefill of ``context`` tokens leaves states, in tokens, in order.
+    """List where a cold prefill of ``context`` tokens leaves states, in tokens, in order.
 
     The last boundary before its last token, and every ``checkpoint`` tokens up to there.
     """
@@ -112,7 +112,7 @@ class Stored:
 
 
 def stored(sizes: Sizes, work: Workload, backend: Backend) -> Stored:
-    """Every prompt once, nothing evicted."""
+    """Count what is stored when every prompt is asked once and nothing is evicted."""
     n = sizes.block_size
     blocks, states = work.context // n, boundaries(work.context, n, work.checkpoint)
     common_blocks = work.shared // n
@@ -157,8 +157,9 @@ def after_branch(context: int, block_size: int, checkpoint: int) -> Branch:
 
 
 def prefill_steps(context: int, block_size: int, checkpoint: int, budget: int) -> int:
-    """Steps of a cold prefill alone in an engine with ``max_num_batched_tokens`` = ``budget``.
+    """Count the steps of a cold prefill that has an engine to itself.
 
+    ``budget`` is the engine's ``max_num_batched_tokens``, all arguments are in tokens.
     A step ends at each boundary that is kept, and otherwise at a multiple of N.
     """
     step = max(1, budget // block_size) * block_size

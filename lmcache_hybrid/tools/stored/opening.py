@@ -54,7 +54,7 @@ def _path_of(url: str) -> str:
 
 
 def stores_of(path: Path) -> list[str]:
-    """Folders and URLs, local ones first.
+    """List the folders and URLs that an LMCache file names, local ones first. Imports LMCache.
 
     Raises:
         ConfigError: the file cannot be read, or names RAM only.

@@ -35,7 +35,7 @@ class Entry:
         head: its first HEADER_BYTES, less where it is shorter.
         wrapper: LMCache's own header in front of it or beside it; None for ``local_disk``,
             which has none.
-        missing: why it cannot be whole, for what a writer has begun and not ended; else None.
+        missing: why it is incomplete, where a writer did not finish; else None.
     """
 
     key: StoredKey
@@ -62,14 +62,14 @@ class RecordStore(Protocol):
     foreign: int
 
     def entries(self) -> Iterator[Entry]:
-        """Every record once, headers read.
+        """Read the header of every record, each once.
 
         Raises:
             StoreError: the store cannot be read at all.
         """
 
     def open(self, entry: Entry) -> AbstractContextManager[BinaryIO]:
-        """The record's bytes as they are now, all of one writing.
+        """Open the record's bytes as they are now; all are from one write.
 
         Raises:
             FileNotFoundError: it is gone.
@@ -90,7 +90,7 @@ class RecordStore(Protocol):
 class Names:
     """Keeps ``Entry.where`` values: in memory while they are few, in a temporary file beyond.
 
-    Iterating gives them in the order in which they were added; add nothing meanwhile.
+    Iterates in the order of adding; add nothing meanwhile. The owner closes it.
     """
 
     def __init__(self) -> None:

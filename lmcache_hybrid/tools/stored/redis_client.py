@@ -49,19 +49,14 @@ def _host(url: str) -> tuple[str, int]:
     return host, port
 
 
-def open_client(url: str, greet: Greet | None = None, **options: Any) -> Client:
-    """A client for any URL of SCHEMES. One server is connected to at the first command.
-
-    Args:
-        greet: called with every new connection after its login, on the thread that opened it.
-        options: of every connection, as redis-py names them.
-
-    Raises:
-        ValueError: no URL of these.
-        redis.RedisError, redis.exceptions.RedisClusterException: no node of a cluster answers.
-    """
+def _client(url: str, greet: Greet | None) -> Client:
+    """Make a client. One server is connected to at the first command, a cluster at once."""
     scheme = url.partition("://")[0].lower()
-    options = connection_options(url) | options
+    options = connection_options(url) | {
+        "socket_connect_timeout": CONNECT_SECONDS,
+        "socket_timeout": ANSWER_SECONDS,
+        "retry": Retry(NoBackoff(), 0),
+    }
     if scheme == CLUSTER:
         if greet is not None:
             options["redis_connect_func"] = greet
@@ -97,10 +92,10 @@ def _behind_sentinels(hosts: Hosts, options: dict[str, Any]) -> redis.Redis:
 
 
 def connect(url: str, greet: Greet | None = None) -> Client:
-    """A client whose server, or every primary of whose cluster, has answered.
+    """Connect to any URL of SCHEMES: the server, or every primary of the cluster, has answered.
 
     Args:
-        greet: as for :func:`open_client`.
+        greet: called with every new connection after its login, on the thread that opened it.
 
     Raises:
         ConfigError: a file that the environment names cannot be read.
@@ -111,13 +106,7 @@ def connect(url: str, greet: Greet | None = None) -> Client:
     if url.lower().startswith(SENTINEL):
         fix = f"start the servers, or correct host, port, password and {SERVICE_VARIABLE}"
     try:
-        client = open_client(
-            url,
-            greet,
-            socket_connect_timeout=CONNECT_SECONDS,
-            socket_timeout=ANSWER_SECONDS,
-            retry=Retry(NoBackoff(), 0),
-        )
+        client = _client(url, greet)
         if isinstance(client, redis.RedisCluster):
             # Asked without this, any one node answers.
             client.ping(target_nodes=redis.RedisCluster.PRIMARIES)

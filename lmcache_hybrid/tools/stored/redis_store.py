@@ -45,7 +45,7 @@ class RedisStore:
         self._client = connect(url, self._greet)
 
     def _greet(self, connection: Any) -> None:
-        """Look without making records look used: eviction goes by that."""
+        """Keep our reads from counting as uses, by which servers evict."""
         connection.send_command("CLIENT", "NO-TOUCH", "ON")
         try:
             connection.read_response()
@@ -114,7 +114,7 @@ class RedisStore:
             )
 
     def _alone(self, names: list[str]) -> Iterator[Entry]:
-        """Metadata whose value is missing: Redis evicted it, or somebody deleted it."""
+        """Describe metadata without a value: Redis evicted that, or somebody deleted it."""
         answers = self._ask(
             command
             for name in names
@@ -160,7 +160,7 @@ class RedisStore:
         self._client.close()
 
     def _string(self, answer: Any) -> Any:
-        """An answer about a string; None where the value is none.
+        """Return an answer about a string; None where the value is no string.
 
         Raises:
             StoreError: the server refuses to say, so nothing is known of its records.
