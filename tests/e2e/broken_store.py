@@ -200,7 +200,7 @@ def open_ram(stack: ExitStack, model: Path, folder: Path) -> Site:
 
 
 def open_disk(stack: ExitStack, model: Path, folder: Path) -> Site:
-    """On a file system of its own, where this user may make one."""
+    """local_disk, on a small file system of its own where this user may mount one."""
     mounted = stack.enter_context(disks.small_disk(folder, megabytes=64))
     kept = folder / "records"
     config = {**POOL, "local_disk": str(kept), "max_local_disk_size": 0.05}

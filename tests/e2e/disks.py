@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def small_disk(folder: Path, megabytes: int) -> Iterator[bool]:
-    """A file system of its own on ``folder``; False where this user may not mount."""
+    """Mount a small file system on ``folder``; yields False where this user may not mount."""
     mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(folder)]
     try:
         mounted = subprocess.run(mount, capture_output=True).returncode == 0

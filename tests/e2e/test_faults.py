@@ -174,7 +174,7 @@ def test_aborted_requests_keep_their_blocks_until_their_loads_ended(site: Site) 
 
 @on("redis")
 def test_redis_killed_in_a_load_fails_it(site: Site) -> None:
-    """The connection ends within a value, and nobody listens any more."""
+    """The connection ends within a value, and Redis takes no new one."""
     prompt = site.store()
     size = len(site.shelf.read(prompt.record()))
 

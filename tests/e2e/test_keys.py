@@ -60,7 +60,7 @@ def ask_cold(engine: Engine, ask: list[int] | dict) -> Answer:
 
 
 def test_another_salt_never_hits_nor_looks_deeper(model: Path) -> None:
-    """For the store, another tenant's prompt is as unknown as one that nobody asked.
+    """For the store, another tenant's prompt is as unknown as a new one.
 
     Time is not compared but work: lookups, keys asked for, keys found, records
     read and written are the same, so there is nothing that could take longer.
@@ -169,7 +169,7 @@ def test_each_adapter_finds_only_its_own_records(model: Path, tmp_path: Path) ->
 
 
 def test_an_adapter_whose_files_change_under_a_running_engine(model: Path, tmp_path: Path) -> None:
-    """What was computed counts by what vLLM had loaded, whatever the files say by then."""
+    """Records count by the adapter that vLLM had loaded, not by what its files hold later."""
     config = {"local_cpu": False, "remote_url": f"fs://localhost:0{tmp_path / 'store'}"}
     options = {"enable_lora": True, "max_lora_rank": 8}
 
@@ -287,7 +287,7 @@ def test_one_tensor_of_the_weights(model: Path, tmp_path: Path) -> None:
 
 
 class _Silent(DefaultModelLoader):
-    """A loader of somebody else's that does all by itself: nobody sees which weights it reads."""
+    """A loader from outside vLLM; nothing tells which weights it reads."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         known = copy.copy(load_config)

@@ -92,7 +92,7 @@ class Soak:
 
     @contextlib.contextmanager
     def _life(self, mode: str, lives: list[dict]) -> Iterator[None]:
-        """An engine from its start to its end."""
+        """Run an engine from its start to its end; adds its memory figures to ``lives``."""
         options = MODES[mode].options
         with Engine(self.models[mode], self.store.config, env=ENVIRONMENT, **options) as engine:
             self.counts["engine starts"] += 1
@@ -245,7 +245,7 @@ class Soak:
         raise Failed("blocks stay in use with no request under way")
 
     def _verb(self, verb: str, **arguments):
-        """Like ``engine.call``, but not for ever."""
+        """Like ``engine.call``, but abort an engine that takes more than HANG_SECONDS."""
         abort = threading.Timer(
             HANG_SECONDS, os.kill, args=(self.engine.process.pid, signal.SIGABRT)
         )
@@ -295,7 +295,7 @@ class Soak:
     # The end of a phase
 
     def _recovers(self) -> None:
-        """With nothing broken any more, every prompt asked twice comes from the store."""
+        """See that, with all faults ended, a prompt asked twice comes from the store."""
         self._end_fault()
         self.store.heal()
         self.held = None
@@ -314,7 +314,7 @@ class Soak:
             self.counts["recovered"] += 1
 
     def _nothing_left(self) -> dict:
-        """Nothing is pinned, claimed, held, unaccounted for or in use."""
+        """See that nothing is pinned, claimed, held, unaccounted for or in use."""
         self.engine.settle()
         counts = self._verb("counts")
         live = dict(counts["live"])
