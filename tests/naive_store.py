@@ -38,12 +38,12 @@ class _NaiveBuffer:
 
 class _NaiveClaim:
     def __init__(self, store: "NaiveStore", keys: tuple[RecordKey, ...]) -> None:
-        self._store, self.keys, self._held = store, keys, True
+        self._store, self.keys, self.held = store, keys, True
         store.pins.update(keys)
 
     def release(self) -> None:
-        if self._held:
-            self._held = False
+        if self.held:
+            self.held = False
             self._store.pins.subtract(self.keys)
             self._store.pins += Counter()  # drops zeros
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler side and the worker side count; the one source of all metrics.
+"""Counters and gauges of the scheduler side and the worker side, the source of all metrics.
 
 :mod:`lmcache_hybrid.metrics` says what each count is called in ``/metrics``.
 """
@@ -14,7 +14,7 @@ from lmcache_hybrid.core.errors import LoadError, RecordError
 
 # Why a record is rejected (RecordError.reason).
 CHECKS = ("short", "magic", "version", "header", "fingerprint", "key", "length", "checksum", "seal")
-# Of a count that is a level and not a total: it goes up and down.
+# Marks a gauge.
 LEVEL = {"level": True}
 
 
@@ -29,20 +29,20 @@ def _observed() -> Any:
 
 @dataclass
 class SchedulerCounts:
-    """Totals since start, one set per engine. Lists: observations not reported yet.
+    """Totals since the engine started. Lists hold observations not reported yet.
 
     Attributes:
         lookups: answered ones by outcome: hit, miss, local (vLLM holds all that can be
             restored) or unavailable (a rank gave no verdict).
-        lookup_seconds: from the question to the answer.
+        lookup_seconds: from the request to its result.
         hits: requests that started from LMCache, by the backend of their last block.
-        hit_tokens: tokens that were loaded for them, by backend as rank 0 found them.
+        hit_tokens: tokens loaded for them, by the backend where rank 0 found them.
         lost_hits: lookups whose attention pages reach deeper than any boundary that can
             be restored.
-        lost_tokens: how much deeper.
-        loads_in_flight: requests that wait for a load now.
+        lost_tokens: how much deeper, in tokens.
+        loads_in_flight: gauge of requests that wait for a load.
         failed_loads: requests whose load failed on some rank.
-        failed_tokens: what was to be loaded for them, which is computed instead.
+        failed_tokens: tokens to be loaded for them, which are computed instead.
         dropped_offers: states that vLLM handed off and nobody stored, by reason.
         skipped_requests: requests that are not looked up or not stored, by reason.
     """
@@ -62,22 +62,23 @@ class SchedulerCounts:
 
 @dataclass
 class WorkerCounts:
-    """Totals since start of one rank. Lists: observations not reported yet.
+    """Totals of one rank since it started. Lists hold observations not reported yet.
 
     Attributes:
         saved_attention: blocks; each is one record per attention group.
         saved_windows: pages of window groups.
         saved_states: boundaries; each is one record per state group.
         saved_bytes: of all these.
-        save_seconds: by which one step was held up, of all its requests together; not what a
-            device copies after it.
-        skipped_saves: a request's in one step that stored nothing, by reason.
-        failed_writes: records that a backend took and could not write, by backend; the
-            store's own, and reported with the next thing that is counted here.
+        save_seconds: for which saves held up one step, all its requests together. Excludes
+            asynchronous device copies.
+        skipped_saves: saves of one request in one step that stored nothing, by reason.
+        failed_writes: records that a backend accepted and could not write, by backend. The
+            store's own counter, written under the store's lock; reported when something else
+            here changes.
         loaded_attention, loaded_windows, loaded_states, loaded_bytes: as above.
-        load_seconds: of one request's load, from its turn to its end.
-        load_wait_seconds: from the step that asked for it to its turn.
-        failed_loads: by reason, and by the kind of record it was due to.
+        load_seconds: of one request's load, from its start to its end.
+        load_wait_seconds: from the step that asked for the load to its start.
+        failed_loads: by reason and kind of the record at fault, see :func:`failure_label`.
     """
 
     saved_attention: int = 0
@@ -97,12 +98,12 @@ class WorkerCounts:
 
     @property
     def rejected_records(self) -> int:
-        """Of the failed loads, those whose record did not pass its checks."""
+        """Failed loads whose record did not pass its checks."""
         return sum(n for label, n in self.failed_loads.items() if label.split(",")[0] in CHECKS)
 
 
 def failure_label(error: BaseException) -> str:
-    """``reason,record``: why a load failed, and on what kind of record."""
+    """Label a failed load ``reason,kind``: why it failed, and on which kind of record."""
     if not isinstance(error, (LoadError, RecordError)):
         return "error,none"
     return f"{error.reason},{error.kind}"
@@ -112,12 +113,12 @@ C = TypeVar("C", SchedulerCounts, WorkerCounts)
 
 
 class Ledger(Generic[C]):
-    """Counts of one side, and which of them were not reported yet.
+    """Counts of one side, reported as changes. Thread-safe.
 
-    ``with ledger as counts:`` to count, from any thread.
+    Count inside ``with ledger as counts:``, which holds the lock: keep it short.
 
     Attributes:
-        counts: to read.
+        counts: to read; change it only inside ``with``.
     """
 
     def __init__(self, side: str, counts: C) -> None:
@@ -141,9 +142,10 @@ class Ledger(Generic[C]):
         self._lock.release()
 
     def report(self) -> dict[str, Any] | None:
-        """What was counted since the last report, by ``side.name``; None for nothing.
+        """Counter deltas, gauge values and drained observations since the last call.
 
-        Totals as increments, levels as they are, observations as a list. Empties those lists.
+        Returns:
+            By ``side.name``; None where nothing changed.
         """
         if not self._changed:  # every step asks, most have counted nothing
             return None

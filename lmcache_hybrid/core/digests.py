@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of stored bytes: plain ones against damage, keyed ones against whoever can write there.
+"""Digests of stored bytes: plain ones find damage, keyed ones also what others wrote.
 
-A plain digest (xxh3) tells damaged bytes from whole ones; anybody can compute it. A keyed one
-(BLAKE3 with a key that only the engines have) also tells bytes that another program wrote.
+Anybody can compute a plain digest (xxh3). A keyed one (BLAKE3) needs a key that only the engines
+have, so it also finds bytes that another program wrote to the store.
 """
 
 import hmac
@@ -21,41 +21,41 @@ if TYPE_CHECKING:
 Chunk: TypeAlias = "bytes | memoryview | np.ndarray"
 
 DIGEST_BYTES = 16
-# Key id and digest of the header; zeros in a record without a key.
+# Key id and digest of the header, in bytes; zeros in a record without a key.
 KEY_ID_BYTES = 8
 SEAL_BYTES = KEY_ID_BYTES + 32
 UNSEALED = bytes(SEAL_BYTES)
-# Of a key file, in bytes: a key, and what is no key any more.
+# Size limits of a key file, in bytes.
 MIN_KEY, MAX_KEY = 32, 1 << 16
 
 
 class Digester(Protocol):
-    """Digests of one kind; immutable, may be called on any thread.
+    """Digests of one kind. Immutable; any thread may call it.
 
     Attributes:
-        key_id: KEY_ID_BYTES that tell keys apart and say nothing of them; empty without a key.
+        key_id: KEY_ID_BYTES that tell keys apart without revealing them; empty without a key.
     """
 
     key_id: bytes
 
     def name(self, fingerprint: bytes) -> bytes:
-        """The fingerprint under which engines with this key store, so that keys never mix."""
+        """Fingerprint for engines with this key, so that records of two keys never mix."""
 
     def chunk(self, data: Chunk) -> bytes:
-        """DIGEST_BYTES of a chunk of the payload. Releases the GIL."""
+        """Digest a chunk of the payload: DIGEST_BYTES. Releases the GIL."""
 
     def digests(self, data: bytes) -> bytes:
-        """DIGEST_BYTES of a payload's digests."""
+        """Digest the digests of a payload's chunks: DIGEST_BYTES."""
 
     def seal(self, header: bytes) -> bytes:
-        """SEAL_BYTES that stand for a header; UNSEALED without a key."""
+        """Seal a header: SEAL_BYTES; UNSEALED without a key."""
 
     def opens(self, header: bytes, seal: bytes) -> bool:
-        """Whether ``seal`` is this header's. Without a key every seal is."""
+        """Whether ``seal`` belongs to this header; always True without a key."""
 
 
 class PlainDigester:
-    """Finds damage."""
+    """Finds damage; seals nothing."""
 
     key_id = b""
 
@@ -77,7 +77,7 @@ class PlainDigester:
 
 
 class KeyedDigester:
-    """Finds damage, and bytes that were written without the key. Never shows the key."""
+    """Finds damage, and bytes written without the key. Never shows the key."""
 
     def __init__(self, secret: bytes) -> None:
         """Derive one key per purpose from ``secret``, so that no digest stands for another."""
@@ -111,13 +111,13 @@ def _derive(purpose: str, secret: bytes) -> bytes:
 
 
 def read_key(setting: str, path: str) -> KeyedDigester:
-    """The digester of a key file; its content counts byte for byte, a final newline too.
+    """Make the digester of a key file. Every byte counts, a final newline too.
 
     Args:
         setting: name of the setting, for errors.
 
     Raises:
-        ConfigError: there is no such file, it is too short to be a key, or others can read it.
+        ConfigError: no such file, no key by its size, or others can read it.
     """
     try:
         # Links are followed: Kubernetes mounts secrets as links. A folder is no file to open().

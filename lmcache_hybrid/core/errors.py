@@ -15,14 +15,14 @@ class ConfigError(ValueError):
 
 
 class UnknownWeightsError(Exception):
-    """It is not known which weights were loaded, so nothing may be stored or loaded.
+    """Nobody knows which weights were loaded, so nothing may be stored or loaded.
 
     The message says why and what to change, as a part of a sentence.
     """
 
 
 class StoreError(Exception):
-    """A store cannot be looked into. The message is one sentence with the fix."""
+    """A store cannot be opened. The message is one sentence with the fix."""
 
 
 class RecordError(Exception):
@@ -40,16 +40,12 @@ class RecordError(Exception):
 
     @property
     def kind(self) -> str:
-        """Of the record, for counters: ``state``, ``attention``, or ``none`` where unknown."""
+        """The record's kind for counters: ``state``, ``attention``, or ``none`` where unknown."""
         return "none"
 
 
 class DamagedError(RecordError):
-    """A record that was asked for is not the right one.
-
-    Attributes:
-        key: of the record.
-    """
+    """The bytes stored under ``key`` are not its record."""
 
     def __init__(self, key: "RecordKey", error: RecordError) -> None:
         super().__init__(error.reason, error.detail)
@@ -61,12 +57,12 @@ class DamagedError(RecordError):
 
 
 class LoadError(Exception):
-    """A promised load cannot be kept; the request is recomputed. Message: why.
+    """A load fails, and its tokens are computed instead. The message says why.
 
     Attributes:
         reason: one word for counters: ``gone``, ``unreadable``, ``unreachable``, ``no_room``,
             ``unpinned``, ``unhealthy``, ``length``, ``adapter``, ``asleep`` or ``error``.
-        kind: of the record it is due to, for counters: ``state``, ``attention`` or ``none``.
+        kind: of the record at fault, for counters: ``state``, ``attention`` or ``none``.
     """
 
     def __init__(self, message: str, reason: str = "error", key: "RecordKey | None" = None) -> None:
@@ -76,11 +72,11 @@ class LoadError(Exception):
 
 
 class UnwantedError(LoadError):
-    """The request of a load has ended: no failure, and not counted as one."""
+    """The load's request has ended: not counted as a failure."""
 
 
 class NoRoomError(LoadError):
-    """There is no memory to read into just now."""
+    """No memory to read into right now."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "no_room")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which KV cache groups hold attention pages, windows or states, and what is refused."""
+"""Sorts KV cache groups into attention, windows and states; refuses all others."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Window:
     blocks: int
 
     def first(self, start: int, boundary: int) -> int:
-        """First of the blocks that a load of [start, boundary) restores."""
+        """First block that a load of blocks [start, boundary) restores."""
         return max(start, boundary - self.blocks)
 
 
@@ -55,9 +55,9 @@ class GroupPlan:
 
 
 def is_served(kv_cache_config: "KVCacheConfig") -> bool:
-    """Whether the groups are for this package: states, or windows beside full attention.
+    """Whether this package serves the groups: states, or windows beside full attention.
 
-    Anything else has pages of [0, B) only, which LMCache's own adapter serves.
+    A hit in any other model needs pages of [0, B) only: LMCache's own adapter serves it.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
@@ -69,12 +69,12 @@ def is_served(kv_cache_config: "KVCacheConfig") -> bool:
 
 
 def plan_groups(kv_cache_config: "KVCacheConfig", selected: int | None = None) -> GroupPlan:
-    """Read the plan off vLLM's groups.
+    """Make the plan of a model from vLLM's groups.
 
     Args:
         kv_cache_config: of the model; needs an attention group, and one with states or
             windows.
-        selected: the user's choice of attention group, None for the first one.
+        selected: index of the attention group that the user chose, None for the first one.
 
     Raises:
         ConfigError: a group of a kind that is not served, groups with different
@@ -117,7 +117,7 @@ def plan_groups(kv_cache_config: "KVCacheConfig", selected: int | None = None) -
 
 
 def layer_specs(group: "KVCacheGroupSpec") -> "Collection[KVCacheSpec]":
-    """The specs in a group: one per layer where they differ, else one for all layers.
+    """Specs in a group: one per layer where they differ, else one for all layers.
 
     Layers of one kind with pages of several sizes share a group where vLLM packs a
     block of all layers together, as with a drafter beside the model.
@@ -128,7 +128,7 @@ def layer_specs(group: "KVCacheGroupSpec") -> "Collection[KVCacheSpec]":
 
 
 def page_bytes(group: "KVCacheGroupSpec", layers: Sequence[str] = ()) -> int:
-    """What is stored of one block of ``layers`` (all by default): pages without padding."""
+    """Bytes stored for one block of ``layers`` (all by default), padding left out."""
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     spec = group.kv_cache_spec
@@ -138,7 +138,7 @@ def page_bytes(group: "KVCacheGroupSpec", layers: Sequence[str] = ()) -> int:
 
 
 def _kind(spec: "KVCacheSpec") -> str | None:
-    """What a hit needs of a layer; None if that cannot be told."""
+    """What a hit needs of a layer; None for a spec that is not served."""
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         MambaSpec,

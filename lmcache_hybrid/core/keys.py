@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a record holds, and what it is asked for by."""
+"""Keys of records."""
 
 from dataclasses import dataclass
 
-ATTENTION = 0
-
-
-STATE = 1
+ATTENTION, STATE = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
 class RecordKey:
-    """What one record holds, without the rank and layout, which the store adds.
+    """Names one record. The store adds model, rank and layout.
 
     Attributes:
         kind: ATTENTION (pages of one block) or STATE (states at its end).
@@ -19,7 +16,7 @@ class RecordKey:
         block_hash: vLLM's block hash of all tokens up to ``boundary``. It covers
             tokens, multimodal items, LoRA name and cache salt; 32 bytes for SHA-256.
         boundary: end of the block in tokens, a multiple of N.
-        tags: further (name, value) pairs that keep requests apart.
+        tags: further (name, value) pairs that keep requests apart, such as a LoRA adapter's.
     """
 
     kind: int

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's own metrics (``lmcache:*``), which its engine counts and we pass by.
+"""Feeds LMCache's own metrics (``lmcache:*``), which its engine counts on a path we bypass.
 
-They mean what they mean there: tokens that were looked up and found, that were to be
-retrieved and were, and that were stored, once per rank.
+They keep their meaning: tokens looked up and found, tokens to be retrieved and retrieved, and
+tokens stored, each once per rank.
 """
 
 from collections.abc import Iterator
@@ -18,19 +18,19 @@ logger = init_logger("vllm.lmcache_hybrid.core.lmcache_stats")
 
 
 class Monitor(Protocol):
-    """Told of what ended; ``started`` is ``time.perf_counter``. Called from any thread.
+    """Receives what ended. Called from any thread; never raises.
 
-    Never raises: a load whose end could not be counted has ended all the same.
+    ``started`` is the ``time.perf_counter`` of the start, in seconds.
     """
 
     def looked_up(self, tokens: int, found: int, started: float) -> None:
-        """Of ``tokens`` in whole blocks the first ``found`` can be loaded."""
+        """The first ``found`` of ``tokens`` (whole blocks) can be loaded."""
 
     def retrieved(self, tokens: int, loaded: int, started: float) -> None:
-        """``tokens`` were promised and ``loaded`` came."""
+        """``loaded`` of ``tokens`` promised tokens came."""
 
     def stored(self, tokens: int, started: float) -> None:
-        """``tokens`` were stored, 0 where it was a state only."""
+        """``tokens`` were stored; 0 for a save of states only."""
 
 
 class _NoMonitor:
@@ -58,8 +58,8 @@ def _only_logged() -> Iterator[None]:
 class LMCacheMonitor:
     """Tells LMCache's monitor afterwards, so that only what happened is counted.
 
-    It expects to be called before and after, and takes the time itself; so the time of
-    the start is put in between.
+    LMCache's monitor takes the start time itself when it is told of a start, so the real one is
+    put in before it is told of the end.
     """
 
     def __init__(self, monitor: "LMCStatsMonitor") -> None:

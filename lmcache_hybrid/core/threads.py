@@ -11,16 +11,19 @@ def started(
 ) -> ThreadPoolExecutor:
     """Make a pool and start its threads, so that ``submit`` starts none later.
 
-    A pool queues work before it starts a thread for it. Where the process may not have
-    another one, ``submit`` raises, and the work is done all the same by a thread that nobody
-    waits for, perhaps in blocks that vLLM has given to another request.
+    A ``ThreadPoolExecutor`` queues work before it starts a thread for it. Where the process may
+    not start another, ``submit`` raises, and yet a running thread does the work: nobody waits
+    for it, and it may write to blocks that vLLM has given to another request.
 
     Args:
-        threads: how many.
-        initializer: called once by each of them; must not raise.
+        threads: number of threads.
+        initializer: called once on each thread; must not raise.
+
+    Returns:
+        The pool; the caller shuts it down.
 
     Raises:
-        RuntimeError: not all of them could be started; none is left.
+        RuntimeError: not all threads could be started; none is left.
     """
     pool = ThreadPoolExecutor(threads, name, initializer)
     go_on = threading.Event()

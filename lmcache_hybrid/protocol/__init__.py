@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler side and the worker side say to each other."""
+"""Messages between the scheduler side and the worker side."""

@@ -2,7 +2,7 @@
 """The deepest boundary that can be restored, on one rank and over all ranks.
 
 A hit at B needs the attention pages of [0, B), the last pages before B of window groups, and the
-state at B, of every group and rank. The ranks' smallest answer is a new limit until all are equal.
+state at B, of every group and rank. The ranks' smallest result is the next limit, until all agree.
 """
 
 import math
@@ -18,14 +18,14 @@ class LookupRequest(msgspec.Struct, frozen=True, array_like=True):
     """What the scheduler asks every rank.
 
     Attributes:
-        request_id: whose claim the answer replaces.
+        request_id: whose claim the result replaces.
         prefix: of the prompt.
-        limit: deepest block count allowed; 0 only drops the claim.
-        floor: blocks that are cached locally; at or below them nothing is claimed.
-        deadline: ``time.monotonic`` by which a rank ends its lookup, some time before the
-            scheduler no longer waits.
+        limit: deepest boundary allowed, in blocks; 0 only drops the claim.
+        floor: blocks that vLLM holds; nothing at or below them is claimed.
+        deadline: ``time.monotonic`` by which a rank must end this one round, before the
+            scheduler stops waiting. The clock is the host's: ranks run on the scheduler's host.
         again: whether this is a further round of the same lookup.
-        number: of the lookup, higher than of any before; a drop names it.
+        number: of the lookup, higher than any before; a drop names it.
     """
 
     request_id: str
@@ -38,15 +38,15 @@ class LookupRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LookupResult(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's answer, in blocks.
+    """What one rank can restore, in blocks.
 
     Attributes:
         boundary: deepest boundary with everything it needs, 0 for none.
         attention: leading blocks whose attention pages exist.
-        sources: (backend, how many) of the blocks from the question's floor to ``boundary``,
+        sources: (backend, how many) of the blocks from the request's floor to ``boundary``,
             by their pages of the first attention group.
         available: False where there is no verdict, which is a miss.
-        adapter: what the ranks compute the prefix's adapter with; filled in behind
+        adapter: what the ranks compute the prefix's adapter with; filled in after
             :func:`agree`, None where they do not know.
     """
 
@@ -70,7 +70,7 @@ class LookupResult(msgspec.Struct, frozen=True, array_like=True):
             blocks -= run
 
     def outcome(self, floor: int, limit: int) -> str:
-        """In a word, of a question with this floor and limit."""
+        """One word for counters, given the request's floor and limit."""
         if not self.available:
             return "unavailable"
         if self.boundary:
@@ -87,10 +87,12 @@ def agree(
 ) -> LookupResult:
     """Ask all ranks until they name one boundary; UNAVAILABLE where one has no verdict.
 
-    A round trip, and one more for each boundary that some rank lacks.
+    Takes one round trip, and one more for each boundary that some rank lacks. Each rank then
+    holds a claim for the result, or none where ``boundary`` is 0. Where a rank fell silent,
+    others may hold one until it is dropped.
 
     Args:
-        ask: sends a question to all ranks; no answers when one did not answer.
+        ask: sends a request to all ranks; returns [] when one did not answer.
     """
     while True:
         answers = ask(question)

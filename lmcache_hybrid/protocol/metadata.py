@@ -32,7 +32,7 @@ class LoadSpec:
     window_blocks: tuple[tuple[int, ...], ...] = ()
 
     def pages(self, plan: GroupPlan) -> list[tuple[RecordKey, int]]:
-        """(record, block id) of everything the load writes: attention, windows, states."""
+        """(record, block id) of every block that the load writes: attention, windows, states."""
         pages: list[tuple[RecordKey, int]] = []
         for index, block in enumerate(range(self.start, self.boundary)):
             keys = record_keys(self.prefix, block, plan.block_size, ATTENTION, plan.attention)
@@ -45,7 +45,7 @@ class LoadSpec:
         return pages
 
     def count(self, counts: WorkerCounts, size: int) -> None:
-        """Count it as loaded, ``size`` bytes. Mutates ``counts``."""
+        """Add the load, ``size`` bytes, to ``counts``."""
         counts.loaded_attention += self.boundary - self.start
         counts.loaded_windows += sum(map(len, self.window_blocks))
         counts.loaded_states += bool(self.state_blocks)
@@ -60,8 +60,8 @@ class SaveSpec:
         attention: (block number, block id per attention group of the plan).
         states: (boundary in blocks, block id per state group of the plan).
         windows: (group, block number, block id).
-        boundaries: in blocks, those of the request that are to be kept longest; empty
-            when nothing is new about that.
+        boundaries: the request's boundaries to keep longest, in blocks; empty when they did
+            not change.
     """
 
     request_id: str
@@ -72,9 +72,9 @@ class SaveSpec:
     boundaries: tuple[int, ...] = ()
 
     def pages(self, plan: GroupPlan) -> list[tuple[RecordKey, int]]:
-        """(record, block id) of everything the save reads, states last.
+        """(record, block id) of every block that the save reads.
 
-        So a state that can be found has its attention pages on the way.
+        States come last: when a state can be found, its attention pages are being written.
         """
         pages: list[tuple[RecordKey, int]] = []
         for kind, groups, blocks in (
@@ -88,7 +88,7 @@ class SaveSpec:
         return pages
 
     def count(self, counts: WorkerCounts, size: int) -> None:
-        """Count it as saved, ``size`` bytes. Mutates ``counts``."""
+        """Add the save, ``size`` bytes, to ``counts``."""
         counts.saved_attention += len(self.attention)
         counts.saved_windows += len(self.windows)
         counts.saved_states += len(self.states)
@@ -97,13 +97,13 @@ class SaveSpec:
 
 @dataclass(frozen=True)
 class ConnectorMetadata(KVConnectorMetadata):
-    """One step's work.
+    """What the worker side has to do in one step.
 
     Attributes:
-        dropped: (request, number of the question) whose claims are to be released.
+        dropped: (request, number of its lookup) of claims to release.
         idle: no forward runs in this step, so waiting for a load delays nobody.
-        epoch: how often the store was reset when the step was scheduled. What a step of
-            an earlier epoch computed is not stored: the weights may be others by now.
+        epoch: number of store resets when the step was scheduled. Nothing that a step of an
+            earlier epoch computed is stored: the weights may have changed since.
     """
 
     loads: tuple[LoadSpec, ...] = ()

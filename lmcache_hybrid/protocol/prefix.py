@@ -25,15 +25,15 @@ class Prefix(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def identified(self) -> bool:
-        """Whether the keys of its records are known: not before the ranks named the adapter."""
+        """Whether record keys are known: with an adapter, once the ranks named its content."""
         return self.adapter is None or bool(self.adapter.contents)
 
     def up_to(self, boundary: int) -> "Prefix":
-        """Its first ``boundary`` blocks."""
+        """Cut it to its first ``boundary`` blocks."""
         return msgspec.structs.replace(self, hashes=self.hashes[:boundary])
 
     def computed_with(self, contents: tuple[bytes, ...]) -> "Prefix | None":
-        """With what the ranks say of the adapter; None where they do not know, or no longer agree.
+        """Add the adapter's content; None where a rank does not know it, or it has changed.
 
         Args:
             contents: of each rank, see :class:`lmcache_hybrid.identity.adapters.Adapter`.
@@ -49,13 +49,13 @@ class Prefix(msgspec.Struct, frozen=True, array_like=True):
 def record_keys(
     prefix: Prefix, block: int, block_size: int, kind: int, groups: Sequence[int]
 ) -> list[RecordKey]:
-    """Keys of block number ``block`` (counted from 0) for all ``groups``."""
+    """Keys of block ``block``, counted from 0, in each of ``groups``."""
     boundary = (block + 1) * block_size
     return [RecordKey(kind, group, prefix.hashes[block], boundary, prefix.tags) for group in groups]
 
 
 def load_keys(prefix: Prefix, start: int, boundary: int, plan: GroupPlan) -> list[RecordKey]:
-    """Everything a load of blocks [start, boundary) reads: attention, windows, states."""
+    """Keys that a load of blocks [start, boundary) reads: attention, windows, states."""
     keys = [
         key
         for block in range(start, boundary)
@@ -67,10 +67,10 @@ def load_keys(prefix: Prefix, start: int, boundary: int, plan: GroupPlan) -> lis
 
 
 def used_keys(prefix: Prefix, boundaries: Iterable[int], plan: GroupPlan) -> list[RecordKey]:
-    """What hits at ``boundaries`` (blocks) need, in the order in which it is worth keeping.
+    """Keys that hits at ``boundaries`` (in blocks) need, the most worth keeping first.
 
-    Pages from the first one on, for those are shared the most, and each state behind
-    the pages that it needs, but before those that it does not.
+    The first pages are shared the most, so pages come in order; each state comes behind the
+    pages that it needs and before those that it does not.
     """
     keys: list[RecordKey] = []
     start = 0

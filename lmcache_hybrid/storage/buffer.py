@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of one record in LMCache's CPU pool."""
+"""One record's memory in LMCache's CPU pool."""
 
 import torch
 from lmcache.v1.memory_management import MemoryObj
@@ -9,7 +9,7 @@ from lmcache_hybrid.storage.record import HEADER_BYTES, payload_bytes
 
 
 class LMCacheBuffer:
-    """A record in LMCache's CPU pool; ``release`` drops our reference."""
+    """A record in LMCache's CPU pool, see :class:`Buffer`; ``release`` drops our reference."""
 
     def __init__(self, memory: MemoryObj, digester: Digester) -> None:
         self.memory, self.digester, self.digests = memory, digester, b""

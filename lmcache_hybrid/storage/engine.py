@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's services for a hybrid model: its engine, backends and health monitor."""
+"""Has LMCache build its engine, backends and health checks for a hybrid model."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class HybridServiceFactory(VllmServiceFactory):
-    """What LMCacheManager builds for a hybrid model.
+    """Builds what LMCacheManager runs for a hybrid model.
 
-    Differs from LMCache's own factory where that one assumes attention layers
-    only: the KV shape, the connector that copies slots (records are copied by
-    :mod:`lmcache_hybrid.worker.worker`), and lookup by attention chunks.
+    Differs from LMCache's own factory where that one assumes attention layers only: the KV
+    shape, the connector that copies slots (:mod:`lmcache_hybrid.worker.worker` copies records
+    instead), and the lookup by attention chunks (:mod:`lmcache_hybrid.storage.rpc` instead).
     """
 
     metadata: LMCacheMetadata | None

@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_hybrid.storage.host_memory")
 
 PAGE = mmap.PAGESIZE
-# What torch's option is for: sizes above so many MB are not rounded.
+# Has torch leave sizes above 64 MB as they are.
 DONT_ROUND = "PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:64"
 # torch takes the first of these that is set.
 TORCH_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 NODES = Path("/sys/devices/system/node")
-# Pages are touched by so many threads, in parts of so many bytes.
+# Threads that touch the pool's pages, and bytes that one touches at a time.
 TOUCHERS = 8
 TOUCHED_AT_ONCE = 256 << 20
 
 
 def rounded(size: int) -> int:
-    """Bytes that torch's pinned memory takes for a pool of ``size`` bytes.
+    """Bytes of pinned memory that torch takes for a pool of ``size`` bytes.
 
     LMCache asks torch for a page more, so even a power of two is rounded to the next.
     """
@@ -51,7 +51,7 @@ def _rounding_ends_at() -> int:
 
 
 def compiled_part_missing(ops: Any) -> bool:
-    """Whether LMCache's operations for a CUDA device are those without its compiled part."""
+    """Whether LMCache runs on CUDA without its compiled part."""
     return ops.device_type == "cuda" and "alloc_pinned_ptr" not in vars(ops)
 
 
@@ -59,8 +59,8 @@ class ExactPinned:
     """Allocates pinned host memory page by page instead of in powers of two.
 
     Its public methods have the names and parameters of LMCache's compiled part, whose place
-    ``DeviceOps.bind_native`` gives them. Memory belongs to this object until it is freed by
-    its address. Called by one thread, at the start and the end of the engine.
+    they take with ``DeviceOps.bind_native``. Owns each piece of memory until LMCache frees its
+    address. Called by one thread, at the start and the end of the engine. Sizes are in bytes.
     """
 
     def __init__(self, ops: Any, spec: Any) -> None:
@@ -101,11 +101,11 @@ class ExactPinned:
         self._free(ptr)
 
     def _bytes_at(self, ptr: int) -> int | None:
-        """How much memory lies there; None where it is not ours."""
+        """Bytes held at ``ptr``; None where that is not ours."""
         return len(self._held[ptr]) if ptr in self._held else None
 
     def _allocate(self, size: int, node: int) -> int:
-        """Address of ``size`` bytes of zeros, pinned; on a NUMA node unless it is negative."""
+        """Allocate pinned zeros, on a NUMA node unless it is negative; returns their address."""
         fallback: int = rounded(size)
         if fallback > size + PAGE:
             try:
@@ -148,7 +148,7 @@ class ExactPinned:
 
 
 def pin_exactly() -> None:
-    """Have LMCache's CPU pool take as much pinned memory as was asked for. Idempotent.
+    """Have LMCache's CPU pool take the pinned memory that was asked for, no more. Idempotent.
 
     Bug: LMCache 0.5.6 allocates the pool with ``torch.empty(pin_memory=True)`` where its
     compiled part does not load, as with torch 2.14; torch rounds that up to a power of two.
@@ -165,7 +165,7 @@ def pin_exactly() -> None:
 
 
 def report_pool(backend: "LocalCPUBackend", device: torch.device) -> None:
-    """Log what the pool takes, and warn when copies to and from ``device`` hold up the host."""
+    """Log the pool's size, and warn where copies to and from ``device`` block the host."""
     pool = backend.memory_allocator.buffer
     taken = decimal(_taken(pool, backend))
     if device.type == "cpu":
@@ -196,7 +196,7 @@ def _taken(pool: torch.Tensor, backend: "LocalCPUBackend") -> int:
 
 
 def _touched(size: int, node: int) -> mmap.mmap:
-    """Memory of whole pages, at least ``size`` bytes, each page in place.
+    """Map whole pages, at least ``size`` bytes, and touch each of them.
 
     Pages lie on the NUMA node of the thread that touches them first. Raises OSError.
     """
@@ -221,7 +221,7 @@ def _address(memory: mmap.mmap) -> int:
 
 
 def _stay_on(node: int) -> None:
-    """Keep the calling thread on a NUMA node's cores; anywhere where that is not allowed."""
+    """Keep the calling thread on a NUMA node's cores; warn where that is not allowed."""
     if node < 0:
         return
     try:

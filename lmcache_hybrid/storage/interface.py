@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank needs of a store.
+"""The interface between a rank and its store.
 
 Verb pairs: ``reserve`` / ``put`` (or ``release``) for writing, ``claim`` /
 ``fetch`` / ``release`` for reading. The real one is in
@@ -18,7 +18,9 @@ from lmcache_hybrid.core.keys import RecordKey
 
 
 class Buffer(Protocol):
-    """Memory of one record, owned by whoever holds it until ``release``.
+    """Memory of one record. Whoever got it from ``reserve`` or ``fetch`` must release it.
+
+    ``put`` releases what it was given.
 
     Attributes:
         digests: of the payload's chunks, see :mod:`lmcache_hybrid.storage.record`.
@@ -30,19 +32,27 @@ class Buffer(Protocol):
 
     @property
     def payload(self) -> torch.Tensor:
-        """uint8, CPU, the record's pages."""
+        """The record's pages: uint8 on the CPU, one dimension."""
 
     def release(self) -> None:
         """Give the memory back. Call exactly once."""
 
 
 class Claim(Protocol):
-    """Records that are pinned in the store until ``release``."""
+    """Records that are pinned in the store until ``release``, which the owner calls.
+
+    The lookup owns a claim until a load takes it, then the load does.
+
+    Attributes:
+        keys: of the records.
+        held: False once released.
+    """
 
     keys: tuple[RecordKey, ...]
+    held: bool
 
     def release(self) -> None:
-        """Unpin. May be called more than once."""
+        """Unpin. May be called more than once, from any thread."""
 
 
 C = TypeVar("C", bound=Claim)
@@ -50,12 +60,12 @@ B = TypeVar("B", bound=Buffer)
 
 
 class Store(Protocol[C, B]):
-    """Records of one rank. Every method may be called from any thread.
+    """Records of one rank. Any thread may call any method.
 
-    Claims and buffers are of the store's own kinds.
+    A store takes back only claims and buffers of its own.
 
     Attributes:
-        failed_writes: records that a backend took and could not write, by backend.
+        failed_writes: records that a backend accepted and could not write, by backend.
     """
 
     failed_writes: Counter[str]
@@ -67,42 +77,44 @@ class Store(Protocol[C, B]):
         """Whether saves are wanted and possible now."""
 
     def locate(self, keys: Sequence[RecordKey], deadline: float = math.inf) -> dict[RecordKey, str]:
-        """Name the backend of each record that is there, in the order of ``keys``.
+        """Name the backend of each record that exists, in the order of ``keys``.
 
-        One question to each backend, however many keys there are.
+        Asks each backend once, however many keys there are.
 
         Args:
-            deadline: ``time.monotonic`` after which nobody waits for the answer.
+            deadline: ``time.monotonic`` at which the caller stops waiting.
         """
 
     def claim(self, located: Mapping[RecordKey, str]) -> C | None:
-        """Pin all keys where ``locate`` found them, or none and return None."""
+        """Pin all keys where ``locate`` found them; None, and no pin, where one is gone."""
 
     def fetch(self, claim: C, keys: Sequence[RecordKey]) -> list[B]:
         """Read records of a claim and check all but their payloads; all or nothing.
 
+        The caller releases the buffers.
+
         Raises:
             LoadError: a record is gone or there is no memory to read it into.
-            DamagedError: it is not the record asked for; it was removed.
+            DamagedError: stored bytes are not the record of their key; they were removed.
         """
 
     def keep(self, claim: C, records: Iterable[tuple[RecordKey, B]]) -> None:
-        """These were read and found good: a nearer backend may keep them."""
+        """Offer records that were read and found good to a nearer backend."""
 
     def discard(self, key: RecordKey) -> None:
         """Remove a damaged record; never raises."""
 
     def reserve(self, payload: int) -> B | None:
-        """Memory for a record of ``payload`` bytes of pages, None when the store is full."""
+        """Memory for a record with ``payload`` bytes of pages; None when the store is full."""
 
     def put(self, records: Iterable[tuple[RecordKey, B]]) -> None:
-        """Seal and store the records, and release their buffers."""
+        """Seal and store records; releases their buffers, also when it raises."""
 
     def refresh(self, keys: Sequence[RecordKey]) -> None:
-        """These are in use: the first of them shall be the last to be evicted."""
+        """Mark as recently used, first key most recent."""
 
     def arrange(self, keys: Sequence[RecordKey]) -> None:
-        """The same of records just written, which is no use of them."""
+        """Set the eviction order of new records without counting an access."""
 
     def clear(self) -> None:
-        """Forget all records of this rank."""
+        """Forget all records of this rank, in-flight saves included."""

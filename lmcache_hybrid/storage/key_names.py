@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names under which LMCache stores this package's records, taken apart."""
+"""Parses the names under which LMCache stores this package's records."""
 
 import re
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ VALUE, METADATA = "kv_bytes", "metadata"
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """What a record's name claims.
+    """What a record's name says of it; the record itself may differ.
 
     Attributes:
         model: readable name, see :func:`readable_name`.
@@ -43,7 +43,7 @@ class StoredKey:
 
 
 def parse_key(text: str) -> StoredKey | None:
-    """None for a name that is not of a record of ours."""
+    """Parse a name; None where it names no record of this package."""
     found = _KEY.fullmatch(text)
     if found is None:
         return None
@@ -64,5 +64,5 @@ def readable_name(model: str) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` without what could steer a terminal; names come from whoever can write there."""
+    """``text`` without what could steer a terminal: anybody may have chosen the name."""
     return "".join(char if char.isprintable() else "?" for char in text)

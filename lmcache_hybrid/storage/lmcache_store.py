@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records in LMCache's StorageManager: RAM, local disk, ``fs://``, Redis.
 
-LMCache's ``store`` and ``retrieve`` know attention slots only, so records go to
-its storage backends directly. What those two calls honour is honoured here:
-health, freeze mode, ``store_location``, ``retrieve_locations``, pins.
+LMCache's ``store`` and ``retrieve`` know attention slots only, so records go to its storage
+backends directly. What those two calls respect holds here, too: health, freeze mode,
+``store_location``, ``retrieve_locations``, pins.
 """
 
 import functools
@@ -39,28 +39,35 @@ from lmcache_hybrid.storage.staging import Staging
 if TYPE_CHECKING:
     from lmcache_hybrid.upstream.lmcache_home import LMCacheEngine
 
-logger = init_logger("vllm.lmcache_hybrid.storage.interface")
+logger = init_logger("vllm.lmcache_hybrid.storage.lmcache_store")
 
-# Backends that keep an index of their own and honour pins.
+# Backends that keep an index here and honour pins.
 PINNING = ("LocalCPUBackend", "LocalDiskBackend")
 TAG = "lmcache.tag."
+# Damaged records to remember, and keys of LMCache to keep.
 MAX_DAMAGED = 4096
 KEPT_KEYS = 1 << 14
 
 
 class LMCacheClaim:
-    """Pins of the records themselves, see :mod:`lmcache_hybrid.storage.pins`."""
+    """Pins records, see :mod:`lmcache_hybrid.storage.pins`; its owner must release it.
+
+    Attributes:
+        located: backend of each record.
+        made: ``time.monotonic`` of the claim; a remote store that was silent since is not asked.
+    """
 
     def __init__(self, store: "LMCacheStore", located: Mapping[RecordKey, str]) -> None:
         self.keys = tuple(located)
         self.located = dict(located)
         self.made = time.monotonic()
+        self.held = True
         self._store = store
         self._lock = threading.Lock()
         self._pinned: list[pins.Unpin] = []
 
     def pin(self) -> bool:
-        """Pin every key where its backend keeps pins; False when one is gone."""
+        """Pin every key whose backend has pins. On False one is gone: release the claim."""
         for key, location in self.located.items():
             if location in PINNING:
                 backend = self._store.manager.storage_backends[location]
@@ -72,6 +79,7 @@ class LMCacheClaim:
 
     def release(self) -> None:
         with self._lock:
+            self.held = False
             pinned, self._pinned = self._pinned, []
         for unpin in pinned:
             unpin()
@@ -80,9 +88,11 @@ class LMCacheClaim:
 class LMCacheStore:
     """Records of one rank in the backends that LMCache's configuration names.
 
+    Any thread may call it, but :meth:`locate` only one at a time: the lookup thread.
+
     Attributes:
         reads: records read, by backend.
-        failed_writes: records that a backend took and could not write, by backend;
+        failed_writes: records that a backend accepted and could not write, by backend;
             ``local_disk`` and Redis only.
     """
 
@@ -111,9 +121,9 @@ class LMCacheStore:
         self.reads: Counter[str] = Counter()
         self.failed_writes: Counter[str] = Counter()
         self._remote = RemoteReader()
-        # Damaged records that a backend could not remove; gone once written anew.
+        # Damaged records, in case a backend cannot remove them; forgotten once written anew.
         self._damaged: set[RecordKey] = set()
-        # Looking up, pinning, reading and refreshing a prefix asks for the same keys.
+        # Lookup, pin, read and refresh of a prefix need the same keys.
         self._keys = functools.lru_cache(KEPT_KEYS)(self._make_key)
         self._silent = tier_lookup.SilentStores()
         self._counts_lock = threading.Lock()
@@ -137,10 +147,10 @@ class LMCacheStore:
         return self._engine.is_healthy() and not self._engine.is_frozen()
 
     def engine_key(self, key: RecordKey) -> CacheEngineKey:
-        """LMCache's key: model, rank, 64 bits of the block hash, and one or two tags.
+        """Make LMCache's key: model, rank, 64 bits of the block hash, and one or two tags.
 
-        The first carries group and fingerprint, the second a digest of the request's own
-        tags, which may have any name and length; the record's header has the full hash.
+        One tag carries group and fingerprint, the other a digest of the request's own tags,
+        which may have any name and length. The record's header has the full hash.
         """
         return self._keys(self._fingerprint, key)
 
@@ -183,7 +193,11 @@ class LMCacheStore:
                         try:
                             policy.update_on_hit(key, held)
                         except Exception as error:  # claims are not lost for an order's sake
-                            logger.warning_once("LMCache's eviction lost its order: %r.", error)
+                            logger.warning_once(
+                                "LMCache's eviction policy failed (%r): records are evicted in "
+                                "another order than by use. Loads and saves go on.",
+                                error,
+                            )
 
     def arrange(self, keys: Sequence[RecordKey]) -> None:
         engine_keys = [self.engine_key(key) for key in reversed(keys)]
@@ -200,7 +214,7 @@ class LMCacheStore:
                             backend.hot_cache.move_to_end(key)
 
     def _evicting(self) -> Iterator[tuple[BaseCachePolicy, threading.Lock, Any]]:
-        """(policy, lock, records by key) of the backends that evict by LMCache's policies."""
+        """(policy, lock, records by key) of each backend that evicts by LMCache's policies."""
         for backend in self.manager.storage_backends.values():
             if isinstance(backend, LocalCPUBackend):
                 yield backend.cache_policy, backend.cpu_lock, backend.hot_cache
@@ -241,7 +255,7 @@ class LMCacheStore:
         buffers: dict[RecordKey, LMCacheBuffer],
     ) -> None:
         refused = self._staging.refused
-        # RAM is not read into other memory.
+        # Records in RAM are used where they lie.
         with self._staging.room_for(0 if location == "LocalCPUBackend" else len(keys)):
             memories = self._read_from(location, keys, promised)
         read = {
@@ -271,7 +285,7 @@ class LMCacheStore:
             raise LoadError(f"{location} failed: {error!r}", "unreachable") from error
 
     def keep(self, claim: LMCacheClaim, records: Iterable[tuple[RecordKey, LMCacheBuffer]]) -> None:
-        """Keep what other backends held in RAM, where LMCache is told to use it (local_cpu)."""
+        """Copy records of other backends to RAM, where LMCache is told to use it (local_cpu)."""
         read = [(k, b) for k, b in records if claim.located[k] != "LocalCPUBackend"]
         if read:
             self.manager.local_cpu_backend.batched_submit_put_task(
@@ -287,9 +301,9 @@ class LMCacheStore:
             raise DamagedError(key, error) from error
 
     def _why_gone(self, key: RecordKey, location: str) -> str:
-        """The reason for counters why a promised record could not be read.
+        """Find the reason, for counters, why a promised record could not be read.
 
-        One that is there all the same would be promised for ever, and is removed.
+        A record that exists all the same would be promised for ever, so it is removed.
         """
         backend, engine_key = self.manager.storage_backends[location], self.engine_key(key)
         try:
@@ -305,10 +319,10 @@ class LMCacheStore:
         return "unreadable"
 
     def discard(self, key: RecordKey, damaged: bool = True) -> None:
-        """Remove a damaged record from every backend that can; never raises.
+        """Remove a record from every backend that can; never raises.
 
         Args:
-            damaged: False where it could not be read, so that nobody knows.
+            damaged: False where it could not be read, so it may be whole.
         """
         if len(self._damaged) >= MAX_DAMAGED:
             self._damaged.clear()
@@ -346,7 +360,7 @@ class LMCacheStore:
             for key, buffer in records:
                 seal(buffer.record, key, self._fingerprint, buffer.digests, self._digester)
             self._damaged.difference_update(key for key, _ in records)
-            # Takes over our references once it returns.
+            # Owns our references once it returns.
             self.manager.batched_put(keys, memories, location=self._engine.store_location)
         except BaseException:
             for memory in memories:
@@ -358,11 +372,10 @@ class LMCacheStore:
             self.failed_writes[name] += records
 
     def clear(self) -> None:
-        """Forget all records of this rank. Mutates the fingerprint.
+        """Forget all records of this rank, in-flight saves included. Mutates the fingerprint.
 
-        LMCache empties its RAM alone and leaves out what is pinned there; what lies elsewhere
-        may be shared. So from now on this rank reads and writes under a name that nobody
-        else has.
+        LMCache empties only RAM and keeps what is pinned there; other backends may be shared.
+        So from now on this rank reads and writes under a name that nobody else has.
         """
         self._fingerprint = os.urandom(len(self._fingerprint))
         self._keys.cache_clear()
@@ -372,3 +385,11 @@ class LMCacheStore:
             "Reset: records of this rank have the fingerprint %s until it is restarted.",
             self._fingerprint[:8].hex(),
         )
+
+    def check_integrity(self) -> None:
+        """Assert what holds while no write is in flight. Walks every index: for tests."""
+        assert len(self._damaged) <= MAX_DAMAGED
+        self._staging.check_integrity()
+        for backend in self.manager.storage_backends.values():
+            if isinstance(backend, LocalDisk):
+                backend.check_integrity()

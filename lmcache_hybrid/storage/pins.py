@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pins on records in LMCache's backends, held by record and not by key.
+"""Pins records in LMCache's backends, by record and not by key.
 
 Under one key there can be one record now and another later, after a discard and a new
 write. LMCache's ``unpin(key)`` takes a pin from whichever is there, and its pin monitor
@@ -14,12 +14,12 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
-# Gives one pin back. Call exactly once, from any thread.
+# Gives one pin back. Call it exactly once, from any thread.
 Unpin = Callable[[], None]
 
 
 def pin(backend: Any, key: CacheEngineKey) -> Unpin | None:
-    """Keep a record from being evicted; None when the backend does not have it.
+    """Keep a record from being evicted; None where the backend does not have it.
 
     Args:
         backend: ``LocalCPUBackend`` or ``LocalDiskBackend``, see ``PINNING``.

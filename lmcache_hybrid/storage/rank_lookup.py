@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The deepest boundary that one rank can restore, and the claims behind its answers."""
+"""Finds the deepest boundary that one rank can restore, and claims its records."""
 
 import functools
 import itertools
@@ -15,16 +15,16 @@ from lmcache_hybrid.protocol.lookup import MISS, UNAVAILABLE, LookupRequest, Loo
 from lmcache_hybrid.protocol.prefix import Prefix, load_keys, record_keys, used_keys
 from lmcache_hybrid.storage.interface import Claim, Store
 
-# Boundaries that are asked for at once, once the deepest one is not complete.
+# Boundaries to locate at once after the deepest one turned out incomplete.
 CANDIDATES = 1024
 
 
 class _UnwantedError(Exception):
-    """Nobody waits for this answer any more."""
+    """The lookup was dropped, or its deadline has passed."""
 
 
 class _Found:
-    """What a store has of one prefix, asked in a few questions. Of one lookup, on one thread.
+    """Locates the records of one prefix in a few calls. Lives for one lookup, on its thread.
 
     Attributes:
         where: backend of each record that was found.
@@ -41,7 +41,7 @@ class _Found:
         self._plan, self._prefix, self._floor, self._locate = plan, prefix, floor, locate
 
     def attention(self) -> int:
-        """Count the leading blocks whose attention pages are all there, with one question."""
+        """Count the leading blocks whose attention pages all exist, in one call."""
         groups = self._plan.attention
         keys = [key for at in range(len(self._prefix.hashes)) for key in self._pages(at, groups)]
         self.where.update(self._locate(keys))
@@ -51,8 +51,8 @@ class _Found:
     def boundaries(self, deepest: int) -> Iterator[int]:
         """Boundaries in (floor, deepest] with all states and windows, deepest first.
 
-        Asks for the deepest one, where most hits are, then for more at once: three questions
-        up to the first of :data:`CANDIDATES` boundaries.
+        Locates the deepest one, where most hits are, then many at once: with
+        :meth:`attention` that is three calls for up to :data:`CANDIDATES` more boundaries.
         """
         batches = itertools.chain((1,), itertools.repeat(CANDIDATES))
         while deepest > self._floor:
@@ -62,7 +62,7 @@ class _Found:
             deepest = before
 
     def _complete(self, before: int, deepest: int) -> list[int]:
-        """Those in (before, deepest], with one question."""
+        """Complete boundaries in (before, deepest], in one call."""
         plan, wanted = self._plan, range(before + 1, deepest + 1)
         states = {boundary: self._states(boundary) for boundary in wanted}
         pages = [
@@ -85,7 +85,7 @@ class _Found:
         ]
 
     def _gaps(self, window: Window, first: int, deepest: int) -> dict[int, int]:
-        """By boundary: the last block before it whose page of this group is missing, or -1."""
+        """Map each boundary to the last block before it whose page is missing, or -1."""
         start, last = window.first(self._floor, first), -1
         gaps = {start: last}  # the first boundary itself, for a window of no block
         for at in range(start, deepest):
@@ -103,25 +103,30 @@ class _Found:
 
 
 class RankLookup:
-    """Answers for one rank, and the claims behind its answers.
+    """Answers lookups for one rank and owns the claims behind its answers.
 
-    A claim lives from the answer until its load took it (:meth:`take`), the
-    request gave it up (:meth:`drop`), or the next question replaced it. A drop
-    that overtakes its question, because the scheduler stopped waiting, counts too;
-    one that comes after the next question leaves that one's claim alone.
+    One thread calls :meth:`answer`, with each request's lookups in the order of their numbers;
+    any thread may call the rest.
+
+    A claim lives until its load takes it (:meth:`take`; the load releases it), its request
+    gives it up (:meth:`drop`), or the request's next lookup replaces it. A drop counts also
+    when it overtakes its lookup, because the scheduler stopped waiting; one that comes after
+    the next lookup leaves that one's claim alone.
     """
 
     def __init__(self, plan: GroupPlan, store: Store, monitor: Monitor = NO_MONITOR) -> None:
         self._plan = plan
         self._store = store
         self._monitor = monitor
-        self._claims: dict[str, tuple[int, Claim]] = {}  # by request; of which question
+        # By request: number of the lookup, and its claim.
+        self._claims: dict[str, tuple[int, Claim]] = {}
+        # Request and number of the lookup being answered, and whether it was dropped.
         self._answering = "", 0
         self._given_up = False
-        self._lock = threading.Lock()  # lookup thread, worker thread
+        self._lock = threading.Lock()  # guards these three
 
     def answer(self, question: LookupRequest) -> LookupResult:
-        """Find the deepest boundary and claim it. Mutates the claims."""
+        """Find the deepest boundary and claim it in place of the request's last claim."""
         started = time.perf_counter()
         answer = self._answer(question)
         if question.limit > 0 and answer.available and not question.again:
@@ -148,7 +153,7 @@ class RankLookup:
         """Find the deepest boundary that can be claimed. Raises _UnwantedError."""
         prefix, plan, floor = question.prefix, self._plan, question.floor
         found = _Found(plan, prefix, floor, functools.partial(self._locate, question))
-        # Counted past the limit too: what is stored need not be stored again.
+        # Counted beyond the limit, too: stored pages need not be stored again.
         attention = found.attention()
         for boundary in found.boundaries(min(attention, question.limit)):
             keys = load_keys(prefix, floor, boundary, plan)
@@ -160,7 +165,7 @@ class RankLookup:
                     return UNAVAILABLE
                 pages = keys[:: len(plan.attention)][: boundary - floor]
                 return LookupResult(boundary, attention, _runs(found.where[key] for key in pages))
-        # vLLM takes its own copy, which may be gone the next time.
+        # vLLM uses its own copy, which may be gone the next time.
         local = min(floor, len(prefix.hashes))
         self._store.refresh(used_keys(prefix, (local,), plan))
         return LookupResult(0, attention)
@@ -170,16 +175,16 @@ class RankLookup:
         return self._store.locate(keys, question.deadline)
 
     def _check_wanted(self, question: LookupRequest) -> None:
-        """Raises _UnwantedError when nobody waits for the answer any more.
+        """Raise _UnwantedError once nobody waits for the answer.
 
-        Called only once the question is the one that is being answered: a drop comes after
-        the deadline, so it is either seen there or the question is already too old here.
+        A drop that came before the lookup leaves no mark. It comes after the deadline, though,
+        so the deadline ends such a lookup here.
         """
         if self._given_up or time.monotonic() > question.deadline:
             raise _UnwantedError
 
     def _keep(self, question: LookupRequest, claim: Claim) -> bool:
-        """File the claim unless its request was dropped in the meantime."""
+        """File the claim, or release it where its lookup was dropped meanwhile."""
         with self._lock:
             self._answering = "", 0
             if not self._given_up:
@@ -189,15 +194,15 @@ class RankLookup:
         return False
 
     def take(self, request_id: str) -> Claim | None:
-        """Hand the claim over; the caller releases it."""
+        """Hand a request's claim over; the caller releases it."""
         with self._lock:
             return self._claims.pop(request_id, (0, None))[1]
 
     def drop(self, request_id: str, number: int = sys.maxsize) -> None:
-        """Release the claim of a request that will not load, filed or about to be.
+        """Release the claim of a request that will not load, also one that is being made.
 
         Args:
-            number: of the question that was given up; claims of later ones stay.
+            number: of the lookup given up; claims of later ones stay.
         """
         with self._lock:
             answering, latest = self._answering
@@ -212,7 +217,17 @@ class RankLookup:
     def num_claims(self) -> int:
         return len(self._claims)
 
+    def check_integrity(self) -> None:
+        """Assert what holds between two calls."""
+        with self._lock:
+            claims = [claim for _, claim in self._claims.values()]
+            assert all(claim.held for claim in claims), "a filed claim was released"
+            assert len(set(map(id, claims))) == len(claims), "two requests share a claim"
+            answering, latest = self._answering
+            claimed_by, _ = self._claims.get(answering, (latest + 1, None))
+            assert claimed_by > latest, "a question left its predecessor's claim"
+
 
 def _runs(names: Iterable[str]) -> tuple[tuple[str, int], ...]:
-    """Equal neighbours as (name, how many)."""
+    """Count equal neighbours: (name, how many)."""
     return tuple((name, len(list(run))) for name, run in itertools.groupby(names))

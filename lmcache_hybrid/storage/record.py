@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stored form of one block of one group: a checked header, the pages' bytes, their digests.
+"""The stored form of one block of one group: checked header, the pages' bytes, their digests.
 
-The bytes have a digest per chunk, so that each chunk can be checked and copied, or copied
-and digested, while it lies in a core's cache: memory is read once.
+Each chunk of bytes has a digest of its own, so it is copied and digested, or checked and copied,
+while it lies in a core's cache: memory is read once.
 
-A record says whose bytes it holds, so that bytes under the wrong key, of another model,
-layout, rank or request, cut off or damaged, are told apart from the right ones by the
-record alone. That holds against damage and mix-ups; with a keyed digester also against
-whoever else can write to the store, see :mod:`lmcache_hybrid.core.digests`.
+The record alone shows whether its bytes are the right ones: not under a wrong key, of another
+model, layout, rank or request, cut off or damaged. That holds against damage and mix-ups; with a
+keyed digester also against others who write to the store, see :mod:`lmcache_hybrid.core.digests`.
 """
 
 import hashlib
@@ -40,7 +39,7 @@ HEADER_BYTES = 192
 _SEAL = _FIELDS.size + _CHECKSUM.size
 assert _SEAL + SEAL_BYTES <= HEADER_BYTES
 
-# A chunk and its copy fit into the second-level cache of a core.
+# Bytes of a chunk: it and its copy fit into a core's second-level cache.
 CHUNK_BYTES = 512 << 10
 
 
@@ -91,7 +90,7 @@ def digests_of(payload: memoryview, digester: Digester = PLAIN) -> bytes:
 
 
 def check(chunk: Chunk, expected: bytes, digester: Digester = PLAIN) -> None:
-    """Raises RecordError when these are not the bytes that were stored."""
+    """Raise RecordError unless these bytes of the payload have the digest ``expected``."""
     if digester.chunk(chunk) != expected:
         raise RecordError("checksum", f"{len(chunk)} bytes of the payload are damaged")
 
@@ -103,7 +102,7 @@ def seal(
     digests: bytes,
     digester: Digester = PLAIN,
 ) -> None:
-    """Write what surrounds a payload that is in place. Mutates ``record``.
+    """Write header and digests around a payload that is in place. Mutates ``record``.
 
     Args:
         record: writable, ``record_bytes`` of the payload.
@@ -127,7 +126,10 @@ def seal(
 def open_record(
     record: memoryview, key: RecordKey, fingerprint: bytes, digester: Digester = PLAIN
 ) -> bytes:
-    """Check all but the payload, and return the digests to check that with.
+    """Check all but the payload.
+
+    Returns:
+        The digests to check the payload with, see :func:`check`.
 
     Raises:
         RecordError: the bytes are not the record of ``key`` under ``fingerprint``.
@@ -147,20 +149,20 @@ def open_record(
 
 
 def check_seal(head: bytes | memoryview, digester: Digester) -> None:
-    """Raises RecordError when this header was not written with the digester's key."""
+    """Raise RecordError unless this header was sealed with the digester's key."""
     if not digester.opens(bytes(head[:_SEAL]), bytes(head[_SEAL : _SEAL + SEAL_BYTES])):
         raise RecordError("seal", "not written with this engine's key (lmcache.hybrid_key_file)")
 
 
 def check_digests(digests: bytes, header: "Header", digester: Digester = PLAIN) -> None:
-    """Raises RecordError when these are not the digests that were stored with ``header``."""
+    """Raise RecordError unless these are the digests that belong to ``header``."""
     if digester.digests(digests) != header.checksum:
         raise RecordError("checksum", f"the digests of {header.length} bytes are damaged")
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A header whose own checksum is right; the payload is not checked yet."""
+    """A header whose own checksum is right; seal and payload are not checked yet."""
 
     fields: tuple
     kind: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler asks every rank, over LMCache's own ZMQ transports."""
+"""Lookups from the scheduler to every rank, over LMCache's ZMQ transports."""
 
 import threading
 import time
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.lmcache_hybrid.storage.rpc")
 
-# After a rank did not answer in time, lookups miss at once: for the first time, twice as
-# long each further time without an answer in between, and the longest time.
+# After a rank did not answer in time, lookups miss at once for the first time; twice as long after
+# each further silence, up to the second.
 FIRST_PAUSE_SECONDS = 1.0
 PAUSE_SECONDS = 10.0
-# Part of the time within which a rank ends its lookup, to answer before nobody waits any more.
+# Part of lookup_timeout_ms in which a rank ends its lookup, so that its answer comes in time.
 ANSWER_WITHIN = 0.8
-# What a message that somebody else wrote raises.
+# Raised by a message that is not from our scheduler.
 NO_LOOKUP = (ValueError, TypeError, RecursionError, msgspec.MsgspecError)
 
 
@@ -43,7 +43,7 @@ def _socket_path(vllm_config: "VllmConfig", rank: int) -> str:
 
 
 class LookupClient:
-    """Scheduler side, on the thread that asks. Not thread-safe."""
+    """Asks all ranks. One thread at a time: that of the scheduler's lookup queue."""
 
     def __init__(self, vllm_config: "VllmConfig", timeout_ms: int) -> None:
         ranks = range(vllm_config.parallel_config.world_size)
@@ -54,7 +54,7 @@ class LookupClient:
         self._paused_until, self._pause = 0.0, FIRST_PAUSE_SECONDS
 
     def ask(self, question: LookupRequest) -> list[LookupResult]:
-        """All ranks' answers, or [] when one does not answer in time."""
+        """Send a lookup to all ranks; [] when one does not answer in time."""
         if time.monotonic() < self._paused_until:
             return []
         deadline = time.monotonic() + ANSWER_WITHIN * self._timeout_ms / 1000
@@ -64,7 +64,7 @@ class LookupClient:
         ]
 
     def clear(self, epoch: int) -> bool:
-        """Make every rank forget its records; False when one did not, or did not say so.
+        """Have every rank forget its records; False when one did not confirm it.
 
         Args:
             epoch: number of this reset, see :class:`~.protocol.metadata.ConnectorMetadata`.
@@ -73,9 +73,10 @@ class LookupClient:
         return len(done) == len(self._transport.sockets) and all(done)
 
     def contents(self, lora: LoRARequest) -> tuple[bytes, ...]:
-        """What each rank computes an adapter with, UNKNOWN where it does not know.
+        """Ask each rank what it computes an adapter with; UNKNOWN where it does not know.
 
-        Empty when a rank does not answer.
+        Returns:
+            By rank; empty when one does not answer.
         """
         if time.monotonic() < self._paused_until:
             return ()
@@ -105,10 +106,10 @@ class LookupClient:
 
 
 class LookupServer:
-    """Worker side: a thread that answers until :meth:`close`.
+    """Answers the scheduler on a thread of its own until :meth:`close`.
 
-    Starts before the store exists and answers UNAVAILABLE until :meth:`serve`, so a
-    rank whose store failed never keeps the scheduler waiting.
+    Starts before the store exists and answers UNAVAILABLE until :meth:`serve`, so a rank whose
+    store failed never keeps the scheduler waiting. The engine's main thread calls its methods.
     """
 
     def __init__(self, vllm_config: "VllmConfig") -> None:
@@ -155,18 +156,18 @@ class LookupServer:
             if self._lookup is not None:
                 return self._lookup.answer(msgspec.msgpack.decode(body, type=LookupRequest))
         except Exception:
-            logger.exception("A cache lookup failed and counts as a miss.")
+            logger.exception("A cache lookup failed and counts as a miss: its prompt is computed.")
         return UNAVAILABLE
 
     def _content(self, body: bytes) -> bytes:
         try:
             return ADAPTERS.content(msgspec.msgpack.decode(body, type=LoRARequest))
         except Exception:
-            logger.exception("A LoRA adapter is not known to this rank, which is a miss.")
+            logger.exception("A LoRA adapter cannot be identified: its prompts are computed.")
             return UNKNOWN
 
     def _reset(self, body: bytes) -> bool:
-        """Whether nothing stored before can be served by this rank any more."""
+        """Clear the store; True once nothing stored before can be served by this rank."""
         try:
             epoch = msgspec.msgpack.decode(body, type=int)
             with self._lock:
@@ -176,7 +177,10 @@ class LookupServer:
                     self._clear(epoch)
             return True
         except Exception:
-            logger.exception("The store of this rank could not be reset.")
+            logger.exception(
+                "The store of this rank could not be reset: the reset fails. Repeat it, or restart "
+                "the engine."
+            )
             return False
 
     def close(self) -> None:

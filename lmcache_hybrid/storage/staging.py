@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that reads go into, set aside before they begin.
+"""Sets memory aside for reads before they begin.
 
-LMCache's reads wait for memory as long as it takes. Several loads at once could each hold a
-part of what they need and wait for one another, so here no read waits: a load sets aside all
-it reads into, or fails and is computed.
+LMCache's reads wait for memory as long as it takes. Loads side by side could each hold a part of
+what they need and wait for one another for ever, so here no read waits: a load sets aside all that
+it reads into, or it fails and its tokens are computed.
 """
 
 import threading
@@ -23,37 +23,38 @@ logger = init_logger("vllm.lmcache_hybrid.storage.staging")
 
 
 class Staging:
-    """LMCache's CPU pool, with room set aside for the loads under way.
+    """LMCache's CPU pool, with room set aside for the loads in flight.
 
-    Its methods are called by any thread, LMCache's event loop among them.
+    Any thread may call it; LMCache's event loop does. Owns the room until a read takes it or
+    its load ends.
 
     Attributes:
         largest: bytes of the largest record.
-        refused: how many reads found no memory.
+        refused: reads that found no memory.
     """
 
     def __init__(self, backend: LocalCPUBackend, largest: int) -> None:
-        """Take over the pool's ``allocate``. Mutates ``backend``.
+        """Replace the pool's ``allocate``. Mutates ``backend``.
 
         Args:
-            backend: whose memory it is.
-            largest: bytes of the largest record; nothing larger is allocated any more.
+            backend: owner of the pool.
+            largest: bytes of the largest record; from now on nothing larger is allocated.
         """
         self.refused = 0
         self.largest = largest
         self._allocate = backend.allocate
         self._lock = threading.Lock()
-        # Set aside, for whichever read comes next; how much the loads under way asked for.
+        # Set aside for whichever read comes next; records that the loads in flight asked for.
         self._room: list[MemoryObj] = []
         self._promised = 0
         backend.allocate = self.allocate
 
     @contextmanager
     def room_for(self, records: int) -> Iterator[None]:
-        """Set aside memory for so many records of the largest size while reading them.
+        """Set aside memory for ``records`` records of the largest size while reading them.
 
         Raises:
-            NoRoomError: there is not as much.
+            NoRoomError: there is not enough.
         """
         held: list[MemoryObj] = []
         with self._lock:
@@ -75,7 +76,7 @@ class Staging:
         finally:
             with self._lock:
                 self._promised -= records
-                # What a read that failed or came to nothing left over.
+                # Left over by reads that failed or found nothing.
                 spare = self._room[self._promised :]
                 del self._room[self._promised :]
                 _free(spare)
@@ -88,11 +89,11 @@ class Staging:
         eviction: bool = True,
         busy_loop: bool = True,
     ) -> MemoryObj | None:
-        """In place of ``LocalCPUBackend.allocate``: never waits, and takes records only.
+        """Replaces ``LocalCPUBackend.allocate``: never waits, and gives memory to records only.
 
-        Sizes and types of remote values come out of the store. LMCache would evict all it
-        holds and then wait for ever for memory that a damaged size asks for, and a buffer of
-        floats, or with a negative length, is of no use to anybody.
+        Sizes and types of remote values come from the store. For a damaged size LMCache would
+        evict all it holds and then wait for ever; a buffer of floats, or of a negative length,
+        is of no use to anybody.
 
         Bug: ``RemoteConnector`` classes and ``LocalDiskBackend`` read into memory that
         ``LocalCPUBackend.allocate`` waits for as long as it takes.
@@ -101,10 +102,11 @@ class Staging:
         Remove when: a read that finds no memory fails. The check of shape and type stays.
 
         Args:
-            busy_loop: True for a read, which gets what :meth:`room_for` set aside.
+            busy_loop: True for a read, which may use what :meth:`room_for` set aside.
 
         Returns:
-            None where there is no memory, or no record has this shape and type.
+            The memory, which the caller owns; None where there is none, or no record has this
+            shape and type.
         """
         shape_list = [shapes] if isinstance(shapes, torch.Size) else list(shapes)
         dtype_list = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
@@ -112,7 +114,10 @@ class Staging:
         bytes_only = all(dtype is torch.uint8 for dtype in dtype_list)
         if not bytes_only or size > self.largest or min(map(min, shape_list)) <= 0:
             logger.warning(
-                "Refused to read a stored value of shape %s, type %s.", shape_list, dtype_list
+                "Refused memory for a stored value of shape %s, type %s: no record has these. Its "
+                "load fails and is computed; another program may have written to the store.",
+                shape_list,
+                dtype_list,
             )
             return None
         with self._lock:
@@ -123,6 +128,11 @@ class Staging:
             if memory is None and busy_loop:
                 self.refused += 1
             return memory
+
+    def check_integrity(self) -> None:
+        """Assert what holds between two calls."""
+        with self._lock:
+            assert len(self._room) <= self._promised, "memory is set aside for nobody"
 
     def _plain(
         self, shapes: Any, dtypes: Any, fmt: MemoryFormat | None = None, eviction: bool = True

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of LMCache's backends holds each of many records, in one question to each backend.
+"""Locates many records in LMCache's backends, in one call to each.
 
-LMCache's own ``batched_contains`` stops at the first key that is missing, and asks most
-remote stores for one key after the other.
+LMCache's own ``batched_contains`` stops at the first missing key, and asks most remote stores for
+one key after the other.
 """
 
 import concurrent.futures
@@ -24,34 +24,36 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.lmcache_hybrid.storage.tier_lookup")
 
-
+# A store that did not answer is not asked for the first time; twice as long after each further
+# silence, up to the second.
 FIRST_PAUSE_SECONDS = 1.0
 PAUSE_SECONDS = 10.0
-# Who had less than this part of the longest time given so far is not blamed.
+# A store that was given less than this part of the longest time so far is not blamed.
 FAIR_PART = 0.25
 
 
 class SilentStores:
-    """Remote stores that did not answer in time, and until when they are not asked again.
+    """Remote stores that did not answer in time, which are left alone for a while.
 
-    Otherwise every request would wait for a store that is down. Of the thread that looks up.
+    Otherwise every request would wait for a store that is down. Used by the lookup thread only.
     """
 
     def __init__(self) -> None:
+        # By store: ``time.monotonic`` of its end, and its length in seconds.
         self._pauses: dict[str, tuple[float, float]] = {}
-        self._longest = 0.0
+        self._longest = 0.0  # seconds
 
     def __contains__(self, name: str) -> bool:
         return time.monotonic() < self._pauses.get(name, (0.0, 0.0))[0]
 
     def add(self, name: str) -> float:
-        """Leave a store alone, longer each time; returns for how many seconds."""
+        """Leave a store alone, longer each time; returns the seconds."""
         pause = min(2 * self._pauses.get(name, (0.0, FIRST_PAUSE_SECONDS / 2))[1], PAUSE_SECONDS)
         self._pauses[name] = time.monotonic() + pause, pause
         return pause
 
     def is_fair(self, seconds: float) -> bool:
-        """Whether a store that does not answer in so many seconds is silent."""
+        """Whether a store that does not answer within ``seconds`` is silent."""
         if seconds < math.inf:
             self._longest = max(self._longest, seconds)
         return seconds > 0 and seconds >= FAIR_PART * self._longest
@@ -69,14 +71,14 @@ def locate(
 ) -> list[str | None]:
     """Name the first backend that holds each key, None where none does.
 
-    A backend is asked for the keys that those before it do not hold. One that fails or does
-    not answer in time counts as empty, with a warning.
+    Each backend is asked for the keys that those before it lack. One that fails or does not
+    answer in time counts as empty, with a warning.
 
     Args:
         search_range: names of the backends to ask, None for all.
-        deadline: ``time.monotonic`` of the lookup. A remote store gets half of what is left,
-            so that records in nearer backends can still be claimed when it does not answer.
-        silent: remote stores that are not asked for now. Mutated.
+        deadline: ``time.monotonic`` by which the lookup must end. A remote store gets half of
+            what is left, so records in nearer backends can still be claimed when it is silent.
+        silent: remote stores that are left alone. Mutated.
     """
     found: list[str | None] = [None] * len(keys)
     missing = list(range(len(keys)))
@@ -120,7 +122,7 @@ def _held(
         pause = silent.add(name)
         logger.warning(
             "%s did not answer a cache lookup in time (lookup_timeout_ms): it counts as empty "
-            "for %.0f s.",
+            "for %.0f s. Check the store and the network to it.",
             name,
             pause,
         )

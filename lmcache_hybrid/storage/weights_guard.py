@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps what was stored away from weights that were written into the running model.
+"""Stops loads and saves once weights are written into the running model.
 
-The fingerprint says what was loaded at start-up. After a reload in place it says nothing, and
-vLLM's own reset leaves connectors alone unless it is asked not to.
+The fingerprint names what was loaded at start-up, not what a reload in place brought. vLLM's own
+reset leaves connectors alone unless it is asked to include them.
 """
 
 from vllm.logger import init_logger
@@ -15,9 +15,9 @@ logger = init_logger("vllm.lmcache_hybrid.storage.weights_guard")
 
 
 class WeightsGuard:
-    """Whether this rank still computes with the weights that its fingerprint names.
+    """Knows whether this rank still computes with the weights that its fingerprint names.
 
-    Called by the thread that runs the model and by the one that answers lookups and resets.
+    Called by the thread that runs the model, and by the one that answers lookups and resets.
     """
 
     def __init__(self, loaded: LoadedWeights = LOADED) -> None:
@@ -27,9 +27,10 @@ class WeightsGuard:
         self._said = ""  # why nothing is served now
 
     def stands(self) -> bool:
-        """False from a change of weights until a reset; nothing may be loaded or stored.
+        """Whether records may be loaded and stored.
 
-        And from a sleep that discards the weights until others are loaded.
+        False from a change of weights until a reset, and from a sleep that discards the
+        weights until others are loaded.
         """
         if self._loaded.discarded:
             self._say(
@@ -57,11 +58,11 @@ class WeightsGuard:
             logger.warning(why)
 
     def computing(self) -> None:
-        """A step computes something: a change of weights counts from now on."""
+        """Note that a step computes: from now on a change of weights counts."""
         self._unused = False
 
     def reset(self) -> None:
-        """All caches were reset on this rank: steps scheduled before are stored no more."""
+        """Note that all caches were reset: what earlier steps computed is not stored any more."""
         self._seen, self._unused = self._loaded.changes, True
         self._said = ""
 
@@ -73,7 +74,7 @@ class GuardedLookup:
         self._lookup, self._guard = lookup, guard
 
     def answer(self, question: LookupRequest) -> LookupResult:
-        """See :meth:`RankLookup.answer`; no verdict after a change of weights."""
+        """See :meth:`RankLookup.answer`; no verdict, and no claim, after a change of weights."""
         if self._guard.stands():
             return self._lookup.answer(question)
         self._lookup.drop(question.request_id, question.number)

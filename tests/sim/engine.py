@@ -38,7 +38,7 @@ from lmcache_hybrid.scheduler import scheduler as scheduler_module
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.worker import worker as worker_module
 
-from . import device, orders
+from . import device, integrity, orders
 from .connector import SimConnector
 from .device import Device
 from .model import ToyRank, Truth
@@ -229,7 +229,7 @@ class SimEngine:
         """Schedule and execute once; in overlapped mode take up the oldest result."""
         self.steps += 1
         output = self.scheduler.schedule()
-        self.hybrid.check_integrity()
+        integrity.check(self)
         if self.setup.answers and self.steps % self.setup.answers == 0:
             while self.asking.run():
                 self.events["late answers"] += 1

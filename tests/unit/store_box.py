@@ -197,6 +197,7 @@ class Box:
             return
         if self.kind == "disk":
             self.rest()
+            self.store.check_integrity()
         LMCacheEngineBuilder.destroy(self.name)
 
     def rest(self) -> None:

@@ -198,6 +198,7 @@ def test_arranging_a_save_does_not_search_the_writes_for_each_record(box):
     one.store.arrange(KEYS)
     worker.put_tasks = []
     assert set(one.backend._arranged) == set(engine_keys[1:3])
+    one.backend._arranged.clear()  # nobody writes them
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -206,12 +206,35 @@ def test_no_pin_outlives_its_request(steps):
             taken.append(lookup.take(request_id))
         elif number:
             store.records.pop(keys_of(PREFIX, number - 1, STATE)[0], None)
+        lookup.check_integrity()
     assert lookup.num_claims <= 3
     for claim in filter(None, taken):
         claim.release()
     for request_id in "abc":
         lookup.drop(request_id)
     assert not store.pins and lookup.num_claims == 0
+
+
+def release(lookup: RankLookup) -> None:
+    lookup._claims["r"][1].release()
+
+
+def share(lookup: RankLookup) -> None:
+    lookup._claims["other"] = lookup._claims["r"]
+
+
+def answer_later_question(lookup: RankLookup) -> None:
+    lookup._answering = "r", 1
+
+
+@pytest.mark.parametrize("wrong", [release, share, answer_later_question])
+def test_check_integrity_finds_claims_that_are_filed_wrongly(wrong):
+    ranks = one_rank(6, (4,))
+    ask_one(ranks)
+    ranks.lookups[0].check_integrity()
+    wrong(ranks.lookups[0])
+    with pytest.raises(AssertionError):
+        ranks.lookups[0].check_integrity()
 
 
 # Questions to the store

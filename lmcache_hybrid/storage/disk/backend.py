@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LMCache's ``local_disk`` made to survive restarts, lost files and write errors.
 
-``LocalDiskBackend`` keeps its index in memory, so a restart forgets every file it wrote. A
-record's header says what the file holds, so the index is rebuilt from the files themselves.
+``LocalDiskBackend`` keeps its index in memory, so a restart forgets every file it wrote. Headers
+say what the files hold, so the index is rebuilt from them.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from lmcache.v1.storage_backend.cache_policy.lru import LRUCachePolicy
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 from vllm.logger import init_logger
 
-from lmcache_hybrid.storage.disk.eviction import Room
+from lmcache_hybrid.storage.disk.eviction import Room, SteadyLFU
 from lmcache_hybrid.storage.disk.files import create_anew, open_regular
 from lmcache_hybrid.storage.disk.index import EVICTED, Found, find
 
@@ -37,24 +37,24 @@ def record_shape(size: int) -> torch.Size:
 
 
 class LocalDisk(LocalDiskBackend):
-    """LMCache's backend for files of this package, which it counts all.
+    """LMCache's backend, which here counts every file of this package.
 
-    Files of other models, versions and fingerprints are never read; they take part in the size
-    limit and are evicted before any record that can still be found. All else, the policy of
-    eviction among them, is LMCache's.
+    Strangers (files of other models, versions and fingerprints) are never read. They count
+    towards the size limit and are evicted before any record that can still be found. All else,
+    the eviction policy too, is LMCache's. Any thread may call it; ``disk_lock`` guards its books.
 
-    Methods that replace LMCache's for a bug of its have a test in tests/repairs/test_disk.py,
-    which says when they can go. Seen in: LMCache 0.5.6 and 0.5.7rc2.
+    Methods that replace LMCache's for a bug have a test in tests/repairs/test_disk.py, which
+    says when they can go. Seen in: LMCache 0.5.6 and 0.5.7rc2.
     """
 
     _failed: Callable[[int], None]
     _limit: int
-    # Size by path of the files that only take room, the oldest first, and their sum.
+    # Bytes of each stranger by path, the oldest first, and their sum.
     _strangers: dict[str, int]
     _strange_bytes: int
-    # Records that are still being written: the order to be put in, and who else of it is.
+    # By record in flight: the order to put it in, and which others of that order are in flight.
     _arranged: dict[CacheEngineKey, tuple[Sequence[CacheEngineKey], set[CacheEngineKey]]]
-    # Room where the disk ends before the limit; whether that, and a failed write, was logged.
+    # Makes room on a full disk; whether a full disk, and a failed write, were logged.
     _room: Room
     _said_full: bool
     _warned: bool
@@ -65,10 +65,10 @@ class LocalDisk(LocalDiskBackend):
     ) -> "LocalDisk":
         """Take over all that ``backend`` has, its threads too; nobody may use it any more.
 
-        LMCache names the class that it makes, and its own would start threads of its own.
+        LMCache makes its own class, and another instance would start threads again.
 
         Args:
-            failed: told how many records were not written, by any thread.
+            failed: called with the number of records that were not written, by any thread.
         """
         self = cls.__new__(cls)
         self.__dict__.update(backend.__dict__)
@@ -89,11 +89,11 @@ class LocalDisk(LocalDiskBackend):
     def restore(self, model_name: str, fingerprint: bytes, metadata: "LMCacheMetadata") -> int:
         """Index the records of this model, layout and rank that lie on disk.
 
-        The oldest come first, so that LMCache's policy evicts them first. What is over the
-        limit is deleted: strangers, then the oldest.
+        The oldest come first, so LMCache's policy evicts them first. What exceeds the limit is
+        deleted: strangers, then the oldest records.
 
         Returns:
-            The number of records.
+            The number of indexed records.
         """
         files = find(self.path, model_name, fingerprint, metadata)
         own = [file for file in files if file.key is not None]
@@ -132,7 +132,7 @@ class LocalDisk(LocalDiskBackend):
     def batched_submit_put_task(
         self, keys: Any, memory_objs: Any, transfer_spec: Any = None, **kwargs: Any
     ) -> None:
-        """Write each record that there is room for; never raises: other backends come after."""
+        """Write each record that there is room for; never raises: other backends follow."""
         for key, memory in zip(keys, memory_objs, strict=False):
             try:
                 self.submit_put_task(key, memory, **kwargs)
@@ -154,9 +154,9 @@ class LocalDisk(LocalDiskBackend):
         super().submit_put_task(key, memory_obj, **kwargs)
 
     def _make_room(self, path: str, size: int) -> None:
-        """Set LMCache's limit to what its own files may take, with strangers out of the way.
+        """Delete strangers for a new record and leave the rest of the limit to LMCache.
 
-        Called with the lock held.
+        Call with ``disk_lock`` held.
         """
         self._strange_bytes -= self._strangers.pop(path, 0)  # about to be replaced
         size += int(self.current_cache_size)
@@ -165,7 +165,7 @@ class LocalDisk(LocalDiskBackend):
         self.max_cache_size = max(0, self._limit - self._strange_bytes)
 
     def _delete_stranger(self) -> int:
-        """Delete the oldest and return its size; called with the lock held."""
+        """Delete the oldest and return its bytes; call with ``disk_lock`` held."""
         stranger = next(iter(self._strangers))
         size = self._strangers.pop(stranger)
         self._strange_bytes -= size
@@ -173,7 +173,7 @@ class LocalDisk(LocalDiskBackend):
         return size
 
     def _give_way(self, size: int) -> bool:
-        """Delete what is evicted first, until it is ``size`` bytes; nothing where all is less."""
+        """Evict ``size`` bytes, strangers first; nothing, and False, where all is less."""
         with self.disk_lock:
             entries = (entry.size for entry in self.dict.values() if entry.can_evict)
             held = itertools.accumulate(entries, initial=self._strange_bytes)
@@ -192,7 +192,7 @@ class LocalDisk(LocalDiskBackend):
         return True
 
     def _evict(self) -> int:
-        """Delete the record that LMCache's policy names and return its size."""
+        """Delete the record that LMCache's policy names and return its bytes."""
         (key,) = self.cache_policy.get_evict_candidates(self.dict, num_candidates=1)
         size = int(self.dict[key].size)
         self.current_cache_size -= size
@@ -202,11 +202,11 @@ class LocalDisk(LocalDiskBackend):
     def async_save_bytes_to_disk(
         self, key: CacheEngineKey, memory_obj: MemoryObj, **kwargs: Any
     ) -> None:
-        """Undo what a failed write leaves behind.
+        """Write a record, and clean up after a failed write.
 
-        LMCache's writer lets an OSError (disk full, folder gone) end its job before it released
-        the buffer, the size account and the in-flight mark: each failure leaks a buffer of the
-        CPU pool and blocks the key for ever.
+        In LMCache's writer an OSError (disk full, folder gone) ends the job before it gives back
+        the buffer, the bytes of the size account and the in-flight mark: each failure leaks a
+        buffer of the CPU pool and blocks the key for ever.
         """
         size, length = memory_obj.get_physical_size(), len(memory_obj.byte_array)
         try:
@@ -228,9 +228,9 @@ class LocalDisk(LocalDiskBackend):
         self._arrive(key)
 
     def arrange(self, keys: Sequence[CacheEngineKey]) -> None:
-        """Put records in an order of eviction once those still being written are indexed.
+        """Set the eviction order of records, once those in flight are indexed. Thread-safe.
 
-        Thread-safe. Policies other than LRU keep their own order.
+        Policies other than LRU keep their own order.
 
         Args:
             keys: of one save, the first to be evicted first.
@@ -245,12 +245,12 @@ class LocalDisk(LocalDiskBackend):
                 self._move_to_end(keys)
 
     def _being_written(self) -> set[CacheEngineKey]:
-        """LMCache keeps a list, and each question to it walks through that."""
+        """Copy LMCache's list of writes in flight: each search in it would walk it."""
         with self.disk_worker.put_lock:
             return set(self.disk_worker.put_tasks)
 
     def _arrive(self, key: CacheEngineKey) -> None:
-        """A write has ended: arrange its save's records if it was the last one."""
+        """Note the end of a write; the last one of its save sets the save's order."""
         with self.disk_lock:
             keys, pending = self._arranged.pop(key, ((), set()))
             pending.discard(key)
@@ -288,7 +288,7 @@ class LocalDisk(LocalDiskBackend):
     # Reading
 
     def read_file(self, key: CacheEngineKey, buffer: Any, path: str) -> None:
-        """Read a record, or what there is of it; forget one whose file is gone."""
+        """Read a record, or what there is of it; forget it where the file is gone."""
         try:
             with open_regular(path) as data:
                 data.readinto(buffer)  # type: ignore[attr-defined]
@@ -303,10 +303,10 @@ class LocalDisk(LocalDiskBackend):
     def load_bytes_from_disk(
         self, key: CacheEngineKey, path: str, dtype: Any, shape: Any, fmt: MemoryFormat
     ) -> MemoryObj | None:
-        """Read one record as several are read: None where it cannot be read.
+        """Read one record; None where it cannot be read, as when several are read.
 
-        LMCache's own raises then and loses the buffer, and whoever asked takes the whole disk
-        for away, and the record for one that may be there the next time.
+        LMCache's own raises then and loses the buffer; the caller takes the whole disk for away
+        and tries the record again.
         """
         memory = self.local_cpu_backend.allocate(shape, dtype, fmt)
         return self._load_chunk_into_memory(key, path, memory)
@@ -314,9 +314,9 @@ class LocalDisk(LocalDiskBackend):
     # Deleting
 
     def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
-        """Take a record out of the index; whether its file is still there makes no difference.
+        """Remove a record from the index, whether or not its file still exists.
 
-        LMCache deletes in the caller's thread, and fails where it cannot.
+        LMCache deletes on the caller's thread, and fails where it cannot.
         """
         entry = self.dict.get(key)
         if entry is None:
@@ -331,7 +331,7 @@ class LocalDisk(LocalDiskBackend):
 
     def forget(self, key: CacheEngineKey) -> None:
         """Remove one record, its file and its share of the size account."""
-        with self.disk_lock:  # of two that find it damaged one removes it
+        with self.disk_lock:  # two may find it damaged, one removes it
             entry = self.dict.get(key)
             if entry is not None:
                 self.remove(key, force=False)
@@ -339,10 +339,10 @@ class LocalDisk(LocalDiskBackend):
                 self.current_cache_size -= entry.size
 
     def _delete(self, path: str) -> None:
-        """Delete a file on a thread, as far as it can be deleted.
+        """Delete a file on the deleting thread; errors are ignored.
 
-        The file system gives back the cached pages of each, which takes several times as long
-        as all else that a save does.
+        The file system frees the file's cached pages, which takes several times as long as all
+        else that a save does.
         """
         old = f"{path}.{os.getpid()}.{next(self._numbers)}{EVICTED}"
         with contextlib.suppress(OSError):
@@ -350,42 +350,24 @@ class LocalDisk(LocalDiskBackend):
             self._deleter.submit(_unlink, old)
 
     def _finish_deleting(self) -> None:
-        """Wait until the room of all that was evicted is free."""
+        """Wait until all evicted files are deleted."""
         self._deleter.submit(int).result()
 
     def close(self) -> None:
         super().close()
         self._deleter.shutdown()
 
+    def check_integrity(self) -> None:
+        """Assert what holds while no write is in flight."""
+        with self.disk_lock:
+            held = sum(entry.size for entry in self.dict.values())
+            assert self.current_cache_size == held, "the size account is not that of the index"
+            assert self._strange_bytes == sum(self._strangers.values())
+            own = {entry.path for entry in self.dict.values()}
+            assert own.isdisjoint(self._strangers), "a file is indexed and a stranger"
+            assert not self._arranged, "records that are not written wait for their order"
+
 
 def _unlink(path: str) -> None:
     with contextlib.suppress(OSError):
         os.unlink(path)
-
-
-class SteadyLFU(LFUCachePolicy):
-    """LMCache's LFU, which fails for records that it counts and the index has not, or no more.
-
-    A record is counted when its write begins, and indexed when it ends.
-    """
-
-    def get_evict_candidates(self, cache_dict: Any, num_candidates: int = 1) -> list[Any]:
-        return super().get_evict_candidates(_Indexed(cache_dict), num_candidates)
-
-    def update_on_hit(self, key: Any, cache_dict: Any) -> None:
-        if key in self.key_to_freq:
-            super().update_on_hit(key, cache_dict)
-        else:
-            self.update_on_put(key)
-
-
-class _Indexed:
-    """What is not in the index cannot be evicted."""
-
-    can_evict = False
-
-    def __init__(self, index: Any) -> None:
-        self._index = index
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._index.get(key, self)

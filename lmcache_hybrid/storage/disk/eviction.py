@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes to a disk that others fill, too: old records make room for new ones, within bounds."""
+"""Eviction on disk: room on a disk that others fill, too, and an LFU that bears writes."""
 
 import errno
 import math
@@ -7,12 +7,15 @@ import os
 import threading
 from collections.abc import Callable
 from time import monotonic
+from typing import Any
+
+from lmcache.v1.storage_backend.cache_policy.lfu import LFUCachePolicy
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # Attempts to write one record. Writes beside it may each take what it made room with; LMCache
 # has four threads for them.
 TRIES = 5
-# Writes are made one by one for so long after the disk was full.
+# After the disk was full, writes are made one by one for so long.
 ALONE_SECONDS = 60.0
 # The first and the longest pause after records were evicted in vain.
 PAUSE_SECONDS, LONGEST_PAUSE = 60.0, 3600.0
@@ -21,10 +24,10 @@ PAUSE_SECONDS, LONGEST_PAUSE = 60.0, 3600.0
 class Room:
     """Makes room for records on a disk that is full.
 
-    Thread-safe. A write that finds the disk full has as much evicted as it needs. That helps
-    only where the room is still there for it: other programs may take it, and a file that a
-    link or a snapshot holds gives none. The whole store would be lost for nothing, record by
-    record, so after an eviction in vain there is none for a while, which doubles each time.
+    Thread-safe. A write that finds the disk full has as much evicted as it needs. That may be in
+    vain: other programs take the room, and a file that a link or a snapshot holds frees none.
+    The whole store would be lost for nothing, record by record, so after an eviction in vain
+    there is none for a while, twice as long each time.
     """
 
     def __init__(
@@ -33,8 +36,8 @@ class Room:
         """Watch the file system of ``folder``.
 
         Args:
-            evict: deletes files of so many bytes, or returns False and deletes none.
-            finish_deleting: waits for files that are being deleted.
+            evict: deletes files of at least so many bytes, or returns False and deletes none.
+            finish_deleting: waits until evicted files are deleted.
         """
         self._folder, self._evict, self._finish_deleting = folder, evict, finish_deleting
         self._lock = threading.Lock()
@@ -57,7 +60,7 @@ class Room:
             self._write_alone(write, size)
 
     def _note(self, error: OSError) -> None:
-        """From now on writes are made one by one; raises an error of another kind."""
+        """Note a full disk: writes are now made one by one. Raises any other error."""
         if error.errno not in FULL:
             raise error
         self._alone_until = monotonic() + ALONE_SECONDS
@@ -94,6 +97,34 @@ class Room:
 
 
 def free_bytes(folder: str) -> int:
-    """Of its file system, for this user."""
+    """Bytes free on its file system for this user."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
+
+
+class SteadyLFU(LFUCachePolicy):
+    """LMCache's LFU, made to bear records that it counts and the index does not have.
+
+    A record is counted when its write begins, and indexed when it ends.
+    """
+
+    def get_evict_candidates(self, cache_dict: Any, num_candidates: int = 1) -> list[Any]:
+        return super().get_evict_candidates(_Indexed(cache_dict), num_candidates)
+
+    def update_on_hit(self, key: Any, cache_dict: Any) -> None:
+        if key in self.key_to_freq:
+            super().update_on_hit(key, cache_dict)
+        else:
+            self.update_on_put(key)
+
+
+class _Indexed:
+    """An index in which an unknown record cannot be evicted."""
+
+    can_evict = False
+
+    def __init__(self, index: Any) -> None:
+        self._index = index
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._index.get(key, self)

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
 
-# Prompts can be read out of records.
+# Records contain prompts: file modes that keep others out.
 PRIVATE_FILE = 0o600
 GROUP_FILE = 0o660
 
 
 @contextmanager
 def open_regular(path: str) -> Iterator[BinaryIO]:
-    """Open a regular file; neither a link that took its place, nor a pipe that never answers.
+    """Open a regular file; no link that took its place, no pipe that never answers.
 
     Raises:
         FileNotFoundError: there is no regular file of this name.
@@ -32,8 +32,7 @@ def open_regular(path: str) -> Iterator[BinaryIO]:
 def create_anew(path: str) -> Iterator[BinaryIO]:
     """Make a file for this user alone, in place of whatever has the name.
 
-    In a folder that the group may write to, with the set-group-ID bit, the group may read and
-    write the file too.
+    In a set-group-ID folder that the group may write to, the group may read and write it, too.
 
     Raises:
         OSError: it cannot be made, or somebody else made it meanwhile.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies in a folder of ``local_disk``."""
+"""Finds the records in a folder of ``local_disk``."""
 
 import os
 import re
@@ -32,8 +32,8 @@ class Found:
         path: of the file.
         size: in bytes.
         written: its time of modification, in seconds since the epoch.
-        key: LMCache's key where a whole record of the asking rank's own lies there, else None:
-            of another model, fingerprint or number of ranks, or damaged.
+        key: LMCache's key where this is a whole record of the asking rank; None for one of
+            another model, fingerprint or number of ranks, or a damaged one.
     """
 
     path: str
@@ -45,14 +45,14 @@ class Found:
 def find(
     folder: str, model_name: str, fingerprint: bytes, metadata: "LMCacheMetadata"
 ) -> list[Found]:
-    """All files of records that this rank counts as its own, the oldest first.
+    """Find the files that count towards this rank's size limit, the oldest first.
 
-    Ranks share a folder, each with a size limit of its own. A rank counts the files of its
-    number, and those of ranks that this engine does not have, dealt out by number. What has
-    no name of a record of ours is nobody's.
+    Ranks share a folder, each with a size limit of its own. A rank counts the files of its own
+    number, and its share of those of ranks that this engine does not have. Files that are not
+    named like a record are nobody's and stay.
 
-    Deletes what an engine had evicted and did not come to delete. Of a record of ours header and
-    length are checked, the payload's digests when it is loaded.
+    Deletes files that an engine had evicted and not yet deleted. Header and length of this rank's
+    records are checked here, the payload's digests when it is loaded.
     """
     found = []
     model = model_name.replace("/", "-")
@@ -62,7 +62,7 @@ def find(
             name = _NAME.fullmatch(entry.name)
             if name is None:
                 continue
-            # Our own model's name may hold any sign.
+            # Our own model's name may hold any character.
             own = name[1].startswith(prefix)
             stored = parse_key("model" + name[1][len(model) :] if own else name[1])
             if stored is None or stored.rank % metadata.world_size != metadata.worker_id:

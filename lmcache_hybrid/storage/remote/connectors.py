@@ -18,11 +18,11 @@ from lmcache_hybrid.storage.remote import redis as redis_stores
 if TYPE_CHECKING:
     from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
-# Writes still queued at shutdown get this long.
+# At shutdown, wait so long for queued writes.
 FLUSH_SECONDS = 8.0
-# Questions under way at once to a store that takes one key at a time.
+# Calls in flight at once to a store that takes one key at a time.
 SIDE_BY_SIDE = 64
-# For the removal of a damaged record; the server has just answered.
+# To wait for the removal of a damaged record; the server has just answered.
 REMOVAL_SECONDS = 1.0
 
 
@@ -43,8 +43,8 @@ def remove(backend: "RemoteBackend", key: CacheEngineKey, damaged: bool) -> None
     """Delete a value.
 
     Args:
-        damaged: whether it was read. One that could not be read may be whole, and a Redis
-            that other engines share keeps it.
+        damaged: False where it could not be read: it may be whole, so a Redis, which other
+            engines share, keeps it.
 
     Raises:
         Exception: the store did not delete it in time.
@@ -58,7 +58,7 @@ def remove(backend: "RemoteBackend", key: CacheEngineKey, damaged: bool) -> None
 def existing(
     backend: "RemoteBackend", keys: Sequence[CacheEngineKey], seconds: float
 ) -> Sequence[bool]:
-    """Whether the store holds each of these values: one round trip to Redis, else side by side.
+    """Whether the store holds each value: one round trip to Redis, else side by side.
 
     Raises:
         Exception: no answer within ``seconds`` and ``blocking_timeout_secs``, or a failure.
@@ -93,7 +93,7 @@ def repair(backend: "RemoteBackend", failed: Callable[[int], None] = lambda reco
     Mutates ``backend``.
 
     Args:
-        failed: told how many records were not written.
+        failed: called with the number of records that were not written.
     """
     connect = backend.init_connection
 
@@ -119,7 +119,7 @@ def _repair(backend: "RemoteBackend", failed: Callable[[int], None]) -> None:
 
 
 def _release_late_reads(connector: FSConnector) -> None:
-    """A read that nobody waits for any more gives its buffer back when it ends.
+    """Have a read that nobody waits for give its buffer back when it ends.
 
     Bug: ``RemoteBackend`` cancels a read that timed out, and ``FSConnector.get`` loses its
     buffer then.
@@ -143,7 +143,7 @@ def _release_late_reads(connector: FSConnector) -> None:
 
 
 def _keep_workers(queue: AsyncPQExecutor, failed: Callable[[int], None]) -> None:
-    """A cancelled read must not end a worker of the queue.
+    """Keep the queue's workers alive when a read is cancelled.
 
     Bug: ``RemoteBackend`` cancels the other reads of a batch after one failed;
     the worker then sets the result of a cancelled future and dies of it.
@@ -172,7 +172,7 @@ def _keep_workers(queue: AsyncPQExecutor, failed: Callable[[int], None]) -> None
 
 
 def _release(job: asyncio.Future) -> None:
-    """Give back the buffer that a read filled after nobody waited for it any more."""
+    """Release the buffer of a read that ended after nobody waited for it."""
     if job.cancelled():
         return
     if (error := job.exception()) is not None:
@@ -182,7 +182,7 @@ def _release(job: asyncio.Future) -> None:
 
 
 def _release_from(error: BaseException) -> None:
-    """Give back the buffer of a read that failed, which LMCache leaves in the traceback."""
+    """Release the buffer of a failed read, which LMCache leaves in the traceback."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         memory = frame.f_locals.get("memory_obj")
         if frame.f_code.co_name == "_get" and isinstance(memory, MemoryObj):
@@ -190,7 +190,7 @@ def _release_from(error: BaseException) -> None:
 
 
 def _close_from_own_loop(queue: AsyncPQExecutor) -> None:
-    """Closing must not wait for the event loop on that very loop.
+    """Close without waiting for the event loop on that very loop.
 
     Bug: ``RedisConnector.close`` awaits ``pq_executor.shutdown``, which blocks
     until the loop it runs on has ended the workers.

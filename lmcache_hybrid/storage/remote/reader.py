@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads records from a remote store, and waits once for one that does not answer."""
+"""Reads records from a remote store, and waits only once for a silent one."""
 
 import math
 import threading
@@ -17,6 +17,7 @@ from lmcache_hybrid.core.threads import started
 if TYPE_CHECKING:
     from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
+# Reads in flight at once.
 READERS = 4
 # A read that failed after so much of blocking_timeout_secs has timed out: the client of the
 # store has a timeout of its own, which may end a moment earlier.
@@ -24,10 +25,10 @@ MOST_OF_IT = 0.9
 
 
 class RemoteReader:
-    """Reads of all loads of one rank, several at a time. Any thread may call it.
+    """Reads for all loads of one rank, several at a time. Any thread may call it.
 
-    A read that timed out says that the store was silent; everything promised before that
-    is given up then, so that no load waits behind the timeouts of others.
+    A read that timed out shows that the store is silent. Every load promised before that fails
+    then, so no load waits behind the timeouts of others.
     """
 
     def __init__(self) -> None:
@@ -38,19 +39,18 @@ class RemoteReader:
     def read(
         self, backend: "RemoteBackend", keys: Sequence[CacheEngineKey], promised: float
     ) -> list[MemoryObj | None]:
-        """Read up to the first that fails.
+        """Read values, up to the first that fails.
 
-        Not with ``batched_get_blocking``: after a failure that one loses the buffers of the
-        reads beside it.
+        ``batched_get_blocking`` would lose the buffers beside a failed read.
 
         Args:
-            promised: ``time.monotonic`` when these were found in the store.
+            promised: ``time.monotonic`` at which these were located in the store.
 
         Returns:
-            Of each key its value, which the caller owns, or None; fewer than keys after a None.
+            Each key's value, which the caller owns, or None; fewer than keys after a None.
 
         Raises:
-            LoadError: the store did not answer in time after it was promised.
+            LoadError: since then the store did not answer a read in time.
             RuntimeError: no threads could be started.
         """
 

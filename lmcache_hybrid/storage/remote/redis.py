@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LMCache's connectors to Redis: one server, a cluster, a primary that sentinels name.
 
-The three differ in their clients only, and get the same repairs: they look up in one
-round trip, write without the GIL, and come back after a failure.
+The three differ only in their clients and get the same repairs: one round trip for each lookup,
+writes without the GIL, and a new connection after a failure.
 """
 
 import asyncio
@@ -35,6 +35,7 @@ from lmcache_hybrid.storage.key_names import METADATA, VALUE
 if TYPE_CHECKING:
     from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
+# Threads that write, and the timeout of one write.
 WRITERS = 2
 WRITE_SECONDS = 20.0
 
@@ -71,10 +72,10 @@ def repair(backend: "RemoteBackend") -> RemoteConnector | None:
 
 
 def delete(backend: "RemoteBackend", key: CacheEngineKey, seconds: float) -> bool:
-    """Delete a record, where this is a Redis: LMCache's connectors to it cannot.
+    """Delete a record from a Redis, which LMCache's own connectors cannot.
 
     Returns:
-        Whether it is one.
+        Whether this is a Redis; False: nothing was done.
 
     Raises:
         Exception: the server did not answer within ``seconds``, or refused.
@@ -91,10 +92,10 @@ def delete(backend: "RemoteBackend", key: CacheEngineKey, seconds: float) -> boo
 def existing(
     connection: RemoteConnector, keys: Sequence[CacheEngineKey]
 ) -> Coroutine[Any, Any, list[bool]] | None:
-    """Ask in one round trip, all nodes of a cluster at once, which of the keys are there.
+    """Ask which keys exist, in one round trip to all nodes of a cluster at once.
 
     Returns:
-        What to await on the connector's loop; None where this is no connector to Redis.
+        A coroutine to await on the connector's loop; None where this is no Redis.
     """
     connector = _unwrapped(connection)
     if not isinstance(connector, (RedisConnector, RedisClusterConnector)):
@@ -127,7 +128,7 @@ def _client(connector: RedisConnector | RedisClusterConnector) -> Any:
 def _awaiting(
     broken: RedisSentinelConnector, loop: asyncio.AbstractEventLoop, seconds: float
 ) -> RedisConnector:
-    """A connector that awaits its commands, on the primary that the sentinels name.
+    """Make a connector that awaits its commands, to the primary that the sentinels name.
 
     Bug: ``RedisSentinelConnector`` uses an asyncio client and never awaits it.
     Symptom: every lookup says that everything is there, no read finds anything, and
@@ -136,8 +137,8 @@ def _awaiting(
     Remove when: ``RedisSentinelConnector`` awaits each command of its client.
 
     Args:
-        seconds: for one read, where REDIS_TIMEOUT is not set. Its default, 1 s, is short
-            for a state of 150 MB.
+        seconds: timeout of one read where REDIS_TIMEOUT is not set. LMCache's default, 1 s, is
+            too short for a state of 150 MB.
     """
     connector = RedisConnector("redis://sentinel", loop, broken.local_cpu_backend)
     connector.connection = broken.master
@@ -149,7 +150,7 @@ def _awaiting(
 
 
 def _try_twice(connector: RedisConnector | RedisClusterConnector) -> None:
-    """A connection that the server closed is opened anew and asked once more, and no more.
+    """Open a connection that the server closed anew, and ask exactly once more.
 
     Bug: ``RedisConnector`` makes its pool of 150 connections without redis-py's retry;
     ``RedisClusterConnector`` leaves redis-py's eleven tries, a quarter of a second apart.
@@ -169,7 +170,7 @@ def _try_twice(connector: RedisConnector | RedisClusterConnector) -> None:
 def _write_on_threads(
     connector: RedisConnector | RedisClusterConnector, make_writer: Callable[[], Writer]
 ) -> None:
-    """Values go to the socket on threads, without a copy and without the GIL.
+    """Send values on threads, without a copy and without the GIL.
 
     No bug: LMCache writes the same bytes, and has asyncio send them. With Python 3.11 that
     copies each value, to 2.5 times its size at the peak, on the event loop with the GIL held.
@@ -184,7 +185,7 @@ def _write_on_threads(
 
     def write(name: str, value: bytes | memoryview) -> bool:
         with lock:
-            # A cluster's client asks its nodes at once, which may be away now.
+            # A cluster's client asks its nodes when it is made; they may be away now.
             if not made:
                 made.append(make_writer())
         return made[0].set(name, value)
@@ -217,7 +218,7 @@ def _url_of(backend: "RemoteBackend") -> str:
 
 
 def _reach_cluster(connector: RedisClusterConnector, options: dict[str, Any]) -> None:
-    """A client that logs in and speaks TLS as we are told, in place of LMCache's.
+    """Replace LMCache's client by one that logs in and speaks TLS as configured.
 
     Bug: ``RedisClusterConnector`` takes a login from its URL only, and knows no TLS.
     Symptom: the password is in LMCache's log, and a cluster with TLS cannot be used.
@@ -245,7 +246,7 @@ def _writer_to_cluster(
 
 
 def _reach_through_sentinels(broken: RedisSentinelConnector, options: dict[str, Any]) -> None:
-    """Sentinels and a primary with our login and TLS; sentinels are not logged in to.
+    """Reach sentinels with our TLS, and the primary with our login and TLS.
 
     Bug: ``RedisSentinelConnector`` takes a login from its URL only, and knows no TLS.
     Symptom: the password is in LMCache's log, and sentinels with TLS cannot be used.

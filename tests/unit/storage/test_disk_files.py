@@ -85,6 +85,7 @@ def test_a_key_that_is_no_file_name_leaks_nothing(box):
     memory = box.store.reserve(SIZE).memory
     # What submit_put_task does before it hands over to a thread.
     box.backend.disk_worker.insert_put_task(key)
+    box.backend.current_cache_size += memory.get_physical_size()
     with contextlib.suppress(ValueError):
         box.backend.async_save_bytes_to_disk(key=key, memory_obj=memory)
     assert not box.backend.disk_worker.put_tasks
@@ -130,3 +131,37 @@ def test_a_failed_disk_write_leaks_nothing_and_can_be_repeated(box, hybrid_log, 
     box.folder.mkdir()
     box.write()
     assert torch.equal(box.read()[0], payload_of(KEYS[0], SIZE))
+
+
+def miscount(disk) -> None:
+    disk.current_cache_size += 1
+
+
+def miscount_strangers(disk) -> None:
+    disk._strange_bytes += 1
+
+
+def count_twice(disk) -> None:
+    disk._strangers[next(iter(disk.dict.values())).path] = 0
+
+
+def wait_for_nothing(disk) -> None:
+    disk._arranged[next(iter(disk.dict))] = (), set()
+
+
+@pytest.mark.parametrize(
+    "wrong, undo",
+    [
+        (miscount, lambda disk: setattr(disk, "current_cache_size", disk.current_cache_size - 1)),
+        (miscount_strangers, lambda disk: setattr(disk, "_strange_bytes", 0)),
+        (count_twice, lambda disk: disk._strangers.clear()),
+        (wait_for_nothing, lambda disk: disk._arranged.clear()),
+    ],
+)
+def test_check_integrity_finds_books_that_do_not_agree(box, wrong, undo):
+    box = box("disk").write()
+    box.store.check_integrity()
+    wrong(box.backend)
+    with pytest.raises(AssertionError):
+        box.store.check_integrity()
+    undo(box.backend)

@@ -139,3 +139,13 @@ def test_putting_nothing(box):
     box = box("ram")
     box.store.put([])
     assert box.used() == box.start
+
+
+def test_check_integrity_finds_memory_that_is_set_aside_for_nobody(box):
+    box = box("disk")
+    with box.store._staging.room_for(2):
+        box.store.check_integrity()
+        box.store._staging._promised -= 1
+        with pytest.raises(AssertionError, match="for nobody"):
+            box.store.check_integrity()
+        box.store._staging._promised += 1

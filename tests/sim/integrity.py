@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds between two steps of an engine, on the scheduler side and on every rank."""
+
+
+def check(engine) -> None:
+    """Raises AssertionError when the books of an engine do not agree."""
+    engine.hybrid.check_integrity()
+    for rank, lookup, store in zip(engine.ranks, engine.lookups, engine.stores, strict=True):
+        lookup.check_integrity()
+        store.check_integrity()
+        filed = [claim for _, claim in lookup._claims.values()]
+        taken = [claim for _, claim, _ in rank.connector._hybrid.worker._loads.values()]
+        assert not {id(claim) for claim in filed} & {id(claim) for claim in taken}
+        for claim in (*filed, *filter(None, taken)):
+            # A claim in RAM is a reference: memory without any may be another record by now.
+            assert all(unpin.__self__.get_ref_count() > 0 for unpin in claim._pinned)
