@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters by their content: what vLLM has loaded on a rank, as it was loaded.
+"""Identifies LoRA adapters by the content that vLLM has loaded on a rank.
 
-vLLM reads an adapter's files when a request first needs it, again after it was evicted,
-and when it is reloaded in place. Only the tensors that came out say what a request was
-computed with; paths, sizes and times of files do not.
+vLLM reads an adapter's files when a request first needs it, again after it was evicted, and when it
+is reloaded in place. Only the loaded tensors say what a request is computed with; paths, sizes and
+times of files do not.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.lmcache_hybrid.identity.adapters")
 
-# Adapters that were read for a lookup and that vLLM has not taken yet: host memory.
+# Adapters to keep in host memory after a lookup read them, until vLLM takes them.
 MOST_WAITING = 4
 UNKNOWN = b""
 
@@ -38,7 +38,7 @@ class Adapter(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         lora: as the request names it.
-        contents: what each rank computes it with, by rank; empty until the ranks said so.
+        contents: digest of what each rank computes with, by rank; empty until the ranks said.
     """
 
     lora: LoRARequest
@@ -46,12 +46,12 @@ class Adapter(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def tag(self) -> tuple[str, str]:
-        """Keeps records apart. Of all ranks: each one's bytes depend on the others' weights."""
+        """Keeps records apart. Covers all ranks: each one's bytes depend on the others' weights."""
         return "lora", hashlib.sha256(b"".join(self.contents)).hexdigest()[:32]
 
 
 class _Waiting(NamedTuple):
-    """An adapter that was read, and the files that it was read from."""
+    """An adapter that a lookup read, and the files that it came from."""
 
     lora: LoRARequest
     files: tuple
@@ -69,15 +69,15 @@ class _Waiting(NamedTuple):
 
 
 class LoadedAdapters:
-    """What vLLM has loaded in this process, which is one rank.
+    """The adapters that vLLM has loaded in this process, which is one rank. Thread-safe.
 
-    vLLM loads on the thread that runs the model; lookups ask on another. An adapter that
-    is not loaded is read for the lookup and waits for vLLM, which takes it instead of
-    reading the files again: so what a lookup named is what the request is computed with.
+    vLLM loads on the thread that runs the model; the lookup thread calls :meth:`content`. An
+    adapter that is not loaded is read for the lookup and waits for vLLM, which takes it instead
+    of reading the files again: so the request is computed with what its lookup named.
 
     Attributes:
-        rank, ranks: this one and all of its engine. With experts on more of them the
-            content is not known.
+        rank, ranks: number of this rank, and of all ranks of the engine. Where experts are
+            spread over more ranks, the content is unknown.
     """
 
     def __init__(self) -> None:
@@ -85,9 +85,9 @@ class LoadedAdapters:
         self._manager: WorkerLoRAManager | None = None
         self._read: Callable[[WorkerLoRAManager, LoRARequest], LoRAModel] | None = None
         self._contents: dict[int, bytes] = {}
-        # Of all that vLLM's own caches take for the same adapter, whatever it held.
+        # All contents of what vLLM's own caches take for one adapter, by its names.
         self._ever: dict[tuple[str, ...], set[bytes]] = {}
-        # With adapters for the encoder its cache knows them by name, and outlives resets.
+        # With adapters in the encoder, the encoder's cache knows them by name and outlives resets.
         self._encoder_knows = False
         self._waiting: OrderedDict[int, _Waiting] = OrderedDict()
         self._lock = threading.Lock()
@@ -99,7 +99,7 @@ class LoadedAdapters:
         manager: "WorkerLoRAManager",
         read: "Callable[[WorkerLoRAManager, LoRARequest], LoRAModel]",
     ) -> None:
-        """Begin anew with the manager of this process; ``read`` is vLLM's own loading."""
+        """Start over with this process's manager; ``read`` is vLLM's own loading."""
         with self._lock:
             self._manager, self._read = manager, read
             self._encoder_knows = manager.lora_config.enable_tower_connector_lora
@@ -112,7 +112,7 @@ class LoadedAdapters:
         return manager is self._manager
 
     def load(self, lora: LoRARequest) -> "LoRAModel":
-        """What vLLM gets when it loads an adapter; its content is noted before it is used."""
+        """Load an adapter for vLLM and note its content before vLLM uses it."""
         manager, read = self._manager, self._read
         assert manager is not None and read is not None
         with self._lock:
@@ -130,7 +130,7 @@ class LoadedAdapters:
     # Questions
 
     def content(self, lora: LoRARequest) -> bytes:
-        """What a request with ``lora`` would be computed with; UNKNOWN where that is not sure."""
+        """Digest what a request with ``lora`` would be computed with; UNKNOWN where unsure."""
         known = self._known(lora)
         if known == UNKNOWN:
             return UNKNOWN
@@ -139,7 +139,7 @@ class LoadedAdapters:
             if not ever - {known}:
                 return known
         logger.warning_once(
-            "Requests of LoRA adapter %s are not cached any more: the content of %s has changed "
+            "Requests of LoRA adapter %s are no longer cached: the content of %s has changed "
             "since this engine first loaded it, and vLLM's own caches still hold what the old "
             "one computed. Load changed weights %s.",
             lora.lora_name,
@@ -152,14 +152,14 @@ class LoadedAdapters:
         return UNKNOWN
 
     def holds(self, adapter: Adapter | None) -> bool:
-        """Whether requests are still, and were ever since, computed with what this rank said."""
+        """Whether requests have been computed with what this rank said ever since."""
         if adapter is None:
             return True
         said = adapter.contents[self.rank] if adapter.contents else UNKNOWN
         return said != UNKNOWN and said == self.content(adapter.lora)
 
     def all_hold(self, adapters: Sequence[Adapter | None]) -> list[bool]:
-        """Say of each adapter whether every rank of this engine holds it.
+        """Whether every rank of this engine holds each adapter.
 
         A collective call where there is an adapter: each rank makes it once in a step, on the
         thread that runs the model, with the same adapters.
@@ -178,7 +178,7 @@ class LoadedAdapters:
         return flags.bool().tolist()
 
     def forget(self) -> None:
-        """vLLM's own prefix cache was emptied: contents before those loaded now do not matter."""
+        """Forget earlier contents: vLLM's own prefix cache was emptied."""
         if self._encoder_knows:
             return
         with self._lock:
@@ -187,7 +187,7 @@ class LoadedAdapters:
                 contents &= now
 
     def _name(self, lora: LoRARequest) -> tuple[str, ...]:
-        """What vLLM's own caches know an adapter by."""
+        """The names by which vLLM's own caches know an adapter."""
         return (lora.lora_name,) if self._encoder_knows else (lora.lora_name, lora.lora_path)
 
     def _known(self, lora: LoRARequest) -> bytes:
@@ -203,10 +203,10 @@ class LoadedAdapters:
         return self._read_ahead(manager, lora)
 
     def _read_ahead(self, manager: "WorkerLoRAManager", lora: LoRARequest) -> bytes:
-        """Read an adapter that is not loaded, for vLLM to take it."""
+        """Read an adapter that is not loaded and keep it for vLLM."""
         files = _files(lora)
         if lora.load_inplace or not files or self._read is None:
-            return UNKNOWN  # vLLM reads it anew in any case, or has to download it
+            return UNKNOWN  # vLLM reads it again in any case, or has to download it
         try:
             model = self._read(manager, lora)
         except Exception as error:
@@ -229,12 +229,12 @@ class LoadedAdapters:
 
 
 def refuse(load: object, claim: object, after: object) -> int:
-    """Fail a load of records that are named by what vLLM no longer computes with."""
+    """Fail a load whose records name an adapter that vLLM no longer computes with."""
     raise LoadError("its LoRA adapter was loaded anew with another content", "adapter")
 
 
 def report_lost(ledger: Ledger, request_id: str) -> None:
-    """Count and log a load that ended well, of an adapter that has changed in the meantime."""
+    """Count and log a load that ended well after its adapter had changed."""
     with ledger as counts:
         counts.failed_loads["adapter,none"] += 1
     logger.warning(
@@ -243,12 +243,12 @@ def report_lost(ledger: Ledger, request_id: str) -> None:
     )
 
 
-# Of this process: vLLM's loading and the connector meet here.
+# The one of this process: vLLM's loading and the connector meet here.
 ADAPTERS = LoadedAdapters()
 
 
 def content_of(model: "LoRAModel") -> bytes:
-    """Digest of all that an adapter computes with: tensors, ranks, factors, layout."""
+    """Digest all that an adapter computes with: tensors, ranks, factors, layout."""
     digest = xxhash.xxh3_128(repr((model.rank, model.is_3d_lora_weight)).encode())
     for facts, tensor in _parts(model):
         shape = None if tensor is None else (str(tensor.dtype), tuple(tensor.shape))
@@ -272,7 +272,7 @@ def _parts(model: "LoRAModel") -> Iterator[tuple[tuple, torch.Tensor | None]]:
 
 
 def _files(lora: LoRARequest) -> tuple:
-    """Names, inodes, sizes and times of an adapter's files; empty if it is no local folder."""
+    """Names, inodes, sizes and times of an adapter's files; empty for what is no local folder."""
     folder = Path(lora.lora_path).expanduser()
     found = []
     for file in sorted(folder.glob("adapter_*")):

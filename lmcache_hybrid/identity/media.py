@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the names of a request's images, sounds and videos say what they hold.
+"""Decides whether a request's images, audio and videos are named by their content.
 
-vLLM names an item by the hash of its content, or as the client says
-(``multi_modal_uuids``), and block hashes take either. The process that reads the item
-marks the request, see :mod:`vllm_patch.media`; the scheduler looks at the mark here.
+vLLM names an item by the hash of its content, or as the client says (``multi_modal_uuids``), and
+block hashes take either. The process that reads the item marks the request, see
+:mod:`vllm_patch.media`; the scheduler reads the mark here.
 """
 
 from typing import TYPE_CHECKING
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.lmcache_hybrid.identity.media")
 
-# Key of ``SamplingParams.extra_args``. A client's own value is overwritten.
+# Key in ``SamplingParams.extra_args``. A client's own value is overwritten.
 MARK = "lmcache_hybrid_media"
 CONTENT, CLIENT = "content", "client"
-# Begins every name that a client gave: no such name is the hash of something else.
+# Prefix of every name that a client gave, so none of them is the hash of something else.
 CLIENT_PREFIX = "client-uuid:"
 
 
 def may_cache(request: "Request") -> bool:
     """Whether blocks with the request's media may be stored and hit.
 
-    True without media, and where vLLM hashed all of them. Names that a client gave count
-    among the requests of one ``cache_salt`` only: two clients may give one name to two
-    images. False where no process has marked the request.
+    True without media, and where vLLM hashed all of them. Names from clients count only with a
+    ``cache_salt``: two clients may give one name to two images. False for a request that no
+    process has marked.
     """
     features = request.mm_features
     if not features:

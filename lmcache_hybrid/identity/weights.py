@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Identity of a model's weights: a digest of what a rank has loaded.
+"""Names a model's weights by a digest of what a rank has loaded.
 
-Not of the place they came from. Two models are two names whatever they are called and
-wherever they lie, and a copy of one is found again under any path.
+Paths do not count: two models have two names wherever they lie, and a copy of one has its name.
 """
 
 import re
@@ -24,18 +23,18 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.lmcache_hybrid.identity.weights")
 
-# What is made of weights and of a prompt's items, beside the configuration in force.
+# Files beside the weights that decide what is computed: configurations and code.
 _FILES = ("*config*.json", "*.py")
 
 
 class TensorDigest:
-    """Digest over named tensors, whatever their order. Of one thread."""
+    """Digest over named tensors in any order. Not thread-safe."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Count all bytes of a tensor; one on a device is copied to the host for it."""
+        """Add all bytes of a tensor; copies one on a device to the host."""
         if is_traceable_wrapper_subclass(tensor):
             for part in tensor.__tensor_flatten__()[0]:
                 self.add(f"{name}.{part}", getattr(tensor, part))
@@ -45,17 +44,17 @@ class TensorDigest:
         self.add_digest(name, f"{tensor.dtype} {tuple(tensor.shape)} {digest}")
 
     def add_digest(self, name: str, digest: str) -> None:
-        """Count a tensor of which a digest is known."""
+        """Add a tensor by its digest."""
         self._lines.append(f"{name} {digest}\n")
 
     def hexdigest(self) -> str | None:
-        """Digest of all tensors so far; None where there was none."""
+        """Digest of all tensors so far; None without any."""
         lines = "".join(sorted(self._lines))
         return xxhash.xxh3_128_hexdigest(lines.encode()) if lines else None
 
 
 class WeightsStream:
-    """Passes on what a loader reads from a checkpoint and keeps its digest."""
+    """Digests what a loader reads from a checkpoint, and passes it on. Not thread-safe."""
 
     def __init__(self) -> None:
         self._digest = TensorDigest()
@@ -64,7 +63,7 @@ class WeightsStream:
     def read(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor once it is counted: some loaders use its memory again."""
+        """Yield each tensor after adding it: some loaders reuse its memory."""
         for name, tensor in weights:
             if self._problem is None:
                 try:
@@ -75,7 +74,7 @@ class WeightsStream:
             yield name, tensor
 
     def identity(self, model: nn.Module) -> str | None:
-        """Name of what was streamed, or of the model's tensors if nothing was.
+        """Name what was streamed, or the model's tensors if nothing was.
 
         Returns:
             None where a tensor could not be read.
@@ -87,12 +86,12 @@ class WeightsStream:
 
 
 def tensors_identity(model: nn.Module) -> str | None:
-    """Name of the tensors that a model holds; None where one cannot be read.
+    """Name the tensors that a model holds; None where one cannot be read.
 
-    For loaders that write into a model's tensors themselves, before they are made into
-    what kernels want.
+    For loaders that write into a model's tensors themselves; call it before those are converted
+    for kernels.
     """
-    # Here: in other processes it would be imported for nothing.
+    # Imported here, because most processes do not need it.
     from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
 
     tensors = TensorDigest()
@@ -114,11 +113,12 @@ def tensors_identity(model: nn.Module) -> str | None:
 class LoadedWeights:
     """Which weights this process has loaded, by vLLM's ``ModelConfig`` object.
 
-    An entry ends with its configuration. A reload in place leaves it as it is; see
+    Written by the thread that loads and runs the model; any thread may read. An entry lives as
+    long as its configuration. A reload in place does not change it, see
     :mod:`lmcache_hybrid.storage.weights_guard`.
 
     Attributes:
-        changes: grows whenever weights are written into a model that was loaded.
+        changes: counts the times that weights were written into a loaded model.
         discarded: a sleep discarded the weights, and none were loaded since.
     """
 
@@ -143,13 +143,13 @@ LOADED = LoadedWeights()
 
 
 def weights_identity(vllm_config: "VllmConfig") -> dict[str, list[str]]:
-    """Name of the weights of model and draft model, on all ranks.
+    """Name the weights of model and draft model on all ranks.
 
     A rank's pages depend on the other ranks' weights too. A collective call: every rank
     makes it once, after its model is loaded.
 
     Raises:
-        UnknownWeightsError: on every rank, where a rank does not know what it has loaded.
+        UnknownWeightsError: on every rank, where any rank does not know what it has loaded.
     """
     speculative = vllm_config.speculative_config
     draft = speculative.draft_model_config if speculative is not None else None
@@ -191,10 +191,10 @@ def _of_all_ranks(own: dict[str, str | None]) -> list[dict[str, str | None]]:
 
 
 def files_identity(model_config: Any) -> str:
-    """Name of the files beside the weights: configurations, processors and code.
+    """Name the files beside the weights: configurations, processors and code.
 
-    Of a local folder (or a weight file's) it is a digest of the files that count, all of
-    their bytes; paths and times do not count. A name on a hub counts with its commit.
+    For a local folder (or a weight file's folder) a digest of all bytes of these files, without
+    their paths and times. For a name on a hub the name and its commit.
 
     Raises:
         UnknownWeightsError: neither files nor commit are known.
