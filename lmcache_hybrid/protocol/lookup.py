@@ -83,7 +83,7 @@ UNAVAILABLE = LookupResult(0, 0, available=False)
 
 
 def agree(
-    ask: Callable[[LookupRequest], list[LookupResult]], question: LookupRequest
+    ask: Callable[[LookupRequest], list[LookupResult]], request: LookupRequest
 ) -> LookupResult:
     """Ask all ranks until they name one boundary; UNAVAILABLE where one has no verdict.
 
@@ -95,15 +95,15 @@ def agree(
         ask: sends a request to all ranks; returns [] when one did not answer.
     """
     while True:
-        answers = ask(question)
-        if not answers:
+        results = ask(request)
+        if not results:
             return UNAVAILABLE
-        attention = min(answer.attention for answer in answers)
-        lowest = min(answer.boundary for answer in answers)
-        available = all(answer.available for answer in answers)
-        if all(answer.boundary == lowest for answer in answers):
-            return LookupResult(lowest, attention, answers[0].sources, available)
-        question = msgspec.structs.replace(question, limit=lowest, again=True)
+        attention = min(result.attention for result in results)
+        lowest = min(result.boundary for result in results)
+        available = all(result.available for result in results)
+        if all(result.boundary == lowest for result in results):
+            return LookupResult(lowest, attention, results[0].sources, available)
+        request = msgspec.structs.replace(request, limit=lowest, again=True)
         if lowest == 0:
-            ask(question)  # makes the other ranks drop their claims
+            ask(request)  # makes the other ranks drop their claims
             return LookupResult(0, attention, available=available)

@@ -10,7 +10,6 @@ import functools
 import math
 import os
 import threading
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,8 +27,9 @@ from vllm.logger import init_logger
 from lmcache_hybrid.core.digests import PLAIN, Digester
 from lmcache_hybrid.core.errors import DamagedError, LoadError, NoRoomError, RecordError
 from lmcache_hybrid.core.keys import RecordKey
-from lmcache_hybrid.storage import pins, tier_lookup
+from lmcache_hybrid.storage import tier_lookup
 from lmcache_hybrid.storage.buffer import LMCacheBuffer
+from lmcache_hybrid.storage.claims import LMCacheClaim
 from lmcache_hybrid.storage.disk.backend import LocalDisk, record_shape
 from lmcache_hybrid.storage.record import open_record, record_bytes, seal, tags_digest
 from lmcache_hybrid.storage.remote import connectors as remote
@@ -41,48 +41,10 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.lmcache_hybrid.storage.lmcache_store")
 
-# Backends that keep an index here and honour pins.
-PINNING = ("LocalCPUBackend", "LocalDiskBackend")
 TAG = "lmcache.tag."
 # Damaged records to remember, and keys of LMCache to keep.
 MAX_DAMAGED = 4096
 KEPT_KEYS = 1 << 14
-
-
-class LMCacheClaim:
-    """Pins records, see :mod:`lmcache_hybrid.storage.pins`; its owner must release it.
-
-    Attributes:
-        located: backend of each record.
-        made: ``time.monotonic`` of the claim; a remote store that was silent since is not asked.
-    """
-
-    def __init__(self, store: "LMCacheStore", located: Mapping[RecordKey, str]) -> None:
-        self.keys = tuple(located)
-        self.located = dict(located)
-        self.made = time.monotonic()
-        self.held = True
-        self._store = store
-        self._lock = threading.Lock()
-        self._pinned: list[pins.Unpin] = []
-
-    def pin(self) -> bool:
-        """Pin every key whose backend has pins. On False one is gone: release the claim."""
-        for key, location in self.located.items():
-            if location in PINNING:
-                backend = self._store.manager.storage_backends[location]
-                unpin = pins.pin(backend, self._store.engine_key(key))
-                if unpin is None:
-                    return False
-                self._pinned.append(unpin)
-        return True
-
-    def release(self) -> None:
-        with self._lock:
-            self.held = False
-            pinned, self._pinned = self._pinned, []
-        for unpin in pinned:
-            unpin()
 
 
 class LMCacheStore:
@@ -178,8 +140,8 @@ class LMCacheStore:
         return {key: name for key, name in zip(wanted, locations, strict=True) if name is not None}
 
     def claim(self, located: Mapping[RecordKey, str]) -> LMCacheClaim | None:
-        claim = LMCacheClaim(self, located)
-        if not claim.pin():
+        claim = LMCacheClaim(located)
+        if not claim.pin(self.manager.storage_backends, self.engine_key):
             claim.release()
             return None
         return claim

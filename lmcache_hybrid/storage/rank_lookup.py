@@ -125,43 +125,43 @@ class RankLookup:
         self._given_up = False
         self._lock = threading.Lock()  # guards these three
 
-    def answer(self, question: LookupRequest) -> LookupResult:
+    def answer(self, request: LookupRequest) -> LookupResult:
         """Find the deepest boundary and claim it in place of the request's last claim."""
         started = time.perf_counter()
-        answer = self._answer(question)
-        if question.limit > 0 and answer.available and not question.again:
+        result = self._answer(request)
+        if request.limit > 0 and result.available and not request.again:
             size = self._plan.block_size
-            asked = len(question.prefix.hashes) * size
-            self._monitor.looked_up(asked, answer.boundary * size, started)
-        return answer
+            asked = len(request.prefix.hashes) * size
+            self._monitor.looked_up(asked, result.boundary * size, started)
+        return result
 
-    def _answer(self, question: LookupRequest) -> LookupResult:
-        self.drop(question.request_id, question.number)
+    def _answer(self, request: LookupRequest) -> LookupResult:
+        self.drop(request.request_id, request.number)
         with self._lock:
-            self._answering = question.request_id, question.number
+            self._answering = request.request_id, request.number
             self._given_up = False
-        if question.limit <= 0:
+        if request.limit <= 0:
             return MISS
         if not self._store.readable():
             return UNAVAILABLE
         try:
-            return self._search(question)
+            return self._search(request)
         except _UnwantedError:
             return UNAVAILABLE
 
-    def _search(self, question: LookupRequest) -> LookupResult:
+    def _search(self, request: LookupRequest) -> LookupResult:
         """Find the deepest boundary that can be claimed. Raises _UnwantedError."""
-        prefix, plan, floor = question.prefix, self._plan, question.floor
-        found = _Found(plan, prefix, floor, functools.partial(self._locate, question))
+        prefix, plan, floor = request.prefix, self._plan, request.floor
+        found = _Found(plan, prefix, floor, functools.partial(self._locate, request))
         # Counted beyond the limit, too: stored pages need not be stored again.
         attention = found.attention()
-        for boundary in found.boundaries(min(attention, question.limit)):
+        for boundary in found.boundaries(min(attention, request.limit)):
             keys = load_keys(prefix, floor, boundary, plan)
-            self._check_wanted(question)
+            self._check_wanted(request)
             claim = self._store.claim({key: found.where[key] for key in keys})
             if claim is not None:
                 self._store.refresh(used_keys(prefix, (boundary,), plan))
-                if not self._keep(question, claim):
+                if not self._keep(request, claim):
                     return UNAVAILABLE
                 pages = keys[:: len(plan.attention)][: boundary - floor]
                 return LookupResult(boundary, attention, _runs(found.where[key] for key in pages))
@@ -170,25 +170,25 @@ class RankLookup:
         self._store.refresh(used_keys(prefix, (local,), plan))
         return LookupResult(0, attention)
 
-    def _locate(self, question: LookupRequest, keys: Sequence[RecordKey]) -> dict[RecordKey, str]:
-        self._check_wanted(question)
-        return self._store.locate(keys, question.deadline)
+    def _locate(self, request: LookupRequest, keys: Sequence[RecordKey]) -> dict[RecordKey, str]:
+        self._check_wanted(request)
+        return self._store.locate(keys, request.deadline)
 
-    def _check_wanted(self, question: LookupRequest) -> None:
+    def _check_wanted(self, request: LookupRequest) -> None:
         """Raise _UnwantedError once nobody waits for the answer.
 
         A drop that came before the lookup leaves no mark. It comes after the deadline, though,
         so the deadline ends such a lookup here.
         """
-        if self._given_up or time.monotonic() > question.deadline:
+        if self._given_up or time.monotonic() > request.deadline:
             raise _UnwantedError
 
-    def _keep(self, question: LookupRequest, claim: Claim) -> bool:
+    def _keep(self, request: LookupRequest, claim: Claim) -> bool:
         """File the claim, or release it where its lookup was dropped meanwhile."""
         with self._lock:
             self._answering = "", 0
             if not self._given_up:
-                self._claims[question.request_id] = question.number, claim
+                self._claims[request.request_id] = request.number, claim
                 return True
         claim.release()
         return False
@@ -225,7 +225,7 @@ class RankLookup:
             assert len(set(map(id, claims))) == len(claims), "two requests share a claim"
             answering, latest = self._answering
             claimed_by, _ = self._claims.get(answering, (latest + 1, None))
-            assert claimed_by > latest, "a question left its predecessor's claim"
+            assert claimed_by > latest, "a lookup left its predecessor's claim"
 
 
 def _runs(names: Iterable[str]) -> tuple[tuple[str, int], ...]:

@@ -53,14 +53,14 @@ class LookupClient:
         self._timeout_ms = timeout_ms
         self._paused_until, self._pause = 0.0, FIRST_PAUSE_SECONDS
 
-    def ask(self, question: LookupRequest) -> list[LookupResult]:
+    def ask(self, request: LookupRequest) -> list[LookupResult]:
         """Send a lookup to all ranks; [] when one does not answer in time."""
         if time.monotonic() < self._paused_until:
             return []
         deadline = time.monotonic() + ANSWER_WITHIN * self._timeout_ms / 1000
-        question = msgspec.structs.replace(question, deadline=deadline)
+        request = msgspec.structs.replace(request, deadline=deadline)
         return [
-            msgspec.msgpack.decode(raw, type=LookupResult) for raw in self._send("ask", question)
+            msgspec.msgpack.decode(raw, type=LookupResult) for raw in self._send("ask", request)
         ]
 
     def clear(self, epoch: int) -> bool:

@@ -73,9 +73,9 @@ class GuardedLookup:
     def __init__(self, lookup: RankLookup, guard: WeightsGuard) -> None:
         self._lookup, self._guard = lookup, guard
 
-    def answer(self, question: LookupRequest) -> LookupResult:
+    def answer(self, request: LookupRequest) -> LookupResult:
         """See :meth:`RankLookup.answer`; no verdict, and no claim, after a change of weights."""
         if self._guard.stands():
-            return self._lookup.answer(question)
-        self._lookup.drop(question.request_id, question.number)
+            return self._lookup.answer(request)
+        self._lookup.drop(request.request_id, request.number)
         return UNAVAILABLE

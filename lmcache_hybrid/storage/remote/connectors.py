@@ -32,11 +32,11 @@ def exists(backend: "RemoteBackend", key: CacheEngineKey) -> bool:
     Raises:
         Exception: the store did not answer within ``blocking_timeout_secs``, or failed.
     """
-    question = asyncio.run_coroutine_threadsafe(backend.connection.exists(key), backend.loop)
+    answer = asyncio.run_coroutine_threadsafe(backend.connection.exists(key), backend.loop)
     try:
-        return question.result(backend.config.blocking_timeout_secs)
+        return answer.result(backend.config.blocking_timeout_secs)
     finally:
-        question.cancel()
+        answer.cancel()
 
 
 def remove(backend: "RemoteBackend", key: CacheEngineKey, damaged: bool) -> None:
@@ -70,11 +70,11 @@ def existing(
     job = redis_stores.existing(backend.connection, keys)
     if job is None:
         job = _existing_side_by_side(backend.connection, keys)
-    question = asyncio.run_coroutine_threadsafe(job, backend.loop)
+    answer = asyncio.run_coroutine_threadsafe(job, backend.loop)
     try:
-        return question.result(min(seconds, backend.config.blocking_timeout_secs))
+        return answer.result(min(seconds, backend.config.blocking_timeout_secs))
     finally:
-        question.cancel()
+        answer.cancel()
 
 
 async def _existing_side_by_side(connection: Any, keys: Sequence[CacheEngineKey]) -> list[bool]:

@@ -142,7 +142,7 @@ LMCACHE = (
         "current_cache_size usage batched_submit_put_task close",
     ),
     *attributes("lmcache.utils", "DiskCacheMetadata", "size path pin unpin"),
-    # What keeps a record that somebody refers to (lmcache_hybrid/storage/pins.py)
+    # What keeps a record that somebody refers to (lmcache_hybrid/storage/claims.py)
     Hook(
         "lmcache.v1.memory_management",
         "TensorMemoryObj.can_evict",

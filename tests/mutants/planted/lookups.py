@@ -3,7 +3,7 @@
 
 from tests.mutants.defect import Defect, one
 
-PINS = "lmcache_hybrid/storage/pins.py"
+CLAIMS = "lmcache_hybrid/storage/claims.py"
 
 WORKER = "lmcache_hybrid/worker/worker.py"
 SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
@@ -19,13 +19,13 @@ DEFECTS = (
     Defect(
         "a claim pins with what LMCache's pin monitor takes away",
         (
-            (PINS, "        memory.ref_count_up()\n", "        memory.pin()\n"),
-            (PINS, "return memory.ref_count_down", "return memory.unpin"),
+            (CLAIMS, "        memory.ref_count_up()\n", "        memory.pin()\n"),
+            (CLAIMS, "return memory.ref_count_down", "return memory.unpin"),
         ),
     ),
     one(
         "a claim unpins the file that came after its own",
-        PINS,
+        CLAIMS,
         "            entry.unpin()\n",
         "            backend.dict[key].unpin()\n",
     ),
@@ -44,13 +44,13 @@ DEFECTS = (
     one(
         "the end of a lookup's time is not seen between its questions",
         "lmcache_hybrid/storage/rank_lookup.py",
-        "        self._check_wanted(question)\n        return self._store.locate",
+        "        self._check_wanted(request)\n        return self._store.locate",
         "        return self._store.locate",
     ),
     one(
         "a claim is made when nobody waits for it any more",
         "lmcache_hybrid/storage/rank_lookup.py",
-        "            self._check_wanted(question)\n            claim = ",
+        "            self._check_wanted(request)\n            claim = ",
         "            claim = ",
     ),
     one(

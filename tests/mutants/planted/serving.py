@@ -83,7 +83,7 @@ DEFECTS = (
     one(
         "the smallest answer of the ranks is taken without agreement",
         LOOKUP,
-        "if all(answer.boundary == lowest for answer in answers):",
+        "if all(result.boundary == lowest for result in results):",
         "if answers:",
     ),
     one(
@@ -221,7 +221,7 @@ DEFECTS = (
     one(
         "a late answer keeps its claim",
         "lmcache_hybrid/storage/rank_lookup.py",
-        "if self._given_up or time.monotonic() > question.deadline:",
+        "if self._given_up or time.monotonic() > request.deadline:",
         "if self._given_up:",
     ),
     one(
@@ -244,7 +244,7 @@ DEFECTS = (
     ),
     one(
         "claims do not pin",
-        "lmcache_hybrid/storage/pins.py",
+        "lmcache_hybrid/storage/claims.py",
         "        memory.ref_count_up()\n    return memory.ref_count_down",
         "    return lambda: None",
     ),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lmcache_hybrid.core.errors import LoadError, NoRoomError, RecordError
-from lmcache_hybrid.storage.lmcache_store import LMCacheClaim
+from lmcache_hybrid.storage.claims import LMCacheClaim
 from lmcache_hybrid.storage.record import digests_of
 
 from ..helpers import payload_of
@@ -96,7 +96,7 @@ def test_room_that_a_read_did_not_use_goes_back(box, kind):
     box = box(kind).write()
     box.remove(KEYS[1])
     with pytest.raises((LoadError, RecordError)):
-        box.store.fetch(LMCacheClaim(box.store, dict.fromkeys(KEYS, BACKEND[kind])), KEYS)
+        box.store.fetch(LMCacheClaim(dict.fromkeys(KEYS, BACKEND[kind])), KEYS)
     until(lambda: box.used() == box.start, "memory is still set aside")
 
 

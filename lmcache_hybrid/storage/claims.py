@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pins records in LMCache's backends, by record and not by key.
+"""Claims of records in LMCache's backends, whose pins hold records and not keys.
 
 Under one key there can be one record now and another later, after a discard and a new
 write. LMCache's ``unpin(key)`` takes a pin from whichever is there, and its pin monitor
@@ -7,15 +7,60 @@ takes all pins of a record away after ``pin_timeout_sec``; the next ``unpin(key)
 somebody else's.
 """
 
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
+from lmcache_hybrid.core.keys import RecordKey
+
+# Backends that keep an index here and honour pins.
+PINNING = ("LocalCPUBackend", "LocalDiskBackend")
 # Gives one pin back. Call it exactly once, from any thread.
 Unpin = Callable[[], None]
+
+
+class LMCacheClaim:
+    """Records that no backend here evicts until :meth:`release`, which the owner calls.
+
+    Attributes:
+        keys: of the records.
+        located: backend of each record.
+        made: ``time.monotonic`` of the claim; a remote store that was silent since is not asked.
+        held: False once released.
+    """
+
+    def __init__(self, located: Mapping[RecordKey, str]) -> None:
+        self.keys = tuple(located)
+        self.located = dict(located)
+        self.made = time.monotonic()
+        self.held = True
+        self._lock = threading.Lock()
+        self._pinned: list[Unpin] = []
+
+    def pin(
+        self, backends: Mapping[str, Any], engine_key: Callable[[RecordKey], CacheEngineKey]
+    ) -> bool:
+        """Pin every key whose backend has pins. On False one is gone: release the claim."""
+        for key, location in self.located.items():
+            if location in PINNING:
+                unpin = pin(backends[location], engine_key(key))
+                if unpin is None:
+                    return False
+                self._pinned.append(unpin)
+        return True
+
+    def release(self) -> None:
+        """Unpin. May be called more than once, from any thread."""
+        with self._lock:
+            self.held = False
+            pinned, self._pinned = self._pinned, []
+        for unpin in pinned:
+            unpin()
 
 
 def pin(backend: Any, key: CacheEngineKey) -> Unpin | None:
