@@ -15,7 +15,7 @@ _KEY = re.compile(
     r"(?:@of%(?P<tags>[0-9a-f]{32}))?",
     re.DOTALL,
 )
-MODEL_NAME_LENGTH = 64
+MODEL_NAME_LENGTH = 64  # characters
 # What LMCache appends to a key for each of the two values of a record in Redis.
 VALUE, METADATA = "kv_bytes", "metadata"
 

@@ -17,7 +17,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 TRIES = 5
 # After the disk was full, writes are made one by one for so long.
 ALONE_SECONDS = 60.0
-# The first and the longest pause after records were evicted in vain.
+# The first and the longest pause without evictions after one in vain.
 PAUSE_SECONDS, LONGEST_PAUSE = 60.0, 3600.0
 
 

@@ -115,6 +115,12 @@ DEFECTS = (
         "",
     ),
     one(
+        "a claim that a load took stays filed",
+        "lmcache_hybrid/storage/rank_lookup.py",
+        "self._claims.pop(request_id, (0, None))[1]",
+        "self._claims.get(request_id, (0, None))[1]",
+    ),
+    one(
         "a drop takes the claim of a later question",
         "lmcache_hybrid/storage/rank_lookup.py",
         "            if claim is None or claimed_by > number:\n",

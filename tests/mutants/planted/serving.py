@@ -84,7 +84,7 @@ DEFECTS = (
         "the smallest answer of the ranks is taken without agreement",
         LOOKUP,
         "if all(result.boundary == lowest for result in results):",
-        "if answers:",
+        "if results:",
     ),
     one(
         "one state group is enough",
