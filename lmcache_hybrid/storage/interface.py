@@ -60,7 +60,7 @@ B = TypeVar("B", bound=Buffer)
 
 
 class Store(Protocol[C, B]):
-    """Records of one rank. Any thread may call any method.
+    """Records of one rank. Any thread may call it; ``locate`` only the lookup thread.
 
     A store takes back only claims and buffers of its own.
 

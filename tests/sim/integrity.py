@@ -10,7 +10,11 @@ def check(engine) -> None:
         store.check_integrity()
         filed = [claim for _, claim in lookup._claims.values()]
         taken = [claim for _, claim, _ in rank.connector._hybrid.worker._loads.values()]
-        assert not {id(claim) for claim in filed} & {id(claim) for claim in taken}
+        assert not {id(claim) for claim in filed} & {id(claim) for claim in taken}, (
+            "a claim is filed and taken"
+        )
         for claim in (*filed, *filter(None, taken)):
             # A claim in RAM is a reference: memory without any may be another record by now.
-            assert all(unpin.__self__.get_ref_count() > 0 for unpin in claim._pinned)
+            assert all(unpin.__self__.get_ref_count() > 0 for unpin in claim._pinned), (
+                "a claimed record was given back"
+            )

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each rule that the simulation checks after a step, broken once."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from .integrity import check
+
+
+class Memory:
+    """A record in LMCache's pool with one reference, the claim's."""
+
+    references = 1
+
+    def get_ref_count(self) -> int:
+        return self.references
+
+    def ref_count_down(self) -> None:
+        self.references -= 1
+
+
+def fine() -> None:
+    pass
+
+
+def broken() -> None:
+    raise AssertionError("of the test")
+
+
+def claim(memory: Memory) -> SimpleNamespace:
+    return SimpleNamespace(_pinned=[memory.ref_count_down])
+
+
+def engine(filed=(), taken=(), scheduler=fine, lookup=fine, store=fine) -> SimpleNamespace:
+    """One rank whose lookup filed some claims and whose loads took others."""
+    loads = {str(at): (None, each, None) for at, each in enumerate(taken)}
+    worker = SimpleNamespace(_loads=loads)
+    claims = {str(at): (1, each) for at, each in enumerate(filed)}
+    return SimpleNamespace(
+        hybrid=SimpleNamespace(check_integrity=scheduler),
+        ranks=[SimpleNamespace(connector=SimpleNamespace(_hybrid=SimpleNamespace(worker=worker)))],
+        lookups=[SimpleNamespace(_claims=claims, check_integrity=lookup)],
+        stores=[SimpleNamespace(check_integrity=store)],
+    )
+
+
+def test_claims_of_a_lookup_and_of_loads_are_fine():
+    check(engine([claim(Memory())], [claim(Memory()), None]))
+
+
+@pytest.mark.parametrize("part", ["scheduler", "lookup", "store"])
+def test_every_part_is_asked(part):
+    with pytest.raises(AssertionError, match="of the test"):
+        check(engine(**{part: broken}))
+
+
+def test_a_claim_that_is_filed_and_taken_is_found():
+    both = claim(Memory())
+    with pytest.raises(AssertionError, match="filed and taken"):
+        check(engine([both], [both]))
+
+
+@pytest.mark.parametrize("place", ["filed", "taken"])
+def test_a_claim_whose_memory_was_given_back_is_found(place):
+    memory = Memory()
+    memory.ref_count_down()
+    with pytest.raises(AssertionError, match="given back"):
+        check(engine(**{place: [claim(memory)]}))
