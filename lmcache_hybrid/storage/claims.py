@@ -76,7 +76,7 @@ def pin(backend: Any, key: CacheEngineKey) -> Unpin | None:
 
 
 def _pin_memory(backend: LocalCPUBackend, key: CacheEngineKey) -> Unpin | None:
-    """A reference instead of LMCache's pin, which anybody can take away.
+    """Hold a reference, because anybody can take LMCache's own pin away.
 
     LMCache evicts no record that somebody refers to. One that is removed by force keeps its
     memory until the last reference is gone.
@@ -90,7 +90,7 @@ def _pin_memory(backend: LocalCPUBackend, key: CacheEngineKey) -> Unpin | None:
 
 
 def _pin_file(backend: LocalDiskBackend, key: CacheEngineKey) -> Unpin | None:
-    """A pin of the index entry; a new file under this key has another entry."""
+    """Pin the index entry; a new file under this key gets another entry."""
     with backend.disk_lock:
         entry = backend.dict.get(key)
         if entry is None:

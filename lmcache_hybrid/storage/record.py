@@ -177,7 +177,7 @@ class Header:
 
     @property
     def key_id(self) -> bytes:
-        """Of the key that the record was sealed with; zeros without one."""
+        """Id of the key that sealed the record; zeros without one."""
         return self.seal[:KEY_ID_BYTES]
 
     @property

@@ -54,7 +54,7 @@ def test_agree_is_the_deepest_common_boundary(contents, limit, floor):
         ([(6, {6}), (0, set())], 0, 2),  # the second makes the first rank let go
     ],
 )
-def test_round_trips(contents, boundary, trips):
+def test_each_boundary_that_a_rank_lacks_takes_one_more_round_trip(contents, boundary, trips):
     ranks = ranks_with(contents)
     assert agree(ranks.ask, question()).boundary == boundary
     assert len(ranks.questions) == trips

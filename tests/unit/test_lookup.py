@@ -81,7 +81,7 @@ def test_every_attention_group_must_have_its_pages(group):
         (99, 0, 5),  # beyond the prompt
     ],
 )
-def test_limit_and_floor(limit, floor, boundary):
+def test_a_hit_lies_above_the_floor_and_not_above_the_limit(limit, floor, boundary):
     ranks = one_rank(6, (3, 5))
     assert ask_one(ranks, limit, floor).boundary == boundary
     assert ranks.num_claims == [boundary > 0]

@@ -26,7 +26,7 @@ RemoteMetadata = take("v1.protocol", "RemoteMetadata")
 
 @every_kind
 @pytest.mark.parametrize("batch", [KEYS, KEYS[1:2]], ids=["several", "one"])
-def test_a_record_that_went_away_after_the_claim(box, kind, batch):
+def test_a_record_that_went_away_after_the_claim_fails_its_load(box, kind, batch):
     box = box(kind).write()
     claim = box.store.claim(box.store.locate(batch))
     box.remove(KEYS[1])

@@ -135,7 +135,7 @@ def test_a_failed_put_releases_its_buffers(box):
     assert [buffer.memory.get_ref_count() for buffer in buffers] == [0] * len(KEYS)
 
 
-def test_putting_nothing(box):
+def test_a_put_of_no_records_takes_no_memory(box):
     box = box("ram")
     box.store.put([])
     assert box.used() == box.start

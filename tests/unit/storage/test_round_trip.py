@@ -27,7 +27,7 @@ def test_records_come_back_bit_for_bit(box, kind):
 
 @every_kind
 @pytest.mark.parametrize("size", [1, 63, MAX_PAYLOAD])
-def test_any_size_up_to_the_largest(box, kind, size):
+def test_records_of_any_size_up_to_the_largest_come_back(box, kind, size):
     box = box(kind).write(KEYS[:1], size)
     (payload,) = box.read(KEYS[:1])
     assert torch.equal(payload, payload_of(KEYS[0], size))
