@@ -127,3 +127,18 @@ def test_every_repair_of_vllm_is_in_the_design_notes() -> None:
     install = re.findall(r"^ +(\w+)\(\)$", re.split(r"^def ", code, flags=re.M)[1], re.M)
     listed = re.findall(r"^\| `(\w+)` \|", pages()["docs/design.md"], re.M)
     assert install and set(install) == set(listed)
+
+
+def test_the_design_notes_name_files_and_functions_that_exist() -> None:
+    table = re.findall(r"^\| [^|]+\? \| ([^|]+) \|", pages()["docs/design.md"], re.M)
+    assert len(table) > 10
+    for answer in table:
+        for file, names in re.findall(r"`([\w/]+\.py)`(?:: ((?:`\w+`(?:, )?)+))?", answer):
+            path = next(
+                (p for p in (ROOT / file, ROOT / "lmcache_hybrid" / file) if p.exists()), None
+            )
+            assert path is not None, f"{file} is in no room"
+            for name in re.findall(r"\w+", names):
+                assert re.search(rf"(def|class) {name}\b", path.read_text()), (
+                    f"{name} is not in {file}"
+                )
