@@ -62,7 +62,7 @@ from lmcache_hybrid.storage.weights_guard import WeightsGuard
 from lmcache_hybrid.tools.standalone import make_engine
 from lmcache_hybrid.tools.tiny_models import make_model
 from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder
-from lmcache_hybrid.worker import worker as worker_module
+from lmcache_hybrid.worker import loads
 from lmcache_hybrid.worker.pages import GroupPages
 from lmcache_hybrid.worker.worker import HybridWorker
 
@@ -179,7 +179,7 @@ class _Connector(lmcache_hybrid.connector.HybridConnector):
         self.worker = HybridWorker(
             self.plan, pages, engine.store, engine.lookup, torch.device("cpu")
         )
-        self.worker._executor = _AtOnce()
+        self.worker.loads._executor = _AtOnce()
 
 
 class ReplayEngine:
@@ -213,7 +213,7 @@ class ReplayEngine:
             self._patch(
                 lmcache_hybrid.connector, "HybridConnector", functools.partial(_Connector, self)
             )
-            self._patch(worker_module, "IDLE_WAIT_SECONDS", 0)
+            self._patch(loads, "IDLE_WAIT_SECONDS", 0)
             self._patch(mixin, "get_kv_transfer_group", lambda: self._connector)
             self._patch(mixin, "get_forward_context", lambda: None)
         self.scheduler = Scheduler(

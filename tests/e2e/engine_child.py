@@ -176,7 +176,7 @@ class Child:
 
     def counts(self) -> dict:
         worker = self._worker()
-        manager = worker.worker._store.manager
+        manager = worker.worker.store.manager
         pool = manager.local_cpu_backend
         disk = manager.storage_backends.get("LocalDiskBackend")
         files = list(disk.dict.values()) if disk else []
@@ -185,7 +185,7 @@ class Child:
             "scheduler": _totals(self._hybrid.scheduler.counts),
             "worker": _totals(worker.worker.counts)
             | {"rejected_records": worker.worker.counts.rejected_records},
-            "failed_writes": sum(worker.worker._store.failed_writes.values()),
+            "failed_writes": sum(worker.worker.store.failed_writes.values()),
             "pool": {
                 "records": len(pool.hot_cache),
                 "allocated": allocated,
@@ -215,7 +215,7 @@ class Child:
         from collections import Counter
 
         worker = self._worker().worker
-        store = worker._store
+        store = worker.store
         if not hasattr(self, "_located"):
             self._located, locate = Counter(), store.locate
 
@@ -243,7 +243,7 @@ class Child:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
     def reads(self) -> dict:
-        return dict(self._worker().worker._store.reads)
+        return dict(self._worker().worker.store.reads)
 
     def hold(self) -> None:
         """Stop before the next load and run verbs until ``go``."""
@@ -286,7 +286,7 @@ class Child:
     def writing(self) -> int:
         """Writes of LMCache's backends that have not ended."""
         total = 0
-        for backend in self._worker().worker._store.manager.storage_backends.values():
+        for backend in self._worker().worker.store.manager.storage_backends.values():
             total += len(getattr(backend, "put_tasks", ()))
             disk = getattr(backend, "disk_worker", None)
             total += len(disk.put_tasks) if disk is not None else 0

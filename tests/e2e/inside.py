@@ -19,7 +19,7 @@ class Inside:
     def __init__(self, llm, worker) -> None:
         self._llm = llm
         self._worker = worker
-        self._store = worker._store
+        self._store = worker.store
         self._pool = self._store.manager.local_cpu_backend
         self._filling: list = []
         self._pinned: list = []
@@ -121,8 +121,8 @@ class Inside:
             for name, ids in zip(names, prompts):
                 params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
                 engine.add_request(name, {"prompt_token_ids": ids}, params)
-            self._step(lambda: len(self._worker._loads) == len(prompts))
-            loading = len(self._worker._loads)
+            self._step(lambda: len(self._worker.loads) == len(prompts))
+            loading = len(self._worker.loads)
             engine.abort_request(names)
             for _ in range(5):
                 engine.step()
@@ -130,7 +130,7 @@ class Inside:
         finally:
             gate.set()
             del self._store.fetch
-        self._step(lambda: not self._worker._loads)
+        self._step(lambda: not self._worker.loads)
         engine.step()
         return [loading, held]
 

@@ -19,12 +19,12 @@ FLAGS = ("--max-num-batched-tokens", "1024", "--enforce-eager", "--max-num-seqs"
 # A vLLM plugin, so that it is there in the process that loads.
 LOSE_STATES = """
 from lmcache_hybrid.core.keys import STATE
-from lmcache_hybrid.worker.worker import HybridWorker
+from lmcache_hybrid.worker.loads import LoadQueue
 
-targets = HybridWorker._targets
+targets = LoadQueue._targets
 
 def plant():
-    HybridWorker._targets = lambda self, load: [
+    LoadQueue._targets = lambda self, load: [
         (key, block) for key, block in targets(self, load) if key.kind != STATE
     ]
 """

@@ -63,12 +63,12 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
 
     def _replace_threads(self, on_device: Device | None) -> None:
         if on_device is None:
-            self.worker._executor = ManualExecutor()
+            self.worker.loads._executor = ManualExecutor()
             return
         threads, held = on_device.threads, lambda: self.engine.holding
-        self.worker._executor = Executor(threads, held, by_hand=True)
-        self.worker._finisher = Executor(threads)
-        self.worker._threads = ThreadPool(threads, held)
+        self.worker.loads._executor = Executor(threads, held, by_hand=True)
+        self.worker.saves._finisher = Executor(threads)
+        self.worker.loads._threads = ThreadPool(threads, held)
 
     def run(self, function: Callable[[], bool]) -> bool:
         """Between two questions to the ranks, as :meth:`LookupQueue.run`."""
@@ -87,7 +87,7 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
     def restore_kv_caches(self) -> None:
         super().restore_kv_caches()
         if self._device is not None:
-            for pages in self.worker._pages.values():
+            for pages in self.worker.pages.values():
                 device.on_device(pages, self._device)
 
     def register_kv_caches(self, kv_caches) -> None:

@@ -36,7 +36,7 @@ from lmcache_hybrid.core.groups import GroupPlan, plan_groups
 from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.scheduler import scheduler as scheduler_module
 from lmcache_hybrid.storage.rank_lookup import RankLookup
-from lmcache_hybrid.worker import worker as worker_module
+from lmcache_hybrid.worker import loads
 
 from . import device, integrity, orders
 from .connector import SimConnector
@@ -59,7 +59,7 @@ class Stuck(AssertionError):
 def install(patch) -> None:
     """Put the parts of the simulation in place, until pytest undoes ``patch``."""
     patch.setattr(lmcache_hybrid.connector, "HybridConnector", SimConnector)
-    patch.setattr(worker_module, "IDLE_WAIT_SECONDS", 0)
+    patch.setattr(loads, "IDLE_WAIT_SECONDS", 0)
     patch.setattr(scheduler_module, "IDLE_WAIT_SECONDS", 0)
     orders.install(patch, ToyRank.running_connector)
     device.install(patch)
@@ -296,7 +296,7 @@ class SimEngine:
         """
         held, self.holding = self.holding, False
         for each in self.ranks if rank is None else [self.ranks[rank % len(self.ranks)]]:
-            executor = each.connector._hybrid.worker._executor
+            executor = each.connector._hybrid.worker.loads._executor
             if self.setup.device and rank is None:
                 executor.begin()
                 continue
@@ -307,7 +307,7 @@ class SimEngine:
         self.holding = held
 
     def begin_load(self, rank: int) -> None:
-        self.ranks[rank % len(self.ranks)].connector._hybrid.worker._executor.begin()
+        self.ranks[rank % len(self.ranks)].connector._hybrid.worker.loads._executor.begin()
         self.threads.advance(self.threads.random.choice(SPANS[:3]))
 
     def check_devices(self) -> None:
@@ -376,7 +376,7 @@ class SimEngine:
         assert errors <= broken, "a load or a save met an error that nobody planted"
         for rank, lookup in zip(self.ranks, self.lookups):
             assert lookup.num_claims == 0, f"rank {rank.rank} still holds claims"
-            assert not rank.connector._hybrid.worker._loads
+            assert not rank.connector._hybrid.worker.loads._running
 
     def kill(self) -> None:
         """The process is gone, and its pins with it."""
@@ -388,9 +388,9 @@ class SimEngine:
             for request_id in list(lookup._claims):
                 lookup.drop(request_id)
         for rank in self.ranks:
-            for _, claim, _ in rank.connector._hybrid.worker._loads.values():
-                if claim is not None:
-                    claim.release()
+            for running in rank.connector._hybrid.worker.loads._running.values():
+                if running.claim is not None:
+                    running.claim.release()
 
 
 VOCABULARY_END = -7  # a draft that is never right

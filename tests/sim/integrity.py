@@ -9,7 +9,9 @@ def check(engine) -> None:
         lookup.check_integrity()
         store.check_integrity()
         filed = [claim for _, claim in lookup._claims.values()]
-        taken = [claim for _, claim, _ in rank.connector._hybrid.worker._loads.values()]
+        worker = rank.connector._hybrid.worker
+        worker.check_integrity()
+        taken = [load.claim for load in worker.loads._running.values()]
         assert not {id(claim) for claim in filed} & {id(claim) for claim in taken}, (
             "a claim is filed and taken"
         )

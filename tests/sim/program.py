@@ -157,7 +157,7 @@ class Run:
         events = Counter(engine.events)
         for rank in engine.ranks:
             events.update(rank.device.events)
-            events["parts side by side"] += rank.connector._hybrid.worker._threads.beside
+            events["parts side by side"] += rank.connector._hybrid.worker.loads._threads.beside
         self.tally.steps_on_devices += engine.steps
         self.tally.events.update({f"device: {name}": count for name, count in events.items()})
 

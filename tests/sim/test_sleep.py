@@ -93,7 +93,7 @@ def test_a_copy_of_freed_memory_is_noticed(engine):
     device = engine.ranks[0].device
     if device is None or device.mode != "late":
         return
-    pages = engine.ranks[0].connector._hybrid.worker._pages[0]
+    pages = engine.ranks[0].connector._hybrid.worker.pages[0]
     host = pages.rows[0].memory[1].clone()
     pages.rows[0][1].copy_(host, non_blocking=True)
     device.freed = True

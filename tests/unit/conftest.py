@@ -42,7 +42,7 @@ def one_thread():
 @pytest.fixture
 def worker_rig():
     """Makes workers over a store in memory and shuts them down; takes Rig's arguments."""
-    from .test_worker import Rig
+    from .worker_rig import Rig
 
     made: list[Rig] = []
 

@@ -17,15 +17,19 @@ from lmcache_hybrid.tools.accept.tiers import refusals, tiers_of
 
 
 def test_the_last_block_of_a_lost_group_is_zeroed_until_it_ends() -> None:
+    class Loads:
+        def _restore(self, load, claim, after) -> int:
+            return 7
+
     class Worker:
         def __init__(self) -> None:
-            self._plan = SimpleNamespace(
+            self.plan = SimpleNamespace(
                 states=(1, 3), attention=(0,), windows=(SimpleNamespace(group=2),)
             )
             self.content = {
                 (group, block): torch.ones(4) for group in range(4) for block in range(9)
             }
-            self._pages = {
+            self.pages = {
                 group: SimpleNamespace(
                     block_bytes=16,
                     pieces=lambda block, data, group=group: [
@@ -35,19 +39,18 @@ def test_the_last_block_of_a_lost_group_is_zeroed_until_it_ends() -> None:
                 for group in range(4)
             }
 
-        def _restore(self, load, claim, after) -> int:
-            return 7
+            self.loads = Loads()
 
     load = SimpleNamespace(state_blocks=(1, 2), attention_blocks=((3, 4),), window_blocks=((5, 6),))
     for group, block in ((1, 1), (3, 2), (0, 4), (2, 6)):
         lossy = Worker()
         worker.lose(lossy, group)
-        assert lossy._restore(load, None, None) == 7
+        assert lossy.loads._restore(load, None, None) == 7
         zeroed = {where for where, content in lossy.content.items() if not content.any()}
         assert zeroed == {(group, block)}
         worker.lose(lossy, None)
         lossy.content[group, block].fill_(1)
-        lossy._restore(load, None, None)
+        lossy.loads._restore(load, None, None)
         assert lossy.content[group, block].all()
 
 
@@ -61,7 +64,7 @@ def test_blocks_of_every_group_are_copied_and_compared(state_bytes: int) -> None
         attention=(0, 2), states=(1,), windows=(SimpleNamespace(group=3),), block_size=16
     )
     store = SimpleNamespace(reserve=lambda size: SimpleNamespace(release=lambda: None))
-    items, targets = worker._items(SimpleNamespace(_plan=plan, _pages=pages, _store=store))
+    items, targets = worker._items(SimpleNamespace(plan=plan, pages=pages, store=store))
     copied = Counter(item.key.group for item in items)
     assert copied.keys() == {0, 1, 2, 3} and copied[1] == 1
     assert abs(copied[0] - copied[2]) <= 1 and abs(copied[0] - copied[3]) <= 1

@@ -95,12 +95,12 @@ def test_a_step_of_another_adapter_stores_nothing(worker_rig, monkeypatch):
     rig = worker_rig()
     (save,) = rig.save_metadata().saves
     save = SaveSpec(save.request_id, named(save.prefix), save.attention, save.states)
-    monkeypatch.setattr(rig.worker._adapters, "holds", lambda adapter: False)
+    monkeypatch.setattr(rig.worker.loads._adapters, "holds", lambda adapter: False)
     rig.worker.save(ConnectorMetadata(saves=(save,)))
     assert (
         not rig.store.records and rig.worker.counts.skipped_saves.items() == {"adapter": 1}.items()
     )
-    monkeypatch.setattr(rig.worker._adapters, "holds", lambda adapter: True)
+    monkeypatch.setattr(rig.worker.loads._adapters, "holds", lambda adapter: True)
     rig.worker.save(ConnectorMetadata(saves=(save,)))
     assert rig.store.records
 
@@ -130,7 +130,7 @@ def test_what_another_rank_computed_with_another_adapter_is_not_stored(
     rig = worker_rig()
     (save,) = rig.save_metadata().saves
     save = SaveSpec(save.request_id, named(save.prefix), save.attention, save.states)
-    monkeypatch.setattr(type(rig.worker._adapters), "_known", lambda self, lora: b"1")
+    monkeypatch.setattr(type(rig.worker.loads._adapters), "_known", lambda self, lora: b"1")
     calls = on_ranks(monkeypatch, other)
     rig.worker.save(ConnectorMetadata(saves=(save,)))
     assert bool(rig.store.records) == bool(other[0]) and calls == [[1]]
@@ -165,7 +165,7 @@ def test_a_load_of_another_adapter_fails(worker_rig, monkeypatch, answers):
     load = rig.load()
     object.__setattr__(load, "prefix", named(load.prefix))
     left = [*answers, answers[-1]]
-    monkeypatch.setattr(rig.worker._adapters, "holds", lambda adapter: left.pop(0))
+    monkeypatch.setattr(rig.worker.loads._adapters, "holds", lambda adapter: left.pop(0))
     results = rig.run(load)
     assert results.failed_recving == results.finished_recving == {"r"}
     assert dict(rig.worker.counts.failed_loads.items()) == {"adapter,none": 1}

@@ -13,6 +13,10 @@ from lmcache_hybrid.storage.rank_lookup import RankLookup
 from .helpers import PLAN, N, Ranks, fill, make_prefix
 
 
+def hear(rig, monitor) -> None:
+    rig.worker.loads._monitor = rig.worker.saves._monitor = monitor
+
+
 @pytest.fixture
 def lmcache() -> LMCStatsMonitor:
     return LMCStatsMonitor()
@@ -20,7 +24,8 @@ def lmcache() -> LMCStatsMonitor:
 
 def test_lmcache_counts_what_its_engine_would(worker, lmcache):
     monitor = LMCacheMonitor(lmcache)
-    worker.worker._monitor = worker.lookup._monitor = monitor
+    hear(worker, monitor)
+    worker.lookup._monitor = monitor
     worker.saved()
     worker.run(worker.load("good", start=1))
     lost = worker.load("bad")
@@ -40,7 +45,7 @@ def test_lmcache_counts_what_its_engine_would(worker, lmcache):
 
 
 def test_a_skipped_save_is_not_stored_for_lmcache_either(worker, lmcache):
-    worker.worker._monitor = LMCacheMonitor(lmcache)
+    hear(worker, LMCacheMonitor(lmcache))
     worker.store.reserve = lambda size: None
     worker.saved()
     assert lmcache.get_stats_and_clear().interval_store_requests == 0
@@ -54,7 +59,8 @@ def test_a_metric_that_fails_fails_nothing_else(worker):
 
     names = [name for name in vars(LMCStatsMonitor) if name.startswith("on_")]
     monitor = LMCacheMonitor(SimpleNamespace(**dict.fromkeys(names, broken)))
-    worker.worker._monitor = worker.lookup._monitor = monitor
+    hear(worker, monitor)
+    worker.lookup._monitor = monitor
     worker.saved()
     assert not worker.run(worker.load()).failed_recving
     lost = worker.load("lost")

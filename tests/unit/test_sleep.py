@@ -70,17 +70,17 @@ def test_a_load_under_way_ends_before_the_memory_is_freed(worker_rig):
     """Its parts that were not begun are left out, and its request is computed."""
     rig = worker_rig(part_bytes=1).saved()
     begun, go_on = threading.Event(), threading.Event()
-    scatter = rig.worker._copies.scatter
+    scatter = rig.worker.loads._copies.scatter
     copied = []
 
     def held(items, after):
         begun.set()
         assert go_on.wait(20)
-        assert rig.worker._pages[items[0].key.group].rows, "the memory is freed already"
+        assert rig.worker.pages[items[0].key.group].rows, "the memory is freed already"
         scatter(items, after)
         copied.append(items)
 
-    rig.worker._copies.scatter = held
+    rig.worker.loads._copies.scatter = held
     load = rig.load()
     rig.start(load, rig.load("behind"))
     assert begun.wait(20)
@@ -133,7 +133,7 @@ def group(worker_rig, monkeypatch):
 def mapped(connector) -> bool:
     """Whether anything of the KV cache is held."""
     hybrid = connector._hybrid
-    held = [bool(pages.rows) for pages in hybrid.worker._pages.values()]
+    held = [bool(pages.rows) for pages in hybrid.worker.pages.values()]
     assert len({*held, bool(hybrid.kv_caches)}) == 1
     return held[0]
 
@@ -258,7 +258,7 @@ def test_a_layout_that_changed_is_logged_and_ends_nothing(group, hybrid_log):
     group.unregister_kv_caches()
     hybrid._registered = {name: torch.zeros(12, 7) for name in hybrid._registered}
     group.restore_kv_caches()
-    assert hybrid.worker._asleep
+    assert hybrid.worker.loads._asleep
     (error,) = [r.getMessage() for r in hybrid_log.records if r.levelname == "ERROR"]
     assert "restart the engine" in error
 

@@ -44,7 +44,7 @@ class AcceptExtension:
         connector = _connector()
         if connector is None or connector.worker is None:
             return {"served": False}
-        plan, pages = connector.plan, connector.worker._pages
+        plan, pages = connector.plan, connector.worker.pages
         store = _store(connector.worker)
         config = store._engine.config
         paged = (*plan.attention, *(window.group for window in plan.windows))
@@ -81,7 +81,7 @@ class AcceptExtension:
         context = self.vllm_config.compilation_config.static_forward_context
         groups = (*connector.plan.attention, *(w.group for w in connector.plan.windows))
         assert connector.worker is not None
-        layers = [name for group in groups for name in connector.worker._pages[group].layers]
+        layers = [name for group in groups for name in connector.worker.pages[group].layers]
         backends = (getattr(context.get(name), "attn_backend", None) for name in layers)
         return sorted({each.__name__ for each in backends if each is not None})
 
@@ -109,7 +109,7 @@ class AcceptExtension:
     def accept_pending(self) -> int:
         """Count writes that are still queued; waits for device copies in flight."""
         worker = _worker()
-        worker._finisher.submit(lambda: None).result()
+        worker.saves._finisher.submit(lambda: None).result()
         backends = _store(worker).manager.storage_backends.values()
         return sum(_writing(backend) for backend in backends)
 
@@ -145,10 +145,10 @@ def lose(worker: "HybridWorker", group: int | None) -> None:
     Zeros are finite in every dtype, and a free block does not hold them by chance.
     Mutates ``worker``; None undoes it.
     """
-    vars(worker).pop("_restore", None)
+    vars(worker.loads).pop("_restore", None)
     if group is None:
         return
-    restore, pages = worker._restore, worker._pages[group]
+    restore, pages = worker.loads._restore, worker.pages[group]
 
     def restore_and_lose(load: "LoadSpec", claim: Any, after: Any) -> int:
         size = restore(load, claim, after)
@@ -157,11 +157,11 @@ def lose(worker: "HybridWorker", group: int | None) -> None:
             torch.accelerator.synchronize()
         return size
 
-    vars(worker)["_restore"] = restore_and_lose
+    vars(worker.loads)["_restore"] = restore_and_lose
 
 
 def _last_block(worker: "HybridWorker", load: "LoadSpec", group: int) -> int:
-    plan = worker._plan
+    plan = worker.plan
     blocks: dict[int, Sequence[int]] = {}
     blocks |= zip(plan.states, ((block,) for block in load.state_blocks), strict=True)
     blocks |= zip(plan.attention, load.attention_blocks, strict=True)
@@ -182,7 +182,7 @@ def _worker() -> "HybridWorker":
 
 
 def _store(worker: "HybridWorker") -> "LMCacheStore":
-    return cast("LMCacheStore", worker._store)
+    return cast("LMCacheStore", worker.store)
 
 
 def _writing(backend: Any) -> int:
@@ -220,7 +220,7 @@ def _items(worker: "HybridWorker") -> tuple[list[Item], list[int]]:
     A block of each group, then attention and window blocks in turn, as many as are copied in
     one go; fewer where KV cache or pool are small. The caller owns the buffers.
     """
-    plan, pages = worker._plan, worker._pages
+    plan, pages = worker.plan, worker.pages
     most = min(group.num_blocks for group in pages.values()) // 2 - 1
     paged = (*plan.attention, *(window.group for window in plan.windows))
     wanted = [*plan.states, *paged]
@@ -232,7 +232,7 @@ def _items(worker: "HybridWorker") -> tuple[list[Item], list[int]]:
         size += pages[group].block_bytes
     items: list[Item] = []
     for block, group in enumerate(wanted[:most], 1):
-        buffer = worker._store.reserve(pages[group].block_bytes)
+        buffer = worker.store.reserve(pages[group].block_bytes)
         if buffer is None:
             break
         items.append(Item(RecordKey(0, group, b"", block), pages[group], block, buffer))

@@ -83,21 +83,21 @@ DEFECTS = (
     ),
     one(
         "a load waits for the mark of an earlier step",
-        WORKER,
-        "            after = self._copies.mark()\n",
-        "            mark = self._copies.mark()\n"
-        '            after, self._mark = getattr(self, "_mark", mark), mark\n',
+        "lmcache_hybrid/worker/loads.py",
+        "        after = self._copies.mark()\n",
+        "        mark = self._copies.mark()\n"
+        '        after, self._mark = getattr(self, "_mark", mark), mark\n',
     ),
     Defect(
         "the mark is taken before the step zeroes blocks and saves",
         (
             (
-                WORKER,
-                "            after = self._copies.mark()\n",
-                '            after = getattr(self, "_mark", None) or self._copies.mark()\n',
+                "lmcache_hybrid/worker/loads.py",
+                "        after = self._copies.mark()\n",
+                '        after = getattr(self, "_mark", None) or self._copies.mark()\n',
             ),
             (
-                WORKER,
+                "lmcache_hybrid/worker/loads.py",
                 "        results = KVConnectorTransferResults()\n",
                 "        results = KVConnectorTransferResults()\n"
                 "        self._mark = self._copies.mark()\n",
@@ -108,12 +108,12 @@ DEFECTS = (
         "the mark is taken by the loading thread, on a stream of its own",
         (
             (
-                WORKER,
-                "            after = self._copies.mark()\n",
-                "            after = Mark(None)\n",
+                "lmcache_hybrid/worker/loads.py",
+                "        after = self._copies.mark()\n",
+                "        after = Mark(None)\n",
             ),
             (
-                WORKER,
+                "lmcache_hybrid/worker/loads.py",
                 "size = restore(load, claim, after)",
                 "size = restore(load, claim, self._copies.mark())",
             ),
@@ -162,7 +162,7 @@ DEFECTS = (
     ),
     one(
         "the buffers of a save go to the store before the device has copied them",
-        WORKER,
+        "lmcache_hybrid/worker/saves.py",
         "                rest()\n",
         "                pass\n",
     ),

@@ -94,13 +94,13 @@ DEFECTS = (
     ),
     one(
         "a step stores under the name of an adapter that was reloaded",
-        WORKER,
+        "lmcache_hybrid/worker/saves.py",
         "                if not named:\n",
         "                if False:\n",
     ),
     one(
         "a request goes on with what its adapter's old content computed",
-        WORKER,
+        "lmcache_hybrid/worker/loads.py",
         "            if not failed and not self._adapters.holds(load.prefix.adapter):\n",
         "            if False:\n",
     ),

@@ -85,20 +85,20 @@ DEFECTS = (
     ),
     one(
         "the load of an aborted request runs to its end",
-        WORKER,
+        "lmcache_hybrid/worker/loads.py",
         "        def restore(part: list[tuple[RecordKey, int]]) -> None:\n"
         "            self._check_wanted(load)\n",
         "        def restore(part: list[tuple[RecordKey, int]]) -> None:\n",
     ),
     one(
         "the load of an aborted request retries parts that found no room",
-        WORKER,
+        "lmcache_hybrid/worker/loads.py",
         "        for part in crowded_out:\n            self._check_wanted(load)\n",
         "        for part in crowded_out:\n",
     ),
     one(
         "a request's next load is stopped with the one before",
-        WORKER,
+        "lmcache_hybrid/worker/loads.py",
         "            self._unwanted.discard(request_id)\n",
         "",
     ),

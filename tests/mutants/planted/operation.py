@@ -49,7 +49,7 @@ DEFECTS = (
     ),
     one(
         "the beginning of a prefix is evicted first",
-        WORKER,
+        "lmcache_hybrid/worker/saves.py",
         "            self._store.arrange(used_keys(save.prefix, save.boundaries, self._plan))\n",
         "            pass\n",
     ),
@@ -160,7 +160,7 @@ DEFECTS = (
     one("a rank that failed to reset counts as reset", RPC, " and all(done)", ""),
     one(
         "a step that was scheduled before a reset stores after it",
-        WORKER,
+        "lmcache_hybrid/worker/saves.py",
         "            if metadata.epoch != self._epoch:\n",
         "            if metadata.epoch > self._epoch:\n",
     ),
@@ -201,7 +201,7 @@ DEFECTS = (
     # Threads
     one(
         "a load that was dropped is taken for done",
-        WORKER,
+        "lmcache_hybrid/worker/loads.py",
         "            failed = future.cancelled() or future.exception() or",
         "            failed = not future.cancelled() and",
     ),
@@ -226,9 +226,9 @@ DEFECTS = (
     # Sleep mode
     one(
         "a load goes on while the memory of the KV cache is freed",
-        WORKER,
-        "                future.result()\n        self._finisher",
-        "                pass\n        self._finisher",
+        "lmcache_hybrid/worker/loads.py",
+        "                future.result()\n\n    def resume",
+        "                pass\n\n    def resume",
     ),
     one(
         "pages are held while their memory is freed",
@@ -238,13 +238,13 @@ DEFECTS = (
     ),
     one(
         "a save in a sleep is not counted as such",
-        WORKER,
+        "lmcache_hybrid/worker/saves.py",
         '                self._skip("asleep", len(metadata.saves))\n                return\n',
         "                pass\n",
     ),
     one(
         "a load that a sleep ends goes on to its end",
-        WORKER,
+        "lmcache_hybrid/worker/loads.py",
         "        if self._asleep:\n            raise LoadError(",
         "        if False:\n            raise LoadError(",
     ),
@@ -281,7 +281,7 @@ DEFECTS = (
     one(
         "after a sleep copies go on failing",
         WORKER,
-        "            pages.map(kv_caches)\n        self._asleep = False\n",
-        "            pages.map(kv_caches)\n",
+        "        self.loads.resume()\n        self.saves.resume()\n",
+        "",
     ),
 )

@@ -155,7 +155,7 @@ DEFECTS = (
     ),
     one(
         "a damaged record stays in the store",
-        WORKER,
+        "lmcache_hybrid/worker/loads.py",
         "                self._store.discard(error.key)\n",
         "",
     ),
@@ -175,26 +175,26 @@ DEFECTS = (
         "a load is reported before its copy ended",
         (
             (
-                WORKER,
-                "for r, (future, _, _) in self._loads.items() if future.done()]",
-                "for r, (future, _, _) in self._loads.items()]",
+                "lmcache_hybrid/worker/loads.py",
+                "for r, each in self._running.items() if each.future.done()]",
+                "for r, each in self._running.items()]",
             ),
             (
-                WORKER,
-                "failed = future.cancelled() or future.exception() or future.result() is not None",
-                "failed = future.done() and not future.cancelled() and future.result() is not None",
+                "lmcache_hybrid/worker/loads.py",
+                "failed = future.cancelled() or future.exception() or not future.result().ok",
+                "failed = future.done() and not future.cancelled() and not future.result().ok",
             ),
         ),
     ),
     one(
         "a failed load is reported as a good one",
-        WORKER,
+        "lmcache_hybrid/worker/loads.py",
         "                results.failed_recving.add(request_id)\n",
         "                pass\n",
     ),
     one(
         "the load of an aborted request is never named",
-        WORKER,
+        "lmcache_hybrid/worker/loads.py",
         "            results.finished_recving.add(request_id)\n",
         "            if request_id not in finished:\n"
         "                results.finished_recving.add(request_id)\n",
@@ -208,8 +208,8 @@ DEFECTS = (
     # What is left behind
     one(
         "a pin is leaked when a load is cancelled",
-        WORKER,
-        "                claim.release()  # a cancelled load never ran\n",
+        "lmcache_hybrid/worker/loads.py",
+        "                running.claim.release()  # a cancelled load never ran\n",
         "                pass\n",
     ),
     one(
@@ -232,7 +232,7 @@ DEFECTS = (
     ),
     one(
         "the buffers of a load are not given back",
-        WORKER,
+        "lmcache_hybrid/worker/loads.py",
         "                stack.callback(buffer.release)\n",
         "                pass\n",
     ),

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads of one rank: records from the store into vLLM's blocks, off the model's thread.
+
+Their requests wait outside the running batch until the load is reported.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.logger import init_logger
+
+from lmcache_hybrid.core.counts import Ledger, WorkerCounts, failure_label
+from lmcache_hybrid.core.errors import (
+    DamagedError,
+    LoadError,
+    NoRoomError,
+    RecordError,
+    UnwantedError,
+)
+from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.core.keys import RecordKey
+from lmcache_hybrid.core.lmcache_stats import Monitor
+from lmcache_hybrid.core.threads import started
+from lmcache_hybrid.identity.adapters import LoadedAdapters, refuse, report_lost
+from lmcache_hybrid.protocol.metadata import LoadSpec
+from lmcache_hybrid.storage.interface import Claim, Store
+from lmcache_hybrid.worker.copies import Copies, Item, Mark, Threads
+from lmcache_hybrid.worker.pages import GroupPages, in_parts
+
+logger = init_logger("vllm.lmcache_hybrid.worker.loads")
+
+# Max seconds that a step without a forward waits for a load, instead of spinning through
+# empty steps beside the loading thread.
+IDLE_WAIT_SECONDS = 0.005
+# Bytes to read, check and copy at once, one record at least; as many parts run side by side
+# as there are copying threads.
+PART_BYTES = 8 << 20
+
+Restore = Callable[[LoadSpec, Claim | None, Mark], int]
+
+
+@dataclass(frozen=True)
+class TransferResult:
+    """How a load ended on this rank.
+
+    Attributes:
+        error: why it failed; None when every byte is in place.
+        size: bytes copied.
+        seconds: from its turn to its end.
+    """
+
+    request_id: str
+    error: str | None
+    size: int = 0
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A load that was not reported yet. It owns ``claim`` until it ends or is cancelled."""
+
+    load: LoadSpec
+    claim: Claim | None
+    future: Future[TransferResult]
+
+
+class LoadQueue:
+    """Runs the loads of one rank, one after the other.
+
+    All methods are called by the thread that runs the model. A load runs on a thread of its
+    own and copies its parts on several.
+    """
+
+    def __init__(
+        self,
+        plan: GroupPlan,
+        pages: Mapping[int, GroupPages],
+        store: Store,
+        copies: Copies,
+        ledger: Ledger[WorkerCounts],
+        monitor: Monitor,
+        adapters: LoadedAdapters,
+        part_bytes: int,
+    ) -> None:
+        """Start the threads. For the arguments see :class:`.worker.HybridWorker`."""
+        self._plan, self._pages, self._store = plan, pages, store
+        self._copies, self._ledger, self._monitor = copies, ledger, monitor
+        self._adapters, self._part_bytes = adapters, part_bytes
+        self._threads = Threads("hybrid-restore")
+        self._executor = started(1, "hybrid-load")
+        self._running: dict[str, _Running] = {}
+        # Requests that ended while their load runs: vLLM keeps their blocks until it is reported.
+        self._unwanted: set[str] = set()
+        # The KV cache has no memory, see suspend().
+        self._asleep = False
+
+    def __len__(self) -> int:
+        """How many loads were not reported yet."""
+        return len(self._running)
+
+    def start(self, load: LoadSpec, claim: Claim | None) -> None:
+        """Queue a load, which takes the claim over. Never blocks on the store."""
+        after = self._copies.mark()
+        restore: Restore = self._restore if self._adapters.holds(load.prefix.adapter) else refuse
+        asked = time.perf_counter()
+        future = self._executor.submit(self._load, load, claim, after, asked, restore)
+        self._running[load.request_id] = _Running(load, claim, future)
+
+    def results(self, finished: set[str], idle: bool) -> KVConnectorTransferResults:
+        """Return the loads that ended since the last call; each is reported exactly once.
+
+        Args:
+            finished: requests that ended. Their queued loads are dropped; one that runs stops
+                at its next part and counts as failed.
+            idle: whether waiting a moment for a load delays nobody.
+        """
+        results = KVConnectorTransferResults()
+        if not self._running:
+            return results
+        for request_id in finished & self._running.keys():
+            if not self._running[request_id].future.cancel():
+                self._unwanted.add(request_id)
+        if idle:
+            futures = [load.future for load in self._running.values()]
+            wait(futures, IDLE_WAIT_SECONDS, FIRST_COMPLETED)
+        for request_id in [r for r, each in self._running.items() if each.future.done()]:
+            running = self._running.pop(request_id)
+            future, load = running.future, running.load
+            self._unwanted.discard(request_id)
+            if running.claim is not None:
+                running.claim.release()  # a cancelled load never ran
+            # vLLM keeps the blocks of an aborted request until its load is named.
+            results.finished_recving.add(request_id)
+            # A cancelled one too: vLLM may give its ID to a new request at once.
+            failed = future.cancelled() or future.exception() or not future.result().ok
+            # vLLM may have evicted the adapter since and loaded it anew from other files.
+            if not failed and not self._adapters.holds(load.prefix.adapter):
+                report_lost(self._ledger, request_id)
+                failed = True
+            if failed:
+                results.failed_recving.add(request_id)
+        return results
+
+    def _load(
+        self, load: LoadSpec, claim: Claim | None, after: Mark, asked: float, restore: Restore
+    ) -> TransferResult:
+        """Restore one request's blocks. Runs on the load thread, which releases the claim."""
+        started = time.perf_counter()
+        tokens = (load.boundary - load.start) * self._plan.block_size
+        try:
+            size = restore(load, claim, after)
+        except UnwantedError as error:
+            return TransferResult(load.request_id, str(error))
+        except Exception as error:
+            expected = isinstance(error, (LoadError, RecordError))
+            with self._ledger as counts:
+                counts.failed_loads[failure_label(error)] += 1
+            self._monitor.retrieved(tokens, 0, started)
+            reason = str(error) if expected else repr(error)
+            logger.warning(
+                "Reqid: %s, loading %d tokens failed and they are computed instead: %s",
+                load.request_id,
+                tokens,
+                reason,
+                exc_info=not expected,
+            )
+            return TransferResult(load.request_id, reason)
+        finally:
+            if claim is not None:
+                claim.release()
+        seconds = time.perf_counter() - started
+        with self._ledger as counts:
+            load.count(counts, size)
+            counts.load_seconds.append(seconds)
+            counts.load_wait_seconds.append(started - asked)
+        self._monitor.retrieved(tokens, tokens, started)
+        # The scheduler has logged this request's hit; each rank would repeat it.
+        logger.debug(
+            "Reqid: %s, Retrieved %d tokens up to %d%s. size: %.4f GB, cost: %.4f ms, "
+            "throughput: %.4f GB/s",
+            load.request_id,
+            tokens,
+            load.boundary * self._plan.block_size,
+            " and the state there" if self._plan.states else "",
+            size / 1e9,
+            seconds * 1e3,
+            size / 1e9 / seconds,
+        )
+        return TransferResult(load.request_id, None, size, seconds)
+
+    def _restore(self, load: LoadSpec, claim: Claim | None, after: Mark) -> int:
+        """Copy all records of a load into the KV cache; return the bytes copied."""
+        if claim is None:
+            raise LoadError("its records are no longer pinned", "unpinned")
+        targets = self._targets(load)
+        size = sum(self._pages[key.group].block_bytes for key, _ in targets)
+        crowded_out: list[list[tuple[RecordKey, int]]] = []
+
+        def restore(part: list[tuple[RecordKey, int]]) -> None:
+            self._check_wanted(load)
+            try:
+                self._restore_part(claim, part, after)
+            except NoRoomError:
+                crowded_out.append(part)
+
+        self._threads.each(restore, list(in_parts(targets, self._pages, self._part_bytes)), size)
+        # Parts that ran beside these may have held the room that they needed.
+        for part in crowded_out:
+            self._check_wanted(load)
+            self._restore_part(claim, part, after)
+        return size
+
+    def _check_wanted(self, load: LoadSpec) -> None:
+        """Raise UnwantedError if its request has ended, LoadError if vLLM falls asleep."""
+        if load.request_id in self._unwanted:
+            raise UnwantedError("its request has ended", "unwanted")
+        if self._asleep:
+            raise LoadError("vLLM has put the engine to sleep", "asleep")
+
+    def _targets(self, load: LoadSpec) -> list[tuple[RecordKey, int]]:
+        """Pair every record of the load with the block id that it goes to.
+
+        Raises:
+            LoadError: vLLM has no such block.
+        """
+        targets = load.pages(self._plan)
+        for key, block in targets:
+            if not 0 < block < self._pages[key.group].num_blocks:
+                raise LoadError(f"vLLM gave block {block} for {key.label} at {key.boundary}")
+        return targets
+
+    def _restore_part(
+        self, claim: Claim, part: Sequence[tuple[RecordKey, int]], after: Mark
+    ) -> None:
+        """Read, check and copy records; a damaged one is removed from the store."""
+        items = []
+        with ExitStack() as stack:
+            buffers = self._store.fetch(claim, [key for key, _ in part])
+            for buffer in buffers:
+                stack.callback(buffer.release)
+            for (key, block), buffer in zip(part, buffers, strict=True):
+                pages, size = self._pages[key.group], buffer.payload.numel()
+                if size != pages.block_bytes:
+                    # If it stayed, every later request would be promised it and fail.
+                    self._store.discard(key)
+                    raise LoadError(f"record {key.label} has {size} bytes", "length", key)
+                items.append(Item(key, pages, block, buffer))
+            try:
+                self._copies.scatter(items, after)
+            except DamagedError as error:
+                self._store.discard(error.key)
+                raise
+            self._store.keep(claim, [(item.key, item.buffer) for item in items])
+
+    def suspend(self) -> None:
+        """Fail all loads, those to come included, and wait until none copies. Idempotent."""
+        self._asleep = True
+        futures = [load.future for load in self._running.values()]
+        for future in [future for future in futures if not future.cancel()]:
+            with suppress(Exception):  # results() reports it
+                future.result()
+
+    def resume(self) -> None:
+        """Load again."""
+        self._asleep = False
+
+    def close(self) -> None:
+        """End the threads; loads that did not start are dropped."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._threads.close()
+
+    def check_integrity(self) -> None:
+        """Assert what holds between two steps."""
+        assert self._unwanted <= self._running.keys(), "an ended load is still stopped"
+        for request_id, running in self._running.items():
+            assert running.load.request_id == request_id
