@@ -32,14 +32,14 @@ def claim(memory: Memory) -> SimpleNamespace:
     return SimpleNamespace(_pinned=[memory.ref_count_down])
 
 
-def engine(filed=(), taken=(), scheduler=fine, lookup=fine, store=fine) -> SimpleNamespace:
+def engine(filed=(), taken=(), scheduler=fine, lookup=fine, store=fine, worker=fine):
     """One rank whose lookup filed some claims and whose loads took others."""
-    loads = {str(at): (None, each, None) for at, each in enumerate(taken)}
-    worker = SimpleNamespace(_loads=loads)
+    loads = {str(at): SimpleNamespace(claim=each) for at, each in enumerate(taken)}
+    joined = SimpleNamespace(loads=SimpleNamespace(_running=loads), check_integrity=worker)
     claims = {str(at): (1, each) for at, each in enumerate(filed)}
     return SimpleNamespace(
         hybrid=SimpleNamespace(check_integrity=scheduler),
-        ranks=[SimpleNamespace(connector=SimpleNamespace(_hybrid=SimpleNamespace(worker=worker)))],
+        ranks=[SimpleNamespace(connector=SimpleNamespace(_hybrid=SimpleNamespace(worker=joined)))],
         lookups=[SimpleNamespace(_claims=claims, check_integrity=lookup)],
         stores=[SimpleNamespace(check_integrity=store)],
     )
@@ -49,7 +49,7 @@ def test_claims_of_a_lookup_and_of_loads_are_fine():
     check(engine([claim(Memory())], [claim(Memory()), None]))
 
 
-@pytest.mark.parametrize("part", ["scheduler", "lookup", "store"])
+@pytest.mark.parametrize("part", ["scheduler", "lookup", "store", "worker"])
 def test_every_part_is_asked(part):
     with pytest.raises(AssertionError, match="of the test"):
         check(engine(**{part: broken}))
