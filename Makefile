@@ -87,8 +87,8 @@ bench-digests: venv  ## what a key costs, to docs/generated/digests.json and doc
 bench-scale: venv  ## what one Valkey serves of one engine, and of a thousand; to docs/generated/scale.json
 	$(BIN)/lmcache-hybrid bench scale --out docs/generated/scale.json
 
-lint: venv  ## ruff over everything, mypy over both packages
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+lint: venv  ## ruff over everything, mypy over both packages, who may import whom
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
 docs: venv  ## the pages of docs/ as a site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
