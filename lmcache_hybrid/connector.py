@@ -15,7 +15,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from lmcache_hybrid.config.login import unencrypted
 from lmcache_hybrid.config.options import (
     Options,
     check_lengths,
@@ -24,13 +23,14 @@ from lmcache_hybrid.config.options import (
     read_options,
     settle_lmcache_config,
 )
+from lmcache_hybrid.config.redis_credentials import unencrypted
 from lmcache_hybrid.core.errors import ConfigError, UnknownWeightsError
 from lmcache_hybrid.core.groups import layer_specs, page_bytes, plan_groups
 from lmcache_hybrid.core.lmcache_stats import LMCacheMonitor
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.metrics import HybridStats
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata
-from lmcache_hybrid.scheduler.lookups import LookupQueue
+from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 from lmcache_hybrid.storage.key_names import readable_name
 from lmcache_hybrid.storage.rank_lookup import RankLookup
@@ -138,7 +138,7 @@ class HybridConnector:
     def _start_lmcache(
         self, config: "LMCacheEngineConfig", role: KVConnectorRole
     ) -> "LMCacheManager":
-        from lmcache_hybrid.storage.engine import HybridServiceFactory
+        from lmcache_hybrid.storage.service_factory import HybridServiceFactory
         from lmcache_hybrid.upstream.lmcache_home import LMCacheManager
 
         groups = [self._kv_cache_config.kv_cache_groups[i] for i in self.plan.attention]

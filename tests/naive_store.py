@@ -11,7 +11,6 @@ import torch
 from lmcache_hybrid.core.digests import PLAIN, Digester
 from lmcache_hybrid.core.errors import DamagedError, LoadError, RecordError
 from lmcache_hybrid.core.keys import RecordKey
-from lmcache_hybrid.storage.interface import Buffer, Claim
 from lmcache_hybrid.storage.record import (
     HEADER_BYTES,
     open_record,
@@ -19,6 +18,7 @@ from lmcache_hybrid.storage.record import (
     record_bytes,
     seal,
 )
+from lmcache_hybrid.storage.store import Buffer, Claim
 
 
 class _NaiveBuffer:

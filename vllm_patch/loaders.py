@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.identity.weights import LOADED, WeightsStream, tensors_identity
-from vllm_patch import partial_hits, sleep
+from vllm_patch import copy_on_write as partial_hits
+from vllm_patch import sleep
 from vllm_patch.configuration import is_ours
 
 if TYPE_CHECKING:

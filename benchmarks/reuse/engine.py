@@ -53,7 +53,7 @@ from lmcache_hybrid.config.options import read_options, settle_lmcache_config
 from lmcache_hybrid.core.groups import plan_groups
 from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.protocol.metadata import NOTHING
-from lmcache_hybrid.scheduler.lookups import LookupQueue
+from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 from lmcache_hybrid.storage.lmcache_store import LMCacheStore
 from lmcache_hybrid.storage.rank_lookup import RankLookup

@@ -9,7 +9,7 @@ buffers of one chunk of attention.
 import re
 from urllib.parse import SplitResult
 
-from lmcache_hybrid.config.login import SEVERAL_HOSTS, split_url, without_password
+from lmcache_hybrid.config.redis_credentials import SEVERAL_HOSTS, split_url, without_password
 from lmcache_hybrid.core.errors import ConfigError
 
 # Schemes of LMCache's remote_url and types of its remote_storage_plugins that are tested.

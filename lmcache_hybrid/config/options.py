@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 
 from lmcache_hybrid.config.backends import check_plugins, check_remote_url
 from lmcache_hybrid.config.folders import check_folder
-from lmcache_hybrid.config.login import (
+from lmcache_hybrid.config.redis_credentials import (
     PASSWORD_FILE,
     connection_options,
     hide_passwords,

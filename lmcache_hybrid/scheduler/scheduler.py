@@ -14,9 +14,9 @@ from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata, LoadSpec, SaveSpec
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.checkpoints import Checkpoints
-from lmcache_hybrid.scheduler.lookups import LookupQueue, PendingLookup
+from lmcache_hybrid.scheduler.lookup_queue import LookupQueue, PendingLookup
 from lmcache_hybrid.scheduler.prompt import prefix_of, why_unsaved
-from lmcache_hybrid.scheduler.saves import NULL_BLOCK, SavePlanner
+from lmcache_hybrid.scheduler.save_planner import NULL_BLOCK, SavePlanner
 from lmcache_hybrid.scheduler.tracker import Asked, Loading, NotAsked, Offered, RequestTracker
 
 if TYPE_CHECKING:

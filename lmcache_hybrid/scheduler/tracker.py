@@ -18,7 +18,7 @@ from lmcache_hybrid.identity.adapters import Adapter
 from lmcache_hybrid.protocol.lookup import LookupResult
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.checkpoints import Checkpoints
-from lmcache_hybrid.scheduler.lookups import PendingLookup
+from lmcache_hybrid.scheduler.lookup_queue import PendingLookup
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -31,10 +31,10 @@ from lmcache_hybrid.storage import tier_lookup
 from lmcache_hybrid.storage.buffer import LMCacheBuffer
 from lmcache_hybrid.storage.claims import LMCacheClaim
 from lmcache_hybrid.storage.disk.backend import LocalDisk, record_shape
+from lmcache_hybrid.storage.read_memory import Staging
 from lmcache_hybrid.storage.record import open_record, record_bytes, seal, tags_digest
 from lmcache_hybrid.storage.remote import connectors as remote
 from lmcache_hybrid.storage.remote.reader import RemoteReader
-from lmcache_hybrid.storage.staging import Staging
 
 if TYPE_CHECKING:
     from lmcache_hybrid.upstream.lmcache_home import LMCacheEngine

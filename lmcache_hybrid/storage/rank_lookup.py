@@ -13,7 +13,7 @@ from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.core.lmcache_stats import NO_MONITOR, Monitor
 from lmcache_hybrid.protocol.lookup import MISS, UNAVAILABLE, LookupRequest, LookupResult
 from lmcache_hybrid.protocol.prefix import Prefix, load_keys, record_keys, used_keys
-from lmcache_hybrid.storage.interface import Claim, Store
+from lmcache_hybrid.storage.store import Claim, Store
 
 # Boundaries to locate at once after the deepest one turned out incomplete.
 CANDIDATES = 1024

@@ -11,7 +11,7 @@ from lmcache_hybrid.upstream.lmcache_home import LMCacheEngine, LMCacheEngineBui
 def make_engine(
     name: str, config: LMCacheEngineConfig, model: str, rank: int = 0, ranks: int = 1
 ) -> LMCacheEngine:
-    """Make an engine that copies no slots, as :mod:`lmcache_hybrid.storage.engine` does in vLLM.
+    """Make an engine that copies no slots, as ``storage/service_factory.py`` does in vLLM.
 
     Its backends are there after its ``post_init``; ``LMCacheEngineBuilder.destroy(name)``
     ends it.

@@ -18,10 +18,10 @@ from vllm.logger import init_logger
 from lmcache_hybrid.core.errors import DamagedError, RecordError
 from lmcache_hybrid.core.keys import RecordKey
 from lmcache_hybrid.core.threads import started
-from lmcache_hybrid.storage.interface import Buffer, Store
 from lmcache_hybrid.storage.record import digests_of
+from lmcache_hybrid.storage.store import Buffer, Store
+from lmcache_hybrid.worker.batched_copies import Transfer, copy_one_by_one, transfer_for
 from lmcache_hybrid.worker.pages import GroupPages
-from lmcache_hybrid.worker.transfers import Transfer, copy_one_by_one, transfer_for
 
 logger = init_logger("vllm.lmcache_hybrid.worker.copies")
 

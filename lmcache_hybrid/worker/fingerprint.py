@@ -16,7 +16,7 @@ import xxhash
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.identity.weights import files_identity, weights_identity
 from lmcache_hybrid.storage import record
-from lmcache_hybrid.worker import settings
+from lmcache_hybrid.worker import fingerprint_settings as settings
 from lmcache_hybrid.worker.pages import GroupPages
 
 if TYPE_CHECKING:

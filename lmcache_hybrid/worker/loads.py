@@ -27,7 +27,7 @@ from lmcache_hybrid.core.lmcache_stats import Monitor
 from lmcache_hybrid.core.threads import started
 from lmcache_hybrid.identity.adapters import LoadedAdapters, refuse, report_lost
 from lmcache_hybrid.protocol.metadata import LoadSpec
-from lmcache_hybrid.storage.interface import Claim, Store
+from lmcache_hybrid.storage.store import Claim, Store
 from lmcache_hybrid.worker.copies import Copies, Item, Mark, Threads
 from lmcache_hybrid.worker.pages import GroupPages, in_parts
 

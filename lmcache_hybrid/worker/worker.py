@@ -11,12 +11,12 @@ from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.core.lmcache_stats import NO_MONITOR, Monitor
 from lmcache_hybrid.identity.adapters import ADAPTERS, LoadedAdapters
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
-from lmcache_hybrid.storage.interface import Store
 from lmcache_hybrid.storage.rank_lookup import RankLookup
+from lmcache_hybrid.storage.store import Store
 from lmcache_hybrid.worker.copies import Threads, copies_for
 from lmcache_hybrid.worker.loads import PART_BYTES, LoadQueue
 from lmcache_hybrid.worker.pages import GroupPages
-from lmcache_hybrid.worker.saves import Saver
+from lmcache_hybrid.worker.saver import Saver
 
 
 class HybridWorker:

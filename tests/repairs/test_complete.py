@@ -11,7 +11,7 @@ import pytest
 from unit.test_hooks import targets_of
 
 from lmcache_hybrid.storage import host_memory as pinned
-from lmcache_hybrid.storage import staging
+from lmcache_hybrid.storage import read_memory as staging
 from lmcache_hybrid.storage.disk import backend as local_disk
 from lmcache_hybrid.storage.remote import connectors as remote
 from lmcache_hybrid.storage.remote import redis as redis_stores
@@ -67,7 +67,7 @@ STORES = (remote, redis_stores, pinned, staging)
 APPLY = {
     "lmcache_hybrid.storage.remote.connectors.repair",
     "lmcache_hybrid.storage.remote.redis.repair",
-    "lmcache_hybrid.storage.staging.Staging.__init__",
+    "lmcache_hybrid.storage.read_memory.Staging.__init__",
 }
 # What replaces something that works, for speed. No test can say when it can go.
 CHOICES = {"lmcache_hybrid.storage.remote.redis._write_on_threads"}

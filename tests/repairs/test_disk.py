@@ -14,7 +14,7 @@ from unit.test_host_memory import cudart, no_options  # noqa: F401
 from lmcache_hybrid.storage import host_memory as pinned
 from lmcache_hybrid.storage.disk.backend import LocalDisk
 from lmcache_hybrid.storage.disk.eviction import SteadyLFU
-from lmcache_hybrid.storage.staging import Staging
+from lmcache_hybrid.storage.read_memory import Staging
 
 from .raw import GIB, KEYS, SIZE, Raw, happens
 from .repair import shows_bug_of

@@ -21,7 +21,8 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 import vllm_patch
-from vllm_patch import compat, partial_hits, sleep
+from vllm_patch import compat, sleep
+from vllm_patch import copy_on_write as partial_hits
 
 from .repair import Repair, shows_bug_of, without
 

@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 import lmcache_hybrid.connector
 from lmcache_hybrid.protocol.metadata import NOTHING
-from lmcache_hybrid.scheduler.lookups import LookupQueue
+from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 from lmcache_hybrid.storage.weights_guard import WeightsGuard
 from lmcache_hybrid.worker.pages import GroupPages

@@ -31,7 +31,7 @@ from lmcache_hybrid.core.groups import GroupPlan, Window
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.protocol.prefix import Prefix, record_keys
-from lmcache_hybrid.scheduler.lookups import LookupQueue
+from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.record import digests_of
 from lmcache_hybrid.tools.tiny_models import make_model

@@ -23,7 +23,7 @@ from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.identity.weights import LOADED
 from lmcache_hybrid.tools.tiny_models import make_model
 from lmcache_hybrid.worker import fingerprint as module
-from lmcache_hybrid.worker import settings
+from lmcache_hybrid.worker import fingerprint_settings as settings
 from lmcache_hybrid.worker.fingerprint import fingerprint
 from lmcache_hybrid.worker.pages import GroupPages
 

@@ -15,8 +15,8 @@ from lmcache.v1.platform.devices.cuda.device_ops import CudaDeviceOps
 from lmcache.v1.platform.torch_ops import mem_alloc
 from lmcache.v1.system_detection import NUMAMapping
 
-from lmcache_hybrid.storage import engine as services
 from lmcache_hybrid.storage import host_memory as pinned
+from lmcache_hybrid.storage import service_factory as services
 from lmcache_hybrid.storage.host_memory import ExactPinned, pin_exactly, report_pool, rounded
 
 GIB = 1 << 30

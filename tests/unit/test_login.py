@@ -17,10 +17,10 @@ from tls import Front, make_certificate
 from typer.testing import CliRunner
 from vllm.config import KVTransferConfig
 
-from lmcache_hybrid.config import login
+from lmcache_hybrid.config import redis_credentials as login
 from lmcache_hybrid.config.backends import check_remote_url
-from lmcache_hybrid.config.login import connection_options, unencrypted
 from lmcache_hybrid.config.options import load_lmcache_config, refusals
+from lmcache_hybrid.config.redis_credentials import connection_options, unencrypted
 from lmcache_hybrid.core.errors import ConfigError, StoreError
 from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.tools.doctor.backends import check_backends, until

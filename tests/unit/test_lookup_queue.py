@@ -10,7 +10,7 @@ import pytest
 from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
 from lmcache_hybrid.protocol.metadata import SaveSpec
 from lmcache_hybrid.protocol.prefix import Prefix
-from lmcache_hybrid.scheduler.lookups import LookupQueue
+from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.prompt import prefix_of
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 

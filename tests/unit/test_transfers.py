@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmcache_hybrid.worker import copies, transfers
-from lmcache_hybrid.worker.transfers import (
+from lmcache_hybrid.worker import batched_copies as transfers
+from lmcache_hybrid.worker import copies
+from lmcache_hybrid.worker.batched_copies import (
     BatchedTransfer,
     copy_joined,
     copy_one_by_one,

@@ -29,7 +29,7 @@ from redis.asyncio.cluster import RedisCluster as AsyncCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from lmcache_hybrid.config.login import PLUGIN_URLS, connection_options
+from lmcache_hybrid.config.redis_credentials import PLUGIN_URLS, connection_options
 from lmcache_hybrid.storage.key_names import METADATA, VALUE
 
 if TYPE_CHECKING:

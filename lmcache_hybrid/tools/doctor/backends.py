@@ -17,8 +17,8 @@ import torch
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
-from lmcache_hybrid.config.login import without_password
 from lmcache_hybrid.config.options import refusals, settle_lmcache_config
+from lmcache_hybrid.config.redis_credentials import without_password
 from lmcache_hybrid.core.errors import LoadError, RecordError, StoreError
 from lmcache_hybrid.core.keys import STATE, RecordKey
 from lmcache_hybrid.storage.record import digests_of

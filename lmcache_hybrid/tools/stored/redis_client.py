@@ -10,7 +10,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from lmcache_hybrid.config.login import connection_options, split_url, without_password
+from lmcache_hybrid.config.redis_credentials import connection_options, split_url, without_password
 from lmcache_hybrid.core.errors import ConfigError, StoreError
 from lmcache_hybrid.storage.key_names import printable
 

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import redis
 
-from lmcache_hybrid.config.login import without_password
+from lmcache_hybrid.config.redis_credentials import without_password
 from lmcache_hybrid.core.errors import StoreError
 from lmcache_hybrid.storage.key_names import METADATA, VALUE, parse_key, printable
 from lmcache_hybrid.storage.record import HEADER_BYTES

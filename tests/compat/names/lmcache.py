@@ -10,6 +10,7 @@ _QUEUE = f"{_BACKENDS}.job_executor.pq_executor"
 _ZMQ = "lmcache.v1.rpc.zmq_transport"
 _REMOTE_PATCH = "lmcache_hybrid/storage/remote/connectors.py"
 _REDIS_PATCH = "lmcache_hybrid/storage/remote/redis.py"
+_CREDENTIALS = "lmcache_hybrid/config/redis_credentials.py"
 _DOCTOR = "lmcache_hybrid/tools/doctor/backends.py"
 _CONFIG = "lmcache.v1.config"
 _OPS = "lmcache.v1.platform.base.device_ops"
@@ -105,7 +106,7 @@ LMCACHE = (
     Hook(
         f"{_BACKENDS}.local_cpu_backend",
         "LocalCPUBackend.allocate",
-        replaced_in="lmcache_hybrid/storage/staging.py",
+        replaced_in="lmcache_hybrid/storage/read_memory.py",
     ),
     *attributes(
         f"{_BACKENDS}.local_cpu_backend",
@@ -219,7 +220,11 @@ LMCACHE = (
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.max_local_cpu_size", replaced_in=_DOCTOR),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.max_local_disk_size", replaced_in=_DOCTOR),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.remote_url", replaced_in=_DOCTOR),
-    Hook(_CONFIG, "_CONFIG_DEFINITIONS.remote_url", replaced_in="lmcache_hybrid/config/login.py"),
+    Hook(
+        _CONFIG,
+        "_CONFIG_DEFINITIONS.remote_url",
+        replaced_in=_CREDENTIALS,
+    ),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.remote_config_url", replaced_in=_DOCTOR),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.store_location", replaced_in=_DOCTOR),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.retrieve_locations", replaced_in=_DOCTOR),

@@ -114,11 +114,11 @@ VLLM = (
     ),
     *attributes(_CONFIG, "VllmConfig", "weight_transfer_config speculative_config"),
     *attributes(_CONFIG, "ModelConfig", "is_hybrid hf_text_config"),
-    # vllm_patch/partial_hits.py
+    # vllm_patch/copy_on_write.py
     Hook(
         "vllm.v1.worker.utils",
         "copy_kv_cache_blocks_inplace",
-        replaced_in="vllm_patch/partial_hits.py",
+        replaced_in="vllm_patch/copy_on_write.py",
     ),
     Hook("vllm.v1.worker.gpu_model_runner", "copy_kv_cache_blocks_inplace"),
     Hook("vllm.v1.worker.gpu.model_runner", "copy_kv_cache_blocks_inplace"),
@@ -269,7 +269,7 @@ VLLM = (
     Hook(
         _REQUEST,
         "Request.shared_prefix_boundary",
-        replaced_in="lmcache_hybrid/scheduler/saves.py",
+        replaced_in="lmcache_hybrid/scheduler/save_planner.py",
     ),
     Hook(
         "vllm._custom_ops",

@@ -5,7 +5,7 @@ from tests.mutants.defect import Defect, one
 
 WORKER = "lmcache_hybrid/worker/worker.py"
 COPIES = "lmcache_hybrid/worker/copies.py"
-TRANSFERS = "lmcache_hybrid/worker/transfers.py"
+TRANSFERS = "lmcache_hybrid/worker/batched_copies.py"
 PINNED = "lmcache_hybrid/storage/host_memory.py"
 
 DEFECTS = (
@@ -162,7 +162,7 @@ DEFECTS = (
     ),
     one(
         "the buffers of a save go to the store before the device has copied them",
-        "lmcache_hybrid/worker/saves.py",
+        "lmcache_hybrid/worker/saver.py",
         "                rest()\n",
         "                pass\n",
     ),

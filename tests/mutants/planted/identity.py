@@ -94,7 +94,7 @@ DEFECTS = (
     ),
     one(
         "a step stores under the name of an adapter that was reloaded",
-        "lmcache_hybrid/worker/saves.py",
+        "lmcache_hybrid/worker/saver.py",
         "                if not named:\n",
         "                if False:\n",
     ),

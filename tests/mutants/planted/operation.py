@@ -18,7 +18,7 @@ DEFECTS = (
     # Reuse
     one(
         "a state inside a block is stored as that of the boundary before",
-        "lmcache_hybrid/scheduler/saves.py",
+        "lmcache_hybrid/scheduler/save_planner.py",
         "            if rest or block == NULL_BLOCK",
         "            if block == NULL_BLOCK",
     ),
@@ -49,19 +49,19 @@ DEFECTS = (
     ),
     one(
         "the beginning of a prefix is evicted first",
-        "lmcache_hybrid/worker/saves.py",
+        "lmcache_hybrid/worker/saver.py",
         "            self._store.arrange(used_keys(save.prefix, save.boundaries, self._plan))\n",
         "            pass\n",
     ),
     one(
         "a lookup that nobody waits for any more keeps its claims",
-        "lmcache_hybrid/scheduler/lookups.py",
+        "lmcache_hybrid/scheduler/lookup_queue.py",
         "        if lookup.settle(result):\n",
         "        if lookup.settle(result) or True:\n",
     ),
     one(
         "a lookup is taken for answered before it is",
-        "lmcache_hybrid/scheduler/lookups.py",
+        "lmcache_hybrid/scheduler/lookup_queue.py",
         "            return None\n        return self.cancel() or UNAVAILABLE",
         "            return UNAVAILABLE\n        return self.cancel() or UNAVAILABLE",
     ),
@@ -160,7 +160,7 @@ DEFECTS = (
     one("a rank that failed to reset counts as reset", RPC, " and all(done)", ""),
     one(
         "a step that was scheduled before a reset stores after it",
-        "lmcache_hybrid/worker/saves.py",
+        "lmcache_hybrid/worker/saver.py",
         "            if metadata.epoch != self._epoch:\n",
         "            if metadata.epoch > self._epoch:\n",
     ),
@@ -238,7 +238,7 @@ DEFECTS = (
     ),
     one(
         "a save in a sleep is not counted as such",
-        "lmcache_hybrid/worker/saves.py",
+        "lmcache_hybrid/worker/saver.py",
         '                self._skip("asleep", len(metadata.saves))\n                return\n',
         "                pass\n",
     ),

@@ -85,13 +85,13 @@ DEFECTS = (
     ),
     one(
         "an error shows the password of a URL that cannot be read",
-        "lmcache_hybrid/config/login.py",
+        "lmcache_hybrid/config/redis_credentials.py",
         '        raise ValueError(\n            "its port is no number;',
         '        raise ValueError(\n            f"{url}: its port is no number;',
     ),
     one(
         "a password in the query of a URL is told",
-        "lmcache_hybrid/config/login.py",
+        "lmcache_hybrid/config/redis_credentials.py",
         '        bare = _IN_QUERY.sub("", bare).rstrip("?&")\n',
         "        pass\n",
     ),

@@ -21,13 +21,13 @@ DEFECTS = (
     ),
     one(
         "attention pages are off by one block",
-        "lmcache_hybrid/scheduler/saves.py",
+        "lmcache_hybrid/scheduler/save_planner.py",
         "tuple(block_ids[group][block] for group in self._plan.attention)",
         "tuple(block_ids[group][max(0, block - 1)] for group in self._plan.attention)",
     ),
     one(
         "states are found by their position in the block table, not by vLLM's hand-off",
-        "lmcache_hybrid/scheduler/saves.py",
+        "lmcache_hybrid/scheduler/save_planner.py",
         "states = self._states(tracker, computed, offers)",
         """table, size = block_state.get_block_ids(rid), self._plan.block_size
         ends = range(1, computed // size + 1)
@@ -36,13 +36,13 @@ DEFECTS = (
     ),
     one(
         "a boundary is stored that the step does not reach",
-        "lmcache_hybrid/scheduler/saves.py",
+        "lmcache_hybrid/scheduler/save_planner.py",
         " or tokens > computed",
         "",
     ),
     one(
         "a state is stored although one group was not offered",
-        "lmcache_hybrid/scheduler/saves.py",
+        "lmcache_hybrid/scheduler/save_planner.py",
         "if blocks.keys() >= set(self._plan.states):",
         "if blocks and blocks.setdefault(self._plan.states[0], next(iter(blocks.values()))) "
         "and [blocks.setdefault(g, next(iter(blocks.values()))) for g in self._plan.states]:",

@@ -3,7 +3,7 @@
 
 from tests.mutants.defect import one
 
-STAGING = "lmcache_hybrid/storage/staging.py"
+STAGING = "lmcache_hybrid/storage/read_memory.py"
 STORE = "lmcache_hybrid/storage/lmcache_store.py"
 DISK = "lmcache_hybrid/storage/disk/backend.py"
 ROOM = "lmcache_hybrid/storage/disk/eviction.py"

@@ -188,13 +188,13 @@ DEFECTS = (
     ),
     one(
         "a copy on write ends where a state ends",
-        "vllm_patch/partial_hits.py",
+        "vllm_patch/copy_on_write.py",
         "    return [caches[index] for index in sorted(kept)]",
         "    return caches",
     ),
     one(
         "views of interleaved blocks are taken for dense pages",
-        "vllm_patch/partial_hits.py",
+        "vllm_patch/copy_on_write.py",
         "return same and within and self.end - self.start <= self.stride",
         "return same and within",
     ),

@@ -5,7 +5,7 @@ import pytest
 import redis
 from servers import Cluster
 
-from lmcache_hybrid.config.login import login_of
+from lmcache_hybrid.config.redis_credentials import login_of
 from lmcache_hybrid.tools.stored import redis_store
 from lmcache_hybrid.tools.stored.opening import open_store
 from lmcache_hybrid.tools.stored.redis_client import hosts_of

@@ -15,7 +15,7 @@ from vllm.lora.request import LoRARequest
 from lmcache_hybrid.core.threads import started
 from lmcache_hybrid.protocol.lookup import MISS, UNAVAILABLE, LookupRequest, LookupResult, agree
 
-logger = init_logger("vllm.lmcache_hybrid.scheduler.lookups")
+logger = init_logger("vllm.lmcache_hybrid.scheduler.lookup_queue")
 
 
 class PendingLookup:

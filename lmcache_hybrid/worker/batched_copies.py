@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-logger = init_logger("vllm.lmcache_hybrid.worker.transfers")
+logger = init_logger("vllm.lmcache_hybrid.worker.batched_copies")
 
 # (target, source): one is device memory, the other host memory.
 Pair = tuple[torch.Tensor, torch.Tensor]

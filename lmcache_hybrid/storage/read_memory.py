@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from lmcache_hybrid.core.errors import NoRoomError
 from lmcache_hybrid.storage.disk.backend import record_shape
 
-logger = init_logger("vllm.lmcache_hybrid.storage.staging")
+logger = init_logger("vllm.lmcache_hybrid.storage.read_memory")
 
 
 class Staging:
