@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names a model's weights by a digest of what a rank has loaded.
 
-Paths do not count: two models have two names wherever they lie, and a copy of one has its name.
+Paths do not count: different weights get different names, copies share one.
 """
 
 import re

@@ -3,8 +3,8 @@
 
 A state exists only where a step ended. vLLM ends one at the prompt's last boundary and at
 ``Request.shared_prefix_boundary``, where the prompt leaves what earlier prompts share: it
-stops there, keeps the state and offers it. Our boundaries use that attribute: it is set to
-the next one wanted, again each time one is reached.
+stops there, keeps the state and offers it. We set that attribute to the next boundary wanted,
+and again whenever one is reached.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claims of records in LMCache's backends, whose pins hold records and not keys.
+"""Claims of records in LMCache's backends. A claim pins the records, not their keys.
 
-Under one key there can be one record now and another later, after a discard and a new
-write. LMCache's ``unpin(key)`` takes a pin from whichever is there, and its pin monitor
-takes all pins of a record away after ``pin_timeout_sec``; the next ``unpin(key)`` is then
-somebody else's.
+A key may name another record later, after a discard and a new write. LMCache's
+``unpin(key)`` takes a pin from whichever record the key names now. Its pin monitor removes
+all pins of a record after ``pin_timeout_sec``; a later ``unpin(key)`` may then release
+another request's pin.
 """
 
 import threading

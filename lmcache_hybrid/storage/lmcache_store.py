@@ -2,8 +2,8 @@
 """Records in LMCache's StorageManager: RAM, local disk, ``fs://``, Redis.
 
 LMCache's ``store`` and ``retrieve`` know attention slots only, so records go to its storage
-backends directly. What those two calls respect holds here, too: health, freeze mode,
-``store_location``, ``retrieve_locations``, pins.
+backends directly. The settings that those two calls honour are honoured here: health, freeze
+mode, ``store_location``, ``retrieve_locations``, pins.
 """
 
 import functools

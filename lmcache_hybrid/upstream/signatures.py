@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions of vLLM and LMCache that this package replaces or relies on, with their parameters.
 
-They are looked up, by import, in a release on which no test ran; a tested one has them all.
-Left out is what ends the start by itself with a plain error. Whoever replaces another one adds
-it here: tests/unit/test_hooks.py compares.
+They are checked, by import, on untested releases only. Functions whose absence fails start-up
+with a clear error anyway are left out. Add each function that you replace:
+tests/unit/test_hooks.py compares.
 """
 
 import importlib

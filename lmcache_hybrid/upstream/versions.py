@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which pairs of vLLM and LMCache this release was tested with, and which others are let in.
 
-A later fix of a tested release counts as it, see :func:`counts_as`. Any other release is refused
-unless :data:`ALLOW_UNTESTED` is set. What was let in without having been tested is looked
-through by :func:`changed`.
+A later patch release of a tested release counts as tested, see :func:`counts_as`. Any other
+release is refused unless :data:`ALLOW_UNTESTED` is set. The signatures of untested releases are
+checked by :func:`changed`.
 """
 
 import os

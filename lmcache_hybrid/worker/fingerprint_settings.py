@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of vLLM's settings decide what stored bytes are worth.
+"""vLLM's settings that enter the fingerprint.
 
-Of the sections named here every field counts unless it is listed with a reason, so a
-setting that a new release adds counts until somebody has looked at it.
+Every field of the sections named here enters it unless it is listed with a reason, so a
+setting that a new release adds enters by default.
 """
 
 import dataclasses

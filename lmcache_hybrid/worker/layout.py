@@ -3,8 +3,8 @@
 
 vLLM shows each layer's KV cache as a view of the same dimensions whatever the order in
 memory is: heads before tokens or behind them, layers or heads between blocks, a block in
-one piece or in kernel blocks. A block is stored in the order of its own bytes in memory,
-so that what lies together is copied together.
+one piece or in kernel blocks. A block is stored in memory order, so contiguous bytes
+are copied in one piece.
 """
 
 import itertools

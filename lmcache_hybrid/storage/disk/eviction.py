@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction on disk: room on a disk that others fill, too, and an LFU that bears writes."""
+"""Frees space on a disk that others fill too; an LFU that tolerates writes in flight."""
 
 import errno
 import math

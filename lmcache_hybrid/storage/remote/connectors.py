@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's remote connectors made to survive failed reads and restarts, and to close."""
+"""Repairs LMCache's remote connectors: failed reads, reconnects, shutdown."""
 
 import asyncio
 import contextlib

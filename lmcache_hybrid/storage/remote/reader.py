@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads records from a remote store, and waits only once for a silent one."""
+"""Reads records from a remote store; after one timeout, loads promised before it fail at once."""
 
 import math
 import threading
