@@ -77,12 +77,16 @@ class HybridConnector:
         Raises:
             ConfigError: the configuration cannot be served; the engine must not start.
         """
+        from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         _refuse_parallelism(vllm_config)
         config = load_lmcache_config(vllm_config)
         self._options = options = read_options(vllm_config, config)
-        self.plan = plan_groups(kv_cache_config, options.attention_group)
+        plan = plan_groups(kv_cache_config, options.attention_group)
+        _, unit = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        self.plan = plan.with_unit(unit)
         settle_lmcache_config(config, self.plan.block_size)
         check_lengths(options, self.plan.block_size)
         self.scheduler: HybridScheduler | None = None
@@ -96,7 +100,7 @@ class HybridConnector:
         self.kv_caches: dict[str, torch.Tensor] = {}
         self._registered = self.kv_caches
         if role == KVConnectorRole.SCHEDULER:
-            self._start_scheduler(config, options)
+            self._start_scheduler(config, options, unit)
         else:
             parallel = vllm_config.parallel_config
             ADAPTERS.rank, ADAPTERS.ranks = parallel.rank, parallel.world_size
@@ -111,21 +115,18 @@ class HybridConnector:
 
     # Start-up
 
-    def _start_scheduler(self, config: "LMCacheEngineConfig", options: Options) -> None:
-        from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-
+    def _start_scheduler(self, config: "LMCacheEngineConfig", options: Options, unit: int) -> None:
         if url := unencrypted(config.remote_url):
             logger.warning(
                 "Records go to %s unencrypted, and they are the prompts: use TLS or a network of "
                 "its own, see docs/security.md.",
                 url,
             )
-        _, hash_block_size = resolve_kv_cache_block_sizes(self._kv_cache_config, self._vllm_config)
         self._client = LookupClient(self._vllm_config, config.lookup_timeout_ms)
         self._queue = LookupQueue(
             self._client.ask, config.lookup_timeout_ms, contents=self._client.contents
         )
-        self.scheduler = HybridScheduler(self.plan, options, hash_block_size, self._queue)
+        self.scheduler = HybridScheduler(self.plan, options, unit, self._queue)
         logger.info(
             "LMCache serves hybrid groups: blocks of %d tokens, attention groups %s, "
             "window groups %s, state groups %s.",

@@ -2,7 +2,7 @@
 """Sorts KV cache groups into attention, windows and states; refuses all others."""
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lmcache_hybrid.core.errors import ConfigError
@@ -40,6 +40,7 @@ class GroupPlan:
         states: groups whose state at B makes a hit at B, in order.
         selected_attention: the attention group forwarded to ``request_finished``.
         windows: groups whose last pages before B make a hit at B, in order.
+        unit: U, tokens between two boundaries; divides N. 0 for N: no hits inside a block.
     """
 
     block_size: int
@@ -47,6 +48,12 @@ class GroupPlan:
     states: tuple[int, ...]
     selected_attention: int
     windows: tuple[Window, ...] = ()
+    unit: int = 0
+
+    def with_unit(self, unit: int) -> "GroupPlan":
+        """Add hits every ``unit`` tokens, where vLLM makes them: beside states, without windows."""
+        inside = self.states and not self.windows and unit < self.block_size
+        return replace(self, unit=unit if inside else 0)
 
     @property
     def groups(self) -> tuple[int, ...]:

@@ -11,11 +11,13 @@ class RecordKey:
     """Names one record. The store adds model, rank and layout.
 
     Attributes:
-        kind: ATTENTION (pages of one block) or STATE (states at its end).
+        kind: ATTENTION (pages of one block, from its start up to ``boundary``) or STATE (states
+            at ``boundary``).
         group: KV cache group index.
         block_hash: vLLM's block hash of all tokens up to ``boundary``. It covers
             tokens, multimodal items, LoRA name and cache salt; 32 bytes for SHA-256.
-        boundary: end of the block in tokens, a multiple of N.
+        boundary: in tokens, a multiple of U. Inside a block the page is partly filled, and a
+            record of its own: the whole block's has another hash and boundary.
         tags: further (name, value) pairs that keep requests apart, such as a LoRA adapter's.
     """
 

@@ -26,6 +26,7 @@ class LookupRequest(msgspec.Struct, frozen=True, array_like=True):
             scheduler stops waiting. The clock is the host's: ranks run on the scheduler's host.
         again: whether this is a further round of the same lookup.
         number: of the lookup, higher than any before; a drop names it.
+        limit_tail: tokens past ``limit`` that are allowed, too; less than N.
     """
 
     request_id: str
@@ -35,19 +36,21 @@ class LookupRequest(msgspec.Struct, frozen=True, array_like=True):
     deadline: float = math.inf
     again: bool = False
     number: int = 0
+    limit_tail: int = 0
 
 
 class LookupResult(msgspec.Struct, frozen=True, array_like=True):
     """What one rank can restore, in blocks.
 
     Attributes:
-        boundary: deepest boundary with everything it needs, 0 for none.
+        boundary: whole blocks before the deepest boundary with everything it needs.
         attention: leading blocks whose attention pages exist.
-        sources: (backend, how many) of the blocks from the request's floor to ``boundary``,
-            by their pages of the first attention group.
+        sources: (backend, how many) of the blocks from the request's floor to the boundary, a
+            partly filled one included, by their pages of the first attention group.
         available: False where there is no verdict, which is a miss.
         adapter: what the ranks compute the prefix's adapter with; filled in after
             :func:`agree`, None where they do not know.
+        tail: tokens from ``boundary`` to the deepest boundary, where it lies inside a block.
     """
 
     boundary: int
@@ -55,6 +58,17 @@ class LookupResult(msgspec.Struct, frozen=True, array_like=True):
     sources: tuple[tuple[str, int], ...] = ()
     available: bool = True
     adapter: Adapter | None = None
+    tail: int = 0
+
+    @property
+    def end(self) -> tuple[int, int]:
+        """The deepest boundary, as blocks and tokens past them; (0, 0) for a miss."""
+        return self.boundary, self.tail
+
+    @property
+    def hit(self) -> bool:
+        """Whether anything can be restored."""
+        return self.end > (0, 0)
 
     @property
     def source(self) -> str:
@@ -73,7 +87,7 @@ class LookupResult(msgspec.Struct, frozen=True, array_like=True):
         """One word for counters, given the request's floor and limit."""
         if not self.available:
             return "unavailable"
-        if self.boundary:
+        if self.hit:
             return "hit"
         return "local" if limit <= floor else "miss"
 
@@ -99,11 +113,12 @@ def agree(
         if not results:
             return UNAVAILABLE
         attention = min(result.attention for result in results)
-        lowest = min(result.boundary for result in results)
+        lowest = min(result.end for result in results)
         available = all(result.available for result in results)
-        if all(result.boundary == lowest for result in results):
-            return LookupResult(lowest, attention, results[0].sources, available)
-        request = msgspec.structs.replace(request, limit=lowest, again=True)
-        if lowest == 0:
+        blocks, tail = lowest
+        if all(result.end == lowest for result in results):
+            return LookupResult(blocks, attention, results[0].sources, available, tail=tail)
+        request = msgspec.structs.replace(request, limit=blocks, limit_tail=tail, again=True)
+        if not any(lowest):
             ask(request)  # makes the other ranks drop their claims
             return LookupResult(0, attention, available=available)

@@ -8,19 +8,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from lmcache_hybrid.core.counts import WorkerCounts
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
-from lmcache_hybrid.protocol.prefix import Prefix, record_keys, window_keys
+from lmcache_hybrid.protocol.prefix import Prefix, record_keys, tail_keys, window_keys
 
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """Restore blocks [start, boundary) and the state at ``boundary`` (in blocks).
+    """Restore blocks [start, boundary), ``tail`` tokens of the next one, and the state there.
 
     Attributes:
         attention_blocks: per attention group of the plan, one block id for each of
-            ``start .. boundary - 1``.
+            ``start .. boundary - 1``, and for ``boundary`` where there is a tail.
         state_blocks: per state group of the plan, the block id that shall hold the state.
         window_blocks: per window group of the plan, one block id for each of
             ``window.first(start, boundary) .. boundary - 1``.
+        tail: in tokens; the load then ends inside block ``boundary``.
     """
 
     request_id: str
@@ -30,6 +31,11 @@ class LoadSpec:
     attention_blocks: tuple[tuple[int, ...], ...]
     state_blocks: tuple[int, ...]
     window_blocks: tuple[tuple[int, ...], ...] = ()
+    tail: int = 0
+
+    def end(self, plan: GroupPlan) -> int:
+        """The token that it loads up to."""
+        return self.boundary * plan.block_size + self.tail
 
     def pages(self, plan: GroupPlan) -> list[tuple[RecordKey, int]]:
         """(record, block id) of every block that the load writes: attention, windows, states."""
@@ -40,13 +46,17 @@ class LoadSpec:
         for window, ids in zip(plan.windows, self.window_blocks, strict=True):
             keys = window_keys(self.prefix, self.start, self.boundary, plan.block_size, window)
             pages += zip(keys, reversed(ids), strict=True)
+        if self.tail:
+            last = (ids[-1] for ids in self.attention_blocks)
+            keys = tail_keys(self.prefix, self.end(plan), plan)
+            return pages + list(zip(keys, (*last, *self.state_blocks), strict=True))
         keys = record_keys(self.prefix, self.boundary - 1, plan.block_size, STATE, plan.states)
         pages += zip(keys, self.state_blocks, strict=True)
         return pages
 
     def count(self, counts: WorkerCounts, size: int) -> None:
         """Add the load, ``size`` bytes, to ``counts``."""
-        counts.loaded_attention += self.boundary - self.start
+        counts.loaded_attention += self.boundary - self.start + bool(self.tail)
         counts.loaded_windows += sum(map(len, self.window_blocks))
         counts.loaded_states += bool(self.state_blocks)
         counts.loaded_bytes += size
@@ -62,6 +72,9 @@ class SaveSpec:
         windows: (group, block number, block id).
         boundaries: the request's boundaries to keep longest, in blocks; empty when they did
             not change.
+        tails: (boundary in tokens, inside a block; block id per attention group of the plan;
+            block id per state group). What the attention pages hold behind it is of no record.
+        inner: the request's boundaries inside a block to keep, likewise.
     """
 
     request_id: str
@@ -70,6 +83,8 @@ class SaveSpec:
     states: tuple[tuple[int, tuple[int, ...]], ...]
     windows: tuple[tuple[int, int, int], ...] = ()
     boundaries: tuple[int, ...] = ()
+    tails: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...] = ()
+    inner: tuple[int, ...] = ()
 
     def pages(self, plan: GroupPlan) -> list[tuple[RecordKey, int]]:
         """(record, block id) of every block that the save reads.
@@ -85,13 +100,16 @@ class SaveSpec:
             for block, ids in blocks:
                 keys = record_keys(self.prefix, block, plan.block_size, kind, groups)
                 pages += zip(keys, ids, strict=True)
+        for tokens, attention, states in self.tails:
+            keys = tail_keys(self.prefix, tokens, plan)
+            pages += zip(keys, (*attention, *states), strict=True)
         return pages
 
     def count(self, counts: WorkerCounts, size: int) -> None:
         """Add the save, ``size`` bytes, to ``counts``."""
-        counts.saved_attention += len(self.attention)
+        counts.saved_attention += len(self.attention) + len(self.tails)
         counts.saved_windows += len(self.windows)
-        counts.saved_states += len(self.states)
+        counts.saved_states += len(self.states) + len(self.tails)
         counts.saved_bytes += size
 
 

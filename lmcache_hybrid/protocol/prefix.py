@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt's whole blocks, and the keys of all records that a boundary needs."""
+"""A prompt's blocks, and the keys of all records that a boundary needs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -11,17 +11,20 @@ from lmcache_hybrid.identity.adapters import Adapter
 
 
 class Prefix(msgspec.Struct, frozen=True, array_like=True):
-    """The whole blocks of one prompt, as the store knows them.
+    """The blocks of one prompt, as the store knows them.
 
     Attributes:
         hashes: vLLM's block hash at the end of each block of N tokens.
         tags: (name, value) pairs that keep requests apart beyond the hashes.
         adapter: the LoRA adapter; its tag is among ``tags`` once the ranks named its content.
+        inner: vLLM's block hash at boundaries inside a block, by tokens; of those that matter
+            to who gets the prefix.
     """
 
     hashes: tuple[bytes, ...]
     tags: tuple[tuple[str, str], ...] = ()
     adapter: Adapter | None = None
+    inner: dict[int, bytes] = {}
 
     @property
     def identified(self) -> bool:
@@ -30,7 +33,11 @@ class Prefix(msgspec.Struct, frozen=True, array_like=True):
 
     def up_to(self, boundary: int) -> "Prefix":
         """Cut it to its first ``boundary`` blocks."""
-        return msgspec.structs.replace(self, hashes=self.hashes[:boundary])
+        return msgspec.structs.replace(self, hashes=self.hashes[:boundary], inner={})
+
+    def with_inner(self, inner: Mapping[int, bytes]) -> "Prefix":
+        """Name boundaries inside a block, in place of those named before."""
+        return msgspec.structs.replace(self, inner=dict(inner))
 
     def computed_with(self, contents: tuple[bytes, ...]) -> "Prefix | None":
         """Add the adapter's content; None where a rank does not know it, or it has changed.
@@ -43,7 +50,7 @@ class Prefix(msgspec.Struct, frozen=True, array_like=True):
         if self.identified:
             return self if self.adapter.contents == contents else None
         adapter = Adapter(self.adapter.lora, contents)
-        return Prefix(self.hashes, (*self.tags, adapter.tag), adapter)
+        return Prefix(self.hashes, (*self.tags, adapter.tag), adapter, self.inner)
 
 
 def record_keys(
@@ -54,28 +61,55 @@ def record_keys(
     return [RecordKey(kind, group, prefix.hashes[block], boundary, prefix.tags) for group in groups]
 
 
-def load_keys(prefix: Prefix, start: int, boundary: int, plan: GroupPlan) -> list[RecordKey]:
-    """Keys that a load of blocks [start, boundary) reads: attention, windows, states."""
+def inner_keys(prefix: Prefix, tokens: int, kind: int, groups: Sequence[int]) -> list[RecordKey]:
+    """Keys at boundary ``tokens``, which lies inside a block, in each of ``groups``."""
+    return [RecordKey(kind, group, prefix.inner[tokens], tokens, prefix.tags) for group in groups]
+
+
+def load_keys(
+    prefix: Prefix, start: int, boundary: int, plan: GroupPlan, tail: int = 0
+) -> list[RecordKey]:
+    """Keys that a load of blocks [start, boundary) reads: attention, windows, states.
+
+    Args:
+        tail: tokens of block ``boundary`` that it loads, too; the states are those behind them.
+    """
     keys = [
         key
         for block in range(start, boundary)
         for key in record_keys(prefix, block, plan.block_size, ATTENTION, plan.attention)
     ]
+    if tail:
+        return keys + tail_keys(prefix, boundary * plan.block_size + tail, plan)
     for window in plan.windows:
         keys += window_keys(prefix, start, boundary, plan.block_size, window)
     return keys + record_keys(prefix, boundary - 1, plan.block_size, STATE, plan.states)
 
 
-def used_keys(prefix: Prefix, boundaries: Iterable[int], plan: GroupPlan) -> list[RecordKey]:
-    """Keys that hits at ``boundaries`` (in blocks) need, the most worth keeping first.
+def tail_keys(prefix: Prefix, tokens: int, plan: GroupPlan) -> list[RecordKey]:
+    """Keys of the partly filled pages that end at ``tokens``, inside a block, and of its states."""
+    pages = inner_keys(prefix, tokens, ATTENTION, plan.attention)
+    return pages + inner_keys(prefix, tokens, STATE, plan.states)
+
+
+def used_keys(
+    prefix: Prefix, boundaries: Iterable[int], plan: GroupPlan, inner: Iterable[int] = ()
+) -> list[RecordKey]:
+    """Keys that hits at some boundaries need, the most worth keeping first.
+
+    Args:
+        boundaries: in blocks.
+        inner: boundaries inside a block, in tokens.
 
     The first pages are shared the most, so pages come in order; each state comes behind the
     pages that it needs and before those that it does not.
     """
     keys: list[RecordKey] = []
     start = 0
-    for boundary in sorted(set(boundaries) - {0}):
-        new = load_keys(prefix, start, boundary, plan)
+    ends = {boundary * plan.block_size for boundary in boundaries} - {0}
+    for end in sorted({*ends, *inner}):
+        boundary, tail = divmod(end, plan.block_size)
+        new = load_keys(prefix, start, boundary, plan, tail)
         for window in plan.windows:
             # Those before ``start`` may be among what the boundary before has.
             new += window_keys(prefix, 0, boundary, plan.block_size, window)

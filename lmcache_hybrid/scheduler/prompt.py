@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Says what of a request may be cached, and under which keys."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.logger import init_logger
 
 from lmcache_hybrid.config.options import Options
+from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.identity.adapters import Adapter
 from lmcache_hybrid.identity.media import may_cache
 from lmcache_hybrid.protocol.prefix import Prefix
@@ -71,6 +73,16 @@ def extended(prefix: Prefix, request: "Request", blocks: int, hashes_per_block: 
     ends = range((first + 1) * hashes_per_block - 1, blocks * hashes_per_block, hashes_per_block)
     more = tuple(bytes(request.block_hashes[end]) for end in ends)
     return msgspec.structs.replace(prefix, hashes=prefix.hashes + more)
+
+
+def inner_hashes(
+    request: "Request", boundaries: Iterable[int], plan: GroupPlan
+) -> dict[int, bytes]:
+    """vLLM's hash at those ``boundaries`` (multiples of U, in tokens) that lie inside a block."""
+    if not plan.unit or not may_cache(request):  # a later turn of a session may bring media
+        return {}
+    inside = (tokens for tokens in boundaries if tokens % plan.block_size)
+    return {tokens: bytes(request.block_hashes[tokens // plan.unit - 1]) for tokens in inside}
 
 
 def _is_plain(text: str) -> bool:

@@ -8,7 +8,7 @@ from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.protocol.metadata import SaveSpec
-from lmcache_hybrid.scheduler.prompt import extended
+from lmcache_hybrid.scheduler.prompt import extended, inner_hashes
 from lmcache_hybrid.scheduler.tracker import RequestTracker
 
 if TYPE_CHECKING:
@@ -50,8 +50,10 @@ class SavePlanner:
             junction = tracker.request.shared_prefix_boundary
             checkpoints.junction = max(checkpoints.junction, junction)
             self._aim(tracker, computed + gain)
-        started = {computed // size, (computed + gain) // size}
-        tracker.kept = {b for b in started if 0 < b <= len(tracker.prefix.hashes)}
+        started = {computed // size * size, computed + gain}
+        # Inside a block it counts until a deeper boundary is stored, see _keep.
+        whole = len(tracker.prefix.hashes) * size
+        tracker.kept = {b for b in started if 0 < b <= whole and b % size == 0}
 
     def extend(self, tracker: RequestTracker, blocks: int) -> None:
         """Take generated tokens into the prefix, ``blocks`` blocks in all."""
@@ -81,13 +83,18 @@ class SavePlanner:
             self._reach(tracker, max(tokens for _, _, tokens in offers))
         sealed = self._seal(tracker, computed) if tracker.seal else []
         attention = self._attention(tracker, computed, block_state)
-        states = self._states(tracker, computed, offers)
+        offered, size = self._states(tracker, computed, offers), self._plan.block_size
+        states = tuple((end // size, blocks) for end, blocks in offered if end % size == 0)
+        tails = self._tails(rid, [offer for offer in offered if offer[0] % size], block_state)
         sealed += [boundary for boundary, _ in states]
         windows = self._windows(tracker, sealed, block_state)
-        if not (attention or states or windows):
+        if not (attention or states or windows or tails):
             return None
-        kept = self._keep(tracker, sealed)
-        return SaveSpec(rid, tracker.prefix, attention, states, windows, kept)
+        kept = self._keep(tracker, [b * size for b in sealed] + [end for end, _, _ in tails])
+        whole, inner = [b // size for b in kept if b % size == 0], [b for b in kept if b % size]
+        named = {*inner, *(end for end, _, _ in tails)}
+        prefix = tracker.prefix.with_inner(inner_hashes(tracker.request, named, self._plan))
+        return SaveSpec(rid, prefix, attention, states, windows, tuple(whole), tails, tuple(inner))
 
     # Where steps end
 
@@ -136,18 +143,21 @@ class SavePlanner:
 
     def _states(
         self, tracker: RequestTracker, computed: int, offers: Iterable[Offer]
-    ) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Boundaries that vLLM hands off for every state group."""
+    ) -> list[tuple[int, tuple[int, ...]]]:
+        """Boundaries in tokens that vLLM hands off for every state group, and its blocks."""
         by_boundary: dict[int, dict[int, int]] = {}
         for group, block, tokens in offers:
             boundary, rest = divmod(tokens, self._plan.block_size)
-            stored = boundary in tracker.stored.states and not rest
-            if stored or boundary > len(tracker.prefix.hashes):
+            inside = rest > 0 and self._plan.unit > 0
+            if tokens in tracker.stored.states or boundary > len(tracker.prefix.hashes):
                 continue  # stored already, or of generated tokens, which nobody asked for
-            if rest or block == NULL_BLOCK or tokens > computed or boundary == 0:
+            if inside and tokens > tracker.inner:
+                continue
+            misfit = tokens % self._plan.unit if inside else rest
+            if misfit or block == NULL_BLOCK or tokens > computed or tokens == 0:
                 self.drop_offers("unusable", 1)
                 continue
-            by_boundary.setdefault(boundary, {})[group] = block
+            by_boundary.setdefault(tokens, {})[group] = block
         states = []
         for boundary, blocks in sorted(by_boundary.items()):
             if blocks.keys() >= set(self._plan.states):
@@ -155,7 +165,28 @@ class SavePlanner:
                 states.append((boundary, tuple(blocks[group] for group in self._plan.states)))
             else:
                 self.drop_offers("incomplete", len(blocks))
-        return tuple(states)
+        return states
+
+    def _tails(
+        self,
+        request_id: str,
+        offered: Sequence[tuple[int, tuple[int, ...]]],
+        block_state: "KVConnectorBlockState",
+    ) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]:
+        """(boundary, attention blocks, state blocks) of boundaries inside a block.
+
+        The request's own page holds all tokens up to the boundary for as long as it runs; what
+        this step and later ones write lies behind it.
+        """
+        if not offered:
+            return ()
+        block_ids = block_state.get_block_ids(request_id)
+        assert block_ids is not None
+        size = self._plan.block_size
+        return tuple(
+            (end, tuple(block_ids[group][end // size] for group in self._plan.attention), states)
+            for end, states in offered
+        )
 
     def _windows(
         self,
@@ -181,15 +212,18 @@ class SavePlanner:
         return tuple(page for page in pages if page[2] != NULL_BLOCK)
 
     def _keep(self, tracker: RequestTracker, sealed: Iterable[int]) -> tuple[int, ...]:
-        """Boundaries to evict last, when there is a new one."""
+        """Boundaries in tokens to evict last, when there is a new one."""
         size, checkpoints = self._plan.block_size, tracker.checkpoints
-        new = [boundary for boundary in sealed if checkpoints.lasting(boundary * size)]
+        new = [boundary for boundary in sealed if checkpoints.lasting(boundary)]
         if not new:
             return ()
         tracker.kept.update(new)
         # Of boundaries in generated tokens the next turn needs the deepest only.
-        generated = sorted(b for b in tracker.kept if b * size > checkpoints.end)
-        tracker.kept.difference_update(generated[:-1])
+        whole = {b for b in tracker.kept if b % size == 0}
+        tracker.kept.difference_update(sorted(b for b in whole if b > checkpoints.end)[:-1])
+        # One inside a block is needed until there is a deeper one, or where prompts part.
+        inner = tracker.kept - whole - {checkpoints.junction}
+        tracker.kept.difference_update(inner - {max(tracker.kept)})
         return tuple(sorted(tracker.kept))
 
     def drop_offers(self, reason: str, offers: int) -> None:

@@ -14,9 +14,10 @@ from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata, LoadSpec, SaveSpec
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.checkpoints import Checkpoints
+from lmcache_hybrid.scheduler.load_planner import asked_prefix, limit_of, load_of
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue, PendingLookup
 from lmcache_hybrid.scheduler.prompt import prefix_of, why_unsaved
-from lmcache_hybrid.scheduler.save_planner import NULL_BLOCK, SavePlanner
+from lmcache_hybrid.scheduler.save_planner import SavePlanner
 from lmcache_hybrid.scheduler.tracker import Asked, Loading, NotAsked, Offered, RequestTracker
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class HybridScheduler:
         request = tracker.request
         tracker.checkpoints.begin(request.num_tokens)
         reads = tracker.may_load and not request.skip_reading_prefix_cache
-        if not (reads and tracker.prefix.hashes):
+        if not (reads and (tracker.prefix.hashes or tracker.inner)):
             return 0
         floor = num_computed_tokens // self._plan.block_size
         match tracker.phase:
@@ -129,23 +130,24 @@ class HybridScheduler:
         assert isinstance(tracker.phase, Offered)
         result = tracker.phase.result
         tracker.checkpoints.junction = result.attention * self._plan.block_size
-        gain = result.boundary * self._plan.block_size - num_computed_tokens
+        gain = result.boundary * self._plan.block_size + result.tail - num_computed_tokens
         return gain if gain >= max(1, self._options.min_retrieve_tokens) else 0
 
     def _ask(self, tracker: RequestTracker, floor: int) -> None:
         """Ask the ranks, if there is anything to ask for."""
-        request, size = tracker.request, self._plan.block_size
+        request = tracker.request
         # What is computed anew is stored anew: it may be missing because its save failed.
         tracker.stored.forget(tracker.stored.attention)
-        # The last token is always computed: a state that has seen it is too deep.
-        limit = min((request.num_tokens - 1) // size, len(tracker.prefix.hashes))
-        if self._options.max_tokens_per_load:
-            limit = min(limit, floor + self._options.max_tokens_per_load // size)
-        if limit <= floor and not tracker.save:
+        limit, tail = limit_of(tracker, floor, self._plan, self._options.max_tokens_per_load)
+        nothing = (limit, tail) <= (floor, 0)
+        if nothing and not tracker.save:
             tracker.offer(LookupResult(0, 0), floor)
             return
-        lookup = self._queue.submit(LookupRequest(request.request_id, tracker.prefix, limit, floor))
-        if len(tracker.prefix.hashes) <= floor and tracker.prefix.identified:
+        prefix = asked_prefix(tracker, floor, self._plan)
+        lookup = self._queue.submit(
+            LookupRequest(request.request_id, prefix, limit, floor, limit_tail=tail)
+        )
+        if nothing and len(prefix.hashes) <= floor and prefix.identified:
             # Nothing to load and nothing new: nobody waits to learn what is stored already.
             tracker.background = lookup
             tracker.offer(LookupResult(0, 0), floor)
@@ -162,15 +164,17 @@ class HybridScheduler:
             tracker.stored.attention = result.attention  # less than was sent, where a save failed
         self._watch(tracker)
         # Past the limit nothing could be loaded in any case.
-        lost = min(result.attention, limit) - max(result.boundary, floor)
+        found = result.boundary * size + result.tail
+        lost = min(result.attention, limit) * size - max(found, floor * size)
         with self.ledger as counts:
-            counts.lookups[result.outcome(floor, limit)] += 1
+            past = limit + bool(lookup.request.limit_tail)
+            counts.lookups[result.outcome(floor, past)] += 1
             counts.lookup_seconds.append(lookup.seconds)
             if not known:
                 counts.skipped_requests["adapter"] += 1
             if lost > 0:
                 counts.lost_hits += 1
-                counts.lost_tokens += lost * size
+                counts.lost_tokens += lost
         level, tracker.logged = logging.DEBUG if tracker.logged else logging.INFO, True
         logger.log(
             level,
@@ -179,8 +183,8 @@ class HybridScheduler:
             request.request_id,
             request.num_tokens,
             floor * size,
-            result.boundary * size,
-            max(0, result.boundary - floor) * size,
+            found,
+            max(0, found - floor * size),
         )
 
     def allocated(
@@ -198,10 +202,11 @@ class HybridScheduler:
         if num_external_tokens == 0:
             self._drop(tracker, tracker.admit())
             return
-        result = tracker.load(num_external_tokens)
-        size, boundary = self._plan.block_size, result.boundary
-        start = boundary - num_external_tokens // size
-        load = self._load(tracker, block_ids, start, boundary)
+        size = self._plan.block_size
+        result = tracker.load(num_external_tokens, size)
+        boundary = result.boundary
+        start = (boundary * size + result.tail - num_external_tokens) // size
+        load = load_of(tracker, self._plan, block_ids, start, result)
         tracker.stored.windows.update(
             (window.group, block)
             for window in self._plan.windows
@@ -211,30 +216,11 @@ class HybridScheduler:
         self._loading.add(request.request_id)
         with self.ledger as counts:
             counts.hits[result.source] += 1
-            for source, blocks in result.last(boundary - start):
+            for source, blocks in result.last(boundary - start + bool(result.tail)):
                 counts.hit_tokens[source] += blocks * size
+            if result.tail:
+                counts.hit_tokens[result.source] -= size - result.tail
             counts.loads_in_flight = len(self._loading)
-
-    def _load(
-        self, tracker: RequestTracker, block_ids: tuple[list[int], ...], start: int, boundary: int
-    ) -> LoadSpec:
-        """The load of blocks [start, boundary) into the request's blocks."""
-        plan = self._plan
-        return LoadSpec(
-            tracker.request.request_id,
-            tracker.prefix.up_to(boundary),
-            start,
-            boundary,
-            tuple(tuple(block_ids[g][start:boundary]) for g in plan.attention),
-            tuple(
-                block_ids[g][boundary - 1] if boundary <= len(block_ids[g]) else NULL_BLOCK
-                for g in plan.states
-            ),
-            tuple(
-                tuple(block_ids[window.group][window.first(start, boundary) : boundary])
-                for window in plan.windows
-            ),
-        )
 
     def _track(self, request: "Request") -> RequestTracker:
         tracker = self._trackers.get(request.request_id)
@@ -242,7 +228,10 @@ class HybridScheduler:
         if tracker is None:
             prefix = prefix_of(request, size, self._hashes_per_block)
             unsaved = why_unsaved(request, prefix, self._options)
-            if unsaved or not (prefix and prefix.hashes):
+            unit = self._plan.unit
+            # vLLM ends a step at the last boundary before the last token.
+            inner = (request.num_prompt_tokens - 1) // unit * unit if prefix and unit else 0
+            if unsaved or not (prefix and prefix.hashes or inner):
                 with self.ledger as counts:
                     counts.skipped_requests[unsaved or "short"] += 1
             checkpoints = Checkpoints(
@@ -251,7 +240,9 @@ class HybridScheduler:
                 self._options.save_decode,
                 offered=bool(self._plan.states),
             )
-            tracker = RequestTracker(request, prefix or Prefix(()), unsaved is None, checkpoints)
+            tracker = RequestTracker(
+                request, prefix or Prefix(()), unsaved is None, checkpoints, inner=inner
+            )
             self._trackers[request.request_id] = tracker
         elif self._options.save_decode:
             self._planner.extend(tracker, len(request.block_hashes) // self._hashes_per_block)

@@ -41,7 +41,7 @@ class Offered:
     """The ranks answered, and vLLM has no blocks for the request yet.
 
     Attributes:
-        result: what can be loaded; a boundary of 0 for nothing.
+        result: what can be loaded, if it is a hit.
         floor: local blocks when the ranks were asked; their claims start there.
         claim: number of the lookup for which the ranks may hold a claim, 0 for none.
         tokens: what vLLM was last told to load, 0 for nothing.
@@ -58,7 +58,7 @@ class Loading:
     """A load is under way; the workers hold its claim and release it.
 
     Attributes:
-        boundary: in blocks, where the load ends.
+        boundary: in tokens, where the load ends.
         tokens: how many are loaded.
     """
 
@@ -75,7 +75,8 @@ class Stored:
 
     Attributes:
         attention: leading blocks whose attention pages are stored.
-        states: boundaries in blocks whose states were loaded or saved since the last lookup.
+        states: boundaries in tokens whose states were loaded or saved since the last lookup,
+            with their partly filled pages where they lie inside a block.
         windows: (group, block) of window pages, likewise.
     """
 
@@ -97,12 +98,13 @@ class RequestTracker:
     Attributes:
         prefix: the prompt's whole blocks, and those of generated tokens as far as they
             are stored; empty where nothing may be cached.
+        inner: tokens of the prompt up to its last boundary inside a block; 0 where none counts.
         save: whether this request's blocks are stored.
         checkpoints: where its steps end so that a state can be stored.
         phase: of its lookup and load.
         background: lookup of what is stored already; admission does not wait for it.
         stored: what need not be stored again.
-        kept: boundaries in blocks that later requests are likeliest to need.
+        kept: boundaries in tokens that later requests are likeliest to need.
         seal: without state groups: the next boundary in tokens whose windows are stored.
         logged: whether its first lookup has been logged.
         may_load: False once a load failed, or a reset came after its first step: what the
@@ -120,6 +122,7 @@ class RequestTracker:
     seal: int = 0
     logged: bool = False
     may_load: bool = True
+    inner: int = 0
 
     @property
     def claim(self) -> int:
@@ -147,7 +150,7 @@ class RequestTracker:
         assert isinstance(self.phase, Offered) and 0 < tokens
         self.phase = replace(self.phase, tokens=tokens)
 
-    def load(self, tokens: int) -> LookupResult:
+    def load(self, tokens: int, block_size: int) -> LookupResult:
         """vLLM has blocks for what was promised.
 
         Returns:
@@ -158,7 +161,8 @@ class RequestTracker:
         assert isinstance(offered, Offered) and tokens == offered.tokens > 0, (
             f"vLLM loads {tokens} tokens that were never offered"
         )
-        self.phase = Loading(offered.result.boundary, tokens)
+        result = offered.result
+        self.phase = Loading(result.boundary * block_size + result.tail, tokens)
         return offered.result
 
     def end_load(self) -> None:
@@ -200,6 +204,8 @@ class RequestTracker:
             return True
         prefix = self.prefix.computed_with(adapter.contents) if adapter is not None else None
         self.prefix, self.save = prefix or Prefix(()), self.save and prefix is not None
+        if prefix is None:
+            self.inner = 0
         return prefix is not None
 
     @property
@@ -216,10 +222,11 @@ class RequestTracker:
         """Assert what holds between two calls of vLLM."""
         blocks = len(self.prefix.hashes)
         assert 0 <= self.stored.attention <= blocks
-        assert all(0 < boundary <= blocks for boundary in self.kept)
+        assert all(boundary > 0 for boundary in self.kept)
         match self.phase:
             case Offered(result, _, claim, tokens):
-                assert claim or not result.boundary, "offered without a claim"
-                assert result.boundary or not tokens, "promised without an offer"
+                assert claim or not result.hit, "offered without a claim"
+                assert result.hit or not tokens, "promised without an offer"
+                assert result.boundary <= blocks
             case Loading(boundary, tokens):
-                assert 0 < boundary <= blocks and tokens > 0
+                assert 0 < tokens <= boundary

@@ -12,7 +12,14 @@ from lmcache_hybrid.core.groups import GroupPlan, Window
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.core.lmcache_stats import NO_MONITOR, Monitor
 from lmcache_hybrid.protocol.lookup import MISS, UNAVAILABLE, LookupRequest, LookupResult
-from lmcache_hybrid.protocol.prefix import Prefix, load_keys, record_keys, used_keys
+from lmcache_hybrid.protocol.prefix import (
+    Prefix,
+    inner_keys,
+    load_keys,
+    record_keys,
+    tail_keys,
+    used_keys,
+)
 from lmcache_hybrid.storage.store import Claim, Store
 
 # Boundaries to locate at once after the deepest one turned out incomplete.
@@ -44,26 +51,52 @@ class _Found:
         """Count the leading blocks whose attention pages all exist, in one call."""
         groups = self._plan.attention
         keys = [key for at in range(len(self._prefix.hashes)) for key in self._pages(at, groups)]
-        self.where.update(self._locate(keys))
+        self._add(keys)
         missing = (at for at, key in enumerate(keys) if key not in self.where)
         return next(missing, len(keys)) // len(groups)
 
-    def boundaries(self, deepest: int) -> Iterator[int]:
-        """Boundaries in (floor, deepest] with all states and windows, deepest first.
+    def boundaries(self, limit: int) -> Iterator[int]:
+        """Boundaries in (floor, ``limit``] with all states and windows, deepest first, in tokens.
 
-        Locates the deepest one, where most hits are, then many at once: with
-        :meth:`attention` that is three calls for up to :data:`CANDIDATES` more boundaries.
+        Locates those of the deepest block, where most hits are, then many at once: with
+        :meth:`attention` that is three calls for up to :data:`CANDIDATES` more boundaries, and
+        one more for a state that is found inside a block.
         """
-        batches = itertools.chain((1,), itertools.repeat(CANDIDATES))
-        while deepest > self._floor:
-            before = max(deepest - next(batches), self._floor)
-            complete = self._complete(before, deepest)
-            yield from sorted(complete, reverse=True)
-            deepest = before
+        size = self._plan.block_size
+        floor = self._floor * size
+        inner = (tokens for tokens in self._prefix.inner if floor < tokens <= limit)
+        ends = sorted({*range(floor + size, limit + 1, size), *inner}, reverse=True)
+        batch = sum(end >= limit // size * size for end in ends)
+        while ends:
+            yield from sorted(self._complete(ends[:batch]), reverse=True)
+            ends, batch = ends[batch:], CANDIDATES
 
-    def _complete(self, before: int, deepest: int) -> list[int]:
-        """Complete boundaries in (before, deepest], in one call."""
-        plan, wanted = self._plan, range(before + 1, deepest + 1)
+    def _complete(self, ends: Sequence[int]) -> list[int]:
+        """Those of ``ends``, deepest first, that are complete; in two calls at most."""
+        size = self._plan.block_size
+        inner = [end for end in ends if end % size]
+        whole = [end // size for end in ends if not end % size]
+        groups = self._plan.states
+        probes = {end: inner_keys(self._prefix, end, STATE, groups[:1])[0] for end in inner}
+        complete = [block * size for block in self._whole(whole, list(probes.values()))]
+        found = [end for end, probe in probes.items() if probe in self.where]
+        tails = {end: tail_keys(self._prefix, end, self._plan) for end in found}
+        self._add(itertools.chain.from_iterable(tails.values()))
+        return complete + [e for e in found if all(key in self.where for key in tails[e])]
+
+    def _add(self, keys: Iterable[RecordKey]) -> None:
+        """Locate those keys that were not found yet."""
+        unknown = [key for key in keys if key not in self.where]
+        if unknown:
+            self.where.update(self._locate(unknown))
+
+    def _whole(self, blocks: Sequence[int], probes: Sequence[RecordKey]) -> list[int]:
+        """Complete boundaries among ``blocks``, which has no gaps; locates ``probes``, too."""
+        if not blocks:
+            self._add(probes)
+            return []
+        plan, wanted = self._plan, range(blocks[-1], blocks[0] + 1)
+        before, deepest = wanted[0] - 1, wanted[-1]
         states = {boundary: self._states(boundary) for boundary in wanted}
         pages = [
             key
@@ -71,8 +104,7 @@ class _Found:
             for at in range(window.first(self._floor, before + 1), deepest)
             for key in self._pages(at, (window.group,))
         ]
-        keys = [*pages, *itertools.chain.from_iterable(states.values())]
-        self.where.update(self._locate([key for key in keys if key not in self.where]))
+        self._add([*pages, *itertools.chain.from_iterable(states.values()), *probes])
         gaps = [self._gaps(window, before + 1, deepest) for window in plan.windows]
         return [
             boundary
@@ -131,8 +163,10 @@ class RankLookup:
         result = self._answer(request)
         if request.limit > 0 and result.available and not request.again:
             size = self._plan.block_size
-            asked = len(request.prefix.hashes) * size
-            self._monitor.looked_up(asked, result.boundary * size, started)
+            asked = max(
+                len(request.prefix.hashes) * size, request.limit * size + request.limit_tail
+            )
+            self._monitor.looked_up(asked, result.boundary * size + result.tail, started)
         return result
 
     def _answer(self, request: LookupRequest) -> LookupResult:
@@ -140,7 +174,7 @@ class RankLookup:
         with self._lock:
             self._answering = request.request_id, request.number
             self._given_up = False
-        if request.limit <= 0:
+        if request.limit <= 0 and request.limit_tail <= 0:
             return MISS
         if not self._store.readable():
             return UNAVAILABLE
@@ -154,17 +188,22 @@ class RankLookup:
         prefix, plan, floor = request.prefix, self._plan, request.floor
         found = _Found(plan, prefix, floor, functools.partial(self._locate, request))
         # Counted beyond the limit, too: stored pages need not be stored again.
-        attention = found.attention()
-        for boundary in found.boundaries(min(attention, request.limit)):
-            keys = load_keys(prefix, floor, boundary, plan)
+        attention, size = found.attention(), plan.block_size
+        # A partly filled page follows whole ones.
+        limit = min(attention * size + size - 1, request.limit * size + request.limit_tail)
+        for end in found.boundaries(limit):
+            boundary, tail = divmod(end, size)
+            keys = load_keys(prefix, floor, boundary, plan, tail)
             self._check_wanted(request)
             claim = self._store.claim({key: found.where[key] for key in keys})
             if claim is not None:
-                self._store.refresh(used_keys(prefix, (boundary,), plan))
+                inner = (end,) if tail else ()
+                self._store.refresh(used_keys(prefix, () if tail else (boundary,), plan, inner))
                 if not self._keep(request, claim):
                     return UNAVAILABLE
-                pages = keys[:: len(plan.attention)][: boundary - floor]
-                return LookupResult(boundary, attention, _runs(found.where[key] for key in pages))
+                pages = keys[:: len(plan.attention)][: boundary - floor + bool(tail)]
+                sources = _runs(found.where[key] for key in pages)
+                return LookupResult(boundary, attention, sources, tail=tail)
         # vLLM uses its own copy, which may be gone the next time.
         local = min(floor, len(prefix.hashes))
         self._store.refresh(used_keys(prefix, (local,), plan))

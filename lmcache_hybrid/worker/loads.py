@@ -154,7 +154,7 @@ class LoadQueue:
     ) -> TransferResult:
         """Restore one request's blocks. Runs on the load thread, which releases the claim."""
         started = time.perf_counter()
-        tokens = (load.boundary - load.start) * self._plan.block_size
+        tokens = load.end(self._plan) - load.start * self._plan.block_size
         try:
             size = restore(load, claim, after)
         except UnwantedError as error:
@@ -188,7 +188,7 @@ class LoadQueue:
             "throughput: %.4f GB/s",
             load.request_id,
             tokens,
-            load.boundary * self._plan.block_size,
+            load.end(self._plan),
             " and the state there" if self._plan.states else "",
             size / 1e9,
             seconds * 1e3,

@@ -130,9 +130,10 @@ class Saver:
         """Hand copied records to the store, which takes their buffers over."""
         size = sum(self._pages[key.group].block_bytes for key, _ in records)
         self._store.put(records)
-        if save.boundaries:
+        if save.boundaries or save.inner:
             # In the order of writing the first pages of a prefix would be evicted first.
-            self._store.arrange(used_keys(save.prefix, save.boundaries, self._plan))
+            used = used_keys(save.prefix, save.boundaries, self._plan, save.inner)
+            self._store.arrange(used)
         seconds = time.perf_counter() - started
         with self._ledger as counts:
             save.count(counts, size)
@@ -141,7 +142,7 @@ class Saver:
             "Reqid: %s, Stored %d blocks and %d states. size: %.4f GB, cost: %.4f ms",
             save.request_id,
             len(save.attention),
-            len(save.states),
+            len(save.states) + len(save.tails),
             size / 1e9,
             seconds * 1e3,
         )

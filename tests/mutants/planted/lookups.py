@@ -32,8 +32,8 @@ DEFECTS = (
     one(
         "each boundary is asked for by itself",
         "lmcache_hybrid/storage/rank_lookup.py",
-        "itertools.repeat(CANDIDATES)",
-        "itertools.repeat(1)",
+        "ends, batch = ends[batch:], CANDIDATES",
+        "ends, batch = ends[batch:], 1",
     ),
     one(
         "of a window only the last page is looked at",

@@ -19,8 +19,9 @@ DEFECTS = (
     one(
         "a state inside a block is stored as that of the boundary before",
         "lmcache_hybrid/scheduler/save_planner.py",
-        "            if rest or block == NULL_BLOCK",
-        "            if block == NULL_BLOCK",
+        "            if misfit or block == NULL_BLOCK or tokens > computed or tokens == 0:\n",
+        "            tokens -= misfit\n"
+        "            if block == NULL_BLOCK or tokens > computed or tokens == 0:\n",
     ),
     one(
         "a step is forgotten with its results, before its saves",
@@ -50,7 +51,7 @@ DEFECTS = (
     one(
         "the beginning of a prefix is evicted first",
         "lmcache_hybrid/worker/saver.py",
-        "            self._store.arrange(used_keys(save.prefix, save.boundaries, self._plan))\n",
+        "            self._store.arrange(used)\n",
         "            pass\n",
     ),
     one(
@@ -123,14 +124,14 @@ DEFECTS = (
     one(
         "tokens lost for want of a state are not counted",
         SCHEDULER,
-        "                counts.lost_tokens += lost * size\n",
+        "                counts.lost_tokens += lost\n",
         "",
     ),
     one(
         "pages that no load could use count as lost",
         SCHEDULER,
-        "lost = min(result.attention, limit) - ",
-        "lost = result.attention - ",
+        "lost = min(result.attention, limit) * size - ",
+        "lost = result.attention * size - ",
     ),
     one(
         "the load of an aborted request stays in flight",

@@ -5,6 +5,7 @@ from tests.mutants.defect import Defect, one
 
 SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
 WORKER = "lmcache_hybrid/worker/worker.py"
+LOAD_PLANNER = "lmcache_hybrid/scheduler/load_planner.py"
 LOOKUP = "lmcache_hybrid/protocol/lookup.py"
 STORE = "lmcache_hybrid/storage/lmcache_store.py"
 RECORD = "lmcache_hybrid/storage/record.py"
@@ -28,11 +29,11 @@ DEFECTS = (
     one(
         "states are found by their position in the block table, not by vLLM's hand-off",
         "lmcache_hybrid/scheduler/save_planner.py",
-        "states = self._states(tracker, computed, offers)",
+        "offered, size = self._states(tracker, computed, offers), self._plan.block_size",
         """table, size = block_state.get_block_ids(rid), self._plan.block_size
         ends = range(1, computed // size + 1)
         found = [(g, table[g][e - 1], e * size) for e in ends for g in self._plan.states]
-        states = self._states(tracker, computed, found)""",
+        offered = self._states(tracker, computed, found)""",
     ),
     one(
         "a boundary is stored that the step does not reach",
@@ -83,7 +84,7 @@ DEFECTS = (
     one(
         "the smallest answer of the ranks is taken without agreement",
         LOOKUP,
-        "if all(result.boundary == lowest for result in results):",
+        "if all(result.end == lowest for result in results):",
         "if results:",
     ),
     one(
@@ -94,9 +95,9 @@ DEFECTS = (
     ),
     one(
         "the last token is loaded too",
-        SCHEDULER,
-        "limit = min((request.num_tokens - 1) // size, len(tracker.prefix.hashes))",
-        "limit = min(request.num_tokens // size, len(tracker.prefix.hashes))",
+        LOAD_PLANNER,
+        "    tokens = tracker.request.num_tokens - 1\n",
+        "    tokens = tracker.request.num_tokens\n",
     ),
     one(
         "after a failed load the same boundary is promised again",
@@ -107,13 +108,13 @@ DEFECTS = (
     one(
         "the load starts one block early of what vLLM holds",
         SCHEDULER,
-        "start = boundary - num_external_tokens // size",
-        "start = max(0, boundary - num_external_tokens // size - 1)",
+        "start = (boundary * size + result.tail - num_external_tokens) // size",
+        "start = max(0, (boundary * size + result.tail - num_external_tokens) // size - 1)",
     ),
     one(
         "the state goes to the last block of the table",
-        SCHEDULER,
-        "block_ids[g][boundary - 1] if boundary <= len(block_ids[g]) else NULL_BLOCK",
+        LOAD_PLANNER,
+        "block_ids[g][last - 1] if last <= len(block_ids[g]) else NULL_BLOCK",
         "block_ids[g][-1]",
     ),
     one(

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says what of a request may be loaded, and into which blocks. Changes nothing."""
+
+from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.protocol.lookup import LookupResult
+from lmcache_hybrid.protocol.metadata import LoadSpec
+from lmcache_hybrid.protocol.prefix import Prefix
+from lmcache_hybrid.scheduler.prompt import inner_hashes
+from lmcache_hybrid.scheduler.save_planner import NULL_BLOCK
+from lmcache_hybrid.scheduler.tracker import RequestTracker
+
+
+def limit_of(
+    tracker: RequestTracker, floor: int, plan: GroupPlan, most: int = 0
+) -> tuple[int, int]:
+    """Find the deepest boundary that may be loaded: whole blocks, and tokens past them.
+
+    Args:
+        floor: local blocks.
+        most: tokens that one request may load, 0 for any number.
+    """
+    size, unit = plan.block_size, plan.unit
+    # The last token is always computed: a state that has seen it is too deep.
+    tokens = tracker.request.num_tokens - 1
+    if most:
+        tokens = min(tokens, floor * size + most)
+    limit = min(tokens // size, len(tracker.prefix.hashes))
+    if not unit:
+        return limit, 0
+    tail = min(tokens, tracker.inner) // unit * unit - limit * size
+    return limit, tail if 0 < tail < size else 0
+
+
+def asked_prefix(tracker: RequestTracker, floor: int, plan: GroupPlan) -> Prefix:
+    """The request's prefix with its boundaries inside blocks past the ``floor`` local ones."""
+    if not plan.unit:
+        return tracker.prefix
+    asked = range(floor * plan.block_size + plan.unit, tracker.inner + 1, plan.unit)
+    return tracker.prefix.with_inner(inner_hashes(tracker.request, asked, plan))
+
+
+def load_of(
+    tracker: RequestTracker,
+    plan: GroupPlan,
+    block_ids: tuple[list[int], ...],
+    start: int,
+    result: LookupResult,
+) -> LoadSpec:
+    """The load of what the ranks offered, from block ``start`` on.
+
+    Args:
+        block_ids: of the request, per KV cache group.
+    """
+    boundary = result.boundary
+    end = boundary * plan.block_size + result.tail
+    last = boundary + bool(result.tail)  # blocks, the partly filled one included
+    inner = inner_hashes(tracker.request, (end,), plan)
+    return LoadSpec(
+        tracker.request.request_id,
+        tracker.prefix.up_to(boundary).with_inner(inner),
+        start,
+        boundary,
+        tuple(tuple(block_ids[g][start:last]) for g in plan.attention),
+        tuple(
+            block_ids[g][last - 1] if last <= len(block_ids[g]) else NULL_BLOCK for g in plan.states
+        ),
+        tuple(
+            tuple(block_ids[window.group][window.first(start, boundary) : boundary])
+            for window in plan.windows
+        ),
+        result.tail,
+    )
