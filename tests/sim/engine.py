@@ -86,7 +86,6 @@ class SimEngine:
         base, structured_output = base_config()
         config = setup.vllm_config(base)
         kv_cache_config = setup.kv_cache_config()
-        self.plan: GroupPlan = plan_groups(kv_cache_config)
         self.options = Options(
             attention_group=None,
             save=True,
@@ -97,6 +96,7 @@ class SimEngine:
             save_decode=setup.save_decode,
         )
         block_size, self.hash_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
+        self.plan: GroupPlan = plan_groups(kv_cache_config).with_unit(self.hash_size)
         self._hasher = get_request_block_hasher(self.hash_size, sha256_cbor)
         self._make_ranks(pool)
         for rank in self.ranks:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States that vLLM offers inside a block, where this package stores none."""
+"""States that vLLM offers inside a block."""
 
 from .engine import SimEngine
 from .storage import N

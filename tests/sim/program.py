@@ -54,7 +54,7 @@ def setups(draw) -> Setup:
         + (attention + windows) * draw(st.integers(5, 24)),
         batch=draw(st.sampled_from((N // 2, N, N + 3, 2 * N, 3 * N + 5, 8 * N))),
         seqs=draw(st.integers(1, 5)),
-        hash_size=N // 2 if junctions else draw(st.sampled_from((N, N, N // 2))),
+        hash_size=draw(st.sampled_from(UNITS[junctions])),
         retention=draw(st.sampled_from((0, 0, None, 2 * N))),
         drafts=drafts,
         mtp=junctions or (drafts > 0 and draw(st.booleans())),
@@ -74,6 +74,8 @@ def setups(draw) -> Setup:
     )
 
 
+# Tokens per hash, without and with junctions inside a block.
+UNITS = (N, N, N // 2, N // 4, N // 8), (N // 2, N // 4)
 # Weights by repetition; the first ones are what a failing program shrinks to.
 _VERBS = (
     ["step"] * 20
