@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Boundaries inside a block: what is stored there, asked for and loaded."""
+
+import pytest
+
+from lmcache_hybrid.core.keys import ATTENTION, STATE
+from lmcache_hybrid.protocol.prefix import tail_keys
+from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of
+
+from .helpers import PLAN, N, make_request, put
+from .scheduler_rig import STATES, Rig, table
+
+UNIT = N // 4
+INSIDE = PLAN.with_unit(UNIT)
+
+
+def rig() -> Rig:
+    return Rig(plan=INSIDE, hash_block_size=UNIT)
+
+
+def asked(tokens: int):
+    return make_request(tokens=tokens, hash_block_size=UNIT)
+
+
+def holds(one: Rig, request, end: int, without=()) -> None:
+    """Let every rank hold the boundary ``end`` inside the first block, but for ``without``."""
+    prefix = prefix_of(request, N, N // UNIT).with_inner(inner_hashes(request, (end,), INSIDE))
+    keys = [key for key in tail_keys(prefix, end, INSIDE) if (key.kind, key.group) not in without]
+    for store in one.ranks.stores:
+        put(store, keys)
+
+
+def test_what_vllm_hands_off_inside_a_block_is_stored_with_the_page_up_to_there():
+    one, request = rig(), asked(N - 1)
+    assert one.match(request)[0] == 0
+    one.scheduler.allocated(request, table(request), 0)
+    end = 3 * UNIT
+    assert one.forward(request, end) is None
+    offers = [(group, 50 + group, end) for group in STATES]
+    save = one.forward(request, N - 1 - end, offers)
+    assert [(e, a) for e, a, _ in save.tails] == [(end, (table(request)[2][0],))]
+    pages = save.pages(INSIDE)
+    assert {(key.kind, key.boundary) for key, _ in pages} == {(ATTENTION, end), (STATE, end)}
+    assert {key.block_hash for key, _ in pages} == {bytes(request.block_hashes[2])}
+
+
+@pytest.mark.parametrize("end", [UNIT, 3 * UNIT])
+def test_a_prompt_shorter_than_a_block_is_loaded(end):
+    one, request = rig(), asked(N - 1)
+    holds(one, request, end)
+    load = one.admit(request)
+    assert (load.start, load.boundary, load.tail) == (0, 0, end)
+    assert [key.boundary for key, _ in load.pages(INSIDE)] == [end] * (1 + len(STATES))
+    assert load.attention_blocks == ((table(request)[2][0],),)
+
+
+@pytest.mark.parametrize("missing", [(ATTENTION, 2), *((STATE, group) for group in STATES)])
+def test_every_group_must_have_the_boundary(missing):
+    one, request = rig(), asked(N - 1)
+    holds(one, request, 2 * UNIT, without=[missing])
+    assert one.admit(request) is None
+
+
+def test_the_last_token_is_computed():
+    one, request = rig(), asked(2 * UNIT)
+    holds(one, request, 2 * UNIT)
+    assert one.admit(request) is None
+
+
+def test_without_a_unit_nothing_is_asked_inside_a_block():
+    one, request = Rig(hash_block_size=UNIT), asked(N - 1)
+    holds(one, request, 2 * UNIT)
+    assert one.admit(request) is None
