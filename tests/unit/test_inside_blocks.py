@@ -31,17 +31,16 @@ def holds(one: Rig, request, end: int, without=()) -> None:
 
 
 def test_what_vllm_hands_off_inside_a_block_is_stored_with_the_page_up_to_there():
-    one, request = rig(), asked(N - 1)
+    one, request, end = rig(), asked(2 * N - 1), N + 3 * UNIT
     assert one.match(request)[0] == 0
     one.scheduler.allocated(request, table(request), 0)
-    end = 3 * UNIT
-    assert one.forward(request, end) is None
+    assert one.forward(request, end).tails == ()
     offers = [(group, 50 + group, end) for group in STATES]
-    save = one.forward(request, N - 1 - end, offers)
-    assert [(e, a) for e, a, _ in save.tails] == [(end, (table(request)[2][0],))]
+    save = one.forward(request, request.num_tokens - end, offers)
+    assert [(e, a) for e, a, _ in save.tails] == [(end, (table(request)[2][1],))]
     pages = save.pages(INSIDE)
     assert {(key.kind, key.boundary) for key, _ in pages} == {(ATTENTION, end), (STATE, end)}
-    assert {key.block_hash for key, _ in pages} == {bytes(request.block_hashes[2])}
+    assert {key.block_hash for key, _ in pages} == {bytes(request.block_hashes[6])}
 
 
 @pytest.mark.parametrize("end", [UNIT, 3 * UNIT])

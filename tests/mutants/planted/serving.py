@@ -94,12 +94,6 @@ DEFECTS = (
         "            if any(key in self.where for key in states[boundary] or [pages[-1]])\n",
     ),
     one(
-        "inside a block one state group is enough",
-        "lmcache_hybrid/storage/rank_lookup.py",
-        "if all(key in self.where for key in tails[e])",
-        "if any(key in self.where for key in tails[e])",
-    ),
-    one(
         "prompts shorter than a block are not asked for",
         SCHEDULER,
         "(request.num_prompt_tokens - 1) // unit * unit if prefix and unit else 0",
