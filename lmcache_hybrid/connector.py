@@ -42,6 +42,8 @@ from lmcache_hybrid.worker.scales import reset_scales
 from lmcache_hybrid.worker.worker import HybridWorker
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lmcache.v1.config import LMCacheEngineConfig
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from lmcache_hybrid.scheduler.save_planner import Offer
     from lmcache_hybrid.upstream.lmcache_home import LMCacheManager
 
 logger = init_logger("vllm.lmcache_hybrid.connector")
@@ -279,12 +282,16 @@ class HybridConnector:
         return
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        # Their blocks are read in this step, before any later one can write to them. vLLM waits
+        # for every rank, so those without a store report them, too.
+        ended = set(self._metadata.ended)
         if self.worker is None:
             # Without a store this rank never promised a load.
-            return KVConnectorTransferResults()
+            return KVConnectorTransferResults(finished_sending=ended)
         results = self.worker.results(finished_req_ids, self._metadata.idle)
         if not self._guard.stands():
             results.failed_recving.update(results.finished_recving)
+        results.finished_sending.update(ended)
         return results
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:
@@ -314,6 +321,12 @@ class HybridConnector:
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
         assert self.scheduler is not None
         self.scheduler.transferred(output)
+
+    def register_finished_partial_tail(
+        self, request: "Request", block_ids: tuple[list[int], ...], offers: "Sequence[Offer]"
+    ) -> bool:
+        assert self.scheduler is not None
+        return self.scheduler.finished_inside(request, block_ids, offers)
 
     def request_finished(
         self, request: "Request", block_ids: list[int]

@@ -99,6 +99,11 @@ METRICS = (
         "Tokens computed although their attention pages are stored: the state is missing.",
     ),
     _total(
+        "granularity_tokens",
+        "scheduler.granularity_tokens",
+        "Prompt tokens past the last boundary of their prompt, which no later request can hit.",
+    ),
+    _total(
         "skipped_requests",
         "scheduler.skipped_requests",
         "Requests that are not looked up or not stored, by reason.",

@@ -188,6 +188,18 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
         else:
             self._hybrid.update_connector_output(connector_output)
 
+    def register_finished_partial_tail(
+        self,
+        request: "Request",
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        if self._hybrid is None:
+            return super().register_finished_partial_tail(request, block_ids, partial_tail_offloads)
+        return self._hybrid.register_finished_partial_tail(
+            request, block_ids, partial_tail_offloads
+        )
+
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:

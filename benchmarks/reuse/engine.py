@@ -86,6 +86,7 @@ class Setup:
         save_decode: LMCache's ``save_decode_cache``.
         state_groups: state groups before the one attention group.
         plain: LMCache's own eviction, which knows of no prefixes and states.
+        unit: ``--prefix-match-unit``, 0 where it is not set.
     """
 
     block_size: int
@@ -96,6 +97,7 @@ class Setup:
     save_decode: bool = False
     state_groups: int = 3
     plain: bool = False
+    unit: int = 0
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ class _Connector(lmcache_hybrid.connector.HybridConnector):
             self.scheduler = HybridScheduler(
                 engine.plan,
                 engine.options,
-                engine.setup.block_size,
+                engine.hash_size,
                 LookupQueue(engine.ask, 1000, _AtOnce()),
             )
             return
@@ -203,9 +205,10 @@ class ReplayEngine:
         setup = self.setup
         base, structured_output = _base()
         config, kv_cache_config = self._vllm_config(base), self._kv_cache_config()
-        self.plan = plan_groups(kv_cache_config)
         block_size, hash_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
-        assert block_size == hash_size == setup.block_size
+        assert (block_size, hash_size) == (setup.block_size, setup.unit or setup.block_size)
+        self.hash_size = hash_size
+        self.plan = plan_groups(kv_cache_config).with_unit(hash_size)
         self._hasher = get_request_block_hasher(hash_size, sha256_cbor)
         self._connector = None
         if setup.store is not None:
@@ -236,7 +239,8 @@ class ReplayEngine:
     def _vllm_config(self, base: VllmConfig) -> VllmConfig:
         setup, config = self.setup, copy.copy(base)
         config.cache_config = cache = copy.copy(config.cache_config)
-        cache.block_size = cache.mamba_block_size = cache.prefix_match_unit = setup.block_size
+        cache.block_size = cache.mamba_block_size = setup.block_size
+        cache.prefix_match_unit = setup.unit or setup.block_size
         cache.num_gpu_blocks = setup.pool
         config.scheduler_config = scheduler = copy.copy(config.scheduler_config)
         scheduler.max_num_batched_tokens = setup.batch

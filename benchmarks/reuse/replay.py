@@ -23,6 +23,7 @@ has four groups there, of the same page size: three of states and one of attenti
 one page is the unit of both, the pool of vLLM and the store.
 """
 
+import functools
 import math
 import time
 from collections import Counter, defaultdict
@@ -39,6 +40,9 @@ BATCH = 8_192
 ROOM_BESIDE = 256  # more blocks in vLLM's pool beside an unlimited store
 # Traces that are replayed with a full store too.
 FULL = ("documents", "popular")
+CHATS = ("chat", "short chats")
+# Boundaries of the finer oracle, in tokens.
+FINE = 16
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Arm:
         beside: vLLM's own cache is not emptied.
         room: whether vLLM's pool has working room besides the store's bytes.
         plain: LMCache's own eviction, see :class:`benchmarks.reuse.engine.Setup`.
+        unit: ``--prefix-match-unit``, a divisor of N; 0 where it is not set.
         only: traces it is run on, empty for all.
     """
 
@@ -61,6 +66,7 @@ class Arm:
     beside: bool = False
     room: bool = True
     plain: bool = False
+    unit: int = 0
     only: tuple[str, ...] = ()
 
 
@@ -68,7 +74,7 @@ ARMS = (
     Arm("vllm", "vLLM alone", store=False),
     Arm("vllm-bare", "vLLM alone, no working room", store=False, room=False, only=FULL),
     Arm("default", "LMCache, defaults"),
-    Arm("decode", "LMCache, generated tokens too", save_decode=True, only=("chat",)),
+    Arm("decode", "LMCache, generated tokens too", save_decode=True, only=CHATS),
     Arm("T16", "LMCache, T = 16 N", interval=16),
     Arm("T4", "LMCache, T = 4 N", interval=4),
     Arm("T2", "LMCache, T = 2 N", interval=2),
@@ -79,6 +85,12 @@ ARMS = (
     Arm("plain", "LMCache, its own eviction", plain=True, only=FULL),
     Arm("T4-plain", "LMCache, T = 4 N, its own eviction", interval=4, plain=True, only=FULL),
     Arm("beside", "LMCache beside vLLM's cache", beside=True),
+    Arm("vllm-U56", "vLLM alone, U = 56", store=False, unit=56),
+    Arm("U16", "LMCache, U = 16", unit=16),
+    Arm("U56", "LMCache, U = 56", unit=56),
+    Arm("U98", "LMCache, U = N/8", unit=98),
+    Arm("U56-T4", "LMCache, U = 56, T = 4 N", unit=56, interval=4),
+    Arm("U56-decode", "LMCache, U = 56, generated too", unit=56, save_decode=True, only=CHATS),
 )
 REFERENCES = {
     "lru": ("LRU of whole prefixes", LruReference),
@@ -115,7 +127,11 @@ def jobs(traces: Sequence[Trace], block_size: int) -> list[Job]:
     """All replays."""
     made = []
     for trace in traces:
-        arms = [arm for arm in ARMS if trace.name in (arm.only or (trace.name,))]
+        arms = [
+            arm
+            for arm in ARMS
+            if trace.name in (arm.only or (trace.name,)) and block_size % (arm.unit or 1) == 0
+        ]
         unlimited = _pages_at_most(trace, block_size)
         made += [
             Job(trace, "unlimited", unlimited, block_size, a)
@@ -130,9 +146,9 @@ def jobs(traces: Sequence[Trace], block_size: int) -> list[Job]:
 
 
 def _pages_at_most(trace: Trace, block_size: int) -> int:
-    """More than any arm can fill: every block of every request with a state."""
+    """More than any arm can fill: every block of every request with a state, and one more."""
     tokens_in_all = trace.prompt_tokens + sum(r.output.length for r in trace.requests)
-    return (1 + STATE_PAGES) * tokens_in_all // block_size + 1
+    return (1 + STATE_PAGES) * (tokens_in_all // block_size + len(trace.requests) + 1)
 
 
 def _pages_of_contents(trace: Trace, block_size: int) -> int:
@@ -183,7 +199,8 @@ def setup_of(job: Job) -> Setup:
     # The longest request with its states: running, restored, kept, for each group.
     room = job.trace.longest // job.block_size + 4 * STATE_PAGES + 4
     if not arm.store:
-        return Setup(job.block_size, job.capacity + room * arm.room, None, BATCH)
+        pool = job.capacity + room * arm.room
+        return Setup(job.block_size, pool, None, BATCH, unit=arm.unit)
     return Setup(
         job.block_size,
         room + ROOM_BESIDE * (arm.beside and job.store == "unlimited"),
@@ -192,6 +209,7 @@ def setup_of(job: Job) -> Setup:
         arm.interval * job.block_size,
         arm.save_decode,
         plain=arm.plain,
+        unit=arm.unit,
     )
 
 
@@ -206,20 +224,24 @@ def replay(engine: ReplayEngine, job: Job, advance: Callable[[], None]) -> list[
     return outcomes
 
 
+@functools.lru_cache(maxsize=4)
 def oracle_tokens(trace: Trace, block_size: int) -> list[int]:
-    """Of each request, the tokens that the oracle reuses."""
+    """Of each request, the tokens that an oracle with boundaries ``block_size`` apart reuses."""
     oracle = Oracle(block_size)
     return [oracle.ask(tokens(r.spans), tokens([r.output])) for r in trace.requests]
 
 
 def _figures(job: Job, outcomes: Sequence[Outcome], saved: int | None) -> dict:
     best = oracle_tokens(job.trace, job.block_size)
+    finest = oracle_tokens(job.trace, FINE if job.block_size % FINE == 0 else job.block_size)
     by_label: dict[str, Counter] = defaultdict(Counter)
     extra_steps = 0
-    for request, outcome, most in zip(job.trace.requests, outcomes, best):
-        hit = outcome.local + outcome.external
-        assert hit <= most, f"{hit} tokens reused of {most} that were computed before"
-        by_label[request.label].update(requests=1, hit=hit, oracle=most)
+    inside = job.arm is not None and job.arm.unit > 0
+    for request, outcome, most, fine in zip(job.trace.requests, outcomes, best, finest):
+        hit, limit = outcome.local + outcome.external, fine if inside else most
+        # A unit that is no multiple of the finer oracle's may end just behind its boundary.
+        assert hit < limit + (FINE if inside else 1), f"{hit} tokens reused of {limit} computed"
+        by_label[request.label].update(requests=1, hit=hit, oracle=most, finest=fine)
         extra_steps += outcome.prefill_steps - math.ceil((request.prompt_length - hit) / BATCH)
     requests = len(outcomes)
     hit, most = sum(c["hit"] for c in by_label.values()), sum(best)
@@ -227,11 +249,14 @@ def _figures(job: Job, outcomes: Sequence[Outcome], saved: int | None) -> dict:
         "hit_tokens": hit,
         "local_tokens": sum(outcome.local for outcome in outcomes),
         "oracle_tokens": most,
-        "share": hit / most,
+        "share": hit / most if most else None,
+        "finest_tokens": sum(finest),
+        "finest_share": hit / sum(finest),
         "by_label": {
             label: {
                 **counts,
                 "share": counts["hit"] / counts["oracle"] if counts["oracle"] else None,
+                "finest_share": counts["hit"] / counts["finest"] if counts["finest"] else None,
             }
             for label, counts in by_label.items()
             if label
@@ -257,4 +282,5 @@ def describe(trace: Trace, block_size: int) -> dict:
         "longest": max(lengths),
         "output_tokens": sum(request.output.length for request in trace.requests),
         "oracle_tokens": sum(oracle_tokens(trace, block_size)),
+        "finest_tokens": sum(oracle_tokens(trace, FINE if block_size % FINE == 0 else block_size)),
     }

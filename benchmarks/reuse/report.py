@@ -6,7 +6,8 @@ from pathlib import Path
 
 def tables(figures: dict) -> str:
     """Markdown: shares by arm and trace, then each arm's cost, then the labels."""
-    return "\n\n".join([_traces(figures), _shares(figures), _costs(figures), _labels(figures)])
+    parts = _traces(figures), _shares(figures), _finest(figures), _costs(figures), _labels(figures)
+    return "\n\n".join(parts)
 
 
 def checkpoints(figures: dict) -> str:
@@ -80,11 +81,20 @@ def _traces(figures: dict) -> str:
             f"{trace['prompt_tokens'] / 1e6:.2f} M",
             f"{trace['shortest']:,} to {trace['longest']:,}",
             _percent(trace["oracle_tokens"] / trace["prompt_tokens"]),
+            _percent(trace["finest_tokens"] / trace["prompt_tokens"]),
         ]
         for name, trace in figures["traces"].items()
     ]
     return _table(
-        ["Trace", "Requests", "Prompt tokens", "Tokens per prompt", "Reusable (oracle)"], rows
+        [
+            "Trace",
+            "Requests",
+            "Prompt tokens",
+            "Tokens per prompt",
+            "Reusable at multiples of N (oracle)",
+            "of 16",
+        ],
+        rows,
     )
 
 
@@ -94,8 +104,22 @@ def _shares(figures: dict) -> str:
     for arm, title in _arms(figures).items():
         runs = [_run(figures, arm, scenario) for scenario in scenarios]
         rows.append([title, *(_percent(run and run["share"]) for run in runs)])
-    return "Hit tokens, as a share of the oracle's:\n\n" + _table(
-        ["", *(_scenario(*scenario) for scenario in scenarios)], rows
+    return (
+        "Hit tokens, as a share of the oracle's at multiples of N (inside blocks are more):\n\n"
+        + _table(["", *(_scenario(*scenario) for scenario in scenarios)], rows)
+    )
+
+
+def _finest(figures: dict) -> str:
+    """What is lost to the size of blocks: all stores unlimited."""
+    traces = [scenario for scenario in _scenarios(figures) if scenario[1] == "unlimited"]
+    rows = []
+    for arm, title in _arms(figures).items():
+        runs = [_run(figures, arm, scenario) for scenario in traces]
+        if any(runs):
+            rows.append([title, *(_percent(run and run["finest_share"]) for run in runs)])
+    return "Hit tokens, as a share of the oracle's at multiples of 16 tokens:\n\n" + _table(
+        ["", *(trace for trace, _ in traces)], rows
     )
 
 

@@ -157,6 +157,25 @@ def chat(seed: int = 0, scale: float = 1.0, conversations: int = 24, turns: int 
     return Trace("chat", seed, draw.mixed(made))
 
 
+def short_chats(
+    seed: int = 0, scale: float = 1.0, conversations: int = 75, turns: int = 4
+) -> Trace:
+    """Conversations of 200 to 1,500 tokens: most prompts are about as long as a block."""
+    draw = _Draw("short chats", seed, scale)
+    system = draw.span("system", 150)
+    made = []
+    for i in range(conversations):
+        spans, requests = (system,), []
+        for turn in range(turns):
+            first = (50, 250) if turn == 0 else (30, 150)
+            spans += (draw.span(f"{i}/user{turn}", *first),)
+            answer = draw.span(f"{i}/answer{turn}", 50, 200)
+            requests.append(Request(spans, answer, "first turn" if turn == 0 else "later turns"))
+            spans += (answer,)
+        made.append(requests)
+    return Trace("short chats", seed, draw.mixed(made))
+
+
 def agent(seed: int = 0, scale: float = 1.0, tasks: int = 12, steps: int = 30) -> Trace:
     """Agents with one tool prompt, histories that branch, and a fixed text after the history.
 
@@ -256,6 +275,7 @@ def _documents(
 TRACES: dict[str, Callable[..., Trace]] = {
     "repeat": repeat,
     "chat": chat,
+    "short chats": short_chats,
     "agent": agent,
     "increment": increment,
     "growing": growing,

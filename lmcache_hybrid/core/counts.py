@@ -43,6 +43,8 @@ class SchedulerCounts:
         loads_in_flight: gauge of requests that wait for a load.
         failed_loads: requests whose load failed on some rank.
         failed_tokens: tokens to be loaded for them, which are computed instead.
+        granularity_tokens: of prompts that may be cached, past their last boundary and without
+            the last token: no later request can hit them.
         dropped_offers: states that vLLM handed off and nobody stored, by reason.
         skipped_requests: requests that are not looked up or not stored, by reason.
     """
@@ -56,6 +58,7 @@ class SchedulerCounts:
     loads_in_flight: int = field(default=0, metadata=LEVEL)
     failed_loads: int = 0
     failed_tokens: int = 0
+    granularity_tokens: int = 0
     dropped_offers: Counter[str] = _split()
     skipped_requests: Counter[str] = _split()
 

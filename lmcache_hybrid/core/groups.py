@@ -61,6 +61,15 @@ class GroupPlan:
         return (*self.attention, *(window.group for window in self.windows), *self.states)
 
 
+def suggested_unit(block_size: int, wanted: int = 64) -> int:
+    """The ``--prefix-match-unit`` nearest to ``wanted`` tokens: a divisor of N below it.
+
+    A multiple of 16, which every chunked kernel takes; 0 where N has no such divisor.
+    """
+    fitting = [unit for unit in range(16, block_size, 16) if block_size % unit == 0]
+    return min(fitting, key=lambda unit: max(unit / wanted, wanted / unit), default=0)
+
+
 def is_served(kv_cache_config: "KVCacheConfig") -> bool:
     """Whether this package serves the groups: states, or windows beside full attention.
 

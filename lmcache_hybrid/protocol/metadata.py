@@ -122,6 +122,7 @@ class ConnectorMetadata(KVConnectorMetadata):
         idle: no forward runs in this step, so waiting for a load delays nobody.
         epoch: number of store resets when the step was scheduled. Nothing that a step of an
             earlier epoch computed is stored: the weights may have changed since.
+        ended: requests that vLLM keeps blocks of for this step's saves, and for no other.
     """
 
     loads: tuple[LoadSpec, ...] = ()
@@ -129,6 +130,7 @@ class ConnectorMetadata(KVConnectorMetadata):
     dropped: tuple[tuple[str, int], ...] = ()
     idle: bool = False
     epoch: int = 0
+    ended: tuple[str, ...] = ()
 
 
 NOTHING = ConnectorMetadata()

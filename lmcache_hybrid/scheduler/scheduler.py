@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduler side: which boundary a request starts from, and what its steps store."""
 
-import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
+from vllm.v1.core.sched.output import KVConnectorBlockState
 
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
@@ -13,15 +13,18 @@ from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata, LoadSpec, SaveSpec
 from lmcache_hybrid.protocol.prefix import Prefix
+from lmcache_hybrid.scheduler.accounts import count_hit, count_lookup, log_lookup
 from lmcache_hybrid.scheduler.checkpoints import Checkpoints
+from lmcache_hybrid.scheduler.final_saves import FinalSaves
+from lmcache_hybrid.scheduler.granularity import Granularity
 from lmcache_hybrid.scheduler.load_planner import asked_prefix, limit_of, load_of
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue, PendingLookup
 from lmcache_hybrid.scheduler.prompt import prefix_of, why_unsaved
-from lmcache_hybrid.scheduler.save_planner import SavePlanner
+from lmcache_hybrid.scheduler.save_planner import Offer, SavePlanner
 from lmcache_hybrid.scheduler.tracker import Asked, Loading, NotAsked, Offered, RequestTracker
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -64,12 +67,14 @@ class HybridScheduler:
         self._unsaved: dict[str, RequestTracker] = {}
         self._loads: list[LoadSpec] = []
         self._dropped: list[tuple[str, int]] = []
+        self._final = FinalSaves()
         # Loads under way, those of requests that have ended included.
         self._loading: set[str] = set()
         self._epoch = 0
         self.closed = False
         self.ledger = Ledger("scheduler", SchedulerCounts())
         self._planner = SavePlanner(plan, options, self._hashes_per_block, self.ledger)
+        self._granularity = Granularity(plan, self.ledger)
 
     @property
     def counts(self) -> SchedulerCounts:
@@ -156,36 +161,15 @@ class HybridScheduler:
 
     def _take(self, tracker: RequestTracker, lookup: PendingLookup, result: LookupResult) -> None:
         """Take what the ranks said of the request's blocks, count and log it."""
-        request, size = tracker.request, self._plan.block_size
-        limit, floor = lookup.request.limit, lookup.request.floor
         tracker.background = None
         known = tracker.identify(result.adapter)
         if result.available:
             tracker.stored.attention = result.attention  # less than was sent, where a save failed
         self._watch(tracker)
-        # Past the limit nothing could be loaded in any case.
-        found = result.boundary * size + result.tail
-        lost = min(result.attention, limit) * size - max(found, floor * size)
-        with self.ledger as counts:
-            past = limit + bool(lookup.request.limit_tail)
-            counts.lookups[result.outcome(floor, past)] += 1
-            counts.lookup_seconds.append(lookup.seconds)
-            if not known:
-                counts.skipped_requests["adapter"] += 1
-            if lost > 0:
-                counts.lost_hits += 1
-                counts.lost_tokens += lost
-        level, tracker.logged = logging.DEBUG if tracker.logged else logging.INFO, True
-        logger.log(
-            level,
-            "Reqid: %s, Total tokens %d, Inference Engine computed tokens: %d, "
-            "LMCache hit tokens: %d, need to load: %d",
-            request.request_id,
-            request.num_tokens,
-            floor * size,
-            found,
-            max(0, found - floor * size),
-        )
+        size, floor = self._plan.block_size, lookup.request.floor
+        count_lookup(self.ledger, lookup, result, size, known)
+        log_lookup(tracker.request, floor, result, size, first=not tracker.logged)
+        tracker.logged = True
 
     def allocated(
         self, request: "Request", block_ids: tuple[list[int], ...], num_external_tokens: int
@@ -214,13 +198,7 @@ class HybridScheduler:
         )
         self._loads.append(load)
         self._loading.add(request.request_id)
-        with self.ledger as counts:
-            counts.hits[result.source] += 1
-            for source, blocks in result.last(boundary - start + bool(result.tail)):
-                counts.hit_tokens[source] += blocks * size
-            if result.tail:
-                counts.hit_tokens[result.source] -= size - result.tail
-            counts.loads_in_flight = len(self._loading)
+        count_hit(self.ledger, result, start, size, len(self._loading))
 
     def _track(self, request: "Request") -> RequestTracker:
         tracker = self._trackers.get(request.request_id)
@@ -229,6 +207,8 @@ class HybridScheduler:
             prefix = prefix_of(request, size, self._hashes_per_block)
             unsaved = why_unsaved(request, prefix, self._options)
             unit = self._plan.unit
+            if prefix is not None:
+                self._granularity.add(request)
             # vLLM ends a step at the last boundary before the last token.
             inner = (request.num_prompt_tokens - 1) // unit * unit if prefix and unit else 0
             if unsaved or not (prefix and prefix.hashes or inner):
@@ -285,6 +265,7 @@ class HybridScheduler:
             else:
                 del self._trackers[request_id]
         self._unsaved.clear()
+        self._final.forget()
         return self._epoch
 
     def end_reset(self, done: bool) -> None:
@@ -307,16 +288,20 @@ class HybridScheduler:
             saves = list(self._saves(output.num_scheduled_tokens, block_state))
         while self._queue.unreleased:
             self._dropped.append(self._queue.unreleased.popleft())
+        final, ended = self._final.take()
+        saves += final
         idle = output.total_num_scheduled_tokens == 0
         self._wait_seconds = IDLE_WAIT_SECONDS if idle else 0.0
-        if not (saves or self._loads or self._dropped or idle):
+        if not (saves or self._loads or self._dropped or idle or ended):
             return NOTHING
         loads, self._loads = self._loads, []
         dropped, self._dropped = self._dropped, []
-        return ConnectorMetadata(tuple(loads), tuple(saves), tuple(dropped), idle, self._epoch)
+        return ConnectorMetadata(
+            tuple(loads), tuple(saves), tuple(dropped), idle, self._epoch, ended
+        )
 
     def _saves(
-        self, scheduled: dict[str, int], block_state: "KVConnectorBlockState"
+        self, scheduled: dict[str, int], block_state: KVConnectorBlockState
     ) -> Iterator[SaveSpec]:
         """What each scheduled request stores of this step."""
         offers = block_state.boundary_state_offloads
@@ -362,6 +347,27 @@ class HybridScheduler:
             self._loading.discard(request_id)  # also of a request that was aborted
             with self.ledger as counts:
                 counts.loads_in_flight = len(self._loading)
+
+    def finished_inside(
+        self, request: "Request", block_ids: tuple[list[int], ...], offers: Sequence[Offer]
+    ) -> bool:
+        """Save the states of a request that ends right at a boundary inside a block.
+
+        Args:
+            offers: what vLLM hands off only now, as no later step preserves it.
+
+        Returns:
+            Whether vLLM must keep the request's blocks until every rank has reported it.
+        """
+        tracker = self._trackers.get(request.request_id)
+        if tracker is None or not tracker.saving or tracker.background is not None:
+            self._planner.drop_offers("not_running", len(offers))
+            return False
+        blocks = KVConnectorBlockState({request.request_id}, lambda _: block_ids, {})
+        save = self._planner.plan(tracker, request.num_computed_tokens, offers, blocks)
+        if save is not None:
+            self._final.add(save)
+        return save is not None
 
     def finished(self, request: "Request") -> None:
         """Forget the request. A load under way goes on until the worker reports it."""

@@ -14,6 +14,11 @@ import xxhash
 from lmcache_hybrid.storage import record
 
 
+def is_state(record: Path) -> bool:
+    """By the group's label in the record's name; every family has a state group 0 or 1."""
+    return "%s0-" in record.name or "%s1-" in record.name
+
+
 def flipped(data: bytes, at: int = -1) -> bytes:
     """Flip one bit."""
     broken = bytearray(data)

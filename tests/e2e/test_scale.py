@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from engine import Answer, Engine, EngineDied
 from prompts import cases
+from records import is_state
 
 from lmcache_hybrid.tools.tiny_models import make_model
 
@@ -62,11 +63,6 @@ def test_two_ranks_and_a_record_that_one_of_them_lost(
         assert metrics["lmcache_hybrid_hit_tokens"] == metrics["external_prefix_cache_hits"]
         assert metrics["lmcache_hybrid_hits"] == 2
         assert metrics["lmcache_hybrid_loaded_states"] == 4
-
-
-def is_state(record: Path) -> bool:
-    """By the group's label in the record's name; every family has a state group 0 or 1."""
-    return "%s0-" in record.name or "%s1-" in record.name
 
 
 def test_speculative_decoding_is_refused_on_cpu(model: Path) -> None:

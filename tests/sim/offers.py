@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States that vLLM offers inside a block."""
+"""States that vLLM offers inside a block, and what becomes of them."""
 
 from .engine import SimEngine
 from .storage import N
 
 INSIDE, JUNCTION = "offers inside a block", "offers at a junction inside a block"
+LOADS, SHORT = "loads that end inside a block", "loads of prompts shorter than a block"
+MIXED = "loads that end inside a block beside local tokens"
+AT_THE_END = "states handed off by requests that end"
 
 
 def note_offers(engine: SimEngine) -> SimEngine:
-    """Count the states that are offered at tokens which are no block boundary."""
+    """Count states offered at tokens which are no block boundary, and loads that end there."""
+    _note_loads(engine)
     manager = engine.scheduler.kv_cache_manager
     take = manager.take_boundary_state_offloads
 
@@ -24,3 +28,18 @@ def note_offers(engine: SimEngine) -> SimEngine:
 
     manager.take_boundary_state_offloads = taken
     return engine
+
+
+def _note_loads(engine: SimEngine) -> None:
+    step = engine.hybrid.step
+
+    def stepped(output):
+        metadata = step(output)
+        for load in metadata.loads:
+            engine.events[LOADS] += load.tail > 0
+            engine.events[SHORT] += load.tail > 0 == load.boundary
+            engine.events[MIXED] += load.tail > 0 < load.start
+        engine.events[AT_THE_END] += sum(s.request_id in metadata.ended for s in metadata.saves)
+        return metadata
+
+    engine.hybrid.step = stepped

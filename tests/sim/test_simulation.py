@@ -19,7 +19,7 @@ import hypothesis
 import pytest
 from hypothesis import HealthCheck, Phase
 
-from .offers import JUNCTION
+from .offers import AT_THE_END, JUNCTION, LOADS, MIXED, SHORT
 from .program import Run, Tally, programs
 from .setup import Setup
 from .shrunk import SHRUNK
@@ -60,9 +60,12 @@ MET = (
     "device: loads beside a forward",
     "device: loads of blocks that were saved",
     "device: parts side by side",
+    LOADS,
+    SHORT,
+    MIXED,
 )
 # Too rare for a quarter of CI's steps.
-MET_IN_LONG_RUNS = ("device: failed loads", JUNCTION)
+MET_IN_LONG_RUNS = ("device: failed loads", JUNCTION, AT_THE_END)
 
 
 @pytest.fixture(autouse=True)

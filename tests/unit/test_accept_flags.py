@@ -43,7 +43,6 @@ def test_settings_of_the_connector_are_kept() -> None:
         (["--max-model-len", "many"], "vLLM does not take these flags: argument --max-model-len"),
         (["--data-parallel-size", "2"], "--data-parallel-size=2 starts copies"),
         (["--worker-extension-cls", "a.B"], "--worker-extension-cls=a.B takes the place"),
-        (["--prefix-match-unit", "64"], "--prefix-match-unit=64 lets vLLM hit inside a block"),
         (
             [
                 "--kv-transfer-config",

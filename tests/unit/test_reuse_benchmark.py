@@ -27,7 +27,9 @@ def test_a_trace_is_the_same_for_a_seed(make) -> None:
     assert make(seed=3) == make(seed=3) != make(seed=4)
     lengths = [request.prompt_length for request in make().requests]
     assert len(lengths) >= 200
-    assert 2_000 <= min(lengths) and max(lengths) <= 32_768
+    short = make is traces.short_chats
+    assert (200 if short else 2_000) <= min(lengths)
+    assert max(lengths) <= (1_500 if short else 32_768)
 
 
 def test_tokens_follow_from_the_name() -> None:
@@ -120,6 +122,21 @@ def test_five_replayed_requests_hit_as_counted_by_hand(setup: Setup, hits: list[
         assert engine.held_pages == engine.saved_pages
 
 
+@pytest.mark.parametrize("store", [100, None], ids=["LMCache", "vLLM alone"])
+def test_a_unit_hits_inside_a_block(store: int | None) -> None:
+    prompts = [A, B, Span("F", 5)], [Span("G", 10)]  # 55 and 10 tokens
+    for unit, hits in ((0, [48, 0]), (4, [52, 8])):
+        with ReplayEngine(Setup(N, 64, store, unit=unit)) as engine:
+            for prompt, hit in zip(prompts, hits):
+                engine.run(tokens(prompt), tokens([D]))
+                if store is not None:
+                    engine.forget()
+                outcome = engine.run(tokens(prompt), tokens([D]))
+                assert outcome.local + outcome.external == hit
+                assert (outcome.external > 0) == (store is not None and hit > 0)
+            assert engine.held_pages == engine.saved_pages
+
+
 def test_generated_blocks_are_found_in_the_next_turn() -> None:
     answer = Span("answer", 40)
     # 50 + 40 tokens, of which 89 are computed: to the boundary at 80 where they are stored.
@@ -141,6 +158,7 @@ def test_the_tables_go_between_the_markers(tmp_path: Path) -> None:
                 "shortest": 40,
                 "longest": 60,
                 "oracle_tokens": 50,
+                "finest_tokens": 80,
             }
         },
         "runs": [
@@ -150,6 +168,7 @@ def test_the_tables_go_between_the_markers(tmp_path: Path) -> None:
                 "arm": "default",
                 "title": "LMCache",
                 "share": 0.5,
+                "finest_share": 0.3125,
                 "by_label": {"later turns": {"share": 0.25, "oracle": 40}},
                 "bytes_per_prompt_token": 15_200.0,
                 "extra_steps_per_request": 0.5,
@@ -162,7 +181,12 @@ def test_the_tables_go_between_the_markers(tmp_path: Path) -> None:
         report.replace(page, "reuse", report.tables(figures))
     text = page.read_text()
     assert text.startswith("Before\n") and text.endswith("\nAfter\n") and "old" not in text
-    for cell in ("| LMCache | 50.0 % |", "| LMCache | 15; 0.50 |", "| LMCache | 25.0 % |"):
+    for cell in (
+        "| LMCache | 50.0 % |",
+        "| LMCache | 31.2 % |",
+        "| LMCache | 15; 0.50 |",
+        "| LMCache | 25.0 % |",
+    ):
         assert text.count(cell) == 1
     with pytest.raises(ValueError, match="lacks"):
         page.write_text("no markers")

@@ -82,6 +82,35 @@ def test_what_prompts_share_is_stored_once():
     assert storage.stored(sizes, Workload(10 * n + 1, 1, shared=4 * n), ram).states == 1
 
 
+def test_a_unit_adds_a_state_and_a_page_and_a_step():
+    sizes, ram = compute(QWEN, GPU), BACKENDS["ram"]
+    n = sizes.block_size
+    page, states = sizes.in_all(ATTENTION), sizes.in_all(STATE)
+    whole, inside = (storage.stored(sizes, Workload(3 * n + 500, 1, unit=u), ram) for u in (0, 112))
+    assert inside.payload - whole.payload == page + states
+    steps = [storage.prefill_steps(3 * n + 500, n, 0, 8192, unit) for unit in (0, 112)]
+    assert steps == [2, 3]
+    short = storage.stored(sizes, Workload(500, 1, unit=112), ram)
+    assert (short.blocks, short.states, short.payload) == (1, 1, page + states)
+    # A prompt that ends right behind a block has no boundary past it.
+    assert storage.stored(sizes, Workload(3 * n + 1, 1, unit=112), ram).payload == whole.payload
+
+
+@pytest.mark.parametrize("unit", [16, 112, 784])
+@pytest.mark.parametrize("rates", [(10_000, 20e9), (30_000, 2.5e9), (1_000, 1e9)])
+def test_from_the_break_even_on_loading_is_faster(unit, rates):
+    sizes, (computed, loaded) = compute(QWEN, GPU), rates
+    page, states = sizes.in_all(ATTENTION), sizes.in_all(STATE)
+    found = storage.break_even(sizes, unit, computed, loaded)
+
+    def saved(end: int) -> float:
+        return end / computed - (-(-end // 784) * page + states) / loaded
+
+    assert found % unit == 0 and saved(found) > 0
+    assert all(saved(end) <= 0 for end in range(unit, found, unit))
+    assert storage.break_even(sizes, unit, 1e9, 1e3) is None
+
+
 def test_totals_are_those_of_all_groups_and_ranks():
     sizes = compute(QWEN, GPU, tp=2)
     work = Workload(3 * sizes.block_size + 1, 7)
@@ -238,6 +267,9 @@ def test_an_interval_of_your_own_is_a_row_and_counts():
     ("words", "said"),
     [
         (["Qwen3.6-27B", "--checkpoint-tokens", "1000"], "is not a multiple of N=784; use 784"),
+        (["Qwen3.6-27B", "--prefix-match-unit", "100"], "does not divide N=784; use 112"),
+        (["LFM2-350M", "--prefix-match-unit", "10"], "does not divide N=16; leave it out"),
+        (["Qwen3.6-27B", "--prefill-rate", "0"], "0 is not in the range x>=1"),
         (["Qwen3.6-27B", "--shared", "64k"], "--shared 64000 is more than --context 32000"),
         (["no-such-model"], "neither a folder with a config.json nor a model of the table"),
         ([], "name a MODEL"),
@@ -250,11 +282,24 @@ def test_mistakes_are_one_sentence(words, said):
     assert said in " ".join(answer.output.replace("│", " ").split())
 
 
+def test_units_of_a_model_and_your_own():
+    words = ["Qwen3.6-27B", "--context", "900", "--json"]
+    plain = json.loads(run(*words).output)
+    assert [row["tokens"] for row in plain["units"]] == [784, 112, 16]
+    assert [row["shortest"] for row in plain["units"]] == [785, 113, 17]
+    own = json.loads(run(*words, "--prefix-match-unit", "56").output)
+    assert [row["tokens"] for row in own["units"]] == [784, 112, 56, 16]
+    assert own["bytes_per_prompt"] == own["units"][2]["bytes_per_prompt"]
+    assert own["bytes_per_prompt"] > plain["bytes_per_prompt"]
+    assert "56" in run(*words[:-1], "--prefix-match-unit", "56").output
+    assert "prefix-match-unit" not in run("LFM2-350M").output  # N is 16
+
+
 def test_what_is_printed():
     answer = run("LFM2-350M", "--context", "10", "--platform", "cpu")
     assert answer.exit_code == 0
     assert "N = 128 tokens\n" in answer.output, "vLLM logs nothing of its own default"
-    assert "never hits: N is 128" in answer.output
+    assert "never hits: it is no longer than 128" in answer.output
     assert {name.value for name in BackendName} == set(BACKENDS)
     assert {name.value for name in PlatformName} == set(PLATFORMS)
     listed = run("--list").output

@@ -197,11 +197,6 @@ def engine_arguments(model: str, flags: list[str]) -> EngineArgs:
             f"--worker-extension-cls={given.worker_extension_cls} takes the place that this test "
             "needs on the workers; leave it out."
         )
-    if given.prefix_match_unit:
-        raise ConfigError(
-            f"--prefix-match-unit={given.prefix_match_unit} lets vLLM hit inside a block, where "
-            "LMCache has nothing to compare with; leave it out."
-        )
     transfer = given.kv_transfer_config or KVTransferConfig(**DEFAULT_TRANSFER)
     if transfer.kv_connector != CONNECTOR or transfer.kv_role != "kv_both":
         raise ConfigError(

@@ -38,11 +38,13 @@ class Limits:
         block: N, tokens.
         longest: most tokens of a prompt and its answer together.
         together: most tokens of all prompts of a case, which must be kept at once.
+        unit: U, tokens between two boundaries inside a block; 0 for none.
     """
 
     block: int
     longest: int
     together: int
+    unit: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def limits_of(facts: dict, longest: int = 0) -> Limits:
     records = pool / (facts["block_bytes"] + states * facts["state_bytes"])
     room = max(0, int(min(blocks, records))) * block
     wanted = max(longest or LONGEST.get(facts["device_type"], LONGEST_ELSEWHERE), 4 * block)
-    return Limits(block, min(wanted, facts["max_model_len"], room), room)
+    return Limits(block, min(wanted, facts["max_model_len"], room), room, facts["unit"])
 
 
 def plan_prompts(limits: Limits, ordinary: Sequence[int], quick: bool = False) -> Plan:
@@ -106,6 +108,9 @@ def plan_prompts(limits: Limits, ordinary: Sequence[int], quick: bool = False) -
         longest = limits.longest - ANSWER_TOKENS
         if longest > 3 * n + half:
             cases.append(_repeat(draw, "longest", longest))
+    if limits.unit:
+        cases.append(_repeat(draw, "U+1", limits.unit + 1))
+        cases.append(_repeat(draw, "N/2", n // 2))
     kept = [case for case in cases if _fits(case, limits)]
     return Plan(tuple(kept), tuple(case.name for case in cases if case not in kept))
 

@@ -88,8 +88,9 @@ def print_verdict(console: Console, result: Result) -> None:
 def _heading(result: Result) -> Iterator[Text]:
     facts, versions = result.facts, result.facts["versions"]
     ranks = f", {facts['ranks']} ranks" if facts["ranks"] > 1 else ""
+    unit = f", U = {facts['unit']}" if facts["unit"] else ""
     yield Text(
-        f"{facts['architecture']}, {facts['dtype']}, N = {facts['block_size']} tokens{ranks}"
+        f"{facts['architecture']}, {facts['dtype']}, N = {facts['block_size']} tokens{unit}{ranks}"
     )
     device = facts["device"] + (f" (CUDA {facts['cuda']})" if facts["cuda"] else "")
     yield Text(

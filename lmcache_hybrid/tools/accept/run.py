@@ -149,9 +149,10 @@ class Run:
         ]
         if not facts["tiers"]:
             problems.append("LMCache has no tier to load from; configure one.")
-        if all(length_of(case) <= limits.block for case in result.plan.cases):
+        shortest, name = (limits.unit, "U") if limits.unit else (limits.block, "N")
+        if all(length_of(case) <= shortest for case in result.plan.cases):
             problems.append(
-                f"No prompt longer than N = {limits.block} fits in {limits.longest} tokens, so "
+                f"No prompt longer than {name} = {shortest} fits in {limits.longest} tokens, so "
                 "nothing can hit; raise --max-model-len, the KV cache or max_local_cpu_size."
             )
         return problems

@@ -51,6 +51,7 @@ class AcceptExtension:
         return {
             "served": True,
             "block_size": plan.block_size,
+            "unit": plan.unit,
             "num_blocks": min(group.num_blocks for group in pages.values()),
             "groups": {
                 "attention": len(plan.attention),

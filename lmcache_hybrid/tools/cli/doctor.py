@@ -47,6 +47,9 @@ def doctor(
         str | None,
         typer.Option("--kv-transfer-config", help="As for vllm serve, in JSON."),
     ] = None,
+    prefix_match_unit: Annotated[
+        int, typer.Option("--prefix-match-unit", help="As for vllm serve; 0: not set.", min=0)
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
     """Check installation, settings, stores and a model, each finding with its fix.
@@ -62,7 +65,7 @@ def doctor(
     found = []
     with (
         Console(stderr=True).status("Loading vLLM and LMCache") as status,
-        contextlib.closing(diagnose(model, transfer)) as findings,
+        contextlib.closing(diagnose(model, transfer, prefix_match_unit)) as findings,
     ):
         for finding in findings:
             found.append(finding)
@@ -86,7 +89,9 @@ def _transfer(text: str | None) -> dict | None:
     return transfer
 
 
-def diagnose(model: str | None, transfer: dict | None) -> Generator[Finding, None, None]:
+def diagnose(
+    model: str | None, transfer: dict | None, unit: int = 0
+) -> Generator[Finding, None, None]:
     """Run the checks in a process of their own, see :mod:`lmcache_hybrid.tools.doctor.__main__`.
 
     Closed early, it stops them and waits until they have cleaned up.
@@ -100,7 +105,9 @@ def diagnose(model: str | None, transfer: dict | None) -> Generator[Finding, Non
         watchdog.start()
         try:
             with contextlib.suppress(BrokenPipeError):  # it died; its exit code says so below
-                process.stdin.write(json.dumps({"model": model, "transfer": transfer}))
+                process.stdin.write(
+                    json.dumps({"model": model, "transfer": transfer, "unit": unit})
+                )
                 process.stdin.close()
             with lines:
                 for line in lines:

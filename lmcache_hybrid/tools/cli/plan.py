@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.tools.cli.units import HEAD, RATES, Unit, units
 from lmcache_hybrid.tools.sizing import catalogue, storage
 from lmcache_hybrid.tools.sizing.blocks import PLATFORMS, Platform, Sizes, compute
 from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE, ModelShape
@@ -78,6 +79,10 @@ KernelBlockOption = Annotated[
 GdnPrefillOption = Annotated[
     GdnPrefill, typer.Option(help="For Qwen, vLLM's; 0.33 takes flashinfer on Hopper and newer.")
 ]
+UnitOption = Annotated[int, _tokens("vLLM's --prefix-match-unit; 0: not set.")]
+RateOption = Annotated[
+    int, typer.Option(help="Prompt tokens that your engine computes a second.", min=1)
+]
 MarkdownOption = Annotated[
     bool, typer.Option("--markdown", help="With --list: as a Markdown table.")
 ]
@@ -91,6 +96,7 @@ class Plan:
         raised: whether N is more than the block size that vLLM starts from.
         hopper: N with FlashInfer's prefill of gated delta nets, which is for GPUs only.
         step_tokens: ``max_num_batched_tokens``.
+        prefill_rate: tokens a second.
         backends: names in BACKENDS.
     """
 
@@ -102,6 +108,7 @@ class Plan:
     hopper: int
     work: Workload
     step_tokens: int
+    prefill_rate: int
     backends: tuple[str, ...]
 
     def stored(self, backend: str) -> storage.Stored:
@@ -119,6 +126,9 @@ class Plan:
         chosen = {blocks * n for blocks in INTERVALS if blocks * n < self.work.context}
         return [0, *sorted(chosen | ({self.work.checkpoint} - {0}), reverse=True)]
 
+    def units(self) -> list[Unit]:
+        return units(self.sizes, self.work, self.step_tokens, self.prefill_rate)
+
     def with_checkpoint(self, interval: int) -> "Plan":
         return dataclasses.replace(self, work=dataclasses.replace(self.work, checkpoint=interval))
 
@@ -135,6 +145,8 @@ def plan(
     kv_cache_dtype: Annotated[str, typer.Option(help="vLLM's --kv-cache-dtype.")] = "auto",
     ssm_dtype: Annotated[str, typer.Option(help="vLLM's --mamba-ssm-cache-dtype.")] = "auto",
     block_size: Annotated[int, typer.Option(help="vLLM's --block-size, if you set it.")] = 0,
+    prefix_match_unit: UnitOption = 0,
+    prefill_rate: RateOption = 10_000,
     step_tokens: Annotated[int, _tokens("vLLM's --max-num-batched-tokens.")] = 8192,
     platform: Annotated[PlatformName, typer.Option(help="Where the engine runs.")] = PlatformName[
         "gpu"
@@ -165,13 +177,15 @@ def plan(
         sizes = sized(shape, where)
         rounding = where.with_gdn_prefill(GdnPrefill.flashinfer.value)
         hopper = sizes if platform is PlatformName.cpu else sized(shape, rounding)
-        work = Workload(context, prompts, shared, checkpoint_tokens)
+        work = Workload(context, prompts, shared, checkpoint_tokens, prefix_match_unit)
         work.check(sizes.block_size)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
     raised = sizes.block_size > (block_size or where.block_size)
     names = tuple(each.value for each in backend or BackendName)
-    made = Plan(name, shape, where, sizes, raised, hopper.block_size, work, step_tokens, names)
+    made = Plan(
+        name, shape, where, sizes, raised, hopper.block_size, work, step_tokens, prefill_rate, names
+    )
     if as_json:
         print(json.dumps(as_dict(made), indent=1))
     else:
@@ -212,19 +226,20 @@ def as_dict(plan: Plan) -> dict:
             for name in plan.backends
         },
         "checkpoints": [_checkpoint(plan, interval) for interval in plan.intervals()],
+        "units": [dataclasses.asdict(unit) for unit in plan.units()],
     }
 
 
 def _checkpoint(plan: Plan, interval: int) -> dict:
-    context, n = plan.work.context, plan.sizes.block_size
+    context, n, unit = plan.work.context, plan.sizes.block_size, plan.work.unit
     branch = storage.after_branch(context, n, interval)
     return {
         "tokens": interval,
-        "states": len(storage.boundaries(context, n, interval)),
+        "states": len(storage.boundaries(context, n, interval, unit)),
         "bytes_per_prompt": plan.with_checkpoint(interval).per_prompt,
         "recomputed_at_most": branch.at_most,
         "recomputed_expected": round(branch.expected),
-        "prefill_steps": storage.prefill_steps(context, n, interval, plan.step_tokens),
+        "prefill_steps": storage.prefill_steps(context, n, interval, plan.step_tokens, unit),
     }
 
 
@@ -266,8 +281,11 @@ def _print(console: Console, plan: Plan) -> None:
         f"A prompt of {work.context:,} tokens takes {plan.per_prompt / 1e9:.3f} GB.\n",
         highlight=False,
     )
-    if not storage.boundaries(work.context, n, 0):
-        console.print(f"[yellow]A prompt of {work.context} tokens never hits: N is {n}.[/]\n")
+    if not storage.boundaries(work.context, n, 0, work.unit):
+        console.print(
+            f"[yellow]A prompt of {work.context} tokens never hits: it is no longer than "
+            f"{work.unit or n}.[/]\n"
+        )
     _print_backends(console, plan)
     rows = []
     for row in (_checkpoint(plan, interval) for interval in plan.intervals()):
@@ -285,6 +303,27 @@ def _print(console: Console, plan: Plan) -> None:
     head = ("T", "States", "GB per prompt", "More", "Recomputed: at most", "expected", "Steps")
     title = "lmcache.hybrid_checkpoint_tokens: per prompt, and for the first to branch off from it"
     console.print(_table(title, head, rows))
+    _print_units(console, plan)
+
+
+def _print_units(console: Console, plan: Plan) -> None:
+    found = plan.units()
+    if len(found) < 2:
+        return  # N has no divisor that is worth a look
+    console.print(
+        _table(
+            "--prefix-match-unit: shorter prompts hit, and less of each is computed again",
+            HEAD,
+            [unit.row(plan.sizes.block_size) for unit in found],
+        )
+    )
+    ram, network = (rate / 1e9 for rate in RATES.values())
+    console.print(
+        f"Faster from: the shortest hit that loads in less time than {plan.prefill_rate:,} tokens "
+        f"a second (--prefill-rate)\ncompute it, at {ram:g} GB/s from RAM and {network:g} GB/s "
+        "over a network.",
+        highlight=False,
+    )
 
 
 def _print_backends(console: Console, plan: Plan) -> None:

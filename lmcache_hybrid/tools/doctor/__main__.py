@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks, in a process of their own: ``python -m lmcache_hybrid.tools.doctor FD``.
 
-Reads ``{"model": ..., "transfer": ...}`` from standard input and writes one JSON line
+Reads ``{"model": ..., "transfer": ..., "unit": ...}`` from standard input and writes one JSON line
 per finding to the file descriptor. So vLLM's and LMCache's output stays apart, what was
 found stays found when a check hangs or dies, and nothing is left running.
 """
@@ -20,7 +20,9 @@ from lmcache_hybrid.tools.doctor.finding import Finding, error, one_line
 from lmcache_hybrid.tools.doctor.installation import check_compiled, check_plugin, check_versions
 
 
-def findings(model: str | None, transfer: dict | None) -> Generator[Finding, None, None]:
+def findings(
+    model: str | None, transfer: dict | None, unit: int = 0
+) -> Generator[Finding, None, None]:
     """All checks in the order in which their answers help."""
     yield from check_versions()
     from lmcache_hybrid.upstream import versions
@@ -40,7 +42,7 @@ def findings(model: str | None, transfer: dict | None) -> Generator[Finding, Non
     from lmcache_hybrid.tools.doctor.options import check_chunk_size, check_model, check_options
 
     yield from guarded(check_hash, other_hash)
-    context = read_context(model, transfer)
+    context = read_context(model, transfer, unit)
     for check in (
         check_model,
         check_options,
@@ -73,7 +75,7 @@ def main() -> None:
         with (
             os.fdopen(int(sys.argv[1]), "w", buffering=1) as out,
             # Where nobody reads on, a check that has begun still cleans up.
-            closing(findings(task["model"], task["transfer"])) as found,
+            closing(findings(**task)) as found,
         ):
             for finding in found:
                 out.write(json.dumps(asdict(finding)) + "\n")

@@ -41,7 +41,7 @@ class Context:
         return self.model.block_size if self.model and self.model.served else None
 
 
-def read_context(model: str | None, transfer: dict[str, Any] | None) -> Context:
+def read_context(model: str | None, transfer: dict[str, Any] | None, unit: int = 0) -> Context:
     """Read everything; what cannot be read becomes a finding, not an error.
 
     LMCache's file is the one that LMCACHE_CONFIG_FILE names.
@@ -53,7 +53,7 @@ def read_context(model: str | None, transfer: dict[str, Any] | None) -> Context:
     found = None
     if model is not None and checked is not None:
         try:
-            found = read_model(model, settings)
+            found = read_model(model, settings, unit)
         except ModelError as failure:
             troubles.append(error("model", str(failure), failure.fix))
     return Context(checked, config, found, model, tuple(troubles))

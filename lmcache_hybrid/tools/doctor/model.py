@@ -44,6 +44,7 @@ class Model:
         window_bytes: of all window pages of one block.
         state_bytes: of all states at one boundary.
         largest: bytes of the largest group's block, the largest payload of a record.
+        unit: ``--prefix-match-unit``, 0 where it is not set.
     """
 
     served: bool
@@ -55,10 +56,14 @@ class Model:
     window_bytes: int = 0
     state_bytes: int = 0
     largest: int = 0
+    unit: int = 0
 
 
-def read_model(model: str, transfer: dict[str, Any]) -> Model:
+def read_model(model: str, transfer: dict[str, Any], unit: int = 0) -> Model:
     """
+    Args:
+        unit: ``--prefix-match-unit``, 0 where it is not set. Need not fit the model.
+
     Raises:
         ModelError: vLLM or this package refuses the model or its configuration.
     """
@@ -97,6 +102,7 @@ def read_model(model: str, transfer: dict[str, Any]) -> Model:
         sum(sizes[group] for group in windows),
         sum(sizes[group] for group in plan.states),
         max(sizes),
+        unit,
     )
 
 

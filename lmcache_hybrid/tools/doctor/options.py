@@ -12,8 +12,10 @@ from lmcache_hybrid.config.options import (
     refusals,
 )
 from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.core.groups import suggested_unit
 from lmcache_hybrid.tools.doctor.context import Context
-from lmcache_hybrid.tools.doctor.finding import Finding, error, ok, skipped, warning
+from lmcache_hybrid.tools.doctor.finding import Finding, Status, error, ok, skipped, warning
+from lmcache_hybrid.tools.doctor.model import Model
 
 
 def check_model(context: Context) -> Iterator[Finding]:
@@ -32,10 +34,7 @@ def check_model(context: Context) -> Iterator[Finding]:
         return
     windows = f", windows {model.windows}" if model.windows else ""
     yield ok("groups", f"Attention groups {model.attention}{windows}, state groups {model.states}.")
-    yield ok(
-        "block size",
-        f"N is {model.block_size} tokens: prompts longer than that hit, at multiples of it.",
-    )
+    yield _unit(model)
     sizes = [f"{model.attention_bytes:,} bytes of attention"]
     if model.windows:
         sizes.append(f"{model.window_bytes:,} of windows")
@@ -43,6 +42,32 @@ def check_model(context: Context) -> Iterator[Finding]:
         "bytes",
         f"Without tensor parallelism a block has {' and '.join(sizes)}, the states at a boundary "
         f"{model.state_bytes:,} bytes.",
+    )
+
+
+def _unit(model: Model) -> Finding:
+    """N, and U where hits end inside a block too."""
+    size, unit = model.block_size, model.unit
+    other = suggested_unit(size) if model.states and not model.windows else 0
+    if not unit:
+        better = (
+            f"Set --prefix-match-unit {other}: hits from {other + 1} tokens on." if other else ""
+        )
+        message = f"N is {size} tokens: prompts longer than that hit, at multiples of it."
+        return Finding("block size", Status.OK, message, better)
+    if size % unit or not other:
+        return error(
+            "block size",
+            f"--prefix-match-unit {unit} does not divide this model's block size {size}."
+            if size % unit
+            else f"--prefix-match-unit {unit} has no effect: this model hits at multiples of "
+            f"{size} only.",
+            f"Use {suggested_unit(size, unit)}." if other else "Leave it out.",
+        )
+    return ok(
+        "block size",
+        f"N is {size} tokens, and with --prefix-match-unit {unit} prompts of {unit + 1} tokens and "
+        f"more hit, at multiples of {unit}; engines that share a store need the same.",
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.core.groups import suggested_unit
 from lmcache_hybrid.storage.record import record_bytes
 from lmcache_hybrid.tools.sizing.blocks import Sizes
 from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE
@@ -61,15 +62,23 @@ class Workload:
         prompts: how many.
         shared: leading tokens that all of them share.
         checkpoint: T in tokens, 0 for none.
+        unit: U in tokens, 0 for hits at multiples of N only.
     """
 
     context: int
     prompts: int
     shared: int = 0
     checkpoint: int = 0
+    unit: int = 0
 
     def check(self, block_size: int) -> None:
-        """Raises ConfigError where T is no multiple of N, or ``shared`` more than a prompt."""
+        """Raises ConfigError where T is no multiple of N, U no divisor, or ``shared`` too much."""
+        if self.unit and block_size % self.unit:
+            nearest = suggested_unit(block_size, self.unit)
+            fix = f"use {nearest}" if nearest else "leave it out"
+            raise ConfigError(
+                f"--prefix-match-unit {self.unit} does not divide N={block_size}; {fix}."
+            )
         if self.checkpoint % block_size:
             nearest = max(1, round(self.checkpoint / block_size)) * block_size
             raise ConfigError(
@@ -82,14 +91,16 @@ class Workload:
             )
 
 
-def boundaries(context: int, block_size: int, checkpoint: int) -> list[int]:
+def boundaries(context: int, block_size: int, checkpoint: int, unit: int = 0) -> list[int]:
     """List where a cold prefill of ``context`` tokens leaves states, in tokens, in order.
 
-    The last boundary before its last token, and every ``checkpoint`` tokens up to there.
+    The last boundary before its last token, every ``checkpoint`` tokens up to there, and the
+    last multiple of ``unit``.
     """
     end = (context - 1) // block_size * block_size
     states = set(range(checkpoint, end + 1, checkpoint)) if checkpoint else set()
-    return sorted(states | ({end} if end else set()))
+    inner = (context - 1) // unit * unit if unit else 0
+    return sorted((states | {end, inner}) - {0})
 
 
 @dataclass(frozen=True)
@@ -114,7 +125,9 @@ class Stored:
 def stored(sizes: Sizes, work: Workload, backend: Backend) -> Stored:
     """Count what is stored when every prompt is asked once and nothing is evicted."""
     n = sizes.block_size
-    blocks, states = work.context // n, boundaries(work.context, n, work.checkpoint)
+    states = boundaries(work.context, n, work.checkpoint, work.unit)
+    # A page that is partly filled at the last boundary is a record of its own.
+    blocks = work.context // n + sum(boundary % n > 0 for boundary in states)
     common_blocks = work.shared // n
     common_states = {boundary for boundary in states if boundary <= work.shared}
     own_states = len(states) - len(common_states)
@@ -156,13 +169,33 @@ def after_branch(context: int, block_size: int, checkpoint: int) -> Branch:
     return Branch(max(lengths) - 1, lost / context)
 
 
-def prefill_steps(context: int, block_size: int, checkpoint: int, budget: int) -> int:
+def prefill_steps(
+    context: int, block_size: int, checkpoint: int, budget: int, unit: int = 0
+) -> int:
     """Count the steps of a cold prefill that has an engine to itself.
 
     ``budget`` is the engine's ``max_num_batched_tokens``, all arguments are in tokens.
     A step ends at each boundary that is kept, and otherwise at a multiple of N.
     """
     step = max(1, budget // block_size) * block_size
-    ends = [0, *boundaries(context, block_size, checkpoint)]
+    ends = [0, *boundaries(context, block_size, checkpoint, unit)]
     steps = sum(-(-(end - start) // step) for start, end in zip(ends, ends[1:]))
     return steps + -(-(context - ends[-1]) // budget)
+
+
+def break_even(sizes: Sizes, unit: int, computed: float, loaded: float) -> int | None:
+    """The shortest hit that takes less time to load than to compute, in tokens.
+
+    Args:
+        unit: U, or N for hits at multiples of N only.
+        computed: tokens of a prefill per second.
+        loaded: bytes per second, of all ranks together.
+
+    Returns:
+        None where even the deepest of 64 blocks is computed faster.
+    """
+    page, states = sizes.in_all(ATTENTION), sizes.in_all(STATE)
+    for end in range(unit, 64 * sizes.block_size + 1, unit):
+        if (-(-end // sizes.block_size) * page + states) / loaded < end / computed:
+            return end
+    return None

@@ -27,10 +27,13 @@ VLLM = (
     *attributes(
         _OUTPUT,
         "KVConnectorBlockState",
-        "boundary_state_offloads get_block_ids",
+        "boundary_state_offloads get_block_ids req_ids resolve_block_ids",
     ),
+    Hook(_BASE, "KVConnectorBase_V1.register_finished_partial_tail"),
     Hook(_BASE, "KVConnectorBase_V1.get_transfer_results"),
-    *attributes(_BASE, "KVConnectorTransferResults", "finished_recving failed_recving"),
+    *attributes(
+        _BASE, "KVConnectorTransferResults", "finished_sending finished_recving failed_recving"
+    ),
     *attributes("vllm.v1.outputs", "KVConnectorOutput", "finished_recving failed_recving"),
     Hook(_REQUEST, "Request.shared_prefix_boundary", replaced_in=_COMPAT),
     Hook(_REQUEST, "Request.num_computed_tokens", replaced_in=_COMPAT),

@@ -3,6 +3,7 @@
 
 from tests.mutants.defect import Defect, one
 
+ACCOUNTS = "lmcache_hybrid/scheduler/accounts.py"
 SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
 WORKER = "lmcache_hybrid/worker/worker.py"
 SLEEP = "vllm_patch/sleep.py"
@@ -123,15 +124,15 @@ DEFECTS = (
     # What is counted
     one(
         "tokens lost for want of a state are not counted",
-        SCHEDULER,
-        "                counts.lost_tokens += lost\n",
+        ACCOUNTS,
+        "            counts.lost_tokens += lost\n",
         "",
     ),
     one(
         "pages that no load could use count as lost",
-        SCHEDULER,
-        "lost = min(result.attention, limit) * size - ",
-        "lost = result.attention * size - ",
+        ACCOUNTS,
+        "reach = min(result.attention, request.limit) * block_size",
+        "reach = result.attention * block_size",
     ),
     one(
         "the load of an aborted request stays in flight",

@@ -94,24 +94,6 @@ DEFECTS = (
         "            if any(key in self.where for key in states[boundary] or [pages[-1]])\n",
     ),
     one(
-        "prompts shorter than a block are not asked for",
-        SCHEDULER,
-        "(request.num_prompt_tokens - 1) // unit * unit if prefix and unit else 0",
-        "0",
-    ),
-    one(
-        "the page inside a block is that of the block before",
-        "lmcache_hybrid/scheduler/save_planner.py",
-        "block_ids[group][end // size] for group in self._plan.attention",
-        "block_ids[group][end // size - 1] for group in self._plan.attention",
-    ),
-    one(
-        "a hit inside a block leaves its page out",
-        "lmcache_hybrid/scheduler/load_planner.py",
-        "    last = boundary + bool(result.tail)",
-        "    last = boundary",
-    ),
-    one(
         "the last token is loaded too",
         LOAD_PLANNER,
         "    tokens = tracker.request.num_tokens - 1\n",

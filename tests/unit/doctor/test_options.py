@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the doctor says of a model and of settings."""
 
+from dataclasses import replace
+
 import pytest
 
 from lmcache_hybrid.tools.doctor.context import Context, read_context
@@ -45,6 +47,31 @@ def test_a_models_groups_and_bytes(family, size, attention, states, attention_by
 
 def of(model: Model | None, named: str | None = "m") -> Context:
     return Context(None, None, model, named, ())
+
+
+@pytest.mark.parametrize(
+    "unit, status, says, fix",
+    [
+        (0, OK, "hit, at multiples of it", "Set --prefix-match-unit 64: hits from 65 tokens on."),
+        (96, OK, "with --prefix-match-unit 96 prompts of 97 tokens and more hit", ""),
+        (100, ERROR, "--prefix-match-unit 100 does not divide this model's", "Use 96."),
+    ],
+)
+def test_a_unit(unit, status, says, fix):
+    found = [f for f in check_model(of(replace(MODEL, unit=unit))) if f.check == "block size"]
+    assert_sentences(found)
+    assert only(found).status == status and says in only(found).message
+    assert only(found).fix == fix
+
+
+def test_a_unit_without_effect():
+    windows = replace(MODEL, states=(), windows=(0,), unit=64)
+    (found,) = [f for f in check_model(of(windows)) if f.status == ERROR]
+    assert "--prefix-match-unit 64 has no effect" in found.message and found.fix == "Leave it out."
+
+
+def test_a_unit_is_read_with_the_model():
+    assert read_model(model("lfm2"), TRANSFER, 64).unit == 64
 
 
 def test_a_model_that_is_not_served():

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts and logs what the ranks found for a request."""
+
+import logging
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
+from lmcache_hybrid.protocol.lookup import LookupResult
+from lmcache_hybrid.scheduler.lookup_queue import PendingLookup
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.lmcache_hybrid.scheduler.accounts")
+
+
+def count_lookup(
+    ledger: Ledger[SchedulerCounts],
+    lookup: PendingLookup,
+    result: LookupResult,
+    block_size: int,
+    known: bool,
+) -> None:
+    """Count a lookup that was answered.
+
+    Args:
+        known: whether the ranks knew the request's adapter.
+    """
+    request = lookup.request
+    # Past the limit nothing could be loaded in any case.
+    found = result.boundary * block_size + result.tail
+    reach = min(result.attention, request.limit) * block_size
+    lost = reach - max(found, request.floor * block_size)
+    with ledger as counts:
+        past = request.limit + bool(request.limit_tail)
+        counts.lookups[result.outcome(request.floor, past)] += 1
+        counts.lookup_seconds.append(lookup.seconds)
+        if not known:
+            counts.skipped_requests["adapter"] += 1
+        if lost > 0:
+            counts.lost_hits += 1
+            counts.lost_tokens += lost
+
+
+def log_lookup(
+    request: "Request", floor: int, result: LookupResult, block_size: int, first: bool
+) -> None:
+    """Log it in LMCache's own words; a request's later ones for debugging only.
+
+    Args:
+        floor: local blocks.
+    """
+    found = result.boundary * block_size + result.tail
+    logger.log(
+        logging.INFO if first else logging.DEBUG,
+        "Reqid: %s, Total tokens %d, Inference Engine computed tokens: %d, "
+        "LMCache hit tokens: %d, need to load: %d",
+        request.request_id,
+        request.num_tokens,
+        floor * block_size,
+        found,
+        max(0, found - floor * block_size),
+    )
+
+
+def count_hit(
+    ledger: Ledger[SchedulerCounts],
+    result: LookupResult,
+    start: int,
+    block_size: int,
+    in_flight: int,
+) -> None:
+    """Count a load that begins at block ``start``.
+
+    Args:
+        in_flight: loads under way, this one included.
+    """
+    with ledger as counts:
+        counts.hits[result.source] += 1
+        for source, blocks in result.last(result.boundary - start + bool(result.tail)):
+            counts.hit_tokens[source] += blocks * block_size
+        if result.tail:
+            counts.hit_tokens[result.source] -= block_size - result.tail
+        counts.loads_in_flight = in_flight
