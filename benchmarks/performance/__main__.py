@@ -37,9 +37,12 @@ QUESTIONS = {
     "decodes": "time between tokens with a connector that has nothing to do",
     "beside_restores": "decoding while other requests hit",
     "mixed": "a stream of which half hits",
+    "short_prompts": "first token of a prompt shorter than a block, asked before",
     "slow_lookups": "steps while a Redis answers lookups after 50 ms",
     "bytes": "bytes stored and loaded for one prompt",
 }
+# Engines of their own, with no more than two others' worth of memory beside them.
+ALONE = ("short_prompts", "slow_lookups")
 BLOCKS = 14  # of 784 tokens: 10,976
 
 
@@ -105,7 +108,7 @@ def _measure(asked, rounds: int, shape):
             def tick(task=task) -> None:
                 progress.advance(task)
 
-            if name in (*ENGINE_QUESTIONS, "bytes", "slow_lookups") and model is None:
+            if name in (*ENGINE_QUESTIONS, "bytes", *ALONE) and model is None:
                 model = engines.make_model(Path(folder))
             if name in (*ENGINE_QUESTIONS, "bytes") and arms is None:
                 arms = engines.Arms(stack, model, Path(folder))
@@ -113,11 +116,11 @@ def _measure(asked, rounds: int, shape):
                 answer = _ask_stores(name, rounds, shape)
             elif name == "bytes":
                 answer = engines.stored(arms)
-            elif name == "slow_lookups":
-                if arms is not None:  # no more than two engines' worth of memory beside these
+            elif name in ALONE:
+                if arms is not None:
                     stack.close()
                     arms = None
-                answer = {"seconds": engines.slow_lookups(model, rounds, tick)}
+                answer = {"seconds": getattr(engines, name)(model, Path(folder), rounds, tick)}
             else:
                 answer = {"seconds": getattr(engines, name)(arms, rounds, tick)}
             progress.update(task, completed=rounds + 1)

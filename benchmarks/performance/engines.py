@@ -34,6 +34,7 @@ CONFIG = {
     "shared_expert_intermediate_size": 512,
 }
 PROMPT = 10_976
+SHORT, UNIT = 500, 64
 OPTIONS = {"max_model_len": 16_384, "max_num_batched_tokens": 2_048}
 # Both cores in every arm: on "auto" vLLM takes one without a connector and two with one.
 ENVIRONMENT = {
@@ -62,10 +63,12 @@ class Arms:
         stack: closes them.
         model: folder.
         folder: for ``local_disk``.
+        options: further arguments of ``vllm.LLM``.
     """
 
-    def __init__(self, stack: ExitStack, model: Path, folder: Path) -> None:
+    def __init__(self, stack: ExitStack, model: Path, folder: Path, **options) -> None:
         self._stack, self._model, self._folder = stack, model, folder
+        self._options = {**OPTIONS, **options}
         self._engines: dict[str, Engine] = {}
         self._server = None
 
@@ -94,7 +97,8 @@ class Arms:
                 self._server = self._stack.enter_context(ValkeyServer())
             config = {"local_cpu": False, "remote_url": f"redis://127.0.0.1:{self._server.port}"}
             config |= ROOM
-        return self._stack.enter_context(Engine(self._model, config, env=ENVIRONMENT, **OPTIONS))
+        engine = Engine(self._model, config, env=ENVIRONMENT, **self._options)
+        return self._stack.enter_context(engine)
 
 
 def first_token(engine: Engine, ids: list[int], forget: bool = True) -> tuple[float, int, int]:
@@ -144,6 +148,17 @@ def repeats(
                 times[name].append(seconds)
         progress()
     return times
+
+
+def short_prompts(
+    model: Path, folder: Path, rounds: int, progress: Callable[[], None]
+) -> dict[str, list[float]]:
+    """The same for a prompt shorter than a block, which hits inside it: engines of their own."""
+    with ExitStack() as stack:
+        (own := folder / "short").mkdir()
+        arms = Arms(stack, model, own, prefix_match_unit=UNIT)
+        assert SHORT < arms["ram"].info["block_size"]
+        return repeats(arms, rounds, progress, SHORT, seed=2)
 
 
 def colds(arms: Arms, rounds: int, progress: Callable[[], None]) -> dict[str, list[float]]:
@@ -311,7 +326,7 @@ def slow_port(port: int, seconds: float) -> Iterator[int]:
 
 
 def slow_lookups(
-    model: Path, rounds: int, progress: Callable[[], None], seconds: float = 0.05
+    model: Path, folder: Path, rounds: int, progress: Callable[[], None], seconds: float = 0.05
 ) -> dict[str, list[float]]:
     """Seconds until requests that arrive one after another are done, on a slow Redis.
 

@@ -11,6 +11,7 @@ from benchmarks.reuse.report import replace
 BASES = {
     "repeats": ("cold", "of the time without a cache"),
     "whole_blocks": ("cold", "of the time without a cache"),
+    "short_prompts": ("cold", "of the time without a cache"),
     "colds": ("none", "of the time without a connector"),
     "decodes": ("none", "of the time without a connector"),
     "beside_restores": ("none", "of the time with hits in vLLM's own cache"),

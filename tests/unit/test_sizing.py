@@ -269,7 +269,7 @@ def test_an_interval_of_your_own_is_a_row_and_counts():
         (["Qwen3.6-27B", "--checkpoint-tokens", "1000"], "is not a multiple of N=784; use 784"),
         (["Qwen3.6-27B", "--prefix-match-unit", "100"], "does not divide N=784; use 112"),
         (["LFM2-350M", "--prefix-match-unit", "10"], "does not divide N=16; leave it out"),
-        (["Qwen3.6-27B", "--prefill-rate", "0"], "0 is not in the range x>=1"),
+        (["Qwen3.6-27B", "--prefill-rate", "0"], "Input should be greater than or equal to 1"),
         (["Qwen3.6-27B", "--shared", "64k"], "--shared 64000 is more than --context 32000"),
         (["no-such-model"], "neither a folder with a config.json nor a model of the table"),
         ([], "name a MODEL"),

@@ -97,7 +97,7 @@ from pathlib import Path
 from lmcache_hybrid.tools.doctor import __main__ as doctor
 from lmcache_hybrid.tools.doctor.finding import ok
 
-def findings(model, transfer, unit):
+def findings(model, transfer, unit=0):
     try:
         yield ok("first", "Fine.")
         {then}
