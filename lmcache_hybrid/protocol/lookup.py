@@ -20,7 +20,7 @@ class LookupRequest(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         request_id: whose claim the result replaces.
         prefix: of the prompt.
-        limit: deepest boundary allowed, in blocks; 0 only drops the claim.
+        limit: deepest boundary allowed, in blocks; 0, without a tail, only drops the claim.
         floor: blocks that vLLM holds; nothing at or below them is claimed.
         deadline: ``time.monotonic`` by which a rank must end this one round, before the
             scheduler stops waiting. The clock is the host's: ranks run on the scheduler's host.

@@ -138,7 +138,7 @@ class LookupQueue:
             return
         # Whoever cancelled could not know of the claims that were being made.
         request = lookup.request
-        if not self._ask(msgspec.structs.replace(request, limit=0)):
+        if not self._ask(msgspec.structs.replace(request, limit=0, limit_tail=0)):
             self.unreleased.append((request.request_id, request.number))
 
     def _look_up(self, request: LookupRequest) -> LookupResult:

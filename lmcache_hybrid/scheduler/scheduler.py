@@ -361,7 +361,8 @@ class HybridScheduler:
         """
         tracker = self._trackers.get(request.request_id)
         if tracker is None or not tracker.saving or tracker.background is not None:
-            self._planner.drop_offers("not_running", len(offers))
+            if tracker is None or tracker.saving:
+                self._planner.drop_offers("not_running", len(offers))
             return False
         blocks = KVConnectorBlockState({request.request_id}, lambda _: block_ids, {})
         save = self._planner.plan(tracker, request.num_computed_tokens, offers, blocks)

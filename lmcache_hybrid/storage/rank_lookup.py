@@ -161,7 +161,8 @@ class RankLookup:
         """Find the deepest boundary and claim it in place of the request's last claim."""
         started = time.perf_counter()
         result = self._answer(request)
-        if request.limit > 0 and result.available and not request.again:
+        asks = request.limit > 0 or request.limit_tail > 0
+        if asks and result.available and not request.again:
             size = self._plan.block_size
             asked = max(
                 len(request.prefix.hashes) * size, request.limit * size + request.limit_tail

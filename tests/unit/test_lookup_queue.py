@@ -9,12 +9,12 @@ import pytest
 
 from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
 from lmcache_hybrid.protocol.metadata import SaveSpec
-from lmcache_hybrid.protocol.prefix import Prefix
+from lmcache_hybrid.protocol.prefix import Prefix, tail_keys
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
-from lmcache_hybrid.scheduler.prompt import prefix_of
+from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 
-from .helpers import OPTIONS, PLAN, N, Ranks, fill, make_output, make_request
+from .helpers import OPTIONS, PLAN, N, Ranks, fill, make_output, make_request, put
 
 
 class Later(Executor):
@@ -87,6 +87,31 @@ def test_a_request_that_ends_while_the_ranks_answer_leaves_no_claim(rig):
     rig.match()
     rig.later.run()
     assert rig.ranks.num_claims == [0, 0] and rig.ranks.pins == 0
+
+
+def test_a_prompt_shorter_than_a_block_leaves_none_either():
+    plan, unit = PLAN.with_unit(N // 4), N // 4
+    later = Later()
+    ranks = Ranks(2, plan, executor=later)
+    scheduler = HybridScheduler(plan, OPTIONS, unit, ranks.queue)
+    request = make_request(tokens=N - 1, hash_block_size=unit)
+    prefix = prefix_of(request, N, 4).with_inner(inner_hashes(request, (2 * unit,), plan))
+    for store in ranks.stores:
+        put(store, tail_keys(prefix, 2 * unit, plan))
+    answer = ranks.lookups[0].answer
+
+    def answer_then_end(question):
+        given = answer(question)
+        if question.limit_tail:
+            assert given.tail == 2 * unit and ranks.num_claims[0] == 1
+            scheduler.finished(request)
+        return given
+
+    ranks.lookups[0].answer = answer_then_end
+    scheduler.match(request, 0)
+    later.run()
+    assert len(ranks.questions) == 2
+    assert ranks.num_claims == [0, 0] and ranks.pins == 0
 
 
 def test_a_claim_that_could_not_be_dropped_is_dropped_with_the_next_step(rig):

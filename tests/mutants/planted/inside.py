@@ -78,4 +78,10 @@ DEFECTS: tuple[Defect, ...] = (
         "        ended = set(self._metadata.ended)\n",
         "        ended: set[str] = set()\n",
     ),
+    one(
+        "a lookup that nobody waits for claims what lies inside a block anew",
+        "lmcache_hybrid/scheduler/lookup_queue.py",
+        "replace(request, limit=0, limit_tail=0)",
+        "replace(request, limit=0)",
+    ),
 )
