@@ -72,7 +72,7 @@ soak: venv  ## 30 minutes of faults under a running engine; figures go to docs/g
 	$(BIN)/python -u tests/soak/soak.py --minutes $(SOAK_MINUTES) --out docs/generated/soak.json
 	$(BIN)/python -m tests.soak.report
 
-bench-reuse: venv  ## replay traces of prompts: three minutes; figures go to docs/generated/reuse.json
+bench-reuse: venv  ## replay traces of prompts: six minutes; figures go to docs/generated/reuse.json
 	$(BIN)/lmcache-hybrid bench reuse --out docs/generated/reuse.json
 
 bench: venv  ## times and bandwidths beside their limits: half an hour; to docs/generated/performance.json

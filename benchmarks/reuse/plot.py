@@ -9,6 +9,7 @@ ARM, OWN = "default", "vllm"
 NOTES = {
     "repeat": "the same prompts again",
     "chat": "each turn extends the last",
+    "short chats": "most are shorter than a block",
     "agent": "histories grow and branch",
     "increment": "another fifth image each time",
     "growing": "one more image, anywhere",
