@@ -91,6 +91,7 @@ SERVING: Signatures = {
     "lmcache.v1.storage_backend.connector.redis_connector": """
         RedisConnector._exists(key)
         RedisConnector._get(key)
+        RedisConnector.get(key)
         RedisSentinelConnector.exists(key)""",
     "lmcache.v1.storage_backend.job_executor.pq_executor": """
         AsyncPQExecutor.shutdown(wait)

@@ -70,7 +70,10 @@ APPLY = {
     "lmcache_hybrid.storage.read_memory.Staging.__init__",
 }
 # What replaces something that works, for speed. No test can say when it can go.
-CHOICES = {"lmcache_hybrid.storage.remote.redis._write_on_threads"}
+CHOICES = {
+    "lmcache_hybrid.storage.remote.redis._write_on_threads",
+    "lmcache_hybrid.storage.remote.redis._read_from_sockets",
+}
 # Methods of upstream's that put something in a place, as an assignment does.
 SETTERS = {"bind_native", "set_retry"}
 

@@ -14,7 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import redis
+import torch
 from lmcache.utils import CacheEngineKey
+from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from lmcache.v1.storage_backend.connector.instrumented_connector import InstrumentedRemoteConnector
 from lmcache.v1.storage_backend.connector.redis_connector import (
@@ -30,12 +32,15 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from lmcache_hybrid.config.redis_credentials import PLUGIN_URLS, connection_options
+from lmcache_hybrid.storage.disk.backend import record_shape
 from lmcache_hybrid.storage.key_names import METADATA, VALUE
+from lmcache_hybrid.storage.remote.sockets import SocketReader
 
 if TYPE_CHECKING:
     from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
-# Threads that write, and the timeout of one write.
+# Threads that read and write, and the timeout of one write.
+READERS = 4
 WRITERS = 2
 WRITE_SECONDS = 20.0
 
@@ -66,6 +71,7 @@ def repair(backend: "RemoteBackend") -> RemoteConnector | None:
         # Its connections are made when they are needed, with what is here then.
         connector.pool.connection_kwargs.update(options)
         make_writer = functools.partial(redis.Redis.from_url, url, **(options | _options()))
+        _read_from_sockets(connector, SocketReader(url, options, seconds))
     _try_twice(connector)
     _write_on_threads(connector, make_writer)
     return connector
@@ -201,6 +207,61 @@ def _write_on_threads(
 
     closing, client.close = client.close, close
     client.set = set_
+
+
+def _read_from_sockets(connector: RedisConnector, reader: SocketReader) -> None:
+    """Read values from the socket into the pool's memory; closed with the connector.
+
+    No bug: LMCache reads the same bytes, on the event loop with the GIL held, and copies them.
+    Gain: restores from one Redis take as long as its socket does, see :mod:`.sockets`.
+    Seen in: LMCache 0.5.6 and 0.5.7rc2.
+    Remove when: ``RedisConnector`` reads values into the pool's memory.
+    """
+    client, closing = _client(connector), _client(connector).close
+    threads = ThreadPoolExecutor(READERS, thread_name_prefix="hybrid-redis-read")
+
+    async def get(key: CacheEngineKey) -> MemoryObj | None:
+        job = connector.loop.run_in_executor(threads, read, key)
+        try:
+            return await asyncio.shield(job)
+        except asyncio.CancelledError:
+            job.add_done_callback(_release)
+            raise
+
+    def read(key: CacheEngineKey) -> MemoryObj | None:
+        name, taken = key.to_string(), list[MemoryObj]()
+
+        def reserve(size: int) -> memoryview | None:
+            while taken:  # asked for again, on a new connection
+                taken.pop().ref_count_down()
+            memory = connector.local_cpu_backend.allocate(
+                record_shape(size), torch.uint8, MemoryFormat.KV_2LTD
+            )
+            if memory is None:
+                return None
+            taken.append(memory)
+            return memoryview(memory.byte_array).cast("B")[:size]
+
+        found = False
+        try:
+            found = reader.read(name + VALUE, reserve, stale=name + METADATA)
+        finally:
+            if not found and taken:
+                taken.pop().ref_count_down()
+        return taken[0] if found else None
+
+    async def close() -> None:
+        threads.shutdown(wait=False, cancel_futures=True)
+        reader.close()
+        await closing()
+
+    connector.get, client.close = get, close
+
+
+def _release(job: asyncio.Future[MemoryObj | None]) -> None:
+    """Give back the memory of a value that nobody waited for."""
+    if not job.cancelled() and job.exception() is None and (memory := job.result()) is not None:
+        memory.ref_count_down()
 
 
 def _options() -> dict:

@@ -83,7 +83,7 @@ def test_a_damaged_size_does_not_ask_for_memory(box, kind, size):
         box.path(KEYS[1]).write_bytes(remote_metadata(size) + old[box.metadata_bytes :])
     else:
         name = box.store.engine_key(KEYS[1]).to_string()
-        box.redis.set(name + "metadata", remote_metadata(size))
+        box.redis.set(name + "kv_bytes", bytes(min(size, 1 << 26)))
     with pytest.raises(LoadError):
         box.read(KEYS)
     box.assert_pool_is_free()

@@ -123,6 +123,7 @@ def test_a_failed_read_leaves_redis_usable(box):
     """Without workers every lookup would wait for ever."""
     box = box("redis").write()
     connector = box.backend.connection.getWrappedConnector()
+    del connector.get  # as with a cluster, whose values LMCache's own code reads
     read = connector._get
 
     async def slow(key):
