@@ -19,6 +19,7 @@ from lmcache_hybrid.scheduler.final_saves import FinalSaves
 from lmcache_hybrid.scheduler.granularity import Granularity
 from lmcache_hybrid.scheduler.load_planner import asked_prefix, limit_of, load_of
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue, PendingLookup
+from lmcache_hybrid.scheduler.patience import Patience
 from lmcache_hybrid.scheduler.prompt import prefix_of, why_unsaved
 from lmcache_hybrid.scheduler.save_planner import Offer, SavePlanner
 from lmcache_hybrid.scheduler.tracker import Asked, Loading, NotAsked, Offered, RequestTracker
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.lmcache_hybrid.scheduler.scheduler")
-
-# Max seconds to block on a pending lookup, once per step, when no other request can run:
-# spinning through empty steps would take the processor from the lookup.
-IDLE_WAIT_SECONDS = 0.005
 
 
 class HybridScheduler:
@@ -61,7 +58,7 @@ class HybridScheduler:
         self._options = options
         self._hashes_per_block = plan.block_size // hash_block_size
         self._queue = queue
-        self._wait_seconds = IDLE_WAIT_SECONDS
+        self._patience = Patience()
         self._trackers: dict[str, RequestTracker] = {}
         # Requests that still have blocks to store: all that a step looks at.
         self._unsaved: dict[str, RequestTracker] = {}
@@ -117,15 +114,15 @@ class HybridScheduler:
         if not (reads and (tracker.prefix.hashes or tracker.inner)):
             return 0
         floor = num_computed_tokens // self._plan.block_size
-        match tracker.phase:
+        before = tracker.phase
+        match before:
             case NotAsked():
                 self._ask(tracker, floor)
             case Offered(_, asked_floor) if floor < asked_floor:
                 self._ask(tracker, floor)  # vLLM has lost blocks of its own since
         if isinstance(tracker.phase, Asked):
             lookup = tracker.phase.lookup
-            result = lookup.poll(self._wait_seconds)
-            self._wait_seconds = 0.0
+            result = self._patience.poll(lookup, sent=tracker.phase is not before)
             if result is None:
                 return None
             self._take(tracker, lookup, result)
@@ -291,7 +288,7 @@ class HybridScheduler:
         final, ended = self._final.take()
         saves += final
         idle = output.total_num_scheduled_tokens == 0
-        self._wait_seconds = IDLE_WAIT_SECONDS if idle else 0.0
+        self._patience.begin(idle)
         if not (saves or self._loads or self._dropped or idle or ended):
             return NOTHING
         loads, self._loads = self._loads, []
@@ -381,7 +378,7 @@ class HybridScheduler:
             if tracker.background is not None:
                 tracker.background.cancel()
         if not self._trackers:
-            self._wait_seconds = IDLE_WAIT_SECONDS
+            self._patience.begin(idle=True)
 
     def check_integrity(self) -> None:
         """Assert what holds between two calls of vLLM."""

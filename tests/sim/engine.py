@@ -34,7 +34,7 @@ import lmcache_hybrid.connector
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.groups import GroupPlan, plan_groups
 from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
-from lmcache_hybrid.scheduler import scheduler as scheduler_module
+from lmcache_hybrid.scheduler import patience
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.worker import loads
 
@@ -60,7 +60,8 @@ def install(patch) -> None:
     """Put the parts of the simulation in place, until pytest undoes ``patch``."""
     patch.setattr(lmcache_hybrid.connector, "HybridConnector", SimConnector)
     patch.setattr(loads, "IDLE_WAIT_SECONDS", 0)
-    patch.setattr(scheduler_module, "IDLE_WAIT_SECONDS", 0)
+    patch.setattr(patience, "IDLE_SECONDS", 0)
+    patch.setattr(patience, "BUSY_SECONDS", 0)
     orders.install(patch, ToyRank.running_connector)
     device.install(patch)
 

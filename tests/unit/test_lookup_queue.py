@@ -10,6 +10,7 @@ import pytest
 from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
 from lmcache_hybrid.protocol.metadata import SaveSpec
 from lmcache_hybrid.protocol.prefix import Prefix, tail_keys
+from lmcache_hybrid.scheduler import patience
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
@@ -218,43 +219,56 @@ def test_a_request_that_ends_before_it_is_known_what_is_stored_is_not_asked_for(
     assert rig.ranks.questions == []
 
 
-def test_the_first_request_of_an_idle_engine_is_waited_for(rig):
-    assert rig.scheduler._wait_seconds > 0
-    rig.match()
-    rig.step({rig.request.request_id: 1})
-    assert rig.scheduler._wait_seconds == 0
-    rig.scheduler.finished(rig.request)
-    assert rig.scheduler._wait_seconds > 0
-
-
-def test_the_wait_of_an_idle_engine_ends_with_the_answer(rig):
-    """Only after a step without a forward, and for one request per step."""
-    rig.scheduler._queue._executor = waiting = _Waiting()
-    rig.scheduler._queue._run = lambda pending: None
-    rig.step()
-    asked = []
-    monkey = rig.scheduler._queue.submit
+@pytest.fixture
+def waits(rig, monkeypatch) -> list[float]:
+    """Seconds that each poll may wait; no answer ever comes, and waiting takes all of them."""
+    asked: list[float] = []
+    now = [0.0]
+    monkeypatch.setattr(patience.time, "monotonic", lambda: now[0])
+    submit = rig.scheduler._queue.submit
 
     def ask(question):
-        pending = monkey(question)
-        pending.poll = lambda seconds=0.0: asked.append(seconds)
+        pending = submit(question)
+
+        def poll(seconds=0.0) -> None:
+            asked.append(seconds)
+            now[0] += seconds
+
+        pending.poll = poll
         return pending
 
     rig.scheduler._queue.submit = ask
-    rig.match()
-    rig.match()
-    rig.step({"r": 1})
-    rig.match()
-    assert asked[0] > 0 == asked[1] == asked[2]
-    assert waiting.submitted == 1
+    return asked
 
 
-class _Waiting(Executor):
-    submitted = 0
+def test_an_idle_engine_waits_for_any_lookup_once_per_pass(rig, waits):
+    rig.match()
+    rig.match()
+    rig.step()
+    rig.match()
+    assert waits == [patience.IDLE_SECONDS, 0, patience.IDLE_SECONDS]
 
-    def submit(self, function, *args) -> Future:
-        self.submitted += 1
-        return Future()
+
+def test_beside_others_only_what_was_just_asked_is_waited_for(rig, waits):
+    rig.step({"other": 1})
+    rig.match()
+    rig.step({"other": 1})
+    rig.match()
+    assert waits == [patience.BUSY_SECONDS, 0]
+
+
+def test_all_that_a_pass_asks_shares_its_time(rig, waits):
+    rig.step({"other": 1})
+    rig.match()
+    rig.scheduler.match(make_request("second", tokens=5 * N + 1), 0)
+    assert waits == [patience.BUSY_SECONDS, 0]
+
+
+def test_an_engine_whose_requests_have_ended_is_idle(rig, waits):
+    rig.step({rig.request.request_id: 1})
+    rig.scheduler.finished(rig.request)
+    rig.match()
+    assert waits == [patience.IDLE_SECONDS]
 
 
 def test_an_exception_is_a_miss():
