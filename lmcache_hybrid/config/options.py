@@ -37,9 +37,7 @@ STABLE_HASH = "sha256_cbor"
 
 # Options that cannot keep their meaning: (is it set?, why not, and the fix).
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "use_layerwise": (bool, "whole blocks are copied at once; set it to false"),
     "enable_blending": (bool, "a recurrent state cannot be blended; set it to false"),
-    "enable_async_loading": (bool, "hybrid loads are asynchronous already; set it to false"),
     "save_unfull_chunk": (bool, "states exist at block boundaries only; set it to false"),
     "enable_p2p": (bool, "peers exchange whole chunks of attention only; set it to false"),
     "enable_pd": (bool, "use kv_role with a shared redis:// or fs:// store; set it to false"),
@@ -65,6 +63,8 @@ _REFUSED_EXTRA: dict[str, tuple[Callable[[Any], bool], str]] = {
     "save_chunk_meta": (lambda v: v is False, "a record needs its size beside it; remove it"),
 }
 
+# Options whose purpose is served without them.
+_MOOT = ("use_layerwise", "enable_async_loading")
 # Options that must be above 0, and their units.
 _POSITIVE = {"lookup_timeout_ms": "milliseconds", "blocking_timeout_secs": "seconds"}
 
@@ -232,6 +232,14 @@ def settle_lmcache_config(config: "LMCacheEngineConfig", block_size: int) -> Non
     for check in _checks(config, block_size):
         check()
     _settle_chunk_size(config, block_size)
+    for name in _MOOT:
+        if getattr(config, name, False):
+            logger.info(
+                "Setting LMCache's %s from True to False: loads of a hybrid model are asynchronous "
+                "already, beside the running requests.",
+                name,
+            )
+            setattr(config, name, False)
     if config.pre_caching_hash_algorithm != STABLE_HASH:
         logger.info(
             "Setting pre_caching_hash_algorithm from %r to %r: keys of a hybrid model come from "

@@ -39,6 +39,16 @@ def test_refused_options_name_option_value_and_fix(name):
     assert any(word in message for word in ("set it to", "remove it", "use ")), "no fix"
 
 
+@pytest.mark.parametrize("name", hybrid_config._MOOT)
+def test_what_is_served_anyhow_is_switched_off_with_a_line(name, monkeypatch):
+    said = []
+    monkeypatch.setattr(hybrid_config.logger, "info", lambda text, *args: said.append(text % args))
+    config = lmcache_config(**{name: True})
+    settle_lmcache_config(config, BLOCK)
+    assert getattr(config, name) is False
+    assert [text for text in said if name in text and "asynchronous already" in text]
+
+
 @pytest.mark.parametrize("name", hybrid_config._REFUSED_EXTRA)
 def test_refused_extra_options_name_option_and_value(name):
     message = refusal(extra_config={name: EXTRA_VALUES[name]})

@@ -164,4 +164,4 @@ def test_a_disk_that_is_full(context, tmp_path, monkeypatch):
 
 
 def test_backends_wait_for_the_options(context):
-    assert only(check_backends(context(use_layerwise=True))).status == SKIPPED
+    assert only(check_backends(context(enable_blending=True))).status == SKIPPED

@@ -108,11 +108,11 @@ def test_a_good_configuration(context, tmp_path):
 
 def test_every_refusal_is_told_not_only_the_first(context):
     found = context(
-        use_layerwise=True, save_unfull_chunk=True, remote_url="s3://bucket", model=MODEL
+        enable_blending=True, save_unfull_chunk=True, remote_url="s3://bucket", model=MODEL
     )
     errors = of_status(assert_sentences(check_options(found)), ERROR)
     assert [text.message.split("=")[0].split()[-1] for text in errors] == [
-        "use_layerwise",
+        "enable_blending",
         "save_unfull_chunk",
         "remote_url",
     ]
