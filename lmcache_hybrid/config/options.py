@@ -233,13 +233,13 @@ def settle_lmcache_config(config: "LMCacheEngineConfig", block_size: int) -> Non
         check()
     _settle_chunk_size(config, block_size)
     for name in _MOOT:
-        if getattr(config, name, False):
+        if getattr(config, name):
             logger.info(
                 "Setting LMCache's %s from True to False: loads of a hybrid model are asynchronous "
                 "already, beside the running requests.",
                 name,
             )
-            setattr(config, name, False)
+    config.use_layerwise = config.enable_async_loading = False
     if config.pre_caching_hash_algorithm != STABLE_HASH:
         logger.info(
             "Setting pre_caching_hash_algorithm from %r to %r: keys of a hybrid model come from "

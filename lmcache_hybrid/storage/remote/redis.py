@@ -34,6 +34,7 @@ from redis.backoff import NoBackoff
 from lmcache_hybrid.config.redis_credentials import PLUGIN_URLS, connection_options
 from lmcache_hybrid.storage.disk.backend import record_shape
 from lmcache_hybrid.storage.key_names import METADATA, VALUE
+from lmcache_hybrid.storage.remote import sockets
 from lmcache_hybrid.storage.remote.sockets import SocketReader
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ def repair(backend: "RemoteBackend") -> RemoteConnector | None:
     if isinstance(connector, RedisSentinelConnector):
         _reach_through_sentinels(connector, options)
         make_writer = _writer_behind_sentinels(connector, options)
+        pool = _pool_behind_sentinels(connector, options | sockets.options(seconds))
         connector = _awaiting(connector, backend.loop, seconds)
+        _read_from_sockets(connector, SocketReader(pool, seconds))
         backend.connection = InstrumentedRemoteConnector(connector)
     elif isinstance(connector, RedisClusterConnector):
         _reach_cluster(connector, options)
@@ -71,7 +74,8 @@ def repair(backend: "RemoteBackend") -> RemoteConnector | None:
         # Its connections are made when they are needed, with what is here then.
         connector.pool.connection_kwargs.update(options)
         make_writer = functools.partial(redis.Redis.from_url, url, **(options | _options()))
-        _read_from_sockets(connector, SocketReader(url, options, seconds))
+        pool = redis.ConnectionPool.from_url(url, **(options | sockets.options(seconds)))
+        _read_from_sockets(connector, SocketReader(pool, seconds))
     _try_twice(connector)
     _write_on_threads(connector, make_writer)
     return connector
@@ -328,8 +332,21 @@ def _reach_through_sentinels(broken: RedisSentinelConnector, options: dict[str, 
 def _writer_behind_sentinels(
     broken: RedisSentinelConnector, options: dict[str, Any]
 ) -> Callable[[], Writer]:
+    sentinels, service = _sentinels(broken, options), broken.master.connection_pool.service_name
+    return lambda: sentinels.master_for(service, **(options | _options()))
+
+
+def _pool_behind_sentinels(
+    broken: RedisSentinelConnector, options: dict[str, Any]
+) -> redis.ConnectionPool:
+    """Makes connections to whichever server the sentinels call primary then."""
+    service = broken.master.connection_pool.service_name
+    return _sentinels(broken, options).master_for(service, **options).connection_pool
+
+
+def _sentinels(broken: RedisSentinelConnector, options: dict[str, Any]) -> redis.Sentinel:
     asked = [client.connection_pool.connection_kwargs for client in broken.sentinel.sentinels]
-    sentinels = redis.Sentinel(
+    return redis.Sentinel(
         [(each["host"], each["port"]) for each in asked],
         sentinel_kwargs={
             "socket_timeout": broken.sentinel.connection_kwargs["socket_timeout"],
@@ -337,8 +354,6 @@ def _writer_behind_sentinels(
             **_tls_of(options),
         },
     )
-    service = broken.master.connection_pool.service_name
-    return lambda: sentinels.master_for(service, **(options | _options()))
 
 
 def _tls_of(options: dict[str, Any]) -> dict[str, Any]:

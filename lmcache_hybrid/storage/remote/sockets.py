@@ -25,6 +25,16 @@ KEPT = 8
 Reserve = Callable[[int], memoryview | None]
 
 
+def options(seconds: float) -> dict[str, Any]:
+    """Options of redis-py's connections, beside login and TLS, for a :class:`SocketReader`."""
+    return {
+        "socket_timeout": seconds,
+        "socket_connect_timeout": seconds,
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,  # nothing comes that was not asked for
+    }
+
+
 class NoMemoryError(Exception):
     """Nobody has memory for a value of this size."""
 
@@ -32,23 +42,14 @@ class NoMemoryError(Exception):
 class SocketReader:
     """Connections to one server. Any thread may call it; owns them until closed."""
 
-    def __init__(self, url: str, options: dict[str, Any], seconds: float) -> None:
+    def __init__(self, pool: redis.ConnectionPool, seconds: float) -> None:
         """Connect when first asked.
 
         Args:
-            url: ``redis://``, ``rediss://`` or ``unix://``, as redis-py takes it.
-            options: of redis-py's connections.
+            pool: makes connections; it must have been made with :func:`options`.
             seconds: for one value, connecting included.
         """
-        own: dict[str, Any] = {
-            **options,
-            "socket_timeout": seconds,
-            "socket_connect_timeout": seconds,
-            "retry": Retry(NoBackoff(), 0),
-            "protocol": 2,  # nothing comes that was not asked for
-        }
-        self._pool = redis.ConnectionPool.from_url(url, **own)
-        self._seconds = seconds
+        self._pool, self._seconds = pool, seconds
         self._lock = threading.Lock()
         self._idle: list[Any] = []
         self._closed = False

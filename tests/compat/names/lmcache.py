@@ -214,15 +214,14 @@ LMCACHE = (
         "remote_storage_plugins priority_limit min_retrieve_tokens save_decode_cache "
         "lookup_timeout_ms blocking_timeout_secs extra_config",
     ),
-    Hook(
-        _CONFIG,
-        "_CONFIG_DEFINITIONS.chunk_size",
-        replaced_in="lmcache_hybrid/config/options.py",
-    ),
-    Hook(
-        _CONFIG,
-        "_CONFIG_DEFINITIONS.pre_caching_hash_algorithm",
-        replaced_in="lmcache_hybrid/config/options.py",
+    *(
+        Hook(_CONFIG, f"_CONFIG_DEFINITIONS.{name}", replaced_in="lmcache_hybrid/config/options.py")
+        for name in (
+            "chunk_size",
+            "pre_caching_hash_algorithm",
+            "use_layerwise",
+            "enable_async_loading",
+        )
     ),
     # The doctor opens every backend, with little memory.
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.max_local_cpu_size", replaced_in=_DOCTOR),

