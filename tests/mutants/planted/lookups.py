@@ -132,4 +132,10 @@ DEFECTS = (
         "request_id == answering and latest <= number",
         "request_id == answering",
     ),
+    one(
+        "every pass waits anew for a store that is slow",
+        "lmcache_hybrid/scheduler/patience.py",
+        "if sent or self._idle else 0.0",
+        "if True else 0.0",
+    ),
 )

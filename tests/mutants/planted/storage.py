@@ -8,6 +8,7 @@ STORE = "lmcache_hybrid/storage/lmcache_store.py"
 DISK = "lmcache_hybrid/storage/disk/backend.py"
 ROOM = "lmcache_hybrid/storage/disk/eviction.py"
 REDIS = "lmcache_hybrid/storage/remote/redis.py"
+SOCKETS = "lmcache_hybrid/storage/remote/sockets.py"
 
 DEFECTS = (
     one(
@@ -183,5 +184,24 @@ DEFECTS = (
         REDIS,
         "    No bug: LMCache writes the same bytes",
         "    Bug: LMCache writes the same bytes",
+    ),
+    # Redis, from the socket
+    one(
+        "a connection in the middle of a value is used for the next one",
+        SOCKETS,
+        "            connection.disconnect()  # it may be in the middle of a value\n",
+        "            self._idle.append(connection)\n",
+    ),
+    one(
+        "a connection that the server closed fails the read that finds it",
+        SOCKETS,
+        "            except (redis.ConnectionError, ConnectionError):\n",
+        "            except ZeroDivisionError:\n",
+    ),
+    one(
+        "each piece of a value has the whole timeout",
+        SOCKETS,
+        "    left = deadline - time.monotonic()\n",
+        "    left = 1.0\n",
     ),
 )
