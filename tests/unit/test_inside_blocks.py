@@ -43,6 +43,18 @@ def test_what_vllm_hands_off_inside_a_block_is_stored_with_the_page_up_to_there(
     assert {key.block_hash for key, _ in pages} == {bytes(request.block_hashes[6])}
 
 
+def test_the_page_of_a_prompt_that_ends_with_its_block_is_a_record_of_its_own():
+    """The whole page has another key, at the block's end, and comes with the last chunk."""
+    one, request, end = rig(), asked(2 * N), N + 3 * UNIT
+    one.match(request)
+    one.scheduler.allocated(request, table(request), 0)
+    one.forward(request, end)
+    first = one.forward(request, UNIT - 1, [(group, 50 + group, end) for group in STATES])
+    assert {key.boundary for key, _ in first.pages(INSIDE)} == {end}
+    whole = one.forward(request, 1)
+    assert {(key.kind, key.boundary) for key, _ in whole.pages(INSIDE)} == {(ATTENTION, 2 * N)}
+
+
 @pytest.mark.parametrize("end", [UNIT, 3 * UNIT])
 def test_a_prompt_shorter_than_a_block_is_loaded(end):
     one, request = rig(), asked(N - 1)
