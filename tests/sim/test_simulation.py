@@ -62,10 +62,9 @@ MET = (
     "device: parts side by side",
     LOADS,
     SHORT,
-    MIXED,
 )
 # Too rare for a quarter of CI's steps.
-MET_IN_LONG_RUNS = ("device: failed loads", JUNCTION, AT_THE_END)
+MET_IN_LONG_RUNS = ("device: failed loads", JUNCTION, AT_THE_END, MIXED)
 
 
 @pytest.fixture(autouse=True)
