@@ -143,37 +143,43 @@ def repeat(seed: int = 0, scale: float = 1.0, prompts: int = 60, times: int = 5)
 def chat(seed: int = 0, scale: float = 1.0, conversations: int = 24, turns: int = 10) -> Trace:
     """Conversations with one system prompt; each turn holds all turns and answers before it."""
     draw = _Draw("chat", seed, scale)
-    system = draw.span("system", 1_500)
-    made = []
-    for i in range(conversations):
-        spans, requests = (system,), []
-        for turn in range(turns):
-            first = (1_000, 6_000) if turn == 0 else (200, 1_200)
-            spans += (draw.span(f"{i}/user{turn}", *first),)
-            answer = draw.span(f"{i}/answer{turn}", 150, 700)
-            requests.append(Request(spans, answer, "first turn" if turn == 0 else "later turns"))
-            spans += (answer,)
-        made.append(requests)
-    return Trace("chat", seed, draw.mixed(made))
+    sizes = _TurnSizes(1_500, (1_000, 6_000), (200, 1_200), (150, 700))
+    return Trace("chat", seed, _conversations(draw, conversations, turns, sizes))
 
 
 def short_chats(
     seed: int = 0, scale: float = 1.0, conversations: int = 75, turns: int = 4
 ) -> Trace:
-    """Conversations of 200 to 1,500 tokens: most prompts are about as long as a block."""
+    """The same with 200 to 1,500 tokens: most prompts are about as long as a block."""
     draw = _Draw("short chats", seed, scale)
-    system = draw.span("system", 150)
+    sizes = _TurnSizes(150, (50, 250), (30, 150), (50, 200))
+    return Trace("short chats", seed, _conversations(draw, conversations, turns, sizes))
+
+
+@dataclass(frozen=True)
+class _TurnSizes:
+    """Tokens of a conversation's parts: the system prompt's, and ranges of the others."""
+
+    system: int
+    first: tuple[int, int]
+    later: tuple[int, int]
+    answer: tuple[int, int]
+
+
+def _conversations(
+    draw: _Draw, conversations: int, turns: int, sizes: _TurnSizes
+) -> tuple[Request, ...]:
+    system = draw.span("system", sizes.system)
     made = []
     for i in range(conversations):
         spans, requests = (system,), []
         for turn in range(turns):
-            first = (50, 250) if turn == 0 else (30, 150)
-            spans += (draw.span(f"{i}/user{turn}", *first),)
-            answer = draw.span(f"{i}/answer{turn}", 50, 200)
-            requests.append(Request(spans, answer, "first turn" if turn == 0 else "later turns"))
+            spans += (draw.span(f"{i}/user{turn}", *(sizes.later if turn else sizes.first)),)
+            answer = draw.span(f"{i}/answer{turn}", *sizes.answer)
+            requests.append(Request(spans, answer, "later turns" if turn else "first turn"))
             spans += (answer,)
         made.append(requests)
-    return Trace("short chats", seed, draw.mixed(made))
+    return draw.mixed(made)
 
 
 def agent(seed: int = 0, scale: float = 1.0, tasks: int = 12, steps: int = 30) -> Trace:
