@@ -33,6 +33,7 @@ def install() -> None:
 
     promote_loads_in_order()
     keep_restored_states()
+    publish_ends_where_room_is()
     free_failed_loads()
     finish_resets()
     reserve_windows()
@@ -166,6 +167,44 @@ def keep_restored_states() -> None:
             request.shared_prefix_boundary = stop
 
     Scheduler._update_waiting_for_remote_kv = _update_waiting_for_remote_kv
+
+
+def publish_ends_where_room_is() -> None:
+    """What was loaded inside a block must not ask for blocks that nobody reserved.
+
+    Bug: with ``--prefix-match-unit`` the end of a load is published when it is the last hash
+    boundary of its prompt, and each state group then needs one block more, to keep what was
+    published from the request's next step. The admission of the load did not count it.
+    Symptom: in a pool that is full to the last blocks, loads wait for each other for ever.
+    Seen in: vLLM 0.32.0 and 0.33.0.
+    Remove when: ``Scheduler._request_remaining_blocks`` counts these blocks at admission.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    original = Scheduler._update_waiting_for_remote_kv
+
+    @functools.wraps(original)
+    def _update_waiting_for_remote_kv(self: Scheduler, request: "Request") -> None:
+        end = request.num_computed_tokens
+        inside = end % self.cache_config.block_size
+        if not inside or not is_ours(self.vllm_config) or _has_room_to_copy(self, request):
+            original(self, request)
+            return
+        request.num_computed_tokens = end - inside
+        try:
+            original(self, request)
+        finally:
+            request.num_computed_tokens = end
+
+    Scheduler._update_waiting_for_remote_kv = _update_waiting_for_remote_kv
+
+
+def _has_room_to_copy(scheduler: "Scheduler", request: "Request") -> bool:
+    """Whether a block for each group is free beside what the request still needs."""
+    manager = scheduler.kv_cache_manager
+    needed = scheduler._request_remaining_blocks(request)
+    copies = len(manager.coordinator.single_type_managers)
+    return manager.block_pool.get_num_free_blocks() >= needed + copies
 
 
 def free_failed_loads() -> None:

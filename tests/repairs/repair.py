@@ -113,10 +113,23 @@ def without(patch: pytest.MonkeyPatch, repair: Repair) -> None:
             continue
         owner = getattr(importlib.import_module(hook.module), owner_name)
         found = vars(owner).get(name)
-        function = getattr(found, "__func__", found)
-        code = getattr(function, "__code__", None)
-        if code and code.co_qualname.startswith(f"{repair.__name__}.<locals>."):
-            original = function.__wrapped__
-            patch.setattr(owner, name, type(found)(original) if found is not function else original)
-            replaced.append(hook.name)
+        function, outer = getattr(found, "__func__", found), None
+        while not _is_of(repair, function) and hasattr(function, "__wrapped__"):
+            function, outer = function.__wrapped__, function
+        if not _is_of(repair, function):
+            continue
+        original = function.__wrapped__
+        if outer is not None:  # another repair of the same method
+            (cell,) = (cell for cell in outer.__closure__ if cell.cell_contents is function)
+            patch.setattr(cell, "cell_contents", original)
+        elif found is function:
+            patch.setattr(owner, name, original)
+        else:
+            patch.setattr(owner, name, type(found)(original))
+        replaced.append(hook.name)
     assert replaced, f"{where(repair)} has replaced nothing here"
+
+
+def _is_of(repair: Repair, function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    return bool(code) and code.co_qualname.startswith(f"{repair.__name__}.<locals>.")

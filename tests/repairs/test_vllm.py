@@ -89,6 +89,11 @@ def test_a_state_gets_the_hash_of_a_later_token(simulation):
     return fails_without(simulation, compat.stop_at_the_next_boundary)
 
 
+@shows_bug_of(compat.publish_ends_where_room_is)
+def test_a_load_inside_a_block_needs_more_than_was_reserved(simulation):
+    return fails_without(simulation, compat.publish_ends_where_room_is)
+
+
 @shows_bug_of(compat.keep_restored_states)
 def test_a_restored_state_is_loaded_again(simulation):
     without(simulation, compat.keep_restored_states)

@@ -11,6 +11,7 @@ from vllm_patch import compat
 
 from .engine import Stuck
 from .model import WrongBytes
+from .offers import LOADS
 from .program import Run, Tally
 from .setup import Setup
 from .storage import N
@@ -116,5 +117,41 @@ SHRUNK = (
         ),
         (("add", 0, 163, 0), ("add", 0, 1231, 7613), ("again", 0, 1, 215)),
         {"checkpoints inside a chunk": 1},
+    ),
+    Shrunk(
+        "a load that ends inside a block needs no block that was not reserved",
+        compat.publish_ends_where_room_is,
+        Stuck,
+        Setup(
+            groups="ssa",
+            ranks=4,
+            engines=2,
+            blocks=18,
+            batch=N,
+            seqs=3,
+            hash_size=1,
+            retention=None,
+            checkpoint=3 * N,
+            answers=3,
+            runner="v2",
+            seed=1394,
+        ),
+        (
+            *(("break", 2, 1900, 2284), ("add", 3, 285, 49619)),
+            *(("again", 3, 10374, 5210), ("reload", 2, 21226, 291)),
+            *(("full", 1, 6846, 0), ("step", 3, 0, 31422)),
+            *(("reload", 0, 8730, 480), ("lose", 0, 7726, 54043)),
+            *(("step", 2, 3132, 373), ("header", 0, 7911, 7148)),
+            *(("reset", 2, 316, 55459), ("step", 1, 2480, 530)),
+            *(("header", 3, 1151, 54904), ("sleep", 0, 367, 58809)),
+            *(("load", 1, 3940, 44039), ("break", 2, 59626, 426)),
+            *(("add", 1, 363, 59692), ("step", 2, 3329, 442)),
+            *(("step", 3, 474, 30870), ("step", 1, 576, 65536)),
+            *(("full", 3, 505, 25981), ("reset running", 1, 8152, 40499)),
+            *(("reset", 2, 320, 49616), ("again", 2, 7728, 247)),
+            *(("step", 2, 2400, 1560), ("step", 2, 1314, 17611)),
+            ("again", 1, 1664, 767),
+        ),
+        {LOADS: 1},
     ),
 )

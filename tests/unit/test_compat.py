@@ -103,6 +103,34 @@ def test_restored_states_are_published(monkeypatch, connector_name, ours):
     assert request.shared_prefix_boundary == 48
 
 
+@CONNECTORS
+@pytest.mark.parametrize("free", [4, 5])
+def test_ends_are_published_where_room_is(monkeypatch, connector_name, ours, free):
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    published = []
+    monkeypatch.setattr(
+        Scheduler,
+        "_update_waiting_for_remote_kv",
+        lambda self, request: published.append(request.num_computed_tokens),
+    )
+    compat.publish_ends_where_room_is()
+    scheduler = scheduler_of(
+        connector_name,
+        cache_config=SimpleNamespace(block_size=16),
+        _request_remaining_blocks=lambda request: 2,
+        kv_cache_manager=SimpleNamespace(
+            block_pool=SimpleNamespace(get_num_free_blocks=lambda: free),
+            coordinator=SimpleNamespace(single_type_managers=[None] * 3),
+        ),
+    )
+    for tokens in (32, 35):
+        request = SimpleNamespace(num_computed_tokens=tokens)
+        Scheduler._update_waiting_for_remote_kv(scheduler, request)
+        assert request.num_computed_tokens == tokens
+    assert published == [32, 32 if ours and free < 5 else 35]
+
+
 @dataclasses.dataclass(frozen=True)
 class Waiting:
     request_id: str

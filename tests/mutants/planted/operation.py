@@ -92,6 +92,12 @@ DEFECTS = (
         "",
     ),
     one(
+        "the end of a load is published whether there is room for it or not",
+        COMPAT,
+        "    publish_ends_where_room_is()\n",
+        "",
+    ),
+    one(
         "a load reserves nothing for its windows",
         COMPAT,
         "    reserve_windows()\n",
