@@ -61,10 +61,9 @@ MET = (
     "device: loads of blocks that were saved",
     "device: parts side by side",
     LOADS,
-    SHORT,
 )
 # Too rare for a quarter of CI's steps.
-MET_IN_LONG_RUNS = ("device: failed loads", JUNCTION, AT_THE_END, MIXED)
+MET_IN_LONG_RUNS = ("device: failed loads", JUNCTION, AT_THE_END, MIXED, SHORT)
 
 
 @pytest.fixture(autouse=True)
