@@ -30,6 +30,7 @@ from lmcache_hybrid.core.lmcache_stats import LMCacheMonitor
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.metrics import HybridStats
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata
+from lmcache_hybrid.scheduler.load_policy import policy_for
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 from lmcache_hybrid.storage.key_names import readable_name
@@ -129,7 +130,10 @@ class HybridConnector:
         self._queue = LookupQueue(
             self._client.ask, config.lookup_timeout_ms, contents=self._client.contents
         )
-        self.scheduler = HybridScheduler(self.plan, options, unit, self._queue)
+        groups = self._kv_cache_config.kv_cache_groups
+        sizes = {index: page_bytes(groups[index]) for index in self.plan.groups}
+        policy = policy_for(options.load_policy, self.plan, sizes)
+        self.scheduler = HybridScheduler(self.plan, options, unit, self._queue, policy)
         logger.info(
             "LMCache serves hybrid groups: blocks of %d tokens, attention groups %s, "
             "window groups %s, state groups %s.",

@@ -24,7 +24,16 @@ from lmcache_hybrid.core.counts import CHECKS
 PREFIX = "vllm:lmcache_hybrid_"
 BACKENDS = ("LocalCPUBackend", "LocalDiskBackend", "RemoteBackend")
 RECORD_REASONS = (*CHECKS, "gone", "unreadable", "unreachable")
-LOAD_REASONS = ("unreachable", "no_room", "unpinned", "unhealthy", "adapter", "asleep", "error")
+LOAD_REASONS = (
+    "unreachable",
+    "no_room",
+    "unpinned",
+    "unhealthy",
+    "adapter",
+    "asleep",
+    "slow",
+    "error",
+)
 # Seconds. A lookup delays one request, a save delays a step, a load may be long.
 LOOKUP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 COPY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -111,6 +120,20 @@ METRICS = (
         ("short", "uncacheable", "adapter", "read_only", "priority", "skip_save"),
     ),
     # Loads
+    _total(
+        "skipped_loads",
+        "scheduler.skipped_loads",
+        "Hits that were computed because that is faster (hybrid_load_policy), by backend.",
+        "source",
+        BACKENDS,
+    ),
+    _total(
+        "skipped_load_tokens",
+        "scheduler.skipped_load_tokens",
+        "Prompt tokens of these hits past vLLM's own, by backend.",
+        "source",
+        BACKENDS,
+    ),
     Metric(
         "loads_in_flight",
         "scheduler.loads_in_flight",

@@ -32,6 +32,8 @@ OWN_PREFIX = "lmcache.hybrid_"
 LOAD_LIMIT_KEY = "lmcache.max_tokens_per_load"
 CHECKPOINT_KEY = "lmcache.hybrid_checkpoint_tokens"
 KEY_FILE_KEY = "lmcache.hybrid_key_file"
+POLICY_KEY = "lmcache.hybrid_load_policy"
+POLICIES = ("always", "faster")
 DEFAULT_CHUNK_SIZE = 256
 STABLE_HASH = "sha256_cbor"
 
@@ -82,6 +84,7 @@ class Options:
         checkpoint_tokens: T; a long prefill stores a state every T tokens, 0 for none.
         save_decode: whether boundaries in generated tokens are stored.
         digester: keyed when a key file is configured.
+        load_policy: one of :data:`POLICIES`; "faster" loads only what would take longer to compute.
     """
 
     attention_group: int | None
@@ -92,6 +95,7 @@ class Options:
     checkpoint_tokens: int = 0
     save_decode: bool = False
     digester: Digester = PLAIN
+    load_policy: str = POLICIES[0]
 
 
 def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Options:
@@ -99,11 +103,11 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
 
     Raises:
         ConfigError: an unknown setting of ours, a number that is not whole, a negative length,
-            or a key file that cannot be used.
+            an unknown policy, or a key file that cannot be used.
     """
     transfer = vllm_config.kv_transfer_config
     known = {
-        *(ATTENTION_GROUP_KEY, CHECKPOINT_KEY, KEY_FILE_KEY),
+        *(ATTENTION_GROUP_KEY, CHECKPOINT_KEY, KEY_FILE_KEY, POLICY_KEY),
         "lmcache.hybrid_load_failure_policy",
     }
     for key in transfer.kv_connector_extra_config:
@@ -124,6 +128,9 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
             raise ConfigError(f"{key}={value} is no number of tokens; write one, or 0.")
         return value
 
+    policy = transfer.get_from_extra_config(POLICY_KEY, POLICIES[0])
+    if policy not in POLICIES:
+        raise ConfigError(f"{POLICY_KEY}={policy!r} is no policy; write one of {POLICIES}.")
     key_file = transfer.get_from_extra_config(KEY_FILE_KEY, None)
     return Options(
         attention_group=whole(ATTENTION_GROUP_KEY, None),
@@ -136,6 +143,7 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
         checkpoint_tokens=whole(CHECKPOINT_KEY, 0) or 0,
         save_decode=bool(config.save_decode_cache),
         digester=PLAIN if key_file is None else read_key(KEY_FILE_KEY, str(key_file)),
+        load_policy=policy,
     )
 
 

@@ -40,6 +40,9 @@ class SchedulerCounts:
         lost_hits: lookups whose attention pages reach deeper than any boundary that can
             be restored.
         lost_tokens: how much deeper, in tokens.
+        skipped_loads: hits that are computed because that is faster, by the backend of their
+            last block.
+        skipped_load_tokens: of these.
         loads_in_flight: gauge of requests that wait for a load.
         failed_loads: requests whose load failed on some rank.
         failed_tokens: tokens to be loaded for them, which are computed instead.
@@ -55,6 +58,8 @@ class SchedulerCounts:
     hit_tokens: Counter[str] = _split()
     lost_hits: int = 0
     lost_tokens: int = 0
+    skipped_loads: Counter[str] = _split()
+    skipped_load_tokens: Counter[str] = _split()
     loads_in_flight: int = field(default=0, metadata=LEVEL)
     failed_loads: int = 0
     failed_tokens: int = 0

@@ -61,7 +61,7 @@ class LoadError(Exception):
 
     Attributes:
         reason: one word for counters: ``gone``, ``unreadable``, ``unreachable``, ``no_room``,
-            ``unpinned``, ``unhealthy``, ``length``, ``adapter``, ``asleep`` or ``error``.
+            ``unpinned``, ``unhealthy``, ``length``, ``adapter``, ``asleep``, ``slow`` or ``error``.
         kind: of the record at fault, for counters: ``state``, ``attention`` or ``none``.
     """
 

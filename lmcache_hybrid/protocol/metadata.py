@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler side tells the worker side, once per step."""
 
+import math
 from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -22,6 +23,8 @@ class LoadSpec:
         window_blocks: per window group of the plan, one block id for each of
             ``window.first(start, boundary) .. boundary - 1``.
         tail: in tokens; the load then ends inside block ``boundary``.
+        deadline: ``time.monotonic`` after which computing is faster, so that the load is given
+            up. The clock is the host's, as in :class:`.lookup.LookupRequest`.
     """
 
     request_id: str
@@ -32,6 +35,7 @@ class LoadSpec:
     state_blocks: tuple[int, ...]
     window_blocks: tuple[tuple[int, ...], ...] = ()
     tail: int = 0
+    deadline: float = math.inf
 
     def end(self, plan: GroupPlan) -> int:
         """The token that it loads up to."""

@@ -65,6 +65,13 @@ def log_lookup(
     )
 
 
+def count_skipped(ledger: Ledger[SchedulerCounts], result: LookupResult, tokens: int) -> None:
+    """Count a hit of ``tokens`` that is computed because that is faster."""
+    with ledger as counts:
+        counts.skipped_loads[result.source] += 1
+        counts.skipped_load_tokens[result.source] += tokens
+
+
 def count_hit(
     ledger: Ledger[SchedulerCounts],
     result: LookupResult,

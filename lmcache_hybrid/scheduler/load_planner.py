@@ -7,7 +7,7 @@ from lmcache_hybrid.protocol.metadata import LoadSpec
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.prompt import inner_hashes
 from lmcache_hybrid.scheduler.save_planner import NULL_BLOCK
-from lmcache_hybrid.scheduler.tracker import RequestTracker
+from lmcache_hybrid.scheduler.tracker import Loading, RequestTracker
 
 
 def limit_of(
@@ -52,6 +52,7 @@ def load_of(
         block_ids: of the request, per KV cache group.
     """
     boundary = result.boundary
+    assert isinstance(tracker.phase, Loading)
     end = boundary * plan.block_size + result.tail
     last = boundary + bool(result.tail)  # blocks, the partly filled one included
     inner = inner_hashes(tracker.request, (end,), plan)
@@ -69,4 +70,5 @@ def load_of(
             for window in plan.windows
         ),
         result.tail,
+        tracker.phase.deadline,
     )

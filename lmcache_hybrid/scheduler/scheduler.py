@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduler side: which boundary a request starts from, and what its steps store."""
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,19 +11,19 @@ from vllm.v1.core.sched.output import KVConnectorBlockState
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.groups import GroupPlan
-from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata, LoadSpec, SaveSpec
 from lmcache_hybrid.protocol.prefix import Prefix
-from lmcache_hybrid.scheduler.accounts import count_hit, count_lookup, log_lookup
+from lmcache_hybrid.scheduler.accounts import count_hit
+from lmcache_hybrid.scheduler.admission import Admission
 from lmcache_hybrid.scheduler.checkpoints import Checkpoints
 from lmcache_hybrid.scheduler.final_saves import FinalSaves
 from lmcache_hybrid.scheduler.granularity import Granularity
-from lmcache_hybrid.scheduler.load_planner import asked_prefix, limit_of, load_of
-from lmcache_hybrid.scheduler.lookup_queue import LookupQueue, PendingLookup
-from lmcache_hybrid.scheduler.patience import Patience
+from lmcache_hybrid.scheduler.load_planner import load_of
+from lmcache_hybrid.scheduler.load_policy import LoadPolicy
+from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.prompt import prefix_of, why_unsaved
 from lmcache_hybrid.scheduler.save_planner import Offer, SavePlanner
-from lmcache_hybrid.scheduler.tracker import Asked, Loading, NotAsked, Offered, RequestTracker
+from lmcache_hybrid.scheduler.tracker import Loading, RequestTracker
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -41,13 +42,19 @@ class HybridScheduler:
     """
 
     def __init__(
-        self, plan: GroupPlan, options: Options, hash_block_size: int, queue: LookupQueue
+        self,
+        plan: GroupPlan,
+        options: Options,
+        hash_block_size: int,
+        queue: LookupQueue,
+        policy: LoadPolicy | None = None,
     ) -> None:
         """Track requests.
 
         Args:
             hash_block_size: tokens per entry of ``request.block_hashes``; divides N.
             queue: asks the ranks.
+            policy: which hits are loaded; all by default.
 
         Raises:
             ValueError: ``hash_block_size`` does not divide N.
@@ -58,7 +65,7 @@ class HybridScheduler:
         self._options = options
         self._hashes_per_block = plan.block_size // hash_block_size
         self._queue = queue
-        self._patience = Patience()
+        self._policy = policy or LoadPolicy()
         self._trackers: dict[str, RequestTracker] = {}
         # Requests that still have blocks to store: all that a step looks at.
         self._unsaved: dict[str, RequestTracker] = {}
@@ -72,6 +79,7 @@ class HybridScheduler:
         self.ledger = Ledger("scheduler", SchedulerCounts())
         self._planner = SavePlanner(plan, options, self._hashes_per_block, self.ledger)
         self._granularity = Granularity(plan, self.ledger)
+        self._admission = Admission(plan, options, queue, self._policy, self.ledger, self._watch)
 
     @property
     def counts(self) -> SchedulerCounts:
@@ -95,7 +103,7 @@ class HybridScheduler:
         if request.request_id.startswith("mock_req") or self.closed:
             return 0, False
         tracker = self._track(request)
-        gain = self._gain(tracker, num_computed_tokens)
+        gain = self._admission.gain(tracker, num_computed_tokens)
         if gain is None:
             return None, False
         if gain:
@@ -105,68 +113,6 @@ class HybridScheduler:
         self._planner.admit(tracker, num_computed_tokens, gain)
         self._watch(tracker)
         return gain, gain > 0
-
-    def _gain(self, tracker: RequestTracker, num_computed_tokens: int) -> int | None:
-        """Tokens past ``num_computed_tokens`` that the ranks offer; None while they are asked."""
-        request = tracker.request
-        tracker.checkpoints.begin(request.num_tokens)
-        reads = tracker.may_load and not request.skip_reading_prefix_cache
-        if not (reads and (tracker.prefix.hashes or tracker.inner)):
-            return 0
-        floor = num_computed_tokens // self._plan.block_size
-        before = tracker.phase
-        match before:
-            case NotAsked():
-                self._ask(tracker, floor)
-            case Offered(_, asked_floor) if floor < asked_floor:
-                self._ask(tracker, floor)  # vLLM has lost blocks of its own since
-        if isinstance(tracker.phase, Asked):
-            lookup = tracker.phase.lookup
-            result = self._patience.poll(lookup, sent=tracker.phase is not before)
-            if result is None:
-                return None
-            self._take(tracker, lookup, result)
-            tracker.offer(result, lookup.request.floor)
-            if floor < lookup.request.floor:
-                return self._gain(tracker, num_computed_tokens)
-        assert isinstance(tracker.phase, Offered)
-        result = tracker.phase.result
-        tracker.checkpoints.junction = result.attention * self._plan.block_size
-        gain = result.boundary * self._plan.block_size + result.tail - num_computed_tokens
-        return gain if gain >= max(1, self._options.min_retrieve_tokens) else 0
-
-    def _ask(self, tracker: RequestTracker, floor: int) -> None:
-        """Ask the ranks, if there is anything to ask for."""
-        request = tracker.request
-        # What is computed anew is stored anew: it may be missing because its save failed.
-        tracker.stored.forget(tracker.stored.attention)
-        limit, tail = limit_of(tracker, floor, self._plan, self._options.max_tokens_per_load)
-        nothing = (limit, tail) <= (floor, 0)
-        if nothing and not tracker.save:
-            tracker.offer(LookupResult(0, 0), floor)
-            return
-        prefix = asked_prefix(tracker, floor, self._plan)
-        lookup = self._queue.submit(
-            LookupRequest(request.request_id, prefix, limit, floor, limit_tail=tail)
-        )
-        if nothing and len(prefix.hashes) <= floor and prefix.identified:
-            # Nothing to load and nothing new: nobody waits to learn what is stored already.
-            tracker.background = lookup
-            tracker.offer(LookupResult(0, 0), floor)
-        else:
-            tracker.ask(lookup)
-
-    def _take(self, tracker: RequestTracker, lookup: PendingLookup, result: LookupResult) -> None:
-        """Take what the ranks said of the request's blocks, count and log it."""
-        tracker.background = None
-        known = tracker.identify(result.adapter)
-        if result.available:
-            tracker.stored.attention = result.attention  # less than was sent, where a save failed
-        self._watch(tracker)
-        size, floor = self._plan.block_size, lookup.request.floor
-        count_lookup(self.ledger, lookup, result, size, known)
-        log_lookup(tracker.request, floor, result, size, first=not tracker.logged)
-        tracker.logged = True
 
     def allocated(
         self, request: "Request", block_ids: tuple[list[int], ...], num_external_tokens: int
@@ -184,10 +130,11 @@ class HybridScheduler:
             self._drop(tracker, tracker.admit())
             return
         size = self._plan.block_size
-        result = tracker.load(num_external_tokens, size)
+        result = tracker.load(num_external_tokens, size, time.monotonic())
         boundary = result.boundary
         start = (boundary * size + result.tail - num_external_tokens) // size
         load = load_of(tracker, self._plan, block_ids, start, result)
+        self._policy.sent(request.request_id, result, start * size)
         tracker.stored.windows.update(
             (window.group, block)
             for window in self._plan.windows
@@ -287,8 +234,13 @@ class HybridScheduler:
             self._dropped.append(self._queue.unreleased.popleft())
         final, ended = self._final.take()
         saves += final
+        self._policy.scheduled(
+            self._trackers[new.req_id].request
+            for new in output.scheduled_new_reqs
+            if new.req_id in self._trackers
+        )
         idle = output.total_num_scheduled_tokens == 0
-        self._patience.begin(idle)
+        self._admission.begin(idle)
         if not (saves or self._loads or self._dropped or idle or ended):
             return NOTHING
         loads, self._loads = self._loads, []
@@ -312,7 +264,7 @@ class HybridScheduler:
             if tracker.background is not None:
                 result = tracker.background.poll()
                 if result is not None:
-                    self._take(tracker, tracker.background, result)
+                    self._admission.take(tracker, tracker.background, result)
             computed = tracker.request.num_computed_tokens + scheduled[request_id]
             save = self._planner.plan(tracker, computed, offers.get(request_id, ()), block_state)
             if save is not None:
@@ -324,13 +276,16 @@ class HybridScheduler:
     def transferred(self, output: "KVConnectorOutput") -> None:
         """Take note of loads that ended on all ranks, and of those that failed on one."""
         failed = output.failed_recving or ()
+        self._policy.ended(output.finished_recving or (), failed)
         for request_id in failed:
             tracker = self._trackers.get(request_id)
             if tracker is not None:
-                tokens = tracker.phase.tokens if isinstance(tracker.phase, Loading) else 0
-                # What the store promised was not there: store all of it anew.
+                loading = tracker.phase if isinstance(tracker.phase, Loading) else None
+                tokens = loading.tokens if loading else 0
                 tracker.may_load = False
-                tracker.stored.forget()
+                if loading is None or time.monotonic() <= loading.deadline:
+                    # What the store promised was not there: store all of it anew.
+                    tracker.stored.forget()
                 self._watch(tracker)
                 with self.ledger as counts:
                     counts.failed_loads += 1
@@ -372,13 +327,14 @@ class HybridScheduler:
         tracker = self._trackers.pop(request.request_id, None)
         self._unsaved.pop(request.request_id, None)
         if tracker is not None:
+            self._policy.finished(request)
             # The worker's load holds the claim itself and drops it when it ends.
             if not isinstance(tracker.phase, Loading):
                 self._drop(tracker, tracker.withdraw())
             if tracker.background is not None:
                 tracker.background.cancel()
         if not self._trackers:
-            self._patience.begin(idle=True)
+            self._admission.begin(idle=True)
 
     def check_integrity(self) -> None:
         """Assert what holds between two calls of vLLM."""

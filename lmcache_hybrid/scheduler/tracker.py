@@ -11,6 +11,7 @@ Its :data:`Phase` says what the ranks were asked and what they promised::
 offered is no longer.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -60,13 +61,32 @@ class Loading:
     Attributes:
         boundary: in tokens, where the load ends.
         tokens: how many are loaded.
+        deadline: ``time.monotonic`` after which the workers give it up.
     """
 
     boundary: int
     tokens: int
+    deadline: float = math.inf
 
 
 Phase = NotAsked | Asked | Offered | Loading
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What of the request's last lookup is to be loaded.
+
+    Attributes:
+        nearer: boundary in blocks that was asked for instead of the deepest, 0 for that one.
+        whole: whether the deepest is loaded where the store lacks the nearer one.
+        judged: whether the load policy was asked already.
+        seconds: after which the load is given up.
+    """
+
+    nearer: int = 0
+    whole: bool = False
+    judged: bool = False
+    seconds: float = math.inf
 
 
 @dataclass
@@ -102,6 +122,7 @@ class RequestTracker:
         save: whether this request's blocks are stored.
         checkpoints: where its steps end so that a state can be stored.
         phase: of its lookup and load.
+        choice: what the load policy made of it.
         background: lookup of what is stored already; admission does not wait for it.
         stored: what need not be stored again.
         kept: boundaries in tokens that later requests are likeliest to need.
@@ -116,6 +137,7 @@ class RequestTracker:
     save: bool
     checkpoints: Checkpoints
     phase: Phase = NotAsked()
+    choice: Choice = Choice()
     background: PendingLookup | None = None
     stored: Stored = field(default_factory=Stored)
     kept: set[int] = field(default_factory=set)
@@ -150,8 +172,11 @@ class RequestTracker:
         assert isinstance(self.phase, Offered) and 0 < tokens
         self.phase = replace(self.phase, tokens=tokens)
 
-    def load(self, tokens: int, block_size: int) -> LookupResult:
+    def load(self, tokens: int, block_size: int, now: float) -> LookupResult:
         """vLLM has blocks for what was promised.
+
+        Args:
+            now: ``time.monotonic``, from which on the load may take as long as was chosen.
 
         Returns:
             What the ranks offered.
@@ -162,7 +187,8 @@ class RequestTracker:
             f"vLLM loads {tokens} tokens that were never offered"
         )
         result = offered.result
-        self.phase = Loading(result.boundary * block_size + result.tail, tokens)
+        end = result.boundary * block_size + result.tail
+        self.phase = Loading(end, tokens, now + self.choice.seconds)
         return offered.result
 
     def end_load(self) -> None:
@@ -228,5 +254,5 @@ class RequestTracker:
                 assert claim or not result.hit, "offered without a claim"
                 assert result.hit or not tokens, "promised without an offer"
                 assert result.boundary <= blocks
-            case Loading(boundary, tokens):
+            case Loading(boundary, tokens, _):
                 assert 0 < tokens <= boundary

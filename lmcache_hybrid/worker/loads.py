@@ -4,6 +4,8 @@
 Their requests wait outside the running batch until the load is reported.
 """
 
+import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -39,6 +41,7 @@ IDLE_WAIT_SECONDS = 0.005
 # Bytes to read, check and copy at once, one record at least; as many parts run side by side
 # as there are copying threads.
 PART_BYTES = 8 << 20
+HASTY_BYTES = 1 << 20
 
 Restore = Callable[[LoadSpec, Claim | None, Mark], int]
 
@@ -161,11 +164,14 @@ class LoadQueue:
             return TransferResult(load.request_id, str(error))
         except Exception as error:
             expected = isinstance(error, (LoadError, RecordError))
+            label = failure_label(error)
             with self._ledger as counts:
-                counts.failed_loads[failure_label(error)] += 1
+                counts.failed_loads[label] += 1
             self._monitor.retrieved(tokens, 0, started)
             reason = str(error) if expected else repr(error)
-            logger.warning(
+            logger.log(
+                # The load policy tries slow stores again and again.
+                logging.DEBUG if label == "slow,none" else logging.WARNING,
                 "Reqid: %s, loading %d tokens failed and they are computed instead: %s",
                 load.request_id,
                 tokens,
@@ -211,7 +217,9 @@ class LoadQueue:
             except NoRoomError:
                 crowded_out.append(part)
 
-        self._threads.each(restore, list(in_parts(targets, self._pages, self._part_bytes)), size)
+        # One with a deadline looks at the clock more often.
+        most = self._part_bytes if load.deadline == math.inf else min(self._part_bytes, HASTY_BYTES)
+        self._threads.each(restore, list(in_parts(targets, self._pages, most)), size)
         # Parts that ran beside these may have held the room that they needed.
         for part in crowded_out:
             self._check_wanted(load)
@@ -219,9 +227,11 @@ class LoadQueue:
         return size
 
     def _check_wanted(self, load: LoadSpec) -> None:
-        """Raise UnwantedError if its request has ended, LoadError if vLLM falls asleep."""
+        """Raise UnwantedError if its request has ended, LoadError if nobody should wait for it."""
         if load.request_id in self._unwanted:
             raise UnwantedError("its request has ended", "unwanted")
+        if time.monotonic() > load.deadline:
+            raise LoadError("it took longer than computing them would", "slow")
         if self._asleep:
             raise LoadError("vLLM has put the engine to sleep", "asleep")
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our connector in the simulation: the real one without what a process needs."""
 
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 import lmcache_hybrid.connector
 from lmcache_hybrid.protocol.metadata import NOTHING
+from lmcache_hybrid.scheduler.load_policy import Faster, Verdict
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 from lmcache_hybrid.storage.weights_guard import WeightsGuard
@@ -17,11 +20,37 @@ from lmcache_hybrid.worker.worker import HybridWorker
 
 from . import device
 from .device import Device
-from .storage import ManualExecutor
+from .storage import ManualExecutor, N
 from .threads import Executor
 from .threads import Pool as ThreadPool
 
 NEVER_MS = 10**9
+
+
+class RandomPolicy(Faster):
+    """Decides at random, and measures on a clock that goes on at random."""
+
+    def __init__(self, plan, page_bytes, seed: int) -> None:
+        super().__init__(plan, page_bytes, self._read)
+        self._random, self._now = random.Random(seed), 0.0
+
+    def _read(self) -> float:
+        self._now += self._random.choice((0.0, 1e-4, 1e-2, 1.0))
+        return self._now
+
+    def judge(self, request, result, start, again) -> Verdict:
+        verdict = super().judge(request, result, start, again)
+        inner = range(start // N + 1, result.boundary)
+        match self._random.randrange(6):
+            case 0:
+                return replace(verdict, seconds=0.0)
+            case 1:
+                return Verdict(load=False)
+            case 2 if inner and not again:
+                return Verdict(self._random.random() < 0.5, nearer=self._random.choice(inner))
+            case 3:
+                return Verdict(load=True)
+        return verdict
 
 
 class SimConnector(lmcache_hybrid.connector.HybridConnector):
@@ -38,7 +67,15 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
         self._metadata = NOTHING
         if role == KVConnectorRole.SCHEDULER:
             asking = LookupQueue(engine.ask, NEVER_MS, engine.asking)
-            self.scheduler = HybridScheduler(engine.plan, engine.options, engine.hash_size, asking)
+            sizes = dict.fromkeys(engine.plan.groups, N * 8)
+            policy = RandomPolicy(engine.plan, sizes, engine.setup.seed)
+            self.scheduler = HybridScheduler(
+                engine.plan,
+                engine.options,
+                engine.hash_size,
+                asking,
+                policy if engine.setup.faster else None,
+            )
             self._client, self._queue = self, self  # what a reset asks of both
         else:
             rank = engine.ranks[SimConnector.rank]

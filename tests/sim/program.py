@@ -71,6 +71,7 @@ def setups(draw) -> Setup:
         seed=draw(_number),
         interior=interior,
         junctions=junctions,
+        faster=draw(st.integers(0, 3)) == 3,
     )
 
 
@@ -134,6 +135,7 @@ class Run:
             {
                 "hits": counts.lookups.get("hit", 0),
                 "hit tokens": counts.hit_tokens.total(),
+                "hits not loaded": counts.skipped_loads.total(),
                 "offers dropped": counts.dropped_offers.total(),
             }
         )
@@ -147,6 +149,7 @@ class Run:
                     "states saved": worker.saved_states,
                     "states loaded": worker.loaded_states,
                     "records rejected": worker.rejected_records,
+                    "loads given up": worker.failed_loads["slow,none"],
                     "saves skipped": worker.skipped_saves.total(),
                     "checkpoints inside a chunk": rank.checkpoints,
                     "resumed as new requests": rank.resumed,

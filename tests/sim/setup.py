@@ -74,6 +74,7 @@ class Setup:
     seed: int = 0
     interior: int = 0
     junctions: bool = False
+    faster: bool = False
 
     @property
     def longest(self) -> int:

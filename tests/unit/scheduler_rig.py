@@ -18,11 +18,13 @@ STATES = PLAN.states
 class Rig:
     """A scheduler over ranks, and the small part of vLLM that calls it."""
 
-    def __init__(self, ranks: int = 1, plan=PLAN, hash_block_size: int = N, **options) -> None:
+    def __init__(
+        self, ranks: int = 1, plan=PLAN, hash_block_size: int = N, policy=None, **options
+    ) -> None:
         self.ranks = Ranks(ranks, plan)
         self.plan = plan
         self.scheduler = HybridScheduler(
-            plan, dataclasses.replace(OPTIONS, **options), hash_block_size, self.ranks.queue
+            plan, dataclasses.replace(OPTIONS, **options), hash_block_size, self.ranks.queue, policy
         )
 
     def holds(self, request, attention: int, *states: int) -> "Rig":

@@ -92,6 +92,7 @@ def empty_step(request) -> dict:
     """A decode step of one request."""
     return {
         "kv_connector_block_state": None,
+        "scheduled_new_reqs": [],
         "num_scheduled_tokens": {request.request_id: 1},
         "total_num_scheduled_tokens": 1,
     }

@@ -49,6 +49,13 @@ def test_refuses_what_is_no_whole_number(key, value):
     assert str(error.value) == f"{key}={value!r} is not a whole number; write one."
 
 
+def test_the_load_policy_is_one_of_two():
+    assert options().load_policy == "always"
+    assert options(**{"lmcache.hybrid_load_policy": "faster"}).load_policy == "faster"
+    with pytest.raises(ConfigError, match="^lmcache.hybrid_load_policy='fast' is no policy; write"):
+        options(**{"lmcache.hybrid_load_policy": "fast"})
+
+
 def test_refuses_unknown_settings_of_ours():
     with pytest.raises(ConfigError, match="^lmcache.hybrid_atention_group is not a setting; the"):
         options(**{"lmcache.hybrid_atention_group": 1})

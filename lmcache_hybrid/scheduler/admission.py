@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says from which boundary a request starts: asks the ranks, and has the policy judge."""
+
+from collections.abc import Callable
+
+from lmcache_hybrid.config.options import Options
+from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
+from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
+from lmcache_hybrid.scheduler.accounts import count_lookup, count_skipped, log_lookup
+from lmcache_hybrid.scheduler.load_planner import asked_prefix, limit_of
+from lmcache_hybrid.scheduler.load_policy import LoadPolicy
+from lmcache_hybrid.scheduler.lookup_queue import LookupQueue, PendingLookup
+from lmcache_hybrid.scheduler.patience import Patience
+from lmcache_hybrid.scheduler.tracker import Asked, Choice, NotAsked, Offered, RequestTracker
+
+# The first question for a request.
+DEEPEST = Choice()
+
+
+class Admission:
+    """What the store has for requests that wait. Used by the scheduler's thread only."""
+
+    def __init__(
+        self,
+        plan: GroupPlan,
+        options: Options,
+        queue: LookupQueue,
+        policy: LoadPolicy,
+        ledger: Ledger[SchedulerCounts],
+        watch: Callable[[RequestTracker], None],
+    ) -> None:
+        """Ask nobody yet.
+
+        Args:
+            queue: asks the ranks.
+            watch: told of each request whose stored blocks are known anew.
+        """
+        self._plan, self._options = plan, options
+        self._queue, self._policy = queue, policy
+        self._ledger, self._watch = ledger, watch
+        self._patience = Patience()
+
+    def begin(self, idle: bool) -> None:
+        """A scheduling pass begins, see :meth:`Patience.begin`."""
+        self._patience.begin(idle)
+
+    def gain(self, tracker: RequestTracker, num_computed_tokens: int) -> int | None:
+        """Tokens past ``num_computed_tokens`` that the ranks offer; None while they are asked."""
+        request = tracker.request
+        tracker.checkpoints.begin(request.num_tokens)
+        reads = tracker.may_load and not request.skip_reading_prefix_cache
+        if not (reads and (tracker.prefix.hashes or tracker.inner)):
+            return 0
+        floor = num_computed_tokens // self._plan.block_size
+        before = tracker.phase
+        match before:
+            case NotAsked():
+                self._ask(tracker, floor)
+            case Offered(_, asked_floor) if floor < asked_floor:
+                self._ask(tracker, floor)  # vLLM has lost blocks of its own since
+        if isinstance(tracker.phase, Asked):
+            lookup = tracker.phase.lookup
+            result = self._patience.poll(lookup, sent=tracker.phase is not before)
+            if result is None:
+                return None
+            self.take(tracker, lookup, result)
+            tracker.offer(result, lookup.request.floor)
+            if floor < lookup.request.floor:
+                return self.gain(tracker, num_computed_tokens)
+        assert isinstance(tracker.phase, Offered)
+        result = tracker.phase.result
+        tracker.checkpoints.junction = result.attention * self._plan.block_size
+        choice = tracker.choice
+        if choice.whole and result.boundary < choice.nearer:
+            self._ask(tracker, floor, Choice(judged=True))
+            return self.gain(tracker, num_computed_tokens)
+        gain = result.boundary * self._plan.block_size + result.tail - num_computed_tokens
+        if gain < max(1, self._options.min_retrieve_tokens):
+            return 0
+        return gain if choice.judged else self._judge(tracker, floor, num_computed_tokens, gain)
+
+    def _judge(
+        self, tracker: RequestTracker, floor: int, num_computed_tokens: int, gain: int
+    ) -> int | None:
+        """Have the policy decide on what the ranks offer; returns as :meth:`gain` does."""
+        assert isinstance(tracker.phase, Offered)
+        result = tracker.phase.result
+        again = tracker.choice.nearer > 0
+        verdict = self._policy.judge(tracker.request, result, num_computed_tokens, again)
+        if verdict.nearer:
+            self._ask(tracker, floor, Choice(nearer=verdict.nearer, whole=verdict.load))
+            return self.gain(tracker, num_computed_tokens)
+        tracker.choice = Choice(judged=True, seconds=verdict.seconds)
+        if verdict.load:
+            return gain
+        # No need to store again what was just found.
+        tracker.stored.states.add(num_computed_tokens + gain)
+        count_skipped(self._ledger, result, gain)
+        return 0
+
+    def _ask(self, tracker: RequestTracker, floor: int, choice: Choice = DEEPEST) -> None:
+        """Ask the ranks, if there is anything to ask for."""
+        tracker.choice = choice
+        request = tracker.request
+        # What is computed anew is stored anew: it may be missing because its save failed.
+        tracker.stored.forget(tracker.stored.attention)
+        limit, tail = limit_of(tracker, floor, self._plan, self._options.max_tokens_per_load)
+        if choice.nearer:
+            limit, tail = min(limit, choice.nearer), 0
+        nothing = (limit, tail) <= (floor, 0)
+        if nothing and not tracker.save:
+            tracker.offer(LookupResult(0, 0), floor)
+            return
+        prefix = asked_prefix(tracker, floor, self._plan)
+        lookup = self._queue.submit(
+            LookupRequest(request.request_id, prefix, limit, floor, limit_tail=tail)
+        )
+        if nothing and len(prefix.hashes) <= floor and prefix.identified:
+            # Nothing to load and nothing new: nobody waits to learn what is stored already.
+            tracker.background = lookup
+            tracker.offer(LookupResult(0, 0), floor)
+        else:
+            tracker.ask(lookup)
+
+    def take(self, tracker: RequestTracker, lookup: PendingLookup, result: LookupResult) -> None:
+        """Take what the ranks said of the request's blocks, count and log it."""
+        tracker.background = None
+        known = tracker.identify(result.adapter)
+        if result.available:
+            tracker.stored.attention = result.attention  # less than was sent, where a save failed
+        self._watch(tracker)
+        size, floor = self._plan.block_size, lookup.request.floor
+        count_lookup(self._ledger, lookup, result, size, known)
+        log_lookup(tracker.request, floor, result, size, first=not tracker.logged)
+        tracker.logged = True

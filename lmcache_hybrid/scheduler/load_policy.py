@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides whether a hit is loaded: always, or only where computing it would take longer."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.protocol.lookup import LookupResult
+from lmcache_hybrid.scheduler.speeds import Speeds
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.lmcache_hybrid.scheduler.load_policy")
+
+# A backend that was too slow is used again once it takes this share of the time to compute.
+BACK_AT = 0.8
+# One of so many hits that are not loaded is loaded all the same, to measure.
+TRY_EVERY = 32
+# A load is given up after so many times what computing takes, and a moment.
+PATIENCE, MOMENT_SECONDS = 2.0, 0.05
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to do with a hit.
+
+    Attributes:
+        load: whether it is loaded; with ``nearer``, where the store lacks that boundary.
+        seconds: after which the load is given up.
+        nearer: boundary in blocks to ask for instead, 0 for none.
+    """
+
+    load: bool
+    seconds: float = math.inf
+    nearer: int = 0
+
+
+LOAD, COMPUTE = Verdict(True), Verdict(False)
+
+
+class LoadPolicy:
+    """Loads every hit, measures nothing. Called by the scheduler's thread only."""
+
+    def judge(self, request: "Request", result: LookupResult, start: int, again: bool) -> Verdict:
+        """Say what to do with a hit; asked once for each result.
+
+        Args:
+            result: of the ranks.
+            start: tokens that vLLM holds already.
+            again: whether it was asked for as the nearer boundary; there is no other then.
+        """
+        return LOAD
+
+    def sent(self, request_id: str, result: LookupResult, start: int) -> None:
+        """A load of what follows the first ``start`` tokens begins with this step."""
+
+    def ended(self, done: Iterable[str], failed: Iterable[str]) -> None:
+        """Loads ended on all ranks; ``failed`` are those of them that failed."""
+
+    def scheduled(self, requests: Iterable["Request"]) -> None:
+        """A step is about to run, in which ``requests`` begin to compute."""
+
+    def finished(self, request: "Request") -> None:
+        """A request is about to be forgotten."""
+
+
+class Faster(LoadPolicy):
+    """Loads what is expected to be loaded faster than it is computed.
+
+    Both are times that requests here have waited: a load's until it was reported, and from a
+    request's first step to its first token. What runs beside them is a part of them.
+    """
+
+    def __init__(
+        self,
+        plan: GroupPlan,
+        page_bytes: Mapping[int, int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Measure nothing yet: what is unknown is loaded.
+
+        Args:
+            page_bytes: of one block, per group of the plan, on one rank.
+        """
+        self._size = plan.block_size
+        self._attention_bytes = sum(page_bytes[group] for group in plan.attention)
+        windows = sum(page_bytes[window.group] * window.blocks for window in plan.windows)
+        self._end_bytes = windows + sum(page_bytes[group] for group in plan.states)
+        self._clock = clock
+        self._speeds = Speeds()
+        # Loads under way: when they began, and their bytes by backend.
+        self._sent: dict[str, tuple[float, dict[str, int]]] = {}
+        # When the last load ended, and when those under way are expected to.
+        self._last_end = self._free_at = -math.inf
+        # Requests that compute their prompt: since when, and from which token on.
+        self._computing: dict[str, tuple[float, int, Request]] = {}
+        # Hits that were not loaded, by backend, of those that are too slow now.
+        self._skipped: Counter[str] = Counter()
+
+    def judge(self, request: "Request", result: LookupResult, start: int, again: bool) -> Verdict:
+        end, source = result.boundary * self._size + result.tail, result.source
+        computing = self._speeds.compute_seconds(start, end)
+        if computing is None:
+            return LOAD
+        runs = self._runs(result, start)
+        loading = self._loading(runs)
+        if loading is None:  # the first of its backend
+            return Verdict(True, computing + MOMENT_SECONDS)
+        slow = source in self._skipped
+        nearer = None if again else self._nearer(runs, start, end)
+        if nearer is not None and nearer[1] < min(loading, computing):
+            logger.debug("Reqid: %s, a nearer boundary is loaded sooner.", request.request_id)
+            return Verdict(loading < computing, nearer=nearer[0])
+        logger.debug(
+            "Reqid: %s, loading %d tokens from %s is expected to take %.4f s, computing %.4f s.",
+            *(request.request_id, end - start, source, loading, computing),
+        )
+        if loading <= computing * (BACK_AT if slow else 1.0):
+            self._note(source, slow, False, end - start, loading, computing)
+            return Verdict(True, PATIENCE * computing + MOMENT_SECONDS)
+        self._note(source, slow, True, end - start, loading, computing)
+        self._skipped[source] += 1
+        if self._skipped[source] % TRY_EVERY == 0:
+            return Verdict(True, computing)
+        return COMPUTE
+
+    def _note(
+        self, source: str, was: bool, slow: bool, tokens: int, loading: float, computing: float
+    ) -> None:
+        """Log that a backend became too slow, or fast enough again."""
+        if was == slow:
+            return
+        if not slow:
+            del self._skipped[source]
+        logger.info(
+            "Hits in %s are %s: %d tokens take about %.3f s to load and %.3f s to compute "
+            "(lmcache.hybrid_load_policy=faster).",
+            source,
+            "computed from now on" if slow else "loaded again",
+            *(tokens, loading, computing),
+        )
+
+    def _runs(self, result: LookupResult, start: int) -> list[tuple[str, int]]:
+        """(backend, blocks) of what is loaded, from the first block on."""
+        blocks = result.boundary - start // self._size + bool(result.tail)
+        return list(result.last(blocks))[::-1] or [("unknown", blocks)]
+
+    def _bytes(self, runs: Sequence[tuple[str, int]]) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for source, blocks in runs:
+            sizes[source] = sizes.get(source, 0) + blocks * self._attention_bytes
+        sizes[runs[-1][0]] += self._end_bytes
+        return sizes
+
+    def _loading(self, runs: Sequence[tuple[str, int]]) -> float | None:
+        """Seconds to load ``runs`` behind the loads under way; None where unknown."""
+        own = self._speeds.load_seconds(self._bytes(runs))
+        return None if own is None else max(0.0, self._free_at - self._clock()) + own
+
+    def _nearer(
+        self, runs: Sequence[tuple[str, int]], start: int, end: int
+    ) -> tuple[int, float] | None:
+        """(boundary in blocks, seconds until ``end``) of the best load that leaves runs out."""
+        found = []
+        blocks = start // self._size
+        for index, run in enumerate(runs[:-1]):
+            blocks += run[1]
+            loading = self._loading(runs[: index + 1])
+            rest = self._speeds.compute_seconds(blocks * self._size, end)
+            if loading is not None and rest is not None:
+                found.append((blocks, loading + rest))
+        return min(found, key=lambda each: each[1], default=None)
+
+    # What is measured
+
+    def sent(self, request_id: str, result: LookupResult, start: int) -> None:
+        now, sizes = self._clock(), self._bytes(self._runs(result, start))
+        self._sent[request_id] = now, sizes
+        own = self._speeds.load_seconds(sizes) or 0.0
+        self._free_at = max(now, self._free_at) + own
+
+    def ended(self, done: Iterable[str], failed: Iterable[str]) -> None:
+        loads = {request: self._sent.pop(request) for request in done if request in self._sent}
+        if not loads:
+            return
+        now, failed = self._clock(), set(failed)
+        # They run one after the other: this is what these took of that.
+        seconds = now - max(self._last_end, min(began for began, _ in loads.values()))
+        self._last_end = now
+        if not self._sent:
+            self._free_at = now
+        counted = [
+            sizes
+            for request, (_, sizes) in loads.items()
+            # One that broke off early says nothing.
+            if request not in failed or seconds > (self._speeds.load_seconds(sizes) or 0.0)
+        ]
+        if counted:
+            self._speeds.loaded(counted, seconds)
+
+    def scheduled(self, requests: Iterable["Request"]) -> None:
+        for request in [each for _, _, each in self._computing.values()]:
+            self._measure(request)
+        now = self._clock()
+        for request in requests:
+            if not request.num_output_tokens:
+                began = now, request.num_computed_tokens, request
+                self._computing[request.request_id] = began
+
+    def finished(self, request: "Request") -> None:
+        self._measure(request)
+        self._computing.pop(request.request_id, None)
+
+    def _measure(self, request: "Request") -> None:
+        """Take the time of a prompt that has its first token."""
+        began, start, known = self._computing.get(request.request_id, (0.0, 0, None))
+        if known is not request:
+            return
+        if request.num_preemptions or request.num_output_tokens:
+            del self._computing[request.request_id]
+        if request.num_output_tokens and not request.num_preemptions:
+            self._speeds.computed(start, request.num_prompt_tokens, self._clock() - began)
+
+
+def policy_for(name: str, plan: GroupPlan, page_bytes: Mapping[int, int]) -> LoadPolicy:
+    """The policy called ``name``, see :data:`lmcache_hybrid.config.options.POLICIES`."""
+    return Faster(plan, page_bytes) if name == "faster" else LoadPolicy()

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a hit is loaded or computed."""
+
+from tests.mutants.defect import Defect, one
+
+POLICY = "lmcache_hybrid/scheduler/load_policy.py"
+ADMISSION = "lmcache_hybrid/scheduler/admission.py"
+SPEEDS = "lmcache_hybrid/scheduler/speeds.py"
+
+DEFECTS: tuple[Defect, ...] = (
+    one(
+        "loads under way are not waited for",
+        POLICY,
+        "max(0.0, self._free_at - self._clock()) + own",
+        "own",
+    ),
+    one(
+        "a slow backend comes back as soon as it is as fast",
+        POLICY,
+        "BACK_AT = 0.8",
+        "BACK_AT = 1.0",
+    ),
+    one(
+        "what is slow is never measured again",
+        POLICY,
+        "        if self._skipped[source] % TRY_EVERY == 0:\n",
+        "        if self._skipped[source] < 0:\n",
+    ),
+    one(
+        "a load that broke off counts as a fast one",
+        POLICY,
+        "            if request not in failed or seconds >",
+        "            if True or seconds >",
+    ),
+    one(
+        "a nearer boundary is asked for again and again",
+        POLICY,
+        "nearer = None if again else",
+        "nearer =",
+    ),
+    one(
+        "the deepest boundary is lost where there is no nearer one",
+        ADMISSION,
+        "        if choice.whole and result.boundary < choice.nearer:\n",
+        "        if choice.whole and result.boundary < 0:\n",
+    ),
+    one(
+        "a hit that is not loaded is stored again",
+        ADMISSION,
+        "        tracker.stored.states.add(num_computed_tokens + gain)\n",
+        "",
+    ),
+    one(
+        "a hit is judged in every pass",
+        ADMISSION,
+        "        tracker.choice = Choice(judged=True, seconds=verdict.seconds)\n",
+        "        tracker.choice = Choice(seconds=verdict.seconds)\n",
+    ),
+    one(
+        "a load goes on after its deadline",
+        "lmcache_hybrid/worker/loads.py",
+        "        if time.monotonic() > load.deadline:\n",
+        "        if time.monotonic() > math.inf:\n",
+    ),
+    one(
+        "estimates can be negative",
+        SPEEDS,
+        "            if a >= 0 <= b:\n",
+        "            if True:\n",
+    ),
+)

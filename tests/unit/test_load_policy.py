@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which hits are loaded, and which are computed because that is faster."""
+
+import math
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from lmcache_hybrid.protocol.lookup import LookupResult
+from lmcache_hybrid.scheduler import load_policy
+from lmcache_hybrid.scheduler.load_policy import Faster, Verdict
+from lmcache_hybrid.scheduler.speeds import Line, Speeds
+
+from .helpers import PLAN, N, make_request
+from .scheduler_rig import Rig, table
+
+RAM, DISK = "LocalCPUBackend", "LocalDiskBackend"
+PAGE_BYTES = dict.fromkeys(PLAN.groups, 1_000_000)  # a block of a group
+END_BYTES = 3_000_000  # three groups of states
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Engine:
+    """A policy, and an engine whose speeds are given."""
+
+    def __init__(self, compute: float | None = 1000.0, **tiers: float) -> None:
+        """Measure each once.
+
+        Args:
+            compute: tokens a second, None for not measured.
+            tiers: bytes a second by backend.
+        """
+        self.clock = Clock()
+        self.policy = Faster(PLAN, PAGE_BYTES, self.clock)
+        if compute is not None:
+            for tokens in (100 * N, 300 * N):
+                self.compute(tokens, tokens / compute)
+        for tier, speed in tiers.items():
+            for blocks in (10, 100):
+                self.load(tier, blocks, (blocks * 1e6 + END_BYTES) / speed)
+
+    def compute(self, tokens: int, seconds: float) -> None:
+        request = SimpleNamespace(
+            request_id="computed",
+            num_computed_tokens=0,
+            num_output_tokens=0,
+            num_prompt_tokens=tokens,
+            num_preemptions=0,
+        )
+        self.policy.scheduled([request])
+        self.clock.now += seconds
+        request.num_output_tokens = 1
+        self.policy.scheduled([])
+
+    def load(self, tier: str, blocks: int, seconds: float, failed: bool = False) -> None:
+        self.policy.sent("loaded", hit((tier, blocks)), 0)
+        self.clock.now += seconds
+        self.policy.ended(["loaded"], ["loaded"] if failed else [])
+
+    def judge(self, *runs: tuple[str, int], start: int = 0, again: bool = False) -> Verdict:
+        request = SimpleNamespace(request_id="judged")
+        return self.policy.judge(request, hit(*runs), start, again)
+
+
+def hit(*runs: tuple[str, int]) -> LookupResult:
+    blocks = sum(count for _, count in runs)
+    return LookupResult(blocks, blocks, tuple(runs))
+
+
+# What was measured
+
+
+def test_a_line_finds_both_parts():
+    line = Line(0.9)
+    for x, y in ((1000, 1), (2000, 1), (50_000, 2)):
+        line.add(x, y, 0.001 * x + 0.2 * y, x)
+    assert line.at(4000, 1) == pytest.approx(4.2, rel=1e-3)
+
+
+def test_a_line_over_one_size_goes_through_the_origin():
+    line = Line(0.9)
+    assert line.at(1, 1) is None
+    for _ in range(5):
+        line.add(1000, 1, 2.0, 1000)
+    assert line.at(500, 1) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("measured", [((1, 9.0), (100, 1.0)), ((1, 0.1), (2, 9.0), (100, 9.1))])
+def test_no_estimate_is_negative(measured):
+    line = Line(0.9)
+    for x, seconds in measured:
+        line.add(x, 1, seconds, x)
+    assert all(line.at(x, 1) >= 0 for x in (1, 10, 100, 1000))
+
+
+def test_a_new_speed_replaces_the_old_one():
+    speeds = Speeds()
+    for _ in range(20):
+        speeds.loaded([{DISK: 10**9}], 1.0)
+    for _ in range(10):
+        speeds.loaded([{DISK: 10**9}], 5.0)
+    assert speeds.load_seconds({DISK: 10**9}) == pytest.approx(5.0, rel=0.05)
+
+
+def test_depth_makes_tokens_slower():
+    speeds = Speeds()
+    for tokens in (1000, 4000, 16_000, 2000, 8000):
+        speeds.computed(0, tokens, 1e-4 * tokens + 1e-8 * tokens * tokens)
+    assert speeds.compute_seconds(32_000, 33_000) > 3 * speeds.compute_seconds(0, 1000)
+
+
+def test_the_time_of_two_backends_is_split_as_expected():
+    speeds = Speeds()
+    for _ in range(3):
+        speeds.loaded([{RAM: 10**9}], 0.1)
+        speeds.loaded([{DISK: 10**9}], 1.0)
+    for _ in range(10):
+        speeds.loaded([{RAM: 10**9, DISK: 10**9}], 2.2)
+    assert speeds.load_seconds({DISK: 10**9}) == pytest.approx(2.0, rel=0.1)
+    assert speeds.load_seconds({RAM: 10**9}) == pytest.approx(0.2, rel=0.1)
+
+
+# What is decided
+
+
+def test_all_is_loaded_before_anything_was_computed():
+    assert Engine(None, **{DISK: 1e3}).judge((DISK, 100)) == Verdict(True)
+
+
+def test_the_first_load_of_a_backend_is_given_up_when_computing_would_be_done():
+    verdict = Engine().judge((DISK, 100))
+    assert verdict.load and verdict.seconds == pytest.approx(1.6 + 0.05)
+
+
+def test_what_is_faster_is_done():
+    engine = Engine(**{RAM: 1e9, DISK: 1e7})
+    assert engine.judge((RAM, 100)).load  # 0.1 s instead of 1.6 s
+    assert not engine.judge((DISK, 100)).load  # 10 s
+
+
+def test_a_load_may_take_twice_as_long_as_computing():
+    verdict = Engine(**{RAM: 1e9}).judge((RAM, 100))
+    assert verdict.seconds == pytest.approx(2 * 1.6 + 0.05)
+
+
+def test_loads_under_way_are_waited_for():
+    engine = Engine(**{RAM: 1e8})
+    assert engine.judge((RAM, 100)).load  # 1.03 s instead of 1.6 s
+    engine.policy.sent("other", hit((RAM, 100)), 0)
+    assert not engine.judge((RAM, 100)).load
+    engine.clock.now += 1.0
+    engine.policy.ended(["other"], [])
+    assert engine.judge((RAM, 100)).load
+
+
+def test_what_vllm_holds_is_not_loaded():
+    engine = Engine(**{DISK: 4e7})
+    assert not engine.judge((DISK, 10)).load  # 0.325 s instead of 0.16 s
+    engine.policy.sent("rest", hit((RAM, 90), (DISK, 10)), 90 * N)
+    assert engine.policy._sent["rest"][1] == {DISK: 10 * 10**6 + END_BYTES}
+
+
+def test_a_slow_backend_must_be_clearly_faster_to_come_back(hybrid_log):
+    engine = Engine(**{DISK: 1e7})
+    assert not engine.judge((DISK, 100)).load
+    for _ in range(20):
+        engine.load(DISK, 100, 1.45)  # of 1.6
+    assert not engine.judge((DISK, 100)).load
+    for _ in range(20):
+        engine.load(DISK, 100, 1.2)
+    assert engine.judge((DISK, 100)).load
+    said = [record.getMessage() for record in hybrid_log.records]
+    assert [line.split(":")[0] for line in said] == [
+        f"Hits in {DISK} are computed from now on",
+        f"Hits in {DISK} are loaded again",
+    ]
+
+
+def test_it_goes_on_measuring():
+    engine = Engine(**{DISK: 1e7})
+    verdicts = [engine.judge((DISK, 100)) for _ in range(2 * load_policy.TRY_EVERY)]
+    tried = [verdict for verdict in verdicts if verdict.load]
+    assert len(tried) == 2
+    assert all(verdict.seconds == pytest.approx(1.6) for verdict in tried)
+
+
+def test_a_load_that_broke_off_says_nothing():
+    engine = Engine(**{DISK: 1e8})
+    for _ in range(5):
+        engine.load(DISK, 100, 0.001, failed=True)
+    assert engine.policy._speeds.load_seconds({DISK: 10**8}) == pytest.approx(1.0, rel=0.05)
+    for _ in range(5):
+        engine.load(DISK, 100, 60.0, failed=True)
+    assert not engine.judge((DISK, 100)).load
+
+
+def test_a_preempted_request_says_nothing():
+    engine = Engine()
+    before = engine.policy._speeds.compute_seconds(0, 1000)
+    request = make_request(tokens=100)
+    engine.policy.scheduled([request])
+    engine.clock.now += 100
+    request.num_preemptions = 1
+    request.append_output_token_ids(1)
+    engine.policy.finished(request)
+    assert engine.policy._speeds.compute_seconds(0, 1000) == before
+    assert not engine.policy._computing
+
+
+def test_a_nearer_boundary_in_ram_beats_a_deeper_one_on_a_slow_disk():
+    engine = Engine(**{RAM: 1e9, DISK: 1e7})
+    assert engine.judge((RAM, 300), (DISK, 10)) == Verdict(True, nearer=300)
+    # Where loading all of it takes longer than computing, and nothing nearer is stored.
+    assert engine.judge((RAM, 20), (DISK, 10)) == Verdict(False, nearer=20)
+    assert not engine.judge((RAM, 20), (DISK, 10), again=True).load
+
+
+# The scheduler
+
+
+class Given:
+    """A policy that returns one verdict after the other, and notes what it is asked."""
+
+    def __init__(self, *verdicts: Verdict) -> None:
+        self.verdicts = list(verdicts)
+        self.asked: list[tuple[int, bool]] = []
+
+    def judge(self, request, result, start, again) -> Verdict:
+        self.asked.append((result.boundary, again))
+        return self.verdicts.pop(0)
+
+    def __getattr__(self, name):
+        return lambda *args: None
+
+
+def test_a_hit_that_is_not_loaded_is_judged_and_counted_once():
+    policy = Given(Verdict(False))
+    request = make_request(tokens=5 * N + 1)
+    rig = Rig(policy=policy).holds(request, 5, 5)
+    assert rig.match(request) == rig.match(request) == (0, False)
+    assert rig.scheduler.counts.skipped_loads == {"naive": 1}
+    assert rig.scheduler.counts.skipped_load_tokens == {"naive": 5 * N}
+    rig.step()
+    assert all(not lookup.num_claims for lookup in rig.ranks.lookups)
+
+
+def test_a_hit_that_is_not_loaded_is_not_stored_again():
+    request = make_request(tokens=5 * N + 1)
+    rig = Rig(policy=Given(Verdict(False))).holds(request, 5, 5)
+    save = rig.prefill(request)
+    assert save is None
+
+
+def test_a_nearer_boundary_is_asked_for_and_loaded():
+    policy = Given(Verdict(False, nearer=3), Verdict(True))
+    request = make_request(tokens=5 * N + 1)
+    rig = Rig(ranks=2, policy=policy).holds(request, 5, 2, 5)
+    assert rig.admit(request).boundary == 2
+    assert policy.asked == [(5, False), (2, True)]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_deepest_boundary_is_loaded_where_there_is_no_nearer_one(whole):
+    policy = Given(Verdict(whole, nearer=3))
+    request = make_request(tokens=5 * N + 1)
+    rig = Rig(policy=policy).holds(request, 5, 5)
+    load = rig.admit(request)
+    assert policy.asked == [(5, False)]
+    assert (load.boundary if load else 0) == (5 if whole else 0)
+    if not load:
+        assert all(not lookup.num_claims for lookup in rig.ranks.lookups)
+
+
+def test_a_load_has_as_long_as_was_chosen():
+    request = make_request(tokens=5 * N + 1)
+    rig = Rig(policy=Given(Verdict(True, 7.0))).holds(request, 5, 5)
+    assert rig.admit(request).deadline == pytest.approx(time.monotonic() + 7, abs=1)
+    other = make_request(tokens=5 * N + 1)
+    assert Rig().holds(other, 5, 5).admit(other).deadline == math.inf
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_what_came_too_late_is_not_stored_again(late):
+    request = make_request(tokens=5 * N + 1)
+    rig = Rig(policy=Given(Verdict(True, -1.0 if late else 9.0))).holds(request, 5, 5)
+    rig.admit(request)
+    rig.loaded(request, failed=True)
+    assert rig.match(request) == (0, False)
+    rig.scheduler.allocated(request, table(request), 0)
+    assert (rig.forward(request, 5 * N + 1) is None) == late
