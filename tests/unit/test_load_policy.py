@@ -13,7 +13,7 @@ from lmcache_hybrid.scheduler.load_policy import Faster, Verdict
 from lmcache_hybrid.scheduler.speeds import Line, Speeds
 
 from .helpers import PLAN, N, make_request
-from .scheduler_rig import Rig, table
+from .scheduler_rig import Rig, all_offers, table
 
 RAM, DISK = "LocalCPUBackend", "LocalDiskBackend"
 PAGE_BYTES = dict.fromkeys(PLAN.groups, 1_000_000)  # a block of a group
@@ -219,7 +219,7 @@ def test_a_nearer_boundary_in_ram_beats_a_deeper_one_on_a_slow_disk():
     assert engine.judge((RAM, 300), (DISK, 10)) == Verdict(True, nearer=300)
     # Where loading all of it takes longer than computing, and nothing nearer is stored.
     assert engine.judge((RAM, 20), (DISK, 10)) == Verdict(False, nearer=20)
-    assert not engine.judge((RAM, 20), (DISK, 10), again=True).load
+    assert engine.judge((RAM, 20), (DISK, 10), again=True) == Verdict(False)
 
 
 # The scheduler
@@ -254,8 +254,9 @@ def test_a_hit_that_is_not_loaded_is_judged_and_counted_once():
 def test_a_hit_that_is_not_loaded_is_not_stored_again():
     request = make_request(tokens=5 * N + 1)
     rig = Rig(policy=Given(Verdict(False))).holds(request, 5, 5)
-    save = rig.prefill(request)
-    assert save is None
+    assert rig.match(request) == (0, False)
+    rig.scheduler.allocated(request, table(request), 0)
+    assert rig.forward(request, 5 * N + 1, all_offers(5)) is None
 
 
 def test_a_nearer_boundary_is_asked_for_and_loaded():

@@ -179,7 +179,7 @@ VLLM = (
         holds=("start % block_size != 0 and (not use_internal_checkpoint)",),
         replaced_in=_COMPAT,
     ),
-    *attributes("vllm.v1.core.block_pool", "BlockPool", "evict_blocks"),
+    *attributes("vllm.v1.core.block_pool", "BlockPool", "evict_blocks get_num_free_blocks"),
     *attributes(
         _SCHEDULER,
         "Scheduler",
@@ -261,13 +261,14 @@ VLLM = (
     *attributes(
         _OUTPUT,
         "SchedulerOutput",
-        "num_scheduled_tokens total_num_scheduled_tokens",
+        "num_scheduled_tokens total_num_scheduled_tokens scheduled_new_reqs",
     ),
     *attributes(
         _REQUEST,
         "Request",
         "request_id num_tokens num_prompt_tokens num_computed_tokens block_hashes lora_request "
-        "skip_reading_prefix_cache priority mm_features sampling_params cache_salt",
+        "skip_reading_prefix_cache priority mm_features sampling_params cache_salt "
+        "num_output_tokens num_preemptions",
     ),
     Hook(
         _REQUEST,

@@ -74,6 +74,8 @@ READ = (
     Hook("vllm.v1.request", "Request.prompt_embeds"),
     Hook("vllm.v1.core.kv_cache_utils", "KVCacheBlock.block_id"),
     Hook("vllm.v1.core.kv_cache_manager", "KVCacheManager.coordinator"),
+    Hook("vllm.v1.core.kv_cache_manager", "KVCacheManager.block_pool"),
+    Hook("vllm.v1.core.sched.output", "NewRequestData.req_id"),
     Hook(f"{_BASE}.base", "KVConnectorRole.SCHEDULER"),
     Hook(f"{_BASE}.metrics", "KVConnectorPromMetrics.per_engine_labelvalues"),
     Hook("vllm.usage.usage_lib", "UsageContext.OPENAI_API_SERVER"),

@@ -4,6 +4,7 @@
 from tests.mutants.defect import Defect, one
 
 SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
+ADMISSION = "lmcache_hybrid/scheduler/admission.py"
 SAVE_PLANNER = "lmcache_hybrid/scheduler/save_planner.py"
 LOAD_PLANNER = "lmcache_hybrid/scheduler/load_planner.py"
 METADATA = "lmcache_hybrid/protocol/metadata.py"
@@ -29,7 +30,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "a hit inside a block is one unit too deep",
-        SCHEDULER,
+        ADMISSION,
         "gain = result.boundary * self._plan.block_size + result.tail - num_computed_tokens",
         "gain = result.boundary * self._plan.block_size + result.tail - num_computed_tokens\n"
         "        gain += self._plan.unit if result.tail else 0",
@@ -55,7 +56,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "what lies behind the boundary in a restored page is trusted",
-        SCHEDULER,
+        ADMISSION,
         "            tracker.stored.attention = result.attention  # less than was sent, "
         "where a save failed\n",
         "            tracker.stored.attention = result.attention + bool(result.tail)\n",

@@ -7,6 +7,7 @@ CLAIMS = "lmcache_hybrid/storage/claims.py"
 
 WORKER = "lmcache_hybrid/worker/worker.py"
 SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
+ADMISSION = "lmcache_hybrid/scheduler/admission.py"
 LOOKUP = "lmcache_hybrid/protocol/lookup.py"
 
 DEFECTS = (
@@ -104,13 +105,13 @@ DEFECTS = (
     ),
     one(
         "what a failed save left out is never stored",
-        SCHEDULER,
+        ADMISSION,
         "            tracker.stored.attention = result.attention  #",
         "            tracker.stored.attention = max(tracker.stored.attention, result.attention)  #",
     ),
     one(
         "a state whose save failed is never stored",
-        SCHEDULER,
+        ADMISSION,
         "        tracker.stored.forget(tracker.stored.attention)\n",
         "",
     ),

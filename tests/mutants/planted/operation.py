@@ -5,6 +5,7 @@ from tests.mutants.defect import Defect, one
 
 ACCOUNTS = "lmcache_hybrid/scheduler/accounts.py"
 SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
+ADMISSION = "lmcache_hybrid/scheduler/admission.py"
 WORKER = "lmcache_hybrid/worker/worker.py"
 SLEEP = "vllm_patch/sleep.py"
 STORE = "lmcache_hybrid/storage/lmcache_store.py"
@@ -45,7 +46,7 @@ DEFECTS = (
     ),
     one(
         "the store's junctions are not heeded",
-        SCHEDULER,
+        ADMISSION,
         "tracker.checkpoints.junction = result.attention * self._plan.block_size",
         "pass",
     ),
