@@ -266,12 +266,15 @@ class HybridConnector:
 
     def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
         self._metadata = metadata
+        if self.worker is not None:
+            # vLLM calls start_load_kv after the forward where no load is synchronous, to keep
+            # what that costs off the critical path. Here it costs next to nothing, and a load
+            # that runs beside the forward is reported a whole step earlier.
+            self.worker.start_loads(metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        if self.worker is not None:
-            self.worker.start_loads(self._metadata)
-            if not self._metadata.idle:
-                self._guard.computing()
+        if self.worker is not None and not self._metadata.idle:
+            self._guard.computing()
 
     def wait_for_save(self) -> None:
         if self.worker is not None and self._guard.stands():

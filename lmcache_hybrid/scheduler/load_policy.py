@@ -25,6 +25,8 @@ BACK_AT = 0.8
 TRY_EVERY = 32
 # A load is given up after so many times what computing takes, and a moment.
 PATIENCE, MOMENT_SECONDS = 2.0, 0.05
+# One that was given up counts as having taken so many times as long.
+GIVEN_UP = 2.0
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class Faster(LoadPolicy):
         self._last_end = self._free_at = -math.inf
         # Requests that compute their prompt: since when, and from which token on.
         self._computing: dict[str, tuple[float, int, Request]] = {}
+        self._warm = False
         # Hits that were not loaded, by backend, of those that are too slow now.
         self._skipped: Counter[str] = Counter()
 
@@ -196,14 +199,20 @@ class Faster(LoadPolicy):
         self._last_end = now
         if not self._sent:
             self._free_at = now
-        counted = [
-            sizes
-            for request, (_, sizes) in loads.items()
-            # One that broke off early says nothing.
-            if request not in failed or seconds > (self._speeds.load_seconds(sizes) or 0.0)
-        ]
-        if counted:
-            self._speeds.loaded(counted, seconds)
+        if failed & loads.keys():
+            # Those that broke off early say nothing, those that were given up would have
+            # taken longer.
+            loads = {
+                request: load
+                for request, load in loads.items()
+                if seconds > (self._speeds.load_seconds(load[1]) or 0.0)
+            }
+            seconds *= GIVEN_UP
+        if loads:
+            sizes = [sizes for _, sizes in loads.values()]
+            # What was measured before a backend became too slow was long ago.
+            self._speeds.forget(self._skipped.keys() & {tier for each in sizes for tier in each})
+            self._speeds.loaded(sizes, seconds)
 
     def scheduled(self, requests: Iterable["Request"]) -> None:
         for request in [each for _, _, each in self._computing.values()]:
@@ -226,6 +235,9 @@ class Faster(LoadPolicy):
         if request.num_preemptions or request.num_output_tokens:
             del self._computing[request.request_id]
         if request.num_output_tokens and not request.num_preemptions:
+            if not self._warm:  # kernels are compiled for an engine's first prompt
+                self._warm = True
+                return
             self._speeds.computed(start, request.num_prompt_tokens, self._clock() - began)
 
 

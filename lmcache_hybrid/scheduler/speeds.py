@@ -75,6 +75,11 @@ class Speeds:
         """Estimate for bytes by backend; None where one of these was never measured."""
         return self._expected(load) if load.keys() <= self._tiers.keys() else None
 
+    def forget(self, tiers: Iterable[str]) -> None:
+        """Drop what was measured of these backends."""
+        for tier in tiers:
+            self._tiers.pop(tier, None)
+
     def _expected(self, load: Mapping[str, int]) -> float:
         """The same, with 1 GB/s where nothing is known."""
         seconds = 1e-9

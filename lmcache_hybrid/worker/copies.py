@@ -239,9 +239,10 @@ class StreamCopies:
     calls the connector is the one that zeroes blocks, moves states and runs the forward. Both
     runners switch to another stream only to copy sampled tokens and drafts to the host, and
     switch back before the connector is called. Microbatches on two streams (DBO) end on the
-    compute stream, and V2 refuses them for hybrid models. ``start_load_kv``, ``wait_for_save``
-    and, with a drafter, the finalizing ``wait_for_save`` come on that thread after zeroing,
-    state moves and forward were queued; a step without a forward has zeroed before, too.
+    compute stream, and V2 refuses them for hybrid models. ``bind_connector_metadata``, where
+    loads start, comes on that thread after zeroing, copies on write and state moves were queued;
+    a step without a forward has zeroed before, too. The step's forward uses no block of a load.
+    ``wait_for_save`` and, with a drafter, the finalizing one come after the forward was queued.
     """
 
     def __init__(self, device: torch.device, transfer: Transfer = copy_one_by_one) -> None:

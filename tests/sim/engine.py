@@ -61,7 +61,7 @@ def install(patch) -> None:
     patch.setattr(lmcache_hybrid.connector, "HybridConnector", SimConnector)
     patch.setattr(loads, "IDLE_WAIT_SECONDS", 0)
     patch.setattr(patience, "IDLE_SECONDS", 0)
-    patch.setattr(patience, "BUSY_SECONDS", 0)
+    patch.setattr(patience, "BUSY_SECONDS", (0.0, 0.0))
     orders.install(patch, ToyRank.running_connector)
     device.install(patch)
 

@@ -40,6 +40,7 @@ class Engine:
         self.clock = Clock()
         self.policy = Faster(PLAN, PAGE_BYTES, self.clock)
         if compute is not None:
+            self.compute(100 * N, 100.0)  # the first says nothing
             for tokens in (100 * N, 300 * N):
                 self.compute(tokens, tokens / compute)
         for tier, speed in tiers.items():
@@ -170,17 +171,30 @@ def test_what_vllm_holds_is_not_loaded():
 def test_a_slow_backend_must_be_clearly_faster_to_come_back(hybrid_log):
     engine = Engine(**{DISK: 1e7})
     assert not engine.judge((DISK, 100)).load
-    for _ in range(20):
-        engine.load(DISK, 100, 1.45)  # of 1.6
+    engine.load(DISK, 100, 1.45)  # of 1.6
     assert not engine.judge((DISK, 100)).load
-    for _ in range(20):
-        engine.load(DISK, 100, 1.2)
+    engine.load(DISK, 100, 1.2)
     assert engine.judge((DISK, 100)).load
     said = [record.getMessage() for record in hybrid_log.records]
     assert [line.split(":")[0] for line in said] == [
         f"Hits in {DISK} are computed from now on",
         f"Hits in {DISK} are loaded again",
     ]
+
+
+def test_one_fast_load_is_enough_to_come_back():
+    engine = Engine(**{DISK: 1e7})
+    assert not engine.judge((DISK, 100)).load
+    engine.load(DISK, 100, 0.1)
+    assert engine.judge((DISK, 100)).load
+
+
+def test_a_load_that_was_given_up_does_not_bring_its_backend_back():
+    engine = Engine(**{DISK: 1e7})
+    assert not engine.judge((DISK, 100)).load
+    engine.load(DISK, 100, 1.7, failed=True)
+    for blocks in (5, 50, 100, 1000):
+        assert not engine.judge((DISK, blocks)).load
 
 
 def test_it_goes_on_measuring():

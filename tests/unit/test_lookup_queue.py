@@ -254,14 +254,23 @@ def test_beside_others_only_what_was_just_asked_is_waited_for(rig, waits):
     rig.match()
     rig.step({"other": 1})
     rig.match()
-    assert waits == [patience.BUSY_SECONDS, 0]
+    assert waits == [patience.BUSY_SECONDS[0], 0]
 
 
 def test_all_that_a_pass_asks_shares_its_time(rig, waits):
     rig.step({"other": 1})
     rig.match()
     rig.scheduler.match(make_request("second", tokens=5 * N + 1), 0)
-    assert waits == [patience.BUSY_SECONDS, 0]
+    assert waits == [patience.BUSY_SECONDS[0], 0]
+
+
+@pytest.mark.parametrize("step, most", [(0.001, 0.001), (0.1, 0.005), (60.0, 0.01)])
+def test_beside_long_steps_it_waits_longer(waits, monkeypatch, step, most):
+    pause = patience.Patience()
+    began = patience.time.monotonic()
+    monkeypatch.setattr(patience.time, "monotonic", lambda: began + step)
+    pause.begin(idle=False)
+    assert pause._left == pytest.approx(most)
 
 
 def test_an_engine_whose_requests_have_ended_is_idle(rig, waits):

@@ -309,8 +309,7 @@ def test_after_level_2_nothing_is_stored_or_taken_for_loaded(worker_rig, monkeyp
     hybrid.wait_for_save()
     assert not rig.store.records
     rig.saved()
-    hybrid._metadata = ConnectorMetadata(loads=(rig.load(),), idle=True)
-    hybrid.start_load_kv(None)
+    hybrid.bind_connector_metadata(ConnectorMetadata(loads=(rig.load(),), idle=True))
     results = hybrid.get_transfer_results(set())
     while not results.finished_recving:
         results = hybrid.get_transfer_results(set())

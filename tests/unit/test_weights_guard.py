@@ -118,8 +118,7 @@ def test_a_step_under_way_when_the_reset_comes_is_not_stored(worker_rig, monkeyp
 def test_after_a_change_nothing_is_looked_up_and_loads_fail(worker_rig):
     rig = worker_rig().saved()
     connector, load = connected(rig), rig.load()
-    connector._metadata = ConnectorMetadata(loads=(load,), idle=True)
-    connector.start_load_kv(None)
+    connector.bind_connector_metadata(ConnectorMetadata(loads=(load,), idle=True))
     LOADED.changes += 1
     ended = connector.get_transfer_results(set())
     while not ended.finished_recving:

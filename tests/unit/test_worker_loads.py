@@ -8,10 +8,12 @@ import time
 import pytest
 import torch
 
+from lmcache_hybrid.connector import HybridConnector
 from lmcache_hybrid.core.errors import LoadError, NoRoomError
 from lmcache_hybrid.core.keys import ATTENTION, STATE
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
 from lmcache_hybrid.storage.record import HEADER_BYTES, digests_of
+from lmcache_hybrid.storage.weights_guard import WeightsGuard
 from lmcache_hybrid.worker import copies
 from lmcache_hybrid.worker.loads import PART_BYTES
 from tests.naive_store import NaiveStore
@@ -231,6 +233,18 @@ def test_start_loads_and_results_do_not_wait_for_the_store(rig):
     rig.store.go_on.set()
     assert rig.results().finished_recving == {"r"}
     rig.assert_clean()
+
+
+def test_a_load_runs_beside_the_forward_of_its_own_step(worker_rig):
+    """vLLM calls start_load_kv after the forward: the load would cost a step more."""
+    rig = worker_rig().saved()
+    connector = object.__new__(HybridConnector)
+    connector.worker, connector._guard = rig.worker, WeightsGuard()
+    connector.bind_connector_metadata(ConnectorMetadata(loads=(rig.load(),)))
+    results = rig.results()
+    assert results.finished_recving == {"r"} and not results.failed_recving
+    connector.start_load_kv(None)
+    assert len(rig.worker.loads) == 0, "it is started once"
 
 
 def test_a_request_that_ends_before_its_load_starts_is_reported_and_lets_go(rig):

@@ -29,8 +29,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a load that broke off counts as a fast one",
         POLICY,
-        "            if request not in failed or seconds >",
-        "            if True or seconds >",
+        "                if seconds > (self",
+        "                if True or seconds > (self",
     ),
     one(
         "a nearer boundary is asked for again and again",
@@ -67,5 +67,14 @@ DEFECTS: tuple[Defect, ...] = (
         SPEEDS,
         "            if a >= 0 <= b:\n",
         "            if True:\n",
+    ),
+    one(
+        "a load waits for the forward of its step",
+        "lmcache_hybrid/connector.py",
+        "            self.worker.start_loads(metadata)\n\n"
+        "    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:\n",
+        "            pass\n\n"
+        "    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:\n"
+        "        self.worker.start_loads(self._metadata)\n",
     ),
 )
