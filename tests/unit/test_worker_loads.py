@@ -241,6 +241,7 @@ def test_a_load_runs_beside_the_forward_of_its_own_step(worker_rig):
     connector = object.__new__(HybridConnector)
     connector.worker, connector._guard = rig.worker, WeightsGuard()
     connector.bind_connector_metadata(ConnectorMetadata(loads=(rig.load(),)))
+    assert len(rig.worker.loads) == 1
     results = rig.results()
     assert results.finished_recving == {"r"} and not results.failed_recving
     connector.start_load_kv(None)
