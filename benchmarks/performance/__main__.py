@@ -39,10 +39,11 @@ QUESTIONS = {
     "mixed": "a stream of which half hits",
     "short_prompts": "first token of a prompt shorter than a block, asked before",
     "slow_lookups": "steps while a Redis answers lookups after 50 ms",
+    "throttled": "repeats from a Redis behind a slow link: loaded or computed",
     "bytes": "bytes stored and loaded for one prompt",
 }
 # Engines of their own, with no more than two others' worth of memory beside them.
-ALONE = ("short_prompts", "slow_lookups")
+ALONE = ("short_prompts", "slow_lookups", "throttled")
 BLOCKS = 14  # of 784 tokens: 10,976
 
 
@@ -89,7 +90,7 @@ def main(
 
 
 def _measure(asked, rounds: int, shape):
-    from benchmarks.performance import engines
+    from benchmarks.performance import engines, throttled
 
     with (
         Progress(
@@ -120,7 +121,8 @@ def _measure(asked, rounds: int, shape):
                 if arms is not None:
                     stack.close()
                     arms = None
-                answer = {"seconds": getattr(engines, name)(model, Path(folder), rounds, tick)}
+                measure = throttled.throttled if name == "throttled" else getattr(engines, name)
+                answer = {"seconds": measure(model, Path(folder), rounds, tick)}
             else:
                 answer = {"seconds": getattr(engines, name)(arms, rounds, tick)}
             progress.update(task, completed=rounds + 1)

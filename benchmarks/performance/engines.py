@@ -18,6 +18,7 @@ from lmcache_hybrid.tools import tiny_models as tinymodels
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "e2e"))
 from engine import Engine  # noqa: E402
+from narrow import narrow_port  # noqa: E402, F401
 
 FAMILY = "qwen3_next_bench"
 # Tens of millions of parameters, and of four layers three with states.

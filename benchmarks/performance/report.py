@@ -3,7 +3,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from benchmarks.reuse.report import replace
 
@@ -146,6 +146,24 @@ def _restore(name: str, answer: dict) -> str:
     return size + _table(head, rows)
 
 
+def _throttled(name: str, answer: dict) -> str:
+    rows = []
+    for speed, found in answer["seconds"].items():
+        seconds = found["seconds"]
+        computed = fmean(seconds["none"])
+        rows.append(
+            [
+                speed,
+                f"{computed * 1e3:.4g}",
+                *(f"{fmean(seconds[arm]) / computed:.2f}" for arm in ("always", "faster")),
+                f"{max(seconds['faster']) / computed:.2f}",
+                f"{found['hits']} of {len(seconds['faster'])}",
+            ]
+        )
+    head = ["link", "computed, ms", "`always`", "`faster`", "its slowest", "of these loaded"]
+    return _table(head, rows)
+
+
 def _memory(name: str, answer: dict) -> str:
     rows = [
         [backend, *(f"{median(grown[when]) / 1e6:.1f}" for when in ("peak", "after"))]
@@ -206,4 +224,5 @@ _TABLES = {
     "profile": _profile,
     "lookup": _lookup,
     "bytes": _bytes,
+    "throttled": _throttled,
 }

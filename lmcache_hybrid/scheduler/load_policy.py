@@ -23,9 +23,9 @@ logger = init_logger("vllm.lmcache_hybrid.scheduler.load_policy")
 BACK_AT = 0.8
 # One of so many hits that are not loaded is loaded all the same, to measure.
 TRY_EVERY = 32
-# A load is given up after so many times what computing takes, and a moment.
-PATIENCE, MOMENT_SECONDS = 2.0, 0.05
-# One that was given up counts as having taken so many times as long.
+# The first load of a backend may take a moment longer than computing would.
+MOMENT_SECONDS = 0.05
+# A load that was given up counts as having taken so many times as long.
 GIVEN_UP = 2.0
 
 
@@ -127,7 +127,7 @@ class Faster(LoadPolicy):
         )
         if loading <= computing * (BACK_AT if slow else 1.0):
             self._note(source, slow, False, end - start, loading, computing)
-            return Verdict(True, PATIENCE * computing + MOMENT_SECONDS)
+            return LOAD
         self._note(source, slow, True, end - start, loading, computing)
         self._skipped[source] += 1
         if self._skipped[source] % TRY_EVERY == 0:

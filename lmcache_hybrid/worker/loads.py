@@ -41,7 +41,6 @@ IDLE_WAIT_SECONDS = 0.005
 # Bytes to read, check and copy at once, one record at least; as many parts run side by side
 # as there are copying threads.
 PART_BYTES = 8 << 20
-HASTY_BYTES = 1 << 20
 
 Restore = Callable[[LoadSpec, Claim | None, Mark], int]
 
@@ -217,8 +216,8 @@ class LoadQueue:
             except NoRoomError:
                 crowded_out.append(part)
 
-        # One with a deadline looks at the clock more often.
-        most = self._part_bytes if load.deadline == math.inf else min(self._part_bytes, HASTY_BYTES)
+        # One with a deadline is a try: it looks at the clock before each record.
+        most = self._part_bytes if load.deadline == math.inf else 1
         self._threads.each(restore, list(in_parts(targets, self._pages, most)), size)
         # Parts that ran beside these may have held the room that they needed.
         for part in crowded_out:

@@ -146,9 +146,8 @@ def test_what_is_faster_is_done():
     assert not engine.judge((DISK, 100)).load  # 10 s
 
 
-def test_a_load_may_take_twice_as_long_as_computing():
-    verdict = Engine(**{RAM: 1e9}).judge((RAM, 100))
-    assert verdict.seconds == pytest.approx(2 * 1.6 + 0.05)
+def test_a_load_that_is_expected_to_be_faster_has_no_deadline():
+    assert Engine(**{RAM: 1e9}).judge((RAM, 100)).seconds == math.inf
 
 
 def test_loads_under_way_are_waited_for():
