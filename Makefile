@@ -23,7 +23,7 @@ TORCH := torch==$(TORCH_VERSION)
 UV_TORCH := UV_TORCH_BACKEND=$(TORCH_BACKEND)
 endif
 
-.PHONY: help venv demo test test-fast sim mutants compat soak bench bench-reuse bench-digests bench-scale bench-weights lint docs wheel release-check clean
+.PHONY: help venv demo test test-fast sim mutants compat soak bench bench-reuse bench-digests bench-scale bench-serve bench-weights lint docs wheel release-check clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -86,6 +86,9 @@ bench-digests: venv  ## what a key costs, to docs/generated/digests.json and doc
 
 bench-scale: venv  ## what one Valkey serves of one engine, and of a thousand; to docs/generated/scale.json
 	$(BIN)/lmcache-hybrid bench scale --out docs/generated/scale.json
+
+bench-serve: venv  ## servers asked by vLLM's own client: a quarter of an hour; to docs/generated/serve.json
+	$(BIN)/lmcache-hybrid bench serve --arms unlimited,ram --prefixes 48 --prompts 1 --share 0.36
 
 lint: venv  ## ruff over everything, mypy over both packages, who may import whom
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

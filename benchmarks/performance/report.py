@@ -96,6 +96,8 @@ def fill(page: Path, figures: dict) -> None:
     for name, answer in figures["answers"].items():
         table = _TABLES.get(name, _ratios)(name, answer)
         command = f"`{answer['command']}`, medians of {answer['rounds']}"
+        if name == "throttled":
+            command = command.replace("medians", "means")
         replace(page, name, f"{table}\n\n{command}; {figures['date']}, {figures['machine']}.")
 
 

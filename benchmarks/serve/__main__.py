@@ -57,7 +57,11 @@ def main(
     """
     if not render_only:
         _write(out, arms, concurrency, rounds, Workload(prefixes, prompts, 4096, 128, 16), share)
-    for table in report.tables(json.loads(out.read_text())):
+    figures = json.loads(out.read_text())
+    page = out.absolute().parent.with_name("performance.md")
+    if page.exists():
+        report.fill(page, figures)
+    for table in report.tables(figures):
         Console().print(table)
 
 

@@ -2,9 +2,12 @@
 """Ratios to the arm "unlimited" within each round, and the table of them."""
 
 import statistics
+from pathlib import Path
 
 from rich.box import SIMPLE
 from rich.table import Table
+
+from benchmarks.reuse.report import replace
 
 BASE = "unlimited"
 # Of vLLM's client, as it names them.
@@ -51,6 +54,23 @@ def _spread(values: list[float]) -> dict[str, float]:
 def tables(figures: dict) -> list[Table]:
     """The ratios, and what every arm measured."""
     return [table for table in (_ratios(figures), _measured(figures)) if table.row_count]
+
+
+def fill(page: Path, figures: dict) -> None:
+    """Put the ratios into ``page``."""
+    head = ["requests at once", *SHOWN.values(), "tokens from LMCache"]
+    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
+    for arm, by_concurrency in figures["ratios"].items():
+        for concurrency, values in by_concurrency.items():
+            cells = [
+                "{median:.2f} ({lowest:.2f} to {highest:.2f})".format(**values[n]) for n in SHOWN
+            ]
+            run = figures["runs"][arm][concurrency]
+            share = sum(run["external_hit_tokens"]) / sum(run["prompt_tokens"])
+            rows.append([f"{concurrency}, {arm}", *cells, f"{share:.0%}"])
+    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    made = f"`{figures['command']}`, medians of {figures['rounds']}"
+    replace(page, "serve", f"{table}\n\n{made}; {figures['date']}, {figures['machine']}.")
 
 
 def _table(title: str, *head: str) -> Table:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[3]
 BENCHMARKS = {
     "performance": "Times and bandwidths beside their limits, with real engines: half an hour.",
     "reuse": "Hit rates over seven traces of prompts, without an engine: three minutes.",
+    "serve": "Servers with more or less cache, asked by vLLM's own client: a quarter of an hour.",
     "scale": "How a Valkey server keeps up with one engine, and with a thousand.",
     "weights": "Start-up time that the digest of 50 GB of weights takes.",
 }
