@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys of records."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 ATTENTION, STATE = 0, 1
 
 
-@dataclass(frozen=True, slots=True)
-class RecordKey:
+class RecordKey(NamedTuple):
     """Names one record. The store adds model, rank and layout.
 
     Attributes:

@@ -2,7 +2,6 @@
 """``local_disk`` on a file system that others fill, or that ends before its limit."""
 
 import contextlib
-import dataclasses
 import errno
 import os
 import subprocess
@@ -29,7 +28,7 @@ from .test_local_disk import EACH, OTHERS, SIZE, STRANGER, age, behind, held, re
 blocked_loops, box, valkey = stores.blocked_loops, stores.box, stores.valkey
 
 BLOCKS = 16
-MORE = [dataclasses.replace(key, tags=(("a", "b"),)) for key in (*KEYS, *OTHERS)]
+MORE = [key._replace(tags=(("a", "b"),)) for key in (*KEYS, *OTHERS)]
 
 
 class Clock:

@@ -2,7 +2,6 @@
 """LocalDisk on real files: what counts, what is evicted, what a failing disk does."""
 
 import contextlib
-import dataclasses
 import errno
 import os
 import stat
@@ -25,7 +24,7 @@ blocked_loops, box, valkey = stores.blocked_loops, stores.box, stores.valkey
 EACH = 4096
 SIZE = payload_bytes(EACH)
 GIB = 1 << 30
-OTHERS = [dataclasses.replace(key, block_hash=b"x" + key.block_hash[1:]) for key in KEYS]
+OTHERS = [key._replace(block_hash=b"x" + key.block_hash[1:]) for key in KEYS]
 STRANGER = bytes(reversed(FINGERPRINT))
 POLICIES = ["LRU", "LFU", "FIFO", "MRU"]
 

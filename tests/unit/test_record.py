@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-import dataclasses
 import struct
 
 import pytest
@@ -106,7 +105,7 @@ def test_a_record_verifies_under_its_own_key_only(one, other):
     ids=str,
 )
 def test_refuses_the_record_of_another_key(change):
-    assert reason_of(sealed(), dataclasses.replace(KEY, **change)) == "key"
+    assert reason_of(sealed(), KEY._replace(**change)) == "key"
 
 
 @pytest.mark.parametrize("length", [0, 1, HEADER_BYTES - 1])

@@ -3,7 +3,6 @@
 
 import contextlib
 import copy
-import dataclasses
 import errno
 import os
 from pathlib import Path
@@ -21,7 +20,7 @@ from ..store_box import KEYS, SIZE, N, until
 
 def test_evicted_files_are_deleted(box):
     box = box("disk").write()
-    other = [dataclasses.replace(key, block_hash=b"x" + key.block_hash[1:]) for key in KEYS]
+    other = [key._replace(block_hash=b"x" + key.block_hash[1:]) for key in KEYS]
     box.backend._limit = box.backend.current_cache_size
     box.write(other)
     assert box.store.locate(KEYS) == {}
