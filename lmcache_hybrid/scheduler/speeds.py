@@ -19,11 +19,11 @@ class Line:
     def add(self, x: float, y: float, seconds: float, size: float) -> None:
         """Take a measurement; ``x`` must be above 0."""
         x, y, seconds = x / size, y / size, seconds / size
-        for name, value in (
-            *(("_xx", x * x), ("_xy", x * y), ("_yy", y * y)),
-            *(("_xs", x * seconds), ("_ys", y * seconds)),
-        ):
-            setattr(self, name, self._keep * getattr(self, name) + value)
+        self._xx = self._keep * self._xx + x * x
+        self._xy = self._keep * self._xy + x * y
+        self._yy = self._keep * self._yy + y * y
+        self._xs = self._keep * self._xs + x * seconds
+        self._ys = self._keep * self._ys + y * seconds
 
     def at(self, x: float, y: float) -> float | None:
         """Seconds for ``x`` and ``y``; None before the first measurement."""
