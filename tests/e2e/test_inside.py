@@ -64,9 +64,10 @@ def check_all_hit(engine: Engine, family: str, prompts: list[list[int]], cold: l
         assert again.external == again.cached == boundary_of(family, ids)
         assert again.output == first.output, f"{len(ids)} tokens"
     counts = engine.counts()
-    hit = sum(boundary_of(family, ids) for ids in prompts)
-    assert counts["scheduler"]["hit_tokens"] == hit
-    assert counts["worker"]["loaded_states"] == len(prompts)
+    # Where N is 2 U, a prompt of N/2 tokens is as long as the unit and hits nothing.
+    hits = [hit for ids in prompts if (hit := boundary_of(family, ids))]
+    assert counts["scheduler"]["hit_tokens"] == sum(hits)
+    assert counts["worker"]["loaded_states"] == len(hits) >= len(prompts) - 1
     assert counts["worker"]["failed_loads"] == counts["scheduler"]["failed_loads"] == 0
     live = counts["live"]
     assert live.pop("used_blocks") == 1 and not any(live.values()), live
