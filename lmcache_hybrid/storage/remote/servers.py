@@ -47,6 +47,8 @@ class Server:
             redis.RedisError, OSError: the server cannot be reached, or refuses us.
         """
         with self._lock:
+            if self._closed:
+                raise redis.ConnectionError("this engine is shutting down")
             connection = self._idle.pop() if self._idle else self._make()
             self._busy.add(connection)
         try:
