@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode
 from redis.retry import Retry
 
 from lmcache_hybrid.config.redis_credentials import connection_options, split_url
@@ -60,7 +61,7 @@ def make_client(url: str, options: dict[str, Any]) -> Client:
     scheme = url.partition("://")[0].lower()
     options = connection_options(url) | {"retry": Retry(NoBackoff(), 0)} | options
     if scheme == CLUSTER:
-        nodes = [redis.cluster.ClusterNode(*host) for host in hosts_of(url)]
+        nodes = [ClusterNode(*host) for host in hosts_of(url)]
         return redis.RedisCluster(startup_nodes=nodes, **options)
     if scheme == SENTINEL:
         # Asked one after the other, so none is asked twice.
