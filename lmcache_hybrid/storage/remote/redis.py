@@ -23,6 +23,7 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.storage_backend.connector import ConnectorContext
 from redis.exceptions import AskError
 
+from lmcache_hybrid.core.threads import anywhere, cores
 from lmcache_hybrid.storage.disk.backend import record_shape
 from lmcache_hybrid.storage.key_names import VALUE
 from lmcache_hybrid.storage.remote import clients, sockets
@@ -72,9 +73,10 @@ class HybridRedisConnector(RecordConnector):
                 "protocol": 2,  # nothing comes that was not asked for
             },
         )
-        self._readers = ThreadPoolExecutor(READERS, "hybrid-redis-read")
-        self._writers = ThreadPoolExecutor(WRITERS, "hybrid-redis-write")
-        self._askers = ThreadPoolExecutor(ASKERS, "hybrid-redis-ask")
+        unbound = anywhere(cores())
+        self._readers = ThreadPoolExecutor(READERS, "hybrid-redis-read", unbound)
+        self._writers = ThreadPoolExecutor(WRITERS, "hybrid-redis-write", unbound)
+        self._askers = ThreadPoolExecutor(ASKERS, "hybrid-redis-ask", unbound)
         self._writes: set[Future[None]] = set()
 
     # Reading

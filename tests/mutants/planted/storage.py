@@ -166,6 +166,12 @@ DEFECTS = (
     ),
     # Redis
     one(
+        "values are read on the core that vLLM computes on",
+        REDIS,
+        "        unbound = anywhere(cores())\n",
+        "        unbound = None\n",
+    ),
+    one(
         "LMCache's own connector serves Redis",
         ADAPTERS,
         "        if adapter.can_parse(url):\n",

@@ -2,6 +2,8 @@
 """The connector to Redis: one value per record, what is cancelled, what a shutdown waits for."""
 
 import asyncio
+import os
+import threading
 import tracemalloc
 
 import pytest
@@ -187,3 +189,19 @@ def test_a_value_is_sent_and_received_without_a_copy(box):
     read.ref_count_down()
     assert peak < size / 4
     assert not box.redis.exists(key.to_string() + METADATA)
+
+
+def test_values_are_read_on_all_cores_of_the_process(box):
+    """vLLM binds its main thread to one core, and a thread inherits that of its parent."""
+    everywhere, made = os.sched_getaffinity(0), []
+
+    def bound() -> None:
+        os.sched_setaffinity(0, {min(everywhere)})
+        made.append(box("redis"))
+
+    thread = threading.Thread(target=bound)
+    thread.start()
+    thread.join()
+    connector = connector_of(made[0])
+    for threads in (connector._readers, connector._writers, connector._askers):
+        assert threads.submit(os.sched_getaffinity, 0).result(10) == everywhere
