@@ -23,7 +23,7 @@ TORCH := torch==$(TORCH_VERSION)
 UV_TORCH := UV_TORCH_BACKEND=$(TORCH_BACKEND)
 endif
 
-.PHONY: help venv demo test test-fast sim mutants compat soak bench bench-reuse bench-digests bench-scale bench-serve bench-weights lint docs wheel release-check clean
+.PHONY: help venv demo test test-fast sim mutants compat soak bench bench-reuse bench-digests bench-redis-clients bench-scale bench-serve bench-weights lint docs wheel release-check clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -83,6 +83,9 @@ bench-weights: venv  ## what a digest of 50 GB of weights costs at start-up: a m
 
 bench-digests: venv  ## what a key costs, to docs/generated/digests.json and docs/security.md
 	$(BIN)/python -m benchmarks.digests
+
+bench-redis-clients: venv  ## clients of Redis beside bare sockets: a minute; install hiredis and valkey-glide-sync for all arms
+	$(BIN)/python -m benchmarks.redis_clients
 
 bench-scale: venv  ## what one Valkey serves of one engine, and of a thousand; to docs/generated/scale.json
 	$(BIN)/lmcache-hybrid bench scale --out docs/generated/scale.json

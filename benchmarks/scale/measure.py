@@ -122,7 +122,7 @@ def kept_in_ram(shape: Shape, blocks: int) -> dict:
     with rank("redis", shape, blocks, local_cpu=True) as one:
         client = one.server.client()
         one.save("save", prefix)
-        while client.dbsize() < 2 * (blocks + shape.states):
+        while client.dbsize() < blocks + shape.states:
             time.sleep(0.01)
         one.store.manager.local_cpu_backend.clear()  # as after a restart of the engine
         watch = Watch(client)
@@ -145,10 +145,9 @@ def spread(shape: Shape, blocks: int, clusters: Sequence[int], prompts: int) -> 
         for seed in range(prompts):
             keys = load_keys(prefix_of(blocks, seed), 0, blocks, shape.plan)
             names = [one.store.engine_key(key).to_string() for key in keys]
-            values = [key_slot((name + "kv_bytes").encode()) for name in names]
-            slots = values + [key_slot((name + "metadata").encode()) for name in names]
+            slots = [key_slot((name + "kv_bytes").encode()) for name in names]
             for nodes in clusters:
-                for slot in values:
+                for slot in slots:
                     records[nodes][slot * nodes // SLOTS] += 1
                 used = len({slot * nodes // SLOTS for slot in slots})
                 whole[nodes].append(1 - used / nodes)

@@ -85,7 +85,7 @@ def demand(sizes: Sizes, stream: Stream, engines: int) -> Demand:
     """Commands and bytes of ``engines`` engines that share no request.
 
     A lookup asks for each block (EXISTS); one that finds the last asks for its states too.
-    Each record that is read or written is two commands: LMCache keeps its size beside it.
+    Each record that is read or written is one command.
     """
     rate = engines * stream.requests
     looked_up = sizes.ranks * (stream.blocks + stream.hits * sizes.groups)
@@ -94,7 +94,7 @@ def demand(sizes: Sizes, stream: Stream, engines: int) -> Demand:
     stored = rate * sizes.bytes_of(stream.stored, stream.boundaries)
     return Demand(
         engines,
-        rate * (looked_up + 2 * read + 2 * written),
+        rate * (looked_up + read + written),
         rate * stream.hits * sizes.bytes_of(stream.read),
         stored,
         3600 * stored,

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thread pools whose threads all run from the start."""
+"""Thread pools whose threads all run from the start, and on every core of the process."""
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 
 def started(
@@ -36,3 +38,26 @@ def started(
     finally:
         go_on.set()
     return pool
+
+
+def cores() -> set[int]:
+    """Union of all threads' CPU affinities: vLLM binds each to one, which new ones inherit."""
+    found: set[int] = set()
+    for task in os.listdir("/proc/self/task"):
+        try:
+            found |= os.sched_getaffinity(int(task))
+        except ProcessLookupError:
+            continue
+    return found
+
+
+def anywhere(wanted: set[int]) -> Callable[[], None]:
+    """Make an initializer that lets its thread run on these cores."""
+
+    def run_anywhere() -> None:
+        # Cores may have been taken from the process since, and a pool whose threads
+        # raise here takes no work any more.
+        with suppress(OSError):
+            os.sched_setaffinity(0, wanted)
+
+    return run_anywhere

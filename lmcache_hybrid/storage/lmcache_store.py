@@ -93,7 +93,7 @@ class LMCacheStore:
         for name, backend in list(self.manager.storage_backends.items()):
             count = functools.partial(self._count_failed_writes, name)
             if isinstance(backend, RemoteBackend):
-                remote.repair(backend, count)
+                remote.watch(backend, count)
             elif isinstance(backend, LocalDiskBackend):
                 disk = self.manager.storage_backends[name] = LocalDisk.instead_of(backend, count)
                 disk.restore(model_name, fingerprint, engine.metadata)

@@ -8,6 +8,7 @@ from lmcache.integration.vllm.utils import ENGINE_NAME
 from lmcache.v1.metadata import LMCacheMetadata
 
 from lmcache_hybrid.storage.host_memory import pin_exactly
+from lmcache_hybrid.storage.remote import adapters
 from lmcache_hybrid.upstream.lmcache_home import (
     LMCacheEngine,
     LMCacheEngineBuilder,
@@ -64,6 +65,7 @@ class HybridServiceFactory(VllmServiceFactory):
         if self.role == "scheduler":
             return super().get_or_create_lmcache_engine()
         pin_exactly()
+        adapters.install()
         self.lmcache_engine = LMCacheEngineBuilder.get_or_create(
             ENGINE_NAME,
             self.lmcache_config,

@@ -86,17 +86,15 @@ SERVING: Signatures = {
         DeviceSpec.unpin_memory(ptr)""",
     "lmcache.v1.storage_backend.cache_policy.base_policy": """
         BaseCachePolicy.update_on_hit(key, cache_dict)""",
-    "lmcache.v1.storage_backend.connector.base_connector": "RemoteConnector.remove_sync(key)",
+    "lmcache.v1.storage_backend.connector": """
+        ConnectorContext.__init__(url, loop, local_cpu_backend, config, metadata, plugin_name)""",
+    "lmcache.v1.storage_backend.connector.base_connector": """
+        RemoteConnector.__init__(config, metadata)
+        RemoteConnector.batched_put(keys, memory_objs)
+        RemoteConnector.get(key)
+        RemoteConnector.put(key, memory_obj)
+        RemoteConnector.remove_sync(key)""",
     "lmcache.v1.storage_backend.connector.fs_connector": "FSConnector.get(key)",
-    "lmcache.v1.storage_backend.connector.redis_connector": """
-        RedisConnector._exists(key)
-        RedisConnector._get(key)
-        RedisConnector.get(key)
-        RedisSentinelConnector.exists(key)""",
-    "lmcache.v1.storage_backend.job_executor.pq_executor": """
-        AsyncPQExecutor.shutdown(wait)
-        AsyncPQExecutor.shutdown_async(wait)
-        AsyncPQExecutor.submit_job(fn)""",
     "lmcache.v1.storage_backend.local_cpu_backend": """
         LocalCPUBackend.allocate(shapes, dtypes, fmt, eviction, busy_loop)""",
     "lmcache.v1.storage_backend.local_disk_backend": """
@@ -111,6 +109,7 @@ SERVING: Signatures = {
         LocalDiskBackend.write_file(buffer, path)
         LocalDiskWorker.remove_put_task(key)""",
     "lmcache.v1.storage_backend.remote_backend": """
+        CreateConnector(url, loop, local_cpu_backend, config, metadata, plugin_name)
         RemoteBackend.get_blocking(key)
         RemoteBackend.init_connection()""",
 }

@@ -5,11 +5,10 @@ On CPU a few threads copy record after record. Elsewhere the copies are queued o
 streams and ordered against the forward by streams and events, and the host goes on.
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Executor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -17,7 +16,8 @@ from vllm.logger import init_logger
 
 from lmcache_hybrid.core.errors import DamagedError, RecordError
 from lmcache_hybrid.core.keys import RecordKey
-from lmcache_hybrid.core.threads import started
+from lmcache_hybrid.core.threads import anywhere, started
+from lmcache_hybrid.core.threads import cores as _cores
 from lmcache_hybrid.storage.record import digests_of
 from lmcache_hybrid.storage.store import Buffer, Store
 from lmcache_hybrid.worker.batched_copies import Transfer, copy_one_by_one, transfer_for
@@ -167,7 +167,7 @@ class Threads:
             if self._pool is None:
                 count = min(COPIERS, len(self._cores))
                 try:
-                    self._pool = started(count, self._name, self._leave_the_core)
+                    self._pool = started(count, self._name, anywhere(self._cores))
                 except RuntimeError as error:
                     logger.warning_once(
                         "%d threads to copy the KV cache with could not be started (%s): copies "
@@ -177,26 +177,9 @@ class Threads:
                     )
             return self._pool
 
-    def _leave_the_core(self) -> None:
-        # Cores may have been taken from the process since, and a pool whose threads
-        # raise here takes no work any more.
-        with suppress(OSError):
-            os.sched_setaffinity(0, self._cores)
-
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
-
-
-def _cores() -> set[int]:
-    """Those of all threads: vLLM binds each to one, and a new thread to its parent's."""
-    cores: set[int] = set()
-    for task in os.listdir("/proc/self/task"):
-        try:
-            cores |= os.sched_getaffinity(int(task))
-        except ProcessLookupError:
-            continue
-    return cores
 
 
 class HostCopies:

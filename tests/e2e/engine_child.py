@@ -285,17 +285,15 @@ class Child:
 
     def writing(self) -> int:
         """Writes of LMCache's backends that have not ended."""
+        from lmcache_hybrid.storage.remote.connectors import unwrapped
+
         total = 0
         for backend in self._worker().worker.store.manager.storage_backends.values():
             total += len(getattr(backend, "put_tasks", ()))
             disk = getattr(backend, "disk_worker", None)
             total += len(disk.put_tasks) if disk is not None else 0
             # Redis: LMCache does not list batched writes in put_tasks.
-            connector = getattr(backend, "connection", None)
-            while hasattr(connector, "getWrappedConnector"):
-                connector = connector.getWrappedConnector()
-            queue = getattr(connector, "pq_executor", None)
-            total += queue._queue._unfinished_tasks if queue is not None else 0
+            total += getattr(unwrapped(getattr(backend, "connection", None)), "writing", 0)
         return total
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LMCache's engine and backends as they are, without any of our repairs."""
 
-import asyncio
 import itertools
 import time
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from unit.store_box import Box
 
 from lmcache_hybrid.storage.disk.backend import record_shape
-from lmcache_hybrid.storage.remote import redis as redis_stores
 from lmcache_hybrid.tools.standalone import make_engine
 from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder
 
@@ -93,19 +91,4 @@ class Raw:
         if LMCacheEngineBuilder.get(self.name) is not None:
             if hasattr(self.backend, "disk_worker"):
                 Box.rest(self)
-            if hasattr(self.backend, "connection"):
-                self._leave_redis()
             LMCacheEngineBuilder.destroy(self.name)
-
-    def _leave_redis(self) -> None:
-        """End a connector to Redis without its ``close``, which may never end."""
-        connector = redis_stores._unwrapped(self.backend.connection)
-        if not hasattr(connector, "pq_executor"):
-            return
-
-        async def leave() -> None:
-            await connector.pq_executor.shutdown_async(False)
-            await redis_stores._client(connector).aclose()
-
-        asyncio.run_coroutine_threadsafe(leave(), self.manager.loop).result(20)
-        self.backend.connection = None

@@ -13,8 +13,8 @@ from unit.test_hooks import targets_of
 from lmcache_hybrid.storage import host_memory as pinned
 from lmcache_hybrid.storage import read_memory as staging
 from lmcache_hybrid.storage.disk import backend as local_disk
+from lmcache_hybrid.storage.remote import adapters
 from lmcache_hybrid.storage.remote import connectors as remote
-from lmcache_hybrid.storage.remote import redis as redis_stores
 from tests.compat.names import HOOKS
 from vllm_patch import compat
 
@@ -62,20 +62,16 @@ def test_every_repair_has_a_test_that_says_delete_me():
 
 
 # Of LMCache's stores, besides what local_disk overrides.
-STORES = (remote, redis_stores, pinned, staging)
+STORES = (remote, adapters, pinned, staging)
 # They put repairs in their places; that of staging is its ``allocate``.
 APPLY = {
-    "lmcache_hybrid.storage.remote.connectors.repair",
-    "lmcache_hybrid.storage.remote.redis.repair",
+    "lmcache_hybrid.storage.remote.connectors.watch",
     "lmcache_hybrid.storage.read_memory.Staging.__init__",
 }
-# What replaces something that works, for speed. No test can say when it can go.
-CHOICES = {
-    "lmcache_hybrid.storage.remote.redis._write_on_threads",
-    "lmcache_hybrid.storage.remote.redis._read_from_sockets",
-}
+# What replaces something that works. No test can say when it can go.
+CHOICES = {"lmcache_hybrid.storage.remote.adapters.install"}
 # Methods of upstream's that put something in a place, as an assignment does.
-SETTERS = {"bind_native", "set_retry"}
+SETTERS = {"bind_native"}
 
 
 def replacing(module: ModuleType) -> Iterator[str]:
@@ -102,7 +98,7 @@ def functions_in(node: ast.AST, name: str) -> Iterator[tuple[str, ast.AST]]:
 def test_what_replaces_lmcaches_own_says_why():
     found = {name for module in STORES for name in replacing(module)}
     assert found - APPLY <= {name for name, _ in documented()}
-    assert APPLY < found and len(found) > 9
+    assert APPLY < found and len(found) > 4
 
 
 def test_each_file_of_repairs_has_some():

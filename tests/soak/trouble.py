@@ -217,7 +217,7 @@ class Redis(Store):
         some_bytes = functools.partial(self.rng.randrange, 1 << 18)
         return [
             *super().faults(),
-            Fault("Redis: half of a record", self._half),
+            Fault("Redis: evicted", self._evicted),
             Fault("Redis: foreign size", self._foreign_size),
             Fault("Redis: flushed", lambda: self.shelf.client.flushall(), weight=0.3),
             Fault("Redis: connections cut", proxy.cut),
@@ -230,13 +230,13 @@ class Redis(Store):
             lasting("Redis: password changed", self._lock, 2, 0.4),
         ]
 
-    def _half(self) -> None:
+    def _evicted(self) -> None:
         for name in self._some():
-            self.shelf.client.delete(name + self.rng.choice(("kv_bytes", "metadata")))
+            self.shelf.client.delete(name + "kv_bytes")
 
     def _foreign_size(self) -> None:
         for name in self._some():
-            self.shelf.client.set(name + "metadata", b"\xff" * 28)
+            self.shelf.client.set(name + "kv_bytes", b"\xff" * 28)
 
     def _kill(self) -> None:
         self.server.terminate()

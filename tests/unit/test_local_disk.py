@@ -18,7 +18,7 @@ from . import store_box as stores
 from .helpers import payload_of, put
 from .store_box import FINGERPRINT, KEYS, Box, until
 
-blocked_loops, box, valkey = stores.blocked_loops, stores.box, stores.valkey
+box, valkey = stores.box, stores.valkey
 
 # LMCache counts whole pages of its pool; such a record is one, and one block of most disks.
 EACH = 4096

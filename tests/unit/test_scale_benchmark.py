@@ -31,11 +31,11 @@ def test_a_hit_reads_what_a_load_reads(shape, start):
 def test_commands_and_bytes_of_one_request_each_second():
     sizes = Sizes(attention=100, state=1000, groups=3, ranks=2)
     hit = demand(sizes, Stream("hits", 1, 4, 1, 4, 0, 0), 1)
-    # On each rank 4 + 3 records are asked for, and each is two values.
-    assert hit.commands == 2 * (7 + 2 * 7)
+    # On each rank 4 + 3 records are asked for and read.
+    assert hit.commands == 2 * (7 + 7)
     assert (hit.bytes_out, hit.bytes_in, hit.memory_per_hour) == (1400, 0, 0)
     new = demand(sizes, Stream("new", 1, 4, 0, 4, 4, 1), 10)
-    assert new.commands == 10 * 2 * (4 + 2 * 7)
+    assert new.commands == 10 * 2 * (4 + 7)
     assert (new.bytes_out, new.bytes_in, new.memory_per_hour) == (0, 14_000, 3600 * 14_000)
 
 

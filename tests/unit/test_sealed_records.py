@@ -39,7 +39,6 @@ from .store_box import (  # noqa: F401
     FINGERPRINT,
     KEYS,
     SIZE,
-    blocked_loops,
     box,
     every_kind,
     outside,

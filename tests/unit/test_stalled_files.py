@@ -12,7 +12,7 @@ from lmcache_hybrid.core.errors import LoadError
 from . import store_box as stores
 from .store_box import KEYS, until
 
-blocked_loops, box = stores.blocked_loops, stores.box
+box = stores.box
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 
 import pytest
-from redis.asyncio.client import Pipeline, Redis
 
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.protocol.lookup import LookupRequest
@@ -15,12 +14,12 @@ from lmcache_hybrid.protocol.prefix import load_keys
 from lmcache_hybrid.storage import tier_lookup
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.remote import connectors as remote
+from lmcache_hybrid.storage.remote import sockets
 
 from .helpers import PLAN, N, make_prefix, put
 from .store_box import (  # noqa: F401 (fixtures)
     KEYS,
     Box,
-    blocked_loops,
     box,
     until,
     valkey,
@@ -32,21 +31,16 @@ PREFIX = make_prefix(BLOCKS)
 
 @pytest.fixture
 def trips(monkeypatch) -> Counter:
-    """What LMCache's client of Redis sends, by kind; each waits for its answer."""
+    """How often an answer of Redis was waited for, and of how many commands."""
     sent: Counter[str] = Counter()
-    execute, command = Pipeline.execute, Redis.execute_command
+    replies = sockets.replies
 
-    async def pipelined(self, *args, **kwargs):
-        sent["pipelines"] += 1
-        sent["commands in them"] += len(self.command_stack)
-        return await execute(self, *args, **kwargs)
+    def counted(sock, count, deadline):
+        sent["round trips"] += 1
+        sent["commands in them"] += count
+        return replies(sock, count, deadline)
 
-    async def single(self, *args, **kwargs):
-        sent[args[0]] += 1
-        return await command(self, *args, **kwargs)
-
-    monkeypatch.setattr(Pipeline, "execute", pipelined)
-    monkeypatch.setattr(Redis, "execute_command", single)
+    monkeypatch.setattr(sockets, "replies", counted)
     return sent
 
 
@@ -59,7 +53,7 @@ def test_a_lookup_in_redis_takes_three_round_trips(box, trips):  # noqa: F811
     answer = RankLookup(PLAN, box.store).answer(LookupRequest("r", PREFIX, BLOCKS, 0))
     assert (answer.boundary, answer.attention) == (1, BLOCKS)
     states = len(PLAN.states) * BLOCKS
-    assert trips == {"pipelines": 3, "commands in them": BLOCKS + states}
+    assert trips == {"round trips": 3, "commands in them": BLOCKS + states}
     after = box.redis.info("commandstats")["cmdstat_exists"]["calls"]
     assert after - before == BLOCKS + states, "as the server saw it"
 
@@ -90,7 +84,7 @@ class Counting:
 
 def test_a_store_without_batches_is_asked_side_by_side(box, monkeypatch):  # noqa: F811
     box = box("fs").write()
-    connection = remote.redis_stores._unwrapped(box.backend.connection)
+    connection = remote.unwrapped(box.backend.connection)
     exists, under_way, most = connection.exists, 0, 0
 
     async def counted(key):
@@ -135,9 +129,9 @@ def test_a_store_that_does_not_answer_costs_half_of_the_time_left(box, kind, mon
         await asyncio.sleep(3600)
 
     if kind == "redis":
-        monkeypatch.setattr(Pipeline, "execute", hangs)
+        box.redis.client_pause(1000)
     else:
-        connection = remote.redis_stores._unwrapped(box.backend.connection)
+        connection = remote.unwrapped(box.backend.connection)
         monkeypatch.setattr(connection, "exists", hangs)
     monkeypatch.setattr(tier_lookup, "PAUSE_SECONDS", 0.0)
     existing, given = remote.existing, []

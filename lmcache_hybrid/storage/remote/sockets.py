@@ -1,124 +1,104 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads values of one Redis server from the socket into LMCache's pool, without a copy.
+"""Speaks Redis' protocol on a connected socket: values go to and from where they lie, uncopied.
 
-LMCache's connector reads a key with the value's size, then the value as a bytes object, on the
-event loop with the GIL held, and copies it. A value says its length itself, so here one command
-reads it to where it belongs. redis-py makes the connections: login, TLS, sockets in files.
+A value says its length itself, so one command reads it to its place. Python receives and sends
+with the GIL released.
 """
 
 import socket
-import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
+from redis.exceptions import AskError, MovedError, ReadOnlyError
 
 # Bytes of the line before a value, at most; a longer one is no reply of Redis.
 LONGEST_LINE = 512
-# Connections that wait for the next read; each thread that reads needs one.
-KEPT = 8
+# Bytes to take at once of replies that are short lines.
+LINES_BYTES = 1 << 16
 
 # Gives writable memory for so many bytes; None for no memory.
 Reserve = Callable[[int], memoryview | None]
 
-
-def options(seconds: float) -> dict[str, Any]:
-    """Options of redis-py's connections, beside login and TLS, for a :class:`SocketReader`."""
-    return {
-        "socket_timeout": seconds,
-        "socket_connect_timeout": seconds,
-        "retry": Retry(NoBackoff(), 0),
-        "protocol": 2,  # nothing comes that was not asked for
-    }
+_ERRORS = {b"MOVED": MovedError, b"ASK": AskError, b"READONLY": ReadOnlyError}
 
 
 class NoMemoryError(Exception):
     """Nobody has memory for a value of this size."""
 
 
-class SocketReader:
-    """Connections to one server. Any thread may call it; owns them until closed."""
-
-    def __init__(self, pool: redis.ConnectionPool, seconds: float) -> None:
-        """Connect when first asked.
-
-        Args:
-            pool: makes connections; it must have been made with :func:`options`.
-            seconds: for one value, connecting included.
-        """
-        self._pool, self._seconds = pool, seconds
-        self._lock = threading.Lock()
-        self._idle: list[Any] = []
-        self._closed = False
-
-    def read(self, name: str, reserve: Reserve, stale: str) -> bool:
-        """Read a value into the memory that ``reserve`` gives for its size.
-
-        Where the server has closed an idle connection, it is asked once more on a new one.
-
-        Args:
-            name: of the value.
-            stale: name of a value to delete where this one is missing.
-
-        Returns:
-            False where the server has no such value.
-
-        Raises:
-            NoMemoryError: ``reserve`` gave none.
-            redis.RedisError, OSError: the server did not answer in time, refused or failed. What
-                is in the memory is then undefined.
-        """
-        deadline = time.monotonic() + self._seconds
-        with self._lock:
-            connection = self._idle.pop() if self._idle else None
-        if connection is not None:
-            try:
-                return self._read_on(connection, name, reserve, stale, deadline)
-            except (redis.ConnectionError, ConnectionError):
-                self._forget()  # the others were closed as well
-        return self._read_on(self._pool.make_connection(), name, reserve, stale, deadline)
-
-    def _read_on(
-        self, connection: Any, name: str, reserve: Reserve, stale: str, deadline: float
-    ) -> bool:
-        try:
-            connection.connect()
-            connection.send_command("GET", name)
-            found = receive(connection._sock, reserve, deadline)
-            if not found:
-                connection.send_command("DEL", stale)
-                connection.read_response()
-        except BaseException:
-            connection.disconnect()  # it may be in the middle of a value
-            raise
-        with self._lock:
-            keep = not self._closed and len(self._idle) < KEPT
-            if keep:
-                self._idle.append(connection)
-        if not keep:
-            connection.disconnect()
-        return found
-
-    def _forget(self) -> None:
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.disconnect()
-
-    def close(self) -> None:
-        """Close what is idle now, and the rest when its read ends."""
-        self._closed = True
-        self._forget()
+def command(*words: bytes) -> bytes:
+    """Encode a command."""
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(w), w) for w in words)
 
 
-def receive(sock: socket.socket, reserve: Reserve, deadline: float) -> bool:
-    """Receive the reply to one GET; see :meth:`SocketReader.read`.
+def send(sock: socket.socket, data: bytes | memoryview, deadline: float) -> None:
+    """Send all of ``data``.
 
     Args:
         deadline: ``time.monotonic``.
+    """
+    sock.settimeout(_left(deadline))
+    sock.sendall(data)
+
+
+def send_value(sock: socket.socket, name: bytes, value: memoryview, deadline: float) -> None:
+    """Send a SET without copying the value."""
+    head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, value.nbytes)
+    for part in (head, value, b"\r\n"):
+        send(sock, part, deadline)
+
+
+def replies(sock: socket.socket, count: int, deadline: float) -> list[bytes | redis.ResponseError]:
+    """Receive so many replies of one line each, ``:1`` or ``+OK``; an error is one, too.
+
+    Raises:
+        ConnectionError: these are no such replies, or more than ``count``.
+        OSError: the server did not answer in time, or closed the connection.
+    """
+    got = bytearray()
+    lines = 0
+    while lines < count or not got.endswith(b"\r\n"):
+        if len(got) > LONGEST_LINE * count:
+            raise ConnectionError("the server's replies are not those of Redis")
+        some = _some(sock, LINES_BYTES, deadline)
+        lines += some.count(b"\n")
+        got += some
+    found = [_reply(line) for line in bytes(got).split(b"\r\n")[:-1]]
+    if len(found) != count:
+        raise ConnectionError(f"the server gave {len(found)} replies instead of {count}")
+    return found
+
+
+def _reply(line: bytes) -> bytes | redis.ResponseError:
+    if line[:1] == b"-":
+        return _error(line)
+    if line[:1] not in (b":", b"+"):
+        raise ConnectionError("the server's reply is not one of Redis")
+    return line[1:]
+
+
+def _error(line: bytes) -> redis.ResponseError:
+    kind, _, rest = line[1:].partition(b" ")
+    try:
+        return _ERRORS[kind](rest.decode(errors="replace"))
+    except (KeyError, ValueError):
+        return redis.ResponseError(line.decode(errors="replace"))
+
+
+def receive(sock: socket.socket, reserve: Reserve, deadline: float) -> bool:
+    """Receive the reply to one GET into the memory that ``reserve`` gives for its size.
+
+    Args:
+        deadline: ``time.monotonic``.
+
+    Returns:
+        False where the server has no such value.
+
+    Raises:
+        NoMemoryError: ``reserve`` gave none.
+        redis.RedisError, OSError: the server did not answer in time, refused or failed. What is
+            in the memory is then undefined.
     """
     head = bytearray()
     while (end := head.find(b"\r\n")) < 0:
@@ -129,7 +109,7 @@ def receive(sock: socket.socket, reserve: Reserve, deadline: float) -> bool:
     if line == b"$-1":
         return False
     if not line.startswith(b"$") or not line[1:].isdigit():
-        raise redis.ResponseError(line.decode(errors="replace"))
+        raise _error(line)
     size = int(line[1:])
     memory = reserve(size)
     if memory is None:

@@ -16,6 +16,8 @@ import torch
 
 from lmcache_hybrid.config.options import read_options
 from lmcache_hybrid.core.keys import RecordKey
+from lmcache_hybrid.storage.remote.connectors import unwrapped
+from lmcache_hybrid.storage.remote.record_connector import RecordConnector
 from lmcache_hybrid.tools.accept.tiers import missing_of, refusals, tiers_of
 from lmcache_hybrid.worker.copies import Copies, Item, Threads, copies_for
 
@@ -191,12 +193,9 @@ def _writing(backend: Any) -> int:
     total: int = len(getattr(backend, "put_tasks", ()))
     disk = getattr(backend, "disk_worker", None)
     total += len(disk.put_tasks) if disk is not None else 0
-    # Redis: LMCache does not list batched writes in put_tasks.
-    connector: Any = getattr(backend, "connection", None)
-    while hasattr(connector, "getWrappedConnector"):
-        connector = connector.getWrappedConnector()
-    queue = getattr(connector, "pq_executor", None)
-    return total + (queue._queue._unfinished_tasks if queue is not None else 0)
+    # LMCache does not list batched writes in put_tasks.
+    connector = unwrapped(getattr(backend, "connection", None))
+    return total + (connector.writing if isinstance(connector, RecordConnector) else 0)
 
 
 def _device(device: torch.device) -> dict[str, Any]:

@@ -23,10 +23,11 @@ from lmcache_hybrid.core.errors import LoadError, RecordError, StoreError
 from lmcache_hybrid.core.keys import STATE, RecordKey
 from lmcache_hybrid.storage.record import digests_of
 from lmcache_hybrid.storage.remote import connectors as remote
-from lmcache_hybrid.storage.remote import redis as redis_stores
+from lmcache_hybrid.storage.remote.clients import SCHEMES
+from lmcache_hybrid.storage.remote.record_connector import RecordConnector
 from lmcache_hybrid.tools.doctor.context import Context
 from lmcache_hybrid.tools.doctor.finding import Finding, error, listen, ok, one_line, skipped
-from lmcache_hybrid.tools.stored.redis_client import SCHEMES, connect
+from lmcache_hybrid.tools.stored.redis_client import connect
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -171,9 +172,10 @@ def _delete(store: "LMCacheStore", names: list[str], key: RecordKey) -> list[str
 
 def _deleted(store: "LMCacheStore", name: str, key: RecordKey) -> bool:
     backend, engine_key = store.manager.storage_backends[name], store.engine_key(key)
-    if isinstance(backend, RemoteBackend):
+    connector = remote.unwrapped(getattr(backend, "connection", None))
+    if isinstance(connector, RecordConnector):
         try:
-            redis_stores.delete(backend, engine_key, WAIT_SECONDS)
+            connector.delete(engine_key, WAIT_SECONDS)
         except Exception:  # whatever its client raises
             return False
     return until(partial(_gone, store, name, key))

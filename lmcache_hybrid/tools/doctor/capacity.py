@@ -13,9 +13,10 @@ from rich.filesize import decimal
 
 from lmcache_hybrid.core.errors import ConfigError, StoreError
 from lmcache_hybrid.storage.host_memory import DONT_ROUND, compiled_part_missing, rounded
+from lmcache_hybrid.storage.remote.clients import SCHEMES, Client
 from lmcache_hybrid.tools.doctor.context import Context
 from lmcache_hybrid.tools.doctor.finding import Finding, Status, error, ok, skipped, warning
-from lmcache_hybrid.tools.stored.redis_client import SCHEMES, Client, connect
+from lmcache_hybrid.tools.stored.redis_client import connect
 
 GIB = 1 << 30
 # Less than this is as good as full.

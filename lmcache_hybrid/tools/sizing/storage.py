@@ -11,9 +11,10 @@ from lmcache_hybrid.tools.sizing.blocks import Sizes
 from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE
 
 PAGE = 4096
-# LMCache's own metadata: in front of each fs:// file, a second key beside each Redis value.
+# LMCache's own metadata, in front of each fs:// file.
 METADATA_BYTES = 28
-# Measured, see docs/sizing.md: keys, entries and metadata of one record, and the value's header.
+# Measured, see docs/sizing.md, when each record had a second key: keys and entries of one record,
+# and the value's header. One key takes less.
 REDIS_KEYS_BYTES = 336
 REDIS_HEADER_BYTES = 10
 

@@ -62,8 +62,7 @@ def judge(entry: Entry) -> Verdict:
     except RecordError as error:
         if error.reason == "version":
             return Verdict(entry, Status.OTHER_VERSION, None, str(error))
-        # local_disk writes in place.
-        if error.reason in ("short", "length") and entry.wrapper is None:
+        if error.reason in ("short", "length") and entry.in_place:
             return _incomplete(entry, str(error))
         return Verdict(entry, Status.DAMAGED, None, str(error))
     return Verdict(entry, Status.GOOD, header)

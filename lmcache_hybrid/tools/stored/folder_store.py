@@ -78,6 +78,7 @@ class FolderStore:
             head[offset:],
             head[:offset] if wrapped else None,
             "a file that LMCache did not finish" if file.name.endswith(TEMPORARY) else None,
+            in_place=not wrapped,
         )
 
     @contextmanager

@@ -6,9 +6,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.storage.remote.clients import SCHEMES
 from lmcache_hybrid.tools.stored.folder_store import FolderStore
 from lmcache_hybrid.tools.stored.record_store import RecordStore
-from lmcache_hybrid.tools.stored.redis_client import SCHEMES
 from lmcache_hybrid.tools.stored.redis_store import RedisStore
 
 

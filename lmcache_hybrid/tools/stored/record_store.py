@@ -33,9 +33,9 @@ class Entry:
         taken: bytes that it takes in the store.
         age: seconds since it was written (files) or last used (Redis); None if unknown.
         head: its first HEADER_BYTES, less where it is shorter.
-        wrapper: LMCache's own header in front of it or beside it; None for ``local_disk``,
-            which has none.
+        wrapper: LMCache's own header in front of it; None where it has none.
         missing: why it is incomplete, where a writer did not finish; else None.
+        in_place: whether it grows while it is written, so a short one may not be damaged.
     """
 
     key: StoredKey
@@ -46,6 +46,7 @@ class Entry:
     head: bytes
     wrapper: bytes | None
     missing: str | None = None
+    in_place: bool = False
 
 
 class RecordStore(Protocol):

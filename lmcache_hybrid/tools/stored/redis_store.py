@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of LMCache's Redis connector: ``KEYkv_bytes`` and ``KEYmetadata``.
+"""Records in Redis: ``KEYkv_bytes``, and the ``KEYmetadata`` beside it that earlier releases wrote.
 
 Keys are listed with SCAN and a pattern and asked for in pipelines, so nothing here holds
 up a server for longer than a page of keys takes.
@@ -17,7 +17,7 @@ from lmcache_hybrid.config.redis_credentials import without_password
 from lmcache_hybrid.core.errors import StoreError
 from lmcache_hybrid.storage.key_names import METADATA, VALUE, parse_key, printable
 from lmcache_hybrid.storage.record import HEADER_BYTES
-from lmcache_hybrid.tools.stored.record_store import WRAPPER_BYTES, Entry
+from lmcache_hybrid.tools.stored.record_store import Entry
 from lmcache_hybrid.tools.stored.redis_client import ERRORS, connect
 
 PATTERN = "*@uint8@hybrid%*"
@@ -59,7 +59,7 @@ class RedisStore:
         with self._answers():
             for names in self._pages(VALUE):
                 for entry in self._described(names):
-                    ours += 1 + (entry.wrapper is not None)
+                    ours += 1 + (entry.taken > entry.size)
                     yield entry
             for names in self._pages(METADATA):
                 for entry in self._alone(names):
@@ -93,13 +93,12 @@ class RedisStore:
                 ("STRLEN", _bytes(name + VALUE)),
                 ("GETRANGE", _bytes(name + VALUE), 0, HEADER_BYTES - 1),
                 ("STRLEN", _bytes(name + METADATA)),
-                ("GETRANGE", _bytes(name + METADATA), 0, WRAPPER_BYTES),
             )
         )
-        for name, (idle, there, size, head, extra, wrapper) in zip(names, answers_of(answers, 6)):
-            answered = [self._string(answer) for answer in (there, size, head, extra, wrapper)]
+        for name, (idle, there, size, head, extra) in zip(names, answers_of(answers, 5)):
+            answered = [self._string(answer) for answer in (there, size, head, extra)]
             if not there or None in answered:
-                continue  # gone by now, or no string: not LMCache's
+                continue  # gone by now, or no string: not ours
             key = parse_key(name)
             assert key is not None
             yield Entry(
@@ -109,12 +108,11 @@ class RedisStore:
                 size + extra,
                 None if isinstance(idle, Exception) or idle is None else float(idle),
                 head,
-                wrapper if extra else None,
-                None if extra else "a value whose metadata is missing",
+                None,
             )
 
     def _alone(self, names: list[str]) -> Iterator[Entry]:
-        """Describe metadata without a value: Redis evicted that, or somebody deleted it."""
+        """Describe metadata without a value, of earlier releases: Redis evicted that."""
         answers = self._ask(
             command
             for name in names

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the product replaces in LMCache and its Redis client, or relies on."""
+"""What the product replaces in LMCache, or relies on there and in redis-py."""
 
 from tests.compat.names.resolver import Hook, attributes
 
 _BACKENDS = "lmcache.v1.storage_backend"
 _DISK = f"{_BACKENDS}.local_disk_backend"
-_REDIS = f"{_BACKENDS}.connector.redis_connector"
-_QUEUE = f"{_BACKENDS}.job_executor.pq_executor"
 _ZMQ = "lmcache.v1.rpc.zmq_transport"
 _REMOTE_PATCH = "lmcache_hybrid/storage/remote/connectors.py"
-_REDIS_PATCH = "lmcache_hybrid/storage/remote/redis.py"
+_ADAPTERS = "lmcache_hybrid/storage/remote/adapters.py"
 _CREDENTIALS = "lmcache_hybrid/config/redis_credentials.py"
 _DOCTOR = "lmcache_hybrid/tools/doctor/backends.py"
 _CONFIG = "lmcache.v1.config"
@@ -34,12 +32,11 @@ LMCACHE = (
     Hook(f"{_BACKENDS}.connector.fs_connector", "FSConnector.get", replaced_in=_REMOTE_PATCH),
     Hook(_DISK, "LocalDiskBackend.exists_in_put_tasks"),
     Hook("lmcache.v1.config", "_update_config_from_env"),
-    # lmcache_hybrid/stored, redis_stores.py
+    # lmcache_hybrid/storage/remote, lmcache_hybrid/tools/stored
     Hook("redis", "RedisError"),
     Hook("redis", "ResponseError"),
     Hook("redis.exceptions", "RedisClusterException"),
     Hook("redis.sentinel", "Sentinel.master_for", ("service_name",)),
-    Hook("redis.asyncio.sentinel", "SentinelConnectionPool.service_name"),
     *attributes("redis.client", "Redis", "from_url execute_command connection_pool"),
     *attributes("redis.client", "Pipeline", "execute"),
     *attributes("redis.commands.core", "ManagementCommands", "ping dbsize"),
@@ -53,7 +50,13 @@ LMCACHE = (
     Hook("redis", "ConnectionPool"),
     Hook("redis.connection", "ConnectionPool.make_connection"),
     *attributes("redis.cluster", "RedisCluster", "PRIMARIES get_primaries"),
-    Hook("redis.cluster", "NodesManager.startup_nodes"),
+    *attributes(
+        "redis.cluster",
+        "RedisCluster",
+        "get_node get_node_from_key get_redis_connection nodes_manager",
+    ),
+    Hook("redis.cluster", "NodesManager.initialize"),
+    *attributes("redis.exceptions", "AskError", "host port"),
     Hook("redis.cluster", "ClusterNode"),
     Hook(
         "lmcache.v1.manager", "LMCacheManager.__init__", ("config", "service_factory", "connector")
@@ -163,29 +166,18 @@ LMCACHE = (
         "RemoteBackend",
         "connection loop config _mla_worker_id_as0_mode",
     ),
-    Hook(
-        _REDIS,
-        "RedisConnector._exists",
-        holds=("self.connection.exists(key.to_string() + 'metadata')",),
+    Hook(f"{_BACKENDS}.remote_backend", "CreateConnector", replaced_in=_ADAPTERS),
+    *attributes(f"{_BACKENDS}.connector", "ConnectorAdapter", "can_parse create_connector"),
+    *attributes(
+        f"{_BACKENDS}.connector",
+        "ConnectorContext",
+        "__init__ url local_cpu_backend config metadata",
     ),
-    Hook(_REDIS, "RedisConnector.get", replaced_in=_REDIS_PATCH),
-    Hook(_REDIS, "RedisConnector._get", holds=("memory_obj =",)),
-    Hook(_REDIS, "RedisConnector._put", holds=("self.connection.set(",)),
-    Hook(_REDIS, "RedisConnector.close", holds=("self.pq_executor.shutdown(",)),
-    Hook(_REDIS, "RedisConnector.connection", replaced_in=_REDIS_PATCH),
-    *attributes(_REDIS, "RedisConnector", "sem loop pq_executor local_cpu_backend"),
-    *attributes(_REDIS, "RedisClusterConnector", "sem loop pq_executor max_connections"),
-    Hook(_REDIS, "RedisClusterConnector.cluster", replaced_in=_REDIS_PATCH),
-    Hook(_REDIS, "RedisConnector.pool"),
-    Hook(_REDIS, "RedisSentinelConnector.exists"),
-    *attributes(_REDIS, "RedisSentinelConnector", "ENV_REDIS_TIMEOUT local_cpu_backend"),
-    Hook(_REDIS, "RedisSentinelConnector.master", replaced_in=_REDIS_PATCH),
-    Hook(_REDIS, "RedisSentinelConnector.sentinel", replaced_in=_REDIS_PATCH),
-    Hook(_REDIS, "Priorities.PEEK"),
-    Hook(_QUEUE, "AsyncPQExecutor.submit_job", replaced_in=_REMOTE_PATCH),
-    Hook(_QUEUE, "AsyncPQExecutor.shutdown", replaced_in=_REMOTE_PATCH),
-    Hook(_QUEUE, "AsyncPQExecutor.shutdown_async"),
-    Hook(_QUEUE, "AsyncPQExecutor._queue"),
+    *attributes(
+        f"{_BACKENDS}.connector.base_connector",
+        "RemoteConnector",
+        "__init__ exists exists_sync get put batched_put support_batched_put list close",
+    ),
     Hook(
         _ZMQ,
         "ZmqReqRepClientTransport.__init__",
@@ -289,14 +281,5 @@ LMCACHE = (
         "LMCStatsMonitor",
         "on_lookup_request on_lookup_finished on_retrieve_request on_retrieve_finished "
         "on_store_request on_store_finished",
-    ),
-    # The client that LMCache uses
-    Hook("redis.asyncio", "Redis.set", replaced_in=_REDIS_PATCH),
-    Hook("redis.asyncio", "Redis.close", replaced_in=_REDIS_PATCH),
-    Hook("redis.asyncio", "Redis.set_retry", ("retry",)),
-    Hook("redis.asyncio.cluster", "RedisCluster.retry", replaced_in=_REDIS_PATCH),
-    Hook("redis.asyncio.cluster", "ClusterNode", ("host", "port")),
-    *attributes(
-        "redis.asyncio.cluster", "RedisCluster", "set close connection_kwargs nodes_manager"
     ),
 )

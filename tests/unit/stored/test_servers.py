@@ -6,11 +6,12 @@ import redis
 from servers import Cluster
 
 from lmcache_hybrid.config.redis_credentials import login_of
+from lmcache_hybrid.storage.remote.clients import hosts_of
 from lmcache_hybrid.tools.stored import redis_store
 from lmcache_hybrid.tools.stored.opening import open_store
-from lmcache_hybrid.tools.stored.redis_client import hosts_of
 
-from ..store_box import FINGERPRINT, MODEL, N, blocked_loops, flip, valkey  # noqa: F401
+from ..old_records import add_metadata
+from ..store_box import FINGERPRINT, MODEL, N, flip, valkey  # noqa: F401
 from ..test_remote_stores import (  # noqa: F401
     MANY,
     box,
@@ -49,25 +50,33 @@ def test_inspect_sees_every_record_once(box, kind):  # noqa: F811
 def test_damage_is_found_and_deleted(box, kind):  # noqa: F811
     filled = box(kind).write(MANY)
     for key in MANY[:3]:
+        add_metadata(filled, key)
         value = name_of(filled, key, "kv_bytes")
         filled.redis.set(value, flip(300)(filled.redis.get(value)))
     counts = run_json("verify", url_of(filled), exit_code=1)["counts"]
     assert counts == {"good": len(MANY) - 3, "damaged": 3}
     assert "Deleted 3 damaged" in run("verify", url_of(filled), "--delete-damaged")
     assert run_json("verify", url_of(filled))["counts"] == {"good": len(MANY) - 3}
-    # Both halves are gone, from whichever node each was on.
+    # So is what an earlier release wrote beside them, from whichever node it was on.
     for key in MANY[:3]:
         for part in ("kv_bytes", "metadata"):
             assert not filled.redis.exists(name_of(filled, key, part))
 
 
 @every_kind
-def test_halves_of_records_are_seen(box, kind):  # noqa: F811
+def test_records_of_earlier_releases_and_what_is_left_of_them(box, kind):  # noqa: F811
     filled = box(kind).write(MANY)
-    for key, part in zip(MANY[:8], ("kv_bytes", "metadata") * 4):
-        filled.redis.delete(name_of(filled, key, part))
-    (row,) = run_json("inspect", url_of(filled))["rows"]
-    assert (row["records"], row["unfinished"]) == (len(MANY) - 8, 8)
+    for key in MANY[:8]:
+        add_metadata(filled, key)
+    for key in MANY[:4]:
+        filled.redis.delete(name_of(filled, key, "kv_bytes"))
+    result = run_json("inspect", url_of(filled))
+    (row,) = result["rows"]
+    assert (row["records"], row["unfinished"]) == (len(MANY) - 4, 4)
+    assert result["foreign"] == 0
+    run("purge", url_of(filled), "--fingerprint", FINGERPRINT[:8].hex(), "--yes")
+    keys = [name_of(filled, key, part) for key in MANY for part in ("kv_bytes", "metadata")]
+    assert not any(filled.redis.exists(key) for key in keys)
 
 
 @every_kind
@@ -88,9 +97,8 @@ def test_looking_is_no_use(box, kind):  # noqa: F811
     """On every node, and on connections that were opened anew."""
     filled = box(kind).write(MANY)
     for key in MANY:
-        for part in ("kv_bytes", "metadata"):
-            name = name_of(filled, key, part)
-            filled.redis.restore(name, 0, filled.redis.dump(name), replace=True, idletime=LONG_AGO)
+        name = name_of(filled, key, "kv_bytes")
+        filled.redis.restore(name, 0, filled.redis.dump(name), replace=True, idletime=LONG_AGO)
     source = open_store(url_of(filled))
     client = source._client
     for _ in range(2):

@@ -15,6 +15,7 @@ from lmcache_hybrid.tools.stored.audit import Status
 from lmcache_hybrid.tools.stored.opening import open_store
 from lmcache_hybrid.tools.stored.record_store import WRAPPER_BYTES, check_wrapper
 
+from ..old_records import add_metadata
 from ..store_box import KEYS, OTHER_LENGTH, SAME_LENGTH, N, flip, outside
 from .commands import (
     aged,
@@ -85,16 +86,12 @@ def test_another_version_is_not_damaged(box, kind):
     assert row_of(filled)["records"] == 3
 
 
-@pytest.mark.parametrize("kind", ["fs", "redis"])
-def test_a_damaged_header_of_lmcache(box, kind):
+def test_a_damaged_header_of_lmcache(box):
     """The record is whole, but LMCache would read another length of it."""
-    filled = box(kind).write()
+    filled = box("fs").write()
     wrong = struct.pack("7i", 77, 1, 6, 1, 1, 1, 77)
-    if kind == "redis":
-        filled.redis.set(filled.store.engine_key(KEYS[0]).to_string() + "metadata", wrong)
-    else:
-        whole = filled.path(KEYS[0]).read_bytes()
-        filled.path(KEYS[0]).write_bytes(wrong + whole[WRAPPER_BYTES:])
+    whole = filled.path(KEYS[0]).read_bytes()
+    filled.path(KEYS[0]).write_bytes(wrong + whole[WRAPPER_BYTES:])
     assert row_of(filled)["damaged"] == 1
     result = run_json("verify", store_of(filled), exit_code=1)
     assert result["bad"][0]["reason"].startswith("wrapper: LMCache's header says 77 bytes")
@@ -130,16 +127,23 @@ def test_what_a_killed_engine_left_in_a_shared_folder(box):
     assert not left.exists() and row_of(filled)["records"] == 4
 
 
-@pytest.mark.parametrize("lost", ["kv_bytes", "metadata"])
-def test_half_a_record_in_redis(box, lost):
+def test_what_an_earlier_release_left_of_a_record_in_redis(box):
     filled = box("redis").write()
     name = filled.store.engine_key(KEYS[0]).to_string()
-    filled.redis.delete(name + lost)
+    add_metadata(filled, KEYS[0])
+    filled.redis.delete(name + "kv_bytes")
     assert row_of(filled)["unfinished"] == 1 and row_of(filled)["records"] == 3
     aged(filled, KEYS[0])
     assert run_json("verify", store_of(filled), exit_code=1)["counts"] == {"good": 3, "damaged": 1}
     run("verify", store_of(filled), "--delete-damaged")
-    assert not filled.redis.exists(name + "kv_bytes", name + "metadata")
+    assert not filled.redis.exists(name + "metadata")
+
+
+def test_a_cut_value_in_redis_is_damaged(box):
+    """It is written at once, so nobody is still writing it."""
+    filled = box("redis").write()
+    filled.overwrite(KEYS[0], filled.raw(KEYS[0])[:-1])
+    assert row_of(filled)["damaged"] == 1 and row_of(filled)["unfinished"] == 0
 
 
 def test_a_record_that_goes_away_is_neither_good_nor_damaged(box):

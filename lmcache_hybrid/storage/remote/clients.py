@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients of redis-py for every Redis URL: a server, a cluster, a primary that sentinels name."""
+
+import os
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
+
+import redis
+from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode
+from redis.retry import Retry
+
+from lmcache_hybrid.config.redis_credentials import connection_options, split_url
+
+CLUSTER, SENTINEL = "redis-cluster", "redis-sentinel"
+SCHEMES = ("redis", "rediss", "unix", CLUSTER, SENTINEL)
+# LMCache's names.
+SERVICE_VARIABLE, SERVICE_DEFAULT = "REDIS_SERVICE_NAME", "redismaster"
+# Settings of connections that those to sentinels share.
+_OF_SENTINELS = ("socket_timeout", "socket_connect_timeout", "ssl", "ssl_ca_certs")
+
+Client: TypeAlias = redis.Redis | redis.RedisCluster
+Hosts: TypeAlias = tuple[tuple[str, int], ...]
+
+
+def hosts_of(url: str) -> Hosts:
+    """(name, port) pairs of a ``redis-cluster://`` or ``redis-sentinel://`` URL, as LMCache's.
+
+    Raises:
+        ValueError: a host without a name or port. The message has no part of the URL.
+    """
+    scheme, _, rest = url.partition("://")
+    names = rest.rpartition("@")[2]
+    return tuple(_host(f"{scheme}://{name}") for name in names.split(","))
+
+
+def _host(url: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if host is None or port is None:
+        raise ValueError("a host without a port, write host:port,host:port")
+    return host, port
+
+
+def make_client(url: str, options: dict[str, Any]) -> Client:
+    """Make a client that logs in and speaks TLS as configured, and tries each command once.
+
+    A client of a cluster connects at once, every other one at its first command.
+
+    Args:
+        options: of connections, as redis-py names them.
+
+    Raises:
+        ConfigError: a file that the environment names cannot be read.
+        ValueError: the URL cannot be read.
+        redis.RedisError, redis.exceptions.RedisClusterException: no node of a cluster answers.
+    """
+    scheme = url.partition("://")[0].lower()
+    options = connection_options(url) | {"retry": Retry(NoBackoff(), 0)} | options
+    if scheme == CLUSTER:
+        nodes = [ClusterNode(*host) for host in hosts_of(url)]
+        return redis.RedisCluster(startup_nodes=nodes, **options)
+    if scheme == SENTINEL:
+        # Asked one after the other, so none is asked twice.
+        asking = {name: options[name] for name in _OF_SENTINELS if name in options}
+        sentinels = redis.Sentinel(
+            list(hosts_of(url)), sentinel_kwargs={"retry": Retry(NoBackoff(), 0), **asking}
+        )
+        service = os.environ.get(SERVICE_VARIABLE, SERVICE_DEFAULT)
+        return sentinels.master_for(service, **options)
+    split_url(url)
+    return redis.Redis.from_url(url, **options)

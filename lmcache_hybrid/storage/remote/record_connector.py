@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this package's own connectors do beyond LMCache's interface."""
+
+import abc
+from collections.abc import Callable, Sequence
+
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.storage_backend.connector import ConnectorContext
+from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
+
+
+class RecordConnector(RemoteConnector):
+    """A connector to a store of records; :mod:`.adapters` says which class serves which scheme.
+
+    Attributes:
+        failed: called, from any thread, with the number of records that were not written.
+    """
+
+    failed: Callable[[int], None]
+
+    def __init__(self, context: ConnectorContext) -> None:
+        super().__init__(context.config, context.metadata)
+        self.failed = lambda records: None
+
+    @property
+    @abc.abstractmethod
+    def writing(self) -> int:
+        """How many values wait to be written, or are being written."""
+
+    @abc.abstractmethod
+    def existing(self, keys: Sequence[CacheEngineKey], seconds: float) -> Sequence[bool]:
+        """Whether the store holds each value, in as few round trips as it can. Blocks.
+
+        Raises:
+            Exception: no answer within ``seconds``, or a failure.
+        """
+
+    @abc.abstractmethod
+    def delete(self, key: CacheEngineKey, seconds: float) -> None:
+        """Delete a value; one that is not there is no error. Blocks.
+
+        Raises:
+            Exception: the store did not delete it within ``seconds``.
+        """

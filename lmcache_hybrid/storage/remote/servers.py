@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections to the servers behind one Redis URL, and which of them has a key.
+
+redis-py makes the connections: login, TLS, sockets in files, what sentinels call primary, the
+nodes of a cluster.
+"""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import redis
+from redis.exceptions import AskError, ReadOnlyError, RedisClusterException
+
+from lmcache_hybrid.storage.remote import clients
+
+# Connections that wait for the next command; each thread that reads or writes needs one.
+KEPT = 8
+# After these another try, on a new connection to whichever server it is then, may succeed.
+TRY_AGAIN = (redis.ConnectionError, ConnectionError, AskError, ReadOnlyError)
+
+
+class Server:
+    """Connections to one server. Any thread may call it; owns them until closed."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        """
+        Args:
+            make: a connection of redis-py, which connects later.
+        """
+        self._make = make
+        self._lock = threading.Lock()
+        self._idle: list[Any] = []
+        self._busy: set[Any] = set()
+        self._closed = False
+
+    @contextlib.contextmanager
+    def connection(self) -> Iterator[socket.socket]:
+        """Lend the socket of a connection.
+
+        It is closed when an error leaves the block: it may be in the middle of a value. After
+        :data:`TRY_AGAIN` those that are idle are closed, too, for the server may have done so.
+
+        Raises:
+            redis.RedisError, OSError: the server cannot be reached, or refuses us.
+        """
+        with self._lock:
+            if self._closed:
+                raise redis.ConnectionError("this engine is shutting down")
+            connection = self._idle.pop() if self._idle else self._make()
+            self._busy.add(connection)
+        try:
+            connection.connect()
+            yield connection._sock
+        except BaseException as error:
+            with self._lock:
+                self._busy.discard(connection)
+            connection.disconnect()
+            if isinstance(error, TRY_AGAIN):
+                self._forget()
+            raise
+        with self._lock:
+            self._busy.discard(connection)
+            keep = not self._closed and len(self._idle) < KEPT
+            if keep:
+                self._idle.append(connection)
+        if not keep:
+            connection.disconnect()
+
+    def _forget(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.disconnect()
+
+    def close(self) -> None:
+        """Close what is idle, and end what waits for the server. Idempotent."""
+        with self._lock:
+            self._closed = True
+            busy = list(self._busy)
+        for connection in busy:
+            with contextlib.suppress(OSError, AttributeError):  # closed, or not connected yet
+                connection._sock.shutdown(socket.SHUT_RDWR)
+        self._forget()
+
+
+class OneServer:
+    """One server, or whichever one the sentinels call primary. See :class:`Servers`."""
+
+    def __init__(self, pool: redis.ConnectionPool) -> None:
+        self._server = Server(pool.make_connection)
+
+    def of(self, name: str) -> Server:
+        return self._server
+
+    def after(self, error: Exception, name: str) -> Server:
+        return self._server  # its next connection is a new one
+
+    def refresh(self, error: Exception) -> None:
+        pass
+
+    def close(self) -> None:
+        self._server.close()
+
+
+class ClusterServers:
+    """The nodes of a cluster, which are asked for when the first key is. See :class:`Servers`."""
+
+    def __init__(self, make_client: Callable[[], redis.RedisCluster]) -> None:
+        self._make_client = make_client
+        self._lock = threading.Lock()
+        self._client: redis.RedisCluster | None = None
+        self._servers: dict[tuple[str, int], Server] = {}
+        self._closed = False
+
+    def _cluster(self) -> redis.RedisCluster:
+        with self._lock:
+            if self._client is None:
+                try:
+                    self._client = self._make_client()
+                except RedisClusterException as error:  # is no RedisError
+                    raise redis.ConnectionError(str(error)) from error
+            return self._client
+
+    def of(self, name: str) -> Server:
+        try:
+            node = self._cluster().get_node_from_key(name)
+        except RedisClusterException as error:
+            raise redis.ConnectionError(str(error)) from error
+        if node is None:
+            raise redis.ConnectionError("no node of the cluster has this slot")
+        return self._server(node.host, node.port)
+
+    def _server(self, host: str, port: int) -> Server:
+        client = self._cluster()
+        with self._lock:
+            found = self._servers.get((host, port))
+            if found is None:
+
+                def make() -> Any:
+                    node = client.get_node(host, port)
+                    if node is None:
+                        raise redis.ConnectionError(f"{host}:{port} has left the cluster")
+                    pool = client.get_redis_connection(node).connection_pool
+                    return pool.make_connection()
+
+                found = self._servers[host, port] = Server(make)
+            return found
+
+    def after(self, error: Any, name: str) -> Server:
+        self.refresh(error)
+        if type(error) is AskError:
+            return self._server(error.host, error.port)
+        return self.of(name)
+
+    def refresh(self, error: Exception) -> None:
+        if type(error) is AskError:
+            return  # the nodes have not changed yet
+        try:
+            self._cluster().nodes_manager.initialize()
+        except RedisClusterException as failure:
+            raise redis.ConnectionError(str(failure)) from failure
+
+    def close(self) -> None:
+        with self._lock:
+            client, servers = self._client, list(self._servers.values())
+        for server in servers:
+            server.close()
+        if client is not None:
+            client.close()
+
+
+# Which server has a key. ``of`` says which; ``after`` says which to try once more after one of
+# TRY_AGAIN, and asks a cluster anew, as ``refresh`` does. All may block, and raise as a command.
+Servers = OneServer | ClusterServers
+
+
+def servers_at(url: str, options: dict[str, Any]) -> Servers:
+    """Make the servers of a URL; connects to none.
+
+    Raises:
+        ConfigError: a file that the environment names cannot be read.
+        ValueError: the URL cannot be read.
+    """
+    if url.lower().startswith(clients.CLUSTER):
+        clients.hosts_of(url)
+        return ClusterServers(lambda: clients.make_client(url, options))
+    return OneServer(clients.make_client(url, options).connection_pool)

