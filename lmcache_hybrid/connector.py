@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
+from lmcache_hybrid.config import s3
 from lmcache_hybrid.config.options import (
     Options,
     check_lengths,
@@ -120,7 +121,7 @@ class HybridConnector:
     # Start-up
 
     def _start_scheduler(self, config: "LMCacheEngineConfig", options: Options, unit: int) -> None:
-        if url := unencrypted(config.remote_url):
+        if url := unencrypted(config.remote_url) or s3.unencrypted(config):
             logger.warning(
                 "Records go to %s unencrypted, and they are the prompts: use TLS or a network of "
                 "its own, see docs/security.md.",

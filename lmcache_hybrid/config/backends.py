@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Says which of LMCache's backends can hold records, and why the others cannot.
 
-A record is a buffer of bytes as long as its block or state, so a store must keep each
-value's size. LMCache's connectors either keep it beside the value or read everything into
-buffers of one chunk of attention.
+A record is a buffer of bytes as long as its block or state. Most of LMCache's connectors read
+everything into buffers of one chunk of attention; some are replaced here by our own, see
+:mod:`lmcache_hybrid.storage.remote.adapters`.
 """
 
 import re
@@ -13,7 +13,10 @@ from lmcache_hybrid.config.redis_credentials import SEVERAL_HOSTS, split_url, wi
 from lmcache_hybrid.core.errors import ConfigError
 
 # Schemes of LMCache's remote_url and types of its remote_storage_plugins that are tested.
-REMOTE_SCHEMES = ("fs", "redis", "rediss", "unix", "redis-cluster", "redis-sentinel")
+REMOTE_SCHEMES = (
+    *("fs", "redis", "rediss", "unix", "redis-cluster", "redis-sentinel", "resp", "valkey", "s3"),
+    "mooncakestore",
+)
 REMOTE_PLUGINS = ("fs", "redis")
 
 _ONE_SIZE = "LMCache reads every value of it into a buffer of one chunk's size"
@@ -31,11 +34,7 @@ REASONS = {
     "infinistore": "its values end at 40 MB, and " + _NO_SERVER,
     "lm": "its one socket blocks LMCache's event loop and is not opened again once it broke",
     "mock": "it keeps no bytes",
-    "mooncakestore": "it cannot read a single value, and " + _NO_SERVER,
-    "resp": _ONE_SIZE + ", while redis:// reaches the same server",
-    "s3": "LMCache writes and reads only values of one chunk's size there",
     "sagemaker-hyperpod": _NO_SERVER,
-    "valkey": _ONE_SIZE + ", while redis:// and redis-cluster:// reach the same server",
 }
 
 

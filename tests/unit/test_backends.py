@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stores by the scheme of their URL: served, or refused with a reason."""
 
+import json
+import sys
+
 import pytest
+from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.storage_backend.connector import ConnectorAdapter
 from lmcache.v1.utils.subclass_discovery import discover_subclasses
 
-from lmcache_hybrid.config import backends
+from lmcache_hybrid.config import backends, s3
+from lmcache_hybrid.config.mooncake import FILE, rename_options
+from lmcache_hybrid.config.options import settle_lmcache_config
+from lmcache_hybrid.core.errors import ConfigError
 
-from .lmcache_settings import assert_one_sentence, refusal
+from .lmcache_settings import BLOCK, assert_one_sentence, lmcache_config, refusal
 
 
 @pytest.mark.parametrize(
     "url, shown",
     [
-        ("s3://user:secret@bucket", "s3://bucket"),
+        ("azure://user:secret@bucket", "azure://bucket"),
         ("lm://host:1", "lm://host:1"),
         ("infinistore://a:secret@b@host:1", "infinistore://host:1"),
-        ("valkey://host:1", "valkey://host:1"),
         ("nothing", "nothing"),
     ],
 )
@@ -66,6 +72,121 @@ def test_refuses_hosts_without_a_port(scheme, hosts):
     message = refusal(remote_url=f"{scheme}://{hosts}")
     assert_one_sentence(message.replace("://", ""))
     assert "secret" not in message and f"write {scheme}://host:port,host:port" in message
+
+
+S3 = {"remote_url": "s3://records.s3.eu-west-1.amazonaws.com"}
+
+
+@pytest.mark.parametrize("chunk_meta", [{}, {"save_chunk_meta": False}], ids=str)
+@pytest.mark.parametrize("url", [S3["remote_url"], "s3://127.0.0.1:9000", "s3://records.local"])
+def test_serves_a_bucket_with_lmcaches_options(url, chunk_meta):
+    extra = {"s3_region": "eu-west-1", "s3_num_io_threads": "8", "s3_prefer_http2": False}
+    settle_lmcache_config(lmcache_config(remote_url=url, extra_config=extra | chunk_meta), BLOCK)
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://", "s3://user:secret@b.s3", "s3://b.s3/folder", "s3://b.s3/", "s3://b.s3?x=1"]
+)
+def test_refuses_a_bucket_that_is_no_host_name(url):
+    message = refusal(remote_url=url, extra_config={"s3_region": "eu-west-1"})
+    assert_one_sentence(message.replace("://", ""))
+    assert "remote_url='s3:" in message and "secret" not in message
+
+
+@pytest.mark.parametrize(
+    "extra, setting",
+    [
+        ({}, "extra_config.s3_region is not set"),
+        ({"s3_region": None}, "extra_config.s3_region is not set"),
+        ({"s3_region": "x", "save_chunk_meta": True}, "extra_config.save_chunk_meta=True"),
+        ({"s3_region": "x", "s3_num_io_threads": "many"}, "s3_num_io_threads='many'"),
+        ({"s3_region": "x", "s3_num_io_threads": 0}, "s3_num_io_threads=0"),
+    ],
+)
+def test_refuses_options_with_which_lmcache_would_do_without_the_bucket(extra, setting):
+    message = refusal(**S3, extra_config=extra)
+    assert_one_sentence(message.replace("://", ""))
+    assert setting in message
+
+
+@pytest.mark.parametrize(
+    "host, tls_off, told",
+    [
+        ("records.s3.eu-west-1.amazonaws.com", False, False),
+        ("records.ceph.internal:7480", True, True),
+        ("10.0.0.1", True, True),
+        ("127.0.0.1:9000", True, False),
+        ("records.localhost", True, False),
+    ],
+)
+def test_a_bucket_without_tls_is_told(host, tls_off, told):
+    config = lmcache_config(remote_url=f"s3://{host}", extra_config={"disable_tls": tls_off})
+    assert s3.unencrypted(config) == (f"s3://{host}" if told else None)
+
+
+MOONCAKE = {
+    "local_hostname": "here",
+    "metadata_server": "P2PHANDSHAKE",
+    "master_server_address": "master:50051",
+}
+
+
+def mooncake_config(**extra) -> LMCacheEngineConfig:
+    config = lmcache_config(remote_url="mooncakestore://x:1", extra_config=extra)
+    rename_options(config)
+    return config
+
+
+def test_serves_mooncake_with_options_of_either_name(mooncake, monkeypatch):
+    monkeypatch.delenv(FILE, raising=False)
+    config = mooncake_config(**MOONCAKE, device_name="", save_chunk_meta=False)
+    settle_lmcache_config(config, BLOCK)
+    assert config.extra_config["mooncake_master_server_addr"] == "master:50051"
+    config = mooncake_config(**MOONCAKE, mooncake_master_server_addr="other:1")
+    settle_lmcache_config(config, BLOCK)
+    assert config.extra_config["mooncake_master_server_addr"] == "other:1"
+
+
+@pytest.mark.parametrize("missing", MOONCAKE)
+def test_refuses_mooncake_without_what_its_client_needs(missing, mooncake, monkeypatch, tmp_path):
+    monkeypatch.delenv(FILE, raising=False)
+    left = {name: value for name, value in MOONCAKE.items() if name != missing}
+    name = missing.replace("address", "addr")
+    with pytest.raises(ConfigError) as caught:
+        settle_lmcache_config(mooncake_config(**left), BLOCK)
+    assert_one_sentence(str(caught.value))
+    assert f"extra_config.mooncake_{name} is not set" in str(caught.value)
+    file = tmp_path / "mooncake.json"
+    file.write_text(json.dumps(left))
+    monkeypatch.setenv(FILE, str(file))  # wins
+    with pytest.raises(ConfigError, match=f"{FILE}: mooncake_{name} is not set"):
+        settle_lmcache_config(mooncake_config(**MOONCAKE), BLOCK)
+
+
+@pytest.mark.parametrize("text", [None, "{"])
+def test_refuses_a_mooncake_file_that_cannot_be_read(text, mooncake, monkeypatch, tmp_path):
+    file = tmp_path / "mooncake.json"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setenv(FILE, str(file))
+    message = refusal(remote_url="mooncakestore://x:1")
+    assert_one_sentence(message)
+    assert f"{FILE}={str(file)!r} cannot be read" in message
+
+
+def test_refuses_mooncake_without_its_client(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    message = refusal(remote_url="mooncakestore://x:1", extra_config=MOONCAKE)
+    assert_one_sentence(message.replace("://", "").replace("mooncake.store", ""))
+    assert "install mooncake-transfer-engine and the system's libibverbs" in message
+
+
+def test_refuses_mooncake_with_metadata_beside_values():
+    message = refusal(
+        remote_url="mooncakestore://x:1", extra_config=MOONCAKE | {"save_chunk_meta": True}
+    )
+    assert_one_sentence(message.replace("://", ""))
+    assert "save_chunk_meta=True" in message
 
 
 def test_refuses_other_store_plugins():
