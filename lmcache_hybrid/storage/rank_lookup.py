@@ -171,8 +171,8 @@ class _Found:
 class RankLookup:
     """Answers lookups for one rank and owns the claims behind its answers.
 
-    One thread calls :meth:`answer`, with each request's lookups in the order of their numbers;
-    any thread may call the rest.
+    One thread calls :meth:`answer`, with each request's lookups in the order of their numbers,
+    and :meth:`refresh`; any thread may call the rest.
 
     A claim lives until its load takes it (:meth:`take`; the load releases it), its request
     gives it up (:meth:`drop`), or the request's next lookup replaces it. A drop counts also
@@ -190,9 +190,12 @@ class RankLookup:
         self._answering = "", 0
         self._given_up = False
         self._lock = threading.Lock()  # guards these three
+        # What the last lookup used, see refresh(): prefix, boundaries, boundaries inside a block.
+        self._used: tuple[Prefix, tuple[int, ...], tuple[int, ...]] | None = None
 
     def answer(self, request: LookupRequest) -> LookupResult:
         """Find the deepest boundary and claim it in place of the request's last claim."""
+        self.refresh()
         started = time.perf_counter()
         result = self._answer(request)
         asks = request.limit > 0 or request.limit_tail > 0
@@ -203,6 +206,17 @@ class RankLookup:
             )
             self._monitor.looked_up(asked, result.boundary * size + result.tail, started)
         return result
+
+    def refresh(self) -> None:
+        """Mark as recently used what the last lookup found.
+
+        Apart from :meth:`answer`, so that nobody waits for it: what is claimed is not evicted.
+        The next lookup makes up for a call that was left out.
+        """
+        used, self._used = self._used, None
+        if used is not None:
+            prefix, boundaries, inner = used
+            self._store.refresh(used_keys(prefix, boundaries, self._plan, inner))
 
     def _answer(self, request: LookupRequest) -> LookupResult:
         self.drop(request.request_id, request.number)
@@ -229,16 +243,14 @@ class RankLookup:
             self._check_wanted(request)
             claim = self._store.claim({key: found.where[key] for key in keys})
             if claim is not None:
-                inner = (end,) if tail else ()
-                self._store.refresh(used_keys(prefix, () if tail else (boundary,), plan, inner))
+                self._used = prefix, () if tail else (boundary,), (end,) if tail else ()
                 if not self._keep(request, claim):
                     return UNAVAILABLE
                 pages = keys[:: len(plan.attention)][: boundary - floor + bool(tail)]
                 sources = _runs(found.where[key] for key in pages)
                 return LookupResult(boundary, attention, sources, tail=tail)
         # vLLM uses its own copy, which may be gone the next time.
-        local = min(floor, len(prefix.hashes))
-        self._store.refresh(used_keys(prefix, (local,), plan))
+        self._used = prefix, (min(floor, len(prefix.hashes)),), ()
         return LookupResult(0, attention)
 
     def _locate(self, request: LookupRequest, keys: Sequence[RecordKey]) -> dict[RecordKey, str]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lmcache_hybrid.core.groups import GroupPlan, Window
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.protocol.lookup import MISS, UNAVAILABLE, LookupRequest, LookupResult
-from lmcache_hybrid.protocol.prefix import load_keys
+from lmcache_hybrid.protocol.prefix import load_keys, used_keys
 from lmcache_hybrid.storage.rank_lookup import CANDIDATES, RankLookup
 from tests.naive_store import NaiveStore
 
@@ -115,6 +115,19 @@ def test_load_keys_are_what_a_load_reads_and_no_more():
         ("a0", 2 * N), ("a2", 2 * N), ("a0", 3 * N), ("a2", 3 * N), ("s1", 3 * N),
     ]  # fmt: skip
     assert [key.block_hash for key in keys] == [PREFIX.hashes[i] for i in (1, 1, 2, 2, 2)]
+
+
+def test_what_a_lookup_found_is_marked_as_used_once_and_by_the_next_at_the_latest():
+    ranks = one_rank(6, (2, 4))
+    lookup, used = ranks.lookups[0], []
+    ranks.stores[0].refresh = used.append
+    lookup.answer(question(4))
+    assert not used, "the scheduler waits for it"
+    lookup.answer(question(2))
+    assert used == [used_keys(PREFIX, (4,), PLAN)]
+    for _ in range(2):
+        lookup.refresh()
+        assert used[1:] == [used_keys(PREFIX, (2,), PLAN)]
 
 
 # Claims
