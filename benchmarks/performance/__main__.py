@@ -147,16 +147,7 @@ def _ask_stores(name: str, rounds: int, shape) -> dict:
         seconds = {b: profile.profile(b, shape, BLOCKS) for b in path.BACKENDS}
         return {"shape": shape.name, "seconds": seconds}
     lengths = (32_000, 64_000, 128_000)
-    return {
-        "transport": {
-            f"{tokens} tokens, {ranks} ranks": lookups.lookups(tokens, ranks, rounds)
-            for tokens in lengths
-            for ranks in (1, 4)
-        },
-        "real_store": {
-            f"{tokens} tokens": lookups.real_store(tokens, rounds) for tokens in lengths
-        },
-    }
+    return {"transport": lookups.lookups(lengths, (1, 4), rounds)}
 
 
 def _versions() -> dict[str, str]:

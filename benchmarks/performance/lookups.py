@@ -1,105 +1,142 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups over LMCache's ZMQ transport, with ranks as threads of this process."""
+"""Lookups over LMCache's ZMQ transport; each rank is a process, as in an engine."""
 
 import itertools
+import logging
+import multiprocessing
 import time
+import uuid
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
-from benchmarks.performance.path import prefix_of
+from benchmarks.performance.path import prefix_of, rank
 from benchmarks.performance.shapes import QWEN36_27B, Shape
-from lmcache_hybrid.core.keys import ATTENTION, STATE
-from lmcache_hybrid.protocol.lookup import LookupRequest, agree
-from lmcache_hybrid.protocol.prefix import Prefix, load_keys
+from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult, agree
+from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.storage.rank_lookup import RankLookup
-from tests.naive_store import NaiveStore
+
+# Blocks and groups of a real model; a lookup reads no page.
+SHAPE = Shape("tiny pages", QWEN36_27B.block_size, 1, 4096, QWEN36_27B.states, 4096, "")
+TIMEOUT_MS = 10_000
 
 _names = itertools.count()
 
 
-def _config(ranks: int, rank: int = 0) -> SimpleNamespace:
+def _config(engine_id: str, ranks: int, rank_: int = 0) -> SimpleNamespace:
     """What the transport reads of vLLM's configuration."""
     transfer = SimpleNamespace(
-        engine_id=f"bench-{next(_names)}", get_from_extra_config=lambda name, default: default
+        engine_id=engine_id, get_from_extra_config=lambda name, default: default
     )
     return SimpleNamespace(
         kv_transfer_config=transfer,
-        parallel_config=SimpleNamespace(world_size=ranks, rank=rank),
+        parallel_config=SimpleNamespace(world_size=ranks, rank=rank_),
     )
 
 
-class Counted(NaiveStore):
-    """Holds all records of a prefix but their bytes."""
-
-    def __init__(self, prefix: Prefix) -> None:
-        super().__init__()
-        plan, blocks = QWEN36_27B.plan, len(prefix.hashes)
-        for key in load_keys(prefix, 0, blocks, plan):
-            assert key.kind in (ATTENTION, STATE)
-            self.records[key] = bytearray()
+def _prefix(tokens: int) -> Prefix:
+    return prefix_of(tokens // SHAPE.block_size, seed=tokens)
 
 
-def lookups(tokens: int, ranks: int, rounds: int) -> dict[str, float | list[float]]:
-    """Seconds of a lookup that hits at the last boundary of ``tokens`` tokens.
+class _Timed:
+    """A rank's lookup that measures its answers."""
 
-    The store is a dict, so the time is that of our own code and of the transport.
-    ``one_rank`` is what a rank needs for its answer, without the transport.
+    def __init__(self, lookup: RankLookup, forget: Callable[[], None]) -> None:
+        self._lookup, self._forget = lookup, forget
+        self.refresh = lookup.refresh
+        self.seconds: list[float] = []
+
+    def answer(self, request: LookupRequest) -> LookupResult:
+        self._forget()
+        started = time.perf_counter()
+        result = self._lookup.answer(request)
+        if request.limit:
+            self.seconds.append(time.perf_counter() - started)
+        return result
+
+
+def _serve(engine_id: str, rank_: int, lengths: Sequence[int], pipe: Connection) -> None:
+    """Be one rank with prompts of so many tokens in LMCache's RAM, until the pipe is closed.
+
+    Sends the seconds of its answers whenever it is asked. LMCache's keys are made anew for each
+    lookup, as for a prompt that was not seen lately.
     """
-    from lmcache_hybrid.storage.rpc import LookupClient, LookupServer
+    from lmcache_hybrid.storage.rpc import LookupServer
 
-    blocks = tokens // QWEN36_27B.block_size
-    prefix, plan = prefix_of(blocks), QWEN36_27B.plan
-    config = _config(ranks)
-    times: dict[str, list[float]] = {"one_rank": [], "all": []}
-    questions = 0
+    logging.disable(logging.ERROR)
+    with rank("ram", SHAPE, sum(lengths) // SHAPE.block_size) as one:
+        for tokens in lengths:
+            one.save(f"save {tokens}", _prefix(tokens))
+        timed = _Timed(one.lookup, one.store._keys.cache_clear)
+        server = LookupServer(_config(engine_id, 1, rank_))
+        server.serve(timed, lambda epoch: None)
+        try:
+            pipe.send([])
+            while True:
+                pipe.recv()
+                pipe.send(timed.seconds)
+                timed.seconds.clear()
+        except EOFError:
+            server.close()
+
+
+def lookups(
+    lengths: Sequence[int], counts: Sequence[int], rounds: int
+) -> dict[str, dict[str, float | list[float]]]:
+    """Seconds of lookups that hit at the last boundary of a prompt.
+
+    Args:
+        lengths: of the prompts, in tokens.
+        counts: of the ranks that are asked.
+
+    Returns:
+        By prompt and ranks. ``one_rank`` is what a rank needs for its answer without the
+        transport; ``all`` is what the scheduler's thread waits for.
+    """
+    from lmcache_hybrid.storage.rpc import LookupClient
+
+    engine_id, context = f"bench-{uuid.uuid4()}", multiprocessing.get_context("spawn")
     with ExitStack() as stack:
-        found = [RankLookup(plan, Counted(prefix)) for _ in range(ranks)]
-        for rank, lookup in enumerate(found):
-            config.parallel_config.rank = rank
-            server = LookupServer(config)
-            stack.callback(server.close)
-            server.serve(lookup, lambda: None)
-        client = LookupClient(config, timeout_ms=10_000)
-        stack.callback(client.close)
-
-        def ask(question: LookupRequest):
-            nonlocal questions
-            questions += 1
-            return client.ask(question)
-
-        for round_ in range(rounds + 1):
-            started = time.perf_counter()
-            answer = agree(ask, LookupRequest(f"r{round_}", prefix, blocks, 0))
-            ended = time.perf_counter()
-            assert answer.boundary == blocks
-            alone = found[0].answer(LookupRequest(f"s{round_}", prefix, blocks, 0))
-            assert alone.boundary == blocks
-            if round_:
-                times["all"].append(ended - started)
-                times["one_rank"].append(time.perf_counter() - ended)
-            for lookup in found:
-                lookup.drop(f"r{round_}")
-                lookup.drop(f"s{round_}")
-    return {**times, "round_trips": questions / (rounds + 1), "blocks": blocks}
+        pipes = []
+        for number in range(max(counts)):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(engine_id, number, lengths, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            stack.callback(process.join)
+            stack.callback(ours.close)
+            pipes.append(ours)
+        assert all(pipe.recv() == [] for pipe in pipes)
+        found = {}
+        for tokens, ranks in itertools.product(lengths, counts):
+            client = LookupClient(_config(engine_id, ranks), TIMEOUT_MS)
+            stack.callback(client.close)
+            times = _ask(client.ask, _prefix(tokens), rounds)
+            pipes[0].send(None)
+            one_rank = pipes[0].recv()[1:]
+            found[f"{tokens} tokens, {ranks} ranks"] = {**times, "one_rank": one_rank}
+        return found
 
 
-def real_store(tokens: int, rounds: int) -> dict[str, float | list[float]]:
-    """Seconds of one rank's answer from LMCache's RAM backend, keys made anew each time."""
-    from benchmarks.performance.path import rank
+def _ask(
+    send: Callable[[LookupRequest], list[LookupResult]], prefix: Prefix, rounds: int
+) -> dict[str, float | list[float]]:
+    blocks, seconds, questions = len(prefix.hashes), [], 0
 
-    blocks = tokens // QWEN36_27B.block_size
-    shape = Shape("tiny pages", QWEN36_27B.block_size, 1, 4096, QWEN36_27B.states, 4096, "")
-    prefix = prefix_of(blocks)
-    times: list[float] = []
-    with rank("ram", shape, blocks) as one:
-        one.save("save", prefix)
-        for round_ in range(rounds + 1):
-            one.store._keys.cache_clear()
-            started = time.perf_counter()
-            answer = one.lookup.answer(LookupRequest(f"r{round_}", prefix, blocks, 0))
-            ended = time.perf_counter()
-            assert answer.boundary == blocks
-            one.lookup.drop(f"r{round_}")
-            if round_:
-                times.append(ended - started)
-    return {"one_rank": times, "blocks": blocks}
+    def ask(question: LookupRequest) -> list[LookupResult]:
+        nonlocal questions
+        questions += 1
+        return send(question)
+
+    for _ in range(rounds + 1):
+        request = LookupRequest(f"r{next(_names)}", prefix, blocks, 0)
+        started = time.perf_counter()
+        answer = agree(ask, request)
+        seconds.append(time.perf_counter() - started)
+        assert answer.boundary == blocks
+        send(LookupRequest(request.request_id, prefix, 0, 0))  # the claim is given up
+        time.sleep(0.01)  # the ranks are idle again
+    return {"all": seconds[1:], "round_trips": questions / (rounds + 1), "blocks": blocks}

@@ -48,7 +48,7 @@ GOALS: tuple[tuple[str, str, tuple[str, ...], str, float], ...] = (
     ("steps beside a Redis that answers after 50 ms", "slow_lookups", ("slow",), "fast", 1.01),
 )
 MORE_IS_BETTER = {"cold", "plain"}
-LOOKUPS, LOOKUP_MS = ("128000 tokens, 1 ranks", "128000 tokens, 4 ranks"), 5.0
+LOOKUP_MS = {"128000 tokens, 1 ranks": 3.0, "128000 tokens, 4 ranks": 5.0}
 
 
 def _goals(answers: dict) -> str:
@@ -69,10 +69,10 @@ def _goals(answers: dict) -> str:
             bound = f"{'at least' if more else 'at most'} {goal:g}"
             rows.append([f"{what}: {arm}", bound, f"{ratio:.3g}", "yes" if reached else "**no**"])
     if "lookup" in answers:
-        for arm in LOOKUPS:
+        for arm, goal in LOOKUP_MS.items():
             ms = median(answers["lookup"]["transport"][arm]["all"]) * 1e3
-            reached = "yes" if ms <= LOOKUP_MS else "**no**"
-            rows.append([f"lookup, ms: {arm}", f"at most {LOOKUP_MS:g}", f"{ms:.3g}", reached])
+            reached = "yes" if ms <= goal else "**no**"
+            rows.append([f"lookup, ms: {arm}", f"at most {goal:g}", f"{ms:.3g}", reached])
     return _table(["", "goal", "measured", "reached"], rows)
 
 
@@ -196,16 +196,6 @@ def _lookup(name: str, answer: dict) -> str:
             f"{median(found['all']) * 1e3:.2f}",
         ]
         for arm, found in answer["transport"].items()
-    ]
-    rows += [
-        [
-            f"{arm}, LMCache's RAM",
-            str(found["blocks"]),
-            "",
-            f"{median(found['one_rank']) * 1e3:.2f}",
-            "",
-        ]
-        for arm, found in answer["real_store"].items()
     ]
     return _table(["", "blocks", "round trips", "one rank, ms", "all, with transport, ms"], rows)
 

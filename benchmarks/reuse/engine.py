@@ -295,7 +295,9 @@ class ReplayEngine:
 
     def ask(self, question: LookupRequest) -> list[LookupResult]:
         """The scheduler's question to its one rank."""
-        return [self.lookup.answer(question)]
+        answer = self.lookup.answer(question)
+        self.lookup.refresh()
+        return [answer]
 
     # What a trace does to an engine
 

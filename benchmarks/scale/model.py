@@ -84,11 +84,11 @@ class Demand:
 def demand(sizes: Sizes, stream: Stream, engines: int) -> Demand:
     """Commands and bytes of ``engines`` engines that share no request.
 
-    A lookup asks for each block (EXISTS); one that finds the last asks for its states too.
+    A lookup asks for each block (EXISTS) and for the states behind the last one.
     Each record that is read or written is one command.
     """
     rate = engines * stream.requests
-    looked_up = sizes.ranks * (stream.blocks + stream.hits * sizes.groups)
+    looked_up = sizes.ranks * (stream.blocks + sizes.groups)
     read = stream.hits * sizes.records_of(stream.read)
     written = sizes.records_of(stream.stored, stream.boundaries)
     stored = rate * sizes.bytes_of(stream.stored, stream.boundaries)

@@ -9,7 +9,7 @@ another request's pin.
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lmcache.utils import CacheEngineKey
@@ -20,7 +20,7 @@ from lmcache_hybrid.core.keys import RecordKey
 
 # Backends that keep an index here and honour pins.
 PINNING = ("LocalCPUBackend", "LocalDiskBackend")
-# Gives one pin back. Call it exactly once, from any thread.
+# Gives pins back. Call it exactly once, from any thread.
 Unpin = Callable[[], None]
 
 
@@ -46,12 +46,13 @@ class LMCacheClaim:
         self, backends: Mapping[str, Any], engine_key: Callable[[RecordKey], CacheEngineKey]
     ) -> bool:
         """Pin every key whose backend has pins. On False one is gone: release the claim."""
-        for key, location in self.located.items():
-            if location in PINNING:
-                unpin = pin(backends[location], engine_key(key))
-                if unpin is None:
-                    return False
+        for location in PINNING:
+            keys = [engine_key(key) for key, where in self.located.items() if where == location]
+            unpin = pin(backends[location], keys) if keys else None
+            if unpin is not None:
                 self._pinned.append(unpin)
+            elif keys:
+                return False
         return True
 
     def release(self) -> None:
@@ -63,42 +64,50 @@ class LMCacheClaim:
             unpin()
 
 
-def pin(backend: Any, key: CacheEngineKey) -> Unpin | None:
-    """Keep a record from being evicted; None where the backend does not have it.
+def pin(backend: Any, keys: Sequence[CacheEngineKey]) -> Unpin | None:
+    """Keep records from being evicted; None, and no pin, where the backend lacks one.
 
     Args:
         backend: ``LocalCPUBackend`` or ``LocalDiskBackend``, see ``PINNING``.
     """
     if isinstance(backend, LocalCPUBackend):
-        return _pin_memory(backend, key)
+        return _pin_memory(backend, keys)
     assert isinstance(backend, LocalDiskBackend)
-    return _pin_file(backend, key)
+    return _pin_files(backend, keys)
 
 
-def _pin_memory(backend: LocalCPUBackend, key: CacheEngineKey) -> Unpin | None:
-    """Hold a reference, because anybody can take LMCache's own pin away.
+def _pin_memory(backend: LocalCPUBackend, keys: Sequence[CacheEngineKey]) -> Unpin | None:
+    """Hold references, because anybody can take LMCache's own pins away.
 
     LMCache evicts no record that somebody refers to. One that is removed by force keeps its
     memory until the last reference is gone.
     """
     with backend.cpu_lock:
-        memory = backend.hot_cache.get(key)
-        if memory is None:
+        memories = [backend.hot_cache.get(key) for key in keys]
+        if None in memories:
             return None
-        memory.ref_count_up()
-    return memory.ref_count_down
+        for memory in memories:
+            memory.ref_count_up()
+
+    def unpin() -> None:
+        for memory in memories:
+            memory.ref_count_down()
+
+    return unpin
 
 
-def _pin_file(backend: LocalDiskBackend, key: CacheEngineKey) -> Unpin | None:
-    """Pin the index entry; a new file under this key gets another entry."""
+def _pin_files(backend: LocalDiskBackend, keys: Sequence[CacheEngineKey]) -> Unpin | None:
+    """Pin the index entries; a new file under one of these keys gets another entry."""
     with backend.disk_lock:
-        entry = backend.dict.get(key)
-        if entry is None:
+        entries = [backend.dict.get(key) for key in keys]
+        if None in entries:
             return None
-        entry.pin()
+        for entry in entries:
+            entry.pin()
 
     def unpin() -> None:
         with backend.disk_lock:
-            entry.unpin()
+            for entry in entries:
+                entry.unpin()
 
     return unpin

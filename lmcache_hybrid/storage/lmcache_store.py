@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_hybrid.storage.lmcache_store")
 
 TAG = "lmcache.tag."
-# Damaged records to remember at most, and LMCache's keys to keep.
+# Damaged records to remember at most, and LMCache's keys to keep, and their tags.
 MAX_DAMAGED = 4096
-KEPT_KEYS = 1 << 14
+KEPT_KEYS, KEPT_TAGS = 1 << 14, 1 << 10
 
 
 class LMCacheStore:
@@ -117,9 +117,7 @@ class LMCacheStore:
         return self._keys(self._fingerprint, key)
 
     def _make_key(self, fingerprint: bytes, key: RecordKey) -> CacheEngineKey:
-        tags = {f"{TAG}hybrid": f"{key.label}-{fingerprint.hex()[:16]}"}
-        if key.tags:
-            tags[f"{TAG}of"] = tags_digest(key.tags).hex()
+        tags = dict(_engine_tags(fingerprint, key.label, key.tags))
         return CacheEngineKey(
             self._model_name,
             self._metadata.world_size,
@@ -354,3 +352,14 @@ class LMCacheStore:
         for backend in self.manager.storage_backends.values():
             if isinstance(backend, LocalDisk):
                 backend.check_integrity()
+
+
+@functools.lru_cache(KEPT_TAGS)
+def _engine_tags(
+    fingerprint: bytes, label: str, tags: tuple[tuple[str, str], ...]
+) -> Mapping[str, str]:
+    """What :meth:`LMCacheStore.engine_key` says of the tags; all keys of a group share it."""
+    made = {f"{TAG}hybrid": f"{label}-{fingerprint.hex()[:16]}"}
+    if tags:
+        made[f"{TAG}of"] = tags_digest(tags).hex()
+    return made

@@ -40,79 +40,113 @@ class _Found:
     def __init__(
         self,
         plan: GroupPlan,
-        prefix: Prefix,
-        floor: int,
+        request: LookupRequest,
         locate: Callable[[Sequence[RecordKey]], dict[RecordKey, str]],
     ) -> None:
         self.where: dict[RecordKey, str] = {}
-        self._plan, self._prefix, self._floor, self._locate = plan, prefix, floor, locate
+        self._asked: set[RecordKey] = set()
+        self._plan, self._prefix, self._floor = plan, request.prefix, request.floor
+        self._locate = locate
+        size, blocks = plan.block_size, len(self._prefix.hashes)
+        floor = self._floor * size
+        # A partly filled page follows whole ones.
+        limit = min(request.limit * size + request.limit_tail, blocks * size + size - 1)
+        inner = (tokens for tokens in self._prefix.inner if floor < tokens <= limit)
+        # All boundaries in (floor, limit], deepest first, in tokens; and how many are deepest.
+        self._ends = sorted({*range(floor + size, limit + 1, size), *inner}, reverse=True)
+        self._deepest = sum(end >= limit // size * size for end in self._ends)
 
     def attention(self) -> int:
-        """Count the leading blocks whose attention pages all exist, in one call."""
-        groups = self._plan.attention
+        """Count the leading blocks whose attention pages all exist, in one call.
+
+        It locates what the deepest boundaries need, too: those of the last block that may be
+        loaded, where most hits are. Pages past the limit count: they need not be stored again.
+        """
+        groups, ends = self._plan.attention, self._ends[: self._deepest]
         keys = [key for at in range(len(self._prefix.hashes)) for key in self._pages(at, groups)]
-        self._add(keys)
+        tails = (tail_keys(self._prefix, end, self._plan) for end in self._inner(ends))
+        self._add([*keys, *self._needs(self._blocks(ends)), *itertools.chain(*tails)])
         missing = (at for at, key in enumerate(keys) if key not in self.where)
         return next(missing, len(keys)) // len(groups)
 
-    def boundaries(self, limit: int) -> Iterator[int]:
-        """Boundaries in (floor, ``limit``] with all states and windows, deepest first, in tokens.
+    def boundaries(self, attention: int) -> Iterator[int]:
+        """Boundaries with all states and windows, deepest first, in tokens.
 
-        Locates those of the deepest block, where most hits are, then many at once: with
-        :meth:`attention` that is three calls for up to :data:`CANDIDATES` more boundaries, and
-        one more for a state that is found inside a block.
+        Locates those of the deepest block in the call of :meth:`attention`, then
+        :data:`CANDIDATES` more in one call, and in a further one what a state that was found
+        inside a block needs.
+
+        Args:
+            attention: leading blocks whose attention pages all exist.
         """
         size = self._plan.block_size
-        floor = self._floor * size
-        inner = (tokens for tokens in self._prefix.inner if floor < tokens <= limit)
-        ends = sorted({*range(floor + size, limit + 1, size), *inner}, reverse=True)
-        batch = sum(end >= limit // size * size for end in ends)
+        past = sum(end >= (attention + 1) * size for end in self._ends)
+        ends, batch = self._ends[past:], max(0, self._deepest - past) or CANDIDATES
         while ends:
-            yield from sorted(self._complete(ends[:batch]), reverse=True)
+            yield from self._complete(ends[:batch])
             ends, batch = ends[batch:], CANDIDATES
 
-    def _complete(self, ends: Sequence[int]) -> list[int]:
-        """Those of ``ends``, deepest first, that are complete; in two calls at most."""
-        size = self._plan.block_size
-        inner = [end for end in ends if end % size]
-        whole = [end // size for end in ends if not end % size]
-        groups = self._plan.states
-        probes = {end: inner_keys(self._prefix, end, STATE, groups[:1])[0] for end in inner}
-        complete = [block * size for block in self._whole(whole, list(probes.values()))]
-        found = [end for end, probe in probes.items() if probe in self.where]
+    def _inner(self, ends: Sequence[int]) -> list[int]:
+        return [end for end in ends if end % self._plan.block_size]
+
+    def _blocks(self, ends: Sequence[int]) -> range:
+        """The whole boundaries among ``ends``, deepest first, in blocks; there are no gaps."""
+        whole = [end // self._plan.block_size for end in ends if not end % self._plan.block_size]
+        return range(whole[-1], whole[0] + 1) if whole else range(0)
+
+    def _complete(self, ends: Sequence[int]) -> Iterator[int]:
+        """Those of ``ends`` that are complete, deepest first.
+
+        In one call; a second one where a state is found inside a block of which nothing else
+        was asked for yet. All that every such boundary needs would be many keys.
+        """
+        blocks = self._blocks(ends)
+        probes = {
+            end: inner_keys(self._prefix, end, STATE, self._plan.states[:1])[0]
+            for end in self._inner(ends)
+        }
+        self._add([*self._needs(blocks), *probes.values()])
+        whole = {block * self._plan.block_size for block in self._whole(blocks)}
+        found = (end for end, probe in probes.items() if probe in self.where)
         tails = {end: tail_keys(self._prefix, end, self._plan) for end in found}
-        self._add(itertools.chain.from_iterable(tails.values()))
-        return complete + [e for e in found if all(key in self.where for key in tails[e])]
+        for end in sorted(whole.union(tails), reverse=True):
+            if end in tails:
+                self._add(itertools.chain.from_iterable(tails.values()))
+            if end in whole or all(key in self.where for key in tails[end]):
+                yield end
 
     def _add(self, keys: Iterable[RecordKey]) -> None:
-        """Locate those keys that were not found yet."""
-        unknown = [key for key in keys if key not in self.where]
+        """Locate those keys that were not asked for yet."""
+        unknown = [key for key in keys if key not in self._asked]
         if unknown:
+            self._asked.update(unknown)
             self.where.update(self._locate(unknown))
 
-    def _whole(self, blocks: Sequence[int], probes: Sequence[RecordKey]) -> list[int]:
-        """Complete boundaries among ``blocks``, which has no gaps; locates ``probes``, too."""
+    def _needs(self, blocks: range) -> list[RecordKey]:
+        """Keys of the states and window pages of boundaries at ``blocks``, ascending."""
         if not blocks:
-            self._add(probes)
             return []
-        plan, wanted = self._plan, range(blocks[-1], blocks[0] + 1)
-        before, deepest = wanted[0] - 1, wanted[-1]
-        states = {boundary: self._states(boundary) for boundary in wanted}
         pages = [
             key
-            for window in plan.windows
-            for at in range(window.first(self._floor, before + 1), deepest)
+            for window in self._plan.windows
+            for at in range(window.first(self._floor, blocks[0]), blocks[-1])
             for key in self._pages(at, (window.group,))
         ]
-        self._add([*pages, *itertools.chain.from_iterable(states.values()), *probes])
-        gaps = [self._gaps(window, before + 1, deepest) for window in plan.windows]
+        return [*pages, *itertools.chain.from_iterable(map(self._states, blocks))]
+
+    def _whole(self, blocks: range) -> list[int]:
+        """Complete boundaries among ``blocks``, whose keys were located."""
+        if not blocks:
+            return []
+        windows = self._plan.windows
+        gaps = [self._gaps(window, blocks[0], blocks[-1]) for window in windows]
         return [
             boundary
-            for boundary in wanted
-            if all(key in self.where for key in states[boundary])
+            for boundary in blocks
+            if all(key in self.where for key in self._states(boundary))
             and all(
                 gap[boundary] < window.first(self._floor, boundary)
-                for window, gap in zip(plan.windows, gaps, strict=True)
+                for window, gap in zip(windows, gaps, strict=True)
             )
         ]
 
@@ -137,8 +171,8 @@ class _Found:
 class RankLookup:
     """Answers lookups for one rank and owns the claims behind its answers.
 
-    One thread calls :meth:`answer`, with each request's lookups in the order of their numbers;
-    any thread may call the rest.
+    One thread calls :meth:`answer`, with each request's lookups in the order of their numbers,
+    and :meth:`refresh`; any thread may call the rest.
 
     A claim lives until its load takes it (:meth:`take`; the load releases it), its request
     gives it up (:meth:`drop`), or the request's next lookup replaces it. A drop counts also
@@ -156,9 +190,12 @@ class RankLookup:
         self._answering = "", 0
         self._given_up = False
         self._lock = threading.Lock()  # guards these three
+        # What the last lookup used, see refresh(): prefix, boundaries, boundaries inside a block.
+        self._used: tuple[Prefix, tuple[int, ...], tuple[int, ...]] | None = None
 
     def answer(self, request: LookupRequest) -> LookupResult:
         """Find the deepest boundary and claim it in place of the request's last claim."""
+        self.refresh()
         started = time.perf_counter()
         result = self._answer(request)
         asks = request.limit > 0 or request.limit_tail > 0
@@ -169,6 +206,17 @@ class RankLookup:
             )
             self._monitor.looked_up(asked, result.boundary * size + result.tail, started)
         return result
+
+    def refresh(self) -> None:
+        """Mark as recently used what the last lookup found.
+
+        Apart from :meth:`answer`, so that nobody waits for it: what is claimed is not evicted.
+        The next lookup makes up for a call that was left out.
+        """
+        used, self._used = self._used, None
+        if used is not None:
+            prefix, boundaries, inner = used
+            self._store.refresh(used_keys(prefix, boundaries, self._plan, inner))
 
     def _answer(self, request: LookupRequest) -> LookupResult:
         self.drop(request.request_id, request.number)
@@ -187,27 +235,22 @@ class RankLookup:
     def _search(self, request: LookupRequest) -> LookupResult:
         """Find the deepest boundary that can be claimed. Raises _UnwantedError."""
         prefix, plan, floor = request.prefix, self._plan, request.floor
-        found = _Found(plan, prefix, floor, functools.partial(self._locate, request))
-        # Counted beyond the limit, too: stored pages need not be stored again.
-        attention, size = found.attention(), plan.block_size
-        # A partly filled page follows whole ones.
-        limit = min(attention * size + size - 1, request.limit * size + request.limit_tail)
-        for end in found.boundaries(limit):
-            boundary, tail = divmod(end, size)
+        found = _Found(plan, request, functools.partial(self._locate, request))
+        attention = found.attention()
+        for end in found.boundaries(attention):
+            boundary, tail = divmod(end, plan.block_size)
             keys = load_keys(prefix, floor, boundary, plan, tail)
             self._check_wanted(request)
             claim = self._store.claim({key: found.where[key] for key in keys})
             if claim is not None:
-                inner = (end,) if tail else ()
-                self._store.refresh(used_keys(prefix, () if tail else (boundary,), plan, inner))
+                self._used = prefix, () if tail else (boundary,), (end,) if tail else ()
                 if not self._keep(request, claim):
                     return UNAVAILABLE
                 pages = keys[:: len(plan.attention)][: boundary - floor + bool(tail)]
                 sources = _runs(found.where[key] for key in pages)
                 return LookupResult(boundary, attention, sources, tail=tail)
         # vLLM uses its own copy, which may be gone the next time.
-        local = min(floor, len(prefix.hashes))
-        self._store.refresh(used_keys(prefix, (local,), plan))
+        self._used = prefix, (min(floor, len(prefix.hashes)),), ()
         return LookupResult(0, attention)
 
     def _locate(self, request: LookupRequest, keys: Sequence[RecordKey]) -> dict[RecordKey, str]:

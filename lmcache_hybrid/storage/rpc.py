@@ -150,6 +150,7 @@ class LookupServer:
         sender, (verb, body, _) = request
         answer = self._verbs.get(verb, self._answer)(body)
         self._transport.send_response(sender, msgspec.msgpack.encode(answer))
+        self._refresh()
 
     def _answer(self, body: bytes) -> LookupResult:
         try:
@@ -158,6 +159,13 @@ class LookupServer:
         except Exception:
             logger.exception("A cache lookup failed and counts as a miss: its prompt is computed.")
         return UNAVAILABLE
+
+    def _refresh(self) -> None:
+        try:
+            if self._lookup is not None:
+                self._lookup.refresh()
+        except Exception:
+            logger.exception("What a cache lookup found is evicted as if it had not been used.")
 
     def _content(self, body: bytes) -> bytes:
         try:

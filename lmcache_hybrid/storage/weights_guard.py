@@ -79,3 +79,7 @@ class GuardedLookup:
             return self._lookup.answer(request)
         self._lookup.drop(request.request_id, request.number)
         return UNAVAILABLE
+
+    def refresh(self) -> None:
+        """See :meth:`RankLookup.refresh`."""
+        self._lookup.refresh()

@@ -221,6 +221,8 @@ class SimEngine:
             self._late.append(msgspec.structs.replace(question, deadline=0.0))
             return []
         answers = [lookup.answer(question) for lookup in self.lookups]
+        for lookup in self.lookups:
+            lookup.refresh()  # as the server does once it has sent the answer
         self.events["ranks disagree"] += len({answer.boundary for answer in answers}) > 1
         return [] if self.silent == "unheard" else answers
 

@@ -159,6 +159,8 @@ class Ranks:
     def ask(self, question: LookupRequest) -> list[LookupResult]:
         self.questions.append(question)
         answers = [lookup.answer(question) for lookup in self.lookups]
+        for lookup in self.lookups:
+            lookup.refresh()  # as the server does once it has sent the answer
         return [] if self.silent else answers
 
     @property

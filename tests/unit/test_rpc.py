@@ -96,6 +96,20 @@ def test_every_rank_answers(wire):
     assert wire.epochs == [7, 7]
 
 
+@pytest.mark.parametrize("wire", [(1, 10_000)], indirect=True)
+def test_what_a_lookup_found_is_marked_as_used_behind_the_answer(wire, hybrid_log):
+    wire.serve()
+    store, order = wire.stores[0], list(wire.stores[0].records)
+    assert wire.client.ask(QUESTION) == [HIT]
+    done = time.monotonic() + 20
+    while list(store.records) == order:
+        assert time.monotonic() < done
+    store.refresh = None
+    assert wire.client.ask(QUESTION) == [HIT]
+    assert wire.client.clear(1), "the server has died"
+    assert "evicted as if it had not been used" in hybrid_log.text
+
+
 @pytest.mark.parametrize("wire", [(2, 10_000)], indirect=True)
 def test_a_reset_that_fails_on_one_rank_is_no_success(wire):
     wire.serve()

@@ -44,18 +44,30 @@ def trips(monkeypatch) -> Counter:
     return sent
 
 
-def test_a_lookup_in_redis_takes_three_round_trips(box, trips):  # noqa: F811
-    """Of all boundaries only the first has a state: each one deeper was asked for by itself."""
+@pytest.mark.parametrize(
+    "stored, hit, round_trips",
+    [(BLOCKS, BLOCKS, 1), (1, 1, 2), (0, 0, 2)],
+    ids=["hit", "shallower", "miss"],
+)
+def test_a_lookup_in_redis_takes_two_round_trips_at_most(box, trips, stored, hit, round_trips):  # noqa: F811
+    """Of all boundaries one has a state, or none: each one deeper was asked for by itself."""
     box = box("redis").write(load_keys(PREFIX, 0, BLOCKS, PLAN)[:BLOCKS], size=8)
-    box.write(load_keys(PREFIX, 0, 1, PLAN), size=8)
+    if stored:
+        box.write(load_keys(PREFIX, 0, stored, PLAN), size=8)
     before = box.redis.info("commandstats")["cmdstat_exists"]["calls"]
     trips.clear()
     answer = RankLookup(PLAN, box.store).answer(LookupRequest("r", PREFIX, BLOCKS, 0))
-    assert (answer.boundary, answer.attention) == (1, BLOCKS)
-    states = len(PLAN.states) * BLOCKS
-    assert trips == {"round trips": 3, "commands in them": BLOCKS + states}
+    assert (answer.boundary, answer.attention) == (hit, BLOCKS)
+    states = len(PLAN.states) * (BLOCKS if round_trips > 1 else 1)
+    assert trips == {"round trips": round_trips, "commands in them": BLOCKS + states}
     after = box.redis.info("commandstats")["cmdstat_exists"]["calls"]
     assert after - before == BLOCKS + states, "as the server saw it"
+
+
+def test_a_lookup_in_an_empty_redis_takes_one_round_trip(box, trips):  # noqa: F811
+    answer = RankLookup(PLAN, box("redis").store).answer(LookupRequest("r", PREFIX, BLOCKS, 0))
+    assert (answer.boundary, answer.attention) == (0, 0)
+    assert trips["round trips"] == 1
 
 
 @pytest.mark.parametrize("kind", ["ram", "disk"])

@@ -20,21 +20,45 @@ DEFECTS = (
     Defect(
         "a claim pins with what LMCache's pin monitor takes away",
         (
-            (CLAIMS, "        memory.ref_count_up()\n", "        memory.pin()\n"),
-            (CLAIMS, "return memory.ref_count_down", "return memory.unpin"),
+            (CLAIMS, "            memory.ref_count_up()\n", "            memory.pin()\n"),
+            (CLAIMS, "            memory.ref_count_down()\n", "            memory.unpin()\n"),
         ),
     ),
     one(
         "a claim unpins the file that came after its own",
         CLAIMS,
-        "            entry.unpin()\n",
-        "            backend.dict[key].unpin()\n",
+        "            for entry in entries:\n                entry.unpin()\n",
+        "            for key in keys:\n                backend.dict[key].unpin()\n",
     ),
     one(
         "each boundary is asked for by itself",
         "lmcache_hybrid/storage/rank_lookup.py",
         "ends, batch = ends[batch:], CANDIDATES",
         "ends, batch = ends[batch:], 1",
+    ),
+    one(
+        "the deepest boundary is asked for in a call of its own",
+        "lmcache_hybrid/storage/rank_lookup.py",
+        "self._add([*keys, *self._needs(self._blocks(ends)), *itertools.chain(*tails)])",
+        "self._add(keys)",
+    ),
+    one(
+        "one state is enough inside a block",
+        "lmcache_hybrid/storage/rank_lookup.py",
+        "            if end in whole or all(key in self.where for key in tails[end]):\n",
+        "            if end in whole or end in tails:\n",
+    ),
+    one(
+        "what a lookup found is evicted as if it had not been used",
+        "lmcache_hybrid/storage/rpc.py",
+        "        self._refresh()\n",
+        "",
+    ),
+    one(
+        "a lookup forgets what the one before it used",
+        "lmcache_hybrid/storage/rank_lookup.py",
+        "        self.refresh()\n        started = ",
+        "        started = ",
     ),
     one(
         "of a window only the last page is looked at",

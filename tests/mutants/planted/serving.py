@@ -90,8 +90,8 @@ DEFECTS = (
     one(
         "one state group is enough",
         "lmcache_hybrid/storage/rank_lookup.py",
-        "            if all(key in self.where for key in states[boundary])\n",
-        "            if any(key in self.where for key in states[boundary] or [pages[-1]])\n",
+        "            if all(key in self.where for key in self._states(boundary))\n",
+        "            if any(key in self.where for key in self._states(boundary) or self.where)\n",
     ),
     one(
         "the last token is loaded too",
@@ -120,8 +120,8 @@ DEFECTS = (
     one(
         "the user's tags are left out of the store's key",
         STORE,
-        "        if key.tags:\n",
-        "        if False:\n",
+        "    if tags:\n",
+        "    if False:\n",
     ),
     one(
         "groups share one key",
@@ -246,8 +246,9 @@ DEFECTS = (
     one(
         "claims do not pin",
         "lmcache_hybrid/storage/claims.py",
-        "        memory.ref_count_up()\n    return memory.ref_count_down",
-        "    return lambda: None",
+        "            memory.ref_count_up()\n\n    def unpin() -> None:\n"
+        "        for memory in memories:\n            memory.ref_count_down()\n",
+        "            pass\n\n    def unpin() -> None:\n        pass\n",
     ),
     one(
         "an unhealthy store is read all the same",
