@@ -181,14 +181,7 @@ class HybridConnector:
                 )
         context = self._vllm_config.compilation_config.static_forward_context
         reset_scales(self._kv_cache_config, kv_caches, context)
-        largest = max(group.block_bytes for group in pages.values())
-        if not largest:
-            raise ConfigError(
-                f"pipeline_parallel_size={self._vllm_config.parallel_config.pipeline_parallel_size} "
-                "leaves this stage no layer with a KV cache, so it has nothing to store; spread "
-                "the layers otherwise (VLLM_PP_LAYER_PARTITION), or use fewer stages."
-            )
-        check_pool(self._manager.config, largest)
+        check_pool(self._manager.config, max(group.block_bytes for group in pages.values()))
         try:
             # All ranks take part in it, so it comes before anything that may fail on one.
             name = fingerprint(self._vllm_config, self.plan, pages)
