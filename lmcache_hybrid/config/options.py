@@ -19,7 +19,7 @@ from lmcache_hybrid.config.redis_credentials import (
 )
 from lmcache_hybrid.core.digests import PLAIN, Digester, read_key
 from lmcache_hybrid.core.errors import ConfigError
-from lmcache_hybrid.core.groups import ATTENTION_GROUP_KEY
+from lmcache_hybrid.core.groups import ATTENTION_GROUP_KEY, BESIDE_KEY
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -85,6 +85,7 @@ class Options:
         save_decode: whether boundaries in generated tokens are stored.
         digester: keyed when a key file is configured.
         load_policy: one of :data:`POLICIES`; "faster" loads only what would take longer to compute.
+        alone: whether no other connector is beside this one.
     """
 
     attention_group: int | None
@@ -96,6 +97,7 @@ class Options:
     save_decode: bool = False
     digester: Digester = PLAIN
     load_policy: str = POLICIES[0]
+    alone: bool = True
 
 
 def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Options:
@@ -111,7 +113,7 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
         "lmcache.hybrid_load_failure_policy",
     }
     for key in transfer.kv_connector_extra_config:
-        if key.startswith(OWN_PREFIX) and key not in known:
+        if key.startswith(OWN_PREFIX) and key not in known and key != BESIDE_KEY:
             raise ConfigError(f"{key} is not a setting; the settings are {sorted(known)}.")
 
     def whole(key: str, default: int | None) -> int | None:
@@ -144,6 +146,7 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
         save_decode=bool(config.save_decode_cache),
         digester=PLAIN if key_file is None else read_key(KEY_FILE_KEY, str(key_file)),
         load_policy=policy,
+        alone=not transfer.get_from_extra_config(BESIDE_KEY, False),
     )
 
 

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 ATTENTION_GROUP_KEY = "lmcache.hybrid_attention_group"
+# Written by this package: another connector is beside ours in a MultiConnector.
+BESIDE_KEY = "lmcache.hybrid_beside_others"
 
 
 @dataclass(frozen=True)

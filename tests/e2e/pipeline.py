@@ -9,8 +9,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 class StageWorker(CPUWorker):
     """vLLM's CPU worker with the buffer for what the stage before sends.
 
-    vLLM allocates it in a warm-up run, which its CPU backend leaves out with ``enforce_eager``: without
-    it the second stage ends at its first step, with or without a connector (vLLM 0.32.0, 0.33.0).
+    vLLM allocates it in a warm-up run, which its CPU backend leaves out with ``enforce_eager``:
+    the second stage then ends at its first step, with or without a connector. Seen in vLLM 0.32.0;
+    0.33.0 has the same code.
     """
 
     def compile_or_warm_up_model(self) -> Any:
