@@ -112,10 +112,11 @@ def plan_groups(kv_cache_config: "KVCacheConfig", selected: int | None = None) -
         elif kinds == {"window"}:
             windows.append(Window(index, max(_window_blocks(spec) for spec in specs)))
         else:
+            first, rest = group.layer_names[:1], group.layer_names[1:]
             raise ConfigError(
                 f"KV cache group {index} is {_names(group)} (layers "
-                f"{', '.join(group.layer_names[:2])} ...), which LMCache cannot restore by whole "
-                "blocks; start this model without LMCacheConnectorV1."
+                f"{' and '.join([*first, f'{len(rest)} more'])}), which LMCache "
+                "cannot restore by whole blocks; start this model without LMCacheConnectorV1."
             )
     described = _describe(kv_cache_config)
     if not attention or not (states or windows):

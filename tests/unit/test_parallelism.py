@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways to spread a model over ranks: refused ones, pipeline stages, data-parallel folders."""
 
+import copy
 import os
 from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from lmcache_hybrid import connector
 from lmcache_hybrid.config.parallel import check_parallelism, settle_disk_folder
 from lmcache_hybrid.core.errors import ConfigError, LoadError
+from lmcache_hybrid.identity.adapters import ADAPTERS
+from lmcache_hybrid.storage.service_factory import HybridServiceFactory
 from lmcache_hybrid.worker.pages import GroupPages
 
-from .helpers import engine_config
+from .helpers import STATE_SPEC, engine_config
 from .lmcache_settings import assert_one_sentence, lmcache_config
+from .test_vllm_patch import FULL, cache_config
 
 N, BLOCKS = 8, 4
 
@@ -73,6 +79,43 @@ def test_each_data_parallel_engine_has_a_folder_of_its_own(tmp_path):
     config = lmcache_config()
     settle_disk_folder(config, SimpleNamespace(data_parallel_index=1))
     assert config.local_disk is None
+
+
+@pytest.fixture
+def worker(monkeypatch, tmp_path):
+    """Start the worker side of a rank, without LMCache's engine and the lookup's socket."""
+    lmcache = lmcache_config(local_disk=str(tmp_path), max_local_disk_size=1.0)
+    monkeypatch.setattr(connector, "load_lmcache_config", lambda config: lmcache)
+    monkeypatch.setattr(connector, "LookupServer", lambda config: None)
+    monkeypatch.setattr(connector.HybridConnector, "_start_lmcache", lambda *args: None)
+    for name in ("rank", "ranks", "stages"):
+        monkeypatch.setattr(ADAPTERS, name, 1)
+
+    def start(**parallel: int) -> str:
+        config = copy.copy(engine_config("lfm2"))
+        config.parallel_config = copy.copy(config.parallel_config)
+        for name, value in parallel.items():
+            setattr(config.parallel_config, name, value)
+        connector.HybridConnector(config, KVConnectorRole.WORKER, cache_config(FULL, STATE_SPEC))
+        return lmcache.local_disk
+
+    return start
+
+
+def test_a_worker_knows_its_place(worker, tmp_path):
+    folder = worker(
+        pipeline_parallel_size=2, world_size=4, rank=3, data_parallel_index=1, data_parallel_size=1
+    )
+    assert folder == f"{tmp_path}/dp1"
+    assert (ADAPTERS.rank, ADAPTERS.ranks, ADAPTERS.stages) == (3, 4, 2)
+    with pytest.raises(ConfigError, match="decode_context_parallel_size=2"):
+        worker(decode_context_parallel_size=2)
+
+
+def test_lmcache_counts_a_layer_on_a_stage_without_attention():
+    config = engine_config("lfm2")
+    factory = HybridServiceFactory(lmcache_config(chunk_size=N), config, "worker", FULL, 0)
+    assert factory.get_or_create_metadata().kv_shape == (1, 2, N, 2, 64)
 
 
 def test_a_stage_without_a_layer_of_a_group_has_empty_records():
