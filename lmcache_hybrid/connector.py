@@ -24,6 +24,7 @@ from lmcache_hybrid.config.options import (
     read_options,
     settle_lmcache_config,
 )
+from lmcache_hybrid.config.parallel import check_parallelism, settle_disk_folder
 from lmcache_hybrid.config.redis_credentials import unencrypted
 from lmcache_hybrid.core.errors import ConfigError, UnknownWeightsError
 from lmcache_hybrid.core.groups import layer_specs, page_bytes, plan_groups
@@ -86,7 +87,7 @@ class HybridConnector:
 
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        _refuse_parallelism(vllm_config)
+        check_parallelism(vllm_config)
         config = load_lmcache_config(vllm_config)
         self._options = options = read_options(vllm_config, config)
         plan = plan_groups(kv_cache_config, options.attention_group)
@@ -108,7 +109,9 @@ class HybridConnector:
             self._start_scheduler(config, options, unit)
         else:
             parallel = vllm_config.parallel_config
+            settle_disk_folder(config, parallel)
             ADAPTERS.rank, ADAPTERS.ranks = parallel.rank, parallel.world_size
+            ADAPTERS.stages = parallel.pipeline_parallel_size
             self._server = LookupServer(vllm_config)
         self._manager = self._start_lmcache(config, role)
 
@@ -357,17 +360,3 @@ class HybridConnector:
         if not self.scheduler.closed:
             self.scheduler.begin_reset()
             self.scheduler.end_reset(False)
-
-
-def _refuse_parallelism(vllm_config: "VllmConfig") -> None:
-    parallel = vllm_config.parallel_config
-    for name in (
-        "pipeline_parallel_size",
-        "prefill_context_parallel_size",
-        "decode_context_parallel_size",
-    ):
-        value = getattr(parallel, name, 1)
-        if value != 1:
-            raise ConfigError(
-                f"{name}={value} is not supported by LMCache on a hybrid model yet; set it to 1."
-            )

@@ -7,10 +7,12 @@ All of it runs in ``VllmConfig.__post_init__``: in the API server, and again in 
 import functools
 import os
 from collections.abc import Callable
+from typing import Any
 
 from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
 from vllm.logger import init_logger
 
+from lmcache_hybrid.core.groups import BESIDE_KEY
 from lmcache_hybrid.upstream import versions
 
 logger = init_logger("vllm.lmcache_hybrid.config.options")
@@ -147,8 +149,9 @@ def _settle_hybrid(config: VllmConfig) -> None:
             "for this hybrid model; remove --no-enable-prefix-caching."
         )
     _refuse_unsound(config)
+    own = _settle_neighbours(transfer)
     _settle_hash(cache)
-    wanted = transfer.get_from_extra_config(LOAD_FAILURE_KEY, "recompute")
+    wanted = own.get(LOAD_FAILURE_KEY, "recompute")
     if wanted not in ("recompute", "fail"):
         raise ValueError(f"{LOAD_FAILURE_KEY}={wanted!r} is unknown; use 'recompute' or 'fail'.")
     if transfer.kv_load_failure_policy != wanted:
@@ -159,6 +162,34 @@ def _settle_hybrid(config: VllmConfig) -> None:
             LOAD_FAILURE_KEY,
         )
         transfer.kv_load_failure_policy = wanted
+
+
+def _settle_neighbours(transfer: KVTransferConfig) -> dict[str, Any]:
+    """Check the connectors beside ours in a ``MultiConnector``, and tell ours of them.
+
+    Returns:
+        The ``kv_connector_extra_config`` of our connector.
+    """
+    if transfer.kv_connector == CONNECTOR:
+        return transfer.kv_connector_extra_config
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    children = transfer.kv_connector_extra_config["connectors"]
+    own = [child for child in children if child.get("kv_connector") == CONNECTOR]
+    if len(own) > 1:
+        raise ValueError(
+            f"kv_connector_extra_config names {CONNECTOR} {len(own)} times in 'connectors', and "
+            "one process has one LMCache engine; name it once."
+        )
+    for child in children:
+        if not KVConnectorFactory.supports_hma_config(KVTransferConfig(**child)):
+            raise ValueError(
+                f"MultiConnector cannot serve this hybrid model: {child['kv_connector']} does not "
+                "know several KV cache groups (SupportsHMA); remove it from 'connectors'."
+            )
+    extra = own[0].setdefault("kv_connector_extra_config", {})
+    extra[BESIDE_KEY] = len(children) > 1
+    return extra
 
 
 def _refuse_unsound(config: VllmConfig) -> None:

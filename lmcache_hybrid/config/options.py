@@ -24,7 +24,7 @@ from lmcache_hybrid.config.s3 import SCHEME as S3
 from lmcache_hybrid.config.s3 import check_s3
 from lmcache_hybrid.core.digests import PLAIN, Digester, read_key
 from lmcache_hybrid.core.errors import ConfigError
-from lmcache_hybrid.core.groups import ATTENTION_GROUP_KEY
+from lmcache_hybrid.core.groups import ATTENTION_GROUP_KEY, BESIDE_KEY
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -90,6 +90,7 @@ class Options:
         save_decode: whether boundaries in generated tokens are stored.
         digester: keyed when a key file is configured.
         load_policy: one of :data:`POLICIES`; "faster" loads only what would take longer to compute.
+        alone: whether no other connector is beside this one.
     """
 
     attention_group: int | None
@@ -101,6 +102,7 @@ class Options:
     save_decode: bool = False
     digester: Digester = PLAIN
     load_policy: str = POLICIES[0]
+    alone: bool = True
 
 
 def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Options:
@@ -116,7 +118,7 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
         "lmcache.hybrid_load_failure_policy",
     }
     for key in transfer.kv_connector_extra_config:
-        if key.startswith(OWN_PREFIX) and key not in known:
+        if key.startswith(OWN_PREFIX) and key not in known and key != BESIDE_KEY:
             raise ConfigError(f"{key} is not a setting; the settings are {sorted(known)}.")
 
     def whole(key: str, default: int | None) -> int | None:
@@ -149,6 +151,7 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
         save_decode=bool(config.save_decode_cache),
         digester=PLAIN if key_file is None else read_key(KEY_FILE_KEY, str(key_file)),
         load_policy=policy,
+        alone=not transfer.get_from_extra_config(BESIDE_KEY, False),
     )
 
 

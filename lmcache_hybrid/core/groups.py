@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 ATTENTION_GROUP_KEY = "lmcache.hybrid_attention_group"
+# Written by this package: another connector is beside ours in a MultiConnector.
+BESIDE_KEY = "lmcache.hybrid_beside_others"
 
 
 @dataclass(frozen=True)
@@ -110,9 +112,10 @@ def plan_groups(kv_cache_config: "KVCacheConfig", selected: int | None = None) -
         elif kinds == {"window"}:
             windows.append(Window(index, max(_window_blocks(spec) for spec in specs)))
         else:
+            first, rest = group.layer_names[:1], group.layer_names[1:]
             raise ConfigError(
                 f"KV cache group {index} is {_names(group)} (layers "
-                f"{group.layer_names[0]} and {len(group.layer_names) - 1} more), which LMCache "
+                f"{' and '.join([*first, f'{len(rest)} more'])}), which LMCache "
                 "cannot restore by whole blocks; start this model without LMCacheConnectorV1."
             )
     described = _describe(kv_cache_config)
@@ -143,14 +146,18 @@ def layer_specs(group: "KVCacheGroupSpec") -> "Collection[KVCacheSpec]":
     return iter_layer_specs(group.kv_cache_spec)
 
 
-def page_bytes(group: "KVCacheGroupSpec", layers: Sequence[str] = ()) -> int:
-    """Bytes stored for one block of ``layers`` (all by default), padding left out."""
+def page_bytes(group: "KVCacheGroupSpec", layers: Sequence[str] | None = None) -> int:
+    """Bytes stored for one block of ``layers`` (all by default), padding left out.
+
+    0 on a pipeline stage that has no layer of the group.
+    """
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     spec = group.kv_cache_spec
     several = isinstance(spec, UniformTypeKVCacheSpecs)
     specs = spec.kv_cache_specs if several else dict.fromkeys(group.layer_names, spec)
-    return sum(specs[name].real_page_size_bytes for name in layers or specs)
+    names = group.layer_names if layers is None else layers
+    return sum(specs[name].real_page_size_bytes for name in names)
 
 
 def _kind(spec: "KVCacheSpec") -> str | None:

@@ -78,10 +78,12 @@ class LoadedAdapters:
     Attributes:
         rank, ranks: number of this rank, and of all ranks of the engine. Where experts are
             spread over more ranks, the content is unknown.
+        stages: of the pipeline. With several nothing is known: each would have to know whether
+            the others still hold an adapter, before it saves, and they are at other steps.
     """
 
     def __init__(self) -> None:
-        self.rank, self.ranks = 0, 1
+        self.rank, self.ranks, self.stages = 0, 1, 1
         self._manager: WorkerLoRAManager | None = None
         self._read: Callable[[WorkerLoRAManager, LoRARequest], LoRAModel] | None = None
         self._contents: dict[int, bytes] = {}
@@ -131,6 +133,11 @@ class LoadedAdapters:
 
     def content(self, lora: LoRARequest) -> bytes:
         """Digest what a request with ``lora`` would be computed with; UNKNOWN where unsure."""
+        if self.stages > 1:
+            logger.warning_once(
+                "Requests with LoRA adapters are not cached with pipeline parallelism."
+            )
+            return UNKNOWN
         known = self._known(lora)
         if known == UNKNOWN:
             return UNKNOWN

@@ -275,7 +275,7 @@ class HybridScheduler:
 
     def transferred(self, output: "KVConnectorOutput") -> None:
         """Take note of loads that ended on all ranks, and of those that failed on one."""
-        failed = output.failed_recving or ()
+        failed = self._loading & set(output.failed_recving or ())  # not other connectors'
         self._policy.ended(output.finished_recving or (), failed)
         for request_id in failed:
             tracker = self._trackers.get(request_id)
@@ -312,6 +312,11 @@ class HybridScheduler:
             Whether vLLM must keep the request's blocks until every rank has reported it.
         """
         tracker = self._trackers.get(request.request_id)
+        if not self._options.alone:
+            # MultiConnector does not count it beside another's save: the first of the two that
+            # ends frees the blocks, and the second ends the engine.
+            self._planner.drop_offers("beside_others", len(offers))
+            return False
         if tracker is None or not tracker.saving or tracker.background is not None:
             if tracker is None or tracker.saving:
                 self._planner.drop_offers("not_running", len(offers))

@@ -47,11 +47,12 @@ class HybridServiceFactory(VllmServiceFactory):
         if self.metadata is None:
             metadata = super().get_or_create_metadata()
             # LMCache counts every layer of the model, and for MLA keeps one rank's
-            # bytes for all; states are sharded, so each rank keeps its own.
+            # bytes for all; states are sharded, so each rank keeps its own. A pipeline stage
+            # may have no attention layer.
             self.metadata = dataclasses.replace(
                 metadata,
                 kv_shape=(
-                    self._num_attention_layers,
+                    max(1, self._num_attention_layers),
                     2,
                     self.lmcache_config.chunk_size,
                     self._attention.num_kv_heads,

@@ -27,7 +27,8 @@ class GroupPages:
         block_bytes: bytes of one block over all layers, without padding.
         rows: uint8 [num_blocks, bytes], the KV cache itself; one after the other they
             are the bytes of a block as they are stored. Never inference tensors. None
-            while the memory is freed.
+            while the memory is freed, and on a pipeline stage that has no layer of the group:
+            its records are empty.
         layout: one string per layer that says which value of a block is where in them.
     """
 
@@ -54,6 +55,7 @@ class GroupPages:
             num_blocks = min(tensor.shape[0] for tensor in tensors.values())
         self.num_blocks = num_blocks
         self.layers = tuple(tensors)
+        self._mapped = True
         self._map(tensors)
 
     def _map(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -75,6 +77,7 @@ class GroupPages:
         """
         self.rows = []
         self._host = None
+        self._mapped = False
 
     def map(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Map the layers' tensors again, wherever their memory is now. Idempotent.
@@ -84,6 +87,7 @@ class GroupPages:
         """
         before = self.layout, self.block_bytes
         self._map({name: _single_tensor(name, kv_caches.get(name)) for name in self.layers})
+        self._mapped = True
         if (self.layout, self.block_bytes) != before:
             now = self.layout
             self.layout, self.block_bytes = before
@@ -163,7 +167,7 @@ class GroupPages:
         return [(row[block], part) for row, part in zip(self.rows, parts)]
 
     def _check(self, block: int, data: torch.Tensor) -> None:
-        if not self.rows:
+        if not self._mapped:
             raise LoadError("vLLM has freed the KV cache to sleep", "asleep")
         # Not asserts: with python -O other bytes would be stored.
         if not 0 < block < self.num_blocks:

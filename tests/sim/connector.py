@@ -82,7 +82,8 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
             self._registered = self.kv_caches = rank.kv_caches()
             self._device = rank.device
             pages = {
-                group: GroupPages([f"layer{group}"], self.kv_caches) for group in self.plan.groups
+                group: GroupPages(rank.layers[group], self.kv_caches, rank.num_blocks)
+                for group in self.plan.groups
             }
             if rank.device is not None:
                 pages = {

@@ -11,7 +11,7 @@ lie on a simulated device and each rank has threads, see :mod:`tests.sim.device`
 """
 
 import os
-from collections import Counter, deque
+from collections import Counter
 from functools import partial
 from unittest import mock
 
@@ -41,6 +41,7 @@ from lmcache_hybrid.worker import loads
 from . import device, integrity, orders
 from .connector import SimConnector
 from .device import Device
+from .flight import Flight
 from .model import ToyRank, Truth
 from .setup import Setup, base_config
 from .storage import MODEL, FaultyStore, ManualExecutor, N, Pool, RankView, storage
@@ -82,7 +83,6 @@ class SimEngine:
         self.events: Counter[str] = Counter()
         self.requests: dict[str, Request] = {}
         self._truths: dict[str, Truth] = {}
-        self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._late: list[LookupRequest] = []
         base, structured_output = base_config()
         config = setup.vllm_config(base)
@@ -121,11 +121,13 @@ class SimEngine:
         for rank in self.ranks:
             SimConnector.rank = rank.rank
             ToyRank.running = rank
-            rank.connector = LMCacheConnectorV1(config, KVConnectorRole.WORKER, kv_cache_config)
+            own = setup.kv_cache_config(rank.rank)
+            rank.connector = LMCacheConnectorV1(config, KVConnectorRole.WORKER, own)
             rank.order = orders.make_order(setup.runner, rank.connector, config, setup.drafts > 0)
         self.hybrid = self.scheduler.connector._hybrid.scheduler
-        self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, setup.ranks)
+        aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, setup.ranks)
         self._depth = config.max_concurrent_batches
+        self._queue = Flight(self.ranks, setup.stages, self._truths, aggregator)
 
     def _checkpoints(self, config, kv_cache_config, block_size: int):
         """(offset, column) of a chunk's checkpoint, as vLLM's backends find them."""
@@ -160,6 +162,7 @@ class SimEngine:
                 {window.group: setup.window for window in self.plan.windows},
                 setup.drafts,
                 Device(setup.device, self.threads, pool.reuses) if setup.device else None,
+                layers=setup.layers(rank),
             )
             for rank in range(setup.ranks)
         ]
@@ -236,18 +239,17 @@ class SimEngine:
         if self.setup.answers and self.steps % self.setup.answers == 0:
             while self.asking.run():
                 self.events["late answers"] += 1
-        results = [rank.execute(output, self._truths) for rank in self.ranks]
+        self._queue.schedule(output)
         while self._late:
             question = self._late.pop()
             assert all(lookup.answer(question).boundary == 0 for lookup in self.lookups)
-        self._queue.append((output, self._aggregator.aggregate(results)))
         self.check_devices()
         if len(self._queue) < self._depth and output.total_num_scheduled_tokens:
             return
         self._finish_step()
 
     def _finish_step(self) -> None:
-        output, result = self._queue.popleft()
+        output, result = self._queue.finish()
         for rank in self.ranks:
             rank.await_tokens()
         self.check_devices()

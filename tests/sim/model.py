@@ -14,7 +14,7 @@ the rank's device with all that it needs; without a device it happens at once.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -103,6 +103,7 @@ class ToyRank:
             (end, tokens) of the chunk; offset 0 for none.
         checkpoints: states that were written inside a chunk.
         resumed: requests that arrived as new ones after a preemption.
+        layers: names by group; a pipeline stage may have none of a group.
     """
 
     rank: int
@@ -118,6 +119,7 @@ class ToyRank:
     connector: object = None
     checkpoints: int = 0
     resumed: int = 0
+    layers: list[list[str]] = field(default_factory=list)
     requests: dict[str, _Running] = field(default_factory=dict)
 
     running: ClassVar["ToyRank"]
@@ -142,12 +144,22 @@ class ToyRank:
         ]
 
     def kv_caches(self) -> dict[str, torch.Tensor]:
-        """One layer per group: attention fills a page, a state its first 16 bytes."""
+        """By layer: those of attention share a page, one state is in its first 16 bytes.
+
+        Where a stage has two state layers in a group, the second one's bytes mean nothing: so
+        stages have records of other lengths.
+        """
         pages = torch.from_numpy(self.pages)
-        return {
-            f"layer{group}": pages[:, :2] if group in self.states else pages
-            for group in (*self.attention, *self.windows, *self.states)
-        }
+        caches = {}
+        for group, names in enumerate(self.layers):
+            width = 2 if group in self.states else self.block_size // max(1, len(names))
+            for index, name in enumerate(names):
+                caches[name] = pages[:, index * width : (index + 1) * width]
+        return caches
+
+    def _held(self, groups: Iterable[int]) -> list[int]:
+        """Those of ``groups`` of which this rank has a layer."""
+        return [group for group in groups if self.layers[group]]
 
     # One step, in the runner's order
 
@@ -258,7 +270,7 @@ class ToyRank:
         now = -(-(request.computed + count) // size) - 1
         request.state_index = now
         if before != -1 and before != now:
-            for group in self.states:
+            for group in self._held(self.states):
                 ids = request.block_ids[group]
                 self._copy_page(ids[before + request.accepted - 1], ids[now], 2)
             request.accepted = 1
@@ -272,9 +284,9 @@ class ToyRank:
             end - len(drafts) + accepted
         ):
             accepted += 1
-        for group in (*self.attention, *self.windows):
+        for group in self._held((*self.attention, *self.windows)):
             self._attend(request_id, group, start, end, end - len(drafts) + accepted)
-        for group in self.states:
+        for group in self._held(self.states):
             self._advance(request_id, group, start, end - len(drafts), len(drafts), accepted)
         request.state_tokens = end - len(drafts)
         if end < request.known:
@@ -366,6 +378,6 @@ class ToyRank:
             request.accepted = 1
             if not bias:
                 return
-        for group in self.states:
+        for group in self._held(self.states):
             ids = request.block_ids[group]
             self._copy_page(ids[source + bias], ids[target], 2)

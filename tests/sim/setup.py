@@ -49,6 +49,8 @@ class Setup:
             multiples of this from their start (``prefill_checkpoint_alignment``); 0: they do not.
         junctions: ``enable_mamba_shared_prefix_checkpoint``: with ``mtp`` and a ``hash_size``
             below N a state is kept at a junction inside a block.
+        stages: the ranks are the stages of a pipeline, each with other layers. Some have no
+            layer of a group.
     """
 
     groups: str = "sa"
@@ -75,6 +77,16 @@ class Setup:
     interior: int = 0
     junctions: bool = False
     faster: bool = False
+    stages: bool = False
+
+    def layers(self, rank: int) -> list[list[str]]:
+        """Names of a rank's layers, by group."""
+        if not self.stages:
+            return [[f"layer{group}"] for group in range(len(self.groups))]
+        counts = [(rank + group) % 3 for group in range(len(self.groups))]
+        return [
+            [f"layer{group}.{rank}.{i}" for i in range(count)] for group, count in enumerate(counts)
+        ]
 
     @property
     def longest(self) -> int:
@@ -100,6 +112,9 @@ class Setup:
         scheduler.max_num_seqs = self.seqs
         scheduler.async_scheduling = self.overlap
         scheduler.policy = "priority" if self.priority else "fcfs"
+        if self.stages:
+            config.parallel_config = copy.copy(config.parallel_config)
+            config.parallel_config.pipeline_parallel_size = self.ranks
         if self.drafts:
             config.speculative_config = SpeculativeConfig(
                 method="ngram",
@@ -113,7 +128,8 @@ class Setup:
                 config.speculative_config.method = "mtp"
         return config
 
-    def kv_cache_config(self) -> KVCacheConfig:
+    def kv_cache_config(self, rank: int = 0) -> KVCacheConfig:
+        """A rank's; vLLM gives the first one's to the scheduler."""
         groups = []
         for index, letter in enumerate(self.groups):
             if letter == "a":
@@ -139,7 +155,7 @@ class Setup:
                     num_prefill_checkpoint_blocks=int(self.interior > 0),
                     prefill_checkpoint_alignment=self.interior or None,
                 )
-            groups.append(KVCacheGroupSpec([f"layer{index}"], spec))
+            groups.append(KVCacheGroupSpec(self.layers(rank)[index], spec))
         return KVCacheConfig(
             num_blocks=self.blocks,
             kv_cache_tensors=[],

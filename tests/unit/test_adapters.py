@@ -104,6 +104,11 @@ def test_equal_content_is_equal_wherever_and_whenever_it_was_written(tmp_path):
     assert one == loaded(write(tmp_path / "two", when=2 * 10**18))
 
 
+def test_nothing_is_known_where_stages_are_at_other_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(ADAPTERS, "stages", 2)
+    assert loaded(write(tmp_path / "one")) == UNKNOWN
+
+
 @pytest.mark.parametrize(
     "change",
     [

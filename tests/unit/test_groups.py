@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import copy
 import dataclasses
 
 import pytest
@@ -161,6 +162,17 @@ def test_page_bytes_count_every_layer():
     groups = config(several(FULL, WIDE_FULL), FULL, STATE).kv_cache_groups
     sizes = [page_bytes(group) for group in groups]
     assert sizes == [5 * FULL.page_size_bytes, 2 * FULL.page_size_bytes, 2 * 128]
+
+
+def test_a_stage_without_a_layer_of_a_group_plans_as_the_others_do():
+    """vLLM keeps the specs of such a group, of all layers where they differ."""
+    whole = config(several(FULL, WIDE_FULL), STATE)
+    stage = copy.deepcopy(whole)
+    for group in stage.kv_cache_groups:
+        group.layer_names.clear()
+    assert plan_groups(stage) == plan_groups(whole) and is_served(stage)
+    assert [page_bytes(group) for group in stage.kv_cache_groups] == [0, 0]
+    assert [page_bytes(group, ()) for group in whole.kv_cache_groups] == [0, 0]
 
 
 @pytest.mark.parametrize(

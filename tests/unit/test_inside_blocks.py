@@ -55,6 +55,24 @@ def test_the_page_of_a_prompt_that_ends_with_its_block_is_a_record_of_its_own():
     assert {(key.kind, key.boundary) for key, _ in whole.pages(INSIDE)} == {(ATTENTION, 2 * N)}
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_a_request_ends_with_is_stored_unless_another_connector_may_hold_its_blocks(alone):
+    """MultiConnector frees them at the first of two reports and fails at the second."""
+    one = Rig(plan=INSIDE, hash_block_size=UNIT, alone=alone)
+    request, end = asked(N + 3 * UNIT + 1), N + 3 * UNIT
+    one.match(request)
+    one.scheduler.allocated(request, table(request), 0)
+    one.forward(request, request.num_tokens)
+    offers = [(group, 50 + group, end) for group in STATES]
+    assert one.scheduler.finished_inside(request, table(request), offers) is alone
+    one.scheduler.finished(request)
+    metadata = one.step()
+    assert [save.request_id for save in metadata.saves] == [request.request_id] * alone
+    assert len(metadata.ended) == alone
+    dropped = one.scheduler.counts.dropped_offers
+    assert dropped == ({} if alone else {"beside_others": len(STATES)})
+
+
 @pytest.mark.parametrize("end", [UNIT, 3 * UNIT])
 def test_a_prompt_shorter_than_a_block_is_loaded(end):
     one, request = rig(), asked(N - 1)

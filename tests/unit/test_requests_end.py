@@ -45,6 +45,16 @@ def test_completions_of_unknown_requests_are_ignored():
     assert rig.scheduler.num_tracked == 0
 
 
+def test_loads_of_other_connectors_say_nothing_of_ours():
+    """MultiConnector tells each of its connectors of all loads."""
+    rig = Rig()
+    request = make_request(tokens=3 * N)
+    rig.prefill(request)
+    rig.loaded(request, failed=True)
+    assert rig.scheduler.counts.failed_loads == 0
+    assert rig.forward(request, 1) is None, "what is stored is stored again"
+
+
 def test_a_decode_step_does_nothing():
     request = make_request()
     rig = Rig()

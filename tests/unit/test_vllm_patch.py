@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import vllm_patch
+from lmcache_hybrid.core.groups import BESIDE_KEY
 from vllm_patch import configuration, connector
 
 from .helpers import LMCACHE, STATE_SPEC, engine_config
@@ -195,6 +196,51 @@ def test_the_failure_policy_can_be_chosen():
 def test_prefix_caching_is_needed():
     with pytest.raises(ValueError, match="enable_prefix_caching=False leaves no boundary"):
         engine_config("qwen3_next", enable_prefix_caching=False)
+
+
+OURS = {"kv_connector": LMCACHE, "kv_role": "kv_both"}
+OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+
+
+def beside(*connectors: dict, **more) -> VllmConfig:
+    """A hybrid model with a MultiConnector."""
+    return engine_config(
+        "qwen3_next",
+        connector="MultiConnector",
+        extra={"connectors": [dict(each) for each in connectors]},
+        **more,
+    )
+
+
+def test_other_connectors_may_be_beside_ours():
+    config = beside(OURS, OFFLOADING)
+    assert not config.scheduler_config.disable_hybrid_kv_cache_manager
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    config.__post_init__()
+    ours, other = config.kv_transfer_config.kv_connector_extra_config["connectors"]
+    assert ours["kv_connector_extra_config"] == {BESIDE_KEY: True} and other == OFFLOADING
+    alone = beside(OURS).kv_transfer_config.kv_connector_extra_config["connectors"]
+    assert alone[0]["kv_connector_extra_config"] == {BESIDE_KEY: False}
+
+
+def test_the_failure_policy_beside_others_is_the_one_of_ours():
+    chosen = {**OURS, "kv_connector_extra_config": {configuration.LOAD_FAILURE_KEY: "fail"}}
+    assert beside(OFFLOADING, chosen).kv_transfer_config.kv_load_failure_policy == "fail"
+
+
+@pytest.mark.parametrize(
+    "connectors, sentence",
+    [
+        ((OURS, OFFLOADING, OURS), f"names {LMCACHE} 2 times in 'connectors', .*; name it once."),
+        (
+            (OURS, {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}),
+            r"ExampleConnector does not know .* \(SupportsHMA\); remove it from 'connectors'.",
+        ),
+    ],
+)
+def test_connectors_that_cannot_be_beside_ours_are_refused(connectors, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        beside(*connectors)
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}

@@ -227,7 +227,7 @@ LMCACHE = (
     *attributes(
         _CONFIG,
         "_CONFIG_DEFINITIONS",
-        "local_cpu local_disk "
+        "local_cpu "
         "remote_storage_plugins priority_limit min_retrieve_tokens save_decode_cache "
         "lookup_timeout_ms blocking_timeout_secs extra_config",
     ),
@@ -239,6 +239,11 @@ LMCACHE = (
             "use_layerwise",
             "enable_async_loading",
         )
+    ),
+    Hook(
+        _CONFIG,
+        "_CONFIG_DEFINITIONS.local_disk",
+        replaced_in="lmcache_hybrid/config/parallel.py",
     ),
     # The doctor opens every backend, with little memory.
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.max_local_cpu_size", replaced_in=_DOCTOR),

@@ -95,6 +95,10 @@ VLLM = (
     Hook(f"{_LOADER}.weight_checksum", "compute_tensor_digests", ("model",)),
     *attributes("vllm.distributed.parallel_state", "GroupCoordinator", "world_size cpu_group"),
     Hook(_CONFIG, "ParallelConfig.enable_elastic_ep"),
+    Hook(
+        "vllm.distributed.kv_transfer.kv_connector.factory",
+        "KVConnectorFactory.supports_hma_config",
+    ),
     Hook(_CONFIG, "SpeculativeConfig.draft_model_config"),
     *attributes(_CONFIG, "ModelConfig", "hf_config hf_config_path"),
     # vllm_patch/configuration.py

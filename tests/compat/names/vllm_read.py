@@ -44,7 +44,8 @@ READ = (
     *attributes(
         _CONFIG,
         "ParallelConfig",
-        "pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size",
+        "pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size "
+        "data_parallel_index nnodes_within_dp",
     ),
     *attributes(_CONFIG, "SpeculativeConfig", "method num_speculative_tokens"),
     *attributes(_SPECS, "AttentionSpec", "num_kv_heads head_size"),

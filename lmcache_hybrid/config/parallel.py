@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which ways to spread a model over ranks are served, and each data-parallel engine's folder."""
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lmcache_hybrid.config.folders import check_folder
+from lmcache_hybrid.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lmcache.v1.config import LMCacheEngineConfig
+    from vllm.config import VllmConfig
+
+# Of vLLM's ParallelConfig: (why it is refused above 1, and the fix).
+_REFUSED: dict[str, Callable[[int], str]] = {
+    "prefill_context_parallel_size": lambda size: (
+        f"splits a prompt over {size} ranks, and no rank has the state behind its part: a state "
+        "needs all tokens before it; use --tensor-parallel-size"
+    ),
+    "decode_context_parallel_size": lambda size: (
+        f"spreads an attention block over {size} ranks' blocks, token by token, so it spans {size} "
+        "times the tokens of a state's block: LMCache has one block size for both; set it to 1"
+    ),
+    "nnodes_within_dp": lambda size: (
+        f"spreads the ranks of one engine over {size} hosts, and lookups reach one host's ranks "
+        "only; use one engine per host with a shared redis:// or fs:// store"
+    ),
+}
+
+
+def check_parallelism(vllm_config: "VllmConfig") -> None:
+    """Refuse what spreads tokens, or one engine's lookups, beyond a rank's reach.
+
+    Raises:
+        ConfigError: context parallelism, ranks on several hosts, or a drafter over the pipeline
+            stages of vLLM's V1 model runner.
+    """
+    parallel = vllm_config.parallel_config
+    for name, why in _REFUSED.items():
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            raise ConfigError(f"{name}={size} {why(size)}.")
+    stages = parallel.pipeline_parallel_size
+    if stages > 1 and vllm_config.speculative_config and not vllm_config.use_v2_model_runner:
+        # There ``wait_for_save`` of a step with drafts is called on the last stage only.
+        raise ConfigError(
+            f"pipeline_parallel_size={stages} with --speculative-config on vLLM's V1 model runner "
+            "lets only the last stage save, so nothing could be hit; unset "
+            "VLLM_USE_V2_MODEL_RUNNER=0, or remove one of the two."
+        )
+
+
+def settle_disk_folder(config: "LMCacheEngineConfig", parallel: Any) -> None:
+    """Give each data-parallel engine a folder of its own. Mutates ``config``; call it once.
+
+    One that is shared would have two indices, each blind to the other's files. The first engine
+    uses the folder itself, as an engine without data parallelism does; the others ``dp1``,
+    ``dp2`` and so on in it.
+
+    Args:
+        parallel: vLLM's ParallelConfig of the engine.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    engine = parallel.data_parallel_index
+    if not config.local_disk or not engine:
+        return
+    folders = [
+        os.path.join(folder.strip(), f"dp{engine}") for folder in config.local_disk.split(",")
+    ]
+    for folder in folders:
+        check_folder("local_disk", folder)
+    config.local_disk = ",".join(folders)
