@@ -40,6 +40,7 @@ class GroupPlan:
         states: groups whose state at B makes a hit at B, in order.
         selected_attention: the attention group forwarded to ``request_finished``.
         windows: groups whose last pages before B make a hit at B, in order.
+        replicated: attention groups whose pages are equal on all tensor-parallel ranks.
         unit: U, tokens between two boundaries; divides N. 0 for N: no hits inside a block.
     """
 
@@ -48,6 +49,7 @@ class GroupPlan:
     states: tuple[int, ...]
     selected_attention: int
     windows: tuple[Window, ...] = ()
+    replicated: tuple[int, ...] = ()
     unit: int = 0
 
     def with_unit(self, unit: int) -> "GroupPlan":
@@ -99,6 +101,7 @@ def plan_groups(kv_cache_config: "KVCacheConfig", selected: int | None = None) -
     attention: list[int] = []
     windows: list[Window] = []
     states: list[int] = []
+    replicated: list[int] = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         specs = layer_specs(group)
         kinds = {_kind(spec) for spec in specs}
@@ -107,6 +110,8 @@ def plan_groups(kv_cache_config: "KVCacheConfig", selected: int | None = None) -
             states.append(index)
         elif kinds == {"attention"}:
             attention.append(index)
+            if all(map(_is_replicated, specs)):
+                replicated.append(index)
         elif kinds == {"window"}:
             windows.append(Window(index, max(_window_blocks(spec) for spec in specs)))
         else:
@@ -129,7 +134,14 @@ def plan_groups(kv_cache_config: "KVCacheConfig", selected: int | None = None) -
             f"{ATTENTION_GROUP_KEY}={selected} is not an attention group; the groups are "
             f"{described}, choose one of {attention}."
         )
-    return GroupPlan(block_size, tuple(attention), tuple(states), selected, tuple(windows))
+    return GroupPlan(
+        block_size,
+        tuple(attention),
+        tuple(states),
+        selected,
+        tuple(windows),
+        tuple(replicated),
+    )
 
 
 def layer_specs(group: "KVCacheGroupSpec") -> "Collection[KVCacheSpec]":
@@ -170,6 +182,17 @@ def _kind(spec: "KVCacheSpec") -> str | None:
     if type(spec) is SlidingWindowSpec and not spec.extra_retained_tokens:
         return "window"
     return None
+
+
+def _is_replicated(spec: "KVCacheSpec") -> bool:
+    """Whether vLLM says that all tensor-parallel ranks hold the same bytes of a layer.
+
+    It does for latent attention (MLA), whose one latent is of all heads. None is "not known".
+    """
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    latent = type(spec) is MLAAttentionSpec and spec.num_kv_heads == 1
+    return latent and spec.max_tp_shards == 1
 
 
 def _window_blocks(spec: "KVCacheSpec") -> int:

@@ -43,7 +43,16 @@ from .connector import SimConnector
 from .device import Device
 from .model import ToyRank, Truth
 from .setup import Setup, base_config
-from .storage import MODEL, FaultyStore, ManualExecutor, N, Pool, RankView, storage
+from .storage import (
+    MODEL,
+    FaultyStore,
+    ManualExecutor,
+    N,
+    Pool,
+    RankView,
+    make_replicas,
+    storage,
+)
 from .threads import Threads
 
 # Steps without progress after which a request counts as stuck.
@@ -158,14 +167,16 @@ class SimEngine:
                 self.plan.attention,
                 self.plan.states,
                 {window.group: setup.window for window in self.plan.windows},
+                self.plan.replicated,
                 setup.drafts,
                 Device(setup.device, self.threads, pool.reuses) if setup.device else None,
             )
             for rank in range(setup.ranks)
         ]
         self.views = [RankView(storage(), rank, setup.ranks) for rank in range(setup.ranks)]
+        replicas = make_replicas(self.plan) if setup.ranks > 1 else None
         self.stores = [
-            FaultyStore(view, MODEL, bytes([rank + 1]) * 16, N * 8)
+            FaultyStore(view, MODEL, bytes([rank + 1]) * 16, N * 8, replicas=replicas)
             for rank, view in enumerate(self.views)
         ]
         pool.bound_once()

@@ -3,8 +3,9 @@
 
 The attention page of a block holds, for each of its tokens, a hash of all tokens
 up to and with that one; the state at n holds n and the hash of the first n
-tokens. Both are mixed with rank and group. So one look at a page tells whether
-it is the right one, where a real model's would have to be guessed from its output.
+tokens. Both are mixed with group and, where ranks hold different bytes, with the rank.
+So one look at a page tells whether it is the right one, where a real model's would
+have to be guessed from its output.
 
 The forward follows vLLM's model runners in align mode (``preprocess_mamba``,
 ``_update_states``, ``postprocess_mamba_align_gpu``): block tables grow by
@@ -96,6 +97,7 @@ class ToyRank:
         pages: int64 [num_blocks, N]; every group's blocks lie in it, one group a block.
         attention, states: group indices.
         windows: tokens that a token sees, itself included, by window group.
+        replicated: groups whose pages are equal on all ranks.
         draft_blocks: speculative state blocks per request (``num_speculative_blocks``).
         device: where the pages lie; None: in host memory.
         order: of the connector's calls, as the runner makes them.
@@ -111,6 +113,7 @@ class ToyRank:
     attention: tuple[int, ...]
     states: tuple[int, ...]
     windows: dict[int, int] = field(default_factory=dict)
+    replicated: tuple[int, ...] = ()
     draft_blocks: int = 0
     device: Device | None = None
     checkpoint: Callable[[int, int], tuple[int, int]] = lambda end, count: (0, -1)
@@ -137,8 +140,9 @@ class ToyRank:
         """Compute other bytes from now on. Pages stay what they are."""
         groups = len(self.attention) + len(self.windows) + len(self.states)
         self._mix = [
-            np.int64(hash((self.rank + 1, group + 1, version)) & 0x7FFFFFFFFFFFFFFF)
+            np.int64(hash((rank + 1, group + 1, version)) & 0x7FFFFFFFFFFFFFFF)
             for group in range(groups)
+            for rank in (-1 if group in self.replicated else self.rank,)
         ]
 
     def kv_caches(self) -> dict[str, torch.Tensor]:

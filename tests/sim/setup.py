@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.structured_output import StructuredOutputManager
@@ -32,7 +33,8 @@ class Setup:
     """Shape of one simulated deployment.
 
     Attributes:
-        groups: one letter per KV cache group, "a" for attention, "w" for a window, "s" for states.
+        groups: one letter per KV cache group: "a" for attention, "m" for attention with pages that
+            are equal on all ranks (MLA), "w" for a window, "s" for states.
         window: tokens of sliding windows.
         batch: most tokens per step.
         hash_size: tokens per block hash, N or a divisor.
@@ -119,6 +121,14 @@ class Setup:
             if letter == "a":
                 spec = FullAttentionSpec(
                     block_size=N, num_kv_heads=1, head_size=2, dtype=torch.bfloat16
+                )
+            elif letter == "m":
+                spec = MLAAttentionSpec(
+                    block_size=N,
+                    num_kv_heads=1,
+                    head_size=4,
+                    dtype=torch.bfloat16,
+                    max_tp_shards=1,
                 )
             elif letter == "w":
                 spec = SlidingWindowSpec(

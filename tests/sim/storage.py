@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter, deque
 from concurrent.futures import Future
 
@@ -10,7 +11,9 @@ import torch
 from lmcache.v1.config import LMCacheEngineConfig
 
 from lmcache_hybrid.core.errors import LoadError
+from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.storage.lmcache_store import LMCacheStore
+from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.tools.standalone import make_engine
 from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder
 
@@ -153,8 +156,22 @@ class RankView:
         return getattr(self._engine, name)
 
 
+# Of each engine another one, as drawn at its start.
+_salts = itertools.count()
+
+
+def make_replicas(plan: GroupPlan) -> Replicas | None:
+    """The names of what all ranks of an engine hold alike."""
+    if not plan.replicated:
+        return None
+    salt = next(_salts).to_bytes(16, "big")
+    return Replicas(frozenset(plan.replicated), b"alike on all of.", 0, salt)
+
+
 class FaultyStore(LMCacheStore):
     """The real store with faults that a program switches on.
+
+    All ranks share its RAM, so one of them writes what all hold alike.
 
     Attributes:
         failing: so many next fetches fail.
@@ -169,6 +186,10 @@ class FaultyStore(LMCacheStore):
     damaged: set = set()
     wronged = 0
     pause = staticmethod(lambda: None)
+
+    @staticmethod
+    def is_shared(backend) -> bool:
+        return True
 
     def discard(self, key) -> None:
         self.wronged += self.engine_key(key) not in self.damaged

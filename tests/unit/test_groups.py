@@ -23,6 +23,7 @@ N = 384
 SHAPE = dict(block_size=N, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
 FULL = FullAttentionSpec(**SHAPE)
 MLA = MLAAttentionSpec(**SHAPE)
+LATENT = dataclasses.replace(MLA, num_kv_heads=1, max_tp_shards=1)
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=128)
 CHUNKED = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=128)
 STATE = MambaSpec(block_size=N, shapes=((4, 8),), dtypes=(torch.float32,), mamba_cache_mode="align")
@@ -45,6 +46,34 @@ def config(*specs) -> KVCacheConfig:
 )
 def test_plan(specs, attention, states):
     assert plan_groups(config(*specs)) == GroupPlan(N, attention, states, attention[0])
+
+
+def replicated(spec) -> tuple[int, ...]:
+    return plan_groups(config(STATE, spec, FULL)).replicated
+
+
+def test_latent_attention_is_equal_on_all_ranks():
+    assert replicated(LATENT) == (1,)
+    assert replicated(several(LATENT, dataclasses.replace(LATENT, head_size=32))) == (1,)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MLA,  # vLLM does not say
+        dataclasses.replace(LATENT, max_tp_shards=2),
+        dataclasses.replace(LATENT, num_kv_heads=2),
+        # One head of keys on each rank need not be the same one.
+        dataclasses.replace(FULL, num_kv_heads=1, max_tp_shards=1),
+        FULL,
+    ],
+)
+def test_nothing_else_is_taken_for_equal(spec):
+    assert replicated(spec) == ()
+
+
+def test_a_group_is_equal_where_all_of_its_layers_are():
+    assert replicated(several(LATENT, dataclasses.replace(LATENT, max_tp_shards=None))) == ()
 
 
 def test_the_users_attention_group_is_selected():
