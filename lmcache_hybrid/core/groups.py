@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sorts KV cache groups into attention, windows and states; refuses all others."""
+"""Sorts KV cache groups into attention, windows, states and scratch; refuses all others."""
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -59,7 +60,7 @@ class GroupPlan:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Indices of all groups."""
+        """Indices of all groups that have records; scratch groups have none."""
         return (*self.attention, *(window.group for window in self.windows), *self.states)
 
 
@@ -105,6 +106,8 @@ def plan_groups(kv_cache_config: "KVCacheConfig", selected: int | None = None) -
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         specs = layer_specs(group)
         kinds = {_kind(spec) for spec in specs}
+        if kinds == {"scratch"}:
+            continue
         if kinds == {"state"}:
             _refuse_other_modes(index, specs)
             states.append(index)
@@ -168,6 +171,7 @@ def page_bytes(group: "KVCacheGroupSpec", layers: Sequence[str] = ()) -> int:
 def _kind(spec: "KVCacheSpec") -> str | None:
     """What a hit needs of a layer; None for a spec that is not served."""
     from vllm.v1.kv_cache_interface import (
+        CircularBufferSpec,
         FullAttentionSpec,
         MambaSpec,
         MLAAttentionSpec,
@@ -176,6 +180,10 @@ def _kind(spec: "KVCacheSpec") -> str | None:
 
     if isinstance(spec, MambaSpec):
         return "state"
+    # A block per request, of what is not compressed yet: nothing at a boundary. vLLM's own hits
+    # come without it, too.
+    if type(spec) is CircularBufferSpec and not spec.prefix_cacheable:
+        return "scratch"
     # Exact types: a subclass may drop or share blocks in ways not served here.
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return "attention"
@@ -210,13 +218,16 @@ def _refuse_other_modes(index: int, states: "Iterable[KVCacheSpec]") -> None:
 
 
 def _block_size(kv_cache_config: "KVCacheConfig") -> int:
-    sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
-    if len(sizes) != 1:
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    sizes = {spec.block_size for spec in specs}
+    served = {spec.block_size for spec in specs if spec.prefix_cacheable}
+    # vLLM hits at common multiples of all blocks, also of those that hold scratch.
+    if len(served) != 1 or max(served) % math.lcm(*sizes):
         raise ConfigError(
             f"block sizes {sorted(sizes)} of KV cache groups {_describe(kv_cache_config)} differ; "
             "remove --block-size and --mamba-block-size so that vLLM unifies them."
         )
-    return sizes.pop()
+    return served.pop()
 
 
 def _describe(kv_cache_config: "KVCacheConfig") -> str:

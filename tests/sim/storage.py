@@ -156,18 +156,6 @@ class RankView:
         return getattr(self._engine, name)
 
 
-# Of each engine another one, as drawn at its start.
-_salts = itertools.count()
-
-
-def make_replicas(plan: GroupPlan) -> Replicas | None:
-    """The names of what all ranks of an engine hold alike."""
-    if not plan.replicated:
-        return None
-    salt = next(_salts).to_bytes(16, "big")
-    return Replicas(frozenset(plan.replicated), b"alike on all of.", 0, salt)
-
-
 class FaultyStore(LMCacheStore):
     """The real store with faults that a program switches on.
 
@@ -204,6 +192,22 @@ class FaultyStore(LMCacheStore):
 
     def reserve(self, payload_bytes: int):
         return None if self.full else super().reserve(payload_bytes)
+
+
+# Of each engine another one, as drawn at its start.
+_salts = itertools.count()
+
+
+def make_stores(views: list[RankView], plan: GroupPlan) -> list[FaultyStore]:
+    """The stores of all ranks of one engine."""
+    replicas = None
+    if plan.replicated and len(views) > 1:
+        salt = next(_salts).to_bytes(16, "big")
+        replicas = Replicas(frozenset(plan.replicated), b"alike on all of.", 0, salt)
+    return [
+        FaultyStore(view, MODEL, bytes([rank + 1]) * 16, N * 8, replicas=replicas)
+        for rank, view in enumerate(views)
+    ]
 
 
 class ManualExecutor:

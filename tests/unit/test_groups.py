@@ -5,6 +5,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     HiSparseResidentSpec,
     KVCacheConfig,
@@ -15,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import GroupPlan, Window, is_served, page_bytes, plan_groups
@@ -156,6 +158,50 @@ def test_refuses_a_model_without_both_kinds(specs):
 def test_refuses_different_block_sizes(odd):
     with pytest.raises(ConfigError, match=r"block sizes \[128, 384\] .*differ; remove"):
         plan_groups(config(FULL, STATE, dataclasses.replace(odd, block_size=128)))
+
+
+# Scratch
+
+RING = CircularBufferSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("size", [16, N])
+def test_scratch_is_left_out_of_records(size):
+    """Wherever its group is; the other groups keep their indices."""
+    ring = dataclasses.replace(RING, block_size=size)
+    assert plan_groups(config(ring, STATE, ring, FULL)) == GroupPlan(N, (3,), (1,), 3)
+    several = UniformTypeKVCacheSpecs(
+        block_size=size, kv_cache_specs={f"g0.{name}": ring for name in "ab"}
+    )
+    assert plan_groups(config(several, STATE, FULL)).groups == (2, 1)
+
+
+def test_vllm_itself_hits_without_scratch():
+    """That is why a hit needs nothing of it."""
+    served = config(RING, STATE, FULL)
+    assert served.prefix_cacheable_group_ids == (1, 2) == plan_groups(served).groups[::-1]
+    manager = KVCacheSpecRegistry.get_manager_class(RING)
+    hit = manager.find_longest_cache_hit([], N, [0], None, RING, False, N)
+    assert hit == (([],), 0)
+
+
+def test_refuses_scratch_that_vllm_looks_for():
+    class Kept(CircularBufferSpec):
+        prefix_cacheable = True
+
+    with pytest.raises(ConfigError, match="group 0 is Kept"):
+        plan_groups(config(Kept(**vars(RING)), STATE, FULL))
+
+
+def test_refuses_scratch_whose_blocks_move_vllms_hits():
+    with pytest.raises(ConfigError, match=r"block sizes \[160, 384\] .*differ; remove"):
+        plan_groups(config(FULL, STATE, dataclasses.replace(RING, block_size=160)))
+
+
+def test_scratch_alone_makes_no_model_of_ours():
+    assert not is_served(config(RING, FULL))
+    with pytest.raises(ConfigError, match="lack attention or state groups"):
+        plan_groups(config(RING, STATE))
 
 
 # Groups of several specs
