@@ -185,12 +185,18 @@ def test_vllm_itself_hits_without_scratch():
     assert hit == (([],), 0)
 
 
-def test_refuses_scratch_that_vllm_looks_for():
-    class Kept(CircularBufferSpec):
-        prefix_cacheable = True
+def test_refuses_scratch_that_vllm_looks_for(monkeypatch):
+    monkeypatch.setattr(CircularBufferSpec, "prefix_cacheable", True)
+    with pytest.raises(ConfigError, match="group 0 is CircularBufferSpec"):
+        plan_groups(config(dataclasses.replace(RING, block_size=N), STATE, FULL))
 
-    with pytest.raises(ConfigError, match="group 0 is Kept"):
-        plan_groups(config(Kept(**vars(RING)), STATE, FULL))
+
+def test_refuses_an_unknown_kind_of_scratch():
+    class Unknown(CircularBufferSpec):
+        pass
+
+    with pytest.raises(ConfigError, match="group 0 is Unknown"):
+        plan_groups(config(Unknown(**vars(RING)), STATE, FULL))
 
 
 def test_refuses_scratch_whose_blocks_move_vllms_hits():

@@ -12,6 +12,7 @@ from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.protocol.lookup import LookupRequest, agree
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.storage.rank_lookup import RankLookup
+from lmcache_hybrid.storage.record import digests_of
 from lmcache_hybrid.storage.record_names import Replicas
 
 from ..helpers import payload_of, put
@@ -165,8 +166,9 @@ def test_ranks_keep_pages_in_their_own_ram_beside_a_shared_store(ranks):
 def test_store_location_holds_for_such_pages_too(ranks, location, kept):
     _, second = ranks("fs", local_cpu=True, store_location=location)
     put(second.store, KEYS, MAX_PAYLOAD)
-    until(lambda: len(second.store.locate(KEYS)) == kept, "the records were not written")
-    assert set(second.store.locate(KEYS).values()) == {location}
+    until(lambda: not second.backend.put_tasks, "the records were not written")
+    located = second.store.locate(KEYS)
+    assert len(located) == kept and set(located.values()) == {location}
 
 
 @shared
@@ -251,6 +253,9 @@ def test_a_failed_put_releases_its_buffers(ranks, rank):
         raise OSError("broken backend")
 
     one.manager.batched_put = broken
+    buffers = [one.store.reserve(MAX_PAYLOAD) for _ in PAGE_KEYS]
+    for buffer in buffers:
+        buffer.digests = digests_of(memoryview(buffer.payload.numpy()))
     with pytest.raises(OSError):
-        put(one.store, PAGE_KEYS, MAX_PAYLOAD)
-    assert one.used() == one.start
+        one.store.put(zip(PAGE_KEYS, buffers, strict=True))
+    assert [buffer.memory.get_ref_count() for buffer in buffers] == [0] * len(PAGE_KEYS)
