@@ -37,9 +37,10 @@ from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 from lmcache_hybrid.storage.key_names import readable_name
 from lmcache_hybrid.storage.rank_lookup import RankLookup
+from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.storage.rpc import LookupClient, LookupServer
 from lmcache_hybrid.storage.weights_guard import GuardedLookup, WeightsGuard
-from lmcache_hybrid.worker.fingerprint import fingerprint
+from lmcache_hybrid.worker.fingerprint import fingerprints
 from lmcache_hybrid.worker.pages import GroupPages
 from lmcache_hybrid.worker.scales import reset_scales
 from lmcache_hybrid.worker.worker import HybridWorker
@@ -185,7 +186,7 @@ class HybridConnector:
         check_pool(self._manager.config, max(group.block_bytes for group in pages.values()))
         try:
             # All ranks take part in it, so it comes before anything that may fail on one.
-            name = fingerprint(self._vllm_config, self.plan, pages)
+            name, replicas = fingerprints(self._vllm_config, self.plan, pages)
         except UnknownWeightsError as error:
             logger.warning(
                 "LMCache is off on this rank, which computes every prompt, because %s.", error
@@ -199,7 +200,7 @@ class HybridConnector:
                 "until the engine is restarted with a working store."
             )
             return
-        self._open_store(engine, pages, name)
+        self._open_store(engine, pages, name, replicas)
 
     def unregister_kv_caches(self) -> None:
         """Stop using the KV cache: vLLM is about to free its memory (sleep mode). Idempotent."""
@@ -217,7 +218,13 @@ class HybridConnector:
         except ConfigError as error:
             logger.error("LMCache loads and stores nothing on this rank any more: %s", error)
 
-    def _open_store(self, engine: Any, pages: dict[int, GroupPages], name: bytes) -> None:
+    def _open_store(
+        self,
+        engine: Any,
+        pages: dict[int, GroupPages],
+        name: bytes,
+        replicas: Replicas | None,
+    ) -> None:
         from lmcache_hybrid.storage.host_memory import report_pool
         from lmcache_hybrid.storage.lmcache_store import LMCacheStore
 
@@ -230,12 +237,22 @@ class HybridConnector:
             name[:8].hex(),
             f", sealed with the key {digester.key_id.hex()}" if digester.key_id else "",
         )
+        if replicas is not None:
+            replicas = replicas.sealed_with(digester)
+            logger.info(
+                "Pages of KV cache groups %s are equal on all tensor-parallel ranks: rank %d "
+                "writes them to stores that ranks share, with the fingerprint %s.",
+                self.plan.replicated,
+                replicas.owner,
+                replicas.fingerprint[:8].hex(),
+            )
         store = LMCacheStore(
             engine,
             readable_name(model),
             name,
             max(group.block_bytes for group in pages.values()),
             digester,
+            replicas,
         )
         monitor = LMCacheMonitor(engine.stats_monitor)
         self._lookup = RankLookup(self.plan, store, monitor)

@@ -122,5 +122,5 @@ class NaiveStore:
 
     arrange = refresh
 
-    def clear(self) -> None:
+    def clear(self, epoch: int) -> None:
         self.records.clear()

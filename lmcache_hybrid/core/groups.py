@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sorts KV cache groups into attention, windows and states; refuses all others."""
+"""Sorts KV cache groups into attention, windows, states and scratch; refuses all others."""
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -42,6 +43,7 @@ class GroupPlan:
         states: groups whose state at B makes a hit at B, in order.
         selected_attention: the attention group forwarded to ``request_finished``.
         windows: groups whose last pages before B make a hit at B, in order.
+        replicated: attention groups whose pages are equal on all tensor-parallel ranks.
         unit: U, tokens between two boundaries; divides N. 0 for N: no hits inside a block.
     """
 
@@ -50,6 +52,7 @@ class GroupPlan:
     states: tuple[int, ...]
     selected_attention: int
     windows: tuple[Window, ...] = ()
+    replicated: tuple[int, ...] = ()
     unit: int = 0
 
     def with_unit(self, unit: int) -> "GroupPlan":
@@ -59,7 +62,7 @@ class GroupPlan:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Indices of all groups."""
+        """Indices of all groups that have records; scratch groups have none."""
         return (*self.attention, *(window.group for window in self.windows), *self.states)
 
 
@@ -101,14 +104,19 @@ def plan_groups(kv_cache_config: "KVCacheConfig", selected: int | None = None) -
     attention: list[int] = []
     windows: list[Window] = []
     states: list[int] = []
+    replicated: list[int] = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         specs = layer_specs(group)
         kinds = {_kind(spec) for spec in specs}
+        if kinds == {"scratch"}:
+            continue
         if kinds == {"state"}:
             _refuse_other_modes(index, specs)
             states.append(index)
         elif kinds == {"attention"}:
             attention.append(index)
+            if all(map(_is_replicated, specs)):
+                replicated.append(index)
         elif kinds == {"window"}:
             windows.append(Window(index, max(_window_blocks(spec) for spec in specs)))
         else:
@@ -132,7 +140,14 @@ def plan_groups(kv_cache_config: "KVCacheConfig", selected: int | None = None) -
             f"{ATTENTION_GROUP_KEY}={selected} is not an attention group; the groups are "
             f"{described}, choose one of {attention}."
         )
-    return GroupPlan(block_size, tuple(attention), tuple(states), selected, tuple(windows))
+    return GroupPlan(
+        block_size,
+        tuple(attention),
+        tuple(states),
+        selected,
+        tuple(windows),
+        tuple(replicated),
+    )
 
 
 def layer_specs(group: "KVCacheGroupSpec") -> "Collection[KVCacheSpec]":
@@ -163,6 +178,7 @@ def page_bytes(group: "KVCacheGroupSpec", layers: Sequence[str] | None = None) -
 def _kind(spec: "KVCacheSpec") -> str | None:
     """What a hit needs of a layer; None for a spec that is not served."""
     from vllm.v1.kv_cache_interface import (
+        CircularBufferSpec,
         FullAttentionSpec,
         MambaSpec,
         MLAAttentionSpec,
@@ -171,12 +187,27 @@ def _kind(spec: "KVCacheSpec") -> str | None:
 
     if isinstance(spec, MambaSpec):
         return "state"
+    # A block per request, of what is not compressed yet: nothing at a boundary. vLLM's own hits
+    # come without it, too.
+    if type(spec) is CircularBufferSpec and not spec.prefix_cacheable:
+        return "scratch"
     # Exact types: a subclass may drop or share blocks in ways not served here.
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return "attention"
     if type(spec) is SlidingWindowSpec and not spec.extra_retained_tokens:
         return "window"
     return None
+
+
+def _is_replicated(spec: "KVCacheSpec") -> bool:
+    """Whether vLLM says that all tensor-parallel ranks hold the same bytes of a layer.
+
+    It does for latent attention (MLA), whose one latent is of all heads. None is "not known".
+    """
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    latent = type(spec) is MLAAttentionSpec and spec.num_kv_heads == 1
+    return latent and spec.max_tp_shards == 1
 
 
 def _window_blocks(spec: "KVCacheSpec") -> int:
@@ -194,13 +225,16 @@ def _refuse_other_modes(index: int, states: "Iterable[KVCacheSpec]") -> None:
 
 
 def _block_size(kv_cache_config: "KVCacheConfig") -> int:
-    sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
-    if len(sizes) != 1:
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    sizes = {spec.block_size for spec in specs}
+    served = {spec.block_size for spec in specs if spec.prefix_cacheable}
+    # vLLM hits at common multiples of all blocks, also of those that hold scratch.
+    if len(served) != 1 or max(served) % math.lcm(*sizes):
         raise ConfigError(
             f"block sizes {sorted(sizes)} of KV cache groups {_describe(kv_cache_config)} differ; "
             "remove --block-size and --mamba-block-size so that vLLM unifies them."
         )
-    return sizes.pop()
+    return served.pop()
 
 
 def _describe(kv_cache_config: "KVCacheConfig") -> str:

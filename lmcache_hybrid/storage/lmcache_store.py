@@ -8,14 +8,12 @@ mode, ``store_location``, ``retrieve_locations``, pins.
 
 import functools
 import math
-import os
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.storage_backend.cache_policy.base_policy import BaseCachePolicy
 from lmcache.v1.storage_backend.cache_policy.lru import LRUCachePolicy
@@ -32,7 +30,8 @@ from lmcache_hybrid.storage.buffer import LMCacheBuffer
 from lmcache_hybrid.storage.claims import LMCacheClaim
 from lmcache_hybrid.storage.disk.backend import LocalDisk, record_shape
 from lmcache_hybrid.storage.read_memory import Staging
-from lmcache_hybrid.storage.record import open_record, record_bytes, seal, tags_digest
+from lmcache_hybrid.storage.record import open_record, record_bytes, seal
+from lmcache_hybrid.storage.record_names import RecordNames, Replicas
 from lmcache_hybrid.storage.remote import connectors as remote
 from lmcache_hybrid.storage.remote.reader import RemoteReader
 
@@ -41,10 +40,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.lmcache_hybrid.storage.lmcache_store")
 
-TAG = "lmcache.tag."
-# Damaged records to remember at most, and LMCache's keys to keep, and their tags.
+# Damaged records to remember at most.
 MAX_DAMAGED = 4096
-KEPT_KEYS, KEPT_TAGS = 1 << 14, 1 << 10
 
 
 class LMCacheStore:
@@ -65,6 +62,7 @@ class LMCacheStore:
         fingerprint: bytes,
         max_payload: int,
         digester: Digester = PLAIN,
+        replicas: Replicas | None = None,
     ) -> None:
         """Wrap an engine after its ``post_init``.
 
@@ -74,19 +72,18 @@ class LMCacheStore:
             fingerprint: 16 bytes naming model, layout and rank.
             max_payload: bytes of the largest record's payload.
             digester: keyed where others can write to a backend.
+            replicas: records that other ranks have, too; None where there are none.
         """
         self._engine = engine
         self.manager = engine.storage_manager
-        self._model_name = model_name
-        self._fingerprint, self._digester = fingerprint, digester
-        self._metadata = engine.metadata
+        self._digester = digester
+        self._names = RecordNames(model_name, engine.metadata, fingerprint, replicas)
+        self.engine_key = self._names.engine_key
         self.reads: Counter[str] = Counter()
         self.failed_writes: Counter[str] = Counter()
         self._remote = RemoteReader()
         # Damaged records, in case a backend cannot remove them; forgotten once written anew.
         self._damaged: set[RecordKey] = set()
-        # Lookup, pin, read and refresh of a prefix need the same keys.
-        self._keys = functools.lru_cache(KEPT_KEYS)(self._make_key)
         self._silent = tier_lookup.SilentStores()
         self._counts_lock = threading.Lock()
         self._staging = Staging(self.manager.local_cpu_backend, record_bytes(max_payload))
@@ -96,36 +93,17 @@ class LMCacheStore:
                 remote.watch(backend, count)
             elif isinstance(backend, LocalDiskBackend):
                 disk = self.manager.storage_backends[name] = LocalDisk.instead_of(backend, count)
-                disk.restore(model_name, fingerprint, engine.metadata)
+                disk.restore(model_name, self._names.writers(), engine.metadata)
 
     @property
     def fingerprint(self) -> bytes:
-        return self._fingerprint
+        return self._names.fingerprint
 
     def readable(self) -> bool:
         return self._engine.is_healthy()
 
     def writable(self) -> bool:
         return self._engine.is_healthy() and not self._engine.is_frozen()
-
-    def engine_key(self, key: RecordKey) -> CacheEngineKey:
-        """Make LMCache's key: model, rank, 64 bits of the block hash, and one or two tags.
-
-        One tag carries group and fingerprint, the other a digest of the request's own tags,
-        which may have any name and length. The record's header has the full hash.
-        """
-        return self._keys(self._fingerprint, key)
-
-    def _make_key(self, fingerprint: bytes, key: RecordKey) -> CacheEngineKey:
-        tags = dict(_engine_tags(fingerprint, key.label, key.tags))
-        return CacheEngineKey(
-            self._model_name,
-            self._metadata.world_size,
-            self._metadata.worker_id,
-            int.from_bytes(key.block_hash[:8], "big"),
-            torch.uint8,
-            tags,
-        )
 
     # Reading
 
@@ -254,7 +232,9 @@ class LMCacheStore:
 
     def _check(self, key: RecordKey, buffer: LMCacheBuffer) -> None:
         try:
-            buffer.digests = open_record(buffer.record, key, self._fingerprint, self._digester)
+            buffer.digests = open_record(
+                buffer.record, key, self._names.fingerprint_of(key), self._digester
+            )
         except RecordError as error:
             # Kept, it would be promised and fail again for every later request.
             self.discard(key)
@@ -312,38 +292,68 @@ class LMCacheStore:
 
     def put(self, records: Iterable[tuple[RecordKey, LMCacheBuffer]]) -> None:
         records = list(records)
-        if not records:
-            return
-        keys = [self.engine_key(key) for key, _ in records]
-        memories = [buffer.memory for _, buffer in records]
         try:
             for key, buffer in records:
-                seal(buffer.record, key, self._fingerprint, buffer.digests, self._digester)
+                fingerprint = self._names.fingerprint_of(key)
+                seal(buffer.record, key, fingerprint, buffer.digests, self._digester)
             self._damaged.difference_update(key for key, _ in records)
-            # Owns our references once it returns.
-            self.manager.batched_put(keys, memories, location=self._engine.store_location)
-        except BaseException:
+            ours = [record for record in records if self._names.is_written_here(record[0])]
+            others = [record for record in records if not self._names.is_written_here(record[0])]
+            self._submit(ours, [self._engine.store_location])
+            self._submit(others, self._private_locations())
+        finally:
+            for _, buffer in records:
+                buffer.release()
+
+    def _private_locations(self) -> list[str]:
+        """The backends that only this rank sees, of those that it may write to."""
+        backends, wanted = self.manager.storage_backends, self._engine.store_location
+        return [
+            name
+            for name, backend in backends.items()
+            if not self.is_shared(backend) and wanted in (None, "", name)
+        ]
+
+    @staticmethod
+    def is_shared(backend: Any) -> bool:
+        """Whether all ranks see what is in a backend: in fs:// and Redis."""
+        return isinstance(backend, RemoteBackend)
+
+    def _submit(
+        self,
+        records: Sequence[tuple[RecordKey, LMCacheBuffer]],
+        locations: Sequence[str | None],
+    ) -> None:
+        """Hand records to backends, None for all; these take references of their own."""
+        keys = [self.engine_key(key) for key, _ in records]
+        memories = [buffer.memory for _, buffer in records]
+        for location in locations if records else ():
             for memory in memories:
-                memory.ref_count_down()
-            raise
+                memory.ref_count_up()
+            try:
+                # Drops one reference of each, unless it raises.
+                self.manager.batched_put(keys, memories, location=location)
+            except BaseException:
+                for memory in memories:
+                    memory.ref_count_down()
+                raise
 
     def _count_failed_writes(self, name: str, records: int) -> None:
         with self._counts_lock:  # called by the backends' writers
             self.failed_writes[name] += records
 
-    def clear(self) -> None:
+    def clear(self, epoch: int) -> None:
         """Forget all records of this rank, in-flight saves included. Mutates the fingerprint.
 
         LMCache empties only RAM and keeps what is pinned there; other backends may be shared.
-        So from now on this rank reads and writes under a name that nobody else has.
+        So from now on this rank reads and writes under names that no other engine has.
         """
-        self._fingerprint = os.urandom(len(self._fingerprint))
-        self._keys.cache_clear()
+        self._names.reset(epoch)
         self._damaged.clear()
         self.manager.clear()
         logger.info(
             "Reset: records of this rank have the fingerprint %s until it is restarted.",
-            self._fingerprint[:8].hex(),
+            self.fingerprint[:8].hex(),
         )
 
     def check_integrity(self) -> None:
@@ -352,14 +362,3 @@ class LMCacheStore:
         for backend in self.manager.storage_backends.values():
             if isinstance(backend, LocalDisk):
                 backend.check_integrity()
-
-
-@functools.lru_cache(KEPT_TAGS)
-def _engine_tags(
-    fingerprint: bytes, label: str, tags: tuple[tuple[str, str], ...]
-) -> Mapping[str, str]:
-    """What :meth:`LMCacheStore.engine_key` says of the tags; all keys of a group share it."""
-    made = {f"{TAG}hybrid": f"{label}-{fingerprint.hex()[:16]}"}
-    if tags:
-        made[f"{TAG}of"] = tags_digest(tags).hex()
-    return made

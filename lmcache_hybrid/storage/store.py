@@ -116,5 +116,9 @@ class Store(Protocol[C, B]):
     def arrange(self, keys: Sequence[RecordKey]) -> None:
         """Set the eviction order of new records without counting an access."""
 
-    def clear(self) -> None:
-        """Forget all records of this rank, in-flight saves included."""
+    def clear(self, epoch: int) -> None:
+        """Forget all records of this rank, in-flight saves included.
+
+        Args:
+            epoch: number of the reset, the same on all ranks.
+        """

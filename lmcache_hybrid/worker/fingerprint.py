@@ -2,6 +2,7 @@
 """Everything that must match for stored bytes to mean the same on this rank."""
 
 import json
+import os
 import platform
 import re
 from collections.abc import Mapping
@@ -12,15 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm.envs as envs
 import xxhash
+from vllm.logger import init_logger
 
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.identity.weights import files_identity, weights_identity
 from lmcache_hybrid.storage import record
+from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.worker import fingerprint_settings as settings
 from lmcache_hybrid.worker.pages import GroupPages
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger("vllm.lmcache_hybrid.worker.fingerprint")
 
 # Environment that changes pages under the same shape, or values by more than the order of a sum.
 _ENVIRONMENT = (
@@ -56,12 +61,12 @@ _ENVIRONMENT = (
 )
 
 
-def fingerprint(
+def fingerprints(
     vllm_config: "VllmConfig", plan: GroupPlan, pages: Mapping[int, GroupPages]
-) -> bytes:
-    """16 bytes over model, weights, layout and rank. Any doubt changes it.
+) -> tuple[bytes, Replicas | None]:
+    """16 bytes over model, weights, layout and rank, and the name of what all ranks hold alike.
 
-    A collective call: every rank makes it once, after its model is loaded.
+    Any doubt changes them. A collective call: every rank makes it once, after its model is loaded.
 
     Args:
         pages: of every group in the plan, by group index.
@@ -69,8 +74,41 @@ def fingerprint(
     Raises:
         UnknownWeightsError: nothing may be stored or loaded.
     """
-    text = json.dumps(_plain(_facts(vllm_config, plan, pages)), sort_keys=True)
-    return xxhash.xxh3_128_digest(text.encode())
+    facts = _facts(vllm_config, plan, pages)
+    return _digest(facts), _replicas(vllm_config, plan, facts)
+
+
+def _digest(facts: Mapping[str, Any]) -> bytes:
+    return xxhash.xxh3_128_digest(json.dumps(_plain(facts), sort_keys=True).encode())
+
+
+def _replicas(
+    vllm_config: "VllmConfig", plan: GroupPlan, facts: Mapping[str, Any]
+) -> Replicas | None:
+    """Name the records of replicated groups; None where each rank keeps its own.
+
+    A collective call, see :func:`fingerprints`.
+    """
+    if not plan.replicated or not torch.distributed.is_initialized():
+        return None
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group, parallel = get_tp_group(), vllm_config.parallel_config
+    if group.world_size == 1:
+        return None
+    name = _digest({**facts, "world": (parallel.world_size, "every rank")})
+    own = name, os.urandom(len(name))
+    ranks = [own] * group.world_size
+    torch.distributed.all_gather_object(ranks, own, group=group.cpu_group)
+    if any(other != name for other, _ in ranks):
+        logger.warning(
+            "The tensor-parallel ranks compute in different ways, so each stores pages of its own "
+            "for KV cache groups %s, which vLLM keeps alike on all of them.",
+            plan.replicated,
+        )
+        return None
+    owner = parallel.rank - group.rank_in_group
+    return Replicas(frozenset(plan.replicated), name, owner, ranks[0][1])
 
 
 def _facts(

@@ -156,7 +156,7 @@ class Saver:
         with self._saving:
             self._epoch = epoch
         self._adapters.forget()
-        self._finisher.submit(self._store.clear).result()
+        self._finisher.submit(self._store.clear, epoch).result()
 
     def suspend(self) -> None:
         """Skip saves from now on, and wait until those of steps before are copied. Idempotent."""

@@ -44,7 +44,7 @@ from .device import Device
 from .flight import Flight
 from .model import ToyRank, Truth
 from .setup import Setup, base_config
-from .storage import MODEL, FaultyStore, ManualExecutor, N, Pool, RankView, storage
+from .storage import ManualExecutor, N, Pool, RankView, make_stores, storage
 from .threads import Threads
 
 # Steps without progress after which a request counts as stuck.
@@ -160,6 +160,8 @@ class SimEngine:
                 self.plan.attention,
                 self.plan.states,
                 {window.group: setup.window for window in self.plan.windows},
+                self.plan.replicated,
+                {group: setup.ring for group, kind in enumerate(setup.groups) if kind == "c"},
                 setup.drafts,
                 Device(setup.device, self.threads, pool.reuses) if setup.device else None,
                 layers=setup.layers(rank),
@@ -167,10 +169,7 @@ class SimEngine:
             for rank in range(setup.ranks)
         ]
         self.views = [RankView(storage(), rank, setup.ranks) for rank in range(setup.ranks)]
-        self.stores = [
-            FaultyStore(view, MODEL, bytes([rank + 1]) * 16, N * 8)
-            for rank, view in enumerate(self.views)
-        ]
+        self.stores = make_stores(self.views, self.plan)
         pool.bound_once()
         for store in self.stores:
             store.damaged, store.pause = pool.damaged, self.threads.pause

@@ -3,8 +3,9 @@
 
 The attention page of a block holds, for each of its tokens, a hash of all tokens
 up to and with that one; the state at n holds n and the hash of the first n
-tokens. Both are mixed with rank and group. So one look at a page tells whether
-it is the right one, where a real model's would have to be guessed from its output.
+tokens. Both are mixed with group and, where ranks hold different bytes, with the rank.
+So one look at a page tells whether it is the right one, where a real model's would
+have to be guessed from its output.
 
 The forward follows vLLM's model runners in align mode (``preprocess_mamba``,
 ``_update_states``, ``postprocess_mamba_align_gpu``): block tables grow by
@@ -27,6 +28,8 @@ from .device import Device, Point, Stream
 from .orders import V1, V2
 
 VOCABULARY = 50
+# Tokens that scratch groups compress into one, and hold until then.
+RATIO = 2
 RUBBISH = np.int64(0x0BAD0BAD0BAD0BAD)
 
 
@@ -96,6 +99,8 @@ class ToyRank:
         pages: int64 [num_blocks, N]; every group's blocks lie in it, one group a block.
         attention, states: group indices.
         windows: tokens that a token sees, itself included, by window group.
+        replicated: groups whose pages are equal on all ranks.
+        rings: tokens in a block, by scratch group.
         draft_blocks: speculative state blocks per request (``num_speculative_blocks``).
         device: where the pages lie; None: in host memory.
         order: of the connector's calls, as the runner makes them.
@@ -112,6 +117,8 @@ class ToyRank:
     attention: tuple[int, ...]
     states: tuple[int, ...]
     windows: dict[int, int] = field(default_factory=dict)
+    replicated: tuple[int, ...] = ()
+    rings: dict[int, int] = field(default_factory=dict)
     draft_blocks: int = 0
     device: Device | None = None
     checkpoint: Callable[[int, int], tuple[int, int]] = lambda end, count: (0, -1)
@@ -137,10 +144,11 @@ class ToyRank:
 
     def load_weights(self, version: int) -> None:
         """Compute other bytes from now on. Pages stay what they are."""
-        groups = len(self.attention) + len(self.windows) + len(self.states)
+        groups = len(self.attention) + len(self.windows) + len(self.states) + len(self.rings)
         self._mix = [
-            np.int64(hash((self.rank + 1, group + 1, version)) & 0x7FFFFFFFFFFFFFFF)
+            np.int64(hash((rank + 1, group + 1, version)) & 0x7FFFFFFFFFFFFFFF)
             for group in range(groups)
+            for rank in (-1 if group in self.replicated else self.rank,)
         ]
 
     def kv_caches(self) -> dict[str, torch.Tensor]:
@@ -286,6 +294,8 @@ class ToyRank:
             accepted += 1
         for group in self._held((*self.attention, *self.windows)):
             self._attend(request_id, group, start, end, end - len(drafts) + accepted)
+        for group in self._held(self.rings):
+            self._compress(request_id, group, start, end, end - len(drafts) + accepted)
         for group in self._held(self.states):
             self._advance(request_id, group, start, end - len(drafts), len(drafts), accepted)
         request.state_tokens = end - len(drafts)
@@ -320,6 +330,24 @@ class ToyRank:
             self.pages[ids] = held.reshape(-1, size)
 
         self._queue(attend)
+
+    def _compress(self, request_id: str, group: int, start: int, end: int, right: int) -> None:
+        """Check the tokens before ``start`` that are not compressed yet; write like _attend."""
+        request, size = self.requests[request_id], self.rings[group]
+        (block,) = request.block_ids[group]
+        assert block, "scratch in the null block"
+        expected = request.truth.hashes(end) ^ self._mix[group]
+
+        def compress() -> None:
+            held = self.pages[block]
+            for token in range(start - start % RATIO, start):
+                if held[token % size] != expected[token]:
+                    where = f"{request_id} rank {self.rank} scratch group {group}"
+                    raise WrongBytes(f"{where}: token {token} of {start} in block {block}")
+            for token in range(max(start, end - size), end):
+                held[token % size] = expected[token] if token < right else RUBBISH
+
+        self._queue(compress)
 
     def _advance(
         self, request_id: str, group: int, start: int, first: int, drafts: int, accepted: int

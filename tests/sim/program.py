@@ -11,7 +11,7 @@ from vllm.v1.request import RequestStatus
 from .asleep import MODES, sleep, wake
 from .device import Device
 from .engine import SimEngine
-from .model import VOCABULARY
+from .model import RATIO, VOCABULARY
 from .offers import note_offers
 from .reset import reload_weights
 from .setup import Setup
@@ -37,10 +37,12 @@ _number = st.integers(0, 1 << 16)
 
 @st.composite
 def setups(draw) -> Setup:
-    attention = draw(st.sampled_from((1, 1, 1, 2)))
+    attention = draw(st.sampled_from(("a", "a", "m", "aa", "am", "mm")))
     windows = draw(st.sampled_from((0, 0, 1, 2)))
     states = draw(st.integers(0 if windows else 1, 3))
-    groups = "".join(draw(st.permutations("a" * attention + "w" * windows + "s" * states)))
+    scratch = draw(st.sampled_from((0, 0, 0, 1)))
+    letters = attention + "w" * windows + "s" * states + "c" * scratch
+    groups = "".join(draw(st.permutations(letters)))
     drafts = draw(st.sampled_from((0, 0, 0, 1, 2)))
     runner = draw(st.sampled_from(("v1", "v2")))
     interior = draw(st.sampled_from((0, 0, 1, 2)))
@@ -53,10 +55,11 @@ def setups(draw) -> Setup:
         engines=draw(st.sampled_from((1, 1, 2))),
         blocks=2
         + states * (3 + drafts + bool(interior))
-        + (attention + windows) * draw(st.integers(5, 24)),
+        + (len(attention) + windows + scratch) * draw(st.integers(5, 24)),
         batch=draw(st.sampled_from((N // 2, N, N + 3, 2 * N, 3 * N + 5, 8 * N))),
         seqs=draw(st.integers(1, 5)),
-        hash_size=draw(st.sampled_from(UNITS[junctions])),
+        # vLLM keeps hits off tokens that are not compressed yet.
+        hash_size=max(RATIO * scratch, draw(st.sampled_from(UNITS[junctions]))),
         retention=draw(st.sampled_from((0, 0, None, 2 * N))),
         drafts=drafts,
         mtp=junctions or (drafts > 0 and draw(st.booleans())),
@@ -148,6 +151,8 @@ class Run:
         )
         for rank in engine.ranks:
             worker = rank.connector._hybrid.worker.counts
+            if rank.replicated and rank.rank > 0:
+                self.tally.events["pages of another rank"] += worker.loaded_attention
             self.tally.events.update(
                 {
                     "states saved": worker.saved_states,

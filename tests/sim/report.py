@@ -23,6 +23,7 @@ ROWS = {
     "states stored, states restored": ("states saved", "states loaded"),
     "states written inside a chunk": ("checkpoints inside a chunk",),
     "lookups in which ranks named different boundaries": ("ranks disagree",),
+    "pages loaded that another rank stored": ("pages of another rank",),
     "failed loads": ("failed loads",),
     "records rejected": ("records rejected",),
     "aborts: waiting, loading, running, preempted": (

@@ -13,10 +13,12 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.structured_output import StructuredOutputManager
@@ -24,6 +26,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 import vllm_patch
 from lmcache_hybrid.tools.tiny_models import make_model
 
+from .model import RATIO
 from .storage import N
 
 
@@ -32,7 +35,8 @@ class Setup:
     """Shape of one simulated deployment.
 
     Attributes:
-        groups: one letter per KV cache group, "a" for attention, "w" for a window, "s" for states.
+        groups: one letter per KV cache group: "a" for attention, "m" for attention with pages that
+            are equal on all ranks (MLA), "w" for a window, "s" for states, "c" for scratch.
         window: tokens of sliding windows.
         batch: most tokens per step.
         hash_size: tokens per block hash, N or a divisor.
@@ -96,6 +100,11 @@ class Setup:
         # At its worst a chunk needs all of its blocks in a window group too.
         return min(16, spare // (len(self.groups) - states) - 1) * N
 
+    @property
+    def ring(self) -> int:
+        """Tokens that scratch holds: those not compressed yet, and all drafts."""
+        return RATIO * -(-(RATIO + self.drafts) // RATIO)
+
     def vllm_config(self, base: VllmConfig) -> VllmConfig:
         config = copy.copy(base)
         config.model_config = copy.copy(config.model_config)
@@ -135,6 +144,21 @@ class Setup:
             if letter == "a":
                 spec = FullAttentionSpec(
                     block_size=N, num_kv_heads=1, head_size=2, dtype=torch.bfloat16
+                )
+            elif letter == "m":
+                spec = MLAAttentionSpec(
+                    block_size=N,
+                    num_kv_heads=1,
+                    head_size=4,
+                    dtype=torch.bfloat16,
+                    max_tp_shards=1,
+                )
+            elif letter == "c":
+                spec = CircularBufferSpec(
+                    block_size=self.ring,
+                    num_kv_heads=1,
+                    head_size=2 * N // self.ring,
+                    dtype=torch.bfloat16,
                 )
             elif letter == "w":
                 spec = SlidingWindowSpec(

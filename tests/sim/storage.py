@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter, deque
 from concurrent.futures import Future
 
@@ -10,7 +11,9 @@ import torch
 from lmcache.v1.config import LMCacheEngineConfig
 
 from lmcache_hybrid.core.errors import LoadError
+from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.storage.lmcache_store import LMCacheStore
+from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.tools.standalone import make_engine
 from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder
 
@@ -156,6 +159,8 @@ class RankView:
 class FaultyStore(LMCacheStore):
     """The real store with faults that a program switches on.
 
+    All ranks share its RAM, so one of them writes what all hold alike.
+
     Attributes:
         failing: so many next fetches fail.
         full: no memory for new records.
@@ -170,6 +175,10 @@ class FaultyStore(LMCacheStore):
     wronged = 0
     pause = staticmethod(lambda: None)
 
+    @staticmethod
+    def is_shared(backend) -> bool:
+        return True
+
     def discard(self, key) -> None:
         self.wronged += self.engine_key(key) not in self.damaged
         super().discard(key)
@@ -183,6 +192,22 @@ class FaultyStore(LMCacheStore):
 
     def reserve(self, payload_bytes: int):
         return None if self.full else super().reserve(payload_bytes)
+
+
+# Of each engine another one, as drawn at its start.
+_salts = itertools.count()
+
+
+def make_stores(views: list[RankView], plan: GroupPlan) -> list[FaultyStore]:
+    """The stores of all ranks of one engine."""
+    replicas = None
+    if plan.replicated and len(views) > 1:
+        salt = next(_salts).to_bytes(16, "big")
+        replicas = Replicas(frozenset(plan.replicated), b"alike on all of.", 0, salt)
+    return [
+        FaultyStore(view, MODEL, bytes([rank + 1]) * 16, N * 8, replicas=replicas)
+        for rank, view in enumerate(views)
+    ]
 
 
 class ManualExecutor:

@@ -46,6 +46,7 @@ MET = (
     "loads after preemption",
     "preempted",
     "ranks disagree",
+    "pages of another rank",
     "accepted drafts",
     "aborted WAITING_FOR_REMOTE_KVS",
     "aborted RUNNING",

@@ -21,6 +21,7 @@ from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.storage.lmcache_store import LMCacheStore
 from lmcache_hybrid.storage.record import HEADER_BYTES
+from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.tools.standalone import make_engine
 from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder, take
 
@@ -71,7 +72,10 @@ class Box:
         fingerprint: bytes = FINGERPRINT,
         model: str = MODEL,
         rank: int = 0,
+        ranks: int = 2,
         digester: Digester = PLAIN,
+        replicas: Replicas | None = None,
+        max_payload: int = MAX_PAYLOAD,
         **settings,
     ) -> None:
         self.kind, self.folder = kind, folder
@@ -94,9 +98,9 @@ class Box:
             setattr(config, name, value)
         rename_options(config)
         self.name = f"unit-{next(_names)}"
-        self.engine = make_engine(self.name, config, model, rank, 2)
+        self.engine = make_engine(self.name, config, model, rank, ranks)
         self.engine.post_init()
-        self.store = LMCacheStore(self.engine, model, fingerprint, MAX_PAYLOAD, digester)
+        self.store = LMCacheStore(self.engine, model, fingerprint, max_payload, digester, replicas)
         self.manager = self.store.manager
         self.start = self.used()
 
@@ -155,7 +159,7 @@ class Box:
 
     def assert_pool_is_free(self) -> None:
         if self.kind == "ram":
-            self.store.clear()
+            self.store.clear(1)
         # A dropped exception may still hold a buffer that LMCache frees when collected.
         gc.collect(0)
         assert self.used() == self.start

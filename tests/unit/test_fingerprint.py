@@ -24,7 +24,7 @@ from lmcache_hybrid.identity.weights import LOADED
 from lmcache_hybrid.tools.tiny_models import make_model
 from lmcache_hybrid.worker import fingerprint as module
 from lmcache_hybrid.worker import fingerprint_settings as settings
-from lmcache_hybrid.worker.fingerprint import fingerprint
+from lmcache_hybrid.worker.fingerprint import fingerprints
 from lmcache_hybrid.worker.pages import GroupPages
 
 from .helpers import PLAN, make_pages
@@ -63,7 +63,7 @@ def of(config: VllmConfig, plan: GroupPlan = PLAN, pages=PAGES, draft: str = "dr
     if config.speculative_config is not None and config.speculative_config.draft_model_config:
         LOADED.note(config.speculative_config.draft_model_config, draft)
     LOADED.note(config.model_config, "weights")
-    return fingerprint(config, plan, pages)
+    return fingerprints(config, plan, pages)[0]
 
 
 def test_equal_configurations_share(config, made):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     HiSparseResidentSpec,
     KVCacheConfig,
@@ -16,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import GroupPlan, Window, is_served, page_bytes, plan_groups
@@ -24,6 +26,7 @@ N = 384
 SHAPE = dict(block_size=N, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
 FULL = FullAttentionSpec(**SHAPE)
 MLA = MLAAttentionSpec(**SHAPE)
+LATENT = dataclasses.replace(MLA, num_kv_heads=1, max_tp_shards=1)
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=128)
 CHUNKED = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=128)
 STATE = MambaSpec(block_size=N, shapes=((4, 8),), dtypes=(torch.float32,), mamba_cache_mode="align")
@@ -46,6 +49,34 @@ def config(*specs) -> KVCacheConfig:
 )
 def test_plan(specs, attention, states):
     assert plan_groups(config(*specs)) == GroupPlan(N, attention, states, attention[0])
+
+
+def replicated(spec) -> tuple[int, ...]:
+    return plan_groups(config(STATE, spec, FULL)).replicated
+
+
+def test_latent_attention_is_equal_on_all_ranks():
+    assert replicated(LATENT) == (1,)
+    assert replicated(several(LATENT, dataclasses.replace(LATENT, head_size=32))) == (1,)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MLA,  # vLLM does not say
+        dataclasses.replace(LATENT, max_tp_shards=2),
+        dataclasses.replace(LATENT, num_kv_heads=2),
+        # One head of keys on each rank need not be the same one.
+        dataclasses.replace(FULL, num_kv_heads=1, max_tp_shards=1),
+        FULL,
+    ],
+)
+def test_nothing_else_is_taken_for_equal(spec):
+    assert replicated(spec) == ()
+
+
+def test_a_group_is_equal_where_all_of_its_layers_are():
+    assert replicated(several(LATENT, dataclasses.replace(LATENT, max_tp_shards=None))) == ()
 
 
 def test_the_users_attention_group_is_selected():
@@ -128,6 +159,56 @@ def test_refuses_a_model_without_both_kinds(specs):
 def test_refuses_different_block_sizes(odd):
     with pytest.raises(ConfigError, match=r"block sizes \[128, 384\] .*differ; remove"):
         plan_groups(config(FULL, STATE, dataclasses.replace(odd, block_size=128)))
+
+
+# Scratch
+
+RING = CircularBufferSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("size", [16, N])
+def test_scratch_is_left_out_of_records(size):
+    """Wherever its group is; the other groups keep their indices."""
+    ring = dataclasses.replace(RING, block_size=size)
+    assert plan_groups(config(ring, STATE, ring, FULL)) == GroupPlan(N, (3,), (1,), 3)
+    several = UniformTypeKVCacheSpecs(
+        block_size=size, kv_cache_specs={f"g0.{name}": ring for name in "ab"}
+    )
+    assert plan_groups(config(several, STATE, FULL)).groups == (2, 1)
+
+
+def test_vllm_itself_hits_without_scratch():
+    """That is why a hit needs nothing of it."""
+    served = config(RING, STATE, FULL)
+    assert served.prefix_cacheable_group_ids == (1, 2) == plan_groups(served).groups[::-1]
+    manager = KVCacheSpecRegistry.get_manager_class(RING)
+    hit = manager.find_longest_cache_hit([], N, [0], None, RING, False, N)
+    assert hit == (([],), 0)
+
+
+def test_refuses_scratch_that_vllm_looks_for(monkeypatch):
+    monkeypatch.setattr(CircularBufferSpec, "prefix_cacheable", True)
+    with pytest.raises(ConfigError, match="group 0 is CircularBufferSpec"):
+        plan_groups(config(dataclasses.replace(RING, block_size=N), STATE, FULL))
+
+
+def test_refuses_an_unknown_kind_of_scratch():
+    class Unknown(CircularBufferSpec):
+        pass
+
+    with pytest.raises(ConfigError, match="group 0 is Unknown"):
+        plan_groups(config(Unknown(**vars(RING)), STATE, FULL))
+
+
+def test_refuses_scratch_whose_blocks_move_vllms_hits():
+    with pytest.raises(ConfigError, match=r"block sizes \[160, 384\] .*differ; remove"):
+        plan_groups(config(FULL, STATE, dataclasses.replace(RING, block_size=160)))
+
+
+def test_scratch_alone_makes_no_model_of_ours():
+    assert not is_served(config(RING, FULL))
+    with pytest.raises(ConfigError, match="lack attention or state groups"):
+        plan_groups(config(RING, STATE))
 
 
 # Groups of several specs

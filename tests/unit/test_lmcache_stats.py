@@ -29,7 +29,7 @@ def test_lmcache_counts_what_its_engine_would(worker, lmcache):
     worker.saved()
     worker.run(worker.load("good", start=1))
     lost = worker.load("bad")
-    worker.store.clear()
+    worker.store.clear(1)
     worker.run(lost)
     stats = lmcache.get_stats_and_clear()
     assert (stats.interval_store_requests, stats.interval_stored_tokens) == (1, 3 * N)
@@ -64,7 +64,7 @@ def test_a_metric_that_fails_fails_nothing_else(worker):
     worker.saved()
     assert not worker.run(worker.load()).failed_recving
     lost = worker.load("lost")
-    worker.store.clear()
+    worker.store.clear(1)
     assert worker.run(lost).failed_recving == {"lost"}
     counts = worker.worker.counts
     assert (counts.saved_states, counts.loaded_states) == (1, 1) and not counts.skipped_saves

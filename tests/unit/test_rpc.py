@@ -66,7 +66,7 @@ class Wire:
             server.serve(lookup, partial(self.cleared, store))
 
     def cleared(self, store: NaiveStore, epoch: int) -> None:
-        store.clear()
+        store.clear(epoch)
         self.epochs.append(epoch)
 
     def close(self) -> None:

@@ -142,7 +142,7 @@ def register(built: Built, layers: dict[str, SimpleNamespace], monkeypatch) -> i
     connector._manager = SimpleNamespace(config=None, post_init=list, lmcache_engine=None)
     found: list[int] = []
     monkeypatch.setattr("lmcache_hybrid.connector.check_pool", lambda _, size: found.append(size))
-    monkeypatch.setattr("lmcache_hybrid.connector.fingerprint", lambda *_: bytes(16))
+    monkeypatch.setattr("lmcache_hybrid.connector.fingerprints", lambda *_: (bytes(16), None))
     connector.register_kv_caches(dict(built.views))
     return found[0]
 

@@ -13,7 +13,7 @@ def test_a_reset_takes_back_what_was_promised():
     assert rig.scheduler.begin_reset() == 1
     assert rig.match(request) == (0, False), "not before every rank is reset"
     for store in rig.ranks.stores:
-        store.clear()
+        store.clear(1)
     rig.scheduler.end_reset(True)
     assert rig.match(request) == (0, False)
     rig.step()

@@ -30,6 +30,7 @@ from lmcache_hybrid.storage.record import (
     record_bytes,
     seal,
 )
+from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.worker.pages import GroupPages
 
@@ -303,19 +304,21 @@ class _Opened(Exception):
 
 
 def test_an_engine_opens_its_store_with_the_key(tmp_path, monkeypatch):
-    def opened(engine, model, fingerprint, max_payload, digester=PLAIN):
-        raise _Opened(fingerprint, digester)
+    def opened(engine, model, fingerprint, max_payload, digester=PLAIN, replicas=None):
+        raise _Opened(fingerprint, digester, replicas)
 
     monkeypatch.setattr(lmcache_store, "LMCacheStore", opened)
     own = connector.HybridConnector.__new__(connector.HybridConnector)
     own._options = options(**{KEY_FILE_KEY: str(key_file(tmp_path))})
     own._vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="m"))
-    own._server, own.plan = object(), None
+    own._server, own.plan = object(), SimpleNamespace(replicated=(3,))
+    replicas = Replicas(frozenset({3}), b"alike on all of.", 0, bytes(16))
     with pytest.raises(_Opened) as error:
-        own._open_store(None, {0: SimpleNamespace(block_bytes=8)}, FINGERPRINT)
-    fingerprint, digester = error.value.args
+        own._open_store(None, {0: SimpleNamespace(block_bytes=8)}, FINGERPRINT, replicas)
+    fingerprint, digester, shared = error.value.args
     assert digester.key_id == MINE.key_id
     assert fingerprint == MINE.name(FINGERPRINT)
+    assert shared.fingerprint == MINE.name(replicas.fingerprint) != replicas.fingerprint
 
 
 # The figures in the docs

@@ -125,6 +125,27 @@ def test_totals_are_those_of_all_groups_and_ranks():
         assert found.payload == 7 * (3 * sizes.in_all(ATTENTION) + sizes.in_all(STATE))
 
 
+def test_latent_pages_count_once_in_stores_that_ranks_share():
+    known = next(each for each in catalogue.models() if each.config["model_type"] == "kimi_linear")
+    alone, sizes = compute(known.shape, GPU), compute(known.shape, GPU, tp=8)
+    assert [group.replicated for group in sizes.groups] == [
+        group.kind == ATTENTION for group in sizes.groups
+    ]
+    work = Workload(3 * sizes.block_size + 1, 1)
+    unique = 3 * sizes.per_rank(ATTENTION) + sizes.in_all(STATE)
+    for name, backend in BACKENDS.items():
+        found = storage.stored(sizes, work, backend)
+        copies = 1 if name in ("fs", "redis") else 8
+        assert found.records == 3 * copies + 8 * 3
+        assert found.payload == unique + 3 * (copies - 1) * sizes.per_rank(ATTENTION)
+        assert found.taken >= found.payload
+    fs = storage.stored(sizes, work, BACKENDS["fs"])
+    assert fs.payload == unique and fs.taken <= 1.01 * unique
+    # Alone a rank keeps all of it, whatever the store.
+    work = Workload(3 * alone.block_size + 1, 1)
+    assert len({storage.stored(alone, work, each).payload for each in BACKENDS.values()}) == 1
+
+
 # Redis 6.2.5 with jemalloc 5.1.0: (bytes of a value, used_memory of its record).
 REDIS_USED = [
     (8_392, 10_576),

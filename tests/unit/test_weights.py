@@ -234,10 +234,10 @@ def test_an_engine_whose_weights_are_not_known_opens_no_store(monkeypatch, hybri
     connector.worker = None
     monkeypatch.setattr("lmcache_hybrid.connector.check_pool", lambda *_: None)
 
-    def fingerprint(*_):
+    def fingerprints(*_):
         raise UnknownWeightsError("load_format=mine does not tell, use another one")
 
-    monkeypatch.setattr("lmcache_hybrid.connector.fingerprint", fingerprint)
+    monkeypatch.setattr("lmcache_hybrid.connector.fingerprints", fingerprints)
     connector.register_kv_caches(dict(built.views))
     assert connector.worker is None and not opened
     assert hybrid_log.text.count("LMCache is off on this rank, which computes every prompt") == 1

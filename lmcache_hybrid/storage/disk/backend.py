@@ -9,7 +9,7 @@ import contextlib
 import errno
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ class LocalDisk(LocalDiskBackend):
 
     _failed: Callable[[int], None]
     _limit: int
+    _rank: int
     # Bytes of each stranger by path, the oldest first, and their sum.
     _strangers: dict[str, int]
     _strange_bytes: int
@@ -86,16 +87,22 @@ class LocalDisk(LocalDiskBackend):
 
     # Start
 
-    def restore(self, model_name: str, fingerprint: bytes, metadata: "LMCacheMetadata") -> int:
+    def restore(
+        self, model_name: str, writers: Mapping[bytes, int], metadata: "LMCacheMetadata"
+    ) -> int:
         """Index the records of this model, layout and rank that lie on disk.
 
         The oldest come first, so LMCache's policy evicts them first. What exceeds the limit is
         deleted: strangers, then the oldest records.
 
+        Args:
+            writers: this rank's fingerprints, and the rank in the keys of each.
+
         Returns:
             The number of indexed records.
         """
-        files = find(self.path, model_name, fingerprint, metadata)
+        self._rank = metadata.worker_id
+        files = find(self.path, model_name, writers, metadata)
         own = [file for file in files if file.key is not None]
         strangers = [file for file in files if file.key is None]
         over = sum(file.size for file in files) - self._limit
@@ -117,6 +124,12 @@ class LocalDisk(LocalDiskBackend):
             self._strange_bytes / 1e6,
         )
         return len(self.dict)
+
+    def _key_to_path(self, key: CacheEngineKey) -> str:
+        """Name a file by this rank: ranks share a folder, and each deletes its own files."""
+        if key.worker_id != self._rank:
+            key = key.with_new_worker_id(self._rank)
+        return super()._key_to_path(key)
 
     def _index(self, file: Found) -> None:
         if file.key is None or self._key_to_path(file.key) != file.path:

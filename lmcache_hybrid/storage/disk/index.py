@@ -3,6 +3,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,7 +44,7 @@ class Found:
 
 
 def find(
-    folder: str, model_name: str, fingerprint: bytes, metadata: "LMCacheMetadata"
+    folder: str, model_name: str, writers: Mapping[bytes, int], metadata: "LMCacheMetadata"
 ) -> list[Found]:
     """Find the files that count towards this rank's size limit, the oldest first.
 
@@ -53,6 +54,9 @@ def find(
 
     Deletes files that an engine had evicted and not yet deleted. Header and length of this rank's
     records are checked here, the payload's digests when it is loaded.
+
+    Args:
+        writers: this rank's fingerprints, and the rank in the keys of each.
     """
     found = []
     model = model_name.replace("/", "-")
@@ -74,7 +78,7 @@ def find(
                     os.unlink(entry.path)
                 else:
                     status = entry.stat(follow_symlinks=False)
-                    key = _own_key(entry, model_name, fingerprint, status.st_size) if own else None
+                    key = _own_key(entry, model_name, writers, status.st_size) if own else None
                     found.append(Found(entry.path, status.st_size, status.st_mtime, key))
             except OSError as error:  # gone meanwhile, or of somebody who keeps it
                 logger.debug("Left %s alone: %s", entry.name, error)
@@ -82,7 +86,7 @@ def find(
 
 
 def _own_key(
-    file: "os.DirEntry[str]", model_name: str, fingerprint: bytes, size: int
+    file: "os.DirEntry[str]", model_name: str, writers: Mapping[bytes, int], size: int
 ) -> CacheEngineKey | None:
     rest = file.name[len(model_name) :].removesuffix(SUFFIX)
     try:
@@ -93,6 +97,7 @@ def _own_key(
         logger.debug("%s is no record: %s", file.name, error)
         return None
     key.model_name = model_name
-    if header.fingerprint != fingerprint or size != record_bytes(header.length):
+    writer = writers.get(header.fingerprint)
+    if writer is None or size != record_bytes(header.length):
         return None
-    return key
+    return key.with_new_worker_id(writer)

@@ -116,7 +116,7 @@ class Plan:
 
     @property
     def per_prompt(self) -> int:
-        """Payload bytes of one prompt alone, over all ranks."""
+        """Payload bytes of one prompt alone, over all ranks, each with pages of its own."""
         alone = dataclasses.replace(self.work, prompts=1, shared=0)
         return storage.stored(self.sizes, alone, BACKENDS["ram"]).payload
 
@@ -268,6 +268,13 @@ def _print(console: Console, plan: Plan) -> None:
         f"N = {n} tokens{logged}\n{hopper}",
         highlight=False,
     )
+    latent = sizes.tp > 1 and any(group.replicated for group in sizes.groups)
+    once = (
+        f"Its attention is equal on all ranks: stores that they share keep it once, "
+        f"{_mb(sizes.per_rank(ATTENTION))} MB a block.\n"
+        if latent
+        else ""
+    )
     rows = [
         [str(index), group.kind, str(group.layers), _mb(group.bytes)]
         for index, group in enumerate(sizes.groups)
@@ -278,7 +285,7 @@ def _print(console: Console, plan: Plan) -> None:
     console.print(
         f"A block's attention takes {_mb(sizes.in_all(ATTENTION))} MB in all, a boundary's states "
         f"{_mb(sizes.in_all(STATE))} MB ({sizes.in_all(STATE):,} bytes).\n"
-        f"A prompt of {work.context:,} tokens takes {plan.per_prompt / 1e9:.3f} GB.\n",
+        f"A prompt of {work.context:,} tokens takes {plan.per_prompt / 1e9:.3f} GB.\n{once}",
         highlight=False,
     )
     if not storage.boundaries(work.context, n, 0, work.unit):

@@ -60,11 +60,14 @@ class Group:
         kind: ATTENTION or STATE.
         layers: how many share its block table.
         bytes: of a block's pages, or of a boundary's states, without padding.
+        replicated: the bytes are equal on all ranks (MLA), so that stores that ranks share keep
+            them once.
     """
 
     kind: str
     layers: int
     bytes: int
+    replicated: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,8 @@ def compute(
     n = unified_block_size(token, state, platform, block_size, latent, multiple)
     size = {ATTENTION: n * token, STATE: state}
     groups = tuple(
-        Group(kind, layers, layers * size[kind]) for kind, layers in grouped(shape.kinds)
+        Group(kind, layers, layers * size[kind], latent and kind == ATTENTION)
+        for kind, layers in grouped(shape.kinds)
     )
     return Sizes(n, token, state, n * token - state, groups, tp)
 

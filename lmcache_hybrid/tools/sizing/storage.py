@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import suggested_unit
 from lmcache_hybrid.storage.record import record_bytes
-from lmcache_hybrid.tools.sizing.blocks import Sizes
+from lmcache_hybrid.tools.sizing.blocks import Group, Sizes
 from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE
 
 PAGE = 4096
@@ -37,19 +37,27 @@ class Backend:
         title: as it is printed.
         stored: bytes that a record of so many bytes takes there.
         limit: LMCache's setting that bounds it, in GiB per rank; empty where there is none.
+        shared: all ranks read what one of them wrote.
     """
 
     title: str
     stored: Callable[[int], int]
     limit: str = ""
+    shared: bool = False
+
+    def copies(self, group: Group, ranks: int) -> int:
+        """How many records of one block of a group it keeps."""
+        return 1 if self.shared and group.replicated else ranks
 
 
 BACKENDS = {
     "ram": Backend("RAM (local_cpu)", _pages, "max_local_cpu_size"),
     "disk": Backend("local_disk", _pages, "max_local_disk_size"),
-    "fs": Backend("fs://", lambda record: _pages(record + METADATA_BYTES)),
+    "fs": Backend("fs://", lambda record: _pages(record + METADATA_BYTES), shared=True),
     "redis": Backend(
-        "Redis", lambda record: jemalloc_bytes(record + REDIS_HEADER_BYTES) + REDIS_KEYS_BYTES
+        "Redis",
+        lambda record: jemalloc_bytes(record + REDIS_HEADER_BYTES) + REDIS_KEYS_BYTES,
+        shared=True,
     ),
 }
 
@@ -112,7 +120,7 @@ class Stored:
         blocks: attention blocks.
         states: boundaries with a state.
         records: over all groups and ranks.
-        payload: bytes of pages and states, over all ranks.
+        payload: bytes of pages and states in these records.
         taken: bytes in the backend, over all ranks.
     """
 
@@ -137,15 +145,15 @@ def stored(sizes: Sizes, work: Workload, backend: Backend) -> Stored:
     all_blocks = common_blocks + work.prompts * (blocks - common_blocks)
     all_states = len(common_states) + work.prompts * own_states
     count = {ATTENTION: all_blocks, STATE: all_states}
-    per_rank = sum(
-        count[group.kind] * backend.stored(record_bytes(group.bytes)) for group in sizes.groups
-    )
+    records = [
+        (count[group.kind] * backend.copies(group, sizes.tp), group.bytes) for group in sizes.groups
+    ]
     return Stored(
         all_blocks,
         all_states,
-        sizes.tp * sum(count[group.kind] for group in sizes.groups),
-        sum(count[kind] * sizes.in_all(kind) for kind in count),
-        sizes.tp * per_rank,
+        sum(number for number, _ in records),
+        sum(number * size for number, size in records),
+        sum(number * backend.stored(record_bytes(size)) for number, size in records),
     )
 
 

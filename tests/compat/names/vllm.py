@@ -93,7 +93,9 @@ VLLM = (
     Hook(f"{_LOADER}.weight_cache.ipc_loader", "IpcModelLoader"),
     # lmcache_hybrid/identity/weights.py
     Hook(f"{_LOADER}.weight_checksum", "compute_tensor_digests", ("model",)),
-    *attributes("vllm.distributed.parallel_state", "GroupCoordinator", "world_size cpu_group"),
+    *attributes(
+        "vllm.distributed.parallel_state", "GroupCoordinator", "world_size cpu_group rank_in_group"
+    ),
     Hook(_CONFIG, "ParallelConfig.enable_elastic_ep"),
     Hook(
         "vllm.distributed.kv_transfer.kv_connector.factory",

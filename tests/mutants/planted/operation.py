@@ -162,8 +162,8 @@ DEFECTS = (
     # Resets
     one(
         "records keep their names over a reset",
-        STORE,
-        "        self._fingerprint = os.urandom(len(self._fingerprint))\n",
+        "lmcache_hybrid/storage/record_names.py",
+        "        self.fingerprint = os.urandom(len(self.fingerprint))\n",
         "",
     ),
     one("a rank that failed to reset counts as reset", RPC, " and all(done)", ""),

@@ -119,7 +119,7 @@ DEFECTS = (
     ),
     one(
         "the user's tags are left out of the store's key",
-        STORE,
+        "lmcache_hybrid/storage/record_names.py",
         "    if tags:\n",
         "    if False:\n",
     ),

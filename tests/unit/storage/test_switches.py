@@ -13,7 +13,7 @@ from ..store_box import KEYS, SIZE, every_kind
 def test_clear_forgets_everything(box, kind):
     """Weights that were replaced in place must not meet what the old ones left anywhere."""
     box = box(kind).write()
-    box.store.clear()
+    box.store.clear(1)
     assert box.store.locate(KEYS) == {}
     box.assert_pool_is_free()
     box.write()
@@ -26,7 +26,7 @@ def test_clear_forgets_what_is_pinned(box, kind):
     """A request that waits with a claim gets nothing that was stored before."""
     box = box(kind).write()
     claim = box.store.claim(box.store.locate(KEYS))
-    box.store.clear()
+    box.store.clear(1)
     assert box.store.locate(KEYS) == {}
     with pytest.raises(LoadError, match="gone"):
         box.store.fetch(claim, KEYS)
@@ -42,7 +42,7 @@ def test_a_read_under_way_brings_nothing_back(box):
     box.manager.clear(["LocalCPUBackend"])
     claim = box.store.claim(box.store.locate(KEYS))
     buffers = box.store.fetch(claim, KEYS)
-    box.store.clear()
+    box.store.clear(1)
     box.store.keep(claim, zip(KEYS, buffers, strict=True))
     for buffer in buffers:
         buffer.release()
