@@ -137,6 +137,7 @@ class Run:
     def _count(self, engine: SimEngine) -> None:
         self.tally.steps += engine.steps
         self.tally.events.update(engine.events)
+        self.tally.events["steps of pipelines"] += engine.steps * engine.setup.stages
         counts = engine.hybrid.counts
         self.tally.events.update(
             {

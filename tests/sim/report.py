@@ -18,6 +18,7 @@ FIGURES, PAGE = ROOT / "docs/generated/simulation.json", ROOT / "docs/reliabilit
 ROWS = {
     "programs": ("programs",),
     "scheduler steps, of them on devices": ("steps", "steps on devices"),
+    "steps of pipelines": ("steps of pipelines",),
     "lookups that hit": ("hits",),
     "loads, tokens that hit": ("loads", "hit tokens"),
     "states stored, states restored": ("states saved", "states loaded"),

@@ -56,6 +56,7 @@ MET = (
     "restarts",
     "checkpoints inside a chunk",
     "resumed as new requests",
+    "steps of pipelines",
     "device: loads",
     "device: pages saved",
     "device: loads beside a forward",
