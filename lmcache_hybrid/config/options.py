@@ -44,7 +44,6 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "enable_p2p": (bool, "peers exchange whole chunks of attention only; set it to false"),
     "enable_pd": (bool, "use kv_role with a shared redis:// or fs:// store; set it to false"),
     "enable_controller": (bool, "the controller does not know state records; set it to false"),
-    "enable_kv_events": (bool, "events are not sent for state records yet; set it to false"),
     "enable_hidden_state_cache": (bool, "it is not kept for hybrid models; set it to false"),
     "enable_scheduler_bypass_lookup": (bool, "every rank must be asked; set it to false"),
     "enable_chunk_statistics": (bool, "chunks are not counted for hybrid models; set it to false"),
@@ -85,6 +84,7 @@ class Options:
         save_decode: whether boundaries in generated tokens are stored.
         digester: keyed when a key file is configured.
         load_policy: one of :data:`POLICIES`; "faster" loads only what would take longer to compute.
+        events: whether KV cache events are published of what is stored.
     """
 
     attention_group: int | None
@@ -96,6 +96,7 @@ class Options:
     save_decode: bool = False
     digester: Digester = PLAIN
     load_policy: str = POLICIES[0]
+    events: bool = False
 
 
 def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Options:
@@ -144,7 +145,27 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
         save_decode=bool(config.save_decode_cache),
         digester=PLAIN if key_file is None else read_key(KEY_FILE_KEY, str(key_file)),
         load_policy=policy,
+        events=bool(config.enable_kv_events) and _publishes(vllm_config),
     )
+
+
+def _publishes(vllm_config: "VllmConfig") -> bool:
+    events = vllm_config.kv_events_config
+    return events is not None and events.enable_kv_cache_events
+
+
+def log_events(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> None:
+    """Say so where only one of vLLM and LMCache was told to publish KV cache events."""
+    if _publishes(vllm_config) and not config.enable_kv_events:
+        logger.info(
+            "vLLM publishes KV cache events of its own cache only; set LMCache's enable_kv_events "
+            "to true for those of what LMCache stores."
+        )
+    elif config.enable_kv_events and not _publishes(vllm_config):
+        logger.warning(
+            "LMCache option enable_kv_events=True has no effect, because vLLM publishes no events; "
+            """add --kv-events-config '{"enable_kv_cache_events": true}', or set it to false."""
+        )
 
 
 def check_lengths(options: Options, block_size: int) -> None:

@@ -26,13 +26,14 @@ from vllm.logger import init_logger
 
 from lmcache_hybrid.core.digests import PLAIN, Digester
 from lmcache_hybrid.core.errors import DamagedError, LoadError, NoRoomError, RecordError
-from lmcache_hybrid.core.keys import RecordKey
+from lmcache_hybrid.core.keys import RecordKey, tags_digest
 from lmcache_hybrid.storage import tier_lookup
 from lmcache_hybrid.storage.buffer import LMCacheBuffer
 from lmcache_hybrid.storage.claims import LMCacheClaim
 from lmcache_hybrid.storage.disk.backend import LocalDisk, record_shape
+from lmcache_hybrid.storage.notes import StoreNotes
 from lmcache_hybrid.storage.read_memory import Staging
-from lmcache_hybrid.storage.record import open_record, record_bytes, seal, tags_digest
+from lmcache_hybrid.storage.record import open_record, record_bytes, seal
 from lmcache_hybrid.storage.remote import connectors as remote
 from lmcache_hybrid.storage.remote.reader import RemoteReader
 
@@ -65,6 +66,7 @@ class LMCacheStore:
         fingerprint: bytes,
         max_payload: int,
         digester: Digester = PLAIN,
+        notes: StoreNotes | None = None,
     ) -> None:
         """Wrap an engine after its ``post_init``.
 
@@ -74,12 +76,14 @@ class LMCacheStore:
             fingerprint: 16 bytes naming model, layout and rank.
             max_payload: bytes of the largest record's payload.
             digester: keyed where others can write to a backend.
+            notes: told of all records, where KV cache events are published.
         """
         self._engine = engine
         self.manager = engine.storage_manager
         self._model_name = model_name
         self._fingerprint, self._digester = fingerprint, digester
         self._metadata = engine.metadata
+        self._notes = notes
         self.reads: Counter[str] = Counter()
         self.failed_writes: Counter[str] = Counter()
         self._remote = RemoteReader()
@@ -96,7 +100,12 @@ class LMCacheStore:
                 remote.repair(backend, count)
             elif isinstance(backend, LocalDiskBackend):
                 disk = self.manager.storage_backends[name] = LocalDisk.instead_of(backend, count)
-                disk.restore(model_name, fingerprint, engine.metadata)
+                told = (notes.restored,) if notes is not None else ()
+                disk.restore(model_name, fingerprint, engine.metadata, *told)
+        if notes is not None:
+            for name, backend in self.manager.storage_backends.items():
+                if name in (engine.retrieve_locations or (name,)):
+                    notes.watch(backend)
 
     @property
     def fingerprint(self) -> bytes:
@@ -137,7 +146,10 @@ class LMCacheStore:
         locations = tier_lookup.locate(
             self.manager, engine_keys, self._engine.retrieve_locations, deadline, self._silent
         )
-        return {key: name for key, name in zip(wanted, locations, strict=True) if name is not None}
+        found = {key: name for key, name in zip(wanted, locations, strict=True) if name is not None}
+        if self._notes is not None:
+            self._notes.found(dict(zip(engine_keys, wanted, strict=True)), found)
+        return found
 
     def claim(self, located: Mapping[RecordKey, str]) -> LMCacheClaim | None:
         claim = LMCacheClaim(located)
@@ -290,6 +302,8 @@ class LMCacheStore:
             self._damaged.clear()
         self._damaged.add(key)
         engine_key = self.engine_key(key)
+        if self._notes is not None:
+            self._notes.discarded(engine_key)
         for name, backend in self.manager.storage_backends.items():
             try:
                 if isinstance(backend, LocalDisk):
@@ -322,12 +336,16 @@ class LMCacheStore:
             for key, buffer in records:
                 seal(buffer.record, key, self._fingerprint, buffer.digests, self._digester)
             self._damaged.difference_update(key for key, _ in records)
+            if self._notes is not None:
+                self._notes.expect(zip(keys, (key for key, _ in records), strict=True))
             # Owns our references once it returns.
             self.manager.batched_put(keys, memories, location=self._engine.store_location)
         except BaseException:
             for memory in memories:
                 memory.ref_count_down()
             raise
+        if self._notes is not None:
+            self._notes.written(keys, self._engine.store_location)
 
     def _count_failed_writes(self, name: str, records: int) -> None:
         with self._counts_lock:  # called by the backends' writers
