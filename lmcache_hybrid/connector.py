@@ -140,11 +140,9 @@ class HybridConnector:
         sizes = {index: page_bytes(groups[index]) for index in self.plan.groups}
         policy = policy_for(options.load_policy, self.plan, sizes)
         ranks = self._vllm_config.parallel_config.world_size
-        self._events = KVEvents(self.plan, groups, ranks) if options.events else None
+        self._events = events = KVEvents(self.plan, groups, ranks) if options.events else None
         log_events(self._vllm_config, config)
-        self.scheduler = HybridScheduler(
-            self.plan, options, unit, self._queue, policy, self._events
-        )
+        self.scheduler = HybridScheduler(self.plan, options, unit, self._queue, policy, events)
         logger.info(
             "LMCache serves hybrid groups: blocks of %d tokens, attention groups %s, "
             "window groups %s, state groups %s.",

@@ -28,7 +28,7 @@ from lmcache_hybrid.core.keys import tags_digest, wide_hash
 from lmcache_hybrid.protocol.changes import DISK, RAM, REMOTE, RankReports, Tier
 from lmcache_hybrid.protocol.metadata import SaveSpec
 from lmcache_hybrid.protocol.prefix import Prefix
-from lmcache_hybrid.scheduler.boundaries import Boundaries, BlockKey, Change
+from lmcache_hybrid.scheduler.boundaries import BlockKey, Boundaries, Change
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec

@@ -18,6 +18,7 @@ from lmcache_hybrid.core.digests import PLAIN, Digester
 from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.storage.lmcache_store import LMCacheStore
+from lmcache_hybrid.storage.notes import StoreNotes
 from lmcache_hybrid.storage.record import HEADER_BYTES
 from lmcache_hybrid.tools.standalone import make_engine
 from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder, take
@@ -68,6 +69,7 @@ class Box:
         model: str = MODEL,
         rank: int = 0,
         digester: Digester = PLAIN,
+        notes: StoreNotes | None = None,
         **settings,
     ) -> None:
         self.kind, self.folder = kind, folder
@@ -87,7 +89,7 @@ class Box:
         self.name = f"unit-{next(_names)}"
         self.engine = make_engine(self.name, config, model, rank, 2)
         self.engine.post_init()
-        self.store = LMCacheStore(self.engine, model, fingerprint, MAX_PAYLOAD, digester)
+        self.store = LMCacheStore(self.engine, model, fingerprint, MAX_PAYLOAD, digester, notes)
         self.manager = self.store.manager
         self.start = self.used()
 

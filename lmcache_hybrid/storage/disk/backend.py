@@ -142,8 +142,8 @@ class LocalDisk(LocalDiskBackend):
     def watch(self, wrap: Callable[[Any], Any]) -> Any:
         """Replace the index by ``wrap`` of it, which is returned."""
         with self.disk_lock:
-            self.dict = wrap(self.dict)
-        return self.dict
+            index = self.dict = wrap(self.dict)  # type: ignore[has-type]
+        return index
 
     # Writing
 

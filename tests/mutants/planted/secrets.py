@@ -43,8 +43,8 @@ DEFECTS = (
     one(
         "the store is opened without the key",
         CONNECTOR,
-        "            digester,\n        )\n",
-        "        )\n",
+        "            digester,\n            notes,\n",
+        "            notes=notes,\n",
     ),
     # Logins and TLS of Redis
     one(
