@@ -78,6 +78,8 @@ class HybridConnector:
     that runs the model. Lookups come in on a thread of :class:`LookupServer`.
     """
 
+    _events: KVEvents | None = None
+
     def __init__(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
@@ -101,7 +103,6 @@ class HybridConnector:
         self.scheduler: HybridScheduler | None = None
         self.worker: HybridWorker | None = None
         self._metadata: ConnectorMetadata = NOTHING
-        self._events: KVEvents | None = None
         self._client: LookupClient | None = None
         self._queue: LookupQueue | None = None
         self._server: LookupServer | None = None
@@ -314,7 +315,7 @@ class HybridConnector:
         return results
 
     def get_kv_connector_kv_cache_events(self) -> RankReports | None:
-        report = self.worker and self._options.events and self.worker.report(self._guard.stands())
+        report = self.worker.report(self._guard.stands) if self.worker is not None else None
         return RankReports([report]) if report else None
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker side of one rank: joins loads and saves to the connector's calls."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -82,15 +82,15 @@ class HybridWorker:
         """Store this step's blocks, see :meth:`.saves.Saver.save`."""
         self.saves.save(metadata)
 
-    def report(self, serving: bool) -> RankReport | None:
+    def report(self, serving: Callable[[], bool]) -> RankReport | None:
         """Say what the store has gained and lost, for events; None for nothing.
 
         Args:
-            serving: whether weights are those that records are named by.
+            serving: says whether weights are those that records are named by.
         """
         if self._notes is None:
             return None
-        return self._notes.report(serving and self.store.readable(), self.saves.unfinished)
+        return self._notes.report(serving() and self.store.readable(), self.saves.unfinished)
 
     def reset(self, epoch: int) -> None:
         """Clear the store, in-flight saves included. Thread-safe.

@@ -122,6 +122,18 @@ def test_the_nearest_tier_counts_and_the_next_one_once_that_evicts(box, told) ->
     told.after(dict.fromkeys(NAMES, RAM))
 
 
+def test_a_write_that_ends_after_its_record_was_evicted_from_ram(box, told) -> None:
+    one = box("disk", notes=told.notes, local_cpu=True).write(KEYS[:1])
+    key, entry = next(iter(one.backend.dict.items()))
+    one.store.manager.local_cpu_backend.remove(key)
+    one.backend.forget(key)
+    told.after({})
+    one.backend.current_cache_size += entry.size  # as when its write began
+    one.backend.insert_key(key, entry.size, entry.shape, entry.dtype, entry.fmt)
+    told.after({NAMES[0]: DISK})
+    one.backend.forget(key)
+
+
 def test_a_restart_reports_what_lies_on_disk(box, told) -> None:
     tagged = KEYS[0]._replace(tags=(("user", "a"),))
     box("disk").write([*KEYS, tagged]).close()
