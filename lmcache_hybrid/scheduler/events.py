@@ -108,7 +108,7 @@ class KVEvents:
             return  # for requests with the same tags only, of which events say nothing
         tags = tags_digest(prefix.tags)
         keys: list[BlockKey] = [(wide_hash(each), tags) for each in prefix.hashes[:blocks]]
-        first = blocks
+        first = blocks = len(keys)
         while first and not self._boundaries.knows(keys[first - 1]):
             first -= 1
         for at in range(first, blocks):

@@ -5,12 +5,14 @@ import pickle
 
 import pytest
 import torch
+from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from lmcache_hybrid.config.options import log_events, read_options
 from lmcache_hybrid.core.keys import STATE, tags_digest, wide_hash
 from lmcache_hybrid.protocol.changes import DISK, RAM, REMOTE, RankReport, RankReports, RecordName
 from lmcache_hybrid.protocol.prefix import record_keys
@@ -19,6 +21,7 @@ from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.prompt import prefix_of
 
 from .helpers import PLAN, STATE_SPEC, N, make_request
+from .lmcache_settings import lmcache_config, transfer, vllm_config
 from .scheduler_rig import Rig, all_offers
 
 (PAGES,) = PLAN.attention
@@ -232,3 +235,19 @@ def test_others_events_are_left_alone(reports) -> None:
     rig = EventRig()
     rig.scheduler.transferred(KVConnectorOutput(kv_cache_events=reports))
     assert rig.events.take() == []
+
+
+@pytest.mark.parametrize("vllm_publishes", [False, True])
+@pytest.mark.parametrize("lmcache_publishes", [False, True])
+def test_events_are_published_where_both_are_told_to(
+    vllm_publishes, lmcache_publishes, hybrid_log
+) -> None:
+    """LMCache's option keeps its meaning: it adds what is stored to vLLM's own events."""
+    config = vllm_config(transfer())
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=vllm_publishes)
+    lmcache = lmcache_config(enable_kv_events=lmcache_publishes)
+    assert read_options(config, lmcache).events == (vllm_publishes and lmcache_publishes)
+    log_events(config, lmcache)
+    said = [each.levelname for each in hybrid_log.records if "enable_kv_events" in each.message]
+    wanted = {(True, False): ["INFO"], (False, True): ["WARNING"]}
+    assert said == wanted.get((vllm_publishes, lmcache_publishes), [])

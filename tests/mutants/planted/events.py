@@ -79,8 +79,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a block is announced by the hash of the one before",
         EVENTS,
-        "            block_hashes=[maybe_convert_block_hash(BlockHash(block.block_hash))],\n",
-        "            block_hashes=[maybe_convert_block_hash(BlockHash(parent or block.block_hash))],\n",
+        "block_hashes=[maybe_convert_block_hash(BlockHash(block.block_hash))],",
+        "block_hashes=[maybe_convert_block_hash(BlockHash(parent or block.block_hash))],",
     ),
     one(
         "a block is announced with the tokens of the next one",
