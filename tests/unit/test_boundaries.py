@@ -226,20 +226,21 @@ def test_what_is_announced_is_what_a_lookup_would_find(plan) -> None:
         if rng.random() < 0.3:
             told.settle()
             both = held[0] & held[1]
-            assert ready(told, plan, places) == expected(both, plan, places)
+            boundaries = expected(both, plan, places)
+            assert expected(set(told.known), plan, places) == boundaries
             assert set(told.known) <= both
+            # A consumer that looks at one group of states only is right, too.
+            ends = {block(at, branch) for branch, at in boundaries}
+            assert all(at in ends for at, group in told.known if group in plan.states)
 
 
 def chain(branch: int, at: int) -> list[bytes]:
     return [block(i, branch if i >= 2 else 0) for i in range(at + 1)]
 
 
-def ready(told: Told, plan, places) -> set:
-    """Boundaries that a consumer sees as hits, by vLLM's rule."""
-    return expected(set(told.known), plan, places)
-
-
 def expected(held: set, plan, places) -> set:
+    """Boundaries that hit where ``held`` is all there is, by vLLM's rule."""
+
     def hit(branch: int, at: int) -> bool:
         blocks = chain(branch, at)
         return (

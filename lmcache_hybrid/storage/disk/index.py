@@ -76,7 +76,9 @@ def find(
                     os.unlink(entry.path)
                 else:
                     status = entry.stat(follow_symlinks=False)
-                    record = _own(entry, model_name, fingerprint, status.st_size) if own else (None,)
+                    record = (
+                        _own(entry, model_name, fingerprint, status.st_size) if own else (None,)
+                    )
                     found.append(Found(entry.path, status.st_size, status.st_mtime, *record))
             except OSError as error:  # gone meanwhile, or of somebody who keeps it
                 logger.debug("Left %s alone: %s", entry.name, error)
