@@ -21,6 +21,7 @@ from lmcache_hybrid.config.options import (
     check_lengths,
     check_pool,
     load_lmcache_config,
+    log_events,
     read_options,
     settle_lmcache_config,
 )
@@ -31,11 +32,14 @@ from lmcache_hybrid.core.groups import layer_specs, page_bytes, plan_groups
 from lmcache_hybrid.core.lmcache_stats import LMCacheMonitor
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.metrics import HybridStats
+from lmcache_hybrid.protocol.changes import RankReports
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata
+from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.load_policy import policy_for
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 from lmcache_hybrid.storage.key_names import readable_name
+from lmcache_hybrid.storage.notes import StoreNotes
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.storage.rpc import LookupClient, LookupServer
@@ -50,6 +54,7 @@ if TYPE_CHECKING:
 
     from lmcache.v1.config import LMCacheEngineConfig
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -75,6 +80,8 @@ class HybridConnector:
     vLLM calls the scheduler role on its scheduler's thread and the worker role on the thread
     that runs the model. Lookups come in on a thread of :class:`LookupServer`.
     """
+
+    _events: KVEvents | None = None
 
     def __init__(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
@@ -138,7 +145,10 @@ class HybridConnector:
         groups = self._kv_cache_config.kv_cache_groups
         sizes = {index: page_bytes(groups[index]) for index in self.plan.groups}
         policy = policy_for(options.load_policy, self.plan, sizes)
-        self.scheduler = HybridScheduler(self.plan, options, unit, self._queue, policy)
+        ranks = self._vllm_config.parallel_config.world_size
+        self._events = events = KVEvents(self.plan, groups, ranks) if options.events else None
+        log_events(self._vllm_config, config)
+        self.scheduler = HybridScheduler(self.plan, options, unit, self._queue, policy, events)
         logger.info(
             "LMCache serves hybrid groups: blocks of %d tokens, attention groups %s, "
             "window groups %s, state groups %s.",
@@ -246,6 +256,8 @@ class HybridConnector:
                 replicas.owner,
                 replicas.fingerprint[:8].hex(),
             )
+        rank = self._vllm_config.parallel_config.rank
+        notes = StoreNotes(rank) if self._options.events else None
         store = LMCacheStore(
             engine,
             readable_name(model),
@@ -253,12 +265,13 @@ class HybridConnector:
             max(group.block_bytes for group in pages.values()),
             digester,
             replicas,
+            notes,
         )
         monitor = LMCacheMonitor(engine.stats_monitor)
         self._lookup = RankLookup(self.plan, store, monitor)
         first = next(iter(self.kv_caches.values()))
         self.worker = HybridWorker(
-            self.plan, pages, store, self._lookup, first.device, monitor=monitor
+            self.plan, pages, store, self._lookup, first.device, monitor=monitor, notes=notes
         )
         report_pool(engine.storage_manager.local_cpu_backend, first.device)
         self._guard = WeightsGuard()
@@ -322,6 +335,10 @@ class HybridConnector:
         results.finished_sending.update(ended)
         return results
 
+    def get_kv_connector_kv_cache_events(self) -> RankReports | None:
+        report = self.worker.report(self._guard.stands) if self.worker is not None else None
+        return RankReports([report]) if report else None
+
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:
         return None, None
 
@@ -362,6 +379,16 @@ class HybridConnector:
         assert self.scheduler is not None
         self.scheduler.finished(request)
         return False, None
+
+    def take_events(self) -> "list[KVCacheEvent]":
+        return self._events.take() if self._events else []
+
+    def has_pending_push_work(self) -> bool:
+        return self._events is not None and self._events.pending
+
+    def cleared(self) -> None:
+        if self._events is not None:
+            self._events.cleared()
 
     def reset_cache(self) -> bool:
         """Forget all that was stored, on every rank; False when a rank did not confirm it."""

@@ -11,6 +11,7 @@ worker (entry point ``vllm.general_plugins``), perhaps more than once.
 | ``compat`` | bugs of the scheduler and of the CPU platform, one repair each |
 | ``partial_hits`` | the copy on write of a block that a prompt hits in part (a repair, too) |
 | ``loaders`` | model and adapter loaders, so that they note what they have loaded |
+| ``events`` | the reset of vLLM's own cache, of which the connector is told (a repair, too) |
 | ``sleep`` | the workers' sleep mode, of which the connector is told |
 | ``media`` | renderers in the API server, which mark how media are named |
 """
@@ -54,11 +55,12 @@ def _install() -> str | None:
         if problem is not None:
             return problem
         # Not before: on another version these imports may fail.
-        from vllm_patch import compat, configuration, connector, loaders, media
+        from vllm_patch import compat, configuration, connector, events, loaders, media
 
         configuration.install()
         media.install()
         compat.install()
+        events.announce_what_stays()
         loaders.install()
         connector.install()
     except Exception as error:

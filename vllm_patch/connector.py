@@ -25,8 +25,10 @@ from lmcache_hybrid.core.groups import is_served
 from lmcache_hybrid.upstream import versions
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_events import KVConnectorKVEvents
+    from vllm.distributed.kv_events import KVCacheEvent, KVConnectorKVEvents
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
@@ -157,7 +159,9 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
         return self._hybrid.get_transfer_results(finished_req_ids)
 
     def get_kv_connector_kv_cache_events(self) -> "KVConnectorKVEvents | None":
-        return None if self._hybrid else super().get_kv_connector_kv_cache_events()
+        if self._hybrid is None:
+            return super().get_kv_connector_kv_cache_events()
+        return self._hybrid.get_kv_connector_kv_cache_events()
 
     def shutdown(self) -> None:
         if self._hybrid is None:
@@ -187,6 +191,19 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
             super().update_connector_output(connector_output)
         else:
             self._hybrid.update_connector_output(connector_output)
+
+    def take_events(self) -> "Iterable[KVCacheEvent]":
+        return super().take_events() if self._hybrid is None else self._hybrid.take_events()
+
+    def has_pending_push_work(self) -> bool:
+        if self._hybrid is None:
+            return super().has_pending_push_work()
+        return self._hybrid.has_pending_push_work()
+
+    def cleared(self) -> None:
+        """vLLM's own cache was emptied, see :mod:`vllm_patch.events`."""
+        if self._hybrid is not None:
+            self._hybrid.cleared()
 
     def register_finished_partial_tail(
         self,

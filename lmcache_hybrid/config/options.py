@@ -49,7 +49,6 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "enable_p2p": (bool, "peers exchange whole chunks of attention only; set it to false"),
     "enable_pd": (bool, "use kv_role with a shared redis:// or fs:// store; set it to false"),
     "enable_controller": (bool, "the controller does not know state records; set it to false"),
-    "enable_kv_events": (bool, "events are not sent for state records yet; set it to false"),
     "enable_hidden_state_cache": (bool, "it is not kept for hybrid models; set it to false"),
     "enable_scheduler_bypass_lookup": (bool, "every rank must be asked; set it to false"),
     "enable_chunk_statistics": (bool, "chunks are not counted for hybrid models; set it to false"),
@@ -91,6 +90,7 @@ class Options:
         digester: keyed when a key file is configured.
         load_policy: one of :data:`POLICIES`; "faster" loads only what would take longer to compute.
         alone: whether no other connector is beside this one.
+        events: whether KV cache events are published of what is stored.
     """
 
     attention_group: int | None
@@ -103,6 +103,7 @@ class Options:
     digester: Digester = PLAIN
     load_policy: str = POLICIES[0]
     alone: bool = True
+    events: bool = False
 
 
 def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Options:
@@ -152,7 +153,27 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
         digester=PLAIN if key_file is None else read_key(KEY_FILE_KEY, str(key_file)),
         load_policy=policy,
         alone=not transfer.get_from_extra_config(BESIDE_KEY, False),
+        events=bool(config.enable_kv_events) and _publishes(vllm_config),
     )
+
+
+def _publishes(vllm_config: "VllmConfig") -> bool:
+    events = vllm_config.kv_events_config
+    return events is not None and events.enable_kv_cache_events
+
+
+def log_events(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> None:
+    """Say so where only one of vLLM and LMCache was told to publish KV cache events."""
+    if _publishes(vllm_config) and not config.enable_kv_events:
+        logger.info(
+            "vLLM publishes KV cache events of its own cache only; set LMCache's enable_kv_events "
+            "to true for those of what LMCache stores."
+        )
+    elif config.enable_kv_events and not _publishes(vllm_config):
+        logger.warning(
+            "LMCache option enable_kv_events=True has no effect, because vLLM publishes no events; "
+            """add --kv-events-config '{"enable_kv_cache_events": true}', or set it to false."""
+        )
 
 
 def check_lengths(options: Options, block_size: int) -> None:

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys of records."""
 
+import hashlib
 from typing import NamedTuple
+
+import xxhash
 
 ATTENTION, STATE = 0, 1
 
@@ -34,3 +37,15 @@ class RecordKey(NamedTuple):
     @property
     def kind_name(self) -> str:
         return ("attention", "state")[self.kind]
+
+
+def tags_digest(tags: tuple[tuple[str, str], ...]) -> bytes:
+    """16 bytes that stand for ``tags`` in a header."""
+    # Clients choose them, so not a hash that can be made to collide.
+    return hashlib.blake2b(repr(tags).encode(), digest_size=16).digest()
+
+
+def wide_hash(block_hash: bytes) -> bytes:
+    """32 bytes that stand for a block hash in a header: itself where it is a SHA-256."""
+    # "32s" would cut a longer hash and pad a shorter one without a word.
+    return block_hash if len(block_hash) == 32 else xxhash.xxh3_128_digest(block_hash) * 2

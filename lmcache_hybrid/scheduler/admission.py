@@ -29,16 +29,18 @@ class Admission:
         policy: LoadPolicy,
         ledger: Ledger[SchedulerCounts],
         watch: Callable[[RequestTracker], None],
+        found: Callable[[RequestTracker, LookupResult], None] = lambda tracker, result: None,
     ) -> None:
         """Ask nobody yet.
 
         Args:
             queue: asks the ranks.
             watch: told of each request whose stored blocks are known anew.
+            found: told of what the ranks have of each request.
         """
         self._plan, self._options = plan, options
         self._queue, self._policy = queue, policy
-        self._ledger, self._watch = ledger, watch
+        self._ledger, self._watch, self._found = ledger, watch, found
         self._patience = Patience()
 
     def begin(self, idle: bool) -> None:
@@ -130,6 +132,7 @@ class Admission:
         if result.available:
             tracker.stored.attention = result.attention  # less than was sent, where a save failed
         self._watch(tracker)
+        self._found(tracker, result)
         size, floor = self._plan.block_size, lookup.request.floor
         count_lookup(self._ledger, lookup, result, size, known)
         log_lookup(tracker.request, floor, result, size, first=not tracker.logged)

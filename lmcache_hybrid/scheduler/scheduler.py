@@ -11,17 +11,19 @@ from vllm.v1.core.sched.output import KVConnectorBlockState
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.protocol.lookup import LookupResult
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata, LoadSpec, SaveSpec
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.accounts import count_hit
 from lmcache_hybrid.scheduler.admission import Admission
 from lmcache_hybrid.scheduler.checkpoints import Checkpoints
+from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.final_saves import FinalSaves
 from lmcache_hybrid.scheduler.granularity import Granularity
 from lmcache_hybrid.scheduler.load_planner import load_of
 from lmcache_hybrid.scheduler.load_policy import LoadPolicy
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
-from lmcache_hybrid.scheduler.prompt import prefix_of, why_unsaved
+from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of, why_unsaved
 from lmcache_hybrid.scheduler.save_planner import Offer, SavePlanner
 from lmcache_hybrid.scheduler.tracker import Loading, RequestTracker
 
@@ -38,6 +40,7 @@ class HybridScheduler:
 
     Attributes:
         ledger: what is counted, for metrics.
+        events: as given.
         closed: nothing is looked up and stored, because a reset failed or is under way.
     """
 
@@ -48,6 +51,7 @@ class HybridScheduler:
         hash_block_size: int,
         queue: LookupQueue,
         policy: LoadPolicy | None = None,
+        events: KVEvents | None = None,
     ) -> None:
         """Track requests.
 
@@ -55,6 +59,7 @@ class HybridScheduler:
             hash_block_size: tokens per entry of ``request.block_hashes``; divides N.
             queue: asks the ranks.
             policy: which hits are loaded; all by default.
+            events: told of what is stored and found; None where no events are published.
 
         Raises:
             ValueError: ``hash_block_size`` does not divide N.
@@ -65,7 +70,7 @@ class HybridScheduler:
         self._options = options
         self._hashes_per_block = plan.block_size // hash_block_size
         self._queue = queue
-        self._policy = policy or LoadPolicy()
+        self._policy, self.events = policy or LoadPolicy(), events
         self._trackers: dict[str, RequestTracker] = {}
         # Requests that still have blocks to store: all that a step looks at.
         self._unsaved: dict[str, RequestTracker] = {}
@@ -79,7 +84,9 @@ class HybridScheduler:
         self.ledger = Ledger("scheduler", SchedulerCounts())
         self._planner = SavePlanner(plan, options, self._hashes_per_block, self.ledger)
         self._granularity = Granularity(plan, self.ledger)
-        self._admission = Admission(plan, options, queue, self._policy, self.ledger, self._watch)
+        self._admission = Admission(
+            plan, options, queue, self._policy, self.ledger, self._watch, self._found
+        )
 
     @property
     def counts(self) -> SchedulerCounts:
@@ -180,6 +187,14 @@ class HybridScheduler:
         else:
             self._unsaved.pop(tracker.request.request_id, None)
 
+    def _found(self, tracker: RequestTracker, result: LookupResult) -> None:
+        """Describe what the ranks hold of a request, for events."""
+        if self.events is None or not (result.attention or result.tail):
+            return
+        inner = [result.boundary * self._plan.block_size + result.tail] if result.tail else []
+        prefix = tracker.prefix.with_inner(inner_hashes(tracker.request, inner, self._plan))
+        self.events.learn(tracker.request, prefix, result.attention, inner)
+
     def _drop(self, tracker: RequestTracker, claim: int) -> None:
         """Let the ranks release the claims of lookup number ``claim``, if there is one."""
         if claim:
@@ -210,6 +225,8 @@ class HybridScheduler:
                 del self._trackers[request_id]
         self._unsaved.clear()
         self._final.forget()
+        if self.events is not None:
+            self.events.reset(self._epoch)
         return self._epoch
 
     def end_reset(self, done: bool) -> None:
@@ -268,6 +285,8 @@ class HybridScheduler:
             computed = tracker.request.num_computed_tokens + scheduled[request_id]
             save = self._planner.plan(tracker, computed, offers.get(request_id, ()), block_state)
             if save is not None:
+                if self.events is not None:
+                    self.events.learn_save(tracker.request, save)
                 yield save
             self._watch(tracker)
 
@@ -275,6 +294,8 @@ class HybridScheduler:
 
     def transferred(self, output: "KVConnectorOutput") -> None:
         """Take note of loads that ended on all ranks, and of those that failed on one."""
+        if self.events is not None:
+            self.events.receive(output.kv_cache_events)
         failed = self._loading & set(output.failed_recving or ())  # not other connectors'
         self._policy.ended(output.finished_recving or (), failed)
         for request_id in failed:
@@ -325,6 +346,8 @@ class HybridScheduler:
         save = self._planner.plan(tracker, request.num_computed_tokens, offers, blocks)
         if save is not None:
             self._final.add(save)
+            if self.events is not None:
+                self.events.learn_save(request, save)
         return save is not None
 
     def finished(self, request: "Request") -> None:

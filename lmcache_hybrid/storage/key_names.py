@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmcache_hybrid.storage.record import tags_digest
+from lmcache_hybrid.core.keys import tags_digest
 
 # LMCache's CacheEngineKey with the tag of LMCacheStore.engine_key. Another LMCache user's
 # key has no such tag, so it is never taken for ours.

@@ -24,11 +24,12 @@ from vllm.logger import init_logger
 
 from lmcache_hybrid.core.digests import PLAIN, Digester
 from lmcache_hybrid.core.errors import DamagedError, LoadError, NoRoomError, RecordError
-from lmcache_hybrid.core.keys import RecordKey
+from lmcache_hybrid.core.keys import RecordKey, tags_digest
 from lmcache_hybrid.storage import tier_lookup
 from lmcache_hybrid.storage.buffer import LMCacheBuffer
 from lmcache_hybrid.storage.claims import LMCacheClaim
 from lmcache_hybrid.storage.disk.backend import LocalDisk, record_shape
+from lmcache_hybrid.storage.notes import StoreNotes
 from lmcache_hybrid.storage.read_memory import Staging
 from lmcache_hybrid.storage.record import open_record, record_bytes, seal
 from lmcache_hybrid.storage.record_names import RecordNames, Replicas
@@ -63,6 +64,7 @@ class LMCacheStore:
         max_payload: int,
         digester: Digester = PLAIN,
         replicas: Replicas | None = None,
+        notes: StoreNotes | None = None,
     ) -> None:
         """Wrap an engine after its ``post_init``.
 
@@ -73,12 +75,14 @@ class LMCacheStore:
             max_payload: bytes of the largest record's payload.
             digester: keyed where others can write to a backend.
             replicas: records that other ranks have, too; None where there are none.
+            notes: told of all records, where KV cache events are published.
         """
         self._engine = engine
         self.manager = engine.storage_manager
         self._digester = digester
         self._names = RecordNames(model_name, engine.metadata, fingerprint, replicas)
         self.engine_key = self._names.engine_key
+        self._notes = notes
         self.reads: Counter[str] = Counter()
         self.failed_writes: Counter[str] = Counter()
         self._remote = RemoteReader()
@@ -93,7 +97,12 @@ class LMCacheStore:
                 remote.watch(backend, count)
             elif isinstance(backend, LocalDiskBackend):
                 disk = self.manager.storage_backends[name] = LocalDisk.instead_of(backend, count)
-                disk.restore(model_name, self._names.writers(), engine.metadata)
+                told = (notes.restored,) if notes is not None else ()
+                disk.restore(model_name, self._names.writers(), engine.metadata, *told)
+        if notes is not None:
+            for name, backend in self.manager.storage_backends.items():
+                if name in (engine.retrieve_locations or (name,)):
+                    notes.watch(backend)
 
     @property
     def fingerprint(self) -> bytes:
@@ -113,7 +122,10 @@ class LMCacheStore:
         locations = tier_lookup.locate(
             self.manager, engine_keys, self._engine.retrieve_locations, deadline, self._silent
         )
-        return {key: name for key, name in zip(wanted, locations, strict=True) if name is not None}
+        found = {key: name for key, name in zip(wanted, locations, strict=True) if name is not None}
+        if self._notes is not None:
+            self._notes.found(dict(zip(engine_keys, wanted, strict=True)), found)
+        return found
 
     def claim(self, located: Mapping[RecordKey, str]) -> LMCacheClaim | None:
         claim = LMCacheClaim(located)
@@ -268,6 +280,8 @@ class LMCacheStore:
             self._damaged.clear()
         self._damaged.add(key)
         engine_key = self.engine_key(key)
+        if self._notes is not None:
+            self._notes.discarded(engine_key)
         for name, backend in self.manager.storage_backends.items():
             try:
                 if isinstance(backend, LocalDisk):
@@ -297,6 +311,8 @@ class LMCacheStore:
                 fingerprint = self._names.fingerprint_of(key)
                 seal(buffer.record, key, fingerprint, buffer.digests, self._digester)
             self._damaged.difference_update(key for key, _ in records)
+            if self._notes is not None:
+                self._notes.expect((self.engine_key(key), key) for key, _ in records)
             ours = [record for record in records if self._names.is_written_here(record[0])]
             others = [record for record in records if not self._names.is_written_here(record[0])]
             self._submit(ours, [self._engine.store_location])
@@ -304,6 +320,10 @@ class LMCacheStore:
         finally:
             for _, buffer in records:
                 buffer.release()
+        if self._notes is not None:
+            # Those of another writer are asked for in its store, too.
+            written = [self.engine_key(key) for key, _ in records]
+            self._notes.written(written, self._engine.store_location)
 
     def _private_locations(self) -> list[str]:
         """The backends that only this rank sees, of those that it may write to."""

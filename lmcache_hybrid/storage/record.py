@@ -9,7 +9,6 @@ model, layout, rank or request, cut off or damaged. That holds against damage an
 keyed digester also against others who write to the store, see :mod:`lmcache_hybrid.core.digests`.
 """
 
-import hashlib
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from lmcache_hybrid.core.digests import (
     Digester,
 )
 from lmcache_hybrid.core.errors import RecordError
-from lmcache_hybrid.core.keys import RecordKey
+from lmcache_hybrid.core.keys import RecordKey, tags_digest, wide_hash
 
 VERSION = 3
 MAGIC = b"LMCHYBRD"
@@ -43,17 +42,6 @@ assert _SEAL + SEAL_BYTES <= HEADER_BYTES
 CHUNK_BYTES = 512 << 10
 
 
-def tags_digest(tags: tuple[tuple[str, str], ...]) -> bytes:
-    """16 bytes that stand for ``tags`` in a header."""
-    # Clients choose them, so not a hash that can be made to collide.
-    return hashlib.blake2b(repr(tags).encode(), digest_size=16).digest()
-
-
-def _wide_hash(block_hash: bytes) -> bytes:
-    # "32s" would cut a longer hash and pad a shorter one without a word.
-    return block_hash if len(block_hash) == 32 else xxhash.xxh3_128_digest(block_hash) * 2
-
-
 def _header(key: RecordKey, fingerprint: bytes, length: int, checksum: bytes) -> bytes:
     fields = _FIELDS.pack(
         MAGIC,
@@ -63,7 +51,7 @@ def _header(key: RecordKey, fingerprint: bytes, length: int, checksum: bytes) ->
         key.boundary,
         length,
         fingerprint,
-        _wide_hash(key.block_hash),
+        wide_hash(key.block_hash),
         tags_digest(key.tags),
         checksum,
     )

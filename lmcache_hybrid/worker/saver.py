@@ -49,6 +49,8 @@ class Saver:
         # Completes what a device has not copied when its step ends, in the order of the steps.
         self._finisher = started_thread(1, "hybrid-finish")
         self._warned_save = False
+        # Saves handed to that thread, and those that it has ended.
+        self._queued = self._ended = 0
         self._epoch = 0
         # Held while a step's blocks are copied: a reset comes before or after all of them.
         self._saving = threading.Lock()
@@ -111,20 +113,29 @@ class Saver:
         if rest is None:
             self._put(save, records, started)
         else:
+            self._queued += 1
             self._finisher.submit(self._finish, save, records, rest, started)
 
     def _finish(
         self, save: SaveSpec, records: Records, rest: Callable[[], None], started: float
     ) -> None:
         """Complete a device copy that is still in flight. Runs on the finishing thread."""
-        with self._save_errors(save):
-            try:
-                rest()
-            except BaseException:
-                for _, buffer in records:
-                    buffer.release()
-                raise
-            self._put(save, records, started)
+        try:
+            with self._save_errors(save):
+                try:
+                    rest()
+                except BaseException:
+                    for _, buffer in records:
+                        buffer.release()
+                    raise
+                self._put(save, records, started)
+        finally:
+            self._ended += 1
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a device still copies what a save is to store."""
+        return self._ended < self._queued
 
     def _put(self, save: SaveSpec, records: Records, started: float) -> None:
         """Hand copied records to the store, which takes their buffers over."""

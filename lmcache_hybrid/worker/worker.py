@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker side of one rank: joins loads and saves to the connector's calls."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -10,7 +10,9 @@ from lmcache_hybrid.core.counts import Ledger, WorkerCounts
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.core.lmcache_stats import NO_MONITOR, Monitor
 from lmcache_hybrid.identity.adapters import ADAPTERS, LoadedAdapters
+from lmcache_hybrid.protocol.changes import RankReport
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
+from lmcache_hybrid.storage.notes import StoreNotes
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.store import Store
 from lmcache_hybrid.worker.copies import Threads, copies_for
@@ -38,6 +40,7 @@ class HybridWorker:
         part_bytes: int = PART_BYTES,
         monitor: Monitor = NO_MONITOR,
         adapters: LoadedAdapters = ADAPTERS,
+        notes: StoreNotes | None = None,
     ) -> None:
         """Take over a store.
 
@@ -47,9 +50,10 @@ class HybridWorker:
             part_bytes: most bytes to read, check and copy at once, one record at least.
             monitor: LMCache's own metrics.
             adapters: what vLLM has loaded on this rank.
+            notes: of the store, where KV cache events are published. Taken over.
         """
         self.plan, self.pages, self.store = plan, pages, store
-        self._lookup = lookup
+        self._lookup, self._notes = lookup, notes
         self.ledger = Ledger("worker", WorkerCounts(failed_writes=store.failed_writes))
         # Not the threads of loads, which may be waiting for a store while a step saves.
         self._threads = Threads("hybrid-save")
@@ -78,6 +82,16 @@ class HybridWorker:
         """Store this step's blocks, see :meth:`.saves.Saver.save`."""
         self.saves.save(metadata)
 
+    def report(self, serving: Callable[[], bool]) -> RankReport | None:
+        """Say what the store has gained and lost, for events; None for nothing.
+
+        Args:
+            serving: says whether weights are those that records are named by.
+        """
+        if self._notes is None:
+            return None
+        return self._notes.report(serving() and self.store.readable(), self.saves.unfinished)
+
     def reset(self, epoch: int) -> None:
         """Clear the store, in-flight saves included. Thread-safe.
 
@@ -85,6 +99,8 @@ class HybridWorker:
             epoch: of the steps whose blocks are stored from now on.
         """
         self.saves.reset(epoch)
+        if self._notes is not None:
+            self._notes.clear(epoch)
 
     def suspend(self) -> None:
         """End all copies and stop using the KV cache: vLLM is about to free its memory.
@@ -113,6 +129,8 @@ class HybridWorker:
         """End the threads; loads that did not start are dropped, saves are finished."""
         self.loads.close()
         self.saves.close()
+        if self._notes is not None:
+            self._notes.close()
         self._threads.close()
 
     def check_integrity(self) -> None:

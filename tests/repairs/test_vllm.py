@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,12 +17,13 @@ from sim.setup import Setup
 from sim.shrunk import SHRUNK
 from sim.storage import N, Pool, close_storage
 from unit.helpers import STATE_SPEC, engine_config
+from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 import vllm_patch
-from vllm_patch import compat, sleep
+from vllm_patch import compat, events, sleep
 from vllm_patch import copy_on_write as partial_hits
 
 from .repair import Repair, shows_bug_of, without
@@ -114,6 +116,16 @@ def test_a_reset_leaves_something_behind(simulation):
         load = load_survives_reset(engine)
     with new_engine() as engine:
         return block_survives_reset(engine) or load
+
+
+@shows_bug_of(events.announce_what_stays)
+def test_a_reset_of_its_own_cache_speaks_for_the_connector(simulation):
+    """The repair can go when the event says what was cleared, or the connector is told."""
+    without(simulation, events.announce_what_stays)
+    with new_engine() as engine:
+        connector = engine.scheduler.connector = MagicMock(wraps=engine.scheduler.connector)
+        assert engine.scheduler.reset_prefix_cache()
+    return not AllBlocksCleared.__struct_fields__ and not connector.mock_calls
 
 
 def load_survives_reset(engine: SimEngine) -> bool:

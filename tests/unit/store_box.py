@@ -20,6 +20,7 @@ from lmcache_hybrid.core.digests import PLAIN, Digester
 from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.storage.lmcache_store import LMCacheStore
+from lmcache_hybrid.storage.notes import StoreNotes
 from lmcache_hybrid.storage.record import HEADER_BYTES
 from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.tools.standalone import make_engine
@@ -76,6 +77,7 @@ class Box:
         digester: Digester = PLAIN,
         replicas: Replicas | None = None,
         max_payload: int = MAX_PAYLOAD,
+        notes: StoreNotes | None = None,
         **settings,
     ) -> None:
         self.kind, self.folder = kind, folder
@@ -100,7 +102,9 @@ class Box:
         self.name = f"unit-{next(_names)}"
         self.engine = make_engine(self.name, config, model, rank, ranks)
         self.engine.post_init()
-        self.store = LMCacheStore(self.engine, model, fingerprint, max_payload, digester, replicas)
+        self.store = LMCacheStore(
+            self.engine, model, fingerprint, max_payload, digester, replicas, notes
+        )
         self.manager = self.store.manager
         self.start = self.used()
 

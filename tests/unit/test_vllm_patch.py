@@ -105,6 +105,10 @@ def test_the_selected_groups_blocks_are_forwarded(hybrid):
         ("wait_for_save", ()),
         ("shutdown", ()),
         ("reset_cache", ()),
+        ("get_kv_connector_kv_cache_events", ()),
+        ("take_events", ()),
+        ("has_pending_push_work", ()),
+        ("cleared", ()),
     ],
 )
 def test_calls_of_a_hybrid_model_reach_the_adapter(hybrid, call, args):
@@ -122,7 +126,6 @@ def test_metadata_reaches_the_adapter(hybrid):
 
 def test_a_best_effort_cache_needs_no_delivery(hybrid):
     assert hybrid.requires_kv_delivery is False
-    assert hybrid.get_kv_connector_kv_cache_events() is None
 
 
 @pytest.fixture
@@ -141,6 +144,9 @@ def test_a_model_without_states_goes_to_vllms_own_class(upstream_calls):
     plain.get_transfer_results({"r"})
     plain.get_num_new_matched_tokens("request", 3)
     plain.shutdown()
+    plain._kv_cache_events = None
+    plain.cleared()
+    assert list(plain.take_events()) == [] and plain.has_pending_push_work() is False
     assert upstream_calls == [
         ("__init__", "vllm_config", KVConnectorRole.WORKER, config),
         ("get_transfer_results", {"r"}),

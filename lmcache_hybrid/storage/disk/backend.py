@@ -24,6 +24,7 @@ from vllm.logger import init_logger
 from lmcache_hybrid.storage.disk.eviction import Room, SteadyLFU
 from lmcache_hybrid.storage.disk.files import create_anew, open_regular
 from lmcache_hybrid.storage.disk.index import EVICTED, Found, find
+from lmcache_hybrid.storage.record import Header
 
 if TYPE_CHECKING:
     from lmcache.v1.metadata import LMCacheMetadata
@@ -88,7 +89,11 @@ class LocalDisk(LocalDiskBackend):
     # Start
 
     def restore(
-        self, model_name: str, writers: Mapping[bytes, int], metadata: "LMCacheMetadata"
+        self,
+        model_name: str,
+        writers: Mapping[bytes, int],
+        metadata: "LMCacheMetadata",
+        restored: Callable[[CacheEngineKey, Header], None] = lambda key, header: None,
     ) -> int:
         """Index the records of this model, layout and rank that lie on disk.
 
@@ -97,6 +102,7 @@ class LocalDisk(LocalDiskBackend):
 
         Args:
             writers: this rank's fingerprints, and the rank in the keys of each.
+            restored: called for each record that is found.
 
         Returns:
             The number of indexed records.
@@ -113,7 +119,8 @@ class LocalDisk(LocalDiskBackend):
         self._strangers = {file.path: file.size for file in strangers}
         self._strange_bytes = sum(self._strangers.values())
         for file in own:
-            self._index(file)
+            if file.key is not None and file.header is not None and self._index(file):
+                restored(file.key, file.header)
         logger.info(
             "local_disk %s: %d records (%.1f MB) of this model found again; %d other files "
             "(%.1f MB) are evicted first.",
@@ -131,16 +138,27 @@ class LocalDisk(LocalDiskBackend):
             key = key.with_new_worker_id(self._rank)
         return super()._key_to_path(key)
 
-    def _index(self, file: Found) -> None:
+    def _index(self, file: Found) -> bool:
         if file.key is None or self._key_to_path(file.key) != file.path:
-            return
+            return False
         shape = record_shape(file.size)
         self.insert_key(file.key, file.size, shape, torch.uint8, MemoryFormat.KV_2LTD)
         self.cache_policy.update_on_put(file.key)
         self.current_cache_size += file.size
         self.usage += file.size
+        return True
+
+    def watch(self, wrap: Callable[[Any], Any]) -> Any:
+        """Replace the index by ``wrap`` of it, which is returned."""
+        with self.disk_lock:
+            index = self.dict = wrap(self.dict)  # type: ignore[has-type]
+        return index
 
     # Writing
+
+    def is_writing(self) -> bool:
+        """Whether writes are in flight."""
+        return bool(self.disk_worker.put_tasks)
 
     def batched_submit_put_task(
         self, keys: Any, memory_objs: Any, transfer_spec: Any = None, **kwargs: Any

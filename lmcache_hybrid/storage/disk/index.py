@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from lmcache_hybrid.core.errors import RecordError
 from lmcache_hybrid.storage.disk.files import open_regular
 from lmcache_hybrid.storage.key_names import parse_key
-from lmcache_hybrid.storage.record import HEADER_BYTES, read_header, record_bytes
+from lmcache_hybrid.storage.record import HEADER_BYTES, Header, read_header, record_bytes
 
 if TYPE_CHECKING:
     from lmcache.v1.metadata import LMCacheMetadata
@@ -35,12 +35,14 @@ class Found:
         written: its time of modification, in seconds since the epoch.
         key: LMCache's key where this is a whole record of the asking rank; None for one of
             another model, fingerprint or number of ranks, or a damaged one.
+        header: of such a record.
     """
 
     path: str
     size: int
     written: float
     key: CacheEngineKey | None
+    header: Header | None = None
 
 
 def find(
@@ -78,16 +80,16 @@ def find(
                     os.unlink(entry.path)
                 else:
                     status = entry.stat(follow_symlinks=False)
-                    key = _own_key(entry, model_name, writers, status.st_size) if own else None
-                    found.append(Found(entry.path, status.st_size, status.st_mtime, key))
+                    record = _own(entry, model_name, writers, status.st_size) if own else (None,)
+                    found.append(Found(entry.path, status.st_size, status.st_mtime, *record))
             except OSError as error:  # gone meanwhile, or of somebody who keeps it
                 logger.debug("Left %s alone: %s", entry.name, error)
     return sorted(found, key=lambda file: file.written)
 
 
-def _own_key(
+def _own(
     file: "os.DirEntry[str]", model_name: str, writers: Mapping[bytes, int], size: int
-) -> CacheEngineKey | None:
+) -> tuple[CacheEngineKey | None, Header | None]:
     rest = file.name[len(model_name) :].removesuffix(SUFFIX)
     try:
         key = CacheEngineKey.from_string("model" + rest)
@@ -95,9 +97,9 @@ def _own_key(
             header = read_header(data.read(HEADER_BYTES))
     except (OSError, RecordError, ValueError, KeyError) as error:
         logger.debug("%s is no record: %s", file.name, error)
-        return None
+        return None, None
     key.model_name = model_name
     writer = writers.get(header.fingerprint)
     if writer is None or size != record_bytes(header.length):
-        return None
-    return key.with_new_worker_id(writer)
+        return None, None
+    return key.with_new_worker_id(writer), header

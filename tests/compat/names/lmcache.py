@@ -124,8 +124,22 @@ LMCACHE = (
     *attributes(
         f"{_BACKENDS}.local_cpu_backend",
         "LocalCPUBackend",
-        "cache_policy cpu_lock hot_cache contains remove batched_get_blocking "
-        "batched_submit_put_task",
+        "cache_policy cpu_lock contains remove batched_get_blocking batched_submit_put_task",
+    ),
+    Hook(
+        f"{_BACKENDS}.local_cpu_backend",
+        "LocalCPUBackend.hot_cache",
+        replaced_in="lmcache_hybrid/storage/notes.py",
+    ),
+    # Its index, which lmcache_hybrid/storage/notes.py copies into a subclass.
+    *(
+        Hook(f"{_BACKENDS}.cache_policy.{module}", f"{name}.init_mutable_mapping", (), (made,))
+        for module, name, made in (
+            ("lru", "LRUCachePolicy", "return OrderedDict()"),
+            ("mru", "MRUCachePolicy", "return OrderedDict()"),
+            ("lfu", "LFUCachePolicy", "return {}"),
+            ("fifo", "FIFOCachePolicy", "return {}"),
+        )
     ),
     Hook(_DISK, "LocalDiskBackend.read_file"),
     Hook(_DISK, "LocalDiskBackend.write_file"),
@@ -229,7 +243,7 @@ LMCACHE = (
         "_CONFIG_DEFINITIONS",
         "local_cpu "
         "remote_storage_plugins priority_limit min_retrieve_tokens save_decode_cache "
-        "lookup_timeout_ms blocking_timeout_secs extra_config",
+        "lookup_timeout_ms blocking_timeout_secs extra_config enable_kv_events",
     ),
     *(
         Hook(_CONFIG, f"_CONFIG_DEFINITIONS.{name}", replaced_in="lmcache_hybrid/config/options.py")

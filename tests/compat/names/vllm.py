@@ -11,6 +11,7 @@ _REQUEST = "vllm.v1.request"
 _CONFIG = "vllm.config"
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _LMCACHE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
+_EVENTS = "vllm.distributed.kv_events"
 _SPECS = "vllm.v1.kv_cache_interface"
 _TRITON = "vllm.v1.attention.backends.triton_attn"
 _ENGINE = "vllm.v1.engine.llm_engine"
@@ -34,7 +35,9 @@ VLLM = (
     *attributes(
         _BASE, "KVConnectorTransferResults", "finished_sending finished_recving failed_recving"
     ),
-    *attributes("vllm.v1.outputs", "KVConnectorOutput", "finished_recving failed_recving"),
+    *attributes(
+        "vllm.v1.outputs", "KVConnectorOutput", "finished_recving failed_recving kv_cache_events"
+    ),
     Hook(_REQUEST, "Request.shared_prefix_boundary", replaced_in=_COMPAT),
     Hook(_REQUEST, "Request.num_computed_tokens", replaced_in=_COMPAT),
     Hook(_SPECS, "MambaSpec.mamba_cache_mode"),
@@ -167,6 +170,37 @@ VLLM = (
         "Scheduler.reset_prefix_cache",
         holds=("self.reset_connector_cache() and reset_successful",),
         replaced_in=_COMPAT,
+    ),
+    # vllm_patch/events.py, lmcache_hybrid/scheduler/events.py
+    Hook(_SCHEDULER, "Scheduler.reset_prefix_cache", replaced_in="vllm_patch/events.py"),
+    Hook(
+        _SCHEDULER,
+        "Scheduler.update_from_output",
+        holds=("events.extend(connector_events)", "self.kv_event_publisher.publish(batch)"),
+    ),
+    Hook(_SCHEDULER, "Scheduler.has_requests", holds=("self.connector.has_pending_push_work()",)),
+    *attributes(_EVENTS, "BlockRemoved", "block_hashes medium group_idx locality ownership"),
+    *attributes(
+        _EVENTS,
+        "BlockStored",
+        "block_hashes parent_block_hash token_ids block_size lora_id medium lora_name extra_keys "
+        "group_idx kv_cache_spec_kind kv_cache_spec_sliding_window locality ownership",
+    ),
+    *attributes(
+        _EVENTS,
+        "KVConnectorKVEvents",
+        "add_events aggregate increment_workers get_all_events get_number_of_workers clear_events",
+    ),
+    *attributes(_LMCACHE, "LMCacheConnectorV1", "take_events"),
+    Hook(_BASE, "KVConnectorBase_V1.has_pending_push_work"),
+    Hook(_CONFIG, "VllmConfig.kv_events_config"),
+    Hook(_CONFIG, "KVEventsConfig.enable_kv_cache_events"),
+    Hook(_REQUEST, "Request.all_token_ids"),
+    Hook("vllm.lora.request", "LoRARequest.adapter_id"),
+    Hook(
+        "vllm.v1.core.kv_cache_utils",
+        "generate_block_hash_extra_keys",
+        ("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
     ),
     Hook(
         "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector",

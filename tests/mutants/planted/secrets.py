@@ -43,8 +43,8 @@ DEFECTS = (
     one(
         "the store is opened without the key",
         CONNECTOR,
-        "            digester,\n            replicas,\n        )\n",
-        "            replicas=replicas,\n        )\n",
+        "            digester,\n            replicas,\n            notes,\n        )\n",
+        "            replicas=replicas,\n            notes=notes,\n        )\n",
     ),
     # Logins and TLS of Redis
     one(

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which boundaries are reusable on all ranks, for KV cache events.
+
+Blocks form a tree by the hash of the block before. A boundary is *reusable* when every rank
+holds the attention pages of all blocks up to it, the last pages of window groups, and all states.
+States are announced at reusable boundaries only, pages only up to the deepest one.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.protocol.changes import RankReport, RecordName, Tier
+
+# Blocks to remember at most that were to be stored and are nowhere yet.
+KEPT_UNHELD = 1 << 14
+
+# Block hash and digest of the tags.
+BlockKey = tuple[bytes, bytes]
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One block, or the tokens of one up to a boundary inside it.
+
+    Attributes:
+        key: of it.
+        block: what events say of it; None until :meth:`Boundaries.learn`.
+        parent: the block before; None for the first one, and until it is learned.
+        depth: blocks up to and with this one.
+        tiers: by group, the nearest tier of each rank that holds its record.
+        rooted: whether all ranks hold the attention pages up to its end.
+        ready: whether its end is a reusable boundary.
+        below: reusable boundaries at its end or behind it.
+        announced: the tier that consumers know of, by group.
+    """
+
+    key: BlockKey
+    block: Any = None
+    parent: "Node | None" = None
+    children: set["Node"] = field(default_factory=set)
+    depth: int = 0
+    tiers: dict[int, dict[int, Tier]] = field(default_factory=dict)
+    rooted: bool = False
+    ready: bool = False
+    below: int = 0
+    announced: dict[int, Tier] = field(default_factory=dict)
+
+    def up(self, count: int) -> "Iterator[Node]":
+        """This block and those before it, ``count`` at most."""
+        node: Node | None = self
+        while node is not None and count > 0:
+            yield node
+            node, count = node.parent, count - 1
+
+
+class Change(NamedTuple):
+    """What consumers must be told of one record."""
+
+    node: Node
+    group: int
+    tier: Tier
+
+
+class Boundaries:
+    """Combines what the ranks report. Used by the scheduler's thread only."""
+
+    def __init__(self, plan: GroupPlan, ranks: int) -> None:
+        self._plan, self._ranks = plan, ranks
+        self._nodes: dict[BlockKey, Node] = {}
+        self._unheld: OrderedDict[Node, None] = OrderedDict()
+        self._changed: dict[Node, None] = {}
+        self._unsaid: dict[Node, None] = {}
+        self._refusing: set[int] = set()
+        self._reach = max((window.blocks for window in plan.windows), default=0)
+
+    def knows(self, key: BlockKey) -> bool:
+        """Whether the block, and all before it, have been learned."""
+        node = self._nodes.get(key)
+        return node is not None and node.block is not None
+
+    def learn(self, key: BlockKey, parent: BlockKey | None, block: Any) -> None:
+        """Say what comes before a block, and what events say of it.
+
+        Args:
+            parent: learned before; None for the first block of a prompt.
+        """
+        node = self._node(key)
+        if node.block is not None:
+            return
+        node.block, node.depth = block, 1
+        if parent is not None:
+            node.parent = self._nodes[parent]
+            node.parent.children.add(node)
+            node.depth = node.parent.depth + 1
+        self._changed[node] = None
+        if not node.tiers:
+            self._unheld[node] = None
+            if len(self._unheld) > KEPT_UNHELD:
+                self._prune(self._unheld.popitem(last=False)[0])
+
+    def take(self, report: RankReport) -> None:
+        """Take what one rank reports."""
+        for name, tier in report.changes:
+            self._change(report.rank, name, tier)
+        if report.serving == (report.rank in self._refusing):
+            (self._refusing.discard if report.serving else self._refusing.add)(report.rank)
+            self._unsaid.update(dict.fromkeys(self._nodes.values()))
+
+    def _change(self, rank: int, name: RecordName, tier: Tier | None) -> None:
+        node = self._node((name.block_hash, name.tags))
+        tiers = node.tiers.setdefault(name.group, {})
+        if tier is not None:
+            tiers[rank] = tier
+            self._unheld.pop(node, None)
+        else:
+            tiers.pop(rank, None)
+            if not tiers:
+                del node.tiers[name.group]
+        self._changed[node] = None
+
+    def forget(self) -> None:
+        """No rank holds anything any more."""
+        for node in self._nodes.values():
+            node.tiers.clear()
+            self._changed[node] = None
+
+    def unsay(self) -> None:
+        """Consumers have forgotten all that they were told."""
+        for node in self._nodes.values():
+            if node.announced:
+                node.announced.clear()
+                self._unsaid[node] = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not (self._changed or self._unsaid)
+
+    def settle(self) -> tuple[list[Change], list[Change]]:
+        """Say what consumers must be told since the last call.
+
+        Returns:
+            What is gone, the deepest first, and what is there, the shallowest first.
+        """
+        changed, self._changed = self._changed, {}
+        for node in changed:
+            self._reconsider(node)
+        unsaid, self._unsaid = sorted(self._unsaid, key=lambda node: node.depth), {}
+        stored = [change for node in unsaid for change in self._news(node)]
+        removed = [change for node in reversed(unsaid) for change in self._withdrawn(node)]
+        for node, group, _ in removed:
+            del node.announced[group]
+        for node, group, tier in stored:
+            node.announced[group] = tier
+        for node in changed:
+            self._prune(node)
+        return removed, stored
+
+    # What holds of a block
+
+    def _tier(self, node: Node, group: int) -> Tier | None:
+        """The slowest of the ranks' nearest tiers; None where a rank lacks the record."""
+        tiers = node.tiers.get(group, {})
+        return max(tiers.values()) if len(tiers) == self._ranks else None
+
+    def _holds(self, node: Node, groups: tuple[int, ...]) -> bool:
+        return all(len(node.tiers.get(group, ())) == self._ranks for group in groups)
+
+    def _is_ready(self, node: Node) -> bool:
+        return (
+            node.rooted
+            and self._holds(node, self._plan.states)
+            and all(
+                self._holds(block, (window.group,))
+                for window in self._plan.windows
+                for block in node.up(window.blocks)
+            )
+        )
+
+    def _reconsider(self, node: Node) -> None:
+        """Find out anew what is rooted and ready from ``node`` on."""
+        self._unsaid[node] = None
+        waiting = [(node, self._reach)]
+        while waiting:
+            node, reach = waiting.pop()
+            parent = node.parent
+            first = node.depth == 1
+            rooted = self._holds(node, self._plan.attention) and (
+                first or (parent is not None and parent.rooted)
+            )
+            moved, node.rooted = rooted != node.rooted, rooted
+            ready = self._is_ready(node)
+            if ready != node.ready:
+                node.ready = ready
+                self._count(node, 1 if ready else -1)
+            if moved or reach > 1:
+                waiting += ((child, reach - 1) for child in node.children)
+
+    def _count(self, node: Node, change: int) -> None:
+        for block in node.up(node.depth):
+            block.below += change
+            self._unsaid[block] = None
+
+    # What consumers are told
+
+    def _wanted(self, node: Node) -> dict[int, Tier]:
+        """What consumers should know of a block: tiers by group."""
+        if node.block is None or self._refusing or not node.below:
+            return {}
+        groups = self._plan.groups if node.ready else self._pages
+        tiers = {group: self._tier(node, group) for group in groups}
+        return {group: tier for group, tier in tiers.items() if tier is not None}
+
+    @property
+    def _pages(self) -> tuple[int, ...]:
+        return (*self._plan.attention, *(window.group for window in self._plan.windows))
+
+    def _news(self, node: Node) -> list[Change]:
+        wanted = self._wanted(node)
+        return [Change(node, g, t) for g, t in wanted.items() if node.announced.get(g) != t]
+
+    def _withdrawn(self, node: Node) -> list[Change]:
+        wanted = self._wanted(node)
+        return [Change(node, g, t) for g, t in node.announced.items() if wanted.get(g) != t]
+
+    # Nodes
+
+    def _node(self, key: BlockKey) -> Node:
+        node = self._nodes.get(key)
+        if node is None:
+            node = self._nodes[key] = Node(key)
+        return node
+
+    def _prune(self, node: Node) -> None:
+        """Forget a block that nobody holds and nobody builds on, and those before it."""
+        current: Node | None = node
+        while current is not None:
+            if current.tiers or current.children or current in self._unheld:
+                return
+            if self._nodes.get(current.key) is not current:
+                return
+            del self._nodes[current.key]
+            parent = current.parent
+            if parent is not None:
+                parent.children.discard(current)
+            current = parent
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._nodes)
+
+    def check_integrity(self) -> None:
+        """Assert what holds after :meth:`settle`. Walks all blocks: for tests."""
+        for key, node in self._nodes.items():
+            assert node.key == key
+            assert node.below == node.ready + sum(child.below for child in node.children)
+            assert node.ready == self._is_ready(node)
+            assert not node.ready or node.block is not None
+            assert node.announced == self._wanted(node)
+            assert all(child.parent is node for child in node.children)
+            assert all(self._nodes[child.key] is child for child in node.children)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Publishes what the store holds as vLLM's KV cache events, see docs/events.md."""
+
+import time
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    MEDIUM_STORAGE,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+)
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+
+from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.core.keys import tags_digest, wide_hash
+from lmcache_hybrid.protocol.changes import DISK, RAM, REMOTE, RankReports, Tier
+from lmcache_hybrid.protocol.metadata import SaveSpec
+from lmcache_hybrid.protocol.prefix import Prefix
+from lmcache_hybrid.scheduler.boundaries import BlockKey, Boundaries, Change
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+    from vllm.v1.request import Request
+
+# An idle engine makes steps for so long while writes are in flight, so that their end is
+# published; and after its start, until every rank has reported what it found on disk.
+FLUSH_SECONDS = 10.0
+
+# Medium, locality and ownership in events.
+WHERE: dict[Tier, tuple[str, str, str | None]] = {
+    RAM: (MEDIUM_CPU, "LOCAL", None),
+    DISK: (MEDIUM_STORAGE, "LOCAL", "LocalDiskBackend"),
+    REMOTE: (MEDIUM_STORAGE, "REMOTE", "RemoteBackend"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What events say of a block, in every group.
+
+    Attributes:
+        block_hash, parent_hash: vLLM's.
+        tokens: of this block only; fewer than N where it ends inside a block.
+        extra_keys: what its hash covers beside the tokens, as vLLM publishes it.
+    """
+
+    block_hash: bytes
+    parent_hash: bytes | None
+    tokens: array
+    lora_id: int | None
+    lora_name: str | None
+    extra_keys: Any
+
+
+class KVEvents:
+    """Turns reports of the ranks into events. Used by the scheduler's thread only."""
+
+    def __init__(self, plan: GroupPlan, groups: "Sequence[KVCacheGroupSpec]", ranks: int) -> None:
+        """Announce nothing yet, but that whatever was known of this engine is void.
+
+        Args:
+            groups: vLLM's KV cache groups.
+            ranks: which must all hold a boundary.
+        """
+        self._size = plan.block_size
+        specs = [group.kv_cache_spec for group in groups]
+        self._kinds = [get_kv_cache_spec_kind(spec).value for spec in specs]
+        self._windows = [get_kv_cache_spec_sliding_window(spec) for spec in specs]
+        self._boundaries = Boundaries(plan, ranks)
+        self._epoch = 0
+        self._first: list[KVCacheEvent] = [AllBlocksCleared()]
+        self._writing = set(range(ranks))
+        self._until = time.monotonic() + FLUSH_SECONDS
+
+    # What becomes known of blocks
+
+    def learn_save(self, request: "Request", save: SaveSpec) -> None:
+        """The blocks of ``save`` are about to be stored."""
+        ends = [block + 1 for block, _ in save.attention]
+        ends += [end for end, _ in save.states]
+        ends += [block + 1 for _, block, _ in save.windows]
+        inner = [tokens for tokens, _, _ in save.tails]
+        ends += [tokens // self._size for tokens in inner]
+        self.learn(request, save.prefix, max(ends, default=0), inner)
+
+    def learn(
+        self, request: "Request", prefix: Prefix, blocks: int, inner: Iterable[int] = ()
+    ) -> None:
+        """Take note of what a request's first blocks are.
+
+        Args:
+            inner: boundaries inside a block, in tokens.
+        """
+        own = () if prefix.adapter is None else (prefix.adapter.tag,)
+        if prefix.tags != own:
+            return  # for requests with the same tags only, of which events say nothing
+        tags = tags_digest(prefix.tags)
+        keys: list[BlockKey] = [(wide_hash(each), tags) for each in prefix.hashes[:blocks]]
+        first = blocks = len(keys)
+        while first and not self._boundaries.knows(keys[first - 1]):
+            first -= 1
+        for at in range(first, blocks):
+            block = self._block(request, prefix, at, (at + 1) * self._size, prefix.hashes[at])
+            self._boundaries.learn(keys[at], keys[at - 1] if at else None, block)
+        for end in inner:
+            at, key = end // self._size, (wide_hash(prefix.inner[end]), tags)
+            if not self._boundaries.knows(key):
+                block = self._block(request, prefix, at, end, prefix.inner[end])
+                self._boundaries.learn(key, keys[at - 1] if at else None, block)
+
+    def _block(
+        self, request: "Request", prefix: Prefix, at: int, end: int, block_hash: bytes
+    ) -> Block:
+        """Describe the tokens of block ``at`` up to token ``end``."""
+        start, lora = at * self._size, request.lora_request
+        extra, _ = generate_block_hash_extra_keys(request, start, end, 0)
+        return Block(
+            block_hash,
+            prefix.hashes[at - 1] if at else None,
+            array("q", request.all_token_ids[start:end]),
+            lora.adapter_id if lora else None,
+            lora.name if lora else None,
+            to_event_extra_keys([extra]),
+        )
+
+    # What becomes known of the store
+
+    def receive(self, reports: Any) -> None:
+        """Take what ranks report in a step."""
+        if not isinstance(reports, RankReports):
+            return
+        for report in reports.reports:
+            if report.epoch != self._epoch:
+                continue  # of records that were forgotten since
+            self._boundaries.take(report)
+            self._until = time.monotonic() + FLUSH_SECONDS
+            (self._writing.add if report.writing else self._writing.discard)(report.rank)
+
+    def reset(self, epoch: int) -> None:
+        """The ranks forget all records.
+
+        Args:
+            epoch: of the reports that count from now on.
+        """
+        self._epoch = epoch
+        self._boundaries.forget()
+
+    def cleared(self) -> None:
+        """Announce everything again: vLLM tells consumers to forget all of this engine."""
+        self._boundaries.unsay()
+
+    # What is published
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step must be made although no request runs."""
+        if self._first or not self._boundaries.settled:
+            return True
+        return bool(self._writing) and time.monotonic() < self._until
+
+    def take(self) -> list[KVCacheEvent]:
+        """Events since the last call: what is gone, then what is there."""
+        if not self._first and self._boundaries.settled:
+            return []
+        events, self._first = self._first, []
+        removed, stored = self._boundaries.settle()
+        by_place: dict[tuple[int, Tier], list[Any]] = {}
+        for node, group, tier in removed:
+            block_hash = maybe_convert_block_hash(BlockHash(node.block.block_hash))
+            by_place.setdefault((group, tier), []).append(block_hash)
+        for (group, tier), hashes in by_place.items():
+            medium, locality, ownership = WHERE[tier]
+            events.append(
+                BlockRemoved(
+                    block_hashes=hashes,
+                    medium=medium,
+                    group_idx=group,
+                    locality=locality,
+                    ownership=ownership,
+                )
+            )
+        return events + [self._stored(change) for change in stored]
+
+    def _stored(self, change: Change) -> BlockStored:
+        block, group = change.node.block, change.group
+        parent = block.parent_hash
+        medium, locality, ownership = WHERE[change.tier]
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(BlockHash(block.block_hash))],
+            parent_block_hash=parent and maybe_convert_block_hash(BlockHash(parent)),
+            token_ids=block.tokens.tolist(),
+            block_size=len(block.tokens),
+            lora_id=block.lora_id,
+            medium=medium,
+            lora_name=block.lora_name,
+            extra_keys=block.extra_keys,
+            group_idx=group,
+            kv_cache_spec_kind=self._kinds[group],
+            kv_cache_spec_sliding_window=self._windows[group],
+            locality=locality,
+            ownership=ownership,
+        )

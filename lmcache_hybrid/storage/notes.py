@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notes which records of one rank come and go, for KV cache events.
+
+The indexes of RAM and disk note each key that they gain or lose; what is reported is where the
+key's record lies when the report is made, so a note too many does no harm. A remote store has no
+index here: what was written is asked for once, and lookups tell what has gone.
+"""
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+from lmcache.v1.storage_backend.remote_backend import RemoteBackend
+
+from lmcache_hybrid.core.keys import RecordKey, tags_digest, wide_hash
+from lmcache_hybrid.core.threads import started
+from lmcache_hybrid.protocol.changes import DISK, RAM, REMOTE, RankReport, RecordName, Tier
+from lmcache_hybrid.storage.disk.backend import LocalDisk
+from lmcache_hybrid.storage.record import Header
+from lmcache_hybrid.storage.remote import connectors as remote
+
+# Records of a remote store to know of at most, and records that were never found.
+KEPT_REMOTE = 1 << 17
+KEPT_EXPECTED = 1 << 15
+# A record that a remote store does not hold so long after it was sent was not written.
+CONFIRM_SECONDS = 10.0
+# Between two questions to a remote store for what was written; doubled while nothing arrives.
+PAUSE_SECONDS, LONGEST_PAUSE = 0.05, 1.0
+ANSWER_SECONDS = 2.0
+
+
+def watched(
+    index: MutableMapping[CacheEngineKey, Any], touched: deque[CacheEngineKey]
+) -> MutableMapping[CacheEngineKey, Any]:
+    """Copy a backend's index into one of the same kind that notes each key it gains or loses.
+
+    Args:
+        touched: where the keys are noted, by the thread that changes the index.
+    """
+    kind: Any = type(index)
+
+    class Watched(kind):  # LMCache's policies make a dict or an OrderedDict
+        def __setitem__(self, key: CacheEngineKey, value: Any) -> None:
+            super().__setitem__(key, value)
+            touched.append(key)
+
+        def __delitem__(self, key: CacheEngineKey) -> None:
+            super().__delitem__(key)
+            touched.append(key)
+
+        def pop(self, key: CacheEngineKey, *default: Any) -> Any:
+            value = super().pop(key, *default)
+            touched.append(key)
+            return value
+
+        def popitem(self, *args: Any, **kwargs: Any) -> Any:
+            item = super().popitem(*args, **kwargs)
+            touched.append(item[0])
+            return item
+
+        def clear(self) -> None:
+            touched.extend(self)
+            super().clear()
+
+    return Watched(index)
+
+
+class StoreNotes:
+    """What a rank holds, as far as the scheduler has been told.
+
+    Any thread may call it; :meth:`report` is called by the thread that runs the model, in every
+    step, and takes a lock only where something changed. :meth:`close` ends the thread that asks
+    remote stores.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._epoch = rank, 0
+        self._touched: deque[CacheEngineKey] = deque()
+        self._indexes: list[tuple[Tier, Mapping[CacheEngineKey, Any]]] = []
+        self._writing: list[Callable[[], bool]] = []
+        self._remotes: list[RemoteBackend] = []
+        self._lock = threading.Lock()  # guards all below
+        # Names of records that were reported, the tier that was, and names of further ones.
+        self._names: dict[CacheEngineKey, RecordName] = {}
+        self._said: dict[CacheEngineKey, Tier] = {}
+        self._expected: OrderedDict[CacheEngineKey, RecordName] = OrderedDict()
+        self._gone: dict[RecordName, None] = {}
+        self._in_remote: OrderedDict[CacheEngineKey, None] = OrderedDict()
+        # What a remote store was sent, and ``time.monotonic`` until which it is asked for it.
+        self._unconfirmed: dict[CacheEngineKey, float] = {}
+        self._confirming = False
+        # Serving and writing, as reported last; None so that there is a first report.
+        self._state: tuple[bool, bool] | None = None
+        self._stop = threading.Event()
+        self._thread = started(1, "hybrid-events")
+
+    # What the store tells
+
+    def watch(self, backend: Any) -> None:
+        """Note what a backend holds from now on. Mutates ``backend``."""
+        if isinstance(backend, LocalCPUBackend):
+            with backend.cpu_lock:
+                backend.hot_cache = watched(backend.hot_cache, self._touched)
+            self._indexes.append((RAM, backend.hot_cache))
+        elif isinstance(backend, LocalDisk):
+            index = backend.watch(lambda index: watched(index, self._touched))
+            self._indexes.append((DISK, index))
+            self._writing.append(backend.is_writing)
+        elif isinstance(backend, RemoteBackend):
+            self._remotes.append(backend)
+
+    def restored(self, key: CacheEngineKey, header: Header) -> None:
+        """A record was found on disk at the start."""
+        with self._lock:
+            self._expect(key, RecordName(header.group, header.block_hash, header.tags))
+        self._touched.append(key)
+
+    def expect(self, records: Iterable[tuple[CacheEngineKey, RecordKey]]) -> None:
+        """Records are about to be written."""
+        with self._lock:
+            for key, record in records:
+                self._expect(key, _name(record))
+
+    def written(self, keys: Sequence[CacheEngineKey], location: str | None) -> None:
+        """Records were handed to the backend ``location``, or to all of them."""
+        self._touched.extend(keys)
+        if not self._remotes or location not in (None, "RemoteBackend"):
+            return
+        with self._lock:
+            until = time.monotonic() + CONFIRM_SECONDS
+            self._unconfirmed.update(dict.fromkeys(keys, until))
+            if self._confirming or self._stop.is_set():
+                return
+            self._confirming = True
+        self._thread.submit(self._confirm)
+
+    def found(
+        self, records: Mapping[CacheEngineKey, RecordKey], located: Mapping[RecordKey, str]
+    ) -> None:
+        """A lookup asked for ``records`` and found those in ``located``."""
+        with self._lock:
+            for key, record in records.items():
+                location = located.get(record)
+                if location is None:
+                    if key in self._in_remote:
+                        del self._in_remote[key]
+                        self._touched.append(key)
+                elif key not in self._names:
+                    self._expect(key, _name(record))
+                    self._touched.append(key)
+                if location not in (None, "LocalCPUBackend", "LocalDiskBackend"):
+                    self._hold_remotely(key)
+
+    def discarded(self, key: CacheEngineKey) -> None:
+        """A record is damaged: it counts as gone, also where a backend keeps it."""
+        with self._lock:
+            self._in_remote.pop(key, None)
+            self._unconfirmed.pop(key, None)
+            self._expected.pop(key, None)
+            name = self._names.pop(key, None)
+            if name is not None:
+                del self._said[key]
+                self._gone[name] = None
+                self._touched.append(key)
+
+    def clear(self, epoch: int) -> None:
+        """All records were forgotten.
+
+        Args:
+            epoch: of the records from now on.
+        """
+        with self._lock:
+            self._epoch = epoch
+            for notes in (self._names, self._said, self._expected, self._gone):
+                notes.clear()
+            self._in_remote.clear()
+            self._unconfirmed.clear()
+            self._touched.clear()
+            self._state = None
+
+    # What the scheduler is told
+
+    def report(self, serving: bool, unfinished: bool) -> RankReport | None:
+        """Say what changed since the last report; None for nothing.
+
+        Args:
+            serving: whether records are loaded at all now.
+            unfinished: whether saves have not reached the store yet.
+        """
+        writing = unfinished or self._confirming or any(busy() for busy in self._writing)
+        if not self._touched and (serving, writing) == self._state:
+            return None
+        with self._lock:
+            changes = self._take()
+        if not changes and (serving, writing) == self._state:
+            return None
+        self._state = serving, writing
+        return RankReport(self._rank, self._epoch, changes, serving, writing)
+
+    def _take(self) -> tuple[tuple[RecordName, Tier | None], ...]:
+        changes: dict[RecordName, Tier | None] = dict.fromkeys(self._gone)
+        self._gone.clear()
+        while self._touched:
+            key = self._touched.popleft()
+            name = self._names.get(key) or self._expected.get(key)
+            if name is None:
+                continue  # not of this package, or forgotten
+            tier = self._tier(key)
+            if tier == self._said.get(key):
+                continue
+            changes[name] = tier
+            if tier is None:
+                del self._said[key], self._names[key]
+                self._expect(key, name)  # a slower write of it may be under way
+            else:
+                self._said[key], self._names[key] = tier, name
+                self._expected.pop(key, None)
+        return tuple(changes.items())
+
+    def _tier(self, key: CacheEngineKey) -> Tier | None:
+        for tier, index in self._indexes:
+            if key in index:
+                return tier
+        return REMOTE if key in self._in_remote else None
+
+    # With the lock held
+
+    def _expect(self, key: CacheEngineKey, name: RecordName) -> None:
+        if key not in self._names:
+            self._expected[key] = name
+            if len(self._expected) > KEPT_EXPECTED:
+                self._expected.popitem(last=False)
+
+    def _hold_remotely(self, key: CacheEngineKey) -> None:
+        if key not in self._in_remote:
+            self._touched.append(key)
+        self._in_remote[key] = None
+        self._in_remote.move_to_end(key)
+        if len(self._in_remote) > KEPT_REMOTE:
+            self._touched.append(self._in_remote.popitem(last=False)[0])
+
+    # Remote stores
+
+    def _confirm(self) -> None:
+        """Ask remote stores for what they were sent until they hold it."""
+        pause = PAUSE_SECONDS
+        while not self._stop.wait(pause):
+            with self._lock:
+                keys = list(self._unconfirmed)
+                self._confirming = bool(keys)
+            if not keys:
+                return
+            held = self._held_remotely(keys)
+            with self._lock:
+                for key in keys:
+                    if key not in self._unconfirmed:
+                        continue  # damaged or cleared meanwhile
+                    if key in held:
+                        self._hold_remotely(key)
+                    if key in held or self._unconfirmed[key] < time.monotonic():
+                        del self._unconfirmed[key]
+            pause = PAUSE_SECONDS if held else min(2 * pause, LONGEST_PAUSE)
+
+    def _held_remotely(self, keys: Sequence[CacheEngineKey]) -> set[CacheEngineKey]:
+        held: set[CacheEngineKey] = set()
+        for backend in self._remotes:
+            try:
+                answers = remote.existing(backend, keys, ANSWER_SECONDS)
+            except Exception:  # asked again until it is too late
+                continue
+            held.update(key for key, is_held in zip(keys, answers, strict=True) if is_held)
+        return held
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._stop.set()
+        self._thread.shutdown(wait=True)
+
+
+def _name(record: RecordKey) -> RecordName:
+    return RecordName(record.group, wide_hash(record.block_hash), tags_digest(record.tags))

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events that promise what does not hit, or hide what does."""
+
+from tests.mutants.defect import Defect, one
+
+BOUNDARIES = "lmcache_hybrid/scheduler/boundaries.py"
+EVENTS = "lmcache_hybrid/scheduler/events.py"
+NOTES = "lmcache_hybrid/storage/notes.py"
+STORE = "lmcache_hybrid/storage/lmcache_store.py"
+SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
+
+DEFECTS: tuple[Defect, ...] = (
+    one(
+        "a boundary is announced without its states",
+        BOUNDARIES,
+        "            and self._holds(node, self._plan.states)\n",
+        "",
+    ),
+    one(
+        "a boundary is announced with one of its states",
+        BOUNDARIES,
+        "            and self._holds(node, self._plan.states)\n",
+        "            and self._holds(node, self._plan.states[:1])\n",
+    ),
+    one(
+        "a boundary is announced once one rank holds it",
+        BOUNDARIES,
+        "        return all(len(node.tiers.get(group, ())) == self._ranks for group in groups)\n",
+        "        return all(node.tiers.get(group) for group in groups)\n",
+    ),
+    one(
+        "a boundary is announced without the pages before it",
+        BOUNDARIES,
+        "                first or (parent is not None and parent.rooted)\n",
+        "                True\n",
+    ),
+    one(
+        "boundaries behind an evicted page stay announced",
+        BOUNDARIES,
+        "            if moved or reach > 1:\n",
+        "            if reach > 1:\n",
+    ),
+    one(
+        "an evicted window page withdraws no boundary behind it",
+        BOUNDARIES,
+        "            if moved or reach > 1:\n",
+        "            if moved:\n",
+    ),
+    one(
+        "pages are announced that no boundary needs",
+        BOUNDARIES,
+        "self._refusing or not node.below:",
+        "self._refusing:",
+    ),
+    one(
+        "states are announced at boundaries that cannot be restored",
+        BOUNDARIES,
+        "        groups = self._plan.groups if node.ready else self._pages\n",
+        "        groups = self._plan.groups\n",
+    ),
+    one(
+        "the fastest rank decides where a record lies",
+        BOUNDARIES,
+        "return max(tiers.values()) if",
+        "return min(tiers.values()) if",
+    ),
+    one(
+        "a rank that loads nothing is not heeded",
+        BOUNDARIES,
+        "        if node.block is None or self._refusing or",
+        "        if node.block is None or",
+    ),
+    one(
+        "blocks that nobody holds are remembered for ever",
+        BOUNDARIES,
+        "            if len(self._unheld) > KEPT_UNHELD:\n",
+        "            if len(self._unheld) > 1 << 40:\n",
+    ),
+    one(
+        "a block is announced by the hash of the one before",
+        EVENTS,
+        "block_hashes=[maybe_convert_block_hash(BlockHash(block.block_hash))],",
+        "block_hashes=[maybe_convert_block_hash(BlockHash(parent or block.block_hash))],",
+    ),
+    one(
+        "a block is announced with the tokens of the next one",
+        EVENTS,
+        "        start, lora = at * self._size, request.lora_request\n",
+        "        start, lora = (at + 1) * self._size, request.lora_request\n",
+    ),
+    one(
+        "what is gone from one medium is withdrawn from another",
+        EVENTS,
+        "            medium, locality, ownership = WHERE[tier]\n",
+        "            medium, locality, ownership = WHERE[RAM]\n",
+    ),
+    one(
+        "reports from before a reset count",
+        EVENTS,
+        "            if report.epoch != self._epoch:\n",
+        "            if report.epoch > self._epoch:\n",
+    ),
+    one(
+        "records of tagged requests are announced to all",
+        EVENTS,
+        "        if prefix.tags != own:\n",
+        "        if prefix.tags != own and not prefix.tags:\n",
+    ),
+    one(
+        "a store that hangs keeps an idle engine busy",
+        EVENTS,
+        "return bool(self._writing) and time.monotonic() < self._until",
+        "return bool(self._writing)",
+    ),
+    one(
+        "the end of an idle engine's writes is not published",
+        EVENTS,
+        "return bool(self._writing) and time.monotonic() < self._until",
+        "return False",
+    ),
+    one(
+        "what a lookup found is not announced",
+        SCHEDULER,
+        "        self.events.learn(tracker.request, prefix, result.attention, inner)\n",
+        "        self.events.learn(tracker.request, prefix, 0, inner)\n",
+    ),
+    one(
+        "a reset withdraws nothing",
+        SCHEDULER,
+        "            self.events.reset(self._epoch)\n",
+        "            pass\n",
+    ),
+    one(
+        "what a pool evicts is not withdrawn",
+        NOTES,
+        "            value = super().pop(key, *default)\n            touched.append(key)\n",
+        "            value = super().pop(key, *default)\n",
+    ),
+    one(
+        "a damaged record stays announced where it cannot be removed",
+        NOTES,
+        "                self._gone[name] = None\n",
+        "",
+    ),
+    one(
+        "what a shared store has lost stays announced",
+        NOTES,
+        "                        del self._in_remote[key]\n",
+        "",
+    ),
+    one(
+        "a record is announced before a shared store holds it",
+        NOTES,
+        "                    if key in held:\n                        self._hold_remotely(key)\n",
+        "                    self._hold_remotely(key)\n",
+    ),
+    one(
+        "a record that a shared store did not take is asked for for ever",
+        NOTES,
+        "                    if key in held or self._unconfirmed[key] < time.monotonic():\n",
+        "                    if key in held:\n",
+    ),
+    one(
+        "an older tier hides the nearer one",
+        NOTES,
+        "            if key in index:\n                return tier\n",
+        "            if key in index and tier != RAM:\n                return tier\n",
+    ),
+    one(
+        "a slower write of an evicted record is not noticed",
+        NOTES,
+        "                self._expect(key, name)  # a slower write of it may be under way\n",
+        "",
+    ),
+    one(
+        "a reset keeps what was reported",
+        NOTES,
+        "            for notes in (self._names, self._said, self._expected, self._gone):\n",
+        "            for notes in (self._expected, self._gone):\n",
+    ),
+    one(
+        "backends that are not read from count",
+        STORE,
+        "                if name in (engine.retrieve_locations or (name,)):\n",
+        "                if name:\n",
+    ),
+    one(
+        "what lies on disk at the start is not reported",
+        STORE,
+        "                told = (notes.restored,) if notes is not None else ()\n",
+        "                told = ()\n",
+    ),
+)

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps KV cache events of the store true when vLLM empties its own cache."""
+
+import functools
+
+from vllm_patch.configuration import is_ours
+
+
+def announce_what_stays() -> None:
+    """A reset of vLLM's own cache must not withdraw what a connector holds.
+
+    Bug: ``AllBlocksCleared`` names no medium, so consumers forget all of the engine, and
+    connectors are not told.
+    Symptom: after a reset or a sleep, routers take the store for empty, as far as it was stored
+    before.
+    Seen in: vLLM 0.32.0 and 0.33.0.
+    Remove when: the event names its medium, or connectors are told of every reset.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    original = Scheduler.reset_prefix_cache
+
+    @functools.wraps(original)
+    def reset_prefix_cache(
+        self: Scheduler, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        done = original(self, reset_running_requests, reset_connector)
+        if done and is_ours(self.vllm_config):
+            for connector in getattr(self.connector, "sub_connectors", [self.connector]):
+                if hasattr(connector, "cleared"):
+                    connector.cleared()
+        return done
+
+    Scheduler.reset_prefix_cache = reset_prefix_cache
