@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from lmcache_hybrid.config.backends import check_plugins, check_remote_url
-from lmcache_hybrid.config.folders import check_folder
+from lmcache_hybrid.config.folders import (
+    MAX_AGE_KEY,
+    MAX_SIZE_KEY,
+    FolderLimits,
+    check_folder,
+    read_limits,
+)
 from lmcache_hybrid.config.redis_credentials import (
     PASSWORD_FILE,
     connection_options,
@@ -85,6 +91,7 @@ class Options:
         save_decode: whether boundaries in generated tokens are stored.
         digester: keyed when a key file is configured.
         load_policy: one of :data:`POLICIES`; "faster" loads only what would take longer to compute.
+        folder_limits: to which this engine cleans the folders of ``fs://``.
     """
 
     attention_group: int | None
@@ -96,6 +103,7 @@ class Options:
     save_decode: bool = False
     digester: Digester = PLAIN
     load_policy: str = POLICIES[0]
+    folder_limits: FolderLimits = FolderLimits()
 
 
 def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Options:
@@ -103,11 +111,12 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
 
     Raises:
         ConfigError: an unknown setting of ours, a number that is not whole, a negative length,
-            an unknown policy, or a key file that cannot be used.
+            an unknown policy, a limit without ``fs://``, or a key file that cannot be used.
     """
     transfer = vllm_config.kv_transfer_config
     known = {
         *(ATTENTION_GROUP_KEY, CHECKPOINT_KEY, KEY_FILE_KEY, POLICY_KEY),
+        *(MAX_SIZE_KEY, MAX_AGE_KEY),
         "lmcache.hybrid_load_failure_policy",
     }
     for key in transfer.kv_connector_extra_config:
@@ -144,6 +153,7 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
         save_decode=bool(config.save_decode_cache),
         digester=PLAIN if key_file is None else read_key(KEY_FILE_KEY, str(key_file)),
         load_policy=policy,
+        folder_limits=read_limits(transfer.kv_connector_extra_config, config.remote_url),
     )
 
 

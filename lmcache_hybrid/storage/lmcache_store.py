@@ -31,6 +31,7 @@ from lmcache_hybrid.storage import tier_lookup
 from lmcache_hybrid.storage.buffer import LMCacheBuffer
 from lmcache_hybrid.storage.claims import LMCacheClaim
 from lmcache_hybrid.storage.disk.backend import LocalDisk, record_shape
+from lmcache_hybrid.storage.folder.file_uses import FileUses
 from lmcache_hybrid.storage.read_memory import Staging
 from lmcache_hybrid.storage.record import open_record, record_bytes, seal, tags_digest
 from lmcache_hybrid.storage.remote import connectors as remote
@@ -83,6 +84,7 @@ class LMCacheStore:
         self.reads: Counter[str] = Counter()
         self.failed_writes: Counter[str] = Counter()
         self._remote = RemoteReader()
+        self._file_uses: list[FileUses] = []
         # Damaged records, in case a backend cannot remove them; forgotten once written anew.
         self._damaged: set[RecordKey] = set()
         # Lookup, pin, read and refresh of a prefix need the same keys.
@@ -94,6 +96,7 @@ class LMCacheStore:
             count = functools.partial(self._count_failed_writes, name)
             if isinstance(backend, RemoteBackend):
                 remote.repair(backend, count)
+                self._file_uses.append(FileUses(backend))
             elif isinstance(backend, LocalDiskBackend):
                 disk = self.manager.storage_backends[name] = LocalDisk.instead_of(backend, count)
                 disk.restore(model_name, fingerprint, engine.metadata)
@@ -148,6 +151,8 @@ class LMCacheStore:
 
     def refresh(self, keys: Sequence[RecordKey]) -> None:
         engine_keys = [self.engine_key(key) for key in reversed(keys)]
+        for uses in self._file_uses:
+            uses.mark(engine_keys)
         for policy, lock, held in self._evicting():
             with lock:
                 for key in engine_keys:
