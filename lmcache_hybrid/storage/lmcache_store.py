@@ -84,19 +84,22 @@ class LMCacheStore:
         self.reads: Counter[str] = Counter()
         self.failed_writes: Counter[str] = Counter()
         self._remote = RemoteReader()
-        self._file_uses: list[FileUses] = []
         # Damaged records, in case a backend cannot remove them; forgotten once written anew.
         self._damaged: set[RecordKey] = set()
         # Lookup, pin, read and refresh of a prefix need the same keys.
         self._keys = functools.lru_cache(KEPT_KEYS)(self._make_key)
         self._silent = tier_lookup.SilentStores()
         self._counts_lock = threading.Lock()
+        self._file_uses = [
+            FileUses(backend)
+            for backend in self.manager.storage_backends.values()
+            if isinstance(backend, RemoteBackend)
+        ]
         self._staging = Staging(self.manager.local_cpu_backend, record_bytes(max_payload))
         for name, backend in list(self.manager.storage_backends.items()):
             count = functools.partial(self._count_failed_writes, name)
             if isinstance(backend, RemoteBackend):
                 remote.repair(backend, count)
-                self._file_uses.append(FileUses(backend))
             elif isinstance(backend, LocalDiskBackend):
                 disk = self.manager.storage_backends[name] = LocalDisk.instead_of(backend, count)
                 disk.restore(model_name, fingerprint, engine.metadata)

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lmcache.utils import CacheEngineKey
+from lmcache.v1.storage_backend.connector.fs_connector import FSConnector
 
 from lmcache_hybrid.storage.folder.least_used import MINUTE
-from lmcache_hybrid.storage.remote.connectors import fs_connector
 
 if TYPE_CHECKING:
     from lmcache.v1.storage_backend.remote_backend import RemoteBackend
@@ -39,7 +39,7 @@ class FileUses:
 
     def mark(self, keys: Sequence[CacheEngineKey]) -> None:
         """Have the files of ``keys`` marked as used now; does nothing for other stores."""
-        if not keys or fs_connector(self._backend) is None:
+        if not keys or _connector_of(self._backend) is None:
             return
         with self._lock:
             self._waiting.append(keys)
@@ -62,7 +62,7 @@ class FileUses:
             self._mark(keys)
 
     def _mark(self, keys: Sequence[CacheEngineKey]) -> None:
-        connector = fs_connector(self._backend)
+        connector = _connector_of(self._backend)
         minute = int(time.monotonic() // MINUTE)
         if minute != self._minute:
             self._minute = minute
@@ -72,3 +72,11 @@ class FileUses:
                 self._marked.add(key)
                 with contextlib.suppress(OSError):
                     os.utime(connector._get_file_path(key), follow_symlinks=False)
+
+
+def _connector_of(backend: "RemoteBackend") -> FSConnector | None:
+    """LMCache's connector to ``fs://``; None for other stores, and where there is none now."""
+    connector = backend.connection
+    while hasattr(connector, "getWrappedConnector"):  # LMCache's instruments around it
+        connector = connector.getWrappedConnector()
+    return connector if isinstance(connector, FSConnector) else None

@@ -26,12 +26,6 @@ SIDE_BY_SIDE = 64
 REMOVAL_SECONDS = 1.0
 
 
-def fs_connector(backend: "RemoteBackend") -> FSConnector | None:
-    """LMCache's connector to ``fs://``; None for other stores, and where there is none now."""
-    connector = redis_stores._unwrapped(backend.connection)
-    return connector if isinstance(connector, FSConnector) else None
-
-
 def exists(backend: "RemoteBackend", key: CacheEngineKey) -> bool:
     """Whether the store holds a value; ``RemoteBackend.contains`` waits for ever.
 
