@@ -102,7 +102,7 @@ def start(box, server, config):  # noqa: F811
 
 
 @pytest.fixture
-def box(tmp_path, blocked_loops):
+def box(tmp_path):
     boxes: list[Box] = []
 
     def make(kind: str, server: ValkeyServer, **settings) -> Box:
