@@ -157,11 +157,7 @@ def purge_store(
     choice = replace(choice, digester=digester_of(key_file))
     unsure = model is not None and choice.model != model and not fingerprint
     for opened in open_stores(store, lmcache_config):
-        if max_size is not None and not isinstance(opened, FolderStore):
-            _refuse(
-                f"{opened.name} evicts by itself: set maxmemory and an allkeys- policy there; "
-                "--max-size is for folders"
-            )
+        _check_size(opened, choice)
         with closing(Names()) as chosen:
             what = _show(opened, choice, chosen)
             if not chosen:
@@ -228,6 +224,14 @@ def _choice(
         other_version,
         max_bytes=_bytes(max_size) if max_size else None,
     )
+
+
+def _check_size(store: RecordStore, choice: Choice) -> None:
+    if choice.max_bytes is not None and not isinstance(store, FolderStore):
+        _refuse(
+            f"{store.name} evicts by itself: set maxmemory and an allkeys- policy there; "
+            "--max-size is for folders"
+        )
 
 
 def _bytes(text: str) -> int:
