@@ -96,7 +96,7 @@ DEFECTS = (
         "what other programs delete hides for ever what engines write",
         CLEANER,
         "        self._skip -= 1\n",
-        "        self._skip -= self._skip < 0\n",
+        "        self._skip -= self._skip < 1\n",
     ),
     one(
         "a wrong clock empties a folder in one round",

@@ -119,6 +119,9 @@ def test_a_lock_file_that_was_deleted_is_no_lock(tmp_path):
     assert other.hold() and not one.hold()
     other.release()
     assert one.hold()
+    # Its holder makes it anew, too.
+    (tmp_path / LOCK_NAME).unlink()
+    assert one.hold() and not other.hold()
 
 
 @pytest.mark.parametrize("mode, expected", [(0o700, 0o600), (0o2770, 0o660)], ids=oct)
