@@ -23,7 +23,7 @@ TORCH := torch==$(TORCH_VERSION)
 UV_TORCH := UV_TORCH_BACKEND=$(TORCH_BACKEND)
 endif
 
-.PHONY: help venv demo test test-fast sim mutants compat soak bench bench-reuse bench-digests bench-redis-clients bench-scale bench-serve bench-weights lint docs wheel release-check clean
+.PHONY: help venv demo test test-fast sim mutants compat soak bench bench-reuse bench-digests bench-redis-clients bench-scale bench-serve bench-weights lint docs wheel deployment-check release-check clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -101,6 +101,9 @@ docs: venv  ## the pages of docs/ as a site, in site/
 
 wheel: venv  ## sdist and wheel, in dist/
 	$(BIN)/python -m build --no-isolation
+
+deployment-check: venv  ## the files in examples/ by real tools: promtool, Prometheus, Compose, Helm, where they are here; CHART=folder
+	$(BIN)/python tests/packaging/deployment_check.py $(if $(CHART),--chart $(CHART))
 
 release-check: venv  ## build, check and install a release as users do; runs the demo from the wheel
 	$(UV_TORCH) $(BIN)/python tests/packaging/release.py \

@@ -38,6 +38,7 @@ from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.load_policy import policy_for
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
+from lmcache_hybrid.storage.folder.cleaner import FolderCleaner, start_cleaner
 from lmcache_hybrid.storage.key_names import readable_name
 from lmcache_hybrid.storage.notes import StoreNotes
 from lmcache_hybrid.storage.rank_lookup import RankLookup
@@ -110,6 +111,7 @@ class HybridConnector:
         self._queue: LookupQueue | None = None
         self._server: LookupServer | None = None
         self._lookup: RankLookup | None = None
+        self._cleaner: FolderCleaner | None = None
         self._guard = WeightsGuard()
         self.kv_caches: dict[str, torch.Tensor] = {}
         self._registered = self.kv_caches
@@ -276,6 +278,9 @@ class HybridConnector:
         report_pool(engine.storage_manager.local_cpu_backend, first.device)
         self._guard = WeightsGuard()
         self._server.serve(GuardedLookup(self._lookup, self._guard), self._reset)
+        self._cleaner = start_cleaner(
+            self._manager.config.remote_url, self._options.folder_limits, self.worker.ledger
+        )
 
     def _reset(self, epoch: int) -> None:
         """Forget all that this rank stored. Runs on the thread that answers lookups."""
@@ -286,6 +291,8 @@ class HybridConnector:
 
     def shutdown(self) -> None:
         """Stop threads, flush and close LMCache's backends."""
+        if self._cleaner is not None:
+            self._cleaner.close()
         if self._server is not None:
             self._server.close()
         if self._queue is not None:

@@ -228,6 +228,21 @@ METRICS = (
         "source",
         BACKENDS,
     ),
+    # Folders of fs://
+    _total(
+        "cleaned_records",
+        "worker.cleaned_records",
+        "Records that this engine deleted from folders of fs:// (hybrid_fs_max_*), by limit.",
+        "limit",
+        ("age", "size"),
+    ),
+    _total(
+        "cleaned_bytes",
+        "worker.cleaned_bytes",
+        "Bytes of these records.",
+        "limit",
+        ("age", "size"),
+    ),
     _total(
         "dropped_offers",
         "scheduler.dropped_offers",

@@ -1,17 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks folders for records before an engine writes into them."""
+"""Checks folders for records before an engine writes into them, and reads their limits."""
 
+import math
 import os
 import stat
 import tempfile
+from dataclasses import dataclass
+from typing import Any
 
 from vllm.logger import init_logger
 
+from lmcache_hybrid.config.redis_credentials import without_password
 from lmcache_hybrid.core.errors import ConfigError
 
 logger = init_logger("vllm.lmcache_hybrid.config.folders")
 
 FSTAB = "/etc/fstab"
+MAX_SIZE_KEY = "lmcache.hybrid_fs_max_size_gb"
+MAX_AGE_KEY = "lmcache.hybrid_fs_max_age_hours"
+
+
+@dataclass(frozen=True)
+class FolderLimits:
+    """What the folders of ``fs://`` may hold, of all engines together; None for no limit.
+
+    Attributes:
+        max_bytes: of all records.
+        max_seconds: since a record was written or last hit.
+    """
+
+    max_bytes: int | None = None
+    max_seconds: float | None = None
+
+    def __bool__(self) -> bool:
+        return self != FolderLimits()
+
+
+def read_limits(extra: dict[str, Any], remote_url: str | None) -> FolderLimits:
+    """Read MAX_SIZE_KEY and MAX_AGE_KEY.
+
+    Args:
+        extra: ``kv_connector_extra_config``.
+
+    Raises:
+        ConfigError: one is no number above 0, or ``remote_url`` is no ``fs://``.
+    """
+
+    def limit(key: str, unit: str) -> float | None:
+        value = extra.get(key)
+        if value is None:
+            return None
+        number = float(value) if isinstance(value, (int, float, str)) and _is_number(value) else 0
+        if isinstance(value, bool) or not 0 < number < math.inf:
+            raise ConfigError(
+                f"{key}={value!r} is no limit; write a number of {unit} above 0, or remove it."
+            )
+        if not (remote_url or "").startswith("fs://"):
+            raise ConfigError(
+                f"{key}={value!r} limits folders of fs:// only, and remote_url is "
+                f"{remote_url and without_password(remote_url)!r}; remove it, or set remote_url to "
+                "fs://localhost:0/absolute/path."
+            )
+        return number
+
+    size, hours = limit(MAX_SIZE_KEY, "GB"), limit(MAX_AGE_KEY, "hours")
+    return FolderLimits(
+        None if size is None else max(1, int(size * (1 << 30))),
+        None if hours is None else hours * 3600,
+    )
+
+
+def _is_number(value: float | str) -> bool:
+    try:
+        return not math.isnan(float(value))
+    except (ValueError, OverflowError):
+        return False
 
 
 def check_folder(option: str, path: str) -> None:

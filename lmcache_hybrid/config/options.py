@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from lmcache_hybrid.config.backends import check_plugins, check_remote_url
-from lmcache_hybrid.config.folders import check_folder
+from lmcache_hybrid.config.folders import (
+    MAX_AGE_KEY,
+    MAX_SIZE_KEY,
+    FolderLimits,
+    check_folder,
+    read_limits,
+)
 from lmcache_hybrid.config.mooncake import SCHEME as MOONCAKE
 from lmcache_hybrid.config.mooncake import check_mooncake, rename_options
 from lmcache_hybrid.config.other_names import name_as_redis
@@ -91,6 +97,7 @@ class Options:
         load_policy: one of :data:`POLICIES`; "faster" loads only what would take longer to compute.
         alone: whether no other connector is beside this one.
         events: whether KV cache events are published of what is stored.
+        folder_limits: to which this engine cleans the folders of ``fs://``.
     """
 
     attention_group: int | None
@@ -104,6 +111,7 @@ class Options:
     load_policy: str = POLICIES[0]
     alone: bool = True
     events: bool = False
+    folder_limits: FolderLimits = FolderLimits()
 
 
 def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Options:
@@ -111,11 +119,12 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
 
     Raises:
         ConfigError: an unknown setting of ours, a number that is not whole, a negative length,
-            an unknown policy, or a key file that cannot be used.
+            an unknown policy, a limit without ``fs://``, or a key file that cannot be used.
     """
     transfer = vllm_config.kv_transfer_config
     known = {
         *(ATTENTION_GROUP_KEY, CHECKPOINT_KEY, KEY_FILE_KEY, POLICY_KEY),
+        *(MAX_SIZE_KEY, MAX_AGE_KEY),
         "lmcache.hybrid_load_failure_policy",
     }
     for key in transfer.kv_connector_extra_config:
@@ -154,6 +163,7 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
         load_policy=policy,
         alone=not transfer.get_from_extra_config(BESIDE_KEY, False),
         events=bool(config.enable_kv_events) and _publishes(vllm_config),
+        folder_limits=read_limits(transfer.kv_connector_extra_config, config.remote_url),
     )
 
 

@@ -87,6 +87,7 @@ class WorkerCounts:
         load_seconds: of one request's load, from its start to its end.
         load_wait_seconds: from the step that asked for the load to its start.
         failed_loads: by reason and kind of the record at fault, see :func:`failure_label`.
+        cleaned_records, cleaned_bytes: deleted from the folders of ``fs://`` by age or size.
     """
 
     saved_attention: int = 0
@@ -103,6 +104,8 @@ class WorkerCounts:
     load_seconds: list[float] = _observed()
     load_wait_seconds: list[float] = _observed()
     failed_loads: Counter[str] = _split()
+    cleaned_records: Counter[str] = _split()
+    cleaned_bytes: Counter[str] = _split()
 
     @property
     def rejected_records(self) -> int:

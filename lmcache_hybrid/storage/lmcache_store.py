@@ -24,11 +24,12 @@ from vllm.logger import init_logger
 
 from lmcache_hybrid.core.digests import PLAIN, Digester
 from lmcache_hybrid.core.errors import DamagedError, LoadError, NoRoomError, RecordError
-from lmcache_hybrid.core.keys import RecordKey, tags_digest
+from lmcache_hybrid.core.keys import RecordKey
 from lmcache_hybrid.storage import tier_lookup
 from lmcache_hybrid.storage.buffer import LMCacheBuffer
 from lmcache_hybrid.storage.claims import LMCacheClaim
 from lmcache_hybrid.storage.disk.backend import LocalDisk, record_shape
+from lmcache_hybrid.storage.folder.file_uses import FileUses
 from lmcache_hybrid.storage.notes import StoreNotes
 from lmcache_hybrid.storage.read_memory import Staging
 from lmcache_hybrid.storage.record import open_record, record_bytes, seal
@@ -90,6 +91,11 @@ class LMCacheStore:
         self._damaged: set[RecordKey] = set()
         self._silent = tier_lookup.SilentStores()
         self._counts_lock = threading.Lock()
+        self._file_uses = [
+            FileUses(backend)
+            for backend in self.manager.storage_backends.values()
+            if isinstance(backend, RemoteBackend)
+        ]
         self._staging = Staging(self.manager.local_cpu_backend, record_bytes(max_payload))
         for name, backend in list(self.manager.storage_backends.items()):
             count = functools.partial(self._count_failed_writes, name)
@@ -136,6 +142,8 @@ class LMCacheStore:
 
     def refresh(self, keys: Sequence[RecordKey]) -> None:
         engine_keys = [self.engine_key(key) for key in reversed(keys)]
+        for uses in self._file_uses:
+            uses.mark(engine_keys)
         for policy, lock, held in self._evicting():
             with lock:
                 for key in engine_keys:

@@ -16,8 +16,7 @@ import torch
 from lmcache.utils import CacheEngineKey
 
 from lmcache_hybrid.core.digests import Digester
-from lmcache_hybrid.core.keys import RecordKey
-from lmcache_hybrid.storage.record import tags_digest
+from lmcache_hybrid.core.keys import RecordKey, tags_digest
 
 if TYPE_CHECKING:
     from lmcache.v1.metadata import LMCacheMetadata

@@ -3,6 +3,7 @@
 
 import pytest
 
+from lmcache_hybrid.config.folders import FolderLimits
 from lmcache_hybrid.config.options import Options, check_lengths
 from lmcache_hybrid.core.errors import ConfigError
 
@@ -110,3 +111,38 @@ def test_a_negative_length_is_refused():
 def test_a_length_that_is_no_number_of_tokens_is_refused(value):
     with pytest.raises(ConfigError, match="is not a whole number"):
         options(**{"lmcache.max_tokens_per_load": value})
+
+
+FS = "fs://localhost:0/srv/records"
+SIZE, AGE = "lmcache.hybrid_fs_max_size_gb", "lmcache.hybrid_fs_max_age_hours"
+
+
+def test_limits_of_folders():
+    assert not options().folder_limits
+    found = options(lmcache=lmcache_config(remote_url=FS), **{SIZE: 1.5, AGE: "36"})
+    assert found.folder_limits == FolderLimits(3 << 29, 36 * 3600.0)
+    only = options(lmcache=lmcache_config(remote_url=FS), **{AGE: 0.5}).folder_limits
+    assert only == FolderLimits(None, 1800.0) and only
+
+
+@pytest.mark.parametrize("key", [SIZE, AGE])
+@pytest.mark.parametrize("value", [0, -1, "", "much", "nan", float("inf"), True, [1], "1GB"])
+def test_refuses_what_is_no_limit(key, value):
+    with pytest.raises(ConfigError) as error:
+        options(lmcache=lmcache_config(remote_url=FS), **{key: value})
+    assert str(error.value).startswith(f"{key}={value!r} is no limit; write a number of ")
+    assert_one_sentence(str(error.value))
+
+
+@pytest.mark.parametrize("url", [None, "redis://user:secret@cache:6379"])
+def test_refuses_limits_where_there_is_no_folder(url):
+    """Otherwise an operator would wait for a Redis to be cleaned."""
+    for key in SIZE, AGE:
+        with pytest.raises(ConfigError) as error:
+            options(lmcache=lmcache_config(remote_url=url), **{key: 5})
+        message = str(error.value)
+        assert (
+            message.startswith(f"{key}=5 limits folders of fs:// only") and "remove it" in message
+        )
+        assert "secret" not in message
+        assert_one_sentence(message)

@@ -3,7 +3,8 @@
 
 import re
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -14,6 +15,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from lmcache_hybrid.core.digests import PLAIN, Digester
+from lmcache_hybrid.storage.folder.least_used import Depth, depth_of, least_used
 from lmcache_hybrid.storage.key_names import printable, readable_name
 from lmcache_hybrid.tools.cli.inspect import (
     UNITS,
@@ -26,12 +28,18 @@ from lmcache_hybrid.tools.cli.inspect import (
     refusals,
     table_of,
 )
+from lmcache_hybrid.tools.cli.terminal import live_line
 from lmcache_hybrid.tools.stored.audit import Status, Verdict, judge, verify
+from lmcache_hybrid.tools.stored.folder_store import FolderStore
 from lmcache_hybrid.tools.stored.record_store import Names, RecordStore
 from lmcache_hybrid.tools.stored.summary import summarise
 
 # A shorter beginning could fit another fingerprint by chance.
 FEWEST_DIGITS = 4
+SIZES = {"k": 1000, "Ki": 1 << 10, "M": 10**6, "Mi": 1 << 20}
+SIZES |= {"G": 10**9, "Gi": 1 << 30, "T": 10**12, "Ti": 1 << 40}
+
+Show = Callable[[Iterator[Verdict]], Iterator[Verdict]]
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,7 @@ class Choice:
         fingerprints: beginnings, one of which must match.
         seconds: least age.
         digester: checks the payloads where only ``damaged`` records are wanted.
+        max_bytes: only as many, least recently used first, as bring the whole store down to it.
     """
 
     model: str | None
@@ -51,8 +60,27 @@ class Choice:
     damaged: bool
     other_version: bool
     digester: Digester = PLAIN
+    max_bytes: int | None = None
 
-    def of(self, store: RecordStore) -> Iterator[Verdict]:
+    def of(self, store: RecordStore, show: Show) -> Iterator[Verdict]:
+        """The records to delete.
+
+        Args:
+            show: passes on what is read, for the user to see.
+        """
+        if self.max_bytes is None:
+            yield from show(self._meeting(store))
+            return
+        size = sum(verdict.entry.taken for verdict in show(map(judge, store.entries())))
+        for used in least_used(lambda: self._whole(store, show), size - self.max_bytes):
+            yield used.verdict
+
+    def _whole(self, store: RecordStore, show: Show) -> Iterator["_Used"]:
+        # What is being written is the newest anyway.
+        found = (v for v in show(self._meeting(store)) if v.status != Status.UNFINISHED)
+        return map(_Used, found)
+
+    def _meeting(self, store: RecordStore) -> Iterator[Verdict]:
         for entry in store.entries():
             if self.model and entry.key.model != self.model:
                 continue
@@ -68,6 +96,24 @@ class Choice:
             yield verdict
 
 
+@dataclass(frozen=True, slots=True)
+class _Used:
+    """A verdict as :func:`least_used` sees it."""
+
+    verdict: Verdict
+
+    @property
+    def used(self) -> float:
+        return time.time() - (self.verdict.entry.age or 0.0)
+
+    @property
+    def taken(self) -> int:
+        return self.verdict.entry.taken
+
+    def depth(self) -> Depth:
+        return depth_of(self.verdict.entry.head)
+
+
 def purge_store(
     store: StoreArgument = None,
     lmcache_config: ConfigOption = None,
@@ -80,6 +126,13 @@ def purge_store(
     ] = None,
     older_than: Annotated[
         str | None, typer.Option(help="Only records older than this: 30m, 12h, 7d, 2w.")
+    ] = None,
+    max_size: Annotated[
+        str | None,
+        typer.Option(
+            help="Only as many, least recently used first, as bring the folder down to this: "
+            "500GB, 1.5TB, 200GiB."
+        ),
     ] = None,
     damaged: Annotated[
         bool, typer.Option("--damaged", help="Only damaged records; reads every byte.")
@@ -98,12 +151,13 @@ def purge_store(
     A running engine then misses them. Exit code 2: nothing was deleted, because there was
     no terminal to ask on, or because the model's name may be another model's, too.
     """
-    choice = _choice(model, tuple(fingerprint or ()), older_than, damaged, other_version)
+    choice = _choice(model, tuple(fingerprint or ()), older_than, max_size, damaged, other_version)
     if key_file is not None and not damaged:
         raise typer.BadParameter("--key-file is read with --damaged only, add it or leave it out")
     choice = replace(choice, digester=digester_of(key_file))
     unsure = model is not None and choice.model != model and not fingerprint
     for opened in open_stores(store, lmcache_config):
+        _check_size(opened, choice)
         with closing(Names()) as chosen:
             what = _show(opened, choice, chosen)
             if not chosen:
@@ -118,13 +172,14 @@ def purge_store(
                 typer.echo(f"Would delete {what}.")
             elif yes or _agreed(what):
                 with refusals():
-                    typer.echo(f"Deleted {opened.delete(chosen)} of {what}.")
+                    typer.echo(f"Deleted {_delete(opened, chosen)} of {what}.")
 
 
 def _choice(
     model: str | None,
     fingerprints: tuple[str, ...],
     older_than: str | None,
+    max_size: str | None,
     damaged: bool,
     other_version: bool,
 ) -> Choice:
@@ -137,6 +192,7 @@ def _choice(
         ("--model", (model,)),
         ("--fingerprint", fingerprints),
         ("--older-than", (older_than,)),
+        ("--max-size", (max_size,)),
     ):
         for value in values:
             if value is not None and not value.strip():
@@ -150,9 +206,11 @@ def _choice(
             )
     if damaged and other_version:
         raise typer.BadParameter("a record is --damaged or of --other-version, give one of them")
-    if not (model or fingerprints or older_than or damaged or other_version):
+    if damaged and max_size:
+        raise typer.BadParameter("--damaged deletes all damaged records, leave out --max-size")
+    if not (model or fingerprints or older_than or max_size or damaged or other_version):
         raise typer.BadParameter(
-            "name what to delete: --model, --fingerprint, --older-than, --damaged or "
+            "name what to delete: --model, --fingerprint, --older-than, --max-size, --damaged or "
             "--other-version"
         )
     name = None if model is None else readable_name(model)
@@ -164,7 +222,23 @@ def _choice(
         _seconds(older_than) if older_than else None,
         damaged,
         other_version,
+        max_bytes=_bytes(max_size) if max_size else None,
     )
+
+
+def _check_size(store: RecordStore, choice: Choice) -> None:
+    if choice.max_bytes is not None and not isinstance(store, FolderStore):
+        _refuse(
+            f"{store.name} evicts by itself: set maxmemory and an allkeys- policy there; "
+            "--max-size is for folders"
+        )
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([kMGT]|[KMGT]i)B?", text)
+    if found is None:
+        raise typer.BadParameter(f"--max-size {text!r} is no size; write 500GB, 1.5TB or 200GiB")
+    return int(float(found[1]) * SIZES[found[2]])
 
 
 def _seconds(text: str) -> float:
@@ -187,13 +261,25 @@ def _show(store: RecordStore, choice: Choice, chosen: Names) -> str:
             yield verdict
 
     with refusals(), progress(False) as show:
-        rows = summarise(added(show(choice.of(store))))
+        rows = summarise(added(choice.of(store, show)))
     if rows:
         console = Console()
         console.print(Text(store.name, "bold"))
         console.print(table_of(rows))
     size = decimal(sum(row.bytes for row in rows))
     return f"{len(chosen)} records ({size}) in {store.name}"
+
+
+def _delete(store: RecordStore, chosen: Names) -> int:
+    console = Console(stderr=True)
+    with live_line(console, "Deleting", disable=not console.is_terminal) as say:
+
+        def shown() -> Iterator[str]:
+            for number, where in enumerate(chosen, 1):
+                say(f"{number} of {len(chosen)} records")
+                yield where
+
+        return store.delete(shown())
 
 
 def _agreed(what: str) -> bool:

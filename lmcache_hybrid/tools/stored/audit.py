@@ -7,6 +7,7 @@ from typing import BinaryIO
 
 from lmcache_hybrid.core.digests import DIGEST_BYTES, PLAIN, UNSEALED, Digester
 from lmcache_hybrid.core.errors import RecordError
+from lmcache_hybrid.storage.folder.record_files import WRITING_SECONDS
 from lmcache_hybrid.storage.key_names import StoredKey
 from lmcache_hybrid.storage.record import (
     CHUNK_BYTES,
@@ -18,9 +19,6 @@ from lmcache_hybrid.storage.record import (
     record_bytes,
 )
 from lmcache_hybrid.tools.stored.record_store import Entry, RecordStore, check_wrapper
-
-# Seconds for which an incomplete record may still be in the writing, and is not damaged.
-WRITING_SECONDS = 300.0
 
 
 class Status(StrEnum):

@@ -10,11 +10,13 @@ from typing import BinaryIO
 
 from lmcache_hybrid.core.errors import StoreError
 from lmcache_hybrid.storage.disk.files import open_regular
-from lmcache_hybrid.storage.key_names import StoredKey, parse_key, printable
+from lmcache_hybrid.storage.folder.folder_lock import LOCK_NAME
+from lmcache_hybrid.storage.folder.record_files import DATA, TEMPORARY, WRAPPER_BYTES, key_of
+from lmcache_hybrid.storage.key_names import printable
 from lmcache_hybrid.storage.record import HEADER_BYTES
-from lmcache_hybrid.tools.stored.record_store import WRAPPER_BYTES, Entry
+from lmcache_hybrid.tools.stored.record_store import Entry
 
-DATA, TEMPORARY, LOCAL_DISK = ".data", ".tmp", ".pt"
+LOCAL_DISK = ".pt"
 LOCAL_DISK_NOTE = (
     "local_disk keeps its index in memory: an engine finds only the files of its own fingerprint "
     "again when it starts, counts those of others towards its limit and evicts them first. A "
@@ -52,7 +54,9 @@ class FolderStore:
             )
 
     def _entry(self, file: os.DirEntry) -> Iterator[Entry]:
-        key = _key_of(file.name)
+        if file.name == LOCK_NAME:
+            return
+        key = key_of(file.name, DATA, TEMPORARY, LOCAL_DISK)
         if key is None or not file.is_file(follow_symlinks=False):
             self.foreign += 1
             return
@@ -104,8 +108,3 @@ class FolderStore:
 
     def close(self) -> None:
         return
-
-
-def _key_of(name: str) -> StoredKey | None:
-    stem, suffix = os.path.splitext(name)
-    return parse_key(stem) if suffix in (DATA, TEMPORARY, LOCAL_DISK) else None

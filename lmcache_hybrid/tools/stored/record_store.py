@@ -3,7 +3,6 @@
 
 import json
 import math
-import struct
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -11,14 +10,11 @@ from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
 from lmcache_hybrid.core.errors import RecordError
+from lmcache_hybrid.storage.folder.record_files import WRAPPER, WRAPPER_BYTES
 from lmcache_hybrid.storage.key_names import StoredKey
 
 # Names are kept in memory up to here.
 IN_MEMORY_BYTES = 1 << 20
-# length, memory format, dtype, four dimensions: of one group of layers, as this package
-# configures LMCache. A unit test compares it with LMCache's own.
-_WRAPPER = struct.Struct("7i")
-WRAPPER_BYTES = _WRAPPER.size
 _KV_2LTD, _UINT8 = 1, 6
 
 
@@ -119,7 +115,7 @@ def check_wrapper(wrapper: bytes, size: int) -> None:
     """Raises RecordError when LMCache would not read a record of ``size`` bytes by it."""
     if len(wrapper) != WRAPPER_BYTES:
         raise RecordError("wrapper", f"LMCache's header has {len(wrapper)} bytes")
-    length, memory_format, dtype, *shape = _WRAPPER.unpack(wrapper)
+    length, memory_format, dtype, *shape = WRAPPER.unpack(wrapper)
     if (memory_format, dtype) != (_KV_2LTD, _UINT8):
         raise RecordError("wrapper", "LMCache's header names another format")
     if not length == math.prod(shape) == size or min(shape) < 1:

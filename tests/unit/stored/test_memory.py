@@ -54,6 +54,7 @@ def peak(function: Callable[[], object]) -> int:
         (["verify"], 1),  # every payload is damaged
         (["purge", "--older-than", "0s", "--dry-run"], 0),
         (["purge", "--damaged", "--dry-run"], 0),
+        (["purge", "--max-size", "1kB", "--dry-run"], 0),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the folders of ``fs://`` within limits while engines use them."""
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from vllm.logger import init_logger
+
+from lmcache_hybrid.config.backends import check_remote_url
+from lmcache_hybrid.config.folders import FolderLimits
+from lmcache_hybrid.core.counts import Ledger, WorkerCounts
+from lmcache_hybrid.storage.folder.folder_lock import FolderLock
+from lmcache_hybrid.storage.folder.least_used import least_used
+from lmcache_hybrid.storage.folder.record_files import RecordFile, record_files
+
+logger = init_logger("vllm.lmcache_hybrid.storage.folder.cleaner")
+
+PAUSE_SECONDS = 60.0
+# What is deleted brings the folder down to this part of its limit, so that not every round does.
+LOW = 0.95
+# A round that had nothing to do is followed by so many that only ask for the disk's used bytes.
+# Other programs that delete there hide what engines write, but not for longer.
+SKIPPED_ROUNDS = 10
+# Files to look at, and to delete, before the thread lets others work for a while.
+LOOKED_AT, DELETED = 200, 16
+BREATH_SECONDS = 0.01
+# Most records that a round deletes; the next one goes on. A wrong clock empties no store at once.
+MOST_DELETED = 20_000
+
+# Called with why ("age" or "size"), and how many bytes of one record.
+Count = Callable[[str, int], None]
+
+
+def start_cleaner(
+    remote_url: str | None, limits: FolderLimits, ledger: Ledger[WorkerCounts]
+) -> "FolderCleaner | None":
+    """Keep the folders of an ``fs://`` URL within ``limits``; None where there are none.
+
+    Args:
+        ledger: of this rank, where the deleted records are counted.
+    """
+    if not limits or remote_url is None:
+        return None
+
+    def count(limit: str, size: int) -> None:
+        with ledger as counts:
+            counts.cleaned_records[limit] += 1
+            counts.cleaned_bytes[limit] += size
+
+    folders = check_remote_url(remote_url).path.split(",")
+    stripped = [folder.strip() for folder in folders]
+    return FolderCleaner(stripped, limits, count, PAUSE_SECONDS)
+
+
+@dataclass
+class _Round:
+    """What one round saw and did; sizes in bytes."""
+
+    found: int = 0
+    deleted: int = 0
+    deleted_bytes: int = 0
+
+    @property
+    def at_its_limit(self) -> bool:
+        return self.deleted >= MOST_DELETED
+
+
+class FolderCleaner:
+    """Deletes records by size and age, on a thread of its own. Any thread may close it.
+
+    Of all processes that clean a folder one at a time does, the one that holds the lock file in
+    it; the others only try the lock. A file that goes between a lookup and its load is a failed
+    load, which vLLM computes.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[str],
+        limits: FolderLimits,
+        count: Count,
+        pause: float,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            folders: of one ``remote_url``; the limit of bytes is of all together.
+            count: called on the thread, once for each deleted record.
+            pause: seconds between two rounds.
+        """
+        self._folders, self._limits, self._count = tuple(folders), limits, count
+        self._pause = pause
+        self._lock = FolderLock(folders[0])
+        self._skip = 0
+        # Bytes of records, and of all files on their disks, after the last round that looked.
+        self._last = 0, 0
+        self._closing = threading.Event()
+        # It may be waiting for a file server that is away, which must not hold up the end.
+        self._thread = threading.Thread(target=self._run, name="hybrid-cleaner", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread after the file that it is at; does not wait. Idempotent."""
+        self._closing.set()
+
+    def _run(self) -> None:
+        # At the priority of all others: a thread that holds the interpreter and gets no core
+        # holds up the model.
+        try:
+            while True:
+                if not self._try_round() and self._closing.wait(self._pause):
+                    return
+        finally:
+            self._lock.release()
+
+    def _try_round(self) -> bool:
+        """Make a round; whether another one is to follow at once."""
+        try:
+            return not self._closing.is_set() and self.round()
+        except _ClosedError:
+            return False
+        except Exception as error:  # cleaning is not worth an engine
+            logger.warning_once(
+                "%s is not cleaned now (%r); lmcache.hybrid_fs_max_size_gb and "
+                "lmcache.hybrid_fs_max_age_hours hold again once that is repaired.",
+                ",".join(self._folders),
+                error,
+            )
+            self._lock.release()
+            return False
+
+    def round(self) -> bool:
+        """Clean, if this process is the one that does and there may be something to clean.
+
+        Returns:
+            Whether it stopped at MOST_DELETED.
+
+        Raises:
+            OSError: a folder cannot be read, or its file system has no locks.
+        """
+        if not self._lock.hold() or not self._is_due():
+            return False
+        done = _Round()
+        self._by_age(done)
+        self._by_size(done)
+        if done.deleted:
+            logger.info(
+                "Deleted %d records (%.3f GB) of %s, which had %.3f GB.",
+                done.deleted,
+                done.deleted_bytes / (1 << 30),
+                ",".join(self._folders),
+                done.found / (1 << 30),
+            )
+        self._last = done.found - done.deleted_bytes, _used_bytes(self._folders)
+        # Some file systems free later what was deleted.
+        self._skip = 0 if done.deleted else SKIPPED_ROUNDS
+        return done.at_its_limit
+
+    def _is_due(self) -> bool:
+        """Whether the folder may be over a limit, as far as can be told without a look at it."""
+        self._skip -= 1
+        if self._skip < 0:
+            return True
+        records, before = self._last
+        limit = self._limits.max_bytes
+        return limit is not None and records + _used_bytes(self._folders) - before > limit
+
+    def _by_age(self, done: _Round) -> None:
+        """Add up the folder, and delete what is too old on the way."""
+        seconds = self._limits.max_seconds
+        before = -math.inf if seconds is None else time.time() - seconds
+        for file in self._all_files():
+            done.found += file.taken
+            if file.used < before and not file.writing and not done.at_its_limit:
+                self._delete(file, "age", done)
+
+    def _by_size(self, done: _Round) -> None:
+        limit, left = self._limits.max_bytes, done.found - done.deleted_bytes
+        if limit is None or left <= limit:
+            return
+        for file in least_used(self._files, left - int(LOW * limit)):
+            if done.at_its_limit:
+                return
+            self._delete(file, "size", done)
+
+    def _delete(self, file: RecordFile, why: str, done: _Round) -> None:
+        try:
+            os.unlink(file.path)
+        except FileNotFoundError:
+            return
+        done.deleted += 1
+        done.deleted_bytes += file.taken
+        self._count(why, file.taken)
+        if not done.deleted % DELETED:
+            self._breathe()
+
+    def _files(self) -> Iterator[RecordFile]:
+        return (file for file in self._all_files() if not file.writing)
+
+    def _all_files(self) -> Iterator[RecordFile]:
+        for folder in self._folders:
+            for number, file in enumerate(record_files(folder), 1):
+                if not number % LOOKED_AT:
+                    self._breathe()
+                yield file
+
+    def _breathe(self) -> None:
+        """Let other threads have the interpreter, and end where the cleaner is closed."""
+        if self._closing.wait(BREATH_SECONDS):
+            raise _ClosedError
+
+
+class _ClosedError(Exception):
+    """The cleaner was closed in the middle of a round."""
+
+
+def _used_bytes(folders: Sequence[str]) -> int:
+    """Bytes in use on the disks that ``folders`` are on, whoever uses them."""
+    disks = {os.stat(folder).st_dev: os.statvfs(folder) for folder in folders}
+    return sum((disk.f_blocks - disk.f_bfree) * disk.f_frsize for disk in disks.values())

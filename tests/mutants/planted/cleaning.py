@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which records of a folder go, how many, and who deletes them."""
+
+from tests.mutants.defect import one
+
+CLEANER = "lmcache_hybrid/storage/folder/cleaner.py"
+LEAST_USED = "lmcache_hybrid/storage/folder/least_used.py"
+FILES = "lmcache_hybrid/storage/folder/record_files.py"
+LOCK = "lmcache_hybrid/storage/folder/folder_lock.py"
+USES = "lmcache_hybrid/storage/folder/file_uses.py"
+PURGE = "lmcache_hybrid/tools/cli/purge.py"
+LIMITS = "lmcache_hybrid/config/folders.py"
+
+DEFECTS = (
+    one(
+        "the newest records go first",
+        LEAST_USED,
+        "return int(record.used // MINUTE)",
+        "return -int(record.used // MINUTE)",
+    ),
+    one(
+        "of a prompt the beginning goes first",
+        LEAST_USED,
+        "return -header.boundary, -header.kind",
+        "return header.boundary, -header.kind",
+    ),
+    one(
+        "at one boundary the page goes before the state",
+        LEAST_USED,
+        "return -header.boundary, -header.kind",
+        "return -header.boundary, header.kind",
+    ),
+    one(
+        "all records of the last minute go",
+        LEAST_USED,
+        "        elif used == minute and its == depth and rest > 0:\n",
+        "        elif used == minute:\n",
+    ),
+    one(
+        "the limit of a folder is not looked at",
+        CLEANER,
+        "        if limit is None or left <= limit:\n",
+        "        if limit is None or left:\n",
+    ),
+    one(
+        "a folder within its limit is cleaned",
+        CLEANER,
+        "        if limit is None or left <= limit:\n",
+        "        if limit is None:\n",
+    ),
+    one(
+        "what went by age is deleted by size once more",
+        CLEANER,
+        "done.found - done.deleted_bytes\n        if",
+        "done.found\n        if",
+    ),
+    one(
+        "foreign files are deleted",
+        FILES,
+        "            if key_of(file.name, DATA, TEMPORARY) is None:\n",
+        "            if not file.name.endswith((DATA, TEMPORARY)):\n",
+    ),
+    one(
+        "links and pipes of a record's name are deleted",
+        FILES,
+        "            if stat.S_ISREG(status.st_mode):\n",
+        "            if not stat.S_ISDIR(status.st_mode):\n",
+    ),
+    one(
+        "files that are being written are deleted",
+        FILES,
+        "        return young and self.path.endswith(TEMPORARY)\n",
+        "        return young and self.path.endswith(DATA + TEMPORARY)\n",
+    ),
+    one(
+        "two processes clean one folder at once",
+        LOCK,
+        "            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "            fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB)\n",
+    ),
+    one(
+        "a lock file that was deleted still counts",
+        LOCK,
+        "            return os.path.samestat(os.fstat(number), os.lstat(self._path))\n"
+        "        except FileNotFoundError:\n            return False\n",
+        "            return os.path.samestat(os.fstat(number), os.lstat(self._path))\n"
+        "        except FileNotFoundError:\n            return True\n",
+    ),
+    one(
+        "a folder is looked through every minute",
+        CLEANER,
+        "        if self._skip < 0:\n            return True\n",
+        "        if self._skip < SKIPPED_ROUNDS:\n            return True\n",
+    ),
+    one(
+        "what other programs delete hides for ever what engines write",
+        CLEANER,
+        "        self._skip -= 1\n",
+        "        self._skip -= self._skip < 1\n",
+    ),
+    one(
+        "a wrong clock empties a folder in one round",
+        CLEANER,
+        "        return self.deleted >= MOST_DELETED\n",
+        "        return self.deleted >= MOST_DELETED << 30\n",
+    ),
+    one(
+        "a folder that was away is not cleaned any more",
+        CLEANER,
+        "            self._lock.release()\n            return False\n",
+        "            raise\n",
+    ),
+    one(
+        "a hit is not marked",
+        "lmcache_hybrid/storage/lmcache_store.py",
+        "            uses.mark(engine_keys)\n",
+        "            uses.mark(engine_keys[:0])\n",
+    ),
+    one(
+        "every hit writes to the folder",
+        USES,
+        "if connector is not None and key not in self._marked:",
+        "if connector is not None:",
+    ),
+    one(
+        "a hit is marked once and never again",
+        USES,
+        "        if minute != self._minute:\n",
+        "        if not self._minute:\n",
+    ),
+    one(
+        "a limit of gigabytes is one of bytes",
+        LIMITS,
+        "max(1, int(size * (1 << 30)))",
+        "max(1, int(size))",
+    ),
+    one(
+        "a limit of a folder is taken for a Redis",
+        LIMITS,
+        '        if not (remote_url or "").startswith("fs://"):\n',
+        "        if remote_url is None:\n",
+    ),
+    one(
+        "a purge down to a size counts only what meets its other conditions",
+        PURGE,
+        "show(map(judge, store.entries())))",
+        "show(self._meeting(store)))",
+    ),
+    one(
+        "a purge down to a size takes what is being written",
+        PURGE,
+        "if v.status != Status.UNFINISHED)",
+        "if v.status != Status.GONE)",
+    ),
+)

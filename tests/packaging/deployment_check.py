@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``make deployment-check``: the files for Docker, Kubernetes and Prometheus, by the real tools.
+
+By hand, because CI has none of them: promtool and prometheus come from the Debian package
+``prometheus``, Docker's Compose and Helm from their makers; two checkers come from PyPI by ``uv``.
+What is not there is skipped with a sentence. No container is started.
+"""
+
+import http.server
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/e2e")]
+
+from engine import Engine  # noqa: E402
+from promql import of_dashboard  # noqa: E402
+from servers import free_ports, wait_for  # noqa: E402
+
+from lmcache_hybrid.tools.tiny_models import make_model  # noqa: E402
+
+DOCKER, WATCH = ROOT / "examples/docker", ROOT / "examples/observability"
+VALUES = ROOT / "examples/kubernetes/values.yaml"
+SECRETS = dict.fromkeys(("MODEL", "VLLM_API_KEY", "GRAFANA_PASSWORD", "CACHE_PASSWORD"), "x")
+# What the run must show; other panels have nothing to show where nothing fails.
+SHOWN = ("Hit tokens by source", "Lookups by outcome", "Load duration", "Saved", "Loaded")
+PROMPTS = 8
+
+
+class Skipped(Exception):
+    """A tool is not there; the message says which."""
+
+
+def run(*command: str, **environment: str) -> str:
+    """What a command prints. Raises CalledProcessError."""
+    return subprocess.run(
+        command,
+        check=True,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | environment,
+    ).stdout
+
+
+def tool(name: str, source: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        raise Skipped(f"no {name} here: {source}")
+    return found
+
+
+def uvx(program: str) -> tuple[str, ...]:
+    """A program from PyPI, in an environment of its own."""
+    return str(Path(sys.executable).with_name("uv")), "tool", "run", program
+
+
+def prometheus_config(folder: Path) -> Path:
+    """The example's configuration with its rules where they lie here."""
+    text = (DOCKER / "prometheus.yml").read_text()
+    path = folder / "prometheus.yml"
+    path.write_text(text.replace("/etc/prometheus/", f"{WATCH}/"))
+    return path
+
+
+def rules_and_configuration(folder: Path) -> str:
+    promtool = tool("promtool", "apt-get install prometheus")
+    run(promtool, "check", "rules", str(WATCH / "alerts.yaml"))
+    run(promtool, "check", "config", str(prometheus_config(folder)))
+    return run(promtool, "--version").splitlines()[0]
+
+
+def compose_by_its_schema(folder: Path) -> str:
+    schema = ("--builtin-schema", "vendor.compose-spec")
+    run(*uvx("check-jsonschema"), *schema, str(DOCKER / "compose.yaml"))
+    return "compose-spec's schema, from check-jsonschema"
+
+
+def compose_by_docker(folder: Path) -> str:
+    docker = tool("docker", "install Docker's client with Compose")
+    try:
+        version = run(docker, "compose", "version")
+    except subprocess.CalledProcessError:
+        raise Skipped("no docker compose here: install Docker's plugin") from None
+    run(docker, "compose", "-f", str(DOCKER / "compose.yaml"), "config", "--quiet", **SECRETS)
+    return version.strip()
+
+
+def objects_by_the_schemas_of_kubernetes(folder: Path) -> str:
+    objects = yaml.safe_load(VALUES.read_text())["extraObjects"]
+    for number, each in enumerate(objects):
+        path = folder / f"{number}.yaml"
+        path.write_text(yaml.safe_dump(each))
+        said = run(*uvx("kubernetes-validate"), "--strict", str(path))
+    return said.split()[-2] + " " + said.split()[-1] + f" of Kubernetes, {len(objects)} objects"
+
+
+def chart(path: Path | None) -> Callable[[Path], str]:
+    def check(folder: Path) -> str:
+        if path is None:
+            raise Skipped("no --chart: clone vllm-project/production-stack and name its helm/")
+        schema = str(path / "values.schema.json")
+        run(*uvx("check-jsonschema"), "--schemafile", schema, str(VALUES))
+        version = yaml.safe_load((path / "Chart.yaml").read_text())["version"]
+        helm = shutil.which("helm")
+        if helm is None:
+            return f"the values' schema of chart {version}; no helm here to render it"
+        run(helm, "template", "hybrid", str(path), "-f", str(VALUES))
+        return f"chart {version}, rendered"
+
+    return check
+
+
+# A real Prometheus that scrapes a real engine
+
+
+@contextmanager
+def serving(text: Callable[[], str]) -> Iterator[int]:
+    """Serve ``/metrics``; yields the port."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.end_headers()
+            self.wfile.write(text().encode())
+
+        def log_message(self, *args: Any) -> None:
+            return
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+
+
+@contextmanager
+def prometheus(folder: Path, target: int) -> Iterator[str]:
+    """Run one with the example's configuration, faster; yields its URL."""
+    program = tool("prometheus", "apt-get install prometheus")
+    path = prometheus_config(folder)
+    settings = yaml.safe_load(path.read_text())
+    settings["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    (scrape,) = settings["scrape_configs"]
+    scrape["static_configs"][0]["targets"] = [f"127.0.0.1:{target}"]
+    path.write_text(yaml.safe_dump(settings))
+    (port,) = free_ports(1)
+    process = subprocess.Popen(
+        [
+            program,
+            f"--config.file={path}",
+            f"--storage.tsdb.path={folder / 'data'}",
+            f"--web.listen-address=127.0.0.1:{port}",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_for(lambda: answers(f"{url}/-/ready"), "Prometheus does not start")
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def asked(url: str, path: str, **arguments: str) -> Any:
+    query = urllib.parse.urlencode(arguments)
+    with urllib.request.urlopen(f"{url}/api/v1/{path}?{query}") as answer:
+        found = json.load(answer)
+    assert found["status"] == "success", found
+    return found["data"]
+
+
+def engine_seen_by_prometheus(folder: Path) -> str:
+    """Every alert is evaluated and every panel's query answered, over an engine's own metrics."""
+    tool("prometheus", "apt-get install prometheus")
+    model = make_model("lfm2", folder / "lfm2")
+    config = {"local_cpu": False, "remote_url": f"fs://localhost:0{folder / 'records'}"}
+    with Engine(model, config) as engine:
+        text = engine.exported()
+        with serving(lambda: text) as port, prometheus(folder, port) as url:
+            size, rng = engine.info["block_size"], random.Random(1)
+            for _ in range(PROMPTS):
+                ids = rng.choices(range(32, 127), k=2 * size + 9)
+                for _ in range(2):
+                    engine.ask(ids)
+                    engine.settle()
+                    engine.forget()
+                    text = engine.exported()
+                    time.sleep(1)
+            groups = asked(url, "rules")["groups"]
+            rules = [rule for group in groups for rule in group["rules"]]
+            assert {rule["health"] for rule in rules} == {"ok"}, rules
+            shown = queried(url)
+    missing = [title for title in SHOWN if not shown[title]]
+    assert not missing, f"nothing to see in {missing}"
+    return f"{len(rules)} alerts evaluated, {len(shown)} panels, {sum(shown.values())} with data"
+
+
+def queried(url: str) -> dict[str, bool]:
+    """Whether each panel of the dashboard has something to show."""
+    shown = {}
+    for title, expressions in of_dashboard(WATCH / "dashboard.json").items():
+        found = []
+        for expression in expressions:
+            for variable in ("$model", "$engine"):
+                expression = expression.replace(variable, ".*")
+            query = expression.replace("$__rate_interval", "10s")
+            found += asked(url, "query", query=query)["result"]
+        shown[title] = bool(found)
+    return shown
+
+
+def main(
+    helm_chart: Annotated[
+        Path | None, typer.Option("--chart", help="Folder helm/ of vLLM's production-stack.")
+    ] = None,
+) -> None:
+    """Check with what is here; ends with 1 when a check fails."""
+    failed = 0
+    for name, check in {
+        "Prometheus' rules and configuration": rules_and_configuration,
+        "alerts and dashboard, over a real engine": engine_seen_by_prometheus,
+        "compose.yaml by its schema": compose_by_its_schema,
+        "compose.yaml by docker compose": compose_by_docker,
+        "objects in values.yaml": objects_by_the_schemas_of_kubernetes,
+        "values.yaml by the chart": chart(helm_chart),
+    }.items():
+        with tempfile.TemporaryDirectory(prefix="deployment-") as folder:
+            try:
+                verdict = f"ok       {check(Path(folder))}"
+            except Skipped as why:
+                verdict = f"skipped  {why}"
+            except subprocess.CalledProcessError as error:
+                verdict, failed = f"FAILED\n{error.stdout}", 1
+            except Exception as error:
+                verdict, failed = f"FAILED   {error!r}", 1
+        print(f"{name}: {verdict}", flush=True)
+    raise typer.Exit(failed)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of several processes that clean one folder one does, and another goes on when it is killed."""
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from lmcache_hybrid.storage.folder.folder_lock import LOCK_NAME, FolderLock
+
+from ..store_box import until
+
+ROOT = Path(__file__).parents[3]
+SIZE = 1000
+# Prints a line for each look at the folder, and for each deleted record.
+CLEANER = """
+import sys
+from lmcache_hybrid.config.folders import FolderLimits
+from lmcache_hybrid.storage.folder import cleaner
+
+files = cleaner.record_files
+cleaner.record_files = lambda folder: print("look", flush=True) or files(folder)
+folder, limit = sys.argv[1], int(sys.argv[2])
+running = cleaner.FolderCleaner(
+    [folder], FolderLimits(max_bytes=limit), lambda *_: print("deleted", flush=True), pause=0.02
+)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+class Process:
+    """One process that cleans, and what it printed so far."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CLEANER, str(folder), str(limit)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        until(lambda: "ready" in self.lines, "the cleaner does not start")
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.lines.extend(iter(lambda: self.process.stdout.readline().strip(), ""))
+
+    def count(self, line: str) -> int:
+        return self.lines.count(line)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self._reader.join()
+
+
+@pytest.fixture
+def start(tmp_path):
+    made: list[Process] = []
+
+    def make(limit: int) -> Process:
+        made.append(Process(tmp_path, limit))
+        return made[-1]
+
+    yield make
+    for process in made:
+        process.kill()
+
+
+def write(folder: Path, first: int, last: int) -> None:
+    for number in range(first, last):
+        name = f"m@1@0@{number:x}@uint8@hybrid%a0-0123456789abcdef.data"
+        (folder / name).write_bytes(bytes(SIZE))
+
+
+def records(folder: Path) -> int:
+    return len(list(folder.glob("*.data")))
+
+
+@pytest.mark.timeout(120)
+def test_one_cleans_and_when_it_is_killed_another_goes_on(start, tmp_path):
+    one = start(10 * SIZE)
+    until(lambda: one.count("look") > 0, "nobody looked")
+    other = start(10 * SIZE)
+    write(tmp_path, 0, 40)
+    until(lambda: records(tmp_path) <= 10, "nobody cleaned")
+    looks = one.count("look")
+    until(lambda: one.count("look") > looks, "it does not look again")
+    assert one.count("deleted") == 40 - records(tmp_path)
+    assert other.count("look") == other.count("deleted") == 0
+    one.kill()
+    before = records(tmp_path)
+    write(tmp_path, 40, 80)
+    until(lambda: records(tmp_path) <= 10, "nobody went on")
+    until(lambda: other.count("deleted") == before + 40 - records(tmp_path), "not counted")
+
+
+def test_a_lock_is_held_by_one(tmp_path):
+    one, other = FolderLock(str(tmp_path)), FolderLock(str(tmp_path))
+    assert one.hold() and one.hold() and not other.hold()
+    one.release()
+    one.release()
+    assert other.hold() and not one.hold()
+
+
+def test_a_lock_file_that_was_deleted_is_no_lock(tmp_path):
+    """Somebody emptied the folder: the next one makes a new file, so the old lock is void."""
+    one, other = FolderLock(str(tmp_path)), FolderLock(str(tmp_path))
+    assert one.hold()
+    (tmp_path / LOCK_NAME).unlink()
+    assert other.hold() and not one.hold()
+    other.release()
+    assert one.hold()
+    # Its holder makes it anew, too.
+    (tmp_path / LOCK_NAME).unlink()
+    assert one.hold() and not other.hold()
+
+
+@pytest.mark.parametrize("mode, expected", [(0o700, 0o600), (0o2770, 0o660)], ids=oct)
+def test_who_may_lock(tmp_path, mode, expected):
+    """In a folder of a group its members, elsewhere this user."""
+    tmp_path.chmod(mode)
+    assert FolderLock(str(tmp_path)).hold()
+    assert stat.S_IMODE((tmp_path / LOCK_NAME).stat().st_mode) == expected
+
+
+def test_a_link_is_no_lock(tmp_path):
+    (tmp_path / LOCK_NAME).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError):
+        FolderLock(str(tmp_path)).hold()
+    assert os.listdir(tmp_path) == [LOCK_NAME]
