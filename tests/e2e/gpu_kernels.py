@@ -7,6 +7,7 @@ have none. Attention stays with vLLM's CPU backend.
 """
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,22 +31,40 @@ def use() -> None:
 
 
 def mend_interpreter() -> None:
-    """Three things that Triton's interpreter does not do as its compiler does."""
+    """Four things that Triton's interpreter does not do as its compiler does."""
     from triton.language import bfloat16, float32, int1
     from triton.runtime import interpreter
 
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
     load, store, dot = builder.create_masked_load, builder.create_masked_store, builder.create_dot
+    unary, binary = builder.unary_op, builder.binary_op
 
     def boolean(mask: Any) -> Any:
         """It keeps some masks as integers and then refuses them."""
         return handle(mask.data.astype(bool), int1)
 
     def wide(factor: Any) -> Any:
-        """It multiplies the bits of bfloat16 as if they were integers."""
+        """It computes with the bits of bfloat16 as if they were integers."""
         if factor.dtype.scalar != bfloat16:
             return factor
         return handle((factor.data.astype("uint32") << 16).view("float32"), float32)
+
+    def narrow(result: Any) -> Any:
+        """Rounded to the nearest, to even."""
+        if result.data.dtype != "float32":
+            return result  # of a comparison
+        bits = result.data.view("uint32")
+        return handle(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("uint16"), bfloat16)
+
+    def alike(self: Any, one: Any, other: Any, op: Any) -> Any:
+        if one.dtype.scalar != bfloat16:
+            return binary(self, one, other, op)
+        return narrow(binary(self, wide(one), wide(other), op))
+
+    def alone(self: Any, one: Any, op: Any) -> Any:
+        if one.dtype.scalar != bfloat16:
+            return unary(self, one, op)
+        return narrow(unary(self, wide(one), op))
 
     builder.create_masked_load = lambda self, pointers, mask, *rest: load(
         self, pointers, boolean(mask), *rest
@@ -54,6 +73,17 @@ def mend_interpreter() -> None:
         self, pointers, value, boolean(mask), *rest
     )
     builder.create_dot = lambda self, a, b, *rest: dot(self, wide(a), wide(b), *rest)
+    builder.binary_op, builder.unary_op = alike, alone
+    run = interpreter.InterpretedFunction.run
+
+    def run_on_grid(self: Any, *args: Any, grid: Any, **kwargs: Any) -> Any:
+        """It asks for a grid with its own tensors in place of torch's and of numbers."""
+        if callable(grid):
+            known = {k: v for k, v in kwargs.items() if k in self.arg_names}
+            grid = grid(inspect.getcallargs(self.fn, *args, **known))
+        return run(self, *args, grid=grid, **kwargs)
+
+    interpreter.InterpretedFunction.run = run_on_grid
 
 
 def _import_triton_ops() -> None:
