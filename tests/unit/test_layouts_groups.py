@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import is_served, page_bytes, plan_groups
 from lmcache_hybrid.tools.doctor.model import kv_cache_config
-from lmcache_hybrid.tools.tiny_models import FAMILIES
+from lmcache_hybrid.tools.tiny_families import FAMILIES
 from lmcache_hybrid.worker.pages import GroupPages
 
 from .helpers import engine_config

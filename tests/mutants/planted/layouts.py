@@ -140,8 +140,8 @@ DEFECTS = (
     one(
         "the acceptance test does not see that drafts are worse behind a load",
         "lmcache_hybrid/tools/accept/drafts.py",
-        "        return text if enough and restored < LEAST_SHARE * own else \"\"\n",
-        "        return \"\"\n",
+        '        return text if enough and restored < LEAST_SHARE * own else ""\n',
+        '        return ""\n',
     ),
     one(
         "the acceptance test takes one draft less for noise where there is none",

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny Qwen3-Next whose drafts are sometimes right, for tests of speculative decoding.
+
+Its next token depends mostly on the last one, so that answers repeat themselves and n-grams
+are found again, and it has a head for multi-token prediction that guesses by the last token
+alone. Every third guess or so is wrong, because the layers have a say, too.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+from lmcache_hybrid.tools.tiny_models import make_model
+
+LOUDNESS = 4.0
+NGRAM = {
+    "method": "ngram_gpu",
+    "num_speculative_tokens": 2,
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 3,
+}
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
+# What GPUs run, in Triton's interpreter: vLLM's CPU kernels know no drafts.
+OPTIONS = {"max_model_len": 1024, "max_num_batched_tokens": 512, "max_num_seqs": 2}
+
+
+def make_drafting_model(folder: Path) -> Path:
+    """Write the model to ``folder``/drafting and return that path."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    base, out = make_model("qwen3_next", folder / "qwen3_next"), folder / "drafting"
+    if out.exists():
+        return out
+    part = folder / ".drafting"
+    shutil.rmtree(part, ignore_errors=True)
+    shutil.copytree(base, part)
+    config = json.loads((part / "config.json").read_text())
+    weights = load_file(part / "model.safetensors")
+    weights["model.embed_tokens.weight"] *= LOUDNESS
+    size, attention = config["hidden_size"], config["layer_types"].index("full_attention")
+    # The head's input is the last token's embedding, then the model's hidden state.
+    weights["mtp.fc.weight"] = torch.eye(size, 2 * size).bfloat16()
+    for norm in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
+        weights[f"mtp.{norm}.weight"] = torch.zeros(size).bfloat16()
+    layer = f"model.layers.{attention}."
+    for name in [name for name in weights if name.startswith(layer)]:
+        weights[f"mtp.layers.0.{name.removeprefix(layer)}"] = weights[name].clone()
+    save_file(weights, part / "model.safetensors", {"format": "pt"})
+    (part / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    part.rename(out)
+    return out
+
+
+def prepare() -> None:
+    """For ``Engine(prepare=...)``: GPU kernels, and drafts, which are refused on a CPU."""
+    import gpu_kernels
+
+    from vllm_patch import configuration
+
+    gpu_kernels.use()
+    configuration._refuse_unsound = lambda config: None
