@@ -26,7 +26,7 @@ def main(
     out: Annotated[Path, typer.Option(help="JSON file.")] = Path("docs/generated/families.json"),
     only: Annotated[str, typer.Option(help="Families, separated by commas; keep others.")] = "",
     runners: Annotated[str, typer.Option(help="v1, v2 or both.")] = "v1,v2",
-    seconds: Annotated[float, typer.Option(help="Limit of one engine.")] = 300,
+    seconds: Annotated[float, typer.Option(help="Limit of one engine.")] = 600,
     render_only: Annotated[
         bool, typer.Option("--render-only", help="Only write the table of the JSON file.")
     ] = False,

@@ -8,8 +8,10 @@ alone. Every third guess or so is wrong, because the layers have a say, too.
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+from lmcache_hybrid.tools.tiny_families import FAMILIES
 from lmcache_hybrid.tools.tiny_models import make_model
 
 LOUDNESS = 4.0
@@ -29,9 +31,13 @@ def make_drafting_model(folder: Path) -> Path:
     import torch
     from safetensors.torch import load_file, save_file
 
-    base, out = make_model("qwen3_next", folder / "qwen3_next"), folder / "drafting"
+    out = folder / "drafting"
     if out.exists():
         return out
+    known = FAMILIES["qwen3_next"]
+    # Few layers: in the interpreter each costs seconds.
+    FAMILIES["drafting"] = replace(known, config={**known.config, "num_hidden_layers": 4})
+    base = make_model("drafting", folder / "drafting-base")
     part = folder / ".drafting"
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(base, part)

@@ -103,9 +103,8 @@ def _choose_them() -> None:
     from vllm.model_executor.layers.mamba.ops import ssu_dispatch
     from vllm.third_party.flash_linear_attention.ops import chunk_delta_h
 
-    for layer in vars(gdn).values():
-        if isinstance(layer, type) and "forward_cpu" in vars(layer):
-            layer.forward_cpu = layer.forward_cuda
+    layer = gdn.QwenGatedDeltaNetAttention
+    layer.forward_cpu = layer.forward_cuda
     kinds = ssu_dispatch.MambaBackendEnum
     registry = ssu_dispatch._BACKEND_REGISTRY
     registry[kinds.CPU] = registry[kinds.TRITON]
