@@ -20,11 +20,12 @@ import math
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from lmcache_hybrid.tools.tiny_families import COMMON, FAMILIES, VOCAB_SIZE, Family
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,125 +37,11 @@ RECIPE_VERSION = 1
 MARKER = "tinymodel.json"
 """Written last; a folder with it is complete."""
 
-VOCAB_SIZE = 320
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-@dataclass(frozen=True)
-class Family:
-    """One architecture: its ``transformers`` classes and the small sizes we give it."""
-
-    kind: str
-    """What its layers keep between tokens, in a few words."""
-    config_class: str
-    model_class: str
-    config: dict[str, Any]
-    embed_std: float = 2 * 128**-0.5
-    """Small against what the layers add, so that context outweighs the last token."""
-    tied: bool = False
-    """Whether the architecture insists on one matrix for embedding and output."""
-
-
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 128,  # 192 hangs vLLM's CPU kernels
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "bos_token_id": None,
-    "pad_token_id": 256,
-    "eos_token_id": 256,
-}
-_MAMBA2: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 64}
-
-FAMILIES: dict[str, Family] = {
-    "qwen3_next": Family(
-        "gated delta net, attention in every fourth layer, MoE",
-        "Qwen3NextConfig",
-        "Qwen3NextForCausalLM",
-        {
-            "num_hidden_layers": 8,
-            "head_dim": 64,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 128,  # the CPU kernel needs 128
-            "linear_value_head_dim": 128,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
-            "shared_expert_intermediate_size": 64,
-        },
-    ),
-    "granite4": Family(
-        "Mamba2, attention in every fourth layer",
-        "GraniteMoeHybridConfig",
-        "GraniteMoeHybridForCausalLM",
-        {
-            "num_attention_heads": 2,
-            "layer_types": ["mamba", "mamba", "attention", "mamba"] * 2,
-            "num_hidden_layers": 8,
-            "attention_multiplier": 64**-0.5,
-            "num_local_experts": 0,
-            "num_experts_per_tok": 0,
-            "shared_intermediate_size": 256,
-            "position_embedding_type": "nope",
-            "mamba_expand": 2,
-            "mamba_d_state": 64,
-            **_MAMBA2,
-        },
-    ),
-    "falcon_h1": Family(
-        "Mamba2 beside attention in every layer",
-        "FalconH1Config",
-        "FalconH1ForCausalLM",
-        {
-            "num_hidden_layers": 4,
-            "head_dim": 64,
-            "mamba_d_ssm": 256,
-            "mamba_d_state": 128,
-            "mamba_rms_norm": True,
-            "mamba_norm_before_gate": False,
-            **_MAMBA2,
-        },
-    ),
-    "lfm2": Family(
-        "short convolution, some attention layers",
-        "Lfm2Config",
-        "Lfm2ForCausalLM",
-        {
-            "num_attention_heads": 2,
-            "num_hidden_layers": 6,
-            "layer_types": ["conv", "conv", "full_attention"] * 2,
-            "block_auto_adjust_ff_dim": False,
-            "conv_dim": 128,  # vLLM reads conv_dim and block_dim; transformers does not
-            "block_dim": 128,
-        },
-        tied=True,
-    ),
-    "gemma3": Family(
-        "sliding window of 128 tokens, full attention in every fourth layer",
-        "Gemma3TextConfig",
-        "Gemma3ForCausalLM",
-        {
-            "num_hidden_layers": 4,
-            "head_dim": 64,
-            "query_pre_attn_scalar": 64,
-            "sliding_window": 128,
-            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-        },
-        embed_std=0.25 * 128**-0.5,  # the architecture multiplies by sqrt(hidden_size)
-    ),
-    "llama": Family(
-        "plain full attention",
-        "LlamaConfig",
-        "LlamaForCausalLM",
-        {"num_hidden_layers": 4, "num_attention_heads": 2},
-    ),
-}
 
 
 def make_tokenizer(max_position: int) -> PreTrainedTokenizerFast:
@@ -195,7 +82,7 @@ def _scale_weights(model: nn.Module, family: Family, generator: Any) -> None:
         if name.endswith("A_log"):
             # Per head, exp(-decay): time constants from 64 to 4,096 tokens.
             horizon = torch.logspace(6, 12, param.numel(), base=2)
-            param.copy_(-torch.log(horizon * math.log(2)))
+            param.copy_(-torch.log(horizon * math.log(2)).view(param.shape))
         elif name.endswith("dt_bias"):
             param.zero_()  # softplus(0) = log(2)
         elif "embed_tokens" in name:
@@ -221,7 +108,7 @@ def _mute_unprintable(rows: Any, std: float) -> None:
 def _recipe(family: str, seed: int, max_position: int) -> dict[str, Any]:
     """Everything that decides what is on disk; stored beside the weights."""
     spec = FAMILIES[family]
-    config = {**_COMMON, **spec.config, "max_position_embeddings": max_position}
+    config = {**COMMON, **spec.config, "max_position_embeddings": max_position}
     config["tie_word_embeddings"] = spec.tied
     return {
         "version": RECIPE_VERSION,
@@ -229,7 +116,23 @@ def _recipe(family: str, seed: int, max_position: int) -> dict[str, Any]:
         "seed": seed,
         "embed_std": spec.embed_std,
         "config": config,
+        "extra": spec.extra,
+        "renames": spec.renames,
     }
+
+
+def _finish(folder: Path, spec: Family) -> None:
+    """Make of what transformers wrote what vLLM reads."""
+    if spec.extra:
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **spec.extra}, indent=2))
+    if spec.renames:
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(folder / "model.safetensors")
+        for old, new in spec.renames.items():
+            weights = {name.replace(old, new): tensor for name, tensor in weights.items()}
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def _holds(folder: Path, recipe: dict[str, Any]) -> bool:
@@ -269,6 +172,7 @@ def make_model(
     part = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         model.to(torch.bfloat16).save_pretrained(part)
+        _finish(part, spec)
         make_tokenizer(max_position).save_pretrained(part)
         (part / MARKER).write_text(json.dumps(recipe, indent=2))
         part.chmod(0o755)

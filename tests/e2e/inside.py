@@ -93,6 +93,16 @@ class Inside:
         for memory in self._take_all():
             memory.release()
 
+    def lose_states(self) -> None:
+        """Restore attention only, from now on."""
+        from lmcache_hybrid.core.keys import STATE
+
+        copies = self._worker.loads._copies
+        scatter = copies.scatter
+        copies.scatter = lambda items, after: scatter(
+            [item for item in items if item.key.kind != STATE], after
+        )
+
     # LMCache's health
 
     def healthy(self, value: bool) -> None:

@@ -11,7 +11,7 @@ from lmcache_hybrid.config import backends
 from lmcache_hybrid.config import options as config
 from lmcache_hybrid.tools.sizing import catalogue
 from lmcache_hybrid.tools.sizing.blocks import PLATFORMS, compute
-from lmcache_hybrid.tools.tiny_models import FAMILIES
+from lmcache_hybrid.tools.tiny_families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

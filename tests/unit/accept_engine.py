@@ -54,6 +54,9 @@ class Engine:
         held: (salt, tokens) in each tier, by its name.
         jitter: by how much answers to one question differ.
         wrong: tokens before it are not what a restored prompt stands on.
+        drafts: drafted tokens of each answer; how many are accepted depends on the prompt, and
+            with ``jitter`` on chance.
+        spoilt_drafts: whether none is accepted behind what a tier brought.
         lose: names of tiers that find nothing.
         facts: as the engine says; with ``eagle_drop`` its own hits end a block earlier.
     """
@@ -65,9 +68,11 @@ class Engine:
         wrong: int = 0,
         lose: str = "",
         blind: Sequence[int] = (),
+        drafts: int = 0,
+        spoilt_drafts: bool = False,
         **facts,
     ) -> None:
-        self._blind = blind
+        self._blind, self._drafts, self._spoilt_drafts = blind, drafts, spoilt_drafts
         self._lost: int | None = None
         self._spoilt: set = set()
         self.facts = {**FACTS, **facts, "ordinary": list(ORDINARY)}
@@ -119,7 +124,13 @@ class Engine:
         if (salt, ids[:cached]) in self._spoilt:
             seen = (-12345, seen)  # hashes of strings are other ones in each process
         best = -(hash(seen) % 1000) / 1000 - 1 + self._jitter * self._random.random()
-        return Answer([7], [{"7": best, "8": best - 1}], cached, external, 0.01)
+        accepted = hash(ids) % (self._drafts // 2 + 1) + self._drafts // 2
+        if self._jitter:
+            accepted -= self._random.randrange(self._drafts // 8 + 1)
+        if self._spoilt_drafts and brought:
+            accepted = 0
+        steps = [{"7": best, "8": best - 1}]
+        return Answer([7], steps, cached, external, 0.01, self._drafts, accepted)
 
     def forget(self) -> None:
         self._local.clear()

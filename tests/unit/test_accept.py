@@ -13,7 +13,17 @@ from collections.abc import Sequence
 import pytest
 
 from lmcache_hybrid.tools.accept import prompts
-from lmcache_hybrid.tools.accept.compare import Answer, Noise, Outcome, Verdict, check, difference
+from lmcache_hybrid.tools.accept.compare import (
+    BAD,
+    Answer,
+    Noise,
+    Outcome,
+    Verdict,
+    check,
+    difference,
+)
+from lmcache_hybrid.tools.accept.drafts import drafts_of
+from lmcache_hybrid.tools.accept.report import as_json
 from lmcache_hybrid.tools.accept.run import Run
 
 from .accept_engine import RAM, Engine, run, shown
@@ -238,6 +248,37 @@ def test_a_drafter_drops_vllms_last_block_and_that_is_no_fault(checkpoint: int) 
     # Without a drafter it would be a fault.
     deeper = dataclasses.replace(result.checks[1], drops=False, cached=99, external=99)
     assert deeper.outcome(0) is Outcome.BOUNDARY
+
+
+def test_drafts_are_accepted_as_behind_vllms_own_hits() -> None:
+    result = run(drafts=16)
+    assert result.verdict is Verdict.PASS and result.drafts is not None
+    assert result.drafts.own == result.drafts.restored and result.drafts.own[1] > 0
+    assert f"{result.drafts.text}." in shown(result)
+    assert as_json(result)["drafts"]["differ"] == 0
+    assert run().drafts is None
+
+
+@pytest.mark.parametrize("options", [{}, {"jitter": 1e-4}, {"eagle_drop": True}])
+def test_a_drafter_that_was_not_restored_fails_though_answers_are_equal(options: dict) -> None:
+    result = run(drafts=16, spoilt_drafts=True, **options)
+    assert not [each for each in result.checks if result.noise.judge(each) in BAD]
+    assert result.drafts is not None and result.drafts.own[1] > result.drafts.restored[1] == 0
+    assert result.verdict is Verdict.FAIL
+    assert as_json(result)["problems"] == [result.drafts.problem]
+    assert "what the drafter needs was not restored" in " ".join(" ".join(shown(result)).split())
+
+
+def test_one_draft_less_fails_only_where_drafts_do_not_vary() -> None:
+    own = Answer([1], [{"1": -1.0}], 16, 0, 0, 8, 5)
+    restored = dataclasses.replace(own, external=16, accepted=4)
+    varied = dataclasses.replace(own, accepted=6)
+    assert drafts_of([(own, restored)], [(own, own)]).problem
+    assert not drafts_of([(own, restored)], [(own, varied)]).problem
+    # Few drafts on a varying engine decide nothing, many do.
+    none = dataclasses.replace(restored, accepted=0)
+    assert not drafts_of([(own, none)] * 7, [(own, varied)]).problem
+    assert drafts_of([(own, none)] * 8, [(own, varied)]).problem
 
 
 def test_every_tier_must_have_brought_a_hit_that_is_compared() -> None:

@@ -17,7 +17,7 @@ from lmcache_hybrid.tools.sizing import catalogue, storage
 from lmcache_hybrid.tools.sizing.blocks import PLATFORMS, Sizes, compute, grouped
 from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE, read_shape
 from lmcache_hybrid.tools.sizing.storage import BACKENDS, Workload
-from lmcache_hybrid.tools.tiny_models import _COMMON, FAMILIES
+from lmcache_hybrid.tools.tiny_families import COMMON, FAMILIES
 
 ROOT = Path(__file__).parents[2]
 GPU = PLATFORMS["gpu"]
@@ -36,7 +36,7 @@ def run(*words: str):
 def measured() -> tuple[dict, Sizes]:
     """docs/generated/checkpoints.json, measured on a real engine, and that model's sizes on it."""
     figures = json.loads((ROOT / "docs/generated/checkpoints.json").read_text())
-    config = {**_COMMON, **FAMILIES[figures["family"]].config, "model_type": figures["family"]}
+    config = {**COMMON, **FAMILIES[figures["family"]].config, "model_type": figures["family"]}
     config |= {"linear_conv_kernel_dim": 4}  # transformers' default, as saved beside the weights
     return figures, compute(read_shape(config), PLATFORMS["cpu"])
 

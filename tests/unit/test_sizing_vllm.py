@@ -39,7 +39,7 @@ from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec
 
 from lmcache_hybrid.core.errors import ConfigError
-from lmcache_hybrid.tools import tiny_models as tinymodels
+from lmcache_hybrid.tools import tiny_families
 from lmcache_hybrid.tools.sizing import catalogue
 from lmcache_hybrid.tools.sizing.blocks import PLATFORMS, Sizes, compute
 from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE, ModelShape, read_shape
@@ -299,9 +299,9 @@ def test_the_published_state_of_qwen36_27b():
     ],
 )
 def test_the_tiny_models_on_cpu(family, block_size, groups, monkeypatch):
-    spec = tinymodels.FAMILIES[family]
+    spec = tiny_families.FAMILIES[family]
     made = getattr(transformers, spec.config_class)(
-        **{**tinymodels._COMMON, **spec.config, "dtype": "bfloat16"}
+        **{**tiny_families.COMMON, **spec.config, "dtype": "bfloat16"}
     )
     config = {**made.to_dict(), "dtype": "bfloat16"}
     sizes = check(config, monkeypatch, platform="cpu", ssm_dtype="float32")

@@ -31,6 +31,8 @@ from lmcache_hybrid.upstream import versions
 EXTENSION = "lmcache_hybrid.tools.accept.worker.AcceptExtension"
 PREFIX = "vllm:lmcache_hybrid_"
 EXTERNAL = "vllm:external_prefix_cache_hits"
+DRAFTED = "vllm:spec_decode_num_draft_tokens"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 LOGPROBS = 5
 MAX_ORDINARY = 4096
 # What the report gives the versions of; a later name stands in for the first.
@@ -80,7 +82,7 @@ class Child:
             detokenize=False,
             extra_args=transfer or None,
         )
-        before = self._external()
+        before = self._totals()
         names, outputs = [], {}
         for ids in prompts:
             self._asked += 1
@@ -91,8 +93,8 @@ class Child:
             for output in self.engine.step():
                 if output.finished:
                     outputs[output.request_id] = output
-        external = self._external() - before
-        return [_answer(outputs[name], external) for name in names]
+        brought = [after - earlier for after, earlier in zip(self._totals(), before, strict=True)]
+        return [_answer(outputs[name], *brought) for name in names]
 
     def forget(self) -> bool:
         """Empty vLLM's own prefix cache; False while blocks are in use."""
@@ -123,9 +125,13 @@ class Child:
         if self._engine is not None:
             self._engine.engine_core.shutdown()
 
-    def _external(self) -> int:
-        """Tokens that the connector brought since the start, by vLLM's own counter."""
-        return sum(m.value for m in self.engine.get_metrics() if m.name == EXTERNAL)
+    def _totals(self) -> list[int]:
+        """Tokens since the start by vLLM's own counters: from the connector, drafted, accepted."""
+        totals = dict.fromkeys((EXTERNAL, DRAFTED, ACCEPTED), 0)
+        for metric in self.engine.get_metrics():
+            if metric.name in totals:
+                totals[metric.name] += metric.value
+        return list(totals.values())
 
     def _facts(self) -> dict[str, Any]:
         """What the report says of the engine: no path, host, user or secret."""
@@ -212,7 +218,7 @@ def engine_arguments(model: str, flags: list[str]) -> EngineArgs:
     return AsyncEngineArgs.from_cli_args(parsed)
 
 
-def _answer(output: Any, external: int) -> dict[str, Any]:
+def _answer(output: Any, external: int, drafted: int, accepted: int) -> dict[str, Any]:
     made = output.outputs[0]
     return {
         "tokens": list(made.token_ids),
@@ -223,6 +229,8 @@ def _answer(output: Any, external: int) -> dict[str, Any]:
         "cached": output.num_cached_tokens or 0,
         "external": external,
         "first_token_seconds": output.metrics.first_token_latency,
+        "drafted": drafted,
+        "accepted": accepted,
     }
 
 

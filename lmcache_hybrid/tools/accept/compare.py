@@ -22,6 +22,7 @@ class Answer:
         cached: prompt tokens that were not computed, local and external.
         external: of these, what the connector brought; of a batch for all together.
         first_token_seconds: from arrival to the first token.
+        drafted, accepted: speculative tokens; of a batch for all together.
     """
 
     tokens: list[int]
@@ -29,6 +30,12 @@ class Answer:
     cached: int
     external: int
     first_token_seconds: float
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def drafts(self) -> tuple[int, int]:
+        return self.drafted, self.accepted
 
     def same(self, other: "Answer") -> bool:
         return self.tokens == other.tokens and self.logprobs == other.logprobs

@@ -34,11 +34,12 @@ def as_json(result: Result) -> dict[str, Any]:
     report = {
         "format": FORMAT,
         "verdict": result.verdict.value,
-        "problems": result.problems,
+        "problems": result.all_problems,
         "doubts": result.doubts,
         "facts": result.facts,
         "limits": asdict(result.limits),
         "left_out": result.plan.left_out,
+        "drafts": result.drafts and asdict(result.drafts),
         "noise": {**asdict(noise), "allowed": noise.allowed, "decidable": noise.decidable},
         "checks": [{**asdict(each), "outcome": noise.judge(each).value} for each in result.checks],
         "prompts": [
@@ -80,7 +81,7 @@ def print_verdict(console: Console, result: Result) -> None:
         parts += [Text("First token, ms (the best of a few)", "bold"), _times(result)]
         parts += _rates(result)
     parts += _left_out(result)
-    parts += [Text(f"! {problem}", "bold red") for problem in result.problems]
+    parts += [Text(f"! {problem}", "bold red") for problem in result.all_problems]
     parts.append(_last_line(result))
     console.print(Group(*parts), highlight=False)
 
@@ -150,6 +151,8 @@ def _noise(result: Result) -> Iterator[Text]:
         f"A lost block changes them by {noise.least:.3g} or more, another prefix by "
         f"{noise.wrong:.3g} or more."
     )
+    if result.drafts is not None:
+        yield Text(f"{result.drafts.text}.")
     for doubt in result.doubts:
         yield Text(doubt, "bold yellow")
 
@@ -262,7 +265,7 @@ def _title(result: Result, outcomes: set[Outcome]) -> str:
     elif result.checks:
         kinds.append("no wrong answer")
     kinds += [text for outcome, text in KINDS.items() if outcome in outcomes]
-    kinds += ["a problem above"] if result.problems else []
+    kinds += ["a problem above"] if result.all_problems else []
     return f"FAIL, {', '.join(kinds)}"
 
 

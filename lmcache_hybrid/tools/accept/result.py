@@ -15,6 +15,7 @@ from lmcache_hybrid.tools.accept.compare import (
     noise_of,
     verdict_of,
 )
+from lmcache_hybrid.tools.accept.drafts import Drafts, drafts_of
 from lmcache_hybrid.tools.accept.prompts import Case, Ids, Limits, Plan
 
 
@@ -63,6 +64,7 @@ class Result:
     Attributes:
         facts: of the first engine, without token ids.
         own_pairs: more answers of the first engine to the same question, beside ``Told.again``.
+        draft_pairs: answers of vLLM's own cache and of a tier to a prompt that was asked alone.
         restart_pairs: answers of both engines to the same question.
         metrics: increases of this package's counters while restored prompts were asked,
             by tier.
@@ -79,6 +81,7 @@ class Result:
     told: list[Told] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     own_pairs: list[tuple[Answer, Answer]] = field(default_factory=list)
+    draft_pairs: list[tuple[Answer, Answer]] = field(default_factory=list)
     restart_pairs: list[tuple[Answer, Answer]] = field(default_factory=list)
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     copies: list[dict[str, Any]] = field(default_factory=list)
@@ -93,14 +96,22 @@ class Result:
         return bool(self.facts["checkpoint_tokens"] or self.facts["save_decode"])
 
     @property
-    def noise(self) -> Noise:
+    def _own_twice(self) -> list[tuple[Answer, Answer]]:
         pairs = [pair for each in self.told for pair in zip(each.own, each.again, strict=False)]
-        pairs += self.own_pairs
+        return pairs + self.own_pairs
+
+    @property
+    def drafts(self) -> Drafts | None:
+        """Of prompts that hit; None without a drafter."""
+        return drafts_of(self.draft_pairs, self._own_twice)
+
+    @property
+    def noise(self) -> Noise:
         # Many tokens after the prefix would wash out what it changes.
         controls = [each for each in self.told if each.control is not None]
         fewest = min((each.after for each in controls), default=0)
         wrong = min((each.shows for each in controls if each.after == fewest), default=0.0)
-        return Noise(noise_of(pairs), noise_of(self.restart_pairs), wrong, self.lost)
+        return Noise(noise_of(self._own_twice), noise_of(self.restart_pairs), wrong, self.lost)
 
     @property
     def loser(self) -> str | None:
@@ -113,10 +124,16 @@ class Result:
         return "2N+1" if "2N+1" in hits else next(iter(hits), None)
 
     @property
+    def all_problems(self) -> list[str]:
+        """Those that were found while engines were asked, and what drafts show."""
+        drafts = self.drafts
+        return self.problems + ([drafts.problem] if drafts and drafts.problem else [])
+
+    @property
     def doubts(self) -> list[str]:
         """Why equal answers prove nothing; see :func:`doubts_of`."""
         return doubts_of(self.checks, self.noise)
 
     @property
     def verdict(self) -> Verdict:
-        return verdict_of(self.checks, self.noise, self.problems)
+        return verdict_of(self.checks, self.noise, self.all_problems)

@@ -307,6 +307,8 @@ class Run:
         drops, restarted = self.result.facts["eagle_drop"], RESTART in where
         made = replace(made, drops=drops, restarted=restarted, shows=shows, **fields)
         self.result.checks.append(made)
+        if not fields:  # asked alone
+            self.result.draft_pairs.append((told.own[step], answer))
 
     def _time(self, told: Told, where: str, answer: Answer) -> None:
         """Only of prompts asked twice: those of other cases share parts."""

@@ -117,10 +117,12 @@ def demo(
     Exit code 1 when any answer differs or nothing was hit.
     """
     need_host(1)
-    from lmcache_hybrid.tools.tiny_models import FAMILIES, make_model
+    from lmcache_hybrid.tools.tiny_families import FAMILIES
+    from lmcache_hybrid.tools.tiny_models import make_model
 
-    if family not in FAMILIES:
-        raise typer.BadParameter(f"{family!r} is none of {', '.join(FAMILIES)}")
+    offered = [name for name, known in FAMILIES.items() if known.cpu]
+    if family not in offered:
+        raise typer.BadParameter(f"{family!r} is none of {', '.join(offered)}")
     with tempfile.TemporaryDirectory(prefix="lmcache-hybrid-demo-") as scratch:
         folder = Path(scratch) if store is None else store
         if (folder / "records").exists():

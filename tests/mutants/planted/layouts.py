@@ -137,4 +137,22 @@ DEFECTS = (
         "        if self.others and max(self.others) <= limit < self.difference:\n",
         "        if self.others and limit < self.difference:\n",
     ),
+    one(
+        "the acceptance test does not see that drafts are worse behind a load",
+        "lmcache_hybrid/tools/accept/drafts.py",
+        '        return text if enough and restored < LEAST_SHARE * own else ""\n',
+        '        return ""\n',
+    ),
+    one(
+        "the acceptance test takes one draft less for noise where there is none",
+        "lmcache_hybrid/tools/accept/drafts.py",
+        "        if self.differ:\n",
+        "        if self.differ > 1:\n",
+    ),
+    one(
+        "the acceptance test finds bad drafts and passes",
+        "lmcache_hybrid/tools/accept/result.py",
+        "        return verdict_of(self.checks, self.noise, self.all_problems)\n",
+        "        return verdict_of(self.checks, self.noise, self.problems)\n",
+    ),
 )
