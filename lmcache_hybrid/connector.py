@@ -39,8 +39,8 @@ from lmcache_hybrid.scheduler.load_policy import policy_for
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 from lmcache_hybrid.storage.folder.cleaner import FolderCleaner, start_cleaner
-from lmcache_hybrid.storage.key_names import readable_name
 from lmcache_hybrid.storage.notes import StoreNotes
+from lmcache_hybrid.storage.open_store import open_store
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.storage.rpc import LookupClient, LookupServer
@@ -238,35 +238,16 @@ class HybridConnector:
         replicas: Replicas | None,
     ) -> None:
         from lmcache_hybrid.storage.host_memory import report_pool
-        from lmcache_hybrid.storage.lmcache_store import LMCacheStore
 
         assert self._server is not None
-        model = self._vllm_config.model_config.model
-        digester = self._options.digester
-        name = digester.name(name)
-        logger.info(
-            "Records of this rank have the fingerprint %s%s.",
-            name[:8].hex(),
-            f", sealed with the key {digester.key_id.hex()}" if digester.key_id else "",
-        )
-        if replicas is not None:
-            replicas = replicas.sealed_with(digester)
-            logger.info(
-                "Pages of KV cache groups %s are equal on all tensor-parallel ranks: rank %d "
-                "writes them to stores that ranks share, with the fingerprint %s.",
-                self.plan.replicated,
-                replicas.owner,
-                replicas.fingerprint[:8].hex(),
-            )
-        rank = self._vllm_config.parallel_config.rank
-        notes = StoreNotes(rank) if self._options.events else None
-        store = LMCacheStore(
+        notes = StoreNotes(self._vllm_config.parallel_config.rank) if self._options.events else None
+        store = open_store(
             engine,
-            readable_name(model),
+            self._vllm_config.model_config.model,
             name,
-            max(group.block_bytes for group in pages.values()),
-            digester,
             replicas,
+            max(group.block_bytes for group in pages.values()),
+            self._options.digester,
             notes,
         )
         monitor = LMCacheMonitor(engine.stats_monitor)

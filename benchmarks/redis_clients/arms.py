@@ -130,7 +130,7 @@ class Ours:
     def take(self, values: Sequence[memoryview]) -> None:
         from lmcache.v1.memory_management import MemoryFormat
 
-        from lmcache_hybrid.storage.disk.backend import record_shape
+        from lmcache_hybrid.storage.buffer import record_shape
 
         self._taken = []
         for value in values:

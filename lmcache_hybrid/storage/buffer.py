@@ -8,6 +8,11 @@ from lmcache_hybrid.core.digests import Digester
 from lmcache_hybrid.storage.record import HEADER_BYTES, payload_bytes
 
 
+def record_shape(size: int) -> torch.Size:
+    """Shape of a record of ``size`` bytes in LMCache's [2, layers, tokens, hidden] format."""
+    return torch.Size([1, 1, 1, size])
+
+
 class LMCacheBuffer:
     """A record in LMCache's CPU pool, see :class:`Buffer`; ``release`` drops our reference."""
 

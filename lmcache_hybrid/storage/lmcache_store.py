@@ -26,9 +26,9 @@ from lmcache_hybrid.core.digests import PLAIN, Digester
 from lmcache_hybrid.core.errors import DamagedError, LoadError, NoRoomError, RecordError
 from lmcache_hybrid.core.keys import RecordKey
 from lmcache_hybrid.storage import tier_lookup
-from lmcache_hybrid.storage.buffer import LMCacheBuffer
+from lmcache_hybrid.storage.buffer import LMCacheBuffer, record_shape
 from lmcache_hybrid.storage.claims import LMCacheClaim
-from lmcache_hybrid.storage.disk.backend import LocalDisk, record_shape
+from lmcache_hybrid.storage.disk.backend import LocalDisk
 from lmcache_hybrid.storage.folder.file_uses import FileUses
 from lmcache_hybrid.storage.notes import StoreNotes
 from lmcache_hybrid.storage.read_memory import Staging

@@ -17,7 +17,7 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from vllm.logger import init_logger
 
 from lmcache_hybrid.core.errors import NoRoomError
-from lmcache_hybrid.storage.disk.backend import record_shape
+from lmcache_hybrid.storage.buffer import record_shape
 
 logger = init_logger("vllm.lmcache_hybrid.storage.read_memory")
 

@@ -13,7 +13,7 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from unit.store_box import Box
 
-from lmcache_hybrid.storage.disk.backend import record_shape
+from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.tools.standalone import make_engine
 from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder
 

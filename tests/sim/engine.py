@@ -42,10 +42,11 @@ from . import device, integrity, orders
 from .connector import SimConnector
 from .device import Device
 from .flight import Flight
-from .model import ToyRank, Truth
+from .model import ToyRank
 from .setup import Setup, base_config
 from .storage import ManualExecutor, N, Pool, RankView, make_stores, storage
 from .threads import Threads
+from .truth import Truth
 
 # Steps without progress after which a request counts as stuck.
 PATIENCE = 400

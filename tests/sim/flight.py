@@ -9,7 +9,8 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from .model import ToyRank, Truth
+from .model import ToyRank
+from .truth import Truth
 
 
 @dataclass

@@ -11,11 +11,12 @@ from vllm.v1.request import RequestStatus
 from .asleep import MODES, sleep, wake
 from .device import Device
 from .engine import SimEngine
-from .model import RATIO, VOCABULARY
+from .model import RATIO
 from .offers import note_offers
 from .reset import reload_weights
 from .setup import Setup
 from .storage import N, Pool
+from .truth import VOCABULARY
 
 # Prompts are prefixes of these; a branch leaves its trunk at some token.
 TRUNKS = [random.Random(seed).choices(range(VOCABULARY), k=400) for seed in range(3)]

@@ -21,6 +21,7 @@ from lmcache.v1.storage_backend.cache_policy.lru import LRUCachePolicy
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 from vllm.logger import init_logger
 
+from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.storage.disk.eviction import Room, SteadyLFU
 from lmcache_hybrid.storage.disk.files import create_anew, open_regular
 from lmcache_hybrid.storage.disk.index import EVICTED, Found, find
@@ -30,11 +31,6 @@ if TYPE_CHECKING:
     from lmcache.v1.metadata import LMCacheMetadata
 
 logger = init_logger("vllm.lmcache_hybrid.storage.disk.backend")
-
-
-def record_shape(size: int) -> torch.Size:
-    """Shape of a record of ``size`` bytes in LMCache's [2, layers, tokens, hidden] format."""
-    return torch.Size([1, 1, 1, size])
 
 
 class LocalDisk(LocalDiskBackend):

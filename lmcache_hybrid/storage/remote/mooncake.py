@@ -18,7 +18,7 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.storage_backend.connector import ConnectorContext
 from lmcache.v1.storage_backend.connector.mooncakestore_connector import MooncakestoreConnector
 
-from lmcache_hybrid.storage.disk.backend import record_shape
+from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector
 
 READERS = 4

@@ -24,7 +24,7 @@ from lmcache.v1.storage_backend.connector import ConnectorContext
 from redis.exceptions import AskError
 
 from lmcache_hybrid.core.threads import anywhere, cores
-from lmcache_hybrid.storage.disk.backend import record_shape
+from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.storage.key_names import VALUE
 from lmcache_hybrid.storage.remote import clients, sockets
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector

@@ -25,7 +25,7 @@ from lmcache.v1.storage_backend.connector import ConnectorContext
 from lmcache.v1.storage_backend.connector.s3_connector import S3Connector
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
-from lmcache_hybrid.storage.disk.backend import record_shape
+from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector
 
 # Writes in flight at once, and the seconds that one may take.

@@ -57,8 +57,8 @@ DEFECTS = (
     ),
     one(
         "a page that all ranks share is named without the key",
-        "lmcache_hybrid/connector.py",
-        "            replicas = replicas.sealed_with(digester)\n",
+        "lmcache_hybrid/storage/open_store.py",
+        "        replicas = replicas.sealed_with(digester)\n",
         "",
     ),
     one(
@@ -146,8 +146,8 @@ DEFECTS = (
     one(
         "a restart indexes such pages by the rank in the file's name",
         f"{DISK}/index.py",
-        "    return key.with_new_worker_id(writer)\n",
-        "    return key\n",
+        "    return key.with_new_worker_id(writer), header\n",
+        "    return key, header\n",
     ),
     one(
         "plan counts them per rank in shared stores",

@@ -43,8 +43,8 @@ DEFECTS = (
     one(
         "the store is opened without the key",
         CONNECTOR,
-        "            digester,\n            replicas,\n            notes,\n        )\n",
-        "            replicas=replicas,\n            notes=notes,\n        )\n",
+        "            self._options.digester,\n            notes,\n",
+        "            PLAIN,\n            notes,\n",
     ),
     # Logins and TLS of Redis
     one(
