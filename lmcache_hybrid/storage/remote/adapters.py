@@ -12,6 +12,7 @@ from lmcache.v1.storage_backend.connector import (
     extract_plugin_type,
 )
 from lmcache.v1.storage_backend.connector.instrumented_connector import InstrumentedRemoteConnector
+from lmcache.v1.storage_backend.connector.s3_adapter import S3ConnectorAdapter
 
 from lmcache_hybrid.config.redis_credentials import PLUGIN_URLS
 from lmcache_hybrid.storage.remote import clients
@@ -45,8 +46,20 @@ class RedisAdapter(ConnectorAdapter):
         return HybridRedisConnector(url, context)
 
 
+class S3Adapter(ConnectorAdapter):
+    """A bucket; LMCache's own adapter reads the options."""
+
+    def __init__(self) -> None:
+        super().__init__("s3://")
+
+    def create_connector(self, context: ConnectorContext) -> RecordConnector:
+        from lmcache_hybrid.storage.remote.s3 import HybridS3Connector  # imports AWS' client
+
+        return HybridS3Connector(S3ConnectorAdapter().create_connector(context), context)
+
+
 # The first that can parse a URL serves it. What none of them can is LMCache's own.
-ADAPTERS: tuple[ConnectorAdapter, ...] = (RedisAdapter(),)
+ADAPTERS: tuple[ConnectorAdapter, ...] = (RedisAdapter(), S3Adapter())
 
 
 def create_connector(

@@ -32,7 +32,7 @@ def test_records_of_any_size_up_to_the_largest_come_back(box, kind, size):
     box.assert_pool_is_free()
 
 
-@every_kind
+@pytest.mark.parametrize("kind", sizing.BACKENDS)
 def test_a_record_takes_what_plan_counts(box, kind):
     box, record = box(kind).write(KEYS[:1], MAX_PAYLOAD), record_bytes(MAX_PAYLOAD)
     counted = sizing.BACKENDS[kind].stored(record)
@@ -93,7 +93,7 @@ def test_writing_again_changes_nothing(box, kind):
 @pytest.mark.parametrize(
     "other", [{"rank": 1}, {"fingerprint": bytes(16)}, {"model": "other"}], ids=str
 )
-@pytest.mark.parametrize("kind", ["fs", "redis"])
+@pytest.mark.parametrize("kind", ["fs", "redis", "s3"])
 def test_a_shared_store_keeps_ranks_layouts_and_models_apart(box, kind, other):
     box(kind).write()
     assert box(kind, **other).store.locate(KEYS[:1]) == {}
@@ -137,7 +137,7 @@ def test_two_hashes_with_one_key_are_told_apart_by_the_record(box, kind):
     box.assert_pool_is_free()
 
 
-@pytest.mark.parametrize("kind", ["ram", "disk", "fs", "redis"])
+@every_kind
 @pytest.mark.parametrize(
     "tags",
     [

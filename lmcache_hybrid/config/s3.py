@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LMCache's options for ``s3://``, as they are or refused.
+
+Where one is wrong LMCache logs a warning and goes on without the store.
+"""
+
+import ipaddress
+import re
+from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult
+
+from lmcache_hybrid.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lmcache.v1.config import LMCacheEngineConfig
+
+SCHEME = "s3"
+
+
+def uses_s3(config: "LMCacheEngineConfig") -> bool:
+    return (config.remote_url or "").startswith(f"{SCHEME}://")
+
+
+def check_s3(parts: SplitResult, extra: dict[str, Any]) -> None:
+    """Check an ``s3://`` URL and the options beside it.
+
+    Args:
+        extra: LMCache's ``extra_config``.
+
+    Raises:
+        ConfigError: LMCache could not make a client of these.
+    """
+    if not re.fullmatch(r"[^@:]+(:\d+)?", parts.netloc) or parts.path or parts.query:
+        raise ConfigError(
+            f"LMCache option remote_url={SCHEME}://{parts.netloc.rpartition('@')[2]}{parts.path} "
+            "is no host name with the bucket's in front, which is all that LMCache takes; write "
+            "s3://BUCKET.s3.REGION.amazonaws.com, or the like of another server."
+        )
+    if not extra.get("s3_region"):
+        raise ConfigError(
+            "LMCache option extra_config.s3_region is not set; set it to the bucket's region, such "
+            "as us-east-1, which servers without regions accept too."
+        )
+    if extra.get("save_chunk_meta"):
+        raise ConfigError(
+            f"LMCache option extra_config.save_chunk_meta={extra['save_chunk_meta']!r} is not for "
+            "s3://, where a value is one object without metadata; remove it."
+        )
+    threads = extra.get("s3_num_io_threads", 1)
+    if not str(threads).isdecimal() or not int(threads):
+        raise ConfigError(
+            f"LMCache option extra_config.s3_num_io_threads={threads!r} is no number of threads; "
+            "write a whole number above 0, or remove it."
+        )
+
+
+def unencrypted(config: "LMCacheEngineConfig") -> str | None:
+    """Return ``remote_url`` if objects leave this machine without TLS; else None."""
+    if not uses_s3(config) or not (config.extra_config or {}).get("disable_tls"):
+        return None
+    url = config.remote_url or ""
+    host = url.removeprefix(f"{SCHEME}://").partition(":")[0]
+    try:
+        return None if ipaddress.ip_address(host).is_loopback else url
+    except ValueError:
+        return None if f".{host}".endswith(".localhost") else url

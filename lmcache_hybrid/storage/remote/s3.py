@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records as objects of an S3 bucket, through AWS' own client.
+
+LMCache's connector makes the client from its options: endpoint, region, threads, HTTP/2, TLS, S3
+Express, credentials. Nothing else of it is used. It writes and reads values of one chunk's size
+only, asks for each object on its event loop while that waits, takes an object that it saw once for
+there for ever, and does without the store from the third failed connection on.
+"""
+
+import asyncio
+import io
+import math
+import re
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import numpy
+import torch
+from awscrt.http import HttpHeaders, HttpRequest
+from awscrt.s3 import S3Request, S3RequestType, S3ResponseError
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.memory_management import MemoryFormat, MemoryObj
+from lmcache.v1.storage_backend.connector import ConnectorContext
+from lmcache.v1.storage_backend.connector.s3_connector import S3Connector
+from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+
+from lmcache_hybrid.storage.disk.backend import record_shape
+from lmcache_hybrid.storage.remote.record_connector import RecordConnector
+
+# Writes in flight at once, and the seconds that one may take.
+WRITERS = 4
+WRITE_SECONDS = 20.0
+# At shutdown, wait so long for queued writes, and for requests that were cancelled.
+FLUSH_SECONDS, CANCEL_SECONDS = 8.0, 2.0
+# Questions in flight at once.
+SIDE_BY_SIDE = 64
+
+T = TypeVar("T")
+_CODE = re.compile(rb"<Code>(\w{1,64})</Code>")
+
+
+class S3Error(Exception):
+    """The server answered, but did not do what it was asked.
+
+    Attributes:
+        status: HTTP status code.
+    """
+
+    def __init__(self, error: S3ResponseError) -> None:
+        self.status = error.status_code
+        code = _CODE.search(error.body or b"")
+        why = f" {code[1].decode()}" if code else ""
+        super().__init__(f"S3 answered {self.status}{why} to {error.operation_name}")
+
+
+class HybridS3Connector(RecordConnector):
+    """One object per record. Its coroutines run on LMCache's event loop.
+
+    AWS' client reads and writes the pool's memory on threads of its own. So each request holds a
+    reference to its memory until the client has ended it, whoever has stopped waiting by then.
+    """
+
+    def __init__(self, theirs: S3Connector, context: ConnectorContext) -> None:
+        """Take over a connector's client. Nothing is sent yet.
+
+        Args:
+            theirs: LMCache's connector; closed with this one.
+        """
+        super().__init__(context)
+        self._theirs = theirs
+        self._seconds = float(context.config.blocking_timeout_secs)
+        self._writers = asyncio.Semaphore(WRITERS)
+        self._writing: set[asyncio.Task] = set()
+        self._in_flight: set[S3Request] = set()
+        self._unreachable = -math.inf  # time.monotonic of the last write that got no answer
+
+    async def exists(self, key: CacheEngineKey) -> bool:
+        """Raises S3Error or AwsCrtError where the server cannot tell."""
+        try:
+            await self._answer(self._request("HEAD", key, S3RequestType.DEFAULT, "HeadObject"))
+        except S3Error as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
+    def exists_sync(self, key: CacheEngineKey) -> bool:
+        return self._wait(self.exists(key), self._seconds)
+
+    def existing(self, keys: Sequence[CacheEngineKey], seconds: float) -> list[bool]:
+        """Ask for SIDE_BY_SIDE objects at once; S3 has no question for several."""
+        return self._wait(self._existing(keys), seconds)
+
+    async def _existing(self, keys: Sequence[CacheEngineKey]) -> list[bool]:
+        turns = asyncio.Semaphore(SIDE_BY_SIDE)
+
+        async def exists(key: CacheEngineKey) -> bool:
+            async with turns:
+                return await self.exists(key)
+
+        return await asyncio.gather(*map(exists, keys))
+
+    def _wait(self, job: Coroutine[Any, Any, T], seconds: float) -> T:
+        """Run on LMCache's loop; cancelled where it takes longer than ``seconds``."""
+        answer = asyncio.run_coroutine_threadsafe(job, self._theirs.loop)
+        try:
+            return answer.result(seconds)
+        finally:
+            answer.cancel()
+
+    async def get(self, key: CacheEngineKey) -> MemoryObj | None:
+        """Read an object into memory of its size, which the caller then owns.
+
+        Returns:
+            None where there is no such object.
+
+        Raises:
+            Exception: there is no memory of this size, or the server did not send all of it.
+        """
+        read = _Read(self._theirs.local_cpu_backend)
+        request = self._request(
+            "GET",
+            key,
+            S3RequestType.GET_OBJECT,
+            on_headers=read.reserve,
+            on_body=read.take,
+        )
+        try:
+            await self._answer(request)
+            return read.whole()
+        except BaseException as error:
+            request.finished_future.add_done_callback(lambda _: read.release())
+            if isinstance(error, S3Error) and error.status == 404:
+                return None
+            raise
+
+    async def put(self, key: CacheEngineKey, memory_obj: MemoryObj) -> None:
+        """Write a record; the caller keeps its reference.
+
+        Where one got no answer, those that waited behind it fail at once: they would hold the
+        pool's memory, one after the other, for as long as the server is away.
+
+        Raises:
+            Exception: it was not written.
+        """
+        task, asked = asyncio.current_task(), time.monotonic()
+        assert task is not None
+        self._writing.add(task)
+        try:
+            async with self._writers:
+                if self._unreachable >= asked:
+                    raise ConnectionError("S3 did not take a record before this one")
+                await self._write(key, memory_obj)
+        except (ConnectionError, S3Error):
+            self.failed(1)
+            raise
+        except Exception:
+            self._unreachable = time.monotonic()
+            self.failed(1)
+            raise
+        finally:
+            self._writing.discard(task)
+
+    async def _write(self, key: CacheEngineKey, memory: MemoryObj) -> None:
+        body = _Body(memory.byte_array)
+        memory.ref_count_up()
+        try:
+            request = self._request("PUT", key, S3RequestType.PUT_OBJECT, body=body)
+        except BaseException:
+            memory.ref_count_down()
+            raise
+        request.finished_future.add_done_callback(lambda _: memory.ref_count_down())
+        await self._answer(request, WRITE_SECONDS)
+
+    @property
+    def writing(self) -> int:
+        return len(self._writing)
+
+    def delete(self, key: CacheEngineKey, seconds: float) -> None:
+        self._wait(self._delete(key), seconds)
+
+    async def _delete(self, key: CacheEngineKey) -> None:
+        await self._answer(self._request("DELETE", key, S3RequestType.DEFAULT, "DeleteObject"))
+
+    def _request(
+        self,
+        method: str,
+        key: CacheEngineKey,
+        kind: S3RequestType,
+        operation: str | None = None,
+        body: "_Body | None" = None,
+        **callbacks: Callable[..., None],
+    ) -> S3Request:
+        theirs = self._theirs
+        headers = HttpHeaders([("Host", theirs.s3_endpoint)])
+        if body is not None:
+            headers.add("Content-Length", str(len(body)))
+            headers.add("Content-Type", "application/octet-stream")
+        request = S3Request(
+            client=theirs.s3_client,
+            type=kind,
+            request=HttpRequest(method, theirs._format_safe_path(key.to_string()), headers, body),
+            operation_name=operation,
+            credential_provider=theirs.credentials_provider,
+            region=theirs.s3_region,
+            **callbacks,
+        )
+        self._in_flight.add(request)
+        request.finished_future.add_done_callback(lambda _: self._in_flight.discard(request))
+        return request
+
+    async def _answer(self, request: S3Request, seconds: float | None = None) -> None:
+        """Wait for the end of a request; cancel it where nobody waits any more.
+
+        Raises:
+            S3Error: the server answered with an error.
+            Exception: it did not answer within ``seconds``, or what a callback raised.
+        """
+        ended = asyncio.wrap_future(request.finished_future)
+        try:
+            await asyncio.wait_for(asyncio.shield(ended), seconds)
+        except S3ResponseError as error:
+            raise S3Error(error) from None
+        except (asyncio.CancelledError, TimeoutError):
+            request.cancel()
+            raise
+
+    async def list(self) -> list[str]:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Write what is queued, for FLUSH_SECONDS at most, and cancel the rest."""
+        if self._writing:
+            await asyncio.wait(self._writing, timeout=FLUSH_SECONDS)
+        rest = list(self._in_flight)
+        for request in rest:
+            request.cancel()
+        if rest:
+            ends = [asyncio.wrap_future(request.finished_future) for request in rest]
+            await asyncio.wait(ends, timeout=CANCEL_SECONDS)
+        await self._theirs.pq_executor.shutdown_async(False)
+
+
+class _Read:
+    """Memory of the pool that one object is read into. AWS' client calls it, on one thread."""
+
+    def __init__(self, pool: LocalCPUBackend) -> None:
+        self._pool = pool
+        self._memory: MemoryObj | None = None
+        self._target = numpy.empty(0, numpy.uint8)
+        self._received = 0
+
+    def reserve(self, status_code: int, headers: Sequence[tuple[str, str]], **_: Any) -> None:
+        """Raises MemoryError where the pool has no memory of the object's size."""
+        if status_code not in (200, 206) or self._memory is not None:
+            return
+        length = next((value for name, value in headers if name.lower() == "content-length"), "")
+        size = int(length) if length.isdigit() else 0
+        memory = self._pool.allocate(record_shape(size), torch.uint8, MemoryFormat.KV_2LTD)
+        if memory is None:
+            raise MemoryError(f"no memory for an object of {length or 'unknown'} bytes")
+        self._memory = memory
+        self._target = numpy.frombuffer(memory.byte_array, numpy.uint8)[:size]
+
+    def take(self, chunk: bytes, offset: int, **_: Any) -> None:
+        """Copy a part, without the GIL. Raises ValueError where it lies past the object's end."""
+        numpy.copyto(
+            self._target[offset : offset + len(chunk)], numpy.frombuffer(chunk, numpy.uint8)
+        )
+        self._received += len(chunk)
+
+    def whole(self) -> MemoryObj:
+        """Return the memory. Raises EOFError where a part of the object did not come."""
+        if self._memory is None or self._received != len(self._target):
+            raise EOFError(f"S3 sent {self._received} of {len(self._target)} bytes of an object")
+        return self._memory
+
+    def release(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.ref_count_down()
+
+
+class _Body(io.RawIOBase):
+    """A record as a stream that AWS' client reads parts from, without the GIL."""
+
+    def __init__(self, record: memoryview | bytes) -> None:
+        self._record = numpy.frombuffer(record, numpy.uint8)
+        self._at = 0
+
+    def __len__(self) -> int:
+        return len(self._record)
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._record[self._at : self._at + len(buffer)]
+        numpy.copyto(numpy.frombuffer(buffer, numpy.uint8)[: len(part)], part)
+        self._at += len(part)
+        return len(part)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, len(self))[whence]
+        return self._at
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
