@@ -126,7 +126,9 @@ def serve(port: int) -> None:
         def log_request(self, *args) -> None:
             pass
 
-    make_server("127.0.0.1", port, with_bucket, threaded=True, request_handler=Handler).serve_forever()
+    make_server(
+        "127.0.0.1", port, with_bucket, threaded=True, request_handler=Handler
+    ).serve_forever()
 
 
 if __name__ == "__main__":

@@ -4,10 +4,15 @@
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from bucket import Bucket
 
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 # A loaded machine is no failure.
@@ -30,6 +35,17 @@ def redis_url() -> Iterator[str]:
 
     with ValkeyServer(port=free_port()) as server:
         yield f"redis://127.0.0.1:{server.port}"
+
+
+@pytest.fixture(scope="session")
+def bucket() -> Iterator["Bucket"]:
+    """A bucket on a real S3 server, with the credentials for it in the environment."""
+    from bucket import CREDENTIALS, Bucket
+
+    with closing(Bucket()) as bucket, pytest.MonkeyPatch.context() as patch:
+        for name, value in CREDENTIALS.items():
+            patch.setenv(name, value)
+        yield bucket
 
 
 def free_port() -> int:

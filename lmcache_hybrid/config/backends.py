@@ -13,7 +13,9 @@ from lmcache_hybrid.config.redis_credentials import SEVERAL_HOSTS, split_url, wi
 from lmcache_hybrid.core.errors import ConfigError
 
 # Schemes of LMCache's remote_url and types of its remote_storage_plugins that are tested.
-REMOTE_SCHEMES = ("fs", "redis", "rediss", "unix", "redis-cluster", "redis-sentinel", "s3")
+REMOTE_SCHEMES = (
+    *("fs", "redis", "rediss", "unix", "redis-cluster", "redis-sentinel", "resp", "valkey", "s3"),
+)
 REMOTE_PLUGINS = ("fs", "redis")
 
 _ONE_SIZE = "LMCache reads every value of it into a buffer of one chunk's size"
@@ -32,9 +34,7 @@ REASONS = {
     "lm": "its one socket blocks LMCache's event loop and is not opened again once it broke",
     "mock": "it keeps no bytes",
     "mooncakestore": "it cannot read a single value, and " + _NO_SERVER,
-    "resp": _ONE_SIZE + ", while redis:// reaches the same server",
     "sagemaker-hyperpod": _NO_SERVER,
-    "valkey": _ONE_SIZE + ", while redis:// and redis-cluster:// reach the same server",
 }
 
 

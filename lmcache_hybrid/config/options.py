@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 
 from lmcache_hybrid.config.backends import check_plugins, check_remote_url
 from lmcache_hybrid.config.folders import check_folder
+from lmcache_hybrid.config.other_names import name_as_redis
 from lmcache_hybrid.config.redis_credentials import (
     PASSWORD_FILE,
     connection_options,
@@ -197,7 +198,8 @@ def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
     Without any, LMCache's default stands: 5 GB in RAM.
 
     Raises:
-        ConfigError: the file that LMCACHE_CONFIG_FILE names does not exist.
+        ConfigError: the file that LMCACHE_CONFIG_FILE names does not exist, or a value that its
+            option does not take.
     """
     from lmcache.integration.vllm.utils import lmcache_get_or_create_config
     from lmcache.v1.config_base import validate_and_set_config_value
@@ -226,6 +228,7 @@ def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
                 key,
                 PASSWORD_FILE,
             )
+    name_as_redis(config)
     hide_passwords(config)
     return config
 

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import SplitResult, unquote, unquote_plus, urlsplit
+from urllib.parse import SplitResult, quote, unquote, unquote_plus, urlsplit
 
 from lmcache_hybrid.core.errors import ConfigError
 
@@ -128,6 +128,18 @@ def hide_passwords(config: "LMCacheEngineConfig") -> None:
     for name in PLUGIN_URLS:
         if isinstance(extra.get(name), str):
             extra[name] = _hide(extra[name])
+
+
+def with_login(url: str, user: str, password: str) -> str:
+    """Return a URL that stands for ``url``, which has no login, with this one.
+
+    As after :func:`hide_passwords`, the password is not in it.
+    """
+    if password:
+        _hidden[url] = user, password
+    elif user:
+        return url.replace("://", f"://{quote(user, safe='')}@", 1)
+    return url
 
 
 def _hide(url: str) -> str:

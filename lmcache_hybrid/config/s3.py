@@ -9,6 +9,7 @@ import re
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult
 
+from lmcache_hybrid.config.redis_credentials import without_password
 from lmcache_hybrid.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ def check_s3(parts: SplitResult, extra: dict[str, Any]) -> None:
     """
     if not re.fullmatch(r"[^@:]+(:\d+)?", parts.netloc) or parts.path or parts.query:
         raise ConfigError(
-            f"LMCache option remote_url={SCHEME}://{parts.netloc.rpartition('@')[2]}{parts.path} "
-            "is no host name with the bucket's in front, which is all that LMCache takes; write "
+            f"LMCache option remote_url={without_password(parts.geturl())!r} is not a host alone, "
+            "with the bucket's name in front, which is all that LMCache takes; write "
             "s3://BUCKET.s3.REGION.amazonaws.com, or the like of another server."
         )
     if not extra.get("s3_region"):

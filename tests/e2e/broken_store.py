@@ -7,12 +7,13 @@ import re
 import socket
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import disks
 import records
+from bucket import CREDENTIALS, EXTRA, Bucket
 from engine import Answer, Engine
 from proxy import Proxy
 
@@ -229,4 +230,19 @@ def open_redis(stack: ExitStack, model: Path, folder: Path) -> Site:
     return site
 
 
-OPENERS = {"ram": open_ram, "disk": open_disk, "redis": open_redis}
+def open_s3(stack: ExitStack, model: Path, folder: Path) -> Site:
+    bucket = stack.enter_context(closing(Bucket()))
+    proxy = Proxy(bucket.port)
+    stack.callback(proxy.close)
+    config = {
+        **REDIS,
+        "remote_url": f"s3://127.0.0.1:{proxy.port}",
+        "extra_config": {**REDIS["extra_config"], **EXTRA},
+    }
+    engine = stack.enter_context(Engine(model, config, env=CREDENTIALS, **CUTS))
+    site = Site("s3", engine, records.BucketShelf(bucket))
+    site.server, site.proxy = bucket, proxy
+    return site
+
+
+OPENERS = {"ram": open_ram, "disk": open_disk, "redis": open_redis, "s3": open_s3}

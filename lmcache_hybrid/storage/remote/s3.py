@@ -181,7 +181,11 @@ class HybridS3Connector(RecordConnector):
         self._wait(self._delete(key), seconds)
 
     async def _delete(self, key: CacheEngineKey) -> None:
-        await self._answer(self._request("DELETE", key, S3RequestType.DEFAULT, "DeleteObject"))
+        try:
+            await self._answer(self._request("DELETE", key, S3RequestType.DEFAULT, "DeleteObject"))
+        except S3Error as error:
+            if error.status != 404:
+                raise
 
     def _request(
         self,

@@ -87,6 +87,15 @@ def _through_all(config: "LMCacheEngineConfig", size: int) -> Iterator[Finding]:
                 "Raise max_local_cpu_size.",
             )
             return
+        for name in list(tried):
+            if away := _away(store, name, key):
+                tried.remove(name)
+                option, shown = _label(config, name)
+                yield error(
+                    option,
+                    f"{shown} cannot be used: {away}.",
+                    "See that it runs, and that host, port and credentials are right.",
+                )
         buffer.payload.copy_(expected)
         buffer.digests = digests_of(memoryview(expected.numpy()))
         try:
@@ -102,6 +111,17 @@ def _through_all(config: "LMCacheEngineConfig", size: int) -> Iterator[Finding]:
                 f"{shown} still holds the test record of {MODEL_NAME}.",
                 f"Delete it: lmcache-hybrid purge STORE --model {MODEL_NAME}.",
             )
+
+
+def _away(store: "LMCacheStore", name: str, key: RecordKey) -> str:
+    """Why a remote store does not answer; empty where it does."""
+    backend = store.manager.storage_backends[name]
+    if isinstance(backend, RemoteBackend) and backend.connection is not None:
+        try:
+            remote.exists(backend, store.engine_key(key))
+        except Exception as failure:  # whatever its client raises
+            return one_line(failure) or "it does not answer"
+    return ""
 
 
 def _through(

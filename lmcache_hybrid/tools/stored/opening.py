@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from lmcache_hybrid.config.other_names import name_as_redis
+from lmcache_hybrid.config.s3 import SCHEME as S3
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.storage.remote.clients import SCHEMES
 from lmcache_hybrid.tools.stored.folder_store import FolderStore
@@ -25,6 +27,11 @@ def open_store(store: str) -> RecordStore:
     if scheme in ("fs", "file"):
         folders = _path_of(store)
     elif scheme:
+        if scheme == S3:
+            raise ConfigError(
+                f"STORE {store!r} cannot be looked into here; list and delete objects with the AWS "
+                "command line, and have a lifecycle rule of the bucket delete old ones."
+            )
         raise ConfigError(
             f"STORE {scheme}:// cannot be looked into; give a folder, fs://HOST:PORT/PATH, or one "
             f"of {', '.join(name + '://' for name in SCHEMES)}."
@@ -71,6 +78,7 @@ def stores_of(path: Path) -> list[str]:
         raise ConfigError(
             f"--lmcache-config {str(path)!r} cannot be read ({reason}); give an LMCache YAML file."
         ) from error
+    name_as_redis(config)
     stores = [part.strip() for part in (config.local_disk or "").split(",") if part.strip()]
     if config.remote_url:
         stores.append(config.remote_url)

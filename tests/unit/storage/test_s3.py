@@ -149,7 +149,9 @@ def test_writes_behind_one_without_an_answer_fail_at_once(box, paused, monkeypat
     connector, started = connector_of(box), []
     request = connector._request
     monkeypatch.setattr(
-        connector, "_request", lambda *args, **kw: (started.append(args[0]), request(*args, **kw))[1]
+        connector,
+        "_request",
+        lambda *args, **kw: (started.append(args[0]), request(*args, **kw))[1],
     )
     paused()
     put(box.store, MANY, SIZE)
