@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Says which of LMCache's backends can hold records, and why the others cannot.
 
-A record is a buffer of bytes as long as its block or state, so a store must keep each
-value's size. LMCache's connectors either keep it beside the value or read everything into
-buffers of one chunk of attention.
+A record is a buffer of bytes as long as its block or state. Most of LMCache's connectors read
+everything into buffers of one chunk of attention; some are replaced here by our own, see
+:mod:`lmcache_hybrid.storage.remote.adapters`.
 """
 
 import re
