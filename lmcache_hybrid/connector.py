@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
+from lmcache_hybrid.config import s3
 from lmcache_hybrid.config.options import (
     Options,
     check_lengths,
@@ -23,7 +24,6 @@ from lmcache_hybrid.config.options import (
     read_options,
     settle_lmcache_config,
 )
-from lmcache_hybrid.config import s3
 from lmcache_hybrid.config.redis_credentials import unencrypted
 from lmcache_hybrid.core.errors import ConfigError, UnknownWeightsError
 from lmcache_hybrid.core.groups import layer_specs, page_bytes, plan_groups

@@ -252,7 +252,7 @@ class _Read:
     def __init__(self, pool: LocalCPUBackend) -> None:
         self._pool = pool
         self._memory: MemoryObj | None = None
-        self._target = numpy.empty(0, numpy.uint8)
+        self._target: numpy.ndarray = numpy.empty(0, numpy.uint8)
         self._received = 0
 
     def reserve(self, status_code: int, headers: Sequence[tuple[str, str]], **_: Any) -> None:

@@ -119,8 +119,10 @@ def _away(store: "LMCacheStore", name: str, key: RecordKey) -> str:
     if isinstance(backend, RemoteBackend) and backend.connection is not None:
         try:
             remote.exists(backend, store.engine_key(key))
+        except TimeoutError:
+            return f"no answer within {backend.config.blocking_timeout_secs} s"
         except Exception as failure:  # whatever its client raises
-            return one_line(failure) or "it does not answer"
+            return one_line(failure)
     return ""
 
 

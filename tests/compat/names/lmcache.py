@@ -5,6 +5,8 @@ from tests.compat.names.resolver import Hook, attributes
 
 _BACKENDS = "lmcache.v1.storage_backend"
 _DISK = f"{_BACKENDS}.local_disk_backend"
+_S3 = f"{_BACKENDS}.connector.s3_connector"
+_QUEUE = f"{_BACKENDS}.job_executor.pq_executor"
 _ZMQ = "lmcache.v1.rpc.zmq_transport"
 _REMOTE_PATCH = "lmcache_hybrid/storage/remote/connectors.py"
 _ADAPTERS = "lmcache_hybrid/storage/remote/adapters.py"
@@ -178,6 +180,15 @@ LMCACHE = (
         "RemoteConnector",
         "__init__ exists exists_sync get put batched_put support_batched_put list close",
     ),
+    Hook(_QUEUE, "AsyncPQExecutor.shutdown_async"),
+    # lmcache_hybrid/storage/remote/s3.py: the connector that makes AWS' client
+    Hook(_S3, "S3Connector._format_safe_path", ("key_str",)),
+    *attributes(
+        _S3,
+        "S3Connector",
+        "local_cpu_backend loop s3_client s3_endpoint s3_region credentials_provider pq_executor",
+    ),
+    Hook(f"{_BACKENDS}.connector.s3_adapter", "S3ConnectorAdapter.create_connector", ("context",)),
     Hook(
         _ZMQ,
         "ZmqReqRepClientTransport.__init__",
@@ -223,6 +234,11 @@ LMCACHE = (
         _CONFIG,
         "_CONFIG_DEFINITIONS.remote_url",
         replaced_in=_CREDENTIALS,
+    ),
+    Hook(
+        _CONFIG,
+        "_CONFIG_DEFINITIONS.remote_url",
+        replaced_in="lmcache_hybrid/config/other_names.py",
     ),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.remote_config_url", replaced_in=_DOCTOR),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.store_location", replaced_in=_DOCTOR),
