@@ -27,8 +27,10 @@ OTHERS = {
     "_C_cache_ops",  # torch.ops, see the hook of swap_blocks_batch
     "cuda_stream",  # torch.cuda.Stream, in C++
     "loggerDict",  # logging.Manager
+    "operation_name",  # awscrt.s3.S3ResponseError
     "origin",  # importlib's ModuleSpec
     "returncode",  # subprocess.Popen
+    "status_code",  # awscrt.s3.S3ResponseError
     "submodule_search_locations",  # importlib's ModuleSpec
     "to_dict",  # transformers
     "update_config_from_env",  # LMCache makes this method of _update_config_from_env
