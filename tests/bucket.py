@@ -27,7 +27,7 @@ class Bucket:
     """The server's process; owns it until closed.
 
     Attributes:
-        url: as LMCache's ``remote_url``.
+        url, extra: as LMCache's ``remote_url`` and ``extra_config``.
         port: of the server.
     """
 
@@ -35,7 +35,7 @@ class Bucket:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        self.url = f"s3://127.0.0.1:{self.port}"
+        self.url, self.extra = f"s3://127.0.0.1:{self.port}", EXTRA
         self.start()
 
     def start(self) -> None:

@@ -11,6 +11,8 @@ from vllm.logger import init_logger
 
 from lmcache_hybrid.config.backends import check_plugins, check_remote_url
 from lmcache_hybrid.config.folders import check_folder
+from lmcache_hybrid.config.mooncake import SCHEME as MOONCAKE
+from lmcache_hybrid.config.mooncake import check_mooncake, rename_options
 from lmcache_hybrid.config.other_names import name_as_redis
 from lmcache_hybrid.config.redis_credentials import (
     PASSWORD_FILE,
@@ -19,7 +21,7 @@ from lmcache_hybrid.config.redis_credentials import (
     holds_password,
 )
 from lmcache_hybrid.config.s3 import SCHEME as S3
-from lmcache_hybrid.config.s3 import check_s3, uses_s3
+from lmcache_hybrid.config.s3 import check_s3
 from lmcache_hybrid.core.digests import PLAIN, Digester, read_key
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import ATTENTION_GROUP_KEY
@@ -229,6 +231,7 @@ def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
                 PASSWORD_FILE,
             )
     name_as_redis(config)
+    rename_options(config)
     hide_passwords(config)
     return config
 
@@ -279,12 +282,12 @@ def refusals(config: "LMCacheEngineConfig", block_size: int | None) -> list[str]
 
 
 def _checks(config: "LMCacheEngineConfig", block_size: int | None) -> Iterator[Callable[[], None]]:
-    extra = config.extra_config or {}
+    extra, scheme = config.extra_config or {}, (config.remote_url or "").partition("://")[0]
     for name, (is_set, why) in _REFUSED.items():
         yield partial(_refuse_if, name, getattr(config, name, None), is_set, why)
     for name, (is_set, why) in _REFUSED_EXTRA.items():
-        if name == "save_chunk_meta" and uses_s3(config):
-            continue  # an object says its size itself, see check_s3
+        if name == "save_chunk_meta" and scheme in (S3, MOONCAKE):
+            continue  # a value says its size itself, see check_s3 and check_mooncake
         yield partial(_refuse_if, f"extra_config.{name}", extra.get(name), is_set, why)
     for name, unit in _POSITIVE.items():
         yield partial(_check_positive, name, getattr(config, name), unit)
@@ -337,6 +340,8 @@ def _check_remote(config: "LMCacheEngineConfig") -> None:
     if parts.scheme == "fs":
         for path in parts.path.split(","):
             check_folder("remote_url", path)
+    elif parts.scheme == MOONCAKE:
+        check_mooncake(config)
     elif parts.scheme == S3:
         check_s3(parts, config.extra_config or {})
     else:

