@@ -57,8 +57,10 @@ def test_prefixes_cut_one_token_past_each_interior_boundary(model_dir, family, s
 
 
 def test_two_engines_share_one_redis(model: Path, redis_url: str) -> None:
+    """Also where one knows it by another name."""
     config = {"local_cpu": False, "remote_url": redis_url}
-    with Engine(model, config) as first, Engine(model, config) as second:
+    resp = config | {"remote_url": redis_url.replace("redis://", "resp://")}
+    with Engine(model, config) as first, Engine(model, resp) as second:
         size = first.info["block_size"]
         for case in cases(size, seed=5)[:4]:
             stored = first.ask(list(case.stored))
