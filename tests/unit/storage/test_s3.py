@@ -206,6 +206,21 @@ def test_an_object_of_another_size_is_no_record(box, size):
     box.assert_pool_is_free()
 
 
+def test_an_object_of_which_a_part_is_missing_is_gone(box, monkeypatch):
+    """It is not looked at what was in the memory before."""
+    monkeypatch.setattr(s3._Read, "take", lambda read, **part: None)
+    box = box("s3").write(KEYS[:1])
+    with pytest.raises(LoadError, match="gone from"):
+        box.read(KEYS[:1])
+    box.assert_pool_is_free()
+
+
+def test_an_error_takes_no_memory(box):
+    box = box("s3")
+    s3._Read(box.manager.local_cpu_backend).reserve(404, [("Content-Length", "300")])
+    box.assert_pool_is_free()
+
+
 def test_a_bucket_that_is_missing_takes_nothing_and_is_named(box, bucket, caplog):
     box = box("s3").write(KEYS[:1])
     bucket.drop()
