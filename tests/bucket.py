@@ -20,6 +20,8 @@ BUCKET = "records"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
 # Settings of LMCache for this server; its default of 64 threads is for large machines.
 EXTRA = {"s3_region": "us-east-1", "disable_tls": True, "s3_num_io_threads": 2}
+# Names that begin so are refused, as to somebody without permission.
+DENIED = "denied"
 START_SECONDS = 60.0
 
 
@@ -118,6 +120,9 @@ def serve(port: int) -> None:
     def with_bucket(environ, start_response):
         for name in ("PATH_INFO", "RAW_URI", "REQUEST_URI"):
             environ[name] = f"/{BUCKET}{environ[name]}"
+        if environ["PATH_INFO"].startswith(f"/{BUCKET}/{DENIED}"):
+            start_response("403 Forbidden", [("Content-Length", "0")])
+            return []
         return app(environ, start_response)
 
     class Handler(WSGIRequestHandler):

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from lmcache_hybrid.storage.record import record_bytes
 from lmcache_hybrid.tools.cli import app
-from lmcache_hybrid.tools.stored.record_store import WRAPPER_BYTES
 from lmcache_hybrid.tools.tiny_models import make_model
 
 pytestmark = pytest.mark.engine
@@ -74,7 +73,7 @@ def test_two_engines_share_one_redis(model: Path, redis_url: str) -> None:
     assert (row["model"], row["rank"]) == (model.name, "0/1")
     assert row["states"] == 3 * row["resumable"] > 0 < row["prompts"]
     # Of the sizes that `doctor` tells of this model: two layers in each group.
-    attention, state = (record_bytes(2 * page) + WRAPPER_BYTES for page in (196_608, 135_680))
+    attention, state = (record_bytes(2 * page) for page in (196_608, 135_680))
     pages = row["records"] - row["states"]
     assert row["bytes"] == pages * attention + row["states"] * state
 

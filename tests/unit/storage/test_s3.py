@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from bucket import Bucket
+from bucket import DENIED, Bucket
 
 from lmcache_hybrid.core.errors import LoadError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
@@ -233,6 +233,16 @@ def test_a_bucket_that_is_missing_takes_nothing_and_is_named(box, bucket, caplog
         bucket.make()
     assert "S3 answered 404 NoSuchBucket to " in caplog.text
     box.write()
+
+
+def test_a_bucket_that_does_not_let_us_in_is_no_empty_bucket(box, bucket, caplog):
+    """Without the right to list it S3 says so of objects that are not there, too."""
+    box = box("s3", model=DENIED)
+    with pytest.raises(s3.S3Error, match="S3 answered 403 to HeadObject"):
+        remote.existing(box.backend, [box.store.engine_key(KEYS[0])], 9)
+    assert box.store.locate(KEYS) == {} and "counts as empty" in caplog.text
+    put(box.store, KEYS[:1], SIZE)
+    until(lambda: box.store.failed_writes == {"RemoteBackend": 1}, "nothing was counted")
 
 
 def test_closing_writes_what_is_queued(box, bucket):
