@@ -13,6 +13,8 @@ import zmq
 from common import CONNECTOR, Characters, Model, finish, long_prompt, model_or_tiny
 from engines import Engine
 
+SWITCHED_ON = {"enable_kv_cache_events": True}
+
 
 class Index:
     """What LMCache holds for one engine, from the engine's events; see docs/events.md."""
@@ -23,7 +25,7 @@ class Index:
         self.socket.subscribe("")
         self.socket.connect(f"tcp://127.0.0.1:{port}")
         self.replay.connect(f"tcp://127.0.0.1:{replay_port}")
-        self.next = 0  # number of the next batch
+        self.next, self.size = 0, 1  # number of the next batch; tokens per block
         self.blocks: dict = {}  # (hash of the block before, tokens): hash
         self.states: dict = defaultdict(set)  # by hash: groups that hold a state
 
@@ -47,7 +49,7 @@ class Index:
             if isinstance(event, AllBlocksCleared):
                 self.states.clear()
             elif event.medium != "GPU" and isinstance(event, BlockStored):
-                (block,) = event.block_hashes
+                (block,), self.size = event.block_hashes, event.block_size
                 self.blocks[event.parent_block_hash, tuple(event.token_ids)] = block
                 if event.kv_cache_spec_kind == "mamba":
                     self.states[block].add(event.group_idx)
@@ -55,11 +57,12 @@ class Index:
                 for block in event.block_hashes:
                     self.states[block].discard(event.group_idx)
 
-    def hit(self, tokens: list[int], size: int) -> int:
+    def hit(self, tokens: list[int]) -> int:
         """Tokens of the prompt up to the deepest block that has a state."""
+        self.listen()
         block, hit = None, 0
-        for end in range(size, len(tokens), size):
-            block = self.blocks.get((block, tuple(tokens[end - size : end])))
+        for end in range(self.size, len(tokens), self.size):
+            block = self.blocks.get((block, tuple(tokens[end - self.size : end])))
             hit = end if self.states[block] else hit
         return hit
 
@@ -73,9 +76,8 @@ def main(model: Model = None, characters: Characters = 5000) -> None:
         with socket.create_server(("", 0)) as one, socket.create_server(("", 0)) as two:
             ports = one.getsockname()[1], two.getsockname()[1]
         events = {"endpoint": f"tcp://*:{ports[0]}", "replay_endpoint": f"tcp://*:{ports[1]}"}
-        events |= {"enable_kv_cache_events": True}
         transfer = CONNECTOR | {"kv_connector_extra_config": {"lmcache.enable_kv_events": True}}
-        engines.append(Engine(model, transfer, kv_events_config=events))
+        engines.append(Engine(model, transfer, kv_events_config=events | SWITCHED_ON))
         indexes.append(Index(*ports))
     with engines[0], engines[1]:
         texts = {subject: long_prompt(characters, subject) for subject in ("tides", "stars")}
@@ -85,12 +87,9 @@ def main(model: Model = None, characters: Characters = 5000) -> None:
         for subject in ("stars", "tides"):
             prompt = texts[subject] + "What follows?"
             tokens = AutoTokenizer.from_pretrained(model)(prompt)["input_ids"]
-            for index in indexes:
-                index.listen()
-            hits = [index.hit(tokens, engines[0].block_size()) for index in indexes]
-            typer.echo(f"{subject}: by their events the engines have {hits} tokens")
+            hits = [index.hit(tokens) for index in indexes]
             answer = engines[hits.index(max(hits))].ask(prompt)
-            answer.show(f"sent to engine {hits.index(max(hits))}")
+            answer.show(f"{subject}: {hits} announced")
             if answer.hit != max(hits) or not answer.hit:
                 problems.append(f"{answer.hit} tokens hit where {max(hits)} were announced")
     finish(problems)

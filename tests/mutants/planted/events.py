@@ -173,10 +173,10 @@ DEFECTS: tuple[Defect, ...] = (
         "",
     ),
     one(
-        "a reset keeps what was reported",
+        "what a rank stores after a reset is never announced",
         NOTES,
-        "            for notes in (self._names, self._said, self._expected, self._gone):\n",
-        "            for notes in (self._expected, self._gone):\n",
+        "            self._epoch = epoch\n",
+        "",
     ),
     one(
         "backends that are not read from count",

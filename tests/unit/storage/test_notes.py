@@ -124,6 +124,7 @@ def test_the_nearest_tier_counts_and_the_next_one_once_that_evicts(box, told) ->
 
 def test_a_write_that_ends_after_its_record_was_evicted_from_ram(box, told) -> None:
     one = box("disk", notes=told.notes, local_cpu=True).write(KEYS[:1])
+    told.after({NAMES[0]: RAM})
     key, entry = next(iter(one.backend.dict.items()))
     one.store.manager.local_cpu_backend.remove(key)
     one.backend.forget(key)
