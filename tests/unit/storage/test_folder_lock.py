@@ -16,6 +16,7 @@ from ..store_box import until
 
 ROOT = Path(__file__).parents[3]
 SIZE = 1000
+START_SECONDS = 100
 # Prints a line for each look at the folder, and for each deleted record.
 CLEANER = """
 import sys
@@ -45,13 +46,18 @@ class Process:
             text=True,
         )
         self.lines: list[str] = []
+        self._ready = threading.Event()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
-        until(lambda: "ready" in self.lines, "the cleaner does not start")
+        # It imports vLLM's logger, and with it vLLM.
+        assert self._ready.wait(START_SECONDS), "the cleaner does not start"
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        self.lines.extend(iter(lambda: self.process.stdout.readline().strip(), ""))
+        for line in iter(lambda: self.process.stdout.readline().strip(), ""):
+            self.lines.append(line)
+            if line == "ready":
+                self._ready.set()
 
     def count(self, line: str) -> int:
         return self.lines.count(line)
@@ -85,7 +91,7 @@ def records(folder: Path) -> int:
     return len(list(folder.glob("*.data")))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_one_cleans_and_when_it_is_killed_another_goes_on(start, tmp_path):
     one = start(10 * SIZE)
     until(lambda: one.count("look") > 0, "nobody looked")
