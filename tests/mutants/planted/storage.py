@@ -15,6 +15,24 @@ SOCKETS = "lmcache_hybrid/storage/remote/sockets.py"
 
 DEFECTS = (
     one(
+        "a save competes with its own writes",
+        DISK,
+        "        self._wait_for_queueing()\n        size, length",
+        "        size, length",
+    ),
+    one(
+        "a save competes with its own deletions",
+        DISK,
+        "        self._wait_for_queueing()\n        _unlink(path)\n",
+        "        _unlink(path)\n",
+    ),
+    one(
+        "a record larger than the limit empties the disk",
+        DISK,
+        "        if size <= self._limit:\n",
+        "        if size:\n",
+    ),
+    one(
         "room to read into is given back before it is read into",
         STAGING,
         "                self._room += held\n",
@@ -107,8 +125,8 @@ DEFECTS = (
     one(
         "a disk that is full for other files evicts what is too little",
         DISK,
-        "            if all(total < size for total in held):\n",
-        "            if not sum(1 for total in held if total):\n",
+        "        if all(total < size for total in held):\n",
+        "        if not sum(1 for total in held if total):\n",
     ),
     one(
         "records evicted on a full disk are counted for ever",
