@@ -4,6 +4,7 @@
 from pathlib import Path
 from typing import Any
 
+from benchmarks.families.plan import PLAN
 from benchmarks.reuse.report import replace
 from lmcache_hybrid.tools.tiny_families import FAMILIES
 
@@ -17,7 +18,7 @@ def table(figures: dict[str, Any]) -> str:
     known = {a["name"]: a["module"] for a in figures["architectures"]}
     results = {(r["family"], r["runner"]): r for r in figures["results"]}
     rows, seen = [], set()
-    for family in dict.fromkeys(r["family"] for r in figures["results"]):
+    for family in PLAN:
         name = FAMILIES[family].model_class
         seen.add(name)
         runs = [results.get((family, runner)) for runner in RUNNERS]
