@@ -140,6 +140,8 @@ def _ask_stores(name: str, rounds: int, shape) -> dict:
         if name == "restore":
             cold = path.restore("disk", shape, BLOCKS, rounds, uncached=True)
             seconds["disk, not cached"] = cold
+        else:
+            seconds = {"disk, full" if b == "disk" else b: each for b, each in seconds.items()}
         return {**size, "tokens": BLOCKS * shape.block_size, "seconds": seconds}
     if name == "memory":
         return {**size, "grown": {b: path.memory(b, shape, BLOCKS, rounds) for b in path.BACKENDS}}

@@ -19,6 +19,7 @@ from benchmarks.performance.shapes import Shape
 from lmcache_hybrid.protocol.lookup import LookupRequest
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
 from lmcache_hybrid.protocol.prefix import Prefix, load_keys
+from lmcache_hybrid.storage.disk.backend import LocalDisk
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.worker.worker import HybridWorker
 
@@ -103,7 +104,7 @@ class Rank:
         self.worker.save(ConnectorMetadata((), (self.shape.save(name, prefix, 1),), (), False))
 
     def settle(self) -> None:
-        """Wait for LMCache's writes."""
+        """Wait for LMCache's writes, and for deletions on disk."""
         deadline = time.monotonic() + 120
         keys = [load_keys(prefix, 0, len(prefix.hashes), self.plan) for prefix in self._saved]
         while any(len(self.store.locate(each)) < len(each) for each in keys):
@@ -114,6 +115,8 @@ class Rank:
             tasks = getattr(getattr(backend, "disk_worker", backend), "put_tasks", ())
             while tasks:
                 time.sleep(0.01)
+            if isinstance(backend, LocalDisk):
+                backend._finish_deleting()
 
     def clear(self) -> None:
         self.store.clear()
@@ -241,7 +244,8 @@ def restore(
 def save(backend: str, shape: Shape, blocks: int, rounds: int) -> dict[str, list[float]]:
     """Seconds that a step is held up by a save, and of a plain copy, taken in turns.
 
-    A disk is full, so each save evicts as much as it writes.
+    A disk is full, so each save evicts as much as it writes. Writes and deletions have ended
+    before the next save, as during the next prompt's forward.
     """
     with rank(backend, shape, blocks, full=True) as one:
         size = shape.bytes_at(blocks)

@@ -182,14 +182,6 @@ def test_a_save_waits_for_no_write_and_no_deletion(box, monkeypatch):
     assert sorted(events[4:]) == ["deleted"] * 4 + ["written"] * 4
 
 
-def test_a_record_larger_than_the_limit_evicts_nothing(box):
-    one = write(box("disk", max_local_disk_size=records(1.5)), KEYS[:1])
-    put(one.store, OTHERS[:1], stores.MAX_PAYLOAD)  # two blocks
-    one.settle()
-    assert list(one.store.locate(KEYS[:1])) == KEYS[:1]
-    assert one.store.failed_writes == {"LocalDiskBackend": 1}
-
-
 # A real file system
 
 

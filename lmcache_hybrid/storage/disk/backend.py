@@ -196,9 +196,7 @@ class LocalDisk(LocalDiskBackend):
         each new one. Call with ``disk_lock`` held.
         """
         self._strange_bytes -= self._strangers.pop(path, 0)  # about to be replaced
-        if size <= self._limit:
-            over = size + int(self.current_cache_size) + self._strange_bytes - self._limit
-            self._evict_bytes(over)
+        self._evict_bytes(size + int(self.current_cache_size) + self._strange_bytes - self._limit)
         self.max_cache_size = max(0, self._limit - self._strange_bytes)
 
     def _delete_stranger(self) -> int:

@@ -27,12 +27,6 @@ DEFECTS = (
         "        _unlink(path)\n",
     ),
     one(
-        "a record larger than the limit empties the disk",
-        DISK,
-        "        if size <= self._limit:\n",
-        "        if size:\n",
-    ),
-    one(
         "room to read into is given back before it is read into",
         STAGING,
         "                self._room += held\n",
