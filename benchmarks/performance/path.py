@@ -116,7 +116,7 @@ class Rank:
             while tasks:
                 time.sleep(0.01)
             if isinstance(backend, LocalDisk):
-                backend._finish_deleting()
+                backend._deleter.finish()
 
     def clear(self) -> None:
         self.store.clear()

@@ -6,11 +6,10 @@ other's records whichever name they use. Options of LMCache's connectors keep th
 refused.
 """
 
+import logging
 import os
 import re
 from typing import TYPE_CHECKING, Any
-
-from vllm.logger import init_logger
 
 from lmcache_hybrid.config.redis_credentials import CA_FILE, with_login, without_password
 from lmcache_hybrid.core.errors import ConfigError
@@ -18,7 +17,8 @@ from lmcache_hybrid.core.errors import ConfigError
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
 
-logger = init_logger("vllm.lmcache_hybrid.config.other_names")
+# vLLM's own logger, without importing vLLM: operators' commands read URLs, too.
+logger = logging.getLogger("vllm.lmcache_hybrid.config.other_names")
 
 RESP, VALKEY = "resp", "valkey"
 # LMCache's names of the login to a resp:// server.

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines of the simulation: vLLM's scheduler, our connector, LMCache's storage, a toy model.
 
-Everything between the requests and the pages is the real thing: vLLM's
-``Scheduler`` or ``AsyncScheduler`` with its block managers, ``LMCacheConnectorV1``
-as patched, :class:`HybridScheduler`, :class:`HybridWorker`, :class:`LMCacheStore`
-over LMCache's ``StorageManager``, vLLM's aggregator of the ranks' results. What is
-left out is time: loads run when the program says so, questions to the ranks are
-function calls, and all engines and ranks live in one thread. With ``Setup.device`` pages
-lie on a simulated device and each rank has threads, see :mod:`tests.sim.device`.
+Everything between the requests and the pages is the real thing: vLLM's ``Scheduler`` or
+``AsyncScheduler`` with its block managers, ``LMCacheConnectorV1`` as patched, both our sides,
+:class:`LMCacheStore` over LMCache's ``StorageManager``, vLLM's aggregator of the ranks' results.
+What is left out is time: loads run when the program says so, questions to the ranks are function
+calls, and all engines and ranks live in one thread. With ``Setup.device`` pages lie on a simulated
+device and each rank has threads, see :mod:`tests.sim.device`.
 """
 
 import os

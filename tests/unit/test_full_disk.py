@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_hybrid.storage.disk import backend as local_disk
+from lmcache_hybrid.storage.disk import deleter
 from lmcache_hybrid.storage.disk import eviction as disk_room
 from lmcache_hybrid.storage.disk.eviction import (
     ALONE_SECONDS,
@@ -175,9 +175,9 @@ def test_a_save_waits_for_no_write_and_no_deletion(box, monkeypatch):
         write_file(*args)
 
     one.backend.submit_put_task, one.backend.write_file = queued, written
-    monkeypatch.setattr(local_disk, "_unlink", lambda path: events.append("deleted"))
+    monkeypatch.setattr(deleter, "_unlink", lambda path: events.append("deleted"))
     write(one, OTHERS)
-    one.backend._finish_deleting()
+    one.backend._deleter.finish()
     assert events[:4] == ["queued"] * 4
     assert sorted(events[4:]) == ["deleted"] * 4 + ["written"] * 4
 
@@ -263,7 +263,7 @@ def a_taker(one, folder: Path) -> None:
         finish()
         fill(folder)
 
-    one.backend._finish_deleting = one.backend._room._finish_deleting = taken
+    one.backend._deleter.finish = one.backend._room._finish_deleting = taken
 
 
 def links(one, folder: Path) -> None:
@@ -335,7 +335,7 @@ def test_what_is_being_deleted_makes_room(box, small_disk, monkeypatch):
         time.sleep(0.05)
         os.unlink(path)
 
-    monkeypatch.setattr(local_disk, "_unlink", later)
+    monkeypatch.setattr(deleter, "_unlink", later)
     one = box("disk", max_local_disk_size=records(4))
     fill(small_disk, leave=4)
     save(one, KEYS)

@@ -9,9 +9,7 @@ import contextlib
 import errno
 import itertools
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +21,10 @@ from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 from vllm.logger import init_logger
 
 from lmcache_hybrid.storage.buffer import record_shape
+from lmcache_hybrid.storage.disk.deleter import Deleter
 from lmcache_hybrid.storage.disk.eviction import Room, SteadyLFU
 from lmcache_hybrid.storage.disk.files import create_anew, open_regular
-from lmcache_hybrid.storage.disk.index import EVICTED, Found, find
+from lmcache_hybrid.storage.disk.index import Found, find
 from lmcache_hybrid.storage.record import Header
 
 if TYPE_CHECKING:
@@ -53,8 +52,6 @@ class LocalDisk(LocalDiskBackend):
     _strange_bytes: int
     # By record in flight: the order to put it in, and which others of that order are in flight.
     _arranged: dict[CacheEngineKey, tuple[Sequence[CacheEngineKey], set[CacheEngineKey]]]
-    # Held while records are queued; no write and no deletion begins meanwhile.
-    _queueing: threading.Lock
     # Makes room on a full disk; whether a full disk, and a failed write, were logged.
     _room: Room
     _said_full: bool
@@ -79,10 +76,8 @@ class LocalDisk(LocalDiskBackend):
         self._limit = self.max_cache_size
         self._strangers, self._strange_bytes = {}, 0
         self._arranged = {}
-        self._deleter = ThreadPoolExecutor(1, thread_name_prefix="hybrid-delete")
-        self._numbers = itertools.count()
-        self._queueing = threading.Lock()
-        self._room = Room(self.path, self._give_way, self._finish_deleting)
+        self._deleter = Deleter()
+        self._room = Room(self.path, self._give_way, self._deleter.finish)
         self._warned = self._said_full = False
         return self
 
@@ -115,7 +110,7 @@ class LocalDisk(LocalDiskBackend):
         for ranked in (strangers, own):
             while over > 0 and ranked:
                 over -= ranked[0].size
-                self._delete(ranked.pop(0).path)
+                self._deleter.delete(ranked.pop(0).path)
         self._strangers = {file.path: file.size for file in strangers}
         self._strange_bytes = sum(self._strangers.values())
         for file in own:
@@ -168,7 +163,7 @@ class LocalDisk(LocalDiskBackend):
         Writing and deleting begin when all are queued: the step that saves waits for this call,
         and would wait for a core and the GIL beside them.
         """
-        with self._queueing:
+        with self._deleter.queueing:
             for key, memory in zip(keys, memory_objs, strict=False):
                 try:
                     self.submit_put_task(key, memory, **kwargs)
@@ -204,7 +199,7 @@ class LocalDisk(LocalDiskBackend):
         stranger = next(iter(self._strangers))
         size = self._strangers.pop(stranger)
         self._strange_bytes -= size
-        self._delete(stranger)
+        self._deleter.delete(stranger)
         return size
 
     def _give_way(self, size: int) -> bool:
@@ -212,7 +207,7 @@ class LocalDisk(LocalDiskBackend):
         with self.disk_lock:
             if not self._evict_bytes(size):
                 return False
-        self._finish_deleting()
+        self._deleter.finish()
         if not self._said_full:
             self._said_full = True
             logger.warning(
@@ -249,7 +244,7 @@ class LocalDisk(LocalDiskBackend):
         the buffer, the bytes of the size account and the in-flight mark: each failure leaks a
         buffer of the CPU pool and blocks the key for ever.
         """
-        self._wait_for_queueing()
+        self._deleter.wait_for_queueing()
         size, length = memory_obj.get_physical_size(), len(memory_obj.byte_array)
         try:
             super().async_save_bytes_to_disk(key=key, memory_obj=memory_obj, **kwargs)
@@ -363,7 +358,7 @@ class LocalDisk(LocalDiskBackend):
         entry = self.dict.get(key)
         if entry is None:
             return False
-        self._delete(entry.path)
+        self._deleter.delete(entry.path)
         with contextlib.suppress(OSError):  # it is gone
             super().remove(key, force)
         if force:
@@ -380,32 +375,9 @@ class LocalDisk(LocalDiskBackend):
                 self.cache_policy.update_on_force_evict(key)
                 self.current_cache_size -= entry.size
 
-    def _delete(self, path: str) -> None:
-        """Delete a file on the deleting thread; errors are ignored.
-
-        The file system frees the file's cached pages, which takes several times as long as all
-        else that a save does.
-        """
-        old = f"{path}.{os.getpid()}.{next(self._numbers)}{EVICTED}"
-        with contextlib.suppress(OSError):
-            os.rename(path, old)
-            self._deleter.submit(self._delete_now, old)
-
-    def _delete_now(self, path: str) -> None:
-        self._wait_for_queueing()
-        _unlink(path)
-
-    def _wait_for_queueing(self) -> None:
-        with self._queueing:
-            pass
-
-    def _finish_deleting(self) -> None:
-        """Wait until all evicted files are deleted."""
-        self._deleter.submit(int).result()
-
     def close(self) -> None:
         super().close()
-        self._deleter.shutdown()
+        self._deleter.close()
 
     def check_integrity(self) -> None:
         """Assert what holds while no write is in flight."""
@@ -416,8 +388,3 @@ class LocalDisk(LocalDiskBackend):
             own = {entry.path for entry in self.dict.values()}
             assert own.isdisjoint(self._strangers), "a file is indexed and a stranger"
             assert not self._arranged, "records that are not written wait for their order"
-
-
-def _unlink(path: str) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(path)

@@ -42,9 +42,9 @@ DEFECTS = (
     ),
     one(
         "the store is opened without the key",
-        CONNECTOR,
-        "            self._options.digester,\n            notes,\n",
-        "            PLAIN,\n            notes,\n",
+        "lmcache_hybrid/storage/open_store.py",
+        "fingerprint, max_payload, digester, replicas, notes\n",
+        "fingerprint, max_payload, replicas=replicas, notes=notes\n",
     ),
     # Logins and TLS of Redis
     one(

@@ -17,13 +17,13 @@ DEFECTS = (
     one(
         "a save competes with its own writes",
         DISK,
-        "        self._wait_for_queueing()\n        size, length",
+        "        self._deleter.wait_for_queueing()\n        size, length",
         "        size, length",
     ),
     one(
         "a save competes with its own deletions",
-        DISK,
-        "        self._wait_for_queueing()\n        _unlink(path)\n",
+        "lmcache_hybrid/storage/disk/deleter.py",
+        "        self.wait_for_queueing()\n        _unlink(path)\n",
         "        _unlink(path)\n",
     ),
     one(

@@ -13,7 +13,7 @@ from lmcache_hybrid.storage.notes import StoreNotes
 from ..helpers import put
 from ..store_box import KEYS, MAX_PAYLOAD, SIZE, Box, every_kind, until
 
-TIER = {"ram": RAM, "disk": DISK, "fs": REMOTE, "redis": REMOTE}
+TIER = {"ram": RAM, "disk": DISK, **dict.fromkeys(("fs", "redis", "s3", "mooncake"), REMOTE)}
 
 
 def name(key: RecordKey) -> RecordName:
@@ -179,7 +179,7 @@ def test_no_more_of_a_shared_store_is_kept_in_mind_than_said(box, told, monkeypa
 def test_a_reset_starts_a_new_epoch_without_records(box, told) -> None:
     one = box("ram", notes=told.notes).write()
     told.after(dict.fromkeys(NAMES, RAM))
-    one.store.clear()
+    one.store.clear(1)
     told.notes.clear(1)
     assert told.step() and told.epoch == 1 and told.tiers == {}
     one.write(KEYS[:1])
