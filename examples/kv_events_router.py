@@ -35,8 +35,8 @@ class Index:
             _, number, batch = self.socket.recv_multipart()
             if int.from_bytes(number, "big") > self.next:
                 self.replay.send_multipart([b"", self.next.to_bytes(8, "big")])
-                while (answer := self.replay.recv_multipart())[4]:  # the last one is empty
-                    self.take(int.from_bytes(answer[3], "big"), answer[4])
+                while (answer := self.replay.recv_multipart())[3]:  # the last one is empty
+                    self.take(int.from_bytes(answer[2], "big"), answer[3])
             self.take(int.from_bytes(number, "big"), batch)
 
     def take(self, number: int, batch: bytes) -> None:
