@@ -104,9 +104,7 @@ class SimEngine:
             rank.checkpoint = self._checkpoints(config, kv_cache_config, block_size)
         self.asking = ManualExecutor(at_once=not setup.answers)
         SimConnector.building = self
-        from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import (
-            LMCacheConnectorV1,
-        )
+        from vllm.distributed.kv_transfer.kv_connector.v1 import lmcache_connector as vllms
 
         v2 = str(int(setup.runner != "v1"))
         with mock.patch.dict(os.environ, VLLM_USE_V2_MODEL_RUNNER=v2):
@@ -122,7 +120,7 @@ class SimEngine:
             SimConnector.rank = rank.rank
             ToyRank.running = rank
             own = setup.kv_cache_config(rank.rank)
-            rank.connector = LMCacheConnectorV1(config, KVConnectorRole.WORKER, own)
+            rank.connector = vllms.LMCacheConnectorV1(config, KVConnectorRole.WORKER, own)
             rank.order = orders.make_order(setup.runner, rank.connector, config, setup.drafts > 0)
         self.hybrid = self.scheduler.connector._hybrid.scheduler
         aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, setup.ranks)

@@ -49,7 +49,8 @@ def setups(draw) -> Setup:
     interior = draw(st.sampled_from((0, 0, 1, 2)))
     junctions = drafts > 0 and draw(st.booleans())
     ranks = draw(st.sampled_from((1, 1, 2, 3, 4)))
-    stages = ranks > 1 and not drafts and draw(st.booleans())
+    # Only the ranks of one stage hold pages alike, and here each stage is one rank.
+    stages = ranks > 1 and not drafts and "m" not in attention and draw(st.booleans())
     return Setup(
         groups=groups,
         ranks=ranks,
