@@ -17,9 +17,12 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.storage_backend.connector import ConnectorContext
 from lmcache.v1.storage_backend.connector.mooncakestore_connector import MooncakestoreConnector
+from vllm.logger import init_logger
 
 from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector
+
+logger = init_logger("vllm.lmcache_hybrid.storage.remote.mooncake")
 
 READERS = 4
 WRITERS = 2
@@ -45,6 +48,9 @@ class HybridMooncakeConnector(RecordConnector):
 
     Mooncake's client blocks, and nothing ends a call: one that nobody waits for any more keeps its
     thread, and its memory, until the client gives up.
+
+    Attributes:
+        calls: of the client, that have not ended.
     """
 
     def __init__(self, theirs: MooncakestoreConnector, context: ConnectorContext) -> None:
@@ -66,11 +72,18 @@ class HybridMooncakeConnector(RecordConnector):
         self._writers = ThreadPoolExecutor(WRITERS, "hybrid-mooncake-write")
         self._askers = ThreadPoolExecutor(ASKERS, "hybrid-mooncake-ask")
         self._writes: set[Future[None]] = set()
+        self.calls: set[Future] = set()
+
+    def _submit(self, threads: ThreadPoolExecutor, function: Callable[[], T]) -> Future[T]:
+        job = threads.submit(function)
+        self.calls.add(job)
+        job.add_done_callback(self.calls.discard)
+        return job
 
     async def get(self, key: CacheEngineKey) -> MemoryObj | None:
-        job = self._readers.submit(self._read, key.to_string())
+        job = self._submit(self._readers, lambda: self._read(key.to_string()))
         try:
-            return await asyncio.shield(asyncio.wrap_future(job))
+            return await _shielded(job)
         except asyncio.CancelledError:
             if not job.cancel():
                 job.add_done_callback(_release)
@@ -115,10 +128,10 @@ class HybridMooncakeConnector(RecordConnector):
             if job.cancelled() or job.exception() is not None:
                 self.failed(1)
 
-        job = self._writers.submit(self._write, key.to_string(), memory_obj)
+        job = self._submit(self._writers, lambda: self._write(key.to_string(), memory_obj))
         self._writes.add(job)
         job.add_done_callback(written)
-        await asyncio.shield(asyncio.wrap_future(job))
+        await _shielded(job)
 
     def _write(self, name: str, memory: MemoryObj) -> None:
         code = self._store.put_from(
@@ -128,8 +141,7 @@ class HybridMooncakeConnector(RecordConnector):
             raise MooncakeError("put_from", code)
 
     async def exists(self, key: CacheEngineKey) -> bool:
-        job = self._askers.submit(self._existing, [key])
-        return (await asyncio.wrap_future(job))[0]
+        return (await _shielded(self._submit(self._askers, lambda: self._existing([key]))))[0]
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
         return self.existing([key], self._seconds)[0]
@@ -153,7 +165,7 @@ class HybridMooncakeConnector(RecordConnector):
             raise MooncakeError("remove", code)
 
     def _ask(self, function: Callable[[], T], seconds: float) -> T:
-        job = self._askers.submit(function)
+        job = self._submit(self._askers, function)
         try:
             return job.result(seconds)
         finally:
@@ -163,13 +175,29 @@ class HybridMooncakeConnector(RecordConnector):
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Wait for queued writes, FLUSH_SECONDS at most; drop the rest."""
+        """Wait for queued writes and calls under way, FLUSH_SECONDS at most; drop the rest."""
         deadline = time.monotonic() + FLUSH_SECONDS
         while self._writes and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         for threads in (self._readers, self._writers, self._askers):
             threads.shutdown(wait=False, cancel_futures=True)
-        await self._theirs.close()
+        while self.calls and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        if self.calls:
+            logger.warning(
+                "Mooncake's client is still busy with %d calls, so it is not closed.",
+                len(self.calls),
+            )
+        else:  # closed under a call it takes the process with it
+            await self._theirs.close()
+
+
+async def _shielded(job: Future[T]) -> T:
+    """Wait; who is cancelled leaves the job alone."""
+    ended = asyncio.wrap_future(job)
+    # Else asyncio logs an error for each that fails after nobody waits.
+    ended.add_done_callback(lambda one: one.cancelled() or one.exception())
+    return await asyncio.shield(ended)
 
 
 def _release(job: Future[MemoryObj | None]) -> None:

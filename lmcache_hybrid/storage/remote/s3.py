@@ -222,6 +222,8 @@ class HybridS3Connector(RecordConnector):
             Exception: it did not answer within ``seconds``, or what a callback raised.
         """
         ended = asyncio.wrap_future(request.finished_future)
+        # Else asyncio logs an error for each that ends after nobody waits.
+        ended.add_done_callback(lambda job: job.cancelled() or job.exception())
         try:
             await asyncio.wait_for(asyncio.shield(ended), seconds)
         except S3ResponseError as error:

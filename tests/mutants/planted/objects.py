@@ -193,6 +193,12 @@ DEFECTS = (
         "        while not self._writes and time.monotonic() < deadline:\n",
     ),
     one(
+        "Mooncake's client is closed under a call",
+        MOONCAKE,
+        "        if self.calls:\n",
+        "        if False:\n",
+    ),
+    one(
         "Mooncake's client looks for a master on this machine",
         MOONCAKE_OPTIONS,
         '            extra[f"mooncake_{new}"] = value\n',

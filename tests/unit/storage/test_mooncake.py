@@ -10,6 +10,7 @@ from mooncakes import Mooncake
 from lmcache_hybrid.core.errors import LoadError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
 from lmcache_hybrid.storage.record import record_bytes
+from lmcache_hybrid.storage.remote import mooncake as module
 
 from ..helpers import payload_of, put
 from ..store_box import KEYS, SIZE, Box, N, flip, until
@@ -85,6 +86,28 @@ def test_a_value_of_another_size_is_no_record(box, size):
         box.read(KEYS[:1])
     assert box.store.locate(KEYS[:1]) == {}
     box.assert_pool_is_free()
+
+
+def test_a_client_is_not_closed_under_a_call(box, mooncake, monkeypatch, caplog):
+    """It would take the process with it."""
+    monkeypatch.setattr(module, "FLUSH_SECONDS", 0.5)
+    box = box("mooncake", blocking_timeout_secs=0.5).write()
+    connector = box.backend.connection.getWrappedConnector()
+    closed = []
+    pool = box.manager.local_cpu_backend.memory_allocator.pin_allocator.buffer  # until the end
+    monkeypatch.setattr(type(connector._theirs), "close", lambda theirs: closed.append(theirs))
+    claim = box.store.claim(box.store.locate(KEYS))
+    mooncake.pause()
+    try:
+        with pytest.raises(LoadError):
+            box.fetch(claim, KEYS[:1])
+        box.close()
+        assert connector.calls and not closed
+    finally:
+        mooncake.resume()
+    assert "so it is not closed" in caplog.text
+    until(lambda: not connector.calls, "a call does not end")
+    del pool
 
 
 def test_closing_writes_what_is_queued(box, mooncake):

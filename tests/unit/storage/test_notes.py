@@ -11,9 +11,9 @@ from lmcache_hybrid.storage import notes as module
 from lmcache_hybrid.storage.notes import StoreNotes
 
 from ..helpers import put
-from ..store_box import KEYS, MAX_PAYLOAD, SIZE, Box, every_kind, until
+from ..store_box import BACKEND, KEYS, MAX_PAYLOAD, SIZE, Box, every_kind, until
 
-TIER = {"ram": RAM, "disk": DISK, **dict.fromkeys(("fs", "redis", "s3", "mooncake"), REMOTE)}
+TIER = dict.fromkeys(BACKEND, REMOTE) | {"ram": RAM, "disk": DISK}
 
 
 def name(key: RecordKey) -> RecordName:

@@ -15,7 +15,6 @@ from lmcache_hybrid.storage.record import record_bytes
 from lmcache_hybrid.storage.remote import connectors as remote
 from lmcache_hybrid.storage.remote import s3
 
-from .. import store_box
 from ..helpers import payload_of, put
 from ..store_box import KEYS, SIZE, Box, N, flip, until
 
@@ -42,11 +41,10 @@ def paused(bucket):
     bucket.resume()
 
 
-def test_an_object_of_several_parts_comes_back(box, monkeypatch):
+def test_an_object_of_several_parts_comes_back(box):
     """AWS' client sends and fetches parts of 8 MiB side by side."""
     size = (20 << 20) + 3
-    monkeypatch.setattr(store_box, "MAX_PAYLOAD", size)
-    box = box("s3", max_local_cpu_size=0.1).write(KEYS[:1], size)
+    box = box("s3", max_local_cpu_size=0.1, max_payload=size).write(KEYS[:1], size)
     assert len(box.raw(KEYS[0])) == record_bytes(size)
     assert torch.equal(box.read(KEYS[:1])[0], payload_of(KEYS[0], size))
     box.assert_pool_is_free()
@@ -132,7 +130,7 @@ def test_a_write_keeps_its_memory_until_the_client_has_ended(box, monkeypatch):
     assert not connector_of(box)._in_flight
 
 
-def test_a_read_that_timed_out_is_cancelled(box, paused):
+def test_a_read_that_timed_out_is_cancelled(box, paused, caplog):
     box = box("s3", **SHORT).write()
     claim = box.store.claim(box.store.locate(KEYS))
     paused()
@@ -140,6 +138,7 @@ def test_a_read_that_timed_out_is_cancelled(box, paused):
         box.fetch(claim, KEYS)
     until(lambda: not connector_of(box)._in_flight, "requests go on that nobody waits for")
     box.assert_pool_is_free()
+    assert "never retrieved" not in caplog.text
 
 
 def test_writes_behind_one_without_an_answer_fail_at_once(box, paused, monkeypatch):
