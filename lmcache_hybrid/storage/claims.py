@@ -7,12 +7,14 @@ all pins of a record after ``pin_timeout_sec``; a later ``unpin(key)`` may then 
 another request's pin.
 """
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lmcache.utils import CacheEngineKey
+from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
@@ -88,12 +90,12 @@ def _pin_memory(backend: LocalCPUBackend, keys: Sequence[CacheEngineKey]) -> Unp
             return None
         for memory in memories:
             memory.ref_count_up()
+    return functools.partial(_unpin_memory, memories)
 
-    def unpin() -> None:
-        for memory in memories:
-            memory.ref_count_down()
 
-    return unpin
+def _unpin_memory(memories: Sequence[MemoryObj]) -> None:
+    for memory in memories:
+        memory.ref_count_down()
 
 
 def _pin_files(backend: LocalDiskBackend, keys: Sequence[CacheEngineKey]) -> Unpin | None:

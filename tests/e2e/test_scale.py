@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
+from blocks import block_size
 from engine import Answer, Engine, EngineDied
 from prompts import cases
 from records import is_state
@@ -106,17 +107,18 @@ def test_preempted_requests_resume_from_the_store(model: Path) -> None:
 
     vLLM's metrics leave resumed requests out of the external hits, ours count them.
     """
+    size = block_size(model)
     options = {
         "scheduling_policy": "priority",
         # Else a request is only admitted where all of it fits, and never in another's way.
         "scheduler_reserve_full_isl": False,
-        "max_num_batched_tokens": 768,
+        "max_num_batched_tokens": 2 * size,
         "max_model_len": 4096,
     }
     asked = [
-        {"prompt_token_ids": prompt(60, 1000), "priority": 5},
-        {"prompt_token_ids": prompt(61, 1000), "priority": 4},
-        {"prompt_token_ids": prompt(62, 3000), "priority": 0, "after": 6},
+        {"prompt_token_ids": prompt(60, 2 * size + 200), "priority": 5},
+        {"prompt_token_ids": prompt(61, 2 * size + 200), "priority": 4},
+        {"prompt_token_ids": prompt(62, 7 * size + 300), "priority": 0, "after": 6},
     ]
     alone = []
     with Engine(model, **options) as engine:
@@ -129,7 +131,7 @@ def test_preempted_requests_resume_from_the_store(model: Path) -> None:
         counts = engine.counts()
         assert counts["scheduler"]["hits"] == counts["worker"]["loaded_states"] > 0
         # The prompts were never asked before: only who came back can have hit them.
-        assert counts["scheduler"]["hit_tokens"] >= 768
+        assert counts["scheduler"]["hit_tokens"] >= 2 * size
         assert counts["worker"]["failed_loads"] == counts["scheduler"]["failed_loads"] == 0
         for answer, expected in zip(answers, alone):
             assert len(answer.tokens) == 40
@@ -140,7 +142,7 @@ def test_preempted_requests_resume_from_the_store(model: Path) -> None:
             ids = ask["prompt_token_ids"]
             engine.forget()
             again = engine.ask(ids, max_tokens=40)
-            assert again.external == (len(ids) - 1) // 384 * 384
+            assert again.external == (len(ids) - 1) // size * size
             check_close(again, expected)
         check_nothing_left(engine)
 

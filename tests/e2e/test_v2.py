@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import records
 import v2
+from blocks import block_size
 from conftest import FAMILIES
 from engine import Answer, Engine
 from golden import assert_close
@@ -288,7 +289,7 @@ def test_preemption(qwen: Path) -> None:
     state of three groups; past 2N each takes one more of all four. V2 is told of a
     resumed request as of a new one.
     """
-    options = {"num_gpu_blocks_override": 12, "max_model_len": 3 * 384}
+    options = {"num_gpu_blocks_override": 12, "max_model_len": 3 * block_size(qwen)}
     with start(qwen, {"local_cpu": True}, **options) as engine:
         check_runner(engine)
         size = engine.info["block_size"]

@@ -16,7 +16,8 @@ def check(engine) -> None:
             "a claim is filed and taken"
         )
         for claim in (*filed, *filter(None, taken)):
-            # A claim in RAM is a reference: memory without any may be another record by now.
-            assert all(unpin.__self__.get_ref_count() > 0 for unpin in claim._pinned), (
+            # A claim in RAM is references: memory without any may be another record by now.
+            memories = [memory for unpin in claim._pinned for memory in unpin.args[0]]
+            assert all(memory.get_ref_count() > 0 for memory in memories), (
                 "a claimed record was given back"
             )

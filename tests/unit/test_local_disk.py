@@ -377,16 +377,17 @@ def test_a_file_that_cannot_be_read_is_promised_once(box, batch, trouble, reason
 def test_two_that_find_a_record_damaged_remove_it_once(box, monkeypatch):
     one = write(box("disk"))
     engine_key = one.store.engine_key(KEYS[1])
-    delete = one.backend._delete
+    deleter = one.backend._deleter
+    delete = deleter.delete
 
     def beside(path: str) -> None:
-        monkeypatch.setattr(one.backend, "_delete", delete)
+        monkeypatch.setattr(deleter, "delete", delete)
         other.start()
         other.join(0.2)
         delete(path)
 
     other = threading.Thread(target=one.backend.forget, args=(engine_key,))
-    monkeypatch.setattr(one.backend, "_delete", beside)
+    monkeypatch.setattr(deleter, "delete", beside)
     one.backend.forget(engine_key)
     other.join()
     assert one.backend.current_cache_size == EACH * (len(KEYS) - 1)

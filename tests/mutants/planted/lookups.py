@@ -21,7 +21,7 @@ DEFECTS = (
         "a claim pins with what LMCache's pin monitor takes away",
         (
             (CLAIMS, "            memory.ref_count_up()\n", "            memory.pin()\n"),
-            (CLAIMS, "            memory.ref_count_down()\n", "            memory.unpin()\n"),
+            (CLAIMS, "        memory.ref_count_down()\n", "        memory.unpin()\n"),
         ),
     ),
     one(

@@ -246,9 +246,8 @@ DEFECTS = (
     one(
         "claims do not pin",
         "lmcache_hybrid/storage/claims.py",
-        "            memory.ref_count_up()\n\n    def unpin() -> None:\n"
-        "        for memory in memories:\n            memory.ref_count_down()\n",
-        "            pass\n\n    def unpin() -> None:\n        pass\n",
+        "            memory.ref_count_up()\n    return functools.partial(_unpin_memory, memories)\n",
+        "            pass\n    return functools.partial(_unpin_memory, ())\n",
     ),
     one(
         "an unhealthy store is read all the same",
