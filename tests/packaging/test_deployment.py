@@ -297,6 +297,7 @@ def test_connector_json_in_the_docs() -> None:
     ]
     assert len(found) > 10
     for config in found:
-        assert KVTransferConfig(**({"kv_role": "kv_both"} | config)).kv_connector == (
-            "LMCacheConnectorV1"
-        )
+        transfer = KVTransferConfig(**({"kv_role": "kv_both"} | config))
+        inside = transfer.kv_connector_extra_config.get("connectors", ())
+        names = {transfer.kv_connector, *(each["kv_connector"] for each in inside)}
+        assert "LMCacheConnectorV1" in names and (names <= {"LMCacheConnectorV1"} or inside)

@@ -116,7 +116,7 @@ def test_a_choice_is_not_passed_off_as_a_repair():
 
 
 # What LocalDisk overrides for features of its own.
-EXTENDED = {"insert_key", "close"}
+EXTENDED = {"insert_key", "close", "_key_to_path"}
 
 
 def overrides() -> set[str]:

@@ -246,7 +246,8 @@ DEFECTS = (
     one(
         "claims do not pin",
         "lmcache_hybrid/storage/claims.py",
-        "            memory.ref_count_up()\n    return functools.partial(_unpin_memory, memories)\n",
+        "            memory.ref_count_up()\n"
+        "    return functools.partial(_unpin_memory, memories)\n",
         "            pass\n    return functools.partial(_unpin_memory, ())\n",
     ),
     one(
