@@ -66,6 +66,7 @@ class Bucket:
     def pause(self) -> None:
         """SIGSTOP: connections stay open, and nothing is answered."""
         self._server.send_signal(signal.SIGSTOP)
+        os.waitpid(self._server.pid, os.WUNTRACED)  # until it has stopped
 
     def resume(self) -> None:
         self._server.send_signal(signal.SIGCONT)

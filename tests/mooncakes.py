@@ -105,7 +105,8 @@ class Mooncake:
         folder = importlib.util.find_spec("mooncake").submodule_search_locations[0]
         self._master = self._run(
             *(f"{folder}/mooncake_master", "-rpc_port", str(self.port)),
-            *("-metrics_port", str(_free_port()), "-client_ttl", "2"),
+            # A node that was paused is not given up.
+            *("-metrics_port", str(_free_port()), "-client_ttl", "60"),
         )
         self._wait_for(self.port)
         ready = _free_port()
@@ -164,6 +165,7 @@ class Mooncake:
     def pause(self) -> None:
         """SIGSTOP the node: the master answers, and no value comes."""
         self._node.send_signal(signal.SIGSTOP)
+        os.waitpid(self._node.pid, os.WUNTRACED)  # until it has stopped
 
     def resume(self) -> None:
         self._node.send_signal(signal.SIGCONT)

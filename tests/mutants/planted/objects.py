@@ -181,10 +181,10 @@ DEFECTS = (
         "            pass\n",
     ),
     one(
-        "where Mooncake fails a lookup it says that everything is there",
+        "where Mooncake fails a lookup it says that nothing is there",
         MOONCAKE,
-        "        return [answer == 1 for answer in answers]\n",
-        "        return [answer != 0 for answer in answers]\n",
+        "(answer for answer in answers if answer not in (0, 1))",
+        "(answer for answer in answers if False)",
     ),
     one(
         "closing drops what waits to be written to Mooncake",

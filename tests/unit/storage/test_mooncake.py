@@ -10,6 +10,7 @@ from mooncakes import Mooncake
 from lmcache_hybrid.core.errors import LoadError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
 from lmcache_hybrid.storage.record import record_bytes
+from lmcache_hybrid.storage.remote import connectors as remote
 from lmcache_hybrid.storage.remote import mooncake as module
 
 from ..helpers import payload_of, put
@@ -33,6 +34,8 @@ def test_servers_that_went_away_are_a_miss_until_they_are_back(own_servers, tmp_
         own_servers.kill()
         with pytest.raises(LoadError):
             box.fetch(claim, KEYS)
+        with pytest.raises((module.MooncakeError, TimeoutError)):  # which is no "not there"
+            remote.existing(box.backend, [box.store.engine_key(KEYS[0])], 9)
         assert box.store.locate(KEYS) == {}
         put(box.store, KEYS[:1], SIZE)
         until(lambda: box.store.failed_writes == {"RemoteBackend": 1}, "no write failed")
