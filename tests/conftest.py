@@ -13,7 +13,6 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from bucket import Bucket
-    from mooncakes import Mooncake
 
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 # A loaded machine is no failure.
@@ -47,15 +46,6 @@ def bucket() -> Iterator["Bucket"]:
         for name, value in CREDENTIALS.items():
             patch.setenv(name, value)
         yield bucket
-
-
-@pytest.fixture(scope="session")
-def mooncake() -> Iterator["Mooncake"]:
-    """Mooncake's servers; its client can be imported from then on."""
-    from mooncakes import Mooncake
-
-    with closing(Mooncake()) as mooncake:
-        yield mooncake
 
 
 def free_port() -> int:

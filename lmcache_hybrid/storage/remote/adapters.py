@@ -12,9 +12,6 @@ from lmcache.v1.storage_backend.connector import (
     extract_plugin_type,
 )
 from lmcache.v1.storage_backend.connector.instrumented_connector import InstrumentedRemoteConnector
-from lmcache.v1.storage_backend.connector.mooncakestore_adapter import (
-    MooncakestoreConnectorAdapter,
-)
 from lmcache.v1.storage_backend.connector.s3_adapter import S3ConnectorAdapter
 
 from lmcache_hybrid.config.redis_credentials import PLUGIN_URLS
@@ -61,21 +58,8 @@ class S3Adapter(ConnectorAdapter):
         return HybridS3Connector(S3ConnectorAdapter().create_connector(context), context)
 
 
-class MooncakeAdapter(ConnectorAdapter):
-    """Mooncake's store; LMCache's own adapter reads the options."""
-
-    def __init__(self) -> None:
-        super().__init__("mooncakestore://")
-
-    def create_connector(self, context: ConnectorContext) -> RecordConnector:
-        from lmcache_hybrid.storage.remote.mooncake import HybridMooncakeConnector
-
-        theirs = MooncakestoreConnectorAdapter().create_connector(context)
-        return HybridMooncakeConnector(theirs, context)
-
-
 # The first that can parse a URL serves it. What none of them can is LMCache's own.
-ADAPTERS: tuple[ConnectorAdapter, ...] = (RedisAdapter(), S3Adapter(), MooncakeAdapter())
+ADAPTERS: tuple[ConnectorAdapter, ...] = (RedisAdapter(), S3Adapter())
 
 
 def create_connector(

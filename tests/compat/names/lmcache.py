@@ -5,7 +5,6 @@ from tests.compat.names.resolver import Hook, attributes
 
 _BACKENDS = "lmcache.v1.storage_backend"
 _DISK = f"{_BACKENDS}.local_disk_backend"
-_MOONCAKE = f"{_BACKENDS}.connector.mooncakestore_connector"
 _S3 = f"{_BACKENDS}.connector.s3_connector"
 _QUEUE = f"{_BACKENDS}.job_executor.pq_executor"
 _ZMQ = "lmcache.v1.rpc.zmq_transport"
@@ -197,18 +196,6 @@ LMCACHE = (
         "__init__ exists exists_sync get put batched_put support_batched_put list close",
     ),
     Hook(_QUEUE, "AsyncPQExecutor.shutdown_async"),
-    # lmcache_hybrid/storage/remote/mooncake.py, and what LMCache passes on
-    *attributes(
-        _MOONCAKE,
-        "MooncakestoreConnector",
-        "store registered_buffer_ptr replica_config close",
-    ),
-    *attributes(_MOONCAKE, "MooncakeStoreConfig", "_build_setup_dict from_file setup_config"),
-    Hook(
-        f"{_BACKENDS}.connector.mooncakestore_adapter",
-        "MooncakestoreConnectorAdapter.create_connector",
-        ("context",),
-    ),
     *attributes("lmcache.v1.memory_management", "MemoryObj", "data_ptr get_size"),
     # lmcache_hybrid/storage/remote/s3.py: the connector that makes AWS' client
     Hook(_S3, "S3Connector._format_safe_path", ("key_str",)),

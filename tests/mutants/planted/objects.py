@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records in buckets and in Mooncake's store, and other names of Redis."""
+"""Records in buckets, and other names of Redis."""
 
 from tests.mutants.defect import one
 
@@ -7,8 +7,6 @@ S3 = "lmcache_hybrid/storage/remote/s3.py"
 S3_OPTIONS = "lmcache_hybrid/config/s3.py"
 NAMES = "lmcache_hybrid/config/other_names.py"
 OPENING = "lmcache_hybrid/tools/stored/opening.py"
-MOONCAKE = "lmcache_hybrid/storage/remote/mooncake.py"
-MOONCAKE_OPTIONS = "lmcache_hybrid/config/mooncake.py"
 DOCTOR = "lmcache_hybrid/tools/doctor/backends.py"
 
 DEFECTS = (
@@ -155,59 +153,5 @@ DEFECTS = (
         DOCTOR,
         "            if away := _away(store, name, key):\n",
         '            if away := "":\n',
-    ),
-    one(
-        "memory of a read that Mooncake's client still writes to is given back",
-        MOONCAKE,
-        "        try:\n            read =",
-        "        memory.ref_count_down()\n        try:\n            read =",
-    ),
-    one(
-        "memory of a read that Mooncake ends late is lost",
-        MOONCAKE,
-        "                job.add_done_callback(_release)\n",
-        "                pass\n",
-    ),
-    one(
-        "a value that Mooncake just gave out is not deleted",
-        MOONCAKE,
-        "        code = self._store.remove(name, True)\n",
-        "        code = self._store.remove(name)\n",
-    ),
-    one(
-        "writes that Mooncake did not take count as written",
-        MOONCAKE,
-        '            raise MooncakeError("put_from", code)\n',
-        "            pass\n",
-    ),
-    one(
-        "where Mooncake fails a lookup it says that nothing is there",
-        MOONCAKE,
-        "(answer for answer in answers if answer not in (0, 1))",
-        "(answer for answer in answers if False)",
-    ),
-    one(
-        "closing drops what waits to be written to Mooncake",
-        MOONCAKE,
-        "        while self._writes and time.monotonic() < deadline:\n",
-        "        while not self._writes and time.monotonic() < deadline:\n",
-    ),
-    one(
-        "Mooncake's client is closed under a call",
-        MOONCAKE,
-        "        if self.calls:\n",
-        "        if False:\n",
-    ),
-    one(
-        "Mooncake's client looks for a master on this machine",
-        MOONCAKE_OPTIONS,
-        '            extra[f"mooncake_{new}"] = value\n',
-        "            pass\n",
-    ),
-    one(
-        "Mooncake's own file of options is not checked",
-        MOONCAKE_OPTIONS,
-        "    if path is None:\n",
-        "    if extra:\n",
     ),
 )
