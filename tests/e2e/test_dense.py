@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from engine import Engine
+from golden import assert_close
 from packaging.version import Version
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -65,7 +66,9 @@ def test_a_dense_model_hits_what_lmcache_stored(model) -> None:
         engine.forget()
         warm = engine.ask(PROMPT)
         assert warm.cached == warm.external == len(PROMPT) // CHUNK * CHUNK
-        assert warm.output == cold.output != other.output
+        # Resumed in the middle, which rounds otherwise on some processors.
+        assert_close(cold, warm, "warm")
+        assert warm.tokens[0] == cold.tokens[0] and cold.output != other.output
         assert_lmcaches_adapter(engine)
         assert "degraded mode" not in engine.log
 

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 from blocks import block_size
-from engine import Engine
+from engine import CONNECTOR, Engine
 from golden import assert_close
 from prompts import cases, shortened
 from typer.testing import CliRunner
 
 from lmcache_hybrid.storage.record import record_bytes
 from lmcache_hybrid.tools.cli import app
+from lmcache_hybrid.tools.doctor.model import read_model
 from lmcache_hybrid.tools.tiny_models import make_model
 
 pytestmark = pytest.mark.engine
@@ -74,8 +75,10 @@ def test_two_engines_share_one_redis(model: Path, redis_url: str) -> None:
     (row,) = told("inspect", redis_url)["rows"]
     assert (row["model"], row["rank"]) == (model.name, "0/1")
     assert row["states"] == 3 * row["resumable"] > 0 < row["prompts"]
-    # Of the sizes that `doctor` tells of this model: two layers in each group.
-    attention, state = (record_bytes(2 * page) for page in (196_608, 135_680))
+    # Of the sizes that `doctor` tells of this model.
+    found = read_model(str(model), CONNECTOR)
+    attention = record_bytes(found.attention_bytes)
+    state = record_bytes(found.state_bytes // len(found.states))
     pages = row["records"] - row["states"]
     assert row["bytes"] == pages * attention + row["states"] * state
 

@@ -243,13 +243,17 @@ def check_apart(model: Path, store: str, asked: list[int], variants: list[dict])
 
 
 def test_dtypes_and_overrides(model: Path, tmp_path: Path) -> None:
-    """fp8 and fp8_e5m2 pages have the same shape and size, as have two ropes'."""
+    """fp8 and fp8_e5m2 pages have the same shape and size, as have two ropes'.
+
+    vLLM's CPU build has fp8 on processors with AVX-512 only; elsewhere the ropes are left.
+    """
     store, asked = f"fs://localhost:0{tmp_path}", prompt(7)
     rope = {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"}}
-    fp8, other_fp8 = {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8_e5m2"}
-    answers = check_apart(model, store, asked, [fp8, other_fp8, {"hf_overrides": rope}])
+    has_fp8 = torch.cpu._is_avx512_supported()
+    dtypes = [{"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8_e5m2"}] if has_fp8 else [{}]
+    answers = check_apart(model, store, asked, [*dtypes, {"hf_overrides": rope}])
     # And the first one again, in an engine of its own.
-    with Engine(model, {"local_cpu": False, "remote_url": store}, **fp8) as engine:
+    with Engine(model, {"local_cpu": False, "remote_url": store}, **dtypes[0]) as engine:
         assert hits(ask_cold(engine, asked), answers[0])
 
 

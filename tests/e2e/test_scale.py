@@ -113,7 +113,7 @@ def test_preempted_requests_resume_from_the_store(model: Path) -> None:
         # Else a request is only admitted where all of it fits, and never in another's way.
         "scheduler_reserve_full_isl": False,
         "max_num_batched_tokens": 2 * size,
-        "max_model_len": 4096,
+        "max_model_len": 10 * size,
     }
     asked = [
         {"prompt_token_ids": prompt(60, 2 * size + 200), "priority": 5},
