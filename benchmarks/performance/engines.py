@@ -13,8 +13,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from lmcache_hybrid.tools import tiny_models as tinymodels
+from lmcache_hybrid.tools.tiny_families import FAMILIES
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "e2e"))
 from engine import Engine  # noqa: E402
@@ -47,8 +49,8 @@ ROOM = {"max_local_cpu_size": 2}
 
 
 def make_model(folder: Path) -> Path:
-    spec = tinymodels.FAMILIES["qwen3_next"]
-    tinymodels.FAMILIES[FAMILY] = dataclasses.replace(spec, config={**spec.config, **CONFIG})
+    spec = FAMILIES["qwen3_next"]
+    FAMILIES[FAMILY] = dataclasses.replace(spec, config={**spec.config, **CONFIG})
     return tinymodels.make_model(FAMILY, folder / FAMILY)
 
 
@@ -71,7 +73,7 @@ class Arms:
         self._stack, self._model, self._folder = stack, model, folder
         self._options = {**OPTIONS, **options}
         self._engines: dict[str, Engine] = {}
-        self._server = None
+        self._server: Any = None
 
     def __getitem__(self, name: str) -> Engine:
         if name not in self._engines:

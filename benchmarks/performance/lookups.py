@@ -68,7 +68,7 @@ def _serve(engine_id: str, rank_: int, lengths: Sequence[int], pipe: Connection)
     with rank("ram", SHAPE, sum(lengths) // SHAPE.block_size) as one:
         for tokens in lengths:
             one.save(f"save {tokens}", _prefix(tokens))
-        timed = _Timed(one.lookup, one.store._keys.cache_clear)
+        timed = _Timed(one.lookup, one.store._names._keys.cache_clear)
         server = LookupServer(_config(engine_id, 1, rank_))
         server.serve(timed, lambda epoch: None)
         try:

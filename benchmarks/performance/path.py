@@ -92,6 +92,7 @@ class Rank:
         self.pages = shape.pages(2 * self.first_target)
         largest = max(pages.block_bytes for pages in self.pages.values())
         self.store = LMCacheStore(engine, shape.name, bytes(16), largest)
+        self._epoch = 0
         self.lookup = RankLookup(self.plan, self.store)
         self.worker = HybridWorker(
             self.plan, self.pages, self.store, self.lookup, torch.device("cpu")
@@ -119,7 +120,8 @@ class Rank:
                 backend._deleter.finish()
 
     def clear(self) -> None:
-        self.store.clear()
+        self._epoch += 1
+        self.store.clear(self._epoch)
         self._saved.clear()
 
     def restore(self, name: str, prefix: Prefix) -> float:

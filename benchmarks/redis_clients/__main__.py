@@ -84,8 +84,8 @@ def measure(rounds: int) -> tuple[dict[str, dict[str, list[float]]], dict[str, s
                 console.print(f"{name} is left out: {missing[name]}")
                 continue
             stack.callback(made[name].close)
-            if hasattr(made[name], "take"):
-                made[name].take(values)
+            if take := getattr(made[name], "take", None):
+                take(values)
             seconds[name] = {"write": [], "read": []}
         for round_ in range(rounds + 1):
             for name, arm in made.items():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from blocks import block_size
-from engine import CONNECTOR, Engine
+from engine import CONNECTOR, Answer, Engine
 from golden import assert_close
 from prompts import cases, shortened
 from typer.testing import CliRunner
@@ -32,30 +32,37 @@ def test_prefixes_cut_one_token_past_each_interior_boundary(model_dir, family) -
     """By default there is no state to resume from; with dense retention each is a hit."""
     model = make_model(family, model_dir / family)
     size = block_size(model)
-    options = {**DENSE, "max_num_batched_tokens": size}
     long, prefixes = shortened(size)
     prefixes.reverse()  # the longest first, so that none leaves a boundary for the next
-    with Engine(model, **options) as engine:
-        assert engine.info["block_size"] == size
-        golden = []
-        for prefix in prefixes:
-            engine.forget()
-            golden.append(engine.ask(list(prefix)))
+    deepest = len(prefixes[0]) - 1
+    with Engine(model) as engine:
+        engine.ask(list(long))  # for the longest prefix, vLLM's own hit is the reference
+        golden = ask_apart(engine, prefixes)
+        assert golden[0].cached == deepest
     with Engine(model, {"local_cpu": True}) as engine:
         engine.ask(list(long))
-        for prefix, expected in zip(prefixes, golden):
-            engine.forget()
-            answer = engine.ask(list(prefix))
-            deepest = (len(long) - 1) // size * size
-            assert answer.external == (deepest if deepest < len(prefix) else 0)
-            assert answer.tokens[0] == expected.tokens[0]
+        engine.forget()
+        answers = ask_apart(engine, prefixes)
+        assert [answer.external for answer in answers] == [deepest] + [0] * (len(prefixes) - 1)
+        assert [answer.output for answer in answers] == [answer.output for answer in golden]
+    options = {**DENSE, "max_num_batched_tokens": size}
+    with Engine(model, **options) as engine:
+        golden = ask_apart(engine, prefixes)
     with Engine(model, {"local_cpu": True}, **options) as engine:
         engine.ask(list(long))
-        for prefix, expected in zip(prefixes, golden):
-            engine.forget()
-            answer = engine.ask(list(prefix))
-            assert answer.external == len(prefix) - 1
-            assert answer.output == expected.output
+        engine.forget()
+        answers = ask_apart(engine, prefixes)
+        assert [answer.external for answer in answers] == [len(each) - 1 for each in prefixes]
+        assert [answer.output for answer in answers] == [answer.output for answer in golden]
+
+
+def ask_apart(engine: Engine, prompts: list[tuple[int, ...]]) -> list[Answer]:
+    """Answers to prompts of which none finds the former's in vLLM's own cache."""
+    answers = []
+    for prompt in prompts:
+        answers.append(engine.ask(list(prompt)))
+        engine.forget()
+    return answers
 
 
 def test_two_engines_share_one_redis(model: Path, redis_url: str) -> None:

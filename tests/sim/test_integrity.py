@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each rule that the simulation checks after a step, broken once."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+
+from lmcache_hybrid.storage.claims import _unpin_memory
 
 from .integrity import check
 
@@ -29,7 +32,7 @@ def broken() -> None:
 
 
 def claim(memory: Memory) -> SimpleNamespace:
-    return SimpleNamespace(_pinned=[memory.ref_count_down])
+    return SimpleNamespace(_pinned=[partial(_unpin_memory, [memory])])
 
 
 def engine(filed=(), taken=(), scheduler=fine, lookup=fine, store=fine, worker=fine):
