@@ -60,7 +60,7 @@ def _install() -> str | None:
         configuration.install()
         media.install()
         compat.install()
-        events.announce_what_stays()
+        events.install()
         loaders.install()
         connector.install()
     except Exception as error:

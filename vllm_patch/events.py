@@ -6,6 +6,11 @@ import functools
 from vllm_patch.configuration import is_ours
 
 
+def install() -> None:
+    """Patch vLLM. Once per process: patched again, connectors would be told again."""
+    announce_what_stays()
+
+
 def announce_what_stays() -> None:
     """A reset of vLLM's own cache must not withdraw what a connector holds.
 

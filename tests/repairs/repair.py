@@ -119,6 +119,7 @@ def without(patch: pytest.MonkeyPatch, repair: Repair) -> None:
         if not _is_of(repair, function):
             continue
         original = function.__wrapped__
+        assert not _is_in(repair, original), f"{where(repair)} was applied twice in this process"
         if outer is not None:  # another repair of the same method
             (cell,) = (cell for cell in outer.__closure__ if cell.cell_contents is function)
             patch.setattr(cell, "cell_contents", original)
@@ -128,6 +129,15 @@ def without(patch: pytest.MonkeyPatch, repair: Repair) -> None:
             patch.setattr(owner, name, type(found)(original))
         replaced.append(hook.name)
     assert replaced, f"{where(repair)} has replaced nothing here"
+
+
+def _is_in(repair: Repair, function: Any) -> bool:
+    """Whether ``function`` was replaced by a repair, perhaps below others."""
+    while hasattr(function, "__wrapped__"):
+        if _is_of(repair, function):
+            return True
+        function = function.__wrapped__
+    return False
 
 
 def _is_of(repair: Repair, function: Any) -> bool:

@@ -17,7 +17,7 @@ from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.tools.doctor import installation
 from lmcache_hybrid.tools.doctor.finding import Status
 from lmcache_hybrid.upstream import versions
-from vllm_patch import compat, configuration, connector, loaders, media
+from vllm_patch import compat, configuration, connector, events, loaders, media
 
 from .helpers import LMCACHE, STATE_SPEC, engine_config
 from .test_vllm_patch import FULL, cache_config
@@ -25,7 +25,7 @@ from .test_vllm_patch import FULL, cache_config
 vllm_patch.register()
 
 # What they have patched in this process stays: patched again, it would be called twice.
-ELSEWHERE = (media, compat, loaders)
+ELSEWHERE = (media, compat, events, loaders)
 
 
 @pytest.fixture
