@@ -45,12 +45,17 @@ class HybridServiceFactory(VllmServiceFactory):
 
     def get_or_create_metadata(self) -> LMCacheMetadata | None:
         if self.metadata is None:
-            metadata = super().get_or_create_metadata()
+            # For a worker LMCache asks the platform which device is its own, which no served
+            # backend uses, and raises for all data-parallel engines but the first where vLLM gives
+            # each engine a list of its own devices, as on CPU: it counts the engines before
+            # this one again. For the scheduler it does not ask.
+            asked = VllmServiceFactory(self.lmcache_config, self.vllm_config, "scheduler")
             # LMCache counts every layer of the model, and for MLA keeps one rank's
             # bytes for all; states are sharded, so each rank keeps its own. A pipeline stage
             # may have no attention layer.
             self.metadata = dataclasses.replace(
-                metadata,
+                asked.get_or_create_metadata(),
+                role=self.role,
                 kv_shape=(
                     max(1, self._num_attention_layers),
                     2,

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.platforms import interface
 
 from lmcache_hybrid import connector
 from lmcache_hybrid.config.parallel import check_parallelism, settle_disk_folder
@@ -116,6 +117,17 @@ def test_lmcache_counts_a_layer_on_a_stage_without_attention():
     config = engine_config("lfm2")
     factory = HybridServiceFactory(lmcache_config(chunk_size=N), config, "worker", FULL, 0)
     assert factory.get_or_create_metadata().kv_shape == (1, 2, N, 2, 64)
+
+
+def test_lmcache_finds_its_rank_in_a_data_parallel_engine(monkeypatch):
+    """On CPU vLLM numbers devices within one data-parallel engine, and LMCache across all."""
+    monkeypatch.setattr(interface, "_assigned_physical_gpu_ids", [1])
+    config = copy.copy(engine_config("lfm2"))
+    config.parallel_config = copy.copy(config.parallel_config)
+    config.parallel_config.data_parallel_rank_local = 1
+    factory = HybridServiceFactory(lmcache_config(chunk_size=N), config, "worker", FULL, 1)
+    metadata = factory.get_or_create_metadata()
+    assert (metadata.worker_id, metadata.world_size, metadata.role) == (0, 1, "worker")
 
 
 def test_a_stage_without_a_layer_of_a_group_has_empty_records():

@@ -51,6 +51,18 @@ DEFECTS: tuple[Defect, ...] = (
         "self._num_attention_layers",
     ),
     one(
+        "LMCache looks for the device of a data-parallel engine in another one's",
+        "lmcache_hybrid/storage/service_factory.py",
+        'self.vllm_config, "scheduler")',
+        "self.vllm_config, self.role)",
+    ),
+    one(
+        "LMCache takes a worker for the scheduler",
+        "lmcache_hybrid/storage/service_factory.py",
+        "                role=self.role,\n",
+        "",
+    ),
+    one(
         "stages cache adapters that other stages may have lost",
         "lmcache_hybrid/identity/adapters.py",
         "        if self.stages > 1:\n",
