@@ -80,7 +80,9 @@ LMCACHE = (
         "get_or_create_metadata get_or_create_lmcache_engine maybe_create_lookup_client "
         "maybe_create_lookup_server maybe_create_offload_server",
     ),
-    *attributes("lmcache.v1.metadata", "LMCacheMetadata", "kv_shape use_mla world_size worker_id"),
+    *attributes(
+        "lmcache.v1.metadata", "LMCacheMetadata", "kv_shape role use_mla world_size worker_id"
+    ),
     Hook("lmcache.v1.cache_engine", "LMCacheEngineBuilder.get_or_create"),
     *attributes(
         "lmcache.v1.cache_engine",
