@@ -240,6 +240,7 @@ FAMILIES: dict[str, Family] = {
             "mla_use_nope": True,
             "first_k_dense_replace": 1,
             "moe_router_activation_func": "sigmoid",
+            "min_moe_intermediate_per_partition": 32,  # over two ranks vLLM pads what has less
         },
         renames={".layers.0.block_sparse_moe.": ".layers.0.mlp."},
         cpu=False,

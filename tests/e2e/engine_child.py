@@ -64,7 +64,9 @@ class Child:
         }
 
     def _runner(self):
-        return self._core.model_executor.driver_worker.worker.model_runner
+        """Model runner of the one rank; None where ranks are processes of their own."""
+        driver = getattr(self._core.model_executor, "driver_worker", None)
+        return driver and driver.worker.model_runner
 
     def ask(self, prompts: list[list[int] | dict], max_tokens: int, sampling: dict) -> list[dict]:
         """Generate. A prompt is a list of ids, or one of vLLM's dicts with these keys as well.

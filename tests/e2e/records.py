@@ -87,11 +87,13 @@ class RamShelf:
 class DiskShelf:
     """The files of ``local_disk``."""
 
+    suffix = ".pt"
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def names(self) -> set[str]:
-        return {file.name for file in self.folder.glob("*.pt")}
+        return {file.name for file in self.folder.glob(f"*{self.suffix}")}
 
     def read(self, name: str) -> bytes:
         return (self.folder / name).read_bytes()
@@ -101,6 +103,12 @@ class DiskShelf:
 
     def remove(self, name: str) -> None:
         (self.folder / name).unlink()
+
+
+class FolderShelf(DiskShelf):
+    """The files of ``fs://``."""
+
+    suffix = ".data"
 
 
 class RedisShelf:

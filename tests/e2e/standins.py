@@ -104,12 +104,15 @@ def _scan_once(state, x, dt, A, B, C, D, dt_bias, *, z, state_batch_indices, out
 
 
 def latent_attention() -> None:
-    """Prefix caching and chunked prefill for multi-head latent attention (MLA).
+    """Prefix caching, chunked prefill and blocks of N tokens for latent attention (MLA).
 
-    vLLM's CPU backend turns both off, because its prefill looks at a step's own tokens only.
+    vLLM's CPU backend turns the first two off, because its prefill looks at a step's own tokens
+    only, and takes blocks of 16. Of Kimi-Linear's two implementations AMD's has no other kernels.
     """
+    import vllm.models.kimi_k3 as kimi
+    from vllm.models.kimi_k3.amd.linear import KimiLinearForCausalLM
     from vllm.platforms.cpu import CpuPlatform
-    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
     original = CpuPlatform.check_and_update_config.__func__
 
@@ -122,7 +125,28 @@ def latent_attention() -> None:
         cache.enable_prefix_caching = cached
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    CPUMLABackend.supports_block_size = classmethod(lambda cls, size: not size or size % 16 == 0)
     CPUMLAImpl.forward_mha = _latent_prefill
+    _hide_numba()
+    kimi.KimiLinearForCausalLM = KimiLinearForCausalLM
+
+
+def _hide_numba() -> None:
+    """vLLM looks for its kernels in all modules, and trips over one of numba's.
+
+    Kimi's modules import numba before vLLM looks.
+    """
+    from llvmlite.binding import ffi
+
+    library = type(ffi.lib)
+    original = library.__getattr__
+
+    def __getattr__(self, name):
+        if name == "__dict__":
+            raise AttributeError(name)
+        return original(self, name)
+
+    library.__getattr__ = __getattr__
 
 
 def _latent_prefill(
@@ -153,10 +177,29 @@ def _latent_prefill(
 def delta_attention() -> None:
     """Kimi Delta Attention a token at a time: vLLM's Triton kernels take minutes in the
     interpreter. No drafts."""
+    from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn as layer
     from vllm.models.kimi_k3.nvidia.ops.third_party import kda
 
+    layer.gather_initial_states = _initial_states
+    layer.causal_conv1d_update = _convolve_once
     kda.chunk_kda_with_fused_gate = _delta_prefill
     kda.fused_recurrent_kda_packed_decode = _delta_decode
+
+
+def _initial_states(state, indices, has_initial_state):
+    """States of each request, zeros where it has none: (requests, heads, size, size)."""
+    return state[indices.long()] * has_initial_state[:, None, None, None].to(state.dtype)
+
+
+def _convolve_once(x, conv_state, weight, bias, *, conv_state_indices, **kwargs):
+    """As ``causal_conv1d_update``: x (requests, dim), weight (dim, width); the states in
+    ``conv_state`` (slots, dim, width - 1) are read and written. SiLU, no bias."""
+    import torch
+
+    slots = conv_state_indices.long()
+    window = torch.cat([conv_state[slots], x[..., None].to(conv_state.dtype)], -1)
+    conv_state[slots] = window[..., 1:]
+    return torch.nn.functional.silu((window.float() * weight.float()).sum(-1)).to(x.dtype)
 
 
 def _delta_prefill(*, q, k, v, raw_g, raw_beta, A_log, g_bias, initial_state, cu_seqlens, **kwargs):

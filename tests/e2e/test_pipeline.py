@@ -5,9 +5,10 @@ import random
 from pathlib import Path
 
 import pytest
+import v2
 from blocks import block_size
 from engine import Answer, Engine
-from records import DiskShelf, RedisShelf, Shelf
+from records import DiskShelf, FolderShelf, RedisShelf, Shelf
 from redis import Redis
 from test_scale import check_close
 
@@ -106,3 +107,37 @@ def test_two_stages_and_a_record_that_one_rank_lost(
         metrics = engine.metrics()
         assert metrics["lmcache_hybrid_hit_tokens"] == metrics["external_prefix_cache_hits"]
         assert metrics["lmcache_hybrid_failed_loads"] == 0
+
+
+def test_two_stages_on_the_v2_runner(model_dir: Path, tmp_path: Path) -> None:
+    """With asynchronous scheduling, as on a GPU."""
+    model = make_model("qwen3_next", model_dir / "qwen3_next")
+    size, rng = block_size(model), random.Random(6)
+    config = {"local_cpu": False, "remote_url": f"fs://localhost:0{tmp_path}"}
+    stages = {
+        "runner": "v2",
+        "pipeline_parallel_size": 2,
+        "worker_cls": "pipeline.StageWorker",
+        "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **v2.OF_RANKS},
+    }
+    lengths = (size + 57, 2 * size + 9)
+    prompts = [[rng.randrange(32, 127) for _ in range(length)] for length in lengths]
+    with Engine(model, config, **stages) as engine:
+        assert "Using V2 Model Runner" in engine.log
+        assert engine.info["scheduler"] == "AsyncScheduler"
+        cold = [engine.ask(ids, 3) for ids in prompts]
+        assert not any(answer.cached for answer in cold)
+        for ids, first, hit in zip(prompts, cold, (size, 2 * size), strict=True):
+            engine.forget()
+            again = engine.ask(ids, 3)
+            assert again.external == again.cached == hit and again.output == first.output
+    # The second stage loses a state of the longer prompt.
+    shelf = FolderShelf(tmp_path)
+    states = of_rank(shelf, 1, "s0")
+    deepest = [name for name in states if header(shelf, name).boundary == 2 * size]
+    assert len(deepest) == 1
+    shelf.remove(deepest[0])
+    with Engine(model, config, **stages) as engine:
+        for ids, first, hit in zip(prompts, cold, (size, 0), strict=True):
+            again = engine.ask(ids, 3)
+            assert again.external == again.cached == hit and again.output == first.output

@@ -18,6 +18,13 @@ from typing import Any
 from unittest import mock
 
 ENVIRONMENT = {"TRITON_INTERPRET": "1"}
+_HERE = Path(__file__).parent
+# Added where ranks are processes of their own, which know of the interpreter only by this.
+OF_RANKS = {
+    "PYTHONPATH": os.pathsep.join(
+        [f"{_HERE}/interpreted", str(_HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+}
 # Start-up runs as many tokens as a step may hold, and the interpreter runs each kernel's
 # programs one after the other: both small, and no more memory to zero than is used.
 OPTIONS: dict[str, Any] = {
