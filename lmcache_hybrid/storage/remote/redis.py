@@ -7,6 +7,7 @@ and LMCache's pool without a copy, on threads, off the event loop.
 """
 
 import asyncio
+import math
 import os
 import time
 from collections import defaultdict
@@ -36,6 +37,8 @@ WRITERS = 2
 ASKERS = 2
 # Max seconds for one write.
 WRITE_SECONDS = 20.0
+# A write that failed after so long shows that the server is silent.
+SILENT_SECONDS = 1.0
 # At shutdown, wait so long for queued writes.
 FLUSH_SECONDS = 8.0
 # LMCache's name: seconds for one command behind sentinels.
@@ -78,6 +81,7 @@ class HybridRedisConnector(RecordConnector):
         self._writers = ThreadPoolExecutor(WRITERS, "hybrid-redis-write", unbound)
         self._askers = ThreadPoolExecutor(ASKERS, "hybrid-redis-ask", unbound)
         self._writes: set[Future[None]] = set()
+        self._silent = -math.inf  # time.monotonic of the last write that failed so
 
     # Reading
 
@@ -130,6 +134,9 @@ class HybridRedisConnector(RecordConnector):
     ) -> None:
         """Write values; each that fails is counted.
 
+        Where one found the server silent, those that waited behind it fail at once: they would
+        hold the pool's memory, one after the other, for as long as it is.
+
         Raises:
             Exception: of the first that failed. The others were written all the same.
         """
@@ -153,19 +160,26 @@ class HybridRedisConnector(RecordConnector):
             if job.cancelled() or job.exception() is not None:
                 self.failed(1)
 
-        job = self._writers.submit(self._write, key, memory)
+        job = self._writers.submit(self._write, key, memory, time.monotonic())
         self._writes.add(job)
         job.add_done_callback(written)
         return asyncio.wrap_future(job)
 
-    def _write(self, key: CacheEngineKey, memory: MemoryObj) -> None:
-        name, value = key.to_string() + VALUE, _bytes(memory)
+    def _write(self, key: CacheEngineKey, memory: MemoryObj, asked: float) -> None:
+        if self._silent >= asked:
+            raise ConnectionError("Redis did not take a record before this one")
+        name, value, started = key.to_string() + VALUE, _bytes(memory), time.monotonic()
 
         def write(sock: socket, deadline: float) -> None:
             sockets.send_value(sock, _encoded(name), value, deadline)
             _checked(sockets.replies(sock, 1, deadline)[0])
 
-        self._twice(name, write, WRITE_SECONDS)
+        try:
+            self._twice(name, write, WRITE_SECONDS)
+        except Exception:
+            if time.monotonic() - started >= SILENT_SECONDS:
+                self._silent = time.monotonic()
+            raise
 
     # Short answers
 

