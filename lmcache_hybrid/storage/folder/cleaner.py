@@ -28,7 +28,8 @@ SKIPPED_ROUNDS = 10
 # Files to look at, and to delete, before the thread lets others work for a while.
 LOOKED_AT, DELETED = 200, 16
 BREATH_SECONDS = 0.01
-# Most records that a round deletes; the next one goes on. A wrong clock empties no store at once.
+# Most records that a round deletes; the next one goes on after its pause. A wrong clock empties no
+# store at once.
 MOST_DELETED = 20_000
 
 # Called with why ("age" or "size"), and how many bytes of one record.
@@ -110,18 +111,17 @@ class FolderCleaner:
         # At the priority of all others: a thread that holds the interpreter and gets no core
         # holds up the model.
         try:
-            while True:
-                if not self._try_round() and self._closing.wait(self._pause):
-                    return
+            while not self._closing.is_set():
+                self._try_round()
+                self._closing.wait(self._pause)
         finally:
             self._lock.release()
 
-    def _try_round(self) -> bool:
-        """Make a round; whether another one is to follow at once."""
+    def _try_round(self) -> None:
         try:
-            return not self._closing.is_set() and self.round()
+            self.round()
         except _ClosedError:
-            return False
+            pass
         except Exception as error:  # cleaning is not worth an engine
             logger.warning_once(
                 "%s is not cleaned now (%r); lmcache.hybrid_fs_max_size_gb and "
@@ -130,19 +130,15 @@ class FolderCleaner:
                 error,
             )
             self._lock.release()
-            return False
 
-    def round(self) -> bool:
+    def round(self) -> None:
         """Clean, if this process is the one that does and there may be something to clean.
-
-        Returns:
-            Whether it stopped at MOST_DELETED.
 
         Raises:
             OSError: a folder cannot be read, or its file system has no locks.
         """
         if not self._lock.hold() or not self._is_due():
-            return False
+            return
         done = _Round()
         self._by_age(done)
         self._by_size(done)
@@ -157,7 +153,6 @@ class FolderCleaner:
         self._last = done.found - done.deleted_bytes, _used_bytes(self._folders)
         # Some file systems free later what was deleted.
         self._skip = 0 if done.deleted else SKIPPED_ROUNDS
-        return done.at_its_limit
 
     def _is_due(self) -> bool:
         """Whether the folder may be over a limit, as far as can be told without a look at it."""

@@ -105,10 +105,16 @@ DEFECTS = (
         "        return self.deleted >= MOST_DELETED << 30\n",
     ),
     one(
+        "a wrong clock empties a folder in rounds without a pause",
+        CLEANER,
+        "                self._closing.wait(self._pause)\n",
+        "                not self._skip or self._closing.wait(self._pause)\n",
+    ),
+    one(
         "a folder that was away is not cleaned any more",
         CLEANER,
-        "            self._lock.release()\n            return False\n",
-        "            raise\n",
+        "                error,\n            )\n            self._lock.release()\n",
+        "                error,\n            )\n            raise\n",
     ),
     one(
         "a hit is not marked",

@@ -2,6 +2,7 @@
 """Folders of fs:// are brought down to their limits: real files, LMCache's own writers."""
 
 import os
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -46,10 +47,10 @@ class Cleaning:
         self.counts[why] += 1
         self.bytes += size
 
-    def round(self) -> bool:
+    def round(self) -> None:
         self.cleaner._skip = 0
         try:
-            return self.cleaner.round()
+            self.cleaner.round()
         finally:
             self.cleaner._lock.release()
 
@@ -259,10 +260,29 @@ def test_a_round_deletes_only_so_many(box, monkeypatch):
     ):
         cleaning = Cleaning([filled.folder], limits)
         before = len(left(filled, OTHERS))
-        assert cleaning.round() and len(left(filled, OTHERS)) == before - 3
-        while cleaning.round():
-            pass
+        cleaning.round()
+        assert len(left(filled, OTHERS)) == before - 3
+        for _ in range(2):
+            cleaning.round()
     assert left(filled, OTHERS) == []
+
+
+def test_after_as_many_it_pauses(box, monkeypatch):
+    """A wrong clock would empty the folder before anybody sees it."""
+    monkeypatch.setattr(module, "MOST_DELETED", 3)
+    filled = box("fs").write(OTHERS)
+    cleaning, left_then = by_size(filled.folder, 1), []
+
+    class Closing(threading.Event):
+        def wait(self, seconds: float) -> bool:
+            if seconds == cleaning.cleaner._pause:
+                left_then.append(len(left(filled, OTHERS)))
+                self.set()
+            return self.is_set()
+
+    cleaning.cleaner._closing = Closing()
+    cleaning.cleaner._run()
+    assert left_then == [len(OTHERS) - 3]
 
 
 def test_a_folder_that_did_not_grow_is_not_looked_at(box, monkeypatch):
