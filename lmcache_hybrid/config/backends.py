@@ -61,16 +61,19 @@ def check_remote_url(url: str) -> SplitResult:
         raise ConfigError(
             f"LMCache option remote_url={without_password(url)!r} cannot be read: {error}."
         ) from None
-    if parts.scheme not in REMOTE_SCHEMES:
-        raise ConfigError(
-            f"LMCache option remote_url={without_password(url)!r} names a store that cannot hold "
-            f"states{_because(parts.scheme)}; use one of "
-            f"{', '.join(scheme + '://' for scheme in REMOTE_SCHEMES)}."
-        )
     if parts.scheme == "fs" and not re.fullmatch(r"[^:]+:\d+", parts.netloc):
         raise ConfigError(
             f"LMCache option remote_url={url!r} has no host and port, which LMCache needs to "
             "find the path; write fs://localhost:0/absolute/path."
+        )
+    # As it is written: Python reads REDIS://host and redis:host, but LMCache has no connector then
+    # and goes on without the store.
+    scheme = url.partition("://")[0]
+    if scheme not in REMOTE_SCHEMES:
+        raise ConfigError(
+            f"LMCache option remote_url={without_password(url)!r} names a store that cannot hold "
+            f"states{_because(scheme)}; use one of "
+            f"{', '.join(scheme + '://' for scheme in REMOTE_SCHEMES)}."
         )
     hosts = parts.netloc.rpartition("@")[2].split(",")
     if parts.scheme in SEVERAL_HOSTS and not all(re.fullmatch(r"[^:]+:\d+", h) for h in hosts):

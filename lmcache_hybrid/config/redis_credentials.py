@@ -28,6 +28,8 @@ _hidden: dict[str, tuple[str, str]] = {}
 def without_password(url: str) -> str:
     """Return ``url`` without user, password and query, fit to be shown."""
     scheme, separator, rest = url.partition("://")
+    if not separator:
+        return url.rpartition("@")[2]
     if scheme not in ("fs", "file"):  # these have none, but paths with any sign
         # Up to the last "@": a password that is not escaped may hold "/", "?" and "#".
         rest = re.split("[?#]", rest.rpartition("@")[2])[0]

@@ -18,6 +18,12 @@ from .lmcache_settings import BLOCK, assert_one_sentence, lmcache_config, refusa
         ("lm://host:1", "lm://host:1"),
         ("infinistore://a:secret@b@host:1", "infinistore://host:1"),
         ("nothing", "nothing"),
+        # LMCache has no connector for these, logs a warning and goes on without the store.
+        ("REDIS://user:secret@host:1", "REDIS://host:1"),
+        ("S3://records.local", "S3://records.local"),
+        ("FS://localhost:0/srv", "FS://localhost:0/srv"),
+        ("redis:/host:1", "redis:/host:1"),
+        ("redis:user:secret@host:1", "host:1"),
     ],
 )
 def test_refuses_other_stores_without_telling_their_password(url, shown):

@@ -232,6 +232,18 @@ DEFECTS = (
         "                pass\n",
     ),
     one(
+        "a scheme that LMCache does not know is taken for one that it does",
+        "lmcache_hybrid/config/backends.py",
+        "    if scheme not in REMOTE_SCHEMES:\n",
+        "    if parts.scheme not in REMOTE_SCHEMES:\n",
+    ),
+    one(
+        "a URL without slashes is shown with its password",
+        "lmcache_hybrid/config/redis_credentials.py",
+        '        return url.rpartition("@")[2]\n',
+        "        return url\n",
+    ),
+    one(
         "writes wait for a silent Redis one after the other",
         REDIS,
         "        if self._silent >= asked:\n",
