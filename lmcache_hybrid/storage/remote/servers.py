@@ -110,13 +110,16 @@ class ClusterServers:
 
     def __init__(self, make_client: Callable[[], redis.RedisCluster]) -> None:
         self._make_client = make_client
-        self._lock = threading.Lock()
+        self._making = threading.Lock()  # held as long as nodes do not answer
         self._client: redis.RedisCluster | None = None
+        self._lock = threading.Lock()  # guards those below
         self._servers: dict[tuple[str, int], Server] = {}
         self._closed = False
 
     def _cluster(self) -> redis.RedisCluster:
-        with self._lock:
+        with self._making:
+            if self._closed:
+                raise redis.ConnectionError("this engine is shutting down")
             if self._client is None:
                 try:
                     self._client = self._make_client()
@@ -165,11 +168,12 @@ class ClusterServers:
 
     def close(self) -> None:
         with self._lock:
-            client, servers = self._client, list(self._servers.values())
+            self._closed = True
+            servers = list(self._servers.values())
         for server in servers:
             server.close()
-        if client is not None:
-            client.close()
+        if self._client is not None:
+            self._client.close()
 
 
 # Which server has a key. ``of`` says which; ``after`` says which to try once more after one of

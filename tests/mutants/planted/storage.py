@@ -244,6 +244,18 @@ DEFECTS = (
         "        return url\n",
     ),
     one(
+        "a shutdown waits for a silent cluster",
+        SERVERS,
+        "        with self._lock:\n            self._closed = True\n            servers",
+        "        with self._making:\n            self._closed = True\n            servers",
+    ),
+    one(
+        "a cluster is connected to after the shutdown",
+        SERVERS,
+        "            self._closed = True\n            servers",
+        "            servers",
+    ),
+    one(
         "writes wait for a silent Redis one after the other",
         REDIS,
         "        if self._silent >= asked:\n",

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import redis
@@ -276,3 +276,25 @@ def test_closing_ends_what_waits_for_the_server(servers, client):
             assert not isinstance(ended.value, TimeoutError)
     finally:
         client.client_unpause()
+
+
+def test_closing_does_not_wait_for_a_cluster_that_is_silent():
+    """It would hold up LMCache's event loop, which writes to the other stores."""
+    options = {"socket_timeout": 30.0, "socket_connect_timeout": 30.0, "protocol": 2}
+    with socket.create_server(("127.0.0.1", 0)) as node, ThreadPoolExecutor(3) as threads:
+        servers = servers_at(f"redis-cluster://127.0.0.1:{node.getsockname()[1]}", options)
+        try:
+            asking = [threads.submit(servers.of, "value") for _ in range(2)]
+            connection, _ = node.accept()
+            closing = threads.submit(servers.close)
+            wait([closing], 5)
+            assert closing.done()
+            assert not any(each.done() for each in asking), "the cluster is not silent"
+        finally:
+            node.close()
+            connection.close()
+        for each in asking:
+            with pytest.raises(redis.ConnectionError):
+                each.result()
+        with pytest.raises(redis.ConnectionError, match="shutting down"):
+            servers.of("value")
