@@ -23,6 +23,8 @@ logger = init_logger("vllm.lmcache_hybrid.scheduler.load_policy")
 BACK_AT = 0.8
 # One of so many hits that are not loaded is loaded all the same, to measure.
 TRY_EVERY = 32
+# Short hits may be too slow where long ones are not: what is said of a backend is said so seldom.
+LOG_SECONDS = 60.0
 # The first load of a backend may take a moment longer than computing would.
 MOMENT_SECONDS = 0.05
 # A load that was given up counts as having taken so many times as long.
@@ -104,8 +106,11 @@ class Faster(LoadPolicy):
         # Requests that compute their prompt: since when, and from which token on.
         self._computing: dict[str, tuple[float, int, Request]] = {}
         self._warm = False
-        # Hits that were not loaded, by backend, of those that are too slow now.
-        self._skipped: Counter[str] = Counter()
+        # Backends that are too slow now, and when each was logged last.
+        self._slow: set[str] = set()
+        self._logged: dict[str, float] = {}
+        # Hits that were left out since one was loaded, by the backend of their last block.
+        self._left: Counter[str] = Counter()
 
     def judge(self, request: "Request", result: LookupResult, start: int, again: bool) -> Verdict:
         end, source = result.boundary * self._size + result.tail, result.source
@@ -113,41 +118,43 @@ class Faster(LoadPolicy):
         if computing is None:
             return LOAD
         runs = self._runs(result, start)
-        loading = self._loading(runs)
-        if loading is None:  # the first of its backend
+        own, loading = self._speeds.load_seconds(self._bytes(runs)), self._loading(runs)
+        if own is None or loading is None:  # the first of its backend
             return Verdict(True, computing + MOMENT_SECONDS)
-        slow = source in self._skipped
         nearer = None if again else self._nearer(runs, start, end)
-        if nearer is not None and nearer[1] < min(loading, computing):
-            logger.debug("Reqid: %s, a nearer boundary is loaded sooner.", request.request_id)
-            return Verdict(loading < computing, nearer=nearer[0])
+        if nearer is not None and nearer[1] >= min(loading, computing):
+            nearer = None
         logger.debug(
-            "Reqid: %s, loading %d tokens from %s is expected to take %.4f s, computing %.4f s.",
+            "Reqid: %s, loading %d tokens from %s is expected to take %.4f s, computing %.4f s%s.",
             *(request.request_id, end - start, source, loading, computing),
+            f", loading a part {nearer[1]:.4f} s" if nearer else "",
         )
-        if loading <= computing * (BACK_AT if slow else 1.0):
-            self._note(source, slow, False, end - start, loading, computing)
+        # A backend is not slow because others are waited for.
+        slow = own > computing * (BACK_AT if source in self._slow else 1.0)
+        self._note(source, slow, end - start, own, computing)
+        if not slow and loading <= computing and nearer is None:
+            del self._left[source]
             return LOAD
-        self._note(source, slow, True, end - start, loading, computing)
-        self._skipped[source] += 1
-        if self._skipped[source] % TRY_EVERY == 0:
-            return Verdict(True, computing)
-        return COMPUTE
+        self._left[source] += 1
+        if self._left[source] % TRY_EVERY == 0:
+            return Verdict(True, nearer[1] if nearer else computing)
+        return Verdict(loading < computing, nearer=nearer[0]) if nearer else COMPUTE
 
-    def _note(
-        self, source: str, was: bool, slow: bool, tokens: int, loading: float, computing: float
-    ) -> None:
+    def _note(self, source: str, slow: bool, tokens: int, own: float, computing: float) -> None:
         """Log that a backend became too slow, or fast enough again."""
-        if was == slow:
+        if slow == (source in self._slow):
             return
-        if not slow:
-            del self._skipped[source]
+        (self._slow.add if slow else self._slow.discard)(source)
+        now = self._clock()
+        if now - self._logged.get(source, -math.inf) < LOG_SECONDS:
+            return
+        self._logged[source] = now
         logger.info(
             "Hits in %s are %s: %d tokens take about %.3f s to load and %.3f s to compute "
             "(lmcache.hybrid_load_policy=faster).",
             source,
             "computed from now on" if slow else "loaded again",
-            *(tokens, loading, computing),
+            *(tokens, own, computing),
         )
 
     def _runs(self, result: LookupResult, start: int) -> list[tuple[str, int]]:
@@ -205,13 +212,14 @@ class Faster(LoadPolicy):
             loads = {
                 request: load
                 for request, load in loads.items()
-                if seconds > (self._speeds.load_seconds(load[1]) or 0.0)
+                if seconds > (self._speeds.load_seconds(load[1]) or MOMENT_SECONDS)
             }
             seconds *= GIVEN_UP
         if loads:
             sizes = [sizes for _, sizes in loads.values()]
-            # What was measured before a backend became too slow was long ago.
-            self._speeds.forget(self._skipped.keys() & {tier for each in sizes for tier in each})
+            # What was measured before hits were left out was long ago.
+            long_ago = {tier for tier, left in self._left.items() if left >= TRY_EVERY}
+            self._speeds.forget(long_ago & {tier for each in sizes for tier in each})
             self._speeds.loaded(sizes, seconds)
 
     def scheduled(self, requests: Iterable["Request"]) -> None:

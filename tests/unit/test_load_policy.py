@@ -65,6 +65,10 @@ class Engine:
         self.clock.now += seconds
         self.policy.ended(["loaded"], ["loaded"] if failed else [])
 
+    def leave_out(self, *runs: tuple[str, int]) -> list[Verdict]:
+        """Judge hits until one is loaded all the same; returns what was chosen."""
+        return [self.judge(*runs) for _ in range(load_policy.TRY_EVERY)]
+
     def judge(self, *runs: tuple[str, int], start: int = 0, again: bool = False) -> Verdict:
         request = SimpleNamespace(request_id="judged")
         return self.policy.judge(request, hit(*runs), start, again)
@@ -169,9 +173,10 @@ def test_what_vllm_holds_is_not_loaded():
 
 def test_a_slow_backend_must_be_clearly_faster_to_come_back(hybrid_log):
     engine = Engine(**{DISK: 1e7})
-    assert not engine.judge((DISK, 100)).load
+    engine.leave_out((DISK, 100))
     engine.load(DISK, 100, 1.45)  # of 1.6
     assert not engine.judge((DISK, 100)).load
+    engine.clock.now += load_policy.LOG_SECONDS
     engine.load(DISK, 100, 1.2)
     assert engine.judge((DISK, 100)).load
     said = [record.getMessage() for record in hybrid_log.records]
@@ -181,11 +186,49 @@ def test_a_slow_backend_must_be_clearly_faster_to_come_back(hybrid_log):
     ]
 
 
-def test_one_fast_load_is_enough_to_come_back():
-    engine = Engine(**{DISK: 1e7})
-    assert not engine.judge((DISK, 100)).load
+@pytest.mark.parametrize("runs", [((DISK, 100),), ((RAM, 20), (DISK, 80)), ((RAM, 300), (DISK, 9))])
+def test_one_fast_load_is_enough_to_come_back(runs):
+    engine = Engine(**{RAM: 1e9, DISK: 1e6})
+    verdicts = engine.leave_out(*runs)
+    assert all(verdict.nearer or not verdict.load for verdict in verdicts[:-1])
+    assert verdicts[-1].load and not verdicts[-1].nearer and verdicts[-1].seconds < 5
     engine.load(DISK, 100, 0.1)
-    assert engine.judge((DISK, 100)).load
+    assert engine.judge(*runs) == Verdict(True)
+
+
+def test_what_was_measured_just_now_is_not_forgotten():
+    """Short hits are left out beside long ones, because each load takes a while to begin."""
+    engine = Engine()
+    for blocks in (1, 100):
+        engine.load(DISK, blocks, 0.05 + blocks / 1000)
+    for _ in range(10):
+        assert engine.judge((DISK, 100)).load  # 0.15 s instead of 1.6 s
+        engine.policy.sent("long", hit((DISK, 100)), 0)
+        assert not engine.judge((DISK, 1)).load
+        engine.clock.now += 0.15
+        engine.policy.ended(["long"], [])
+        assert not engine.judge((DISK, 1)).load  # 0.051 s instead of 0.016 s
+
+
+def test_no_flood_of_log_lines(hybrid_log):
+    engine = Engine(**{RAM: 1e8, DISK: 1e8})
+    for _ in range(100):
+        assert not engine.judge((DISK, 1)).load
+        assert engine.judge((DISK, 100)).load
+        assert engine.judge((RAM, 100)).load
+        engine.policy.sent("other", hit((RAM, 100)), 0)
+        assert not engine.judge((RAM, 100)).load  # no sign of a slow backend
+        engine.clock.now += 1.03
+        engine.policy.ended(["other"], [])
+    said = [record.getMessage() for record in hybrid_log.records]
+    assert 0 < len(said) <= 1 + 103 / load_policy.LOG_SECONDS
+    assert not any(RAM in line for line in said)
+
+
+def test_a_first_load_that_broke_off_says_nothing():
+    engine = Engine()
+    engine.load(DISK, 100, 0.001, failed=True)
+    assert engine.judge((DISK, 100)).seconds < math.inf
 
 
 def test_a_load_that_was_given_up_does_not_bring_its_backend_back():

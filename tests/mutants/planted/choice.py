@@ -23,8 +23,38 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "what is slow is never measured again",
         POLICY,
-        "        if self._skipped[source] % TRY_EVERY == 0:\n",
-        "        if self._skipped[source] < 0:\n",
+        "        if self._left[source] % TRY_EVERY == 0:\n",
+        "        if self._left[source] < 0:\n",
+    ),
+    one(
+        "what a nearer boundary leaves out is never measured again",
+        POLICY,
+        "        if self._left[source] % TRY_EVERY == 0:\n",
+        "        if self._left[source] % TRY_EVERY == 0 and not nearer:\n",
+    ),
+    one(
+        "what was measured just now is forgotten",
+        POLICY,
+        "in self._left.items() if left >= TRY_EVERY}",
+        "in self._left.items() if left}",
+    ),
+    one(
+        "a backend is slow because others are waited for",
+        POLICY,
+        "        slow = own > computing * ",
+        "        slow = loading > computing * ",
+    ),
+    one(
+        "each change of mind is logged",
+        POLICY,
+        "        if now - self._logged.get(source, -math.inf) < LOG_SECONDS:\n",
+        "        if now < 0:\n",
+    ),
+    one(
+        "a first load that broke off counts as a fast one",
+        POLICY,
+        "(self._speeds.load_seconds(load[1]) or MOMENT_SECONDS)",
+        "(self._speeds.load_seconds(load[1]) or 0.0)",
     ),
     one(
         "a load that broke off counts as a fast one",
