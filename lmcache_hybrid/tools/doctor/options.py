@@ -81,7 +81,9 @@ def check_options(context: Context) -> Iterator[Finding]:
     refused = refusals(config, context.block_size)
     yield from (error("options", sentence) for sentence in refused)
     try:
-        options = read_options(SimpleNamespace(kv_transfer_config=context.transfer), config)
+        # Whether vLLM publishes events is not asked here.
+        settings = SimpleNamespace(kv_transfer_config=context.transfer, kv_events_config=None)
+        options = read_options(settings, config)
         if context.model is not None and context.block_size is not None:
             check_lengths(options, context.block_size)
             check_pool(config, context.model.largest)

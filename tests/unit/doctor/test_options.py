@@ -103,7 +103,9 @@ def test_a_selection_that_is_no_attention_group():
 
 
 def test_a_good_configuration(context, tmp_path):
-    found = context(local_disk=str(tmp_path / "d"), max_local_disk_size=0.01, model=MODEL)
+    found = context(
+        local_disk=str(tmp_path / "d"), max_local_disk_size=0.01, enable_kv_events=True, model=MODEL
+    )
     assert found.troubles == ()
     assert [f.status for f in assert_sentences(check_options(found))] == [OK]
     assert only(check_chunk_size(found)).message == "chunk_size 256 is set to the block size 384."
