@@ -93,7 +93,8 @@ def store_of(**given) -> SimpleNamespace:
     [
         ({"save": False}, {}, "LMCACHE_FORCE_SKIP_SAVE is set"),
         ({"max_tokens_per_load": 64}, {}, "lmcache.max_tokens_per_load=64 lets a load bring less"),
-        ({"min_retrieve_tokens": 17}, {}, "min_retrieve_tokens=17 leaves hits of one block of 16"),
+        ({"min_retrieve_tokens": 17}, {}, "min_retrieve_tokens=17 leaves hits of 16 tokens out"),
+        ({"load_policy": "faster"}, {}, "hybrid_load_policy=faster computes hits"),
         (
             {},
             {"store_location": "LocalDiskBackend"},

@@ -3,7 +3,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from lmcache_hybrid.config.options import LOAD_LIMIT_KEY, Options
+from lmcache_hybrid.config.options import LOAD_LIMIT_KEY, POLICIES, POLICY_KEY, Options
 
 if TYPE_CHECKING:
     from lmcache_hybrid.storage.lmcache_store import LMCacheStore
@@ -37,8 +37,12 @@ def tiers_of(store: "LMCacheStore") -> list[dict[str, Any]]:
     return found
 
 
-def refusals(options: Options, store: "LMCacheStore", block_size: int) -> list[str]:
-    """List the settings that suppress hits which vLLM's own cache has, one sentence each."""
+def refusals(options: Options, store: "LMCacheStore", least: int) -> list[str]:
+    """List the settings that suppress hits which vLLM's own cache has, one sentence each.
+
+    Args:
+        least: tokens of the shortest hit: U, or N.
+    """
     found, config = [], store._engine.config
     if not options.save:
         found.append(
@@ -50,11 +54,16 @@ def refusals(options: Options, store: "LMCacheStore", block_size: int) -> list[s
             f"{LOAD_LIMIT_KEY}={options.max_tokens_per_load} lets a load bring less than vLLM's "
             "own cache holds, so they cannot be compared; leave it out for this test."
         )
-    if options.min_retrieve_tokens > block_size:
+    if options.load_policy != POLICIES[0]:
         found.append(
-            f"LMCache option min_retrieve_tokens={options.min_retrieve_tokens} leaves hits of one "
-            f"block of {block_size} tokens out, so they cannot be compared; set it to {block_size} "
-            "or less for this test."
+            f"{POLICY_KEY}={options.load_policy} computes hits where that is faster, so they "
+            "cannot be compared; leave it out for this test."
+        )
+    if options.min_retrieve_tokens > least:
+        found.append(
+            f"LMCache option min_retrieve_tokens={options.min_retrieve_tokens} leaves hits of "
+            f"{least} tokens out, so they cannot be compared; set it to {least} or less for this "
+            "test."
         )
     chosen, nearest = config.store_location, next(iter(_located(store)), None)
     if chosen and chosen != nearest:

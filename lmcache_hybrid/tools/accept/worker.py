@@ -76,7 +76,9 @@ class AcceptExtension:
             "save_decode": bool(config.save_decode_cache),
             "tiers": tiers_of(store),
             "missing_tiers": missing_of(store),
-            "refusals": refusals(read_options(self.vllm_config, config), store, plan.block_size),
+            "refusals": refusals(
+                read_options(self.vllm_config, config), store, plan.unit or plan.block_size
+            ),
             **_device(self.device),
         }
 
