@@ -146,22 +146,23 @@ def test_latent_pages_count_once_in_stores_that_ranks_share():
     assert len({storage.stored(alone, work, each).payload for each in BACKENDS.values()}) == 1
 
 
-# Redis 6.2.5 with jemalloc 5.1.0: (bytes of a value, used_memory of its record).
+# Redis 6.2.5 with jemalloc 5.1.0: (bytes of a value, used_memory of its record), whose key has 94
+# characters.
 REDIS_USED = [
-    (8_392, 10_576),
-    (16_576, 20_816),
-    (100_000, 115_024),
-    (1_000_000, 1_048_912),
-    (3_207_416, 3_670_352),
-    (8_400_000, 10_486_026),
-    (12_812_288, 14_680_336),
-    (51_381_248, 58_720_528),
+    (8_392, 10_400),
+    (16_576, 20_640),
+    (100_000, 114_848),
+    (1_000_000, 1_048_738),
+    (3_207_416, 3_670_176),
+    (8_400_000, 10_485_920),
+    (12_812_288, 14_680_224),
+    (51_381_248, 58_720_418),
 ]
 
 
 @pytest.mark.parametrize(("size", "used"), REDIS_USED)
 def test_redis_takes_what_was_measured(size, used):
-    assert BACKENDS["redis"].stored(size) == pytest.approx(used, abs=100)
+    assert BACKENDS["redis"].stored(size) == pytest.approx(used, abs=50)  # by the name
 
 
 @pytest.mark.parametrize(

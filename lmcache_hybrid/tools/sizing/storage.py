@@ -13,9 +13,9 @@ from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE
 PAGE = 4096
 # LMCache's own metadata, in front of each fs:// file.
 METADATA_BYTES = 28
-# Measured, see docs/sizing.md, when each record had a second key: keys and entries of one record,
-# and the value's header. One key takes less.
-REDIS_KEYS_BYTES = 336
+# Measured, see docs/sizing.md: key and entry of one record, and the value's header. Keys begin
+# with the model's name: 144 to 208 bytes.
+REDIS_KEYS_BYTES = 160
 REDIS_HEADER_BYTES = 10
 
 
