@@ -9,7 +9,7 @@ worker (entry point ``vllm.general_plugins``), perhaps more than once.
 | ``configuration`` | defaults, and refusals at start-up, in ``VllmConfig`` |
 | ``connector`` | the class ``LMCacheConnectorV1`` |
 | ``compat`` | bugs of the scheduler and of the CPU platform, one repair each |
-| ``partial_hits`` | the copy on write of a block that a prompt hits in part (a repair, too) |
+| ``copy_on_write`` | the copy on write of a block that a prompt hits in part (a repair, too) |
 | ``loaders`` | model and adapter loaders, so that they note what they have loaded |
 | ``events`` | the reset of vLLM's own cache, of which the connector is told (a repair, too) |
 | ``sleep`` | the workers' sleep mode, of which the connector is told |
