@@ -79,6 +79,8 @@ class Admission:
             return self.gain(tracker, num_computed_tokens)
         gain = result.boundary * self._plan.block_size + result.tail - num_computed_tokens
         if gain < max(1, self._options.min_retrieve_tokens):
+            if choice.left.hit:  # and nothing nearer was there
+                self._skip(tracker, choice.left, num_computed_tokens)
             return 0
         return gain if choice.judged else self._judge(tracker, floor, num_computed_tokens, gain)
 
@@ -91,15 +93,24 @@ class Admission:
         again = tracker.choice.nearer > 0
         verdict = self._policy.judge(tracker.request, result, num_computed_tokens, again)
         if verdict.nearer:
-            self._ask(tracker, floor, Choice(nearer=verdict.nearer, whole=verdict.load))
+            self._ask(tracker, floor, Choice(verdict.nearer, whole=verdict.load, left=result))
             return self.gain(tracker, num_computed_tokens)
-        tracker.choice = Choice(judged=True, seconds=verdict.seconds)
         if verdict.load:
+            tracker.choice = Choice(judged=True, seconds=verdict.seconds)
             return gain
-        # No need to store again what was just found.
-        tracker.stored.states.add(num_computed_tokens + gain)
-        count_skipped(self._ledger, result, gain)
+        left = tracker.choice.left
+        self._skip(tracker, left if left.hit else result, num_computed_tokens)
         return 0
+
+    def _skip(
+        self, tracker: RequestTracker, result: LookupResult, num_computed_tokens: int
+    ) -> None:
+        """Have a hit computed, and count it."""
+        tracker.choice = Choice(judged=True)
+        end = result.boundary * self._plan.block_size + result.tail
+        # No need to store again what was just found.
+        tracker.stored.states.add(end)
+        count_skipped(self._ledger, result, max(0, end - num_computed_tokens))
 
     def _ask(self, tracker: RequestTracker, floor: int, choice: Choice = DEEPEST) -> None:
         """Ask the ranks, if there is anything to ask for."""

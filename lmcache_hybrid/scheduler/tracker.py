@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lmcache_hybrid.identity.adapters import Adapter
-from lmcache_hybrid.protocol.lookup import LookupResult
+from lmcache_hybrid.protocol.lookup import MISS, LookupResult
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.checkpoints import Checkpoints
 from lmcache_hybrid.scheduler.lookup_queue import PendingLookup
@@ -81,12 +81,14 @@ class Choice:
         whole: whether the deepest is loaded where the store lacks the nearer one.
         judged: whether the load policy was asked already.
         seconds: after which the load is given up.
+        left: the hit instead of which the nearer boundary was asked for.
     """
 
     nearer: int = 0
     whole: bool = False
     judged: bool = False
     seconds: float = math.inf
+    left: LookupResult = MISS
 
 
 @dataclass

@@ -331,13 +331,26 @@ def test_the_deepest_boundary_is_loaded_where_there_is_no_nearer_one(whole):
     load = rig.admit(request)
     assert policy.asked == [(5, False)]
     assert (load.boundary if load else 0) == (5 if whole else 0)
+    counts = rig.scheduler.counts
+    assert sum(counts.skipped_load_tokens.values()) == (0 if load else 5 * N)
     if not load:
         assert all(not lookup.num_claims for lookup in rig.ranks.lookups)
+        assert counts.skipped_loads == {"naive": 1}
+        assert rig.forward(request, 5 * N + 1, all_offers(5)) is None
+
+
+def test_a_hit_that_is_left_for_a_nearer_one_is_counted_once():
+    policy = Given(Verdict(False, nearer=3), Verdict(False))
+    request = make_request(tokens=5 * N + 1)
+    rig = Rig(policy=policy).holds(request, 5, 3, 5)
+    assert rig.match(request) == rig.match(request) == (0, False)
+    assert rig.scheduler.counts.skipped_load_tokens == {"naive": 5 * N}
 
 
 def test_a_load_has_as_long_as_was_chosen():
     request = make_request(tokens=5 * N + 1)
     rig = Rig(policy=Given(Verdict(True, 7.0))).holds(request, 5, 5)
+    rig.match(request)  # and vLLM has no blocks yet
     assert rig.admit(request).deadline == pytest.approx(time.monotonic() + 7, abs=1)
     other = make_request(tokens=5 * N + 1)
     assert Rig().holds(other, 5, 5).admit(other).deadline == math.inf

@@ -77,14 +77,26 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a hit that is not loaded is stored again",
         ADMISSION,
-        "        tracker.stored.states.add(num_computed_tokens + gain)\n",
+        "        tracker.stored.states.add(end)\n",
         "",
     ),
     one(
         "a hit is judged in every pass",
         ADMISSION,
-        "        tracker.choice = Choice(judged=True, seconds=verdict.seconds)\n",
-        "        tracker.choice = Choice(seconds=verdict.seconds)\n",
+        "            tracker.choice = Choice(judged=True, seconds=verdict.seconds)\n",
+        "            tracker.choice = Choice(seconds=verdict.seconds)\n",
+    ),
+    one(
+        "a hit that is computed because nothing nearer is stored is not counted",
+        ADMISSION,
+        "            if choice.left.hit:",
+        "            if False:",
+    ),
+    one(
+        "of two hits that are computed the nearer one is counted",
+        ADMISSION,
+        "left if left.hit else result",
+        "result",
     ),
     one(
         "a load goes on after its deadline",
