@@ -26,8 +26,9 @@ class Granularity:
 
     def __init__(self, plan: GroupPlan, ledger: Ledger[SchedulerCounts]) -> None:
         self._size, self._unit = plan.block_size, plan.unit or plan.block_size
-        # Without states there is no unit to set.
-        self._advice = suggested_unit(plan.block_size) if plan.states and not plan.unit else 0
+        # A unit that has no effect is no advice, see GroupPlan.with_unit.
+        helps = plan.with_unit(1).unit and not plan.unit
+        self._advice = suggested_unit(plan.block_size) if helps else 0
         self.ledger = ledger
         self._requests = self._short = 0
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What hits at boundaries leave out is counted, and who needs a finer unit is told once."""
 
+from dataclasses import replace
+
 import pytest
 
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
@@ -58,6 +60,7 @@ WINDOWS = GroupPlan(384, attention=(1,), states=(), selected_attention=1, window
         (BLOCKS, 2, 0),
         (BLOCKS.with_unit(64), 3, 0),
         (WINDOWS, 3, 0),
+        (replace(BLOCKS, windows=WINDOWS.windows), 3, 0),
     ],
 )
 def test_who_needs_a_unit_is_told_once(plan, short, lines, monkeypatch):

@@ -11,6 +11,12 @@ METADATA = "lmcache_hybrid/protocol/metadata.py"
 
 DEFECTS: tuple[Defect, ...] = (
     one(
+        "a unit is advised where it has no effect",
+        "lmcache_hybrid/scheduler/granularity.py",
+        "plan.with_unit(1).unit and not plan.unit",
+        "plan.states and not plan.unit",
+    ),
+    one(
         "prompts shorter than a block are not asked for",
         SCHEDULER,
         "(request.num_prompt_tokens - 1) // unit * unit if prefix and unit else 0",
