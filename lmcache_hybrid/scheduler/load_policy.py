@@ -204,8 +204,8 @@ class Faster(LoadPolicy):
         # They run one after the other: this is what these took of that.
         seconds = now - max(self._last_end, min(began for began, _ in loads.values()))
         self._last_end = now
-        if not self._sent:
-            self._free_at = now
+        waiting = (self._speeds.load_seconds(sizes) or 0.0 for _, sizes in self._sent.values())
+        self._free_at = now + sum(waiting)
         if failed & loads.keys():
             # Those that broke off early say nothing, those that were given up would have
             # taken longer.

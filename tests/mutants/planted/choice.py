@@ -15,6 +15,12 @@ DEFECTS: tuple[Defect, ...] = (
         "own",
     ),
     one(
+        "loads are waited for as long as was expected when they began",
+        POLICY,
+        "        self._free_at = now + sum(waiting)\n",
+        "        if not self._sent:\n            self._free_at = now\n",
+    ),
+    one(
         "a slow backend comes back as soon as it is as fast",
         POLICY,
         "BACK_AT = 0.8",
