@@ -22,7 +22,8 @@ DEFAULT_TRANSFER = {"kv_connector": CONNECTOR, "kv_role": "kv_both"}
 class Context:
     """
     Attributes:
-        transfer: ``kv_transfer_config``, None where vLLM refuses it.
+        transfer: ``kv_transfer_config``, ours of those in a ``MultiConnector``; None where vLLM
+            refuses it.
         config: LMCache's configuration, not settled yet; None where it cannot be read.
         model: groups and sizes; None where no model was named, or vLLM refuses it.
         named: the model's name, None where none was named.
@@ -66,6 +67,10 @@ def _read_transfer(settings: dict[str, Any], troubles: list[Finding]) -> "KVTran
     load_general_plugins()  # a missing kv_role is filled in by the plugin
     try:
         checked = KVTransferConfig(**settings)
+        if checked.kv_connector == "MultiConnector":
+            beside = checked.kv_connector_extra_config.get("connectors", ())
+            ours = [each for each in beside if each.get("kv_connector") == CONNECTOR]
+            checked = KVTransferConfig(**ours[0]) if ours else checked
     except (TypeError, ValueError) as failure:
         troubles.append(
             error("kv-transfer-config", f"vLLM refuses it: {one_line(failure)}.", "Correct it.")

@@ -149,6 +149,23 @@ def test_our_own_settings(context):
     assert "checkpoint_tokens=100 is not a multiple" in checkpoints
 
 
+def test_our_settings_among_other_connectors(context):
+    def told(*connectors: dict) -> list[str]:
+        extra = {"connectors": list(connectors)}
+        transfer = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+        return [bad.message for bad in of_status(check_options(context(transfer=transfer)), ERROR)]
+
+    other = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    assert told(TRANSFER, other) == []
+    wrong = {"kv_connector_extra_config": {"lmcache.hybrid_load_policy": "fastest"}}
+    assert "hybrid_load_policy='fastest'" in only(told(other, TRANSFER | wrong))
+    assert "is not asked" in only(told(other))
+
+
 def test_options_that_lmcache_does_not_know(context):
     found = context(max_local_cpu_sise=5)
     (bad,) = of_status(assert_sentences(check_options(found)), WARNING)
