@@ -78,7 +78,7 @@ def long_prompt(characters: int, subject: str = "cache") -> str:
     return "".join(lines)[:characters]
 
 
-def start(model: str, transfer: dict[str, Any] | None) -> Any:
+def start(model: str, transfer: dict[str, Any] | None, **options: Any) -> Any:
     """A ``vllm.LLM``; ``transfer`` is its kv_transfer_config, None for no connector."""
     from vllm import LLM
 
@@ -89,6 +89,7 @@ def start(model: str, transfer: dict[str, Any] | None) -> Any:
         kv_transfer_config=transfer,
         enforce_eager=True,  # starts faster; leave it out in earnest
         disable_log_stats=False,  # times and counters
+        **options,
     )
 
 

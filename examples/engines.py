@@ -13,9 +13,9 @@ from common import Answer, ask, start, stop
 _llm: Any = None  # the engine of a process that Engine started
 
 
-def _start_here(*arguments: Any) -> None:
+def _start_here(model: str, transfer: dict[str, Any] | None, options: dict[str, Any]) -> None:
     global _llm
-    _llm = start(*arguments)
+    _llm = start(model, transfer, **options)
 
 
 def _call_here(function: Any, *arguments: Any) -> Any:
@@ -26,11 +26,16 @@ def _block_size(llm: Any) -> int:
     return llm.llm_engine.vllm_config.cache_config.block_size
 
 
+def _forget(llm: Any) -> bool:
+    return llm.reset_prefix_cache()
+
+
 class Engine(AbstractContextManager):
     """A ``vllm.LLM`` in a process of its own: ``with Engine(model, transfer) as engine``."""
 
-    def __init__(self, model: str, transfer: dict[str, Any] | None) -> None:
-        self._pool = ProcessPoolExecutor(1, get_context("spawn"), _start_here, (model, transfer))
+    def __init__(self, model: str, transfer: dict[str, Any] | None, **options: Any) -> None:
+        arguments = model, transfer, options
+        self._pool = ProcessPoolExecutor(1, get_context("spawn"), _start_here, arguments)
         # Starts the process, and the engine in it, without waiting.
         self._ready = self._pool.submit(_call_here, _block_size)
 
@@ -41,6 +46,10 @@ class Engine(AbstractContextManager):
     def block_size(self) -> int:
         """Tokens per block; waits until the engine is up."""
         return self._ready.result()
+
+    def forget(self) -> None:
+        """Empty vLLM's own cache, so that hits come from LMCache."""
+        assert self._pool.submit(_call_here, _forget).result()
 
     def ask(self, prompt: str, max_tokens: int = 16) -> Answer:
         return self._pool.submit(_call_here, ask, prompt, max_tokens).result()

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    "example", ["offline", "serve_openai", "redis_two_engines", "prefill_decode"]
+    "example",
+    ["offline", "serve_openai", "redis_two_engines", "prefill_decode", "kv_events_router"],
 )
 def test_every_example_runs(example: str) -> None:
     result = subprocess.run(

@@ -2,6 +2,7 @@
 """vLLM's events of what the store holds: a real scheduler side, reports as ranks send them."""
 
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from lmcache_hybrid.config.options import log_events, read_options
+from lmcache_hybrid.connector import HybridConnector
 from lmcache_hybrid.core.keys import STATE, tags_digest, wide_hash
 from lmcache_hybrid.protocol.changes import DISK, RAM, REMOTE, RankReport, RankReports, RecordName
 from lmcache_hybrid.protocol.prefix import record_keys
@@ -174,6 +176,29 @@ def test_all_is_announced_again_after_vllm_cleared_its_own_cache() -> None:
     events = rig.stored(request, 1, states=(1,))
     rig.events.cleared()
     assert rig.events.pending and rig.events.take() == events
+
+
+def test_vllm_hears_what_ranks_report_through_the_connector() -> None:
+    rig, request = EventRig(), make_request(tokens=N + 1)
+    prefix = prefix_of(request, N, 1)
+    rig.events.learn(request, prefix, 1)
+    rig.report()
+    keys = record_keys(prefix, 0, N, 0, PLAN.attention) + record_keys(
+        prefix, 0, N, STATE, PLAN.states
+    )
+    report = RankReport(0, 0, tuple((record(key), RAM) for key in keys), True, False)
+    connector = HybridConnector.__new__(HybridConnector)
+    connector.scheduler, connector._events = rig.scheduler, rig.events
+    connector.worker = SimpleNamespace(report=lambda serving: report if serving else None)
+    connector._guard = SimpleNamespace(stands=True)
+    assert not connector.has_pending_push_work() and not connector.take_events()
+    reports = connector.get_kv_connector_kv_cache_events()
+    connector.update_connector_output(KVConnectorOutput(kv_cache_events=reports))
+    assert connector.has_pending_push_work()
+    events = connector.take_events()
+    assert len(events) == 4 and not connector.has_pending_push_work()
+    connector.cleared()
+    assert connector.has_pending_push_work() and connector.take_events() == events
 
 
 def test_prompts_that_only_the_same_tags_hit_are_not_announced() -> None:

@@ -8,6 +8,7 @@ EVENTS = "lmcache_hybrid/scheduler/events.py"
 NOTES = "lmcache_hybrid/storage/notes.py"
 STORE = "lmcache_hybrid/storage/lmcache_store.py"
 SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
+CONNECTOR = "lmcache_hybrid/connector.py"
 
 DEFECTS: tuple[Defect, ...] = (
     one(
@@ -189,5 +190,41 @@ DEFECTS: tuple[Defect, ...] = (
         STORE,
         "                told = (notes.restored,) if notes is not None else ()\n",
         "                told = ()\n",
+    ),
+    one(
+        "what ranks report does not reach the scheduler",
+        CONNECTOR,
+        "        return RankReports([report]) if report else None\n",
+        "        return None\n",
+    ),
+    one(
+        "the scheduler takes no report of its ranks",
+        SCHEDULER,
+        "            self.events.receive(output.kv_cache_events)\n",
+        "            pass\n",
+    ),
+    one(
+        "what is stored is not made known to the events",
+        SCHEDULER,
+        "                    self.events.learn_save(tracker.request, save)\n",
+        "                    pass\n",
+    ),
+    one(
+        "vLLM gets no events of the store",
+        CONNECTOR,
+        "        return self._events.take() if self._events else []\n",
+        "        return []\n",
+    ),
+    one(
+        "an idle engine publishes nothing more",
+        CONNECTOR,
+        "        return self._events is not None and self._events.pending\n",
+        "        return False\n",
+    ),
+    one(
+        "a reset of vLLM's own cache hides what the store holds",
+        CONNECTOR,
+        "            self._events.cleared()\n",
+        "            pass\n",
     ),
 )
