@@ -106,9 +106,18 @@ class DiskShelf:
 
 
 class FolderShelf(DiskShelf):
-    """The files of ``fs://``."""
+    """The files of ``fs://``; LMCache writes a few bytes of its own before each record."""
 
     suffix = ".data"
+
+    def read(self, name: str) -> bytes:
+        return super().read(name)[self._own(name) :]
+
+    def write(self, name: str, data: bytes) -> None:
+        super().write(name, super().read(name)[: self._own(name)] + data)
+
+    def _own(self, name: str) -> int:
+        return super().read(name).index(record.MAGIC)
 
 
 class RedisShelf:

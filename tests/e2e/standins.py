@@ -112,6 +112,7 @@ def latent_attention() -> None:
     import vllm.models.kimi_k3 as kimi
     from vllm.models.kimi_k3.amd.linear import KimiLinearForCausalLM
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backend import MultipleOf
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
     original = CpuPlatform.check_and_update_config.__func__
@@ -126,7 +127,10 @@ def latent_attention() -> None:
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
     CPUMLABackend.supports_block_size = classmethod(lambda cls, size: not size or size % 16 == 0)
-    CPUMLAImpl.forward_mha = _latent_prefill
+    CPUMLABackend.get_supported_kernel_block_sizes = staticmethod(
+        lambda spec=None: [MultipleOf(16)]
+    )
+    CPUMLAImpl.forward_mha, CPUMLAImpl.forward_mqa = _latent_prefill, _latent_decode
     _hide_numba()
     kimi.KimiLinearForCausalLM = KimiLinearForCausalLM
 
@@ -172,6 +176,26 @@ def _latent_prefill(
         query, key, value = (each.transpose(0, 1) for each in (q[begin:end], key, value))
         made = attend(query, key, value, attn_mask=causal, scale=self.scale)
         output[begin:end] = made.transpose(0, 1).flatten(1)
+
+
+def _latent_decode(self, q, kv_c_and_k_pe_cache, attn_metadata, layer) -> tuple:
+    """As ``CPUMLAImpl.forward_mqa``, whose kernel takes blocks of 16 tokens, over blocks of N."""
+    import torch
+    from vllm import _custom_ops as ops
+
+    q = torch.cat(q, -1) if isinstance(q, tuple) else q.contiguous()
+    parts = kv_c_and_k_pe_cache.shape[1] // 16
+    table = attn_metadata.decode.block_table[..., None] * parts + torch.arange(parts)
+    out = q.new_zeros(*q.shape[:2], self.kv_lora_rank)
+    ops.mla_decode_kvcache_cpu(
+        out,
+        q,
+        kv_c_and_k_pe_cache.view(-1, 16, q.shape[-1]),
+        self.scale,
+        table.flatten(1).int(),
+        attn_metadata.decode.seq_lens.int(),
+    )
+    return out, None
 
 
 def delta_attention() -> None:
