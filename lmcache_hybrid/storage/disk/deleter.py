@@ -5,8 +5,8 @@ import contextlib
 import itertools
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
+from lmcache_hybrid.core.threads import started
 from lmcache_hybrid.storage.disk.index import EVICTED
 
 
@@ -19,7 +19,7 @@ class Deleter:
 
     def __init__(self) -> None:
         self.queueing = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hybrid-delete")
+        self._thread = started(1, "hybrid-delete")
         self._numbers = itertools.count()
 
     def delete(self, path: str) -> None:

@@ -12,7 +12,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from socket import socket
 from typing import TypeVar
@@ -24,7 +24,7 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.storage_backend.connector import ConnectorContext
 from redis.exceptions import AskError
 
-from lmcache_hybrid.core.threads import anywhere, cores
+from lmcache_hybrid.core.threads import anywhere, cores, started
 from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.storage.key_names import VALUE
 from lmcache_hybrid.storage.remote import clients, sockets
@@ -62,6 +62,7 @@ class HybridRedisConnector(RecordConnector):
         Raises:
             ConfigError: a file that the environment names cannot be read.
             ValueError: the URL cannot be read.
+            RuntimeError: no threads could be started.
         """
         super().__init__(context)
         self._pool = context.local_cpu_backend
@@ -77,9 +78,9 @@ class HybridRedisConnector(RecordConnector):
             },
         )
         unbound = anywhere(cores())
-        self._readers = ThreadPoolExecutor(READERS, "hybrid-redis-read", unbound)
-        self._writers = ThreadPoolExecutor(WRITERS, "hybrid-redis-write", unbound)
-        self._askers = ThreadPoolExecutor(ASKERS, "hybrid-redis-ask", unbound)
+        self._readers = started(READERS, "hybrid-redis-read", unbound)
+        self._writers = started(WRITERS, "hybrid-redis-write", unbound)
+        self._askers = started(ASKERS, "hybrid-redis-ask", unbound)
         self._writes: set[Future[None]] = set()
         self._silent = -math.inf  # time.monotonic of the last write that failed so
 
@@ -168,7 +169,7 @@ class HybridRedisConnector(RecordConnector):
     def _write(self, key: CacheEngineKey, memory: MemoryObj, asked: float) -> None:
         if self._silent >= asked:
             raise ConnectionError("Redis did not take a record before this one")
-        name, value, started = key.to_string() + VALUE, _bytes(memory), time.monotonic()
+        name, value, begun = key.to_string() + VALUE, _bytes(memory), time.monotonic()
 
         def write(sock: socket, deadline: float) -> None:
             sockets.send_value(sock, _encoded(name), value, deadline)
@@ -177,7 +178,7 @@ class HybridRedisConnector(RecordConnector):
         try:
             self._twice(name, write, WRITE_SECONDS)
         except Exception:
-            if time.monotonic() - started >= SILENT_SECONDS:
+            if time.monotonic() - begun >= SILENT_SECONDS:
                 self._silent = time.monotonic()
             raise
 

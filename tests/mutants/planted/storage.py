@@ -256,6 +256,20 @@ DEFECTS = (
         "            servers",
     ),
     one(
+        "a thread to Redis is started when there is work for it",
+        REDIS,
+        '        self._writers = started(WRITERS, "hybrid-redis-write", unbound)\n',
+        "        from concurrent.futures import ThreadPoolExecutor as lazy\n\n"
+        '        self._writers = lazy(WRITERS, "hybrid-redis-write", unbound)\n',
+    ),
+    one(
+        "the thread that deletes is started when there is work for it",
+        "lmcache_hybrid/storage/disk/deleter.py",
+        '        self._thread = started(1, "hybrid-delete")\n',
+        "        from concurrent.futures import ThreadPoolExecutor as lazy\n\n"
+        '        self._thread = lazy(1, "hybrid-delete")\n',
+    ),
+    one(
         "writes wait for a silent Redis one after the other",
         REDIS,
         "        if self._silent >= asked:\n",
@@ -264,8 +278,8 @@ DEFECTS = (
     one(
         "a write that Redis refused fails those behind it",
         REDIS,
-        "started >= SILENT_SECONDS:",
-        "started >= 0:",
+        "begun >= SILENT_SECONDS:",
+        "begun >= 0:",
     ),
     one(
         "queued writes are dropped at shutdown",

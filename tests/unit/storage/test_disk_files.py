@@ -5,6 +5,7 @@ import contextlib
 import copy
 import errno
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,20 @@ def test_evicted_files_are_deleted(box):
     until(lambda: len(list(box.folder.iterdir())) == len(KEYS), "evicted files are still there")
     assert box.backend.current_cache_size == box.backend.max_cache_size
     box.read(other)
+
+
+def test_a_process_that_may_start_no_more_threads_evicts(box, monkeypatch):
+    """A thread that is started for the first eviction would fail it, and the record behind it."""
+    box = box("disk").write()
+    box.backend._limit = box.backend.current_cache_size
+    monkeypatch.setattr(threading.Thread, "start", no_more_threads)
+    box.write([key._replace(block_hash=b"x" + key.block_hash[1:]) for key in KEYS])
+    assert box.store.failed_writes == {}
+    until(lambda: len(list(box.folder.iterdir())) == len(KEYS), "evicted files are still there")
+
+
+def no_more_threads(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def test_files_that_a_killed_engine_had_evicted_are_deleted(box):

@@ -156,6 +156,26 @@ def test_a_write_that_nobody_waits_for_keeps_its_memory_until_it_is_sent(box):
     assert set(box.raw(KEYS[1])) == {7} and not box.store.failed_writes
 
 
+def test_a_process_that_may_start_no_more_threads_loses_no_record(box, monkeypatch):
+    """A pool that starts threads later queues work, raises, and does the work all the same."""
+    box = box("redis")
+    monkeypatch.setattr(threading.Thread, "start", no_more_threads)
+    buffers = [box.store.reserve(SIZE) for _ in KEYS]
+    memories = [buffer.memory for buffer in buffers]
+    keys = [box.store.engine_key(key) for key in KEYS]
+    run(box, connector_of(box).batched_put(keys, memories)).result(20)
+    assert connector_of(box).existing(keys, 20) == [True] * len(KEYS)
+    for job in [run(box, connector_of(box).get(key)) for key in keys]:
+        job.result(20).ref_count_down()
+    for buffer in buffers:
+        buffer.release()
+    box.assert_pool_is_free()
+
+
+def no_more_threads(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_closing_waits_for_queued_writes(box):
     box = box("redis").write(KEYS[:1])
     box.redis.client_pause(300, all=False)
