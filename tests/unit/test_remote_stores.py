@@ -26,6 +26,7 @@ from .store_box import (
     Box,
     N,
     assert_damage_is_found,
+    make_many_connections,
     until,
 )
 
@@ -103,6 +104,11 @@ def test_another_engine_finds_them(box, kind):
     assert box(kind, rank=1).store.locate(KEYS[:1]) == {}
     for key, payload in zip(KEYS, box(kind).read(), strict=True):
         assert torch.equal(payload, payload_of(key, SIZE))
+
+
+@every_kind
+def test_any_number_of_connections_is_made_in_time(box, kind):
+    make_many_connections(box(kind))
 
 
 def reads(servers) -> int:

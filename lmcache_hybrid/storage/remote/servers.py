@@ -86,11 +86,16 @@ class Server:
         self._forget()
 
 
+def _connection(pool: redis.ConnectionPool) -> Any:
+    """Make a connection outside of its pool, which counts those it made and ends at 100."""
+    return pool.connection_class(**pool.connection_kwargs)
+
+
 class OneServer:
     """One server, or whichever one the sentinels call primary. See :class:`Servers`."""
 
     def __init__(self, pool: redis.ConnectionPool) -> None:
-        self._server = Server(pool.make_connection)
+        self._server = Server(lambda: _connection(pool))
 
     def of(self, name: str) -> Server:
         return self._server
@@ -146,8 +151,7 @@ class ClusterServers:
                     node = client.get_node(host, port)
                     if node is None:
                         raise redis.ConnectionError(f"{host}:{port} has left the cluster")
-                    pool = client.get_redis_connection(node).connection_pool
-                    return pool.make_connection()
+                    return _connection(client.get_redis_connection(node).connection_pool)
 
                 found = self._servers[host, port] = Server(make)
             return found

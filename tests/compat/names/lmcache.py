@@ -51,7 +51,7 @@ LMCACHE = (
     ),
     Hook("redis.connection", "AbstractConnection._sock"),
     Hook("redis", "ConnectionPool"),
-    Hook("redis.connection", "ConnectionPool.make_connection"),
+    *attributes("redis.connection", "ConnectionPool", "connection_class connection_kwargs"),
     *attributes("redis.cluster", "RedisCluster", "PRIMARIES get_primaries"),
     *attributes(
         "redis.cluster",

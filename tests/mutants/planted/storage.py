@@ -270,6 +270,12 @@ DEFECTS = (
         '        self._thread = lazy(1, "hybrid-delete")\n',
     ),
     one(
+        "a Redis is given up after a hundred connections",
+        SERVERS,
+        "    return pool.connection_class(**pool.connection_kwargs)\n",
+        "    return pool.make_connection()\n",
+    ),
+    one(
         "writes wait for a silent Redis one after the other",
         REDIS,
         "        if self._silent >= asked:\n",

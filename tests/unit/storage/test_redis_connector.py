@@ -16,7 +16,7 @@ from lmcache_hybrid.storage.remote import redis as redis_records
 
 from ..helpers import payload_of, put
 from ..old_records import add_metadata
-from ..store_box import KEYS, SIZE, Box, until
+from ..store_box import KEYS, SIZE, Box, make_many_connections, until
 
 GIB = 1 << 30
 
@@ -174,6 +174,10 @@ def test_a_process_that_may_start_no_more_threads_loses_no_record(box, monkeypat
 
 def no_more_threads(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
+
+
+def test_any_number_of_connections_is_made_in_time(box):
+    make_many_connections(box("redis"))
 
 
 def test_closing_waits_for_queued_writes(box):
