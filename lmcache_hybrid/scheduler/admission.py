@@ -55,15 +55,14 @@ class Admission:
         if not (reads and (tracker.prefix.hashes or tracker.inner)):
             return 0
         floor = num_computed_tokens // self._plan.block_size
-        before = tracker.phase
-        match before:
+        match tracker.phase:
             case NotAsked():
                 self._ask(tracker, floor)
             case Offered(_, asked_floor) if floor < asked_floor:
                 self._ask(tracker, floor)  # vLLM has lost blocks of its own since
         if isinstance(tracker.phase, Asked):
             lookup = tracker.phase.lookup
-            result = self._patience.poll(lookup, sent=tracker.phase is not before)
+            result = self._patience.poll(lookup)
             if result is None:
                 return None
             self.take(tracker, lookup, result)

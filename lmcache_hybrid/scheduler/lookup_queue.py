@@ -23,6 +23,9 @@ class PendingLookup:
 
     The scheduler's thread polls and cancels it; the queue's thread settles it. Whoever comes
     first decides: a result that was not taken before the cancel is never taken.
+
+    Attributes:
+        sent: ``time.monotonic`` when it was queued.
     """
 
     def __init__(self, request: LookupRequest, deadline: float) -> None:
@@ -32,7 +35,7 @@ class PendingLookup:
             deadline: ``time.monotonic`` from which on no result counts as a miss.
         """
         self.request = request
-        self._sent = time.monotonic()
+        self.sent = time.monotonic()
         self._deadline = deadline
         self._result: LookupResult | None = None
         self._seconds: float | None = None
@@ -59,7 +62,7 @@ class PendingLookup:
     @property
     def seconds(self) -> float:
         """From the request to its result, or to now."""
-        return time.monotonic() - self._sent if self._seconds is None else self._seconds
+        return time.monotonic() - self.sent if self._seconds is None else self._seconds
 
     @property
     def cancelled(self) -> bool:
@@ -75,7 +78,7 @@ class PendingLookup:
             if self._cancelled:
                 return False
             self._result = result
-            self._seconds = time.monotonic() - self._sent
+            self._seconds = time.monotonic() - self.sent
         self._settled.set()
         return True
 

@@ -35,17 +35,15 @@ class Patience:
         busy = min(most, max(least, (now - self._began) * BUSY_SHARE))
         self._idle, self._left, self._began = idle, IDLE_SECONDS if idle else busy, now
 
-    def poll(self, lookup: PendingLookup, sent: bool) -> LookupResult | None:
+    def poll(self, lookup: PendingLookup) -> LookupResult | None:
         """Wait for a lookup, as long as this pass may.
-
-        Args:
-            sent: whether this pass sent it. One that was sent before belongs to a store that is
-                slow, and each pass would wait for it anew.
 
         Returns:
             Its result, None for none yet.
         """
         began = time.monotonic()
-        result = lookup.poll(max(0.0, self._left) if sent or self._idle else 0.0)
+        # One of an earlier pass belongs to a store that is slow, and each pass would wait anew.
+        waits = self._idle or lookup.sent >= self._began
+        result = lookup.poll(max(0.0, self._left) if waits else 0.0)
         self._left -= time.monotonic() - began
         return result

@@ -11,6 +11,7 @@ from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupRes
 from lmcache_hybrid.protocol.metadata import SaveSpec
 from lmcache_hybrid.protocol.prefix import Prefix, tail_keys
 from lmcache_hybrid.scheduler import patience
+from lmcache_hybrid.scheduler.load_policy import Verdict
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
@@ -271,6 +272,20 @@ def test_beside_long_steps_it_waits_longer(waits, monkeypatch, step, most):
     monkeypatch.setattr(patience.time, "monotonic", lambda: began + step)
     pause.begin(idle=False)
     assert pause._left == pytest.approx(most)
+
+
+def test_a_second_question_of_a_pass_is_waited_for(rig, waits, monkeypatch):
+    """A nearer boundary is asked for as soon as the load policy prefers it."""
+    nearer = Verdict(True, nearer=2)
+    monkeypatch.setattr(rig.scheduler._policy, "judge", lambda *args: nearer, raising=False)
+    rig.step({"other": 1})
+    rig.match()
+    rig.later.run()
+    lookup = rig.scheduler._trackers[rig.request.request_id].phase.lookup
+    monkeypatch.delattr(lookup, "poll")  # it is answered now
+    rig.step({"other": 1})
+    assert rig.match() == (None, False)
+    assert waits == [patience.BUSY_SECONDS[0]] * 2
 
 
 def test_an_engine_whose_requests_have_ended_is_idle(rig, waits):
