@@ -249,6 +249,12 @@ def test_what_is_no_number_of_tokens(text):
     assert answer.exit_code == 2 and "is no number of tokens" in answer.output
 
 
+@pytest.mark.parametrize("option", ["--context", "--step-tokens"])
+def test_no_token_at_all(option):
+    answer = run("Qwen3.6-27B", option, "0")
+    assert answer.exit_code == 2 and "write 1 or more" in answer.output
+
+
 def test_json_of_a_named_model():
     answer = run(
         "Qwen3.6-27B", "--context", "100k", "--prompts", "500", "--backend", "redis", "--json"

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -61,8 +62,16 @@ def tokens(text: str | int) -> int:
     return int(number)
 
 
-def _tokens(what: str) -> Any:
-    return typer.Option(help=what, parser=tokens, metavar="TOKENS")
+def some_tokens(text: str | int) -> int:
+    """:func:`tokens`, at least one."""
+    number = tokens(text)
+    if not number:
+        raise typer.BadParameter(f"{text!r} is no token at all; write 1 or more")
+    return number
+
+
+def _tokens(what: str, parser: Callable[[str | int], int] = tokens) -> Any:
+    return typer.Option(help=what, parser=parser, metavar="TOKENS")
 
 
 ModelArgument = Annotated[
@@ -135,7 +144,7 @@ class Plan:
 
 def plan(
     model: ModelArgument = None,
-    context: Annotated[int, _tokens("Tokens of a prompt.")] = 32_000,
+    context: Annotated[int, _tokens("Tokens of a prompt.", some_tokens)] = 32_000,
     prompts: Annotated[int, typer.Option(help="Prompts to keep.", min=1)] = 100,
     shared: Annotated[int, _tokens("Leading tokens that all prompts share.")] = 0,
     backend: BackendOption = None,
@@ -147,7 +156,7 @@ def plan(
     block_size: Annotated[int, typer.Option(help="vLLM's --block-size, if you set it.")] = 0,
     prefix_match_unit: UnitOption = 0,
     prefill_rate: RateOption = 10_000,
-    step_tokens: Annotated[int, _tokens("vLLM's --max-num-batched-tokens.")] = 8192,
+    step_tokens: Annotated[int, _tokens("vLLM's --max-num-batched-tokens.", some_tokens)] = 8192,
     platform: Annotated[PlatformName, typer.Option(help="Where the engine runs.")] = PlatformName[
         "gpu"
     ],

@@ -28,6 +28,12 @@ DEFECTS = (
         "    if options.load_policy not in POLICIES:\n",
     ),
     one(
+        "a plan for prompts without a token ends in a traceback",
+        "lmcache_hybrid/tools/cli/plan.py",
+        "    if not number:\n",
+        "    if number < 0:\n",
+    ),
+    one(
         "a record in Redis takes two keys",
         "lmcache_hybrid/tools/sizing/storage.py",
         "REDIS_KEYS_BYTES = 160",
