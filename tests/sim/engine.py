@@ -369,8 +369,7 @@ class SimEngine:
         assert blocks.get_num_free_blocks() == blocks.num_gpu_blocks - 1, "blocks are leaked"
         assert self.hybrid.num_tracked == 0, "requests are still tracked"
         assert not self.hybrid._unsaved and not self.hybrid._loads
-        policy = vars(self.hybrid._policy)
-        assert not policy.get("_sent") and not policy.get("_computing"), "a policy remembers"
+        assert not any(map(vars(self.hybrid._policy).get, ("_sent", "_computing")))
         assert not self.hybrid._queue.unreleased
         assert not any(store.wronged for store in self.stores), "a good record was rejected"
         broken = sum(rank.device.events["broken copies"] for rank in self.ranks if rank.device)
