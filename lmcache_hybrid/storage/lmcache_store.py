@@ -9,6 +9,7 @@ mode, ``store_location``, ``retrieve_locations``, pins.
 import functools
 import math
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,7 @@ class LMCacheStore:
         self.reads: Counter[str] = Counter()
         self.failed_writes: Counter[str] = Counter()
         self._remote = RemoteReader()
+        self._cleared = -math.inf  # time.monotonic of the last reset
         # Damaged records, in case a backend cannot remove them; forgotten once written anew.
         self._damaged: set[RecordKey] = set()
         self._silent = tier_lookup.SilentStores()
@@ -245,7 +247,7 @@ class LMCacheStore:
     def keep(self, claim: LMCacheClaim, records: Iterable[tuple[RecordKey, LMCacheBuffer]]) -> None:
         """Copy records of other backends to RAM, where LMCache is told to use it (local_cpu)."""
         read = [(k, b) for k, b in records if claim.located[k] != "LocalCPUBackend"]
-        if read:
+        if read and claim.made > self._cleared:  # else they have names of before the reset
             self.manager.local_cpu_backend.batched_submit_put_task(
                 [self.engine_key(key) for key, _ in read], [buffer.memory for _, buffer in read]
             )
@@ -376,6 +378,7 @@ class LMCacheStore:
         LMCache empties only RAM and keeps what is pinned there; other backends may be shared.
         So from now on this rank reads and writes under names that no other engine has.
         """
+        self._cleared = time.monotonic()
         self._names.reset(epoch)
         self._damaged.clear()
         self.manager.clear()

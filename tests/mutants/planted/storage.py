@@ -276,6 +276,12 @@ DEFECTS = (
         "    return pool.make_connection()\n",
     ),
     one(
+        "what was read before a reset is kept under a name of after it",
+        STORE,
+        "        if read and claim.made > self._cleared:",
+        "        if read:",
+    ),
+    one(
         "writes wait for a silent Redis one after the other",
         REDIS,
         "        if self._silent >= asked:\n",

@@ -7,8 +7,8 @@ import torch
 from lmcache_hybrid.core.errors import RecordError
 from lmcache_hybrid.upstream.lmcache_home import take
 
-from ..helpers import payload_of
-from ..store_box import KEYS, MAX_PAYLOAD, SIZE
+from ..helpers import payload_of, put
+from ..store_box import KEYS, MAX_PAYLOAD, SIZE, until
 
 PinMonitor = take("v1.pin_monitor", "PinMonitor")
 
@@ -89,3 +89,19 @@ def test_a_claim_outlives_the_time_that_lmcache_gives_a_pin(box):
     for key, payload in zip(KEYS, box.fetch(new, KEYS)):
         assert torch.equal(payload, payload_of(key, SIZE))
     box.assert_pool_is_free()
+
+
+def test_what_a_load_read_before_a_reset_is_not_kept_after_it(box):
+    """It says the name of before: promised to the next request, it would fail that one's load."""
+    one = box("redis", local_cpu=True)
+    put(one.store, KEYS, SIZE)
+    until(lambda: one.redis.dbsize() == len(KEYS), "nothing was written")
+    one.manager.clear()
+    claim = one.store.claim(one.store.locate(KEYS))
+    buffers = one.store.fetch(claim, KEYS)
+    one.store.clear(1)
+    one.store.keep(claim, zip(KEYS, buffers, strict=True))
+    for buffer in buffers:
+        buffer.release()
+    claim.release()
+    assert one.store.locate(KEYS) == {}
