@@ -145,7 +145,8 @@ class HybridConnector:
             self._client.ask, config.lookup_timeout_ms, contents=self._client.contents
         )
         groups = self._kv_cache_config.kv_cache_groups
-        sizes = {index: page_bytes(groups[index]) for index in self.plan.groups}
+        count = self.plan.blocks_per_record
+        sizes = {index: page_bytes(groups[index]) * count(index) for index in self.plan.groups}
         policy = policy_for(options.load_policy, self.plan, sizes)
         ranks = self._vllm_config.parallel_config.world_size
         self._events = events = KVEvents(self.plan, groups, ranks) if options.events else None
@@ -182,15 +183,16 @@ class HybridConnector:
         """Map the pages, open the store, and answer lookups from now on."""
         self.kv_caches = self._registered = kv_caches
         groups, num_blocks = self._kv_cache_config.kv_cache_groups, self._kv_cache_config.num_blocks
+        count = self.plan.blocks_per_record
         pages = {
-            index: GroupPages(groups[index].layer_names, kv_caches, num_blocks)
+            index: GroupPages(groups[index].layer_names, kv_caches, num_blocks, count(index))
             for index in self.plan.groups
         }
         for index, group in pages.items():
-            wanted = page_bytes(groups[index], group.layers)
+            wanted = page_bytes(groups[index], group.layers) * group.count
             if group.block_bytes != wanted:
                 raise ConfigError(
-                    f"blocks of KV cache group {index} have {group.block_bytes} bytes instead of "
+                    f"records of KV cache group {index} have {group.block_bytes} bytes instead of "
                     f"the {wanted} of their specs; choose another --attention-backend."
                 )
         context = self._vllm_config.compilation_config.static_forward_context

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 ATTENTION_GROUP_KEY = "lmcache.hybrid_attention_group"
+# vLLM's block id; where a record holds several blocks, the ids of all.
+Block = int | tuple[int, ...]
 # Written by this package: another connector is beside ours in a MultiConnector.
 BESIDE_KEY = "lmcache.hybrid_beside_others"
 
@@ -38,13 +40,15 @@ class GroupPlan:
     """The groups of one model, by their index in ``kv_cache_config.kv_cache_groups``.
 
     Attributes:
-        block_size: N, tokens per block of every group (the unified block size).
+        block_size: N, tokens between two boundaries: a block of every group (the unified block
+            size), or where these differ their least common multiple.
         attention: groups whose pages of [0, B) make a hit at B, in order.
         states: groups whose state at B makes a hit at B, in order.
         selected_attention: the attention group forwarded to ``request_finished``.
         windows: groups whose last pages before B make a hit at B, in order.
         replicated: attention groups whose pages are equal on all tensor-parallel ranks.
         unit: U, tokens between two boundaries; divides N. 0 for N: no hits inside a block.
+        split: (group, blocks in N tokens) of those groups with records that have more than one.
     """
 
     block_size: int
@@ -54,11 +58,39 @@ class GroupPlan:
     windows: tuple[Window, ...] = ()
     replicated: tuple[int, ...] = ()
     unit: int = 0
+    split: tuple[tuple[int, int], ...] = ()
 
     def with_unit(self, unit: int) -> "GroupPlan":
-        """Add hits every ``unit`` tokens, where vLLM makes them: beside states, without windows."""
-        inside = self.states and not self.windows and unit < self.block_size
+        """Add hits every ``unit`` tokens, where vLLM makes them: beside states, without windows.
+
+        None where groups have blocks of different sizes: a boundary is whole blocks of each.
+        """
+        inside = self.states and not (self.windows or self.split) and unit < self.block_size
         return replace(self, unit=unit if inside else 0)
+
+    def blocks_in(self, group: int) -> int:
+        """How many of vLLM's blocks of a group are N tokens."""
+        return dict(self.split).get(group, 1)
+
+    def blocks_per_record(self, group: int) -> int:
+        """Of an attention group as many as are N tokens; a state is in one."""
+        return self.blocks_in(group) if group in self.attention else 1
+
+    def pages(self, ids: Sequence[int], group: int, start: int, end: int) -> tuple[Block, ...]:
+        """The blocks with tokens [start * N, end * N) of a request, one entry for each N.
+
+        Args:
+            ids: all of the request's in ``group``.
+        """
+        count = self.blocks_in(group)
+        if count == 1:
+            return tuple(ids[start:end])
+        return tuple(tuple(ids[at * count : (at + 1) * count]) for at in range(start, end))
+
+    def state_block(self, ids: Sequence[int], group: int, boundary: int) -> int:
+        """The block that holds the state at ``boundary`` times N tokens; 0 where there is none."""
+        at = boundary * self.blocks_in(group) - 1
+        return ids[at] if at < len(ids) else 0
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -98,8 +130,8 @@ def plan_groups(kv_cache_config: "KVCacheConfig", selected: int | None = None) -
         selected: index of the attention group that the user chose, None for the first one.
 
     Raises:
-        ConfigError: a group of a kind that is not served, groups with different
-            block sizes, a state group outside align mode, or an invalid ``selected``.
+        ConfigError: a group of a kind that is not served, block sizes that are not (see
+            ``_block_size``), a state group outside align mode, or an invalid ``selected``.
     """
     attention: list[int] = []
     windows: list[Window] = []
@@ -132,7 +164,7 @@ def plan_groups(kv_cache_config: "KVCacheConfig", selected: int | None = None) -
             f"KV cache groups {described} lack attention or state groups; start this model without "
             "LMCacheConnectorV1."
         )
-    block_size = _block_size(kv_cache_config)
+    n = _block_size(kv_cache_config, states, bool(windows))
     if selected is None:
         selected = attention[0]
     elif selected not in attention:
@@ -140,14 +172,8 @@ def plan_groups(kv_cache_config: "KVCacheConfig", selected: int | None = None) -
             f"{ATTENTION_GROUP_KEY}={selected} is not an attention group; the groups are "
             f"{described}, choose one of {attention}."
         )
-    return GroupPlan(
-        block_size,
-        tuple(attention),
-        tuple(states),
-        selected,
-        tuple(windows),
-        tuple(replicated),
-    )
+    groups = tuple(attention), tuple(states), selected, tuple(windows), tuple(replicated)
+    return GroupPlan(n, *groups, split=_split(kv_cache_config, n))
 
 
 def layer_specs(group: "KVCacheGroupSpec") -> "Collection[KVCacheSpec]":
@@ -224,17 +250,35 @@ def _refuse_other_modes(index: int, states: "Iterable[KVCacheSpec]") -> None:
             )
 
 
-def _block_size(kv_cache_config: "KVCacheConfig") -> int:
+def _block_size(kv_cache_config: "KVCacheConfig", states: Collection[int], windows: bool) -> int:
+    """N: vLLM hits at common multiples of all blocks, also of those that hold scratch.
+
+    Sizes differ where attention layers have pages of several sizes: vLLM makes the blocks of
+    those with smaller pages larger, and leaves states as they are.
+
+    Raises:
+        ConfigError: scratch moves the multiples, or sizes differ in another way. Beside windows,
+            too: vLLM keeps those blocks that the window reaches, which may be a part of N tokens.
+    """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    sizes = {spec.block_size for spec in specs}
-    served = {spec.block_size for spec in specs if spec.prefix_cacheable}
-    # vLLM hits at common multiples of all blocks, also of those that hold scratch.
-    if len(served) != 1 or max(served) % math.lcm(*sizes):
+    sizes = {spec.block_size for spec in specs if spec.prefix_cacheable}
+    common = math.lcm(*sizes)
+    served = common == math.lcm(*(spec.block_size for spec in specs))
+    if len(sizes) > 1:
+        served &= not windows and {specs[index].block_size for index in states} == {min(sizes)}
+    if not served:
         raise ConfigError(
-            f"block sizes {sorted(sizes)} of KV cache groups {_describe(kv_cache_config)} differ; "
-            "remove --block-size and --mamba-block-size so that vLLM unifies them."
+            f"block sizes {sorted({spec.block_size for spec in specs})} of KV cache groups "
+            f"{_describe(kv_cache_config)} differ; remove --block-size and --mamba-block-size so "
+            "that vLLM unifies them."
         )
-    return served.pop()
+    return common
+
+
+def _split(kv_cache_config: "KVCacheConfig", block_size: int) -> tuple[tuple[int, int], ...]:
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    counts = [block_size // spec.block_size * spec.prefix_cacheable for spec in specs]
+    return tuple((index, count) for index, count in enumerate(counts) if count > 1)
 
 
 def _describe(kv_cache_config: "KVCacheConfig") -> str:

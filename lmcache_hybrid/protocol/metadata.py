@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from lmcache_hybrid.core.counts import WorkerCounts
-from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.core.groups import Block, GroupPlan
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.protocol.prefix import Prefix, record_keys, tail_keys, window_keys
 
@@ -17,7 +17,7 @@ class LoadSpec:
     """Restore blocks [start, boundary), ``tail`` tokens of the next one, and the state there.
 
     Attributes:
-        attention_blocks: per attention group of the plan, one block id for each of
+        attention_blocks: per attention group of the plan, what vLLM has for each of
             ``start .. boundary - 1``, and for ``boundary`` where there is a tail.
         state_blocks: per state group of the plan, the block id that shall hold the state.
         window_blocks: per window group of the plan, one block id for each of
@@ -31,7 +31,7 @@ class LoadSpec:
     prefix: Prefix
     start: int
     boundary: int
-    attention_blocks: tuple[tuple[int, ...], ...]
+    attention_blocks: tuple[tuple[Block, ...], ...]
     state_blocks: tuple[int, ...]
     window_blocks: tuple[tuple[int, ...], ...] = ()
     tail: int = 0
@@ -41,9 +41,9 @@ class LoadSpec:
         """The token that it loads up to."""
         return self.boundary * plan.block_size + self.tail
 
-    def pages(self, plan: GroupPlan) -> list[tuple[RecordKey, int]]:
+    def pages(self, plan: GroupPlan) -> list[tuple[RecordKey, Block]]:
         """(record, block id) of every block that the load writes: attention, windows, states."""
-        pages: list[tuple[RecordKey, int]] = []
+        pages: list[tuple[RecordKey, Block]] = []
         for index, block in enumerate(range(self.start, self.boundary)):
             keys = record_keys(self.prefix, block, plan.block_size, ATTENTION, plan.attention)
             pages += zip(keys, (ids[index] for ids in self.attention_blocks), strict=True)
@@ -83,19 +83,19 @@ class SaveSpec:
 
     request_id: str
     prefix: Prefix
-    attention: tuple[tuple[int, tuple[int, ...]], ...]
+    attention: tuple[tuple[int, tuple[Block, ...]], ...]
     states: tuple[tuple[int, tuple[int, ...]], ...]
     windows: tuple[tuple[int, int, int], ...] = ()
     boundaries: tuple[int, ...] = ()
     tails: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...] = ()
     inner: tuple[int, ...] = ()
 
-    def pages(self, plan: GroupPlan) -> list[tuple[RecordKey, int]]:
+    def pages(self, plan: GroupPlan) -> list[tuple[RecordKey, Block]]:
         """(record, block id) of every block that the save reads.
 
         States come last: when a state can be found, its attention pages are being written.
         """
-        pages: list[tuple[RecordKey, int]] = []
+        pages: list[tuple[RecordKey, Block]] = []
         for kind, groups, blocks in (
             (ATTENTION, plan.attention, self.attention),
             *((ATTENTION, (group,), ((block, (id_,)),)) for group, block, id_ in self.windows),

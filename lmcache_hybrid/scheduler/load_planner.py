@@ -6,7 +6,6 @@ from lmcache_hybrid.protocol.lookup import LookupResult
 from lmcache_hybrid.protocol.metadata import LoadSpec
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.prompt import inner_hashes
-from lmcache_hybrid.scheduler.save_planner import NULL_BLOCK
 from lmcache_hybrid.scheduler.tracker import Loading, RequestTracker
 
 
@@ -61,10 +60,8 @@ def load_of(
         tracker.prefix.up_to(boundary).with_inner(inner),
         start,
         boundary,
-        tuple(tuple(block_ids[g][start:last]) for g in plan.attention),
-        tuple(
-            block_ids[g][last - 1] if last <= len(block_ids[g]) else NULL_BLOCK for g in plan.states
-        ),
+        tuple(plan.pages(block_ids[g], g, start, last) for g in plan.attention),
+        tuple(plan.state_block(block_ids[g], g, last) for g in plan.states),
         tuple(
             tuple(block_ids[window.group][window.first(start, boundary) : boundary])
             for window in plan.windows

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
-from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.core.groups import Block, GroupPlan
 from lmcache_hybrid.protocol.metadata import SaveSpec
 from lmcache_hybrid.scheduler.prompt import extended, inner_hashes
 from lmcache_hybrid.scheduler.tracker import RequestTracker
@@ -125,7 +125,7 @@ class SavePlanner:
 
     def _attention(
         self, tracker: RequestTracker, computed: int, block_state: "KVConnectorBlockState"
-    ) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    ) -> tuple[tuple[int, tuple[Block, ...]], ...]:
         """Blocks that are full after this step and not in the store yet."""
         if tracker.background is not None:
             return ()  # not known yet; the pages stay what they are while the request runs
@@ -136,10 +136,9 @@ class SavePlanner:
         block_ids = block_state.get_block_ids(tracker.request.request_id)
         assert block_ids is not None
         tracker.stored.attention = last
-        return tuple(
-            (block, tuple(block_ids[group][block] for group in self._plan.attention))
-            for block in range(first, last)
-        )
+        plan = self._plan
+        pages = (plan.pages(block_ids[group], group, first, last) for group in plan.attention)
+        return tuple(enumerate(zip(*pages, strict=True), first))
 
     def _states(
         self, tracker: RequestTracker, computed: int, offers: Iterable[Offer]

@@ -15,6 +15,7 @@ import torch
 from vllm.logger import init_logger
 
 from lmcache_hybrid.core.errors import DamagedError, RecordError
+from lmcache_hybrid.core.groups import Block
 from lmcache_hybrid.core.keys import RecordKey
 from lmcache_hybrid.core.threads import anywhere, started
 from lmcache_hybrid.core.threads import cores as _cores
@@ -34,11 +35,11 @@ WORTH_A_THREAD = 1 << 20
 
 
 class Item(NamedTuple):
-    """One block of a group and the memory of its record."""
+    """The blocks of a group that are in one record, and its memory."""
 
     key: RecordKey
     pages: GroupPages
-    block: int
+    block: Block
     buffer: Buffer
 
     def gather(self) -> None:
@@ -103,7 +104,7 @@ def gather_records(
     copies: Copies,
     store: Store,
     groups: Mapping[int, GroupPages],
-    pages: Sequence[tuple[RecordKey, int]],
+    pages: Sequence[tuple[RecordKey, Block]],
 ) -> tuple[Records, Rest]:
     """Copy pages, (record, block id), into new buffers, all or none; the caller owns these."""
     records: Records = []

@@ -130,6 +130,8 @@ def _facts(
         "attention": plan.attention,
         "windows": [window.group for window in plan.windows],
         "states": plan.states,
+        # Not in the records of models that have none: they keep their names.
+        **({"split": plan.split} if plan.split else {}),
         "layers": {group: list(zip(p.layers, p.layout)) for group, p in pages.items()},
         "backends": _backends(vllm_config, pages),
         "state_layout": _state_layout(vllm_config, pages),

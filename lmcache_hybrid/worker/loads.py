@@ -23,7 +23,7 @@ from lmcache_hybrid.core.errors import (
     RecordError,
     UnwantedError,
 )
-from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.core.groups import Block, GroupPlan
 from lmcache_hybrid.core.keys import RecordKey
 from lmcache_hybrid.core.lmcache_stats import Monitor
 from lmcache_hybrid.core.threads import started
@@ -207,9 +207,9 @@ class LoadQueue:
             raise LoadError("its records are no longer pinned", "unpinned")
         targets = self._targets(load)
         size = sum(self._pages[key.group].block_bytes for key, _ in targets)
-        crowded_out: list[list[tuple[RecordKey, int]]] = []
+        crowded_out: list[list[tuple[RecordKey, Block]]] = []
 
-        def restore(part: list[tuple[RecordKey, int]]) -> None:
+        def restore(part: list[tuple[RecordKey, Block]]) -> None:
             self._check_wanted(load)
             try:
                 self._restore_part(claim, part, after)
@@ -234,7 +234,7 @@ class LoadQueue:
         if self._asleep:
             raise LoadError("vLLM has put the engine to sleep", "asleep")
 
-    def _targets(self, load: LoadSpec) -> list[tuple[RecordKey, int]]:
+    def _targets(self, load: LoadSpec) -> list[tuple[RecordKey, Block]]:
         """Pair every record of the load with the block id that it goes to.
 
         Raises:
@@ -242,12 +242,12 @@ class LoadQueue:
         """
         targets = load.pages(self._plan)
         for key, block in targets:
-            if not 0 < block < self._pages[key.group].num_blocks:
+            if not self._pages[key.group].takes(block):
                 raise LoadError(f"vLLM gave block {block} for {key.label} at {key.boundary}")
         return targets
 
     def _restore_part(
-        self, claim: Claim, part: Sequence[tuple[RecordKey, int]], after: Mark
+        self, claim: Claim, part: Sequence[tuple[RecordKey, Block]], after: Mark
     ) -> None:
         """Read, check and copy records; a damaged one is removed from the store."""
         items = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One block of one group as bytes.
+"""One record's blocks of one group as bytes: one block, or several where they are smaller than N.
 
 Pages are copied whole and as bytes, so every layout is right without knowing what
 its bytes mean; the layout is part of the fingerprint.
@@ -12,6 +12,7 @@ import torch
 
 from lmcache_hybrid.core.digests import DIGEST_BYTES, PLAIN, Digester
 from lmcache_hybrid.core.errors import ConfigError, LoadError
+from lmcache_hybrid.core.groups import Block
 from lmcache_hybrid.core.keys import RecordKey
 from lmcache_hybrid.storage.record import CHUNK_BYTES, check
 from lmcache_hybrid.worker.layout import merge, runs_of
@@ -24,11 +25,12 @@ class GroupPages:
         layers: names of the layers, in the order their pages are stored, without those
             that share another one's pages.
         num_blocks: how many blocks vLLM gives out, the null block included.
-        block_bytes: bytes of one block over all layers, without padding.
+        block_bytes: bytes of one record: of its blocks over all layers, without padding.
         rows: uint8 [num_blocks, bytes], the KV cache itself; one after the other they
-            are the bytes of a block as they are stored. Never inference tensors. None
-            while the memory is freed, and on a pipeline stage that has no layer of the group:
-            its records are empty.
+            are the bytes of a block as they are stored, and a record has them of one block
+            after the other. Never inference tensors. None while the memory is freed, and on a
+            pipeline stage that has no layer of the group: its records are empty.
+        count: blocks in a record.
         layout: one string per layer that says which value of a block is where in them.
     """
 
@@ -37,6 +39,7 @@ class GroupPages:
         layers: Sequence[str],
         kv_caches: Mapping[str, torch.Tensor],
         num_blocks: int | None = None,
+        count: int = 1,
     ) -> None:
         """Map the layers' tensors.
 
@@ -45,6 +48,7 @@ class GroupPages:
             kv_caches: per layer a tensor whose first dimension is the block, or the
                 kernel block where the attention backend splits blocks.
             num_blocks: how many blocks vLLM gives out; None takes the first dimension.
+            count: blocks in a record.
 
         Raises:
             ConfigError: a layer has no single tensor, or one whose blocks cannot be
@@ -53,7 +57,7 @@ class GroupPages:
         tensors = _own({name: _single_tensor(name, kv_caches.get(name)) for name in layers})
         if num_blocks is None:
             num_blocks = min(tensor.shape[0] for tensor in tensors.values())
-        self.num_blocks = num_blocks
+        self.num_blocks, self.count = num_blocks, count
         self.layers = tuple(tensors)
         self._mapped = True
         self._map(tensors)
@@ -63,7 +67,7 @@ class GroupPages:
         self.layout = tuple(layout for _, layout in found)
         runs = merge([run for runs, _ in found for run in runs])
         self.rows = [run.rows(self.num_blocks) for run in runs]
-        self._sizes = [run.size for run in runs]
+        self._sizes = [run.size for run in runs] * self.count
         self.block_bytes = sum(self._sizes)
         self._chunks = _chunks(self._sizes)
         # Not Tensor.copy_ on CPU, which starts OpenMP threads beside those of the forward.
@@ -97,47 +101,49 @@ class GroupPages:
                 "restart the engine."
             )
 
-    def gather(self, block: int, out: torch.Tensor, digester: Digester = PLAIN) -> bytes:
-        """Copy one block of every layer into ``out``. Mutates ``out``.
+    def gather(self, block: Block, out: torch.Tensor, digester: Digester = PLAIN) -> bytes:
+        """Copy a record's blocks of every layer into ``out``. Mutates ``out``.
 
         Args:
-            block: block id, never 0 (the null block).
+            block: its block id, or all if there are more, never 0 (the null block).
             out: uint8 of ``block_bytes`` elements, in CPU memory.
 
         Returns:
             The digests of the chunks of ``out``, see :mod:`lmcache_hybrid.storage.record`.
         """
-        self._check(block, out)
+        blocks = self._check(block, out)
         assert self._host is not None, "a device's pages are gathered by StreamCopies"
-        target, digests = out.numpy(), []
+        target, digests, rows = out.numpy(), [], len(self._host)
         for number, pieces in enumerate(self._chunks):
-            for row, at, to, size in pieces:
-                np.copyto(target[to : to + size], self._host[row][block, at : at + size])
+            for run, at, to, size in pieces:
+                page = self._host[run % rows][blocks[run // rows]]
+                np.copyto(target[to : to + size], page[at : at + size])
             digests.append(
                 digester.chunk(target[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
             )
         return b"".join(digests)
 
     def scatter(
-        self, block: int, data: torch.Tensor, digests: bytes, digester: Digester = PLAIN
+        self, block: Block, data: torch.Tensor, digests: bytes, digester: Digester = PLAIN
     ) -> None:
-        """Copy ``data`` into one block of every layer, chunk by chunk. Mutates the KV cache.
+        """Copy ``data`` into a record's blocks of every layer, by chunks. Mutates the KV cache.
 
         Args:
-            block: block id, never 0 (the null block).
+            block: see :meth:`gather`.
             data: uint8 of ``block_bytes`` elements, in CPU memory.
             digests: of the chunks of ``data``, by ``digester``.
 
         Raises:
             RecordError: a chunk is damaged; neither it nor a later one was copied.
         """
-        self._check(block, data)
+        blocks = self._check(block, data)
         assert self._host is not None, "a device's pages are scattered by StreamCopies"
-        source = data.numpy()
+        source, rows = data.numpy(), len(self._host)
         for number, pieces in enumerate(self._chunks):
             self._check_chunk(number, source, digests, digester)
-            for row, at, to, size in pieces:
-                np.copyto(self._host[row][block, at : at + size], source[to : to + size])
+            for run, at, to, size in pieces:
+                page = self._host[run % rows][blocks[run // rows]]
+                np.copyto(page[at : at + size], source[to : to + size])
 
     def check_payload(self, data: torch.Tensor, digests: bytes, digester: Digester = PLAIN) -> None:
         """Raises RecordError when ``data`` is not what was digested."""
@@ -152,30 +158,41 @@ class GroupPages:
         expected = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
         check(source[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES], expected, digester)
 
-    def pieces(self, block: int, data: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pair the bytes of one block with their place in ``data``, for copies on a device.
+    def pieces(self, block: Block, data: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pair the bytes of a record's blocks with their place in ``data``, for a device's copies.
 
         Args:
-            block: block id, never 0 (the null block).
+            block: see :meth:`gather`.
             data: uint8 of ``block_bytes`` elements, in CPU memory.
 
         Returns:
             (bytes of the KV cache, as many bytes of ``data``), both dense uint8 views.
         """
-        self._check(block, data)
-        parts = data.split(self._sizes)
-        return [(row[block], part) for row, part in zip(self.rows, parts)]
+        blocks = self._check(block, data)
+        pages = (row[each] for each in blocks for row in self.rows)
+        return list(zip(pages, data.split(self._sizes), strict=True))
 
-    def _check(self, block: int, data: torch.Tensor) -> None:
+    def takes(self, block: Block) -> bool:
+        """Whether these are as many of vLLM's blocks as a record has."""
+        ids = _ids(block)
+        return len(ids) == self.count and all(0 < each < self.num_blocks for each in ids)
+
+    def _check(self, block: Block, data: torch.Tensor) -> tuple[int, ...]:
+        """The ids in ``block``; raises where they and ``data`` cannot be copied."""
         if not self._mapped:
             raise LoadError("vLLM has freed the KV cache to sleep", "asleep")
         # Not asserts: with python -O other bytes would be stored.
-        if not 0 < block < self.num_blocks:
+        if not self.takes(block):
             raise ValueError(f"block {block} of {self.num_blocks} cannot be copied")
         if data.dtype != torch.uint8 or data.numel() != self.block_bytes:
             raise ValueError(
                 f"{data.numel()} elements of {data.dtype} are no block of {self.block_bytes} bytes"
             )
+        return _ids(block)
+
+
+def _ids(block: Block) -> tuple[int, ...]:
+    return block if isinstance(block, tuple) else (block,)
 
 
 def _chunks(rows: Sequence[int]) -> list[list[tuple[int, int, int, int]]]:
@@ -219,14 +236,14 @@ def _own(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def in_parts(
-    targets: Sequence[tuple[RecordKey, int]], pages: Mapping[int, GroupPages], most: int
-) -> Iterator[list[tuple[RecordKey, int]]]:
+    targets: Sequence[tuple[RecordKey, Block]], pages: Mapping[int, GroupPages], most: int
+) -> Iterator[list[tuple[RecordKey, Block]]]:
     """Split (record, block id) pairs into runs of ``most`` bytes at most, one pair at least.
 
     Args:
         pages: of every group, by group index.
     """
-    part: list[tuple[RecordKey, int]] = []
+    part: list[tuple[RecordKey, Block]] = []
     held = 0
     for key, block in targets:
         size = pages[key.group].block_bytes

@@ -20,7 +20,7 @@ from lmcache_hybrid.worker.worker import HybridWorker
 
 from . import device
 from .device import Device
-from .storage import ManualExecutor, N
+from .storage import ManualExecutor
 from .threads import Executor
 from .threads import Pool as ThreadPool
 
@@ -40,7 +40,7 @@ class RandomPolicy(Faster):
 
     def judge(self, request, result, start, again) -> Verdict:
         verdict = super().judge(request, result, start, again)
-        inner = range(start // N + 1, result.boundary)
+        inner = range(start // self._size + 1, result.boundary)
         match self._random.randrange(6):
             case 0:
                 return replace(verdict, seconds=0.0)
@@ -67,7 +67,7 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
         self._metadata = NOTHING
         if role == KVConnectorRole.SCHEDULER:
             asking = LookupQueue(engine.ask, NEVER_MS, engine.asking)
-            sizes = dict.fromkeys(engine.plan.groups, N * 8)
+            sizes = dict.fromkeys(engine.plan.groups, engine.plan.block_size * 8)
             policy = RandomPolicy(engine.plan, sizes, engine.setup.seed)
             self.scheduler = HybridScheduler(
                 engine.plan,
@@ -82,7 +82,12 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
             self._registered = self.kv_caches = rank.kv_caches()
             self._device = rank.device
             pages = {
-                group: GroupPages(rank.layers[group], self.kv_caches, rank.num_blocks)
+                group: GroupPages(
+                    rank.layers[group],
+                    self.kv_caches,
+                    rank.num_blocks,
+                    self.plan.blocks_per_record(group),
+                )
                 for group in self.plan.groups
             }
             if rank.device is not None:

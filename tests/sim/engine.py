@@ -163,6 +163,7 @@ class SimEngine:
                 setup.drafts,
                 Device(setup.device, self.threads, pool.reuses) if setup.device else None,
                 layers=setup.layers(rank),
+                wide=[group for group, kind in enumerate(setup.groups) if kind == "d"],
             )
             for rank in range(setup.ranks)
         ]

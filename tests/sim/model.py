@@ -55,7 +55,7 @@ class ToyRank:
     """One rank: KV cache, connector, and the model's forward over them.
 
     Attributes:
-        pages: int64 [num_blocks, N]; every group's blocks lie in it, one group a block.
+        pages: int64 [num_blocks, N or 2 N]; every group's blocks lie in it, one group a block.
         attention, states: group indices.
         windows: tokens that a token sees, itself included, by window group.
         replicated: groups whose pages are equal on all ranks.
@@ -68,6 +68,7 @@ class ToyRank:
         checkpoints: states that were written inside a chunk.
         resumed: requests that arrived as new ones after a preemption.
         layers: names by group; a pipeline stage may have none of a group.
+        wide: groups whose blocks have twice as many tokens.
     """
 
     rank: int
@@ -86,6 +87,7 @@ class ToyRank:
     checkpoints: int = 0
     resumed: int = 0
     layers: list[list[str]] = field(default_factory=list)
+    wide: Sequence[int] = ()
     requests: dict[str, _Running] = field(default_factory=dict)
 
     running: ClassVar["ToyRank"]
@@ -96,7 +98,7 @@ class ToyRank:
         return cls.running.connector
 
     def __post_init__(self) -> None:
-        self.pages = np.full((self.num_blocks, self.block_size), RUBBISH)
+        self.pages = np.full((self.num_blocks, self.block_size * (1 + bool(self.wide))), RUBBISH)
         self.load_weights(0)
         self._copying = None if self.device is None else Stream(self.device)
         self._copied: deque[Point | None] = deque()
@@ -119,10 +121,14 @@ class ToyRank:
         pages = torch.from_numpy(self.pages)
         caches = {}
         for group, names in enumerate(self.layers):
-            width = 2 if group in self.states else self.block_size // max(1, len(names))
+            width = 2 if group in self.states else self._size(group) // max(1, len(names))
             for index, name in enumerate(names):
                 caches[name] = pages[:, index * width : (index + 1) * width]
         return caches
+
+    def _size(self, group: int) -> int:
+        """Tokens in a block of an attention or window group."""
+        return self.block_size * (1 + (group in self.wide))
 
     def _held(self, groups: Iterable[int]) -> list[int]:
         """Those of ``groups`` of which this rank has a layer."""
@@ -267,7 +273,7 @@ class ToyRank:
 
     def _attend(self, request_id: str, group: int, start: int, end: int, right: int) -> None:
         """Check what the token at ``start`` sees, write [start, right), and rubbish to ``end``."""
-        request, size = self.requests[request_id], self.block_size
+        request, size = self.requests[request_id], self._size(group)
         seen = max(0, start + 1 - self.windows[group]) if group in self.windows else 0
         first = seen // size
         ids = np.array(request.block_ids[group][first : -(-end // size)])
@@ -276,7 +282,7 @@ class ToyRank:
         seen, start, right, end = (n - first * size for n in (seen, start, right, end))
 
         def attend() -> None:
-            held = self.pages[ids].reshape(-1)
+            held = self.pages[ids, :size].reshape(-1)
             if not np.array_equal(held[seen:start], expected[seen:start]):
                 wrong = seen + int(np.argmin(held[seen:start] == expected[seen:start]))
                 raise WrongBytes(
@@ -286,7 +292,7 @@ class ToyRank:
                 )
             held[start:right] = expected[start:right]
             held[right:end] = RUBBISH
-            self.pages[ids] = held.reshape(-1, size)
+            self.pages[ids, :size] = held.reshape(-1, size)
 
         self._queue(attend)
 

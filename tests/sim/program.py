@@ -38,8 +38,9 @@ _number = st.integers(0, 1 << 16)
 
 @st.composite
 def setups(draw) -> Setup:
-    attention = draw(st.sampled_from(("a", "a", "m", "aa", "am", "mm")))
-    windows = draw(st.sampled_from((0, 0, 1, 2)))
+    attention = draw(st.sampled_from(("a", "a", "m", "aa", "am", "mm", "d", "da", "dm")))
+    wide = "d" in attention
+    windows = 0 if wide else draw(st.sampled_from((0, 0, 1, 2)))
     states = draw(st.integers(0 if windows else 1, 3))
     scratch = draw(st.sampled_from((0, 0, 0, 1)))
     letters = attention + "w" * windows + "s" * states + "c" * scratch
@@ -69,7 +70,7 @@ def setups(draw) -> Setup:
         overlap=not drafts and not (stages and runner == "v1") and draw(st.booleans()),
         priority=draw(st.booleans()),
         load_limit=draw(st.sampled_from((0, 0, 0, 2 * N))),
-        checkpoint=draw(st.sampled_from((0, 0, N, 2 * N, 3 * N))),
+        checkpoint=draw(st.sampled_from((0, 0, N, 2 * N, 3 * N))) * (1 + wide),
         save_decode=draw(st.booleans()),
         window=draw(st.sampled_from((2, N, N + 1, N + 2, 2 * N, 3 * N + 3))),
         part_bytes=draw(st.sampled_from((1, 1 << 20))),

@@ -36,7 +36,8 @@ class Setup:
 
     Attributes:
         groups: one letter per KV cache group: "a" for attention, "m" for attention with pages that
-            are equal on all ranks (MLA), "w" for a window, "s" for states, "c" for scratch.
+            are equal on all ranks (MLA), "d" for attention with blocks of 2 N, "w" for a window,
+            "s" for states, "c" for scratch.
         window: tokens of sliding windows.
         batch: most tokens per step.
         hash_size: tokens per block hash, N or a divisor.
@@ -101,6 +102,11 @@ class Setup:
         return min(16, spare // (len(self.groups) - states) - 1) * N
 
     @property
+    def common(self) -> int:
+        """Tokens between two boundaries: whole blocks of every group."""
+        return 2 * N if "d" in self.groups else N
+
+    @property
     def ring(self) -> int:
         """Tokens that scratch holds: those not compressed yet, and all drafts."""
         return RATIO * -(-(RATIO + self.drafts) // RATIO)
@@ -141,9 +147,10 @@ class Setup:
         """A rank's; vLLM gives the first one's to the scheduler."""
         groups = []
         for index, letter in enumerate(self.groups):
-            if letter == "a":
+            if letter in "ad":
+                size = N if letter == "a" else 2 * N
                 spec = FullAttentionSpec(
-                    block_size=N, num_kv_heads=1, head_size=2, dtype=torch.bfloat16
+                    block_size=size, num_kv_heads=1, head_size=2, dtype=torch.bfloat16
                 )
             elif letter == "m":
                 spec = MLAAttentionSpec(

@@ -205,7 +205,7 @@ def make_stores(views: list[RankView], plan: GroupPlan) -> list[FaultyStore]:
         salt = next(_salts).to_bytes(16, "big")
         replicas = Replicas(frozenset(plan.replicated), b"alike on all of.", 0, salt)
     return [
-        FaultyStore(view, MODEL, bytes([rank + 1]) * 16, N * 8, replicas=replicas)
+        FaultyStore(view, MODEL, bytes([rank + 1]) * 16, plan.block_size * 8, replicas=replicas)
         for rank, view in enumerate(views)
     ]
 

@@ -121,29 +121,35 @@ def noise(size: int) -> torch.Tensor:
     return known[:size] if size <= known.numel() else known.repeat(-(-size // known.numel()))[:size]
 
 
-def assert_a_block_moves(built: Built, group: KVCacheGroupSpec) -> GroupPages:
-    """Through a record, and as a device copies; no other byte changes."""
-    pages = GroupPages(group.layer_names, built.views, built.config.num_blocks)
-    assert pages.block_bytes == page_bytes(group, pages.layers)
+def assert_a_block_moves(built: Built, group: KVCacheGroupSpec, count: int = 1) -> GroupPages:
+    """Through a record, and as a device copies; no other byte changes.
+
+    Args:
+        count: blocks in a record. They lie in any order, and far from each other.
+    """
+    pages = GroupPages(group.layer_names, built.views, built.config.num_blocks, count)
+    assert pages.block_bytes == page_bytes(group, pages.layers) * count
+    sources, targets = (FROM, 6, 1)[:count], (TO, 2, 5)[:count]
+    source, target = (FROM, TO) if count == 1 else (sources, targets)
     before = built.memory.clone()
     expected = built.over(before.clone())
     for name in group.layer_names:
         block = expected.logical(name)
-        block[TO] = block[FROM]
+        block[list(targets)] = block[list(sources)]
 
     record = np.zeros(record_bytes(pages.block_bytes), dtype=np.uint8)
     payload = torch.from_numpy(record)[HEADER_BYTES : HEADER_BYTES + pages.block_bytes]
-    digests = pages.gather(FROM, payload)
+    digests = pages.gather(source, payload)
     seal(memoryview(record), KEY, FINGERPRINT, digests)
-    pages.scatter(TO, payload, open_record(memoryview(record), KEY, FINGERPRINT))
+    pages.scatter(target, payload, open_record(memoryview(record), KEY, FINGERPRINT))
     assert torch.equal(built.memory, expected.memory), "through a record"
 
     built.memory.copy_(before)
     buffer = torch.zeros(pages.block_bytes, dtype=torch.uint8)
-    for page, part in pages.pieces(FROM, buffer):
+    for page, part in pages.pieces(source, buffer):
         part.copy_(page)
     assert torch.equal(buffer, payload), "pieces and gather make other records"
-    for page, part in pages.pieces(TO, buffer):
+    for page, part in pages.pieces(target, buffer):
         page.copy_(part)
     assert torch.equal(built.memory, expected.memory), "by pieces"
     built.memory.copy_(before)

@@ -155,10 +155,46 @@ def test_refuses_a_model_without_both_kinds(specs):
         plan_groups(config(*specs))
 
 
-@pytest.mark.parametrize("odd", [FULL, STATE], ids=["attention", "state"])
-def test_refuses_different_block_sizes(odd):
+@pytest.mark.parametrize(
+    "small, big, common", [(1536, 3072, 3072), (128, 384, 384), (256, 384, 768)]
+)
+def test_different_block_sizes_meet_at_their_common_multiple(small, big, common):
+    """Kimi-K3 on MI355X has the first two."""
+    small_full, state = (dataclasses.replace(spec, block_size=small) for spec in (FULL, STATE))
+    plan = plan_groups(config(state, dataclasses.replace(FULL, block_size=big), small_full))
+    assert (plan.block_size, plan.attention, plan.states) == (common, (1, 2), (0,))
+    assert [plan.blocks_in(g) for g in range(3)] == [common // s for s in (small, big, small)]
+    assert [plan.blocks_per_record(g) for g in range(3)] == [1, common // big, common // small]
+    assert plan.with_unit(64).unit == 0
+
+
+def test_a_record_has_all_blocks_up_to_its_boundary():
+    small = dataclasses.replace(FULL, block_size=N // 3)
+    state = dataclasses.replace(STATE, block_size=N // 3)
+    plan = plan_groups(config(FULL, small, state))
+    ids = [10, 11, 12, 13, 14, 15, 16, 17, 18]
+    assert plan.pages(ids, 1, 1, 3) == ((13, 14, 15), (16, 17, 18))
+    assert plan.pages(ids, 0, 1, 3) == (11, 12)
+    assert [plan.state_block(ids, 2, at) for at in (1, 3, 4)] == [12, 18, 0]
+    assert plan.state_block(ids[:8], 2, 3) == 0
+    assert plan_groups(config(FULL, STATE)).state_block(ids, 1, 3) == 12
+
+
+@pytest.mark.parametrize(
+    "specs, small",
+    [
+        # Of windows vLLM keeps only those blocks that they reach.
+        ((FULL, WINDOW), WINDOW),
+        ((STATE, WINDOW, FULL), FULL),
+        # vLLM never makes the blocks of states larger, nor those of some states only.
+        ((STATE,), FULL),
+        ((STATE, FULL), STATE),
+    ],
+    ids=["window", "beside a window", "attention", "state"],
+)
+def test_refuses_other_differences_of_block_sizes(specs, small):
     with pytest.raises(ConfigError, match=r"block sizes \[128, 384\] .*differ; remove"):
-        plan_groups(config(FULL, STATE, dataclasses.replace(odd, block_size=128)))
+        plan_groups(config(*specs, dataclasses.replace(small, block_size=128)))
 
 
 # Scratch

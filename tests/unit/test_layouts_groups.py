@@ -113,10 +113,6 @@ NOT_SERVED: list[tuple[Callable[[Case], bool], str]] = [
     (lambda c: c.kernel < N and c.layout.is_block_outermost, "store blocks as dense, unpadded"),
     (lambda c: c.kernel < N and c.layout in (L.LHBNC, L.BHLNC) and c.heads > 1, "store blocks as"),
     (lambda c: c.kernel < N and c.padded, "store blocks as dense, unpadded pages"),
-    (
-        lambda c: c.model == "a drafter with more heads" and c.layout.is_layer_compact,
-        r"block sizes [128, 384] of KV cache groups",
-    ),
 ]
 CASES = [
     Case(*case)
@@ -133,7 +129,8 @@ def assert_all_groups_move(built: Built) -> None:
     plan = plan_groups(built.config)
     assert plan == plan_groups(generate_scheduler_kv_cache_config([built.config]))
     for index in plan.groups:
-        assert_a_block_moves(built, built.config.kv_cache_groups[index])
+        group = built.config.kv_cache_groups[index]
+        assert_a_block_moves(built, group, plan.blocks_per_record(index))
 
 
 @pytest.mark.parametrize("layout", KVCacheLayout, ids=lambda layout: layout.name)
@@ -158,8 +155,20 @@ def test_a_block_of_each_group_moves(model, layout):
 
 def test_how_many_are_served():
     served = [case for case in CASES if words_of(case) is None]
-    assert (len(CASES), len(served)) == (528, 187)
+    assert (len(CASES), len(served)) == (528, 211)
     assert {case.model for case in served} == set(MODELS)
+
+
+def test_a_drafter_makes_groups_of_several_block_sizes():
+    """Where layers lie apart vLLM makes blocks larger until all have as many bytes."""
+    built = build(L.LBNHC, MODELS["a drafter with more heads"](1))
+    sizes = [group.kv_cache_spec.block_size for group in built.config.kv_cache_groups]
+    plan = plan_groups(built.config)
+    assert sorted(set(sizes)) == [N, 3 * N] and plan.block_size == 3 * N
+    assert plan.split == tuple((i, 3) for i in sorted(plan.groups) if sizes[i] == N)
+    # Pages of 3 N tokens of each attention group, and one state.
+    assert [plan.blocks_per_record(index) for index in plan.states] == [1] * len(plan.states)
+    assert {plan.blocks_per_record(index) for index in plan.attention} == {1, 3}
 
 
 @pytest.mark.parametrize("layout", [L.BLHNC, L.BLNHC])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from lmcache_hybrid.config.options import read_options
+from lmcache_hybrid.core.groups import Block
 from lmcache_hybrid.core.keys import RecordKey
 from lmcache_hybrid.storage.remote.connectors import unwrapped
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector
@@ -165,9 +166,9 @@ def lose(worker: "HybridWorker", group: int | None) -> None:
     vars(worker.loads)["_restore"] = restore_and_lose
 
 
-def _last_block(worker: "HybridWorker", load: "LoadSpec", group: int) -> int:
+def _last_block(worker: "HybridWorker", load: "LoadSpec", group: int) -> Block:
     plan = worker.plan
-    blocks: dict[int, Sequence[int]] = {}
+    blocks: dict[int, Sequence[Block]] = {}
     blocks |= zip(plan.states, ((block,) for block in load.state_blocks), strict=True)
     blocks |= zip(plan.attention, load.attention_blocks, strict=True)
     blocks |= zip((window.group for window in plan.windows), load.window_blocks, strict=True)
@@ -216,33 +217,42 @@ def _device(device: torch.device) -> dict[str, Any]:
 # Copies
 
 
-def _items(worker: "HybridWorker") -> tuple[list[Item], list[int]]:
+def _items(worker: "HybridWorker") -> tuple[list[Item], list[Block]]:
     """Blocks to copy, with a buffer each, and the blocks to copy them into.
 
     A block of each group, then attention and window blocks in turn, as many as are copied in
     one go; fewer where KV cache or pool are small. The caller owns the buffers.
     """
     plan, pages = worker.plan, worker.pages
+    # Block ids that are copied from; those copied to come behind them.
     most = min(group.num_blocks for group in pages.values()) // 2 - 1
     paged = (*plan.attention, *(window.group for window in plan.windows))
     wanted = [*plan.states, *paged]
     size = sum(pages[group].block_bytes for group in wanted)
     for group in cycle(paged):
-        if size >= COPIED_BYTES or len(wanted) >= most:
+        if size >= COPIED_BYTES or sum(pages[each].count for each in wanted) >= most:
             break
         wanted.append(group)
         size += pages[group].block_bytes
     items: list[Item] = []
-    for block, group in enumerate(wanted[:most], 1):
-        buffer = worker.store.reserve(pages[group].block_bytes)
+    targets: list[Block] = []
+    first = 1
+    for group in wanted:
+        count = pages[group].count
+        buffer = (
+            worker.store.reserve(pages[group].block_bytes) if first + count <= most + 1 else None
+        )
         if buffer is None:
             break
-        items.append(Item(RecordKey(0, group, b"", block), pages[group], block, buffer))
-    return items, [most + item.block for item in items]
+        source, target = (tuple(range(at, at + count)) for at in (first, most + first))
+        items.append(Item(RecordKey(0, group, b"", first), pages[group], source, buffer))
+        targets.append(target)
+        first += count
+    return items, targets
 
 
 def _measure(
-    copies: Copies, device: torch.device, items: list[Item], targets: list[int]
+    copies: Copies, device: torch.device, items: list[Item], targets: list[Block]
 ) -> dict[str, Any]:
     if not items:
         return {"bytes": 0, "wrong": 0, "pinned": False}
@@ -315,7 +325,7 @@ def _random(size: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
 
 
-def _read(pages: Any, block: int) -> torch.Tensor:
+def _read(pages: Any, block: Block) -> torch.Tensor:
     """A block's bytes, by plain copies one after another."""
     data = torch.empty(pages.block_bytes, dtype=torch.uint8)
     for page, part in pages.pieces(block, data):
@@ -323,6 +333,6 @@ def _read(pages: Any, block: int) -> torch.Tensor:
     return data
 
 
-def _write(pages: Any, block: int, data: torch.Tensor) -> None:
+def _write(pages: Any, block: Block, data: torch.Tensor) -> None:
     for page, part in pages.pieces(block, data):
         page.copy_(part)

@@ -90,7 +90,10 @@ def read_model(model: str, transfer: dict[str, Any], unit: int = 0) -> Model:
         plan = plan_groups(groups, None if selected is None else int(selected))
     except (ConfigError, ValueError) as failure:
         raise ModelError(str(failure)) from failure
-    sizes = [page_bytes(group) for group in groups.kv_cache_groups]
+    sizes = [
+        page_bytes(group) * plan.blocks_per_record(index)
+        for index, group in enumerate(groups.kv_cache_groups)
+    ]
     windows = tuple(window.group for window in plan.windows)
     return Model(
         True,

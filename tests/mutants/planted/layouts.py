@@ -19,8 +19,8 @@ DEFECTS = (
     one(
         "pages are not told how many blocks there are",
         CONNECTOR,
-        "GroupPages(groups[index].layer_names, kv_caches, num_blocks)",
-        "GroupPages(groups[index].layer_names, kv_caches)",
+        "GroupPages(groups[index].layer_names, kv_caches, num_blocks, count(index))",
+        "GroupPages(groups[index].layer_names, kv_caches, None, count(index))",
     ),
     one(
         "the order of strides is left out of the layout",
@@ -154,5 +154,63 @@ DEFECTS = (
         "lmcache_hybrid/tools/accept/result.py",
         "        return verdict_of(self.checks, self.noise, self.all_problems)\n",
         "        return verdict_of(self.checks, self.noise, self.problems)\n",
+    ),
+    # Groups with blocks of different sizes
+    one(
+        "a boundary is one block of the smallest group",
+        GROUPS,
+        "    common = math.lcm(*sizes)\n",
+        "    common = min(sizes)\n",
+    ),
+    one(
+        "of several blocks in a record only the first one is stored, again and again",
+        PAGES,
+        "        target, digests, rows = out.numpy(), [], len(self._host)\n",
+        "        target, digests, rows = out.numpy(), [], len(self._host)\n"
+        "        blocks = blocks[:1] * len(blocks)\n",
+    ),
+    one(
+        "a device's copies take only the first of several blocks in a record",
+        PAGES,
+        "for each in blocks for row in self.rows)",
+        "for each in blocks[:1] * len(blocks) for row in self.rows)",
+    ),
+    one(
+        "several blocks in a record are those of the block before",
+        GROUPS,
+        "ids[at * count : (at + 1) * count]) for at",
+        "ids[max(0, at * count - 1) :][:count]) for at",
+    ),
+    one(
+        "a state is put where a boundary of larger blocks would be",
+        GROUPS,
+        "        at = boundary * self.blocks_in(group) - 1\n",
+        "        at = boundary - 1\n",
+    ),
+    one(
+        "blocks of several sizes are served beside windows",
+        GROUPS,
+        "        served &= not windows and {",
+        "        served &= {",
+    ),
+    one(
+        "states may have larger blocks than attention",
+        GROUPS,
+        " for index in states} == {min(sizes)}",
+        " for index in states} <= sizes",
+    ),
+    one(
+        "records of several blocks have the names of those of one",
+        "lmcache_hybrid/worker/fingerprint.py",
+        '**({"split": plan.split} if plan.split else {})',
+        "**{}",
+    ),
+    # A drafter's layers
+    one(
+        "the last layer of a group, a drafter's, is not restored",
+        PAGES,
+        "                np.copyto(page[at : at + size], source[to : to + size])\n",
+        "                if rows == 1 or run % rows < rows - 1:\n"
+        "                    np.copyto(page[at : at + size], source[to : to + size])\n",
     ),
 )

@@ -111,9 +111,9 @@ DEFECTS = (
     one(
         "the load of an aborted request runs to its end",
         "lmcache_hybrid/worker/loads.py",
-        "        def restore(part: list[tuple[RecordKey, int]]) -> None:\n"
+        "        def restore(part: list[tuple[RecordKey, Block]]) -> None:\n"
         "            self._check_wanted(load)\n",
-        "        def restore(part: list[tuple[RecordKey, int]]) -> None:\n",
+        "        def restore(part: list[tuple[RecordKey, Block]]) -> None:\n",
     ),
     one(
         "the load of an aborted request retries parts that found no room",

@@ -183,7 +183,7 @@ DEFECTS = (
     one(
         "scratch whose blocks move vLLM's hits is accepted",
         GROUPS,
-        " or max(served) % math.lcm(*sizes)",
-        "",
+        "    served = common == math.lcm(*(spec.block_size for spec in specs))\n",
+        "    served = True\n",
     ),
 )

@@ -23,8 +23,8 @@ DEFECTS = (
     one(
         "attention pages are off by one block",
         "lmcache_hybrid/scheduler/save_planner.py",
-        "tuple(block_ids[group][block] for group in self._plan.attention)",
-        "tuple(block_ids[group][max(0, block - 1)] for group in self._plan.attention)",
+        "plan.pages(block_ids[group], group, first, last)",
+        "plan.pages(block_ids[group][:1] + block_ids[group], group, first, last)",
     ),
     one(
         "states are found by their position in the block table, not by vLLM's hand-off",
@@ -114,7 +114,7 @@ DEFECTS = (
     one(
         "the state goes to the last block of the table",
         LOAD_PLANNER,
-        "block_ids[g][last - 1] if last <= len(block_ids[g]) else NULL_BLOCK",
+        "plan.state_block(block_ids[g], g, last)",
         "block_ids[g][-1]",
     ),
     one(
@@ -203,8 +203,10 @@ DEFECTS = (
     one(
         "pages are scattered one block off",
         PAGES,
-        "np.copyto(self._host[row][block, at : at + size], source[to : to + size])",
-        "np.copyto(self._host[row][block - 1, at : at + size], source[to : to + size])",
+        "                page = self._host[run % rows][blocks[run // rows]]\n"
+        "                np.copyto(page[at : at + size], source[to : to + size])\n",
+        "                page = self._host[run % rows][blocks[run // rows] - 1]\n"
+        "                np.copyto(page[at : at + size], source[to : to + size])\n",
     ),
     # What is left behind
     one(
