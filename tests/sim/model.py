@@ -207,7 +207,7 @@ class ToyRank:
         if fresh := output.new_block_ids_to_zero:
             self._queue(lambda: self.pages.__setitem__(fresh, 0))
         for source, target in output.kv_cache_block_copies or ():
-            self._copy_page(source, target, self.block_size)
+            self._copy_page(source, target, self.pages.shape[1])
         for new in output.scheduled_new_reqs:
             known = len(new.prefill_token_ids or new.prompt_token_ids)
             self.resumed += known > len(new.prompt_token_ids)

@@ -226,6 +226,7 @@ def test_where_an_engine_runs_and_how_large_it_is_does_not_matter(config, made, 
         GroupPlan(2 * PLAN.block_size, PLAN.attention, PLAN.states, 2),
         GroupPlan(PLAN.block_size, PLAN.attention, PLAN.states[::-1], 2),
         GroupPlan(PLAN.block_size, (*PLAN.attention, 0), PLAN.states, 2),
+        GroupPlan(PLAN.block_size, PLAN.attention, PLAN.states, 2, split=((2, 2),)),
     ],
 )
 def test_blocks_and_groups_matter(made, plan):

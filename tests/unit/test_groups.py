@@ -185,12 +185,12 @@ def test_a_record_has_all_blocks_up_to_its_boundary():
     [
         # Of windows vLLM keeps only those blocks that they reach.
         ((FULL, WINDOW), WINDOW),
-        ((STATE, WINDOW, FULL), FULL),
+        ((WINDOW, FULL), STATE),
         # vLLM never makes the blocks of states larger, nor those of some states only.
         ((STATE,), FULL),
         ((STATE, FULL), STATE),
     ],
-    ids=["window", "beside a window", "attention", "state"],
+    ids=["window", "beside a window", "attention", "states"],
 )
 def test_refuses_other_differences_of_block_sizes(specs, small):
     with pytest.raises(ConfigError, match=r"block sizes \[128, 384\] .*differ; remove"):
