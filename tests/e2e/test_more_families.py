@@ -11,7 +11,7 @@ from benchmarks.families.trial import attempt
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("family", ["lfm2_moe", "jamba"])
+@pytest.mark.parametrize("family", ["lfm2_moe", "jamba", "qwen3_5", "nemotron_h", "zamba2"])
 def test_hits_are_as_deep_and_answers_equal_as_in_vllms_own_cache(
     family: str, model_dir: Path
 ) -> None:

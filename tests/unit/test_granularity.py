@@ -61,6 +61,7 @@ WINDOWS = GroupPlan(384, attention=(1,), states=(), selected_attention=1, window
         (BLOCKS.with_unit(64), 3, 0),
         (WINDOWS, 3, 0),
         (replace(BLOCKS, windows=WINDOWS.windows), 3, 0),
+        (replace(BLOCKS, split=((0, 3),)), 3, 0),
     ],
 )
 def test_who_needs_a_unit_is_told_once(plan, short, lines, monkeypatch):

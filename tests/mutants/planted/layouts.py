@@ -205,6 +205,12 @@ DEFECTS = (
         '**({"split": plan.split} if plan.split else {})',
         "**{}",
     ),
+    one(
+        "hits inside a block are looked for beside blocks of several sizes",
+        GROUPS,
+        "not (self.windows or self.split)",
+        "not self.windows",
+    ),
     # A drafter's layers
     one(
         "the last layer of a group, a drafter's, is not restored",
