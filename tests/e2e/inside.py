@@ -103,6 +103,27 @@ class Inside:
             [item for item in items if item.key.kind != STATE], after
         )
 
+    def lose_drafter(self) -> list[str]:
+        """Restore all but the pages of the drafter's layers, from now on; return their names."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        caches = get_kv_transfer_group()._hybrid.kv_caches
+        names = [name for name in caches if name.startswith("mtp.")]
+        copies = self._worker.loads._copies
+        scatter = copies.scatter
+
+        def all_but_theirs(items, after) -> None:
+            places = [
+                caches[n][item.block] for n in names for item in items if n in item.pages.layers
+            ]
+            before = [place.clone() for place in places]
+            scatter(items, after)
+            for place, old in zip(places, before, strict=True):
+                place.copy_(old)
+
+        copies.scatter = all_but_theirs
+        return names
+
     # LMCache's health
 
     def healthy(self, value: bool) -> None:

@@ -202,6 +202,12 @@ def delta_attention() -> None:
     """Kimi Delta Attention a token at a time: vLLM's Triton kernels take minutes in the
     interpreter. No drafts."""
     from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn as layer
+    from vllm.platforms import current_platform
+
+    # At start-up vLLM looks for kernels to replace in all modules, and fails at numba's, which the
+    # import below brings. So it does that now, and not again.
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
     from vllm.models.kimi_k3.nvidia.ops.third_party import kda
 
     layer.gather_initial_states = _initial_states

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny Qwen3-Next whose drafts are sometimes right, for tests of speculative decoding.
+
+It has a head for multi-token prediction (MTP) with an attention layer of its own, whose pages lie
+in the KV cache beside the model's. The next token depends mostly on the last one, so the head
+guesses about every third token. The layers have a say, too: other guesses are wrong.
+"""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from lmcache_hybrid.tools.tiny_families import FAMILIES
+from lmcache_hybrid.tools.tiny_models import make_model
+
+LOUDNESS = 16.0  # of the last token's embedding
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
+OPTIONS = {"max_num_seqs": 2, "speculative_config": MTP}
+
+
+def make_drafting_model(folder: Path) -> Path:
+    """Write the model to ``folder``/drafting and return that path."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    out = folder / "drafting"
+    if out.exists():
+        return out
+    known = FAMILIES["qwen3_next"]
+    # Few layers: kernels that Triton interprets are slow.
+    FAMILIES["drafting"] = replace(known, config={**known.config, "num_hidden_layers": 4})
+    try:
+        base = make_model("drafting", folder / "drafting-base")
+    finally:
+        del FAMILIES["drafting"]
+    part = folder / ".drafting"
+    shutil.rmtree(part, ignore_errors=True)
+    shutil.copytree(base, part)
+    config = json.loads((part / "config.json").read_text())
+    weights = load_file(part / "model.safetensors")
+    weights["model.embed_tokens.weight"] *= LOUDNESS
+    size, attention = config["hidden_size"], config["layer_types"].index("full_attention")
+    # The head's input is the last token's embedding, then the model's hidden state.
+    weights["mtp.fc.weight"] = torch.eye(size, 2 * size).bfloat16()
+    for norm in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
+        weights[f"mtp.{norm}.weight"] = torch.zeros(size).bfloat16()
+    layer = f"model.layers.{attention}."
+    for name in [name for name in weights if name.startswith(layer)]:
+        weights[f"mtp.layers.0.{name.removeprefix(layer)}"] = weights[name].clone()
+    save_file(weights, part / "model.safetensors", {"format": "pt"})
+    (part / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    part.rename(out)
+    return out

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts behind a restored prefix: as many are accepted as behind vLLM's own hit.
+
+The target model decides every token, so a drafter whose pages were not restored leaves all answers
+as they are and only guesses otherwise. So the test compares what was drafted and accepted, too.
+
+On the V2 runner, whose kernels Triton interprets. vLLM's CPU kernels round otherwise with drafts
+than without; so an answer with drafts is compared with answers with drafts only.
+"""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import drafting
+import pytest
+import v2
+from engine import Answer, Engine
+
+pytestmark = pytest.mark.engine
+
+TOKENS = 24
+COUNTERS = ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
+# Else what is asked leaves a deeper boundary for the next time.
+NO_SAVE = {"extra_args": {"kv_transfer_params": {"lmcache.skip_save": True}}}
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """An answer, and its draft tokens by vLLM's own counters: (made, accepted)."""
+
+    answer: Answer
+    drafts: tuple[float, float]
+
+
+def ask(engine: Engine, prompt: list[int], **sampling) -> Drafted:
+    before = engine.metrics()
+    answer = engine.ask(prompt, TOKENS, **sampling)
+    after = engine.metrics()
+    made, accepted = (after[name] - before.get(name, 0) for name in COUNTERS)
+    return Drafted(answer, (made, accepted))
+
+
+def ask_restored(engine: Engine, prompts: list[list[int]]) -> list[Drafted]:
+    """From the store, with vLLM's own cache empty."""
+    found = []
+    for prompt in prompts:
+        # vLLM frees a request's blocks once the step that was scheduled behind its end is through.
+        engine.ask([40, 41], 1)
+        engine.forget()
+        found.append(ask(engine, prompt, **NO_SAVE))
+    return found
+
+
+def test_drafts_behind_a_restored_prefix_are_those_behind_vllms_own_hit(model_dir: Path) -> None:
+    model = drafting.make_drafting_model(model_dir)
+    options = {**drafting.OPTIONS, "prepare": v2.allow_drafts}
+    with Engine(model, {"local_cpu": True}, runner="v2", **options) as engine:
+        assert engine.info["runner"] == "vllm.v1.worker.gpu.model_runner"
+        size, rng = engine.info["block_size"], random.Random(5)
+        prompts = [[rng.randrange(32, 127) for _ in range(2 * size + 30)] for _ in range(3)]
+        own = []
+        for prompt in prompts:
+            assert ask(engine, prompt).answer.cached == 0
+            own.append(ask(engine, prompt, **NO_SAVE))
+            # With MTP vLLM gives up the last block of its hits, and keeps the state before it.
+            assert (own[-1].answer.cached, own[-1].answer.external) == (size, 0)
+            made, accepted = own[-1].drafts
+            assert 0 < accepted < made
+        engine.settle()
+        restored = ask_restored(engine, prompts)
+        assert all(each.answer.external == each.answer.cached == size for each in restored)
+        assert [r.answer.output for r in restored] == [o.answer.output for o in own]
+        assert [each.drafts for each in restored] == [each.drafts for each in own]
+        counts = engine.counts()
+        assert counts["worker"]["loaded_states"] == len(prompts)
+        assert counts["worker"]["failed_loads"] == counts["scheduler"]["failed_loads"] == 0
+        check_what_is_lost_shows(engine, prompts, own)
+
+
+def check_what_is_lost_shows(engine: Engine, prompts: list, own: list[Drafted]) -> None:
+    """Without the drafter's pages drafts differ and no answer does; without states answers do."""
+    assert engine.call("fault", name="lose_drafter")
+    lost = ask_restored(engine, prompts)
+    assert all(each.answer.external for each in lost)
+    assert [each.drafts for each in lost] != [each.drafts for each in own]
+    assert [each.answer.tokens for each in lost] == [each.answer.tokens for each in own]
+    engine.call("fault", name="lose_states")
+    lost = ask_restored(engine, prompts)
+    assert all(each.answer.external for each in lost)
+    assert all(a.answer.output != b.answer.output for a, b in zip(lost, own, strict=True))
