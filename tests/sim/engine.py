@@ -148,8 +148,7 @@ class SimEngine:
         return checkpoint if self.setup.interior else lambda end, count: (0, -1)
 
     def _make_ranks(self, pool: Pool) -> None:
-        setup = self.setup
-        self.threads = Threads(setup.seed)
+        setup, self.threads = self.setup, Threads(self.setup.seed)
         self.ranks = [
             ToyRank(
                 rank,
