@@ -42,8 +42,8 @@ class Index:
     def take(self, number: int, batch: bytes) -> None:
         from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVEventBatch
 
-        if number < self.next:
-            return  # taken already
+        if 0 < number < self.next:
+            return  # taken already; a new engine counts from 0
         self.next = number + 1
         for event in msgspec.msgpack.decode(batch, type=KVEventBatch).events:
             if isinstance(event, AllBlocksCleared):

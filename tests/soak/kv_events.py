@@ -50,6 +50,7 @@ def main(asks: int = 1000, starts: int = 3, seed: int = 1, trunks: int = 12) -> 
                     counts["too_little"] += foreseen < hit
                     counts["settled"] += settled
                     counts["settled_too_much"] += settled and foreseen > hit
+            print(json.dumps(counts), file=sys.stderr, flush=True)
         router.close()
     seconds = round(time.monotonic() - began)
     print(json.dumps(counts | {"starts": starts, "seconds": seconds, "seed": seed}))
