@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of a model with latent attention (MLA) on vLLM's CPU backend, see :class:`LatentWorker`."""
+
+import standins
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+NEEDED = ("torchvision", "latent_attention", "delta_attention")
+# A rank is a process of its own, and knows only what it imports.
+standins.install(NEEDED)
+
+
+class LatentWorker(CPUWorker):
+    """vLLM's CPU worker with the stand-ins that Kimi-Linear needs."""
