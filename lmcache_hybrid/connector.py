@@ -192,7 +192,7 @@ class HybridConnector:
             wanted = page_bytes(groups[index], group.layers) * group.count
             if group.block_bytes != wanted:
                 raise ConfigError(
-                    f"records of KV cache group {index} have {group.block_bytes} bytes instead of "
+                    f"blocks of KV cache group {index} have {group.block_bytes} bytes instead of "
                     f"the {wanted} of their specs; choose another --attention-backend."
                 )
         context = self._vllm_config.compilation_config.static_forward_context

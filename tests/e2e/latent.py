@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of a model with latent attention (MLA) on vLLM's CPU backend, see :class:`LatentWorker`."""
+"""Ranks of a model with latent attention (MLA) on vLLM's CPU backend; only they import this."""
 
 import standins
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-NEEDED = ("torchvision", "latent_attention", "delta_attention")
 # A rank is a process of its own, and knows only what it imports.
-standins.install(NEEDED)
+standins.install(("torchvision", "latent_attention", "delta_attention"))
 
 
 class LatentWorker(CPUWorker):

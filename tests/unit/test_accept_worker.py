@@ -4,6 +4,7 @@
 import dataclasses
 import re
 from collections import Counter
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -58,7 +59,8 @@ def test_the_last_block_of_a_lost_group_is_zeroed_until_it_ends() -> None:
 def test_blocks_of_every_group_are_copied_and_compared(state_bytes: int) -> None:
     sizes = {0: 8 << 20, 1: state_bytes, 2: 8 << 20, 3: 1 << 20}
     pages = {
-        group: SimpleNamespace(block_bytes=size, num_blocks=100) for group, size in sizes.items()
+        group: SimpleNamespace(block_bytes=size, num_blocks=100, count=1)
+        for group, size in sizes.items()
     }
     plan = SimpleNamespace(
         attention=(0, 2), states=(1,), windows=(SimpleNamespace(group=3),), block_size=16
@@ -68,7 +70,7 @@ def test_blocks_of_every_group_are_copied_and_compared(state_bytes: int) -> None
     copied = Counter(item.key.group for item in items)
     assert copied.keys() == {0, 1, 2, 3} and copied[1] == 1
     assert abs(copied[0] - copied[2]) <= 1 and abs(copied[0] - copied[3]) <= 1
-    blocks = [item.block for item in items] + targets
+    blocks = list(chain.from_iterable([*(item.block for item in items), *targets]))
     assert len(set(blocks)) == len(blocks) and 0 < min(blocks) <= max(blocks) < 100
 
 
