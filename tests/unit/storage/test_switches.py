@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LMCache's switches and a reset: clear, freeze, health, locations."""
 
+import math
+
 import pytest
 
 from lmcache_hybrid.core.errors import LoadError, RecordError
@@ -43,6 +45,9 @@ def test_a_read_under_way_brings_nothing_back(box):
     claim = box.store.claim(box.store.locate(KEYS))
     buffers = box.store.fetch(claim, KEYS)
     box.store.clear(1)
+    box.store.keep(claim, zip(KEYS, buffers, strict=True))
+    assert box.store.locate(KEYS) == {}
+    claim.made = math.inf  # a reset that comes while they are kept
     box.store.keep(claim, zip(KEYS, buffers, strict=True))
     for buffer in buffers:
         buffer.release()
