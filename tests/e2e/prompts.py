@@ -49,7 +49,7 @@ def cases(block_size: int, seed: int = 0) -> list[Case]:
 
 def shortened(block_size: int, seed: int = 1) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     """A long prompt, and its prefixes cut one token past each interior boundary."""
-    ids = _ids(random.Random(seed), max(3400, 6 * block_size + 10))
+    ids = _ids(random.Random(seed), 6 * block_size + 10)
     ends = range(block_size, len(ids), block_size)
     return ids, [ids[: end + 1] for end in ends]
 
