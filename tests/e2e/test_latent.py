@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import standins
 from engine import Engine
-from records import FolderShelf, RedisShelf, Shelf
+from records import RedisShelf
 from redis import Redis
 
 from lmcache_hybrid.storage.record import read_header
@@ -28,24 +28,15 @@ RANKS = {
 }
 
 
-@pytest.fixture(params=["fs", "redis"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Shelf]:
-    """URL of an empty store, and its records."""
-    if request.param == "fs":
-        return f"fs://localhost:0{tmp_path}", FolderShelf(tmp_path)
-    url = request.getfixturevalue("redis_url")
-    return url, RedisShelf(Redis.from_url(url))
-
-
 def fields(name: str) -> tuple[str, str]:
     """Rank and group's label in a record's name."""
     return name.split("@")[2], name.rpartition("%")[2].split("-")[0]
 
 
-def test_one_rank_stores_latent_pages_for_both(model_dir: Path, store: tuple[str, Shelf]) -> None:
-    url, shelf = store
+def test_one_rank_stores_latent_pages_for_both(model_dir: Path, redis_url: str) -> None:
+    shelf = RedisShelf(Redis.from_url(redis_url))
     model = make_model("kimi_linear", model_dir / "kimi_linear")
-    config, rng = {"local_cpu": False, "remote_url": url}, random.Random(7)
+    config, rng = {"local_cpu": False, "remote_url": redis_url}, random.Random(7)
     with Engine(model, config, **RANKS) as engine:
         size, groups = engine.info["block_size"], engine.info["groups"]
         lengths = (size + 1, 2 * size + 9, 3 * size + 17)
