@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's API server, once for each arm, and what its /metrics counts.
 
-All servers of a run are alive at once and are asked in turns; idle ones sleep.
+All servers of a run are alive at once and are asked in turns; idle ones sleep. Needs the checkout:
+the server is that of ``tests/e2e``.
 """
 
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
-from urllib.request import urlopen
 
 import yaml
 
-ENTRY = "vllm.entrypoints.launchers.api_server.entry"
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "e2e"))
+from api_server import ApiServer  # noqa: E402
+
 ENVIRONMENT = {
     "LMCACHE_LOG_LEVEL": "ERROR",
     "LMCACHE_TRACK_USAGE": "false",
@@ -30,7 +27,6 @@ OPTIONS = {"max-model-len": 16_384, "max-num-batched-tokens": 2_048}
 CONNECTOR = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
 LMCACHE = {"local_cpu": True, "max_local_cpu_size": 4}
 ARMS = ("unlimited", "quarter", "ram")
-START_SECONDS, STOP_SECONDS = 300, 60
 
 COUNTERS = {
     "prompt_tokens": "vllm:prompt_tokens_total",
@@ -53,78 +49,34 @@ HISTOGRAMS = {
 }
 
 
-class Server:
-    """One API server; starts at once, :meth:`wait` before asking. Owned by one thread.
+class Server(ApiServer):
+    """The server of one arm.
 
     Args:
         arm: one of :data:`ARMS`.
-        model: folder; the server calls its model so.
         folder: for its log and LMCache's YAML.
         blocks: of the KV cache pool in all arms but "unlimited".
-
-    Attributes:
-        url: where it listens.
     """
 
     def __init__(self, arm: str, model: Path, folder: Path, blocks: int) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = str(probe.getsockname()[1])
-        self.url = f"http://127.0.0.1:{port}"
-        self._log = folder / f"{arm}.log"
-        command = [sys.executable, "-m", ENTRY, "--model", str(model), "--enforce-eager"]
-        command += ["--host", "127.0.0.1", "--port", port]
-        command += ["--shutdown-timeout", "10", "--disable-uvicorn-access-log"]
+        arguments = ["--shutdown-timeout", "10", "--disable-uvicorn-access-log"]
         for name, value in OPTIONS.items():
-            command += [f"--{name}", str(value)]
+            arguments += [f"--{name}", str(value)]
         environment = os.environ | ENVIRONMENT
         environment.pop("LMCACHE_CONFIG_FILE", None)
         if arm != "unlimited":
-            command += ["--num-gpu-blocks-override", str(blocks)]
+            arguments += ["--num-gpu-blocks-override", str(blocks)]
         if arm == "ram":
-            command += ["--kv-transfer-config", json.dumps(CONNECTOR)]
+            arguments += ["--kv-transfer-config", json.dumps(CONNECTOR)]
             config = folder / "lmcache.yaml"
             config.write_text(yaml.safe_dump(LMCACHE))
             environment["LMCACHE_CONFIG_FILE"] = str(config)
-        with self._log.open("wb") as out:
-            self._process = subprocess.Popen(
-                command, env=environment, stdout=out, stderr=out, start_new_session=True
-            )
-
-    def __enter__(self) -> "Server":
-        return self
-
-    def __exit__(self, *exc) -> None:
-        """Stop the server; what does not end by itself is killed, its engine included."""
-        self._process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_SECONDS)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def wait(self) -> None:
-        """Return once it is healthy.
-
-        Raises:
-            RuntimeError: it ended or took too long; holds the end of its log.
-        """
-        deadline = time.monotonic() + START_SECONDS
-        while not self._healthy():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                log = self._log.read_text(errors="replace")
-                raise RuntimeError(f"a server did not start:\n{log[-3000:]}")
-            time.sleep(0.5)
-
-    def _healthy(self) -> bool:
-        try:
-            return urlopen(f"{self.url}/health", timeout=5).status == 200
-        except OSError:  # no answer yet, or not 200
-            return False
+        super().__init__(model, folder / f"{arm}.log", arguments, environment)
 
     def counts(self) -> dict[str, float]:
         """Totals since the start, over all labels; of a histogram sum (seconds) and count."""
         totals: dict[str, float] = {}
-        for line in urlopen(f"{self.url}/metrics").read().decode().splitlines():
+        for line in self.metrics().splitlines():
             if not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
                 name = name.partition("{")[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's API server in a process of its own, for engines that ``vllm.LLM`` cannot make."""
+"""vLLM's API server in a process of its own: for engines that ``vllm.LLM`` cannot make."""
 
 import json
 import os
@@ -9,9 +9,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 from urllib.request import Request, urlopen
 
 import yaml
@@ -20,49 +21,55 @@ ENTRY = "vllm.entrypoints.launchers.api_server.entry"
 START_SECONDS, STOP_SECONDS, WRITE_SECONDS = 300, 60, 60
 
 
-class Server:
-    """``with Server(model, lmcache, folder, "--flag") as server``. Owned by one thread.
+class ApiServer:
+    """One server; starts at once, :meth:`wait` before asking. Owned by one thread.
 
     Args:
         model: folder; the server calls its model so.
-        lmcache: LMCache's YAML as a dict.
-        folder: for its log and YAML.
+        log: file that it writes to.
         arguments: of the command line, beside those that all servers have.
+        environment: of the process.
+
+    Attributes:
+        url: where it listens.
     """
 
-    def __init__(self, model: Path, lmcache: dict, folder: Path, *arguments: str) -> None:
+    def __init__(
+        self, model: Path, log: Path, arguments: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = str(probe.getsockname()[1])
-        self._url, self._model, self.log = f"http://127.0.0.1:{port}", model, folder / "server.log"
-        config = folder / "lmcache.yaml"
-        config.write_text(yaml.safe_dump({"max_local_cpu_size": 0.5, **lmcache}))
-        transfer = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+        self.url, self.log = f"http://127.0.0.1:{port}", log
         command = [sys.executable, "-m", ENTRY, "--model", str(model), "--enforce-eager"]
-        command += ["--host", "127.0.0.1", "--port", port, "--max-model-len", "4096"]
-        command += ["--shutdown-timeout", "30", "--kv-transfer-config", json.dumps(transfer)]
-        environment = os.environ | {
-            "LMCACHE_CONFIG_FILE": str(config),
-            "LMCACHE_TRACK_USAGE": "false",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
-        with self.log.open("wb") as out:
+        command += ["--host", "127.0.0.1", "--port", port, *arguments]
+        with log.open("wb") as out:
             self._process = subprocess.Popen(
-                [*command, *arguments],
-                env=environment,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
+                command, env=environment, stdout=out, stderr=out, start_new_session=True
             )
 
-    def __enter__(self) -> "Server":
+    def wait(self) -> None:
+        """Return once it is healthy.
+
+        Raises:
+            RuntimeError: it ended or took too long; holds the end of its log.
+        """
         deadline = time.monotonic() + START_SECONDS
         while not self._healthy():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                self.__exit__()
-                raise RuntimeError(self.log.read_text(errors="replace")[-6000:])
+                log = self.log.read_text(errors="replace")
+                raise RuntimeError(f"a server did not start:\n{log[-6000:]}")
             time.sleep(0.5)
+
+    def _healthy(self) -> bool:
+        try:
+            return urlopen(f"{self.url}/health", timeout=5).status == 200
+        except OSError:  # no answer yet, or not 200
+            return False
+
+    def metrics(self) -> str:
+        return urlopen(f"{self.url}/metrics").read().decode()
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc) -> None:
@@ -74,17 +81,45 @@ class Server:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _healthy(self) -> bool:
+
+class Server(ApiServer):
+    """``with Server(model, lmcache, folder, "--flag") as server``: with LMCache, and healthy.
+
+    Args:
+        lmcache: LMCache's YAML as a dict.
+        folder: for its log and YAML.
+        arguments: of the command line, beside those that all servers have.
+    """
+
+    def __init__(self, model: Path, lmcache: dict, folder: Path, *arguments: str) -> None:
+        self._model = model
+        config = folder / "lmcache.yaml"
+        config.write_text(yaml.safe_dump({"max_local_cpu_size": 0.5, **lmcache}))
+        transfer = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+        ours = ["--max-model-len", "4096", "--shutdown-timeout", "30"]
+        ours += ["--kv-transfer-config", json.dumps(transfer)]
+        environment = os.environ | {
+            "LMCACHE_CONFIG_FILE": str(config),
+            "LMCACHE_TRACK_USAGE": "false",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        super().__init__(model, folder / "server.log", [*ours, *arguments], environment)
+
+    def __enter__(self) -> Self:
         try:
-            return urlopen(f"{self._url}/health", timeout=5).status == 200
-        except OSError:
-            return False
+            self.wait()
+        except RuntimeError:
+            self.__exit__()
+            raise
+        return self
 
     def ask(self, ids: list[int], engine: int) -> dict:
         """Tokens and log-probabilities of a prompt's greedy answer by a data-parallel engine."""
         body = {"model": str(self._model), "prompt": ids, "max_tokens": 8, "temperature": 0}
         asked = Request(
-            f"{self._url}/v1/completions",
+            f"{self.url}/v1/completions",
             json.dumps({**body, "logprobs": 5, "ignore_eos": True}).encode(),
             {"Content-Type": "application/json", "X-data-parallel-rank": str(engine)},
         )
@@ -99,7 +134,6 @@ class Server:
 
     def external_hits(self) -> list[int]:
         """Tokens that the connector has brought so far, by engine."""
-        metrics = urlopen(f"{self._url}/metrics").read().decode()
         name = "vllm:external_prefix_cache_hits_total"
-        found = re.findall(rf'^{name}{{.*engine="(\d+)".*}} (\S+)$', metrics, re.MULTILINE)
+        found = re.findall(rf'^{name}{{.*engine="(\d+)".*}} (\S+)$', self.metrics(), re.MULTILINE)
         return [int(float(value)) for _, value in sorted(found)]
