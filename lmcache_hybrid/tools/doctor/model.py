@@ -45,6 +45,7 @@ class Model:
         state_bytes: of all states at one boundary.
         largest: bytes of the largest group's block, the largest payload of a record.
         unit: ``--prefix-match-unit``, 0 where it is not set.
+        whole: whether it hits at multiples of N only, whatever the unit.
     """
 
     served: bool
@@ -57,6 +58,7 @@ class Model:
     state_bytes: int = 0
     largest: int = 0
     unit: int = 0
+    whole: bool = False
 
 
 def read_model(model: str, transfer: dict[str, Any], unit: int = 0) -> Model:
@@ -106,6 +108,7 @@ def read_model(model: str, transfer: dict[str, Any], unit: int = 0) -> Model:
         sum(sizes[group] for group in plan.states),
         max(sizes),
         unit,
+        not plan.with_unit(1).unit,
     )
 
 

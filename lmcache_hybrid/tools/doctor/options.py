@@ -48,7 +48,7 @@ def check_model(context: Context) -> Iterator[Finding]:
 def _unit(model: Model) -> Finding:
     """N, and U where hits end inside a block too."""
     size, unit = model.block_size, model.unit
-    other = suggested_unit(size) if model.states and not model.windows else 0
+    other = 0 if model.whole else suggested_unit(size)
     if not unit:
         better = (
             f"Set --prefix-match-unit {other}: hits from {other + 1} tokens on." if other else ""

@@ -4,9 +4,10 @@
 from dataclasses import replace
 
 import pytest
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from lmcache_hybrid.tools.doctor.context import Context, read_context
-from lmcache_hybrid.tools.doctor.model import Model, ModelError, read_model
+from lmcache_hybrid.tools.doctor.model import Model, ModelError, kv_cache_config, read_model
 from lmcache_hybrid.tools.doctor.options import check_chunk_size, check_model, check_options
 
 from ..helpers import model
@@ -67,8 +68,27 @@ def test_a_unit(unit, status, says, fix):
     assert only(found).fix == fix
 
 
+@pytest.mark.parametrize("unit", [0, 64])
+def test_a_unit_has_no_effect_beside_blocks_of_several_sizes(unit, monkeypatch):
+    """As beside windows: GroupPlan.with_unit knows where it has one."""
+
+    def of_two_sizes(config):
+        groups = kv_cache_config(config)
+        for group in groups.kv_cache_groups:
+            spec = group.kv_cache_spec
+            if isinstance(spec, FullAttentionSpec):
+                group.kv_cache_spec = replace(spec, block_size=2 * spec.block_size)
+        return groups
+
+    monkeypatch.setattr("lmcache_hybrid.tools.doctor.model.kv_cache_config", of_two_sizes)
+    found = check_model(of(read_model(model("lfm2"), TRANSFER, unit)))
+    said = only(f for f in found if f.check == "block size")
+    assert said.status == (ERROR if unit else OK)
+    assert said.fix == ("Leave it out." if unit else "")
+
+
 def test_a_unit_without_effect():
-    windows = replace(MODEL, states=(), windows=(0,), unit=64)
+    windows = replace(MODEL, states=(), windows=(0,), unit=64, whole=True)
     (found,) = [f for f in check_model(of(windows)) if f.status == ERROR]
     assert "--prefix-match-unit 64 has no effect" in found.message and found.fix == "Leave it out."
 
