@@ -22,6 +22,7 @@ FACTS = {
     "num_blocks": 4000,
     "groups": {"attention": 1, "window": 0, "state": 3},
     "group_kinds": [(1, "state"), (2, "state"), (3, "state"), (0, "attention")],
+    "paged_blocks": 1,
     "block_bytes": 1000,
     "state_bytes": 3000,
     "pool_bytes": 1 << 30,

@@ -51,6 +51,8 @@ def test_limits_are_context_cache_pool_and_wish() -> None:
     assert limits_of(FACTS, longest=10).longest == 4 * 16
     small_cache = {**FACTS, "num_blocks": 60}
     assert limits_of(small_cache) == Limits(16, 18 * 16, 18 * 16)
+    # Two of vLLM's blocks hold N tokens.
+    assert limits_of({**small_cache, "paged_blocks": 2}) == Limits(16, 9 * 16, 9 * 16)
     small_pool = {**FACTS, "pool_bytes": 50_000}
     assert limits_of(small_pool).longest == 16 * 16
     assert limits_of({**FACTS, "max_model_len": 99_999, "num_blocks": 40_000}).longest == 16_384

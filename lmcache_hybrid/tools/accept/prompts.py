@@ -70,12 +70,11 @@ def limits_of(facts: dict, longest: int = 0) -> Limits:
         longest: the user's choice in tokens, 0 for none; four blocks at least.
     """
     block = facts["block_size"]
-    paged = facts["groups"]["attention"] + facts["groups"]["window"]
     usable = facts["num_blocks"] // 2 - 4 * facts["groups"]["state"]
     pool = facts["pool_bytes"] // 2 - 3 * facts["state_bytes"]
     # States that a long prefill leaves behind, per block.
     states = block / facts["checkpoint_tokens"] if facts["checkpoint_tokens"] else 0
-    blocks = usable / (paged + states * facts["groups"]["state"])
+    blocks = usable / (facts["paged_blocks"] + states * facts["groups"]["state"])
     records = pool / (facts["block_bytes"] + states * facts["state_bytes"])
     room = max(0, int(min(blocks, records))) * block
     wanted = max(longest or LONGEST.get(facts["device_type"], LONGEST_ELSEWHERE), 4 * block)

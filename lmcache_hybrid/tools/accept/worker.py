@@ -66,6 +66,8 @@ class AcceptExtension:
                 *((group, "attention") for group in plan.attention),
                 *((window.group, "window") for window in plan.windows),
             ],
+            # Of vLLM's, for N tokens.
+            "paged_blocks": sum(pages[group].count for group in paged),
             "block_bytes": sum(pages[group].block_bytes for group in paged),
             "state_bytes": sum(pages[group].block_bytes for group in plan.states),
             "layout": {
