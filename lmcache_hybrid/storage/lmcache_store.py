@@ -247,9 +247,11 @@ class LMCacheStore:
     def keep(self, claim: LMCacheClaim, records: Iterable[tuple[RecordKey, LMCacheBuffer]]) -> None:
         """Copy records of other backends to RAM, where LMCache is told to use it (local_cpu)."""
         read = [(k, b) for k, b in records if claim.located[k] != "LocalCPUBackend"]
-        if read and claim.made > self._cleared:  # else they have names of before the reset
+        # Named first: a reset that gives new names has been noted before.
+        names = [self.engine_key(key) for key, _ in read]
+        if read and claim.made > self._cleared:  # else the records say names of before the reset
             self.manager.local_cpu_backend.batched_submit_put_task(
-                [self.engine_key(key) for key, _ in read], [buffer.memory for _, buffer in read]
+                names, [buffer.memory for _, buffer in read]
             )
 
     def _check(self, key: RecordKey, buffer: LMCacheBuffer) -> None:
