@@ -63,7 +63,7 @@ class GroupPlan:
     def with_unit(self, unit: int) -> "GroupPlan":
         """Add hits every ``unit`` tokens, where vLLM makes them: beside states, without windows.
 
-        None where groups have blocks of different sizes: a boundary is whole blocks of each.
+        No such hits where groups have blocks of several sizes: a boundary is whole blocks of each.
         """
         inside = self.states and not (self.windows or self.split) and unit < self.block_size
         return replace(self, unit=unit if inside else 0)

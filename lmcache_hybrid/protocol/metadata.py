@@ -71,7 +71,7 @@ class SaveSpec:
     """Store blocks that this step's forward completed.
 
     Attributes:
-        attention: (block number, block id per attention group of the plan).
+        attention: (block number, what vLLM has for it per attention group of the plan).
         states: (boundary in blocks, block id per state group of the plan).
         windows: (group, block number, block id).
         boundaries: the request's boundaries to keep longest, in blocks; empty when they did
