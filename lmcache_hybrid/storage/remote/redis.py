@@ -177,6 +177,8 @@ class HybridRedisConnector(RecordConnector):
 
         try:
             self._twice(name, write, WRITE_SECONDS)
+        except redis.ResponseError:
+            raise  # an answer, however late
         except Exception:
             if time.monotonic() - begun >= SILENT_SECONDS:
                 self._silent = time.monotonic()
