@@ -78,8 +78,8 @@ class Admission:
             return self.gain(tracker, num_computed_tokens)
         gain = result.boundary * self._plan.block_size + result.tail - num_computed_tokens
         if gain < max(1, self._options.min_retrieve_tokens):
-            if choice.left.hit:  # and nothing nearer was there
-                self._skip(tracker, choice.left, num_computed_tokens)
+            if choice.instead_of.hit:  # and nothing nearer was there
+                self._skip(tracker, choice.instead_of, num_computed_tokens)
             return 0
         return gain if choice.judged else self._judge(tracker, floor, num_computed_tokens, gain)
 
@@ -92,13 +92,13 @@ class Admission:
         again = tracker.choice.nearer > 0
         verdict = self._policy.judge(tracker.request, result, num_computed_tokens, again)
         if verdict.nearer:
-            self._ask(tracker, floor, Choice(verdict.nearer, whole=verdict.load, left=result))
+            self._ask(tracker, floor, Choice(verdict.nearer, whole=verdict.load, instead_of=result))
             return self.gain(tracker, num_computed_tokens)
         if verdict.load:
             tracker.choice = Choice(judged=True, seconds=verdict.seconds)
             return gain
-        left = tracker.choice.left
-        self._skip(tracker, left if left.hit else result, num_computed_tokens)
+        deeper = tracker.choice.instead_of
+        self._skip(tracker, deeper if deeper.hit else result, num_computed_tokens)
         return 0
 
     def _skip(

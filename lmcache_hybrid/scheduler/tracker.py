@@ -81,14 +81,14 @@ class Choice:
         whole: whether the deepest is loaded where the store lacks the nearer one.
         judged: whether the load policy was asked already.
         seconds: after which the load is given up.
-        left: the hit instead of which the nearer boundary was asked for.
+        instead_of: the hit instead of which the nearer boundary was asked for.
     """
 
     nearer: int = 0
     whole: bool = False
     judged: bool = False
     seconds: float = math.inf
-    left: LookupResult = MISS
+    instead_of: LookupResult = MISS
 
 
 @dataclass

@@ -95,13 +95,13 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a hit that is computed because nothing nearer is stored is not counted",
         ADMISSION,
-        "            if choice.left.hit:",
+        "            if choice.instead_of.hit:",
         "            if False:",
     ),
     one(
         "of two hits that are computed the nearer one is counted",
         ADMISSION,
-        "left if left.hit else result",
+        "deeper if deeper.hit else result",
         "result",
     ),
     one(
