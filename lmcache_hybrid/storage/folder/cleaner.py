@@ -186,6 +186,14 @@ class FolderCleaner:
             os.unlink(file.path)
         except FileNotFoundError:
             return
+        except PermissionError as error:  # another user's, in a folder with the sticky bit
+            logger.warning_once(
+                "%s cannot be deleted (%s), and neither can files like it: the folder keeps them "
+                "until their owner, or an engine of that user, deletes them.",
+                file.path,
+                error.strerror,
+            )
+            return
         done.deleted += 1
         done.deleted_bytes += file.taken
         self._count(why, file.taken)

@@ -117,19 +117,24 @@ class ClusterServers:
         self._make_client = make_client
         self._making = threading.Lock()  # held as long as nodes do not answer
         self._client: redis.RedisCluster | None = None
-        self._lock = threading.Lock()  # guards those below
+        self._closed = threading.Event()
+        self._lock = threading.Lock()  # guards those below and the client
         self._servers: dict[tuple[str, int], Server] = {}
-        self._closed = False
 
     def _cluster(self) -> redis.RedisCluster:
         with self._making:
-            if self._closed:
+            if self._closed.is_set():
                 raise redis.ConnectionError("this engine is shutting down")
             if self._client is None:
                 try:
-                    self._client = self._make_client()
+                    client = self._make_client()
                 except RedisClusterException as error:  # is no RedisError
                     raise redis.ConnectionError(str(error)) from error
+                with self._lock:
+                    self._client = client
+                if self._closed.is_set():  # while the nodes were asked for
+                    client.close()
+                    raise redis.ConnectionError("this engine is shutting down")
             return self._client
 
     def of(self, name: str) -> Server:
@@ -172,12 +177,12 @@ class ClusterServers:
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True
-            servers = list(self._servers.values())
+            self._closed.set()
+            servers, client = list(self._servers.values()), self._client
         for server in servers:
             server.close()
-        if self._client is not None:
-            self._client.close()
+        if client is not None:
+            client.close()
 
 
 # Which server has a key. ``of`` says which; ``after`` says which to try once more after one of

@@ -13,6 +13,12 @@ LIMITS = "lmcache_hybrid/config/folders.py"
 
 DEFECTS = (
     one(
+        "a file of another user's ends a round of the cleaner",
+        CLEANER,
+        "        except PermissionError as error:",
+        "        except NotADirectoryError as error:",
+    ),
+    one(
         "the newest records go first",
         LEAST_USED,
         "return int(record.used // MINUTE)",

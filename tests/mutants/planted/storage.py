@@ -15,6 +15,12 @@ SOCKETS = "lmcache_hybrid/storage/remote/sockets.py"
 
 DEFECTS = (
     one(
+        "a cluster that answers after the end stays connected",
+        SERVERS,
+        "                    client.close()\n",
+        "                    pass\n",
+    ),
+    one(
         "a save competes with its own writes",
         DISK,
         "        self._deleter.wait_for_queueing()\n        size, length",
@@ -246,14 +252,14 @@ DEFECTS = (
     one(
         "a shutdown waits for a silent cluster",
         SERVERS,
-        "        with self._lock:\n            self._closed = True\n            servers",
-        "        with self._making:\n            self._closed = True\n            servers",
+        "        with self._lock:\n            self._closed.set()\n            servers, client",
+        "        with self._making:\n            self._closed.set()\n            servers, client",
     ),
     one(
         "a cluster is connected to after the shutdown",
         SERVERS,
-        "            self._closed = True\n            servers",
-        "            servers",
+        "            self._closed.set()\n            servers, client",
+        "            servers, client",
     ),
     one(
         "a thread to Redis is started when there is work for it",

@@ -329,6 +329,30 @@ def test_a_folder_that_is_away_ends_nothing(box, tmp_path, monkeypatch):
         cleaner._thread.join()
 
 
+def test_files_that_only_another_user_may_delete_stay_and_end_no_round(box, monkeypatch):
+    """A folder with the sticky bit; the user of these tests may delete everything."""
+    filled = box("fs").write(OTHERS)
+    age(filled, OTHERS[::2], HOUR)
+    foreign = {str(filled.path(key)) for key in OTHERS[:6:2]}
+
+    class Deleting:
+        @staticmethod
+        def unlink(path: str) -> None:
+            if path in foreign:
+                raise PermissionError(1, "Operation not permitted")
+            os.unlink(path)
+
+        def __getattr__(self, name: str):
+            return getattr(os, name)
+
+    monkeypatch.setattr(module, "os", Deleting())
+    limits = FolderLimits(max_bytes=taken(filled.folder), max_seconds=HOUR / 2)
+    cleaning = Cleaning([filled.folder], limits)
+    cleaning.round()
+    assert left(filled, OTHERS) == sorted(OTHERS[:6:2] + OTHERS[1::2], key=OTHERS.index)
+    assert cleaning.counts == {"age": 5}
+
+
 def test_closed_in_the_middle_it_deletes_no_more(box, monkeypatch):
     monkeypatch.setattr(module, "DELETED", 1)
     filled = box("fs").write(OTHERS)

