@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from lmcache_hybrid.scheduler.save_planner import Offer
+    from lmcache_hybrid.scheduler.cached_blocks import Offer
     from lmcache_hybrid.upstream.lmcache_home import LMCacheManager
 
 logger = init_logger("vllm.lmcache_hybrid.connector")

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         KVConnectorPromMetrics,
         KVConnectorStats,
     )
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -170,6 +171,11 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
             self._hybrid.shutdown()
 
     # Scheduler side
+
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        super().bind_gpu_block_pool(gpu_block_pool)
+        if self._hybrid is not None and self._hybrid.scheduler is not None:
+            self._hybrid.scheduler.bind(gpu_block_pool)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int

@@ -8,6 +8,7 @@ from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.groups import Block, GroupPlan
 from lmcache_hybrid.protocol.metadata import SaveSpec
+from lmcache_hybrid.scheduler.cached_blocks import Offer
 from lmcache_hybrid.scheduler.prompt import extended, inner_hashes
 from lmcache_hybrid.scheduler.tracker import RequestTracker
 
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import KVConnectorBlockState
 
 NULL_BLOCK = 0
-# A state that vLLM hands off: (KV cache group, block id, boundary in tokens).
-Offer = tuple[int, int, int]
 
 
 class SavePlanner:

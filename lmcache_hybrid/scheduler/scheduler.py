@@ -16,6 +16,7 @@ from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata, LoadSpe
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.accounts import count_hit
 from lmcache_hybrid.scheduler.admission import Admission
+from lmcache_hybrid.scheduler.cached_blocks import CachedBlocks, Offer
 from lmcache_hybrid.scheduler.checkpoints import Checkpoints
 from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.final_saves import FinalSaves
@@ -24,10 +25,11 @@ from lmcache_hybrid.scheduler.load_planner import load_of
 from lmcache_hybrid.scheduler.load_policy import LoadPolicy
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of, why_unsaved
-from lmcache_hybrid.scheduler.save_planner import Offer, SavePlanner
+from lmcache_hybrid.scheduler.save_planner import SavePlanner
 from lmcache_hybrid.scheduler.tracker import Loading, RequestTracker
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -41,6 +43,7 @@ class HybridScheduler:
     Attributes:
         ledger: what is counted, for metrics.
         events: as given.
+        blocks: vLLM's. Until they are known no state is stored.
         closed: nothing is looked up and stored, because a reset failed or is under way.
     """
 
@@ -69,6 +72,8 @@ class HybridScheduler:
         self._plan = plan
         self._options = options
         self._hashes_per_block = plan.block_size // hash_block_size
+        self._hash_block_size = hash_block_size
+        self.blocks = CachedBlocks(None, hash_block_size)
         self._queue = queue
         self._policy, self.events = policy or LoadPolicy(), events
         self._trackers: dict[str, RequestTracker] = {}
@@ -95,6 +100,10 @@ class HybridScheduler:
     @property
     def num_tracked(self) -> int:
         return len(self._trackers)
+
+    def bind(self, pool: "BlockPool") -> None:
+        """Take vLLM's blocks, before its first step."""
+        self.blocks = CachedBlocks(pool, self._hash_block_size)
 
     # Admission
 
@@ -282,11 +291,14 @@ class HybridScheduler:
                 result = tracker.background.poll()
                 if result is not None:
                     self._admission.take(tracker, tracker.background, result)
-            computed = tracker.request.num_computed_tokens + scheduled[request_id]
-            save = self._planner.plan(tracker, computed, offers.get(request_id, ()), block_state)
+            request, offered = tracker.request, offers.get(request_id, ())
+            held = [offer for offer in offered if self.blocks.hold(request, offer)]
+            self._planner.drop_offers("reused", len(offered) - len(held))
+            computed = request.num_computed_tokens + scheduled[request_id]
+            save = self._planner.plan(tracker, computed, held, block_state)
             if save is not None:
                 if self.events is not None:
-                    self.events.learn_save(tracker.request, save)
+                    self.events.learn_save(request, save)
                 yield save
             self._watch(tracker)
 

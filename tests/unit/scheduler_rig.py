@@ -2,6 +2,7 @@
 """A scheduler over naive stores, and the small part of vLLM that calls it."""
 
 import dataclasses
+from types import SimpleNamespace
 
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -26,6 +27,12 @@ class Rig:
         self.scheduler = HybridScheduler(
             plan, dataclasses.replace(OPTIONS, **options), hash_block_size, self.ranks.queue, policy
         )
+
+        # Ids here are made up.
+        self.scheduler.blocks = SimpleNamespace(
+            hold=lambda request, offer: offer not in self.reused
+        )
+        self.reused: list[tuple[int, int, int]] = []
 
     def holds(self, request, attention: int, *states: int) -> "Rig":
         """Let every rank hold blocks of the request's prompt."""

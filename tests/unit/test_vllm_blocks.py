@@ -6,6 +6,8 @@ as it grows. On CPU vLLM does not run it with recurrent layers, so an engine
 cannot show that loads and saves still name the right blocks.
 """
 
+import dataclasses
+
 import pytest
 import torch
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -67,6 +69,7 @@ def running_state(manager: KVCacheManager, request) -> int:
 def test_the_state_of_a_boundary_is_saved_from_the_running_block(drafts):
     manager, ranks = make_manager(drafts), Ranks(plan=PLAN)
     scheduler = HybridScheduler(PLAN, OPTIONS, N, ranks.queue)
+    scheduler.bind(manager.block_pool)
     request = make_request(tokens=PROMPT)
     assert scheduler.match(request, 0) == (0, False)
     (save,) = forward(manager, scheduler, request, 3 * N)
@@ -84,6 +87,7 @@ def test_the_state_of_a_boundary_is_saved_from_the_running_block(drafts):
 def test_a_state_is_restored_where_the_next_step_reads_it(drafts):
     manager, ranks = make_manager(drafts), Ranks(plan=PLAN)
     scheduler = HybridScheduler(PLAN, OPTIONS, N, ranks.queue)
+    scheduler.bind(manager.block_pool)
     request = make_request(tokens=PROMPT)
     fill(ranks.stores[0], prefix_of(request, N, 1), 3, (3,), PLAN)
     assert scheduler.match(request, 0) == (3 * N, True)
@@ -105,3 +109,56 @@ def test_a_state_is_restored_where_the_next_step_reads_it(drafts):
     assert after[0][2] == load.state_blocks[0], "moved before the step could read it"
     assert after[0][3] not in (0, load.state_blocks[0]), "the step writes over the boundary"
     assert len(set(after[0][2:])) == len(after[0][2:]) == 2 + drafts
+
+
+@pytest.mark.parametrize("given_away", [False, True])
+def test_a_state_whose_block_was_given_away_is_not_stored(given_away):
+    """Accepted drafts are hashed after their step, and the next pass frees what they passed.
+
+    The other request's attention page lies in that block then, whose hash says as many tokens.
+    """
+    manager, ranks = make_manager(drafts=2), Ranks(plan=PLAN)
+    options = dataclasses.replace(OPTIONS, save_decode=True)
+    scheduler = HybridScheduler(PLAN, options, N, ranks.queue)
+    scheduler.bind(manager.block_pool)
+    request = make_request(tokens=2 * N + 1)
+    assert scheduler.match(request, 0) == (0, False)
+    forward(manager, scheduler, request, 2 * N + 1)
+    request.append_output_token_ids([7])
+    while request.num_computed_tokens < 3 * N - 2:
+        forward(manager, scheduler, request, 1, drafts=2)
+        request.append_output_token_ids([7])
+    state = running_state(manager, request)
+    assert manager.allocate_slots(request, 3, num_lookahead_tokens=2)
+    scheduler.step(make_output({"r": 3}, {"r": manager.get_blocks("r").get_block_ids()}))
+    # Both drafts were right.
+    request.num_computed_tokens += 3
+    request.append_output_token_ids([7, 7, 7])
+    manager.cache_blocks(request, request.num_computed_tokens)
+    scheduler.match(request, request.num_computed_tokens)  # takes the new hashes
+    assert manager.allocate_slots(request, 3, num_lookahead_tokens=2)
+    if given_away:
+        other = make_request("other", [9] * 3 * N)
+        manager.block_pool.get_new_blocks(manager.block_pool.get_num_free_blocks() - 6)
+        assert manager.allocate_slots(other, 3 * N)
+        assert manager.get_blocks("other").get_block_ids()[1][2] == state
+    offers = manager.take_boundary_state_offloads()
+    assert offers["r"] == [(0, state, 3 * N)]
+    table = manager.get_blocks("r").get_block_ids()
+    saves = scheduler.step(make_output({"r": 3}, {"r": table}, {"r": offers["r"]})).saves
+    stored = [boundary for save in saves for boundary, _ in save.states]
+    assert stored == ([] if given_away else [3])
+    assert scheduler.counts.dropped_offers == ({"reused": 1} if given_away else {})
+
+
+def test_states_are_stored_only_where_vllms_blocks_are_known():
+    manager, ranks = make_manager(drafts=0), Ranks(plan=PLAN)
+    scheduler = HybridScheduler(PLAN, OPTIONS, N, ranks.queue)
+    request = make_request(tokens=PROMPT)
+    assert scheduler.match(request, 0) == (0, False)
+    (save,) = forward(manager, scheduler, request, 3 * N)
+    assert save.states == () and scheduler.counts.dropped_offers == {"reused": 1}
+    beyond = make_request(tokens=N - 1)
+    scheduler.bind(manager.block_pool)
+    assert not scheduler.blocks.hold(beyond, (0, 1, N))
+    assert not scheduler.blocks.hold(request, (0, 1, 0))

@@ -75,6 +75,11 @@ READ = (
     Hook("vllm.v1.request", "RequestStatus.WAITING_FOR_REMOTE_KVS"),
     Hook("vllm.v1.request", "Request.prompt_embeds"),
     Hook("vllm.v1.core.kv_cache_utils", "KVCacheBlock.block_id"),
+    # lmcache_hybrid/scheduler/cached_blocks.py
+    *attributes("vllm.v1.core.kv_cache_utils", "KVCacheBlock", "block_hash block_hash_num_tokens"),
+    Hook("vllm.v1.core.kv_cache_utils", "get_block_hash", ("key",)),
+    Hook("vllm.v1.core.block_pool", "BlockPool.blocks"),
+    Hook(f"{_BASE}.base", "KVConnectorBase_V1.bind_gpu_block_pool", ("gpu_block_pool",)),
     Hook("vllm.v1.core.kv_cache_manager", "KVCacheManager.coordinator"),
     Hook("vllm.v1.core.kv_cache_manager", "KVCacheManager.block_pool"),
     Hook("vllm.v1.core.sched.output", "NewRequestData.req_id"),

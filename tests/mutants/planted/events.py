@@ -206,7 +206,7 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "what is stored is not made known to the events",
         SCHEDULER,
-        "                    self.events.learn_save(tracker.request, save)\n",
+        "                    self.events.learn_save(request, save)\n",
         "                    pass\n",
     ),
     one(

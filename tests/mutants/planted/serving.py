@@ -4,6 +4,7 @@
 from tests.mutants.defect import Defect, one
 
 SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
+CACHED_BLOCKS = "lmcache_hybrid/scheduler/cached_blocks.py"
 WORKER = "lmcache_hybrid/worker/worker.py"
 LOAD_PLANNER = "lmcache_hybrid/scheduler/load_planner.py"
 LOOKUP = "lmcache_hybrid/protocol/lookup.py"
@@ -14,6 +15,24 @@ PAGES = "lmcache_hybrid/worker/pages.py"
 
 DEFECTS = (
     # What is stored
+    one(
+        "a state is stored although vLLM has given its block away",
+        CACHED_BLOCKS,
+        "        return (\n            block.block_hash is not None\n",
+        "        return True or (\n            block.block_hash is not None\n",
+    ),
+    one(
+        "a block that is known as another request's is taken for this one's",
+        CACHED_BLOCKS,
+        "            and get_block_hash(block.block_hash) == request.block_hashes[end - 1]\n",
+        "",
+    ),
+    one(
+        "states are stored before vLLM's blocks are known",
+        CACHED_BLOCKS,
+        "        if self._pool is None or",
+        "        if self._pool is None:\n            return True\n        if",
+    ),
     one(
         "the state of another boundary is stored",
         "lmcache_hybrid/protocol/metadata.py",
