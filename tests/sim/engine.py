@@ -37,7 +37,7 @@ from lmcache_hybrid.scheduler import patience
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.worker import loads
 
-from . import device, integrity, orders
+from . import device, integrity, orders, saves
 from .connector import SimConnector
 from .device import Device
 from .flight import Flight
@@ -64,6 +64,7 @@ def install(patch) -> None:
     patch.setattr(patience, "IDLE_SECONDS", 0)
     patch.setattr(patience, "BUSY_SECONDS", (0.0, 0.0))
     orders.install(patch, ToyRank.running_connector)
+    saves.install(patch)
     device.install(patch)
 
 
@@ -162,6 +163,7 @@ class SimEngine:
                 setup.drafts,
                 Device(setup.device, self.threads, pool.reuses) if setup.device else None,
                 layers=setup.layers(rank),
+                optimistic=setup.overlap and setup.drafts > 0,
                 wide=[group for group, kind in enumerate(setup.groups) if kind == "d"],
             )
             for rank in range(setup.ranks)
@@ -179,7 +181,9 @@ class SimEngine:
         self, request_id: str, prompt: list[int], output: int, salt: str = "", priority: int = 0
     ) -> None:
         """A new request; ``output`` tokens are generated."""
-        self._truths[request_id] = Truth(prompt, salt, self.setup.longest + self.setup.drafts + 1)
+        self._truths[request_id] = Truth(
+            prompt, salt, self.setup.longest + 3 * self.setup.drafts + 3
+        )
         self.requests[request_id] = request = Request(
             request_id=request_id,
             prompt_token_ids=prompt,
@@ -277,19 +281,14 @@ class SimEngine:
         ids, drafts = [], []
         for request_id, tokens in zip(result.req_ids, result.sampled_token_ids):
             request = self.requests[request_id]
-            self.events["accepted drafts"] += max(0, len(tokens) - 1)
+            ahead = " of steps ahead" if self.setup.overlap else ""
+            self.events["accepted drafts" + ahead] += max(0, len(tokens) - 1)
             if not tokens or request.is_finished():
                 continue
-            truth, start = self._truths[request_id], request.num_tokens
-            right = int(truth.hash_at(start)) % (self.setup.drafts + 1)
             ids.append(request_id)
-            drafts.append(
-                [
-                    truth.token(start + i) if i < right else VOCABULARY_END
-                    for i in range(self.setup.drafts)
-                ]
-            )
-        self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
+            drafts.append(self._truths[request_id].drafts(request.num_tokens, self.setup.drafts))
+        if not self.setup.overlap:  # else they stay with the ranks
+            self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
 
     def load(self, rank: int | None = None) -> None:
         """Run the oldest load of one rank, or all loads of all ranks.
@@ -394,6 +393,3 @@ class SimEngine:
             for running in rank.connector._hybrid.worker.loads._running.values():
                 if running.claim is not None:
                     running.claim.release()
-
-
-VOCABULARY_END = -7  # a draft that is never right

@@ -39,7 +39,12 @@ class WrongBytes(AssertionError):
 
 @dataclass
 class _Running:
-    """The runner's view of one request."""
+    """The runner's view of one request.
+
+    Attributes:
+        reached: tokens that its last step left right; None before the first one.
+        drafted: whether that step made drafts for the next one.
+    """
 
     truth: Truth
     block_ids: tuple[list[int], ...]
@@ -48,6 +53,8 @@ class _Running:
     state_index: int | None = None
     accepted: int = 1
     state_tokens: int = 0
+    reached: int | None = None
+    drafted: bool = False
 
 
 @dataclass
@@ -69,6 +76,9 @@ class ToyRank:
         resumed: requests that arrived as new ones after a preemption.
         layers: names by group; a pipeline stage may have none of a group.
         wide: groups whose blocks have twice as many tokens.
+        optimistic: steps are scheduled before it is known how many drafts the last one accepted,
+            as the V2 runner corrects in its own counts.
+        wrong_save: of a step's saves, the first that copied other bytes than its key says.
     """
 
     rank: int
@@ -88,6 +98,8 @@ class ToyRank:
     resumed: int = 0
     layers: list[list[str]] = field(default_factory=list)
     wide: Sequence[int] = ()
+    optimistic: bool = False
+    wrong_save: WrongBytes | None = None
     requests: dict[str, _Running] = field(default_factory=dict)
 
     running: ClassVar["ToyRank"]
@@ -163,6 +175,8 @@ class ToyRank:
         if self.draft_blocks:
             self._queue(lambda: None)  # the draft's forward
         results = self.order.finish()
+        if self.wrong_save is not None:
+            raise self.wrong_save
         return ModelRunnerOutput(
             req_ids=list(sampled),
             req_id_to_index={request_id: i for i, request_id in enumerate(sampled)},
@@ -228,6 +242,9 @@ class ToyRank:
             elif new_ids is not None:
                 for ids, more in zip(request.block_ids, new_ids):
                     ids.extend(more)
+            if self.optimistic:
+                request.computed = request.reached
+                continue
             request.computed = cached.num_computed_tokens[i]
             request.known = truths[request_id].prompt_length + cached.num_output_tokens[i]
         for request_id in (*(output.preempted_req_ids or ()), *cached.resumed_req_ids):
@@ -252,6 +269,8 @@ class ToyRank:
         request = self.requests[request_id]
         truth, start = request.truth, request.computed
         end = start + count
+        if self.optimistic and request.drafted:
+            drafts = truth.drafts(end - len(drafts), len(drafts))
         accepted = 0
         while accepted < len(drafts) and drafts[accepted] == truth.token(
             end - len(drafts) + accepted
@@ -264,6 +283,7 @@ class ToyRank:
         for group in self._held(self.states):
             self._advance(request_id, group, start, end - len(drafts), len(drafts), accepted)
         request.state_tokens = end - len(drafts)
+        request.reached, request.drafted = end - len(drafts) + accepted, end >= request.known
         if end < request.known:
             return []  # the prompt is not computed yet
         if self.draft_blocks:

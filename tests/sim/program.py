@@ -66,8 +66,8 @@ def setups(draw) -> Setup:
         retention=draw(st.sampled_from((0, 0, None, 2 * N))),
         drafts=drafts,
         mtp=junctions or (drafts > 0 and draw(st.booleans())),
-        # vLLM's V1 runner does not schedule ahead of a pipeline.
-        overlap=not drafts and not (stages and runner == "v1") and draw(st.booleans()),
+        # vLLM's V1 runner does not schedule ahead of a pipeline, and the toy one not of drafts.
+        overlap=not (runner == "v1" and (stages or drafts)) and draw(st.booleans()),
         priority=draw(st.booleans()),
         load_limit=draw(st.sampled_from((0, 0, 0, 2 * N))),
         checkpoint=draw(st.sampled_from((0, 0, N, 2 * N, 3 * N))) * (1 + wide),

@@ -48,6 +48,7 @@ MET = (
     "ranks disagree",
     "pages of another rank",
     "accepted drafts",
+    "accepted drafts of steps ahead",
     "aborted WAITING_FOR_REMOTE_KVS",
     "aborted RUNNING",
     "reset",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 VOCABULARY = 50
+NEVER_RIGHT = -7
 
 
 class Truth:
@@ -42,6 +43,11 @@ class Truth:
     def token(self, index: int) -> int:
         self.hashes(index + 1)
         return self.tokens[index]
+
+    def drafts(self, start: int, count: int) -> list[int]:
+        """What a drafter says of the tokens from ``start`` on: the first few are right."""
+        right = int(self.hash_at(start)) % (count + 1)
+        return [self.token(start + i) if i < right else NEVER_RIGHT for i in range(count)]
 
 
 def _digest(text: str) -> int:
