@@ -1,18 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """What waiting requests pin in LMCache's RAM is bounded, and none of them waits for ever."""
 
+import math
 import random
+from types import SimpleNamespace
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from lmcache_hybrid import connector
+from lmcache_hybrid.core.groups import page_bytes
 from lmcache_hybrid.protocol.lookup import MISS, LookupRequest, LookupResult
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.load_policy import Verdict
 from lmcache_hybrid.scheduler.lookup_queue import PendingLookup
 from lmcache_hybrid.scheduler.pins import FEW, RAM, Pins
 
-from .helpers import PLAN, WINDOWS, Later, N, Ranks, make_prefix, make_request
+from .helpers import (
+    PLAN,
+    STATE_SPEC,
+    WINDOWS,
+    Later,
+    N,
+    Ranks,
+    engine_config,
+    make_prefix,
+    make_request,
+)
+from .lmcache_settings import lmcache_config
 from .scheduler_rig import Rig, table
+from .test_vllm_patch import FULL, cache_config
 
 DISK = "LocalDiskBackend"
 ENDS = len(PLAN.states)  # records of a boundary beside its pages
@@ -296,3 +313,19 @@ def test_nobody_starves(seed):
     assert not queue.waiting, "some request is never looked up"
     queue.step()
     assert queue.pins.bytes == queue.pinned == 0
+
+
+@pytest.mark.parametrize("local_cpu, most", [(True, 3 << 30), (False, math.inf)])
+def test_the_pool_is_that_of_a_rank(monkeypatch, local_cpu, most):
+    lmcache = lmcache_config(local_cpu=local_cpu, max_local_cpu_size=6.0)
+    monkeypatch.setattr(connector, "load_lmcache_config", lambda config: lmcache)
+    monkeypatch.setattr(connector, "LookupClient", lambda *args: SimpleNamespace(ask=0, contents=0))
+    monkeypatch.setattr(connector.HybridConnector, "_start_lmcache", lambda *args: None)
+    groups = cache_config(FULL, STATE_SPEC)
+    made = connector.HybridConnector(engine_config("lfm2"), KVConnectorRole.SCHEDULER, groups)
+    pins = made.scheduler._pins
+    made._queue.close()
+    assert pins._most == most
+    if local_cpu:
+        sizes = [page_bytes(group) for group in groups.kv_cache_groups]
+        assert [pins._page_bytes, pins._end_bytes] == sizes
