@@ -206,11 +206,11 @@ def test_what_is_no_longer_pinned_does_not_count(ending):
 
 def test_a_request_that_is_asked_for_again_counts_anew():
     queue = Queue(100).burst(FEW + 1, 40)
-    first, last = queue.waiting[0], queue.waiting[-1]
+    second, last = queue.waiting[1], queue.waiting[-1]
     for request in queue.waiting[:-1]:
         assert queue.match(request, 30 * N)[0]
     assert queue.pins.bytes == FEW * (10 + ENDS)
-    assert queue.match(first) == (40 * N, True)  # vLLM has lost its own blocks
+    assert queue.match(second) == (40 * N, True)  # vLLM has lost its own blocks
     assert queue.pins.bytes == queue.pinned == FEW * (10 + ENDS) + 30
     assert queue.match(last) == (None, False)
 
