@@ -48,7 +48,7 @@ class Pins:
             self._page_bytes = sum(page_bytes[group] for group in plan.attention)
             self._end_bytes = windows + sum(page_bytes[group] for group in plan.states)
         self._held: dict[str, tuple[Key, ...]] = {}  # by request
-        self._holders: Counter[Key] = Counter()
+        self._holders: dict[Key, int] = {}
         # Lookups that were not answered when last looked at, in the order of their numbers.
         self._unanswered: dict[str, PendingLookup] = {}
         self._head: str | None = None
@@ -109,15 +109,15 @@ class Pins:
     def _hold(self, request_id: str, keys: tuple[Key, ...]) -> None:
         """Pin ``keys`` for a request, in place of what it pinned before."""
         for key in self._held.pop(request_id, ()):
-            self._holders[key] -= 1
-            if not self._holders[key]:
+            self._holders[key] = holders = self._holders[key] - 1
+            if not holders:
                 del self._holders[key]
                 self.bytes -= self._bytes(key)
         if keys:
             self._held[request_id] = keys
         for key in keys:
-            self._holders[key] += 1
-            if self._holders[key] == 1:
+            self._holders[key] = holders = self._holders.get(key, 0) + 1
+            if holders == 1:
                 self.bytes += self._bytes(key)
 
     def _bytes(self, key: Key) -> int:

@@ -71,7 +71,7 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "records that several requests pin count for each",
         PINS,
-        "            if self._holders[key] == 1:\n",
+        "            if holders == 1:\n",
         "            if True:\n",
     ),
     one(
