@@ -37,6 +37,7 @@ from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata
 from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.load_policy import policy_for
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
+from lmcache_hybrid.scheduler.pins import Pins
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 from lmcache_hybrid.storage.folder.cleaner import FolderCleaner, start_cleaner
 from lmcache_hybrid.storage.notes import StoreNotes
@@ -144,21 +145,22 @@ class HybridConnector:
         self._queue = LookupQueue(
             self._client.ask, config.lookup_timeout_ms, contents=self._client.contents
         )
-        groups = self._kv_cache_config.kv_cache_groups
-        count = self.plan.blocks_per_record
-        sizes = {index: page_bytes(groups[index]) * count(index) for index in self.plan.groups}
-        policy = policy_for(options.load_policy, self.plan, sizes)
+        plan, groups = self.plan, self._kv_cache_config.kv_cache_groups
+        count = plan.blocks_per_record
+        sizes = {index: page_bytes(groups[index]) * count(index) for index in plan.groups}
+        policy = policy_for(options.load_policy, plan, sizes)
         ranks = self._vllm_config.parallel_config.world_size
-        self._events = events = KVEvents(self.plan, groups, ranks) if options.events else None
+        self._events = events = KVEvents(plan, groups, ranks) if options.events else None
         log_events(self._vllm_config, config)
-        self.scheduler = HybridScheduler(self.plan, options, unit, self._queue, policy, events)
+        pins = Pins(plan, sizes, config.max_local_cpu_size if config.local_cpu else None)
+        self.scheduler = HybridScheduler(plan, options, unit, self._queue, policy, events, pins)
         logger.info(
             "LMCache serves hybrid groups: blocks of %d tokens, attention groups %s, "
             "window groups %s, state groups %s.",
-            self.plan.block_size,
-            self.plan.attention,
-            tuple(window.group for window in self.plan.windows),
-            self.plan.states,
+            plan.block_size,
+            plan.attention,
+            tuple(window.group for window in plan.windows),
+            plan.states,
         )
 
     def _start_lmcache(

@@ -84,6 +84,11 @@ METRICS = (
         buckets=LOOKUP_BUCKETS,
     ),
     _total(
+        "delayed_lookups",
+        "scheduler.delayed_lookups",
+        "Requests whose lookup waited until others held less of LMCache's RAM.",
+    ),
+    _total(
         "hits",
         "scheduler.hits",
         "Requests that started from LMCache, by the backend of their deepest block.",

@@ -55,6 +55,7 @@ class NaiveStore:
         records: sealed records by key, the least recently used first; tests reach in to
             lose or damage them.
         pins: how often each key is claimed.
+        name: of the backend in which records are found.
         live_buffers: buffers not yet released.
     """
 
@@ -63,6 +64,7 @@ class NaiveStore:
         self.records: dict[RecordKey, bytearray] = {}
         self.pins: Counter[RecordKey] = Counter()
         self.live_buffers = 0
+        self.name = "naive"
         self.failed_writes: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -77,7 +79,7 @@ class NaiveStore:
         return True
 
     def locate(self, keys: Sequence[RecordKey], deadline: float = math.inf) -> dict[RecordKey, str]:
-        return dict.fromkeys(filter(self.records.__contains__, keys), "naive")
+        return dict.fromkeys(filter(self.records.__contains__, keys), self.name)
 
     def claim(self, located: Mapping[RecordKey, str]) -> Claim | None:
         if any(key not in self.records for key in located):

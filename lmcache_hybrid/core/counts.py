@@ -35,6 +35,8 @@ class SchedulerCounts:
         lookups: answered ones by outcome: hit, miss, local (vLLM holds all that can be
             restored) or unavailable (a rank gave no verdict).
         lookup_seconds: from the request to its result.
+        delayed_lookups: requests that were looked up later than vLLM asked, because those that
+            waited with a hit pinned too much of LMCache's RAM.
         hits: requests that started from LMCache, by the backend of their last block.
         hit_tokens: tokens loaded for them, by the backend where rank 0 found them.
         lost_hits: lookups whose attention pages reach deeper than any boundary that can
@@ -54,6 +56,7 @@ class SchedulerCounts:
 
     lookups: Counter[str] = _split()
     lookup_seconds: list[float] = _observed()
+    delayed_lookups: int = 0
     hits: Counter[str] = _split()
     hit_tokens: Counter[str] = _split()
     lost_hits: int = 0

@@ -12,6 +12,7 @@ from lmcache_hybrid.scheduler.load_planner import asked_prefix, limit_of
 from lmcache_hybrid.scheduler.load_policy import LoadPolicy
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue, PendingLookup
 from lmcache_hybrid.scheduler.patience import Patience
+from lmcache_hybrid.scheduler.pins import Pins
 from lmcache_hybrid.scheduler.tracker import Asked, Choice, NotAsked, Offered, RequestTracker
 
 # The first question for a request.
@@ -27,6 +28,7 @@ class Admission:
         options: Options,
         queue: LookupQueue,
         policy: LoadPolicy,
+        pins: Pins,
         ledger: Ledger[SchedulerCounts],
         watch: Callable[[RequestTracker], None],
         found: Callable[[RequestTracker, LookupResult], None] = lambda tracker, result: None,
@@ -35,21 +37,27 @@ class Admission:
 
         Args:
             queue: asks the ranks.
+            pins: says when; the caller tells it of claims that are dropped or taken.
             watch: told of each request whose stored blocks are known anew.
             found: told of what the ranks have of each request.
         """
         self._plan, self._options = plan, options
-        self._queue, self._policy = queue, policy
+        self._queue, self._policy, self._pins = queue, policy, pins
         self._ledger, self._watch, self._found = ledger, watch, found
         self._patience = Patience()
 
     def begin(self, idle: bool) -> None:
         """A scheduling pass begins, see :meth:`Patience.begin`."""
         self._patience.begin(idle)
+        self._pins.begin()
 
     def gain(self, tracker: RequestTracker, num_computed_tokens: int) -> int | None:
-        """Tokens past ``num_computed_tokens`` that the ranks offer; None while they are asked."""
+        """Tokens past ``num_computed_tokens`` that the ranks offer.
+
+        None while they are asked, or while other requests pin so much that they must not be.
+        """
         request = tracker.request
+        self._pins.consider(request.request_id)
         tracker.checkpoints.begin(request.num_tokens)
         reads = tracker.may_load and not request.skip_reading_prefix_cache
         if not (reads and (tracker.prefix.hashes or tracker.inner)):
@@ -57,7 +65,8 @@ class Admission:
         floor = num_computed_tokens // self._plan.block_size
         match tracker.phase:
             case NotAsked():
-                self._ask(tracker, floor)
+                if not self._ask(tracker, floor):
+                    return None
             case Offered(_, asked_floor) if floor < asked_floor:
                 self._ask(tracker, floor)  # vLLM has lost blocks of its own since
         if isinstance(tracker.phase, Asked):
@@ -67,6 +76,7 @@ class Admission:
                 return None
             self.take(tracker, lookup, result)
             tracker.offer(result, lookup.request.floor)
+            self._pins.answer(request.request_id, result)
             if floor < lookup.request.floor:
                 return self.gain(tracker, num_computed_tokens)
         assert isinstance(tracker.phase, Offered)
@@ -111,19 +121,30 @@ class Admission:
         tracker.stored.states.add(end)
         count_skipped(self._ledger, result, max(0, end - num_computed_tokens))
 
-    def _ask(self, tracker: RequestTracker, floor: int, choice: Choice = DEEPEST) -> None:
-        """Ask the ranks, if there is anything to ask for."""
-        tracker.choice = choice
+    def _ask(self, tracker: RequestTracker, floor: int, choice: Choice = DEEPEST) -> bool:
+        """Ask the ranks, if there is anything to ask for.
+
+        Returns:
+            False where the request must wait until others pin less.
+        """
         request = tracker.request
-        # What is computed anew is stored anew: it may be missing because its save failed.
-        tracker.stored.forget(tracker.stored.attention)
         limit, tail = limit_of(tracker, floor, self._plan, self._options.max_tokens_per_load)
         if choice.nearer:
             limit, tail = min(limit, choice.nearer), 0
         nothing = (limit, tail) <= (floor, 0)
+        first = isinstance(tracker.phase, NotAsked) and not nothing
+        if first and not self._pins.may_ask(request.request_id):
+            if not tracker.delayed:
+                tracker.delayed = True
+                with self._ledger as counts:
+                    counts.delayed_lookups += 1
+            return False
+        tracker.choice = choice
+        # What is computed anew is stored anew: it may be missing because its save failed.
+        tracker.stored.forget(tracker.stored.attention)
         if nothing and not tracker.save:
             tracker.offer(LookupResult(0, 0), floor)
-            return
+            return True
         prefix = asked_prefix(tracker, floor, self._plan)
         lookup = self._queue.submit(
             LookupRequest(request.request_id, prefix, limit, floor, limit_tail=tail)
@@ -134,6 +155,8 @@ class Admission:
             tracker.offer(LookupResult(0, 0), floor)
         else:
             tracker.ask(lookup)
+            self._pins.ask(lookup)
+        return True
 
     def take(self, tracker: RequestTracker, lookup: PendingLookup, result: LookupResult) -> None:
         """Take what the ranks said of the request's blocks, count and log it."""

@@ -60,6 +60,11 @@ class PendingLookup:
             return self._result
 
     @property
+    def result(self) -> LookupResult | None:
+        """The result if there is one already, without taking it."""
+        return self._result
+
+    @property
     def seconds(self) -> float:
         """From the request to its result, or to now."""
         return time.monotonic() - self.sent if self._seconds is None else self._seconds

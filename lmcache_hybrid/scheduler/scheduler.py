@@ -24,6 +24,7 @@ from lmcache_hybrid.scheduler.granularity import Granularity
 from lmcache_hybrid.scheduler.load_planner import load_of
 from lmcache_hybrid.scheduler.load_policy import LoadPolicy
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
+from lmcache_hybrid.scheduler.pins import Pins
 from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of, why_unsaved
 from lmcache_hybrid.scheduler.save_planner import SavePlanner
 from lmcache_hybrid.scheduler.tracker import Loading, RequestTracker
@@ -55,6 +56,7 @@ class HybridScheduler:
         queue: LookupQueue,
         policy: LoadPolicy | None = None,
         events: KVEvents | None = None,
+        pins: Pins | None = None,
     ) -> None:
         """Track requests.
 
@@ -63,6 +65,7 @@ class HybridScheduler:
             queue: asks the ranks.
             policy: which hits are loaded; all by default.
             events: told of what is stored and found; None where no events are published.
+            pins: says how many requests may wait with a hit; any number by default.
 
         Raises:
             ValueError: ``hash_block_size`` does not divide N.
@@ -76,6 +79,7 @@ class HybridScheduler:
         self.blocks = CachedBlocks(None, hash_block_size)
         self._queue = queue
         self._policy, self.events = policy or LoadPolicy(), events
+        self._pins = pins or Pins(plan, {}, None)
         self._trackers: dict[str, RequestTracker] = {}
         # Requests that still have blocks to store: all that a step looks at.
         self._unsaved: dict[str, RequestTracker] = {}
@@ -90,7 +94,7 @@ class HybridScheduler:
         self._planner = SavePlanner(plan, options, self._hashes_per_block, self.ledger)
         self._granularity = Granularity(plan, self.ledger)
         self._admission = Admission(
-            plan, options, queue, self._policy, self.ledger, self._watch, self._found
+            plan, options, queue, self._policy, self._pins, self.ledger, self._watch, self._found
         )
 
     @property
@@ -147,6 +151,7 @@ class HybridScheduler:
             return
         size = self._plan.block_size
         result = tracker.load(num_external_tokens, size, time.monotonic())
+        self._pins.drop(request.request_id)
         boundary = result.boundary
         start = (boundary * size + result.tail - num_external_tokens) // size
         load = load_of(tracker, self._plan, block_ids, start, result)
@@ -206,6 +211,7 @@ class HybridScheduler:
 
     def _drop(self, tracker: RequestTracker, claim: int) -> None:
         """Let the ranks release the claims of lookup number ``claim``, if there is one."""
+        self._pins.drop(tracker.request.request_id)
         if claim:
             self._dropped.append((tracker.request.request_id, claim))
 
@@ -385,3 +391,5 @@ class HybridScheduler:
             loading = isinstance(tracker.phase, Loading)
             assert not loading or request_id in self._loading
         assert self.counts.loads_in_flight == len(self._loading)
+        claims = {rid: tracker.claim for rid, tracker in self._trackers.items() if tracker.claim}
+        self._pins.check_integrity(claims)

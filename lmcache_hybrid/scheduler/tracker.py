@@ -130,6 +130,7 @@ class RequestTracker:
         kept: boundaries in tokens that later requests are likeliest to need.
         seal: without state groups: the next boundary in tokens whose windows are stored.
         logged: whether its first lookup has been logged.
+        delayed: whether a lookup of it had to wait for those of others.
         may_load: False once a load failed, or a reset came after its first step: what the
             store promises is no longer taken.
     """
@@ -145,6 +146,7 @@ class RequestTracker:
     kept: set[int] = field(default_factory=set)
     seal: int = 0
     logged: bool = False
+    delayed: bool = False
     may_load: bool = True
     inner: int = 0
 

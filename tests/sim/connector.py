@@ -13,6 +13,7 @@ import lmcache_hybrid.connector
 from lmcache_hybrid.protocol.metadata import NOTHING
 from lmcache_hybrid.scheduler.load_policy import Faster, Verdict
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
+from lmcache_hybrid.scheduler.pins import Pins
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 from lmcache_hybrid.storage.weights_guard import WeightsGuard
 from lmcache_hybrid.worker.pages import GroupPages
@@ -20,7 +21,7 @@ from lmcache_hybrid.worker.worker import HybridWorker
 
 from . import device
 from .device import Device
-from .storage import ManualExecutor
+from .storage import RECORD_BYTES, ManualExecutor
 from .threads import Executor
 from .threads import Pool as ThreadPool
 
@@ -69,12 +70,15 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
             asking = LookupQueue(engine.ask, NEVER_MS, engine.asking)
             sizes = dict.fromkeys(engine.plan.groups, engine.plan.block_size * 8)
             policy = RandomPolicy(engine.plan, sizes, engine.setup.seed)
+            records = dict.fromkeys(engine.plan.groups, RECORD_BYTES)
+            pool_gib = engine.setup.waiting * RECORD_BYTES / (1 << 30) or None
             self.scheduler = HybridScheduler(
                 engine.plan,
                 engine.options,
                 engine.hash_size,
                 asking,
                 policy if engine.setup.faster else None,
+                pins=Pins(engine.plan, records, pool_gib),
             )
             self._client, self._queue = self, self  # what a reset asks of both
         else:

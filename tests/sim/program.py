@@ -82,6 +82,7 @@ def setups(draw) -> Setup:
         junctions=junctions,
         faster=draw(st.integers(0, 3)) == 3,
         stages=stages,
+        waiting=draw(st.sampled_from((0, 1, 16))),
     )
 
 
@@ -148,6 +149,7 @@ class Run:
                 "hit tokens": counts.hit_tokens.total(),
                 "hits not loaded": counts.skipped_loads.total(),
                 "offers dropped": counts.dropped_offers.total(),
+                "lookups that waited for others": counts.delayed_lookups,
             }
         )
         self.tally.events["preempted"] += sum(

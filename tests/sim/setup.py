@@ -56,6 +56,7 @@ class Setup:
             below N a state is kept at a junction inside a block.
         stages: the ranks are the stages of a pipeline, each with other layers. Some have no
             layer of a group.
+        waiting: records in RAM of which waiting requests may pin half; 0 for no bound.
     """
 
     groups: str = "sa"
@@ -83,6 +84,7 @@ class Setup:
     junctions: bool = False
     faster: bool = False
     stages: bool = False
+    waiting: int = 0
 
     def layers(self, rank: int) -> list[list[str]]:
         """Names of a rank's layers, by group."""

@@ -58,6 +58,7 @@ MET = (
     "checkpoints inside a chunk",
     "resumed as new requests",
     "steps of pipelines",
+    "lookups that waited for others",
     "device: loads",
     "device: pages saved",
     "device: loads beside a forward",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What several unit tests need: a small plan, prompts, records, pages, requests."""
 
+import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, Future
@@ -141,6 +142,22 @@ class AtOnce(Executor):
         future: Future = Future()
         future.set_result(function(*args))
         return future
+
+
+class Later(Executor):
+    """Runs what it was given when told to."""
+
+    def __init__(self) -> None:
+        self.waiting: list = []
+
+    def submit(self, function, *args) -> Future:
+        self.waiting.append(lambda: function(*args))
+        return Future()
+
+    def run(self, count: int = sys.maxsize) -> None:
+        while self.waiting and count:
+            self.waiting.pop(0)()
+            count -= 1
 
 
 class Ranks:

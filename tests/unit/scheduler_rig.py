@@ -20,12 +20,23 @@ class Rig:
     """A scheduler over ranks, and the small part of vLLM that calls it."""
 
     def __init__(
-        self, ranks: int = 1, plan=PLAN, hash_block_size: int = N, policy=None, **options
+        self,
+        ranks: int | Ranks = 1,
+        plan=PLAN,
+        hash_block_size: int = N,
+        policy=None,
+        pins=None,
+        **options,
     ) -> None:
-        self.ranks = Ranks(ranks, plan)
+        self.ranks = ranks if isinstance(ranks, Ranks) else Ranks(ranks, plan)
         self.plan = plan
         self.scheduler = HybridScheduler(
-            plan, dataclasses.replace(OPTIONS, **options), hash_block_size, self.ranks.queue, policy
+            plan,
+            dataclasses.replace(OPTIONS, **options),
+            hash_block_size,
+            self.ranks.queue,
+            policy,
+            pins=pins,
         )
 
         # Ids here are made up.

@@ -3,7 +3,6 @@
 
 import threading
 import time
-from concurrent.futures import Executor, Future
 
 import pytest
 
@@ -16,22 +15,7 @@ from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 
-from .helpers import OPTIONS, PLAN, N, Ranks, fill, make_output, make_request, put
-
-
-class Later(Executor):
-    """Runs what it was given when told to."""
-
-    def __init__(self) -> None:
-        self.waiting: list = []
-
-    def submit(self, function, *args) -> Future:
-        self.waiting.append(lambda: function(*args))
-        return Future()
-
-    def run(self) -> None:
-        while self.waiting:
-            self.waiting.pop(0)()
+from .helpers import OPTIONS, PLAN, Later, N, Ranks, fill, make_output, make_request, put
 
 
 class Rig:
