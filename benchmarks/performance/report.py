@@ -134,7 +134,7 @@ def _plot(answer: dict) -> str:
     """The picture with its words."""
     seconds = {arm: median(values) for arm, values in answer["seconds"].items()}
     hits = [seconds[arm] for arm in ("ram", "disk", "redis")]
-    over = [f"{hit / seconds['vllm'] * 100 - 100:.0f}" for hit in (min(hits), max(hits))]
+    over = [f"{hit / seconds['vllm']:.2f}" for hit in (min(hits), max(hits))]
     return (
         f"![The first token of a prompt asked before comes after {seconds['cold']:.1f} s if all is "
         f"computed, and after {min(hits):.2f} to {max(hits):.2f} s on a hit in LMCache's RAM, on "
@@ -142,7 +142,7 @@ def _plot(answer: dict) -> str:
         f"(generated/performance.svg)\n\n"
         f"*A hit in a store answers {seconds['cold'] / max(hits):.0f} to "
         f"{seconds['cold'] / min(hits):.0f} times as fast as no hit. It takes {over[0]} to "
-        f"{over[1]} % longer than a hit in vLLM's own cache, which is the limit.*"
+        f"{over[1]} times as long as a hit in vLLM's own cache, which is the limit.*"
     )
 
 
