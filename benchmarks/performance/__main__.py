@@ -54,7 +54,7 @@ def main(
         list[str] | None,
         typer.Option(help=f"Only this one, again for more: {', '.join(QUESTIONS)}."),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Measurements of each arm, taken in turns.")] = 7,
+    rounds: Annotated[int, typer.Option(help="Measurements of each arm, taken in turns.")] = 5,
     shape: Annotated[str, typer.Option(help="Page sizes: qwen3.6-27b or small.")] = "qwen3.6-27b",
     render_only: Annotated[
         bool, typer.Option("--render-only", help="Page and plot anew from the JSON file.")

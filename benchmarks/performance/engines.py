@@ -229,7 +229,7 @@ def beside_restores(
 def mixed(arms: Arms, rounds: int, progress: Callable[[], None]) -> dict[str, list[float]]:
     """Seconds for eight prompts, of which four were asked before; vLLM's own cache is empty."""
     size = arms.model.block_size
-    tokens = PROMPT // 4 // size * size + 1
+    tokens = PROMPT // 8 // size * size + 1
     known = [prompt_of(tokens, 500 + i) for i in range(4)]
     times: dict[str, list[float]] = {
         name: [] for name in ("none", "none, half of it", "ram", "disk", "redis")

@@ -17,7 +17,7 @@ from benchmarks.performance.engines import (
 from benchmarks.performance.model import Model
 
 SPEEDS = (1e6, 4e6, 16e6, 64e6, 1e9)  # bytes a second
-PROMPTS, TOKENS = 4, 2_561
+PROMPTS, TOKENS = 3, 2_561
 # The arms without a policy learn nothing, so fewer rounds over all prompts are enough.
 SHORT_ROUNDS = 2
 
