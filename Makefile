@@ -91,7 +91,7 @@ bench-scale: venv  ## what one Valkey serves of one engine, and of a thousand; t
 	$(BIN)/lmcache-hybrid bench scale --out docs/generated/scale.json
 
 bench-serve: venv  ## servers asked by vLLM's own client: a quarter of an hour; to docs/generated/serve.json
-	$(BIN)/lmcache-hybrid bench serve --arms unlimited,ram --prefixes 48 --prompts 1 --share 0.36
+	$(BIN)/lmcache-hybrid bench serve --arms unlimited,ram --prefixes 32 --prompts 1 --share 0.54
 
 lint: venv  ## ruff over everything, mypy over both packages, who may import whom
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

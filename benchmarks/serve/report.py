@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.box import SIMPLE
 from rich.table import Table
 
+from benchmarks.performance.report import named
 from benchmarks.reuse.report import replace
 
 BASE = "unlimited"
@@ -70,7 +71,8 @@ def fill(page: Path, figures: dict) -> None:
             rows.append([f"{concurrency}, {arm}", *cells, f"{share:.0%}"])
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     made = f"`{figures['command']}`, medians of {figures['rounds']}"
-    replace(page, "serve", f"{table}\n\n{made}; {figures['date']}, {figures['machine']}.")
+    model = named(figures.get("model"))
+    replace(page, "serve", f"{table}\n\n{made}; {figures['date']}; {figures['machine']}; {model}.")
 
 
 def _table(title: str, *head: str) -> Table:

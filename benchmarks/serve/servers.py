@@ -12,18 +12,20 @@ from pathlib import Path
 
 import yaml
 
+from benchmarks.performance.model import DTYPE
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "e2e"))
 from api_server import ApiServer  # noqa: E402
 
 ENVIRONMENT = {
     "LMCACHE_LOG_LEVEL": "ERROR",
     "LMCACHE_TRACK_USAGE": "false",
-    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB: 2,184 blocks
+    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB: 1,600 blocks
     "VLLM_CPU_OMP_THREADS_BIND": "0,1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-OPTIONS = {"max-model-len": 16_384, "max-num-batched-tokens": 2_048}
+OPTIONS = {"dtype": DTYPE, "max-model-len": 16_384, "max-num-batched-tokens": 2_048}
 CONNECTOR = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
 LMCACHE = {"local_cpu": True, "max_local_cpu_size": 4}
 ARMS = ("unlimited", "quarter", "ram")

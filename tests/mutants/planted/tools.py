@@ -156,6 +156,31 @@ DEFECTS = (
         "MEDIAN, FASTER = 640, 690",
     ),
     one(
+        "figures of two models stand in one file",
+        "benchmarks/performance/report.py",
+        """answers.get(n, {}).get("model") != answer["model"]]""",
+        """answers.get(n, {}).get("model") is None]""",
+    ),
+    one(
+        "a page keeps a table whose figures are gone",
+        "benchmarks/performance/report.py",
+        """            replace(page, name, MISSING)
+            continue""",
+        """            continue""",
+    ),
+    one(
+        "a table of an earlier model is not marked",
+        "benchmarks/performance/report.py",
+        'parts.append(named(answer.get("model")))',
+        'parts.extend(named(answer["model"]) for _ in answer if _ == "model")',
+    ),
+    one(
+        "a short prompt hits at the end of its block",
+        "benchmarks/performance/engines.py",
+        '{"tokens": hit + 52,',
+        '{"tokens": size + 52,',
+    ),
+    one(
         "tables are looked for beside the figures",
         "benchmarks/reuse/report.py",
         "out.absolute().parent.with_name(",
