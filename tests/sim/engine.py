@@ -163,8 +163,8 @@ class SimEngine:
                 setup.drafts,
                 Device(setup.device, self.threads, pool.reuses) if setup.device else None,
                 layers=setup.layers(rank),
+                wide=setup.wide,
                 optimistic=setup.overlap and setup.drafts > 0,
-                wide=[group for group, kind in enumerate(setup.groups) if kind == "d"],
             )
             for rank in range(setup.ranks)
         ]

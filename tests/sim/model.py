@@ -75,7 +75,7 @@ class ToyRank:
         checkpoints: states that were written inside a chunk.
         resumed: requests that arrived as new ones after a preemption.
         layers: names by group; a pipeline stage may have none of a group.
-        wide: groups whose blocks have twice as many tokens.
+        wide: groups whose blocks have so many times as many tokens.
         optimistic: steps are scheduled before it is known how many drafts the last one accepted,
             as the V2 runner corrects in its own counts.
         wrong_save: of a step's saves, the first that copied other bytes than its key says.
@@ -97,7 +97,7 @@ class ToyRank:
     checkpoints: int = 0
     resumed: int = 0
     layers: list[list[str]] = field(default_factory=list)
-    wide: Sequence[int] = ()
+    wide: dict[int, int] = field(default_factory=dict)
     optimistic: bool = False
     wrong_save: WrongBytes | None = None
     requests: dict[str, _Running] = field(default_factory=dict)
@@ -110,7 +110,9 @@ class ToyRank:
         return cls.running.connector
 
     def __post_init__(self) -> None:
-        self.pages = np.full((self.num_blocks, self.block_size * (1 + bool(self.wide))), RUBBISH)
+        self.pages = np.full(
+            (self.num_blocks, max(map(self._size, range(len(self.layers))))), RUBBISH
+        )
         self.load_weights(0)
         self._copying = None if self.device is None else Stream(self.device)
         self._copied: deque[Point | None] = deque()
@@ -140,7 +142,7 @@ class ToyRank:
 
     def _size(self, group: int) -> int:
         """Tokens in a block of an attention or window group."""
-        return self.block_size * (1 + (group in self.wide))
+        return self.block_size * self.wide.get(group, 1)
 
     def _held(self, groups: Iterable[int]) -> list[int]:
         """Those of ``groups`` of which this rank has a layer."""

@@ -4,6 +4,7 @@
 import copy
 import dataclasses
 import functools
+import math
 import tempfile
 from pathlib import Path
 
@@ -29,6 +30,9 @@ from lmcache_hybrid.tools.tiny_models import make_model
 from .model import RATIO
 from .storage import N
 
+# Blocks of N tokens in one of a group, by its letter; else one.
+WIDE = {"d": 2, "t": 3}
+
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
@@ -36,8 +40,8 @@ class Setup:
 
     Attributes:
         groups: one letter per KV cache group: "a" for attention, "m" for attention with pages that
-            are equal on all ranks (MLA), "d" for attention with blocks of 2 N, "w" for a window,
-            "s" for states, "c" for scratch.
+            are equal on all ranks (MLA), "d" and "t" for attention with blocks of 2 N and 3 N,
+            "w" for a window, "s" for states, "c" for scratch.
         window: tokens of sliding windows.
         batch: most tokens per step.
         hash_size: tokens per block hash, N or a divisor.
@@ -106,7 +110,12 @@ class Setup:
     @property
     def common(self) -> int:
         """Tokens between two boundaries: whole blocks of every group."""
-        return 2 * N if "d" in self.groups else N
+        return N * math.lcm(*self.wide.values())
+
+    @property
+    def wide(self) -> dict[int, int]:
+        """How many times N tokens a block has, by group; left out where N."""
+        return {group: WIDE[kind] for group, kind in enumerate(self.groups) if kind in WIDE}
 
     @property
     def ring(self) -> int:
@@ -149,8 +158,8 @@ class Setup:
         """A rank's; vLLM gives the first one's to the scheduler."""
         groups = []
         for index, letter in enumerate(self.groups):
-            if letter in "ad":
-                size = N if letter == "a" else 2 * N
+            if letter in "adt":
+                size = N * WIDE.get(letter, 1)
                 spec = FullAttentionSpec(
                     block_size=size, num_kv_heads=1, head_size=2, dtype=torch.bfloat16
                 )

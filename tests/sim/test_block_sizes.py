@@ -14,13 +14,14 @@ from .warm import hits
 
 @pytest.mark.parametrize("device", ["", "late"])
 @pytest.mark.parametrize("drafts", [0, 2])
-@pytest.mark.parametrize("groups", ["sda", "ads", "dss", "smd"])
+@pytest.mark.parametrize("groups", ["sda", "ads", "dss", "smd", "tds"])
 def test_hits_end_where_every_groups_blocks_end(groups, drafts, device):
-    """Each step checks all pages: of 7 N + 3 tokens 6 N are loaded, the last block is not."""
+    """Each step checks all pages: of 7 N + 3 tokens 6 N are loaded, the last N are not."""
     pool = Pool()
     setup = Setup(groups=groups, ranks=2, drafts=drafts, blocks=60, device=device)
     engine = SimEngine(setup, pool)
-    assert engine.plan.block_size == 2 * N == setup.common
+    # The blocks of no group are 2 N x 3 N.
+    assert engine.plan.block_size == setup.common == (6 * N if "t" in groups else 2 * N)
     prompt = TRUNKS[0][: 7 * N + 3]
     for name in ("first", "again"):
         engine.add(name, prompt, 5)
@@ -28,9 +29,9 @@ def test_hits_end_where_every_groups_blocks_end(groups, drafts, device):
         engine.reset_prefix_cache(False)
     counts = engine.ranks[0].connector._hybrid.worker.counts
     assert hits(engine) == 1
-    assert counts.loaded_attention == 3 and counts.loaded_states == 1
-    # A record has 2 N tokens of 8 bytes, whatever the size of vLLM's blocks; a state has 16 bytes.
-    pages, states = groups.count("a") + groups.count("d") + groups.count("m"), groups.count("s")
+    assert counts.loaded_attention == 6 * N // setup.common and counts.loaded_states == 1
+    # A token has 8 bytes, whatever the size of vLLM's blocks; a state has 16 bytes.
+    pages, states = len(groups) - groups.count("s"), groups.count("s")
     assert counts.loaded_bytes == 6 * N * 8 * pages + 16 * states
     stored = {parse_key(key.to_string()).label for key, _ in pool.records}
     assert stored == {f"{'s' if kind == 's' else 'a'}{i}" for i, kind in enumerate(groups)}

@@ -163,6 +163,12 @@ DEFECTS = (
         "    common = min(sizes)\n",
     ),
     one(
+        "a boundary is one block of the largest group",
+        GROUPS,
+        "    common = math.lcm(*sizes)\n",
+        "    common = max(sizes)\n",
+    ),
+    one(
         "of several blocks in a record only the first one is stored, again and again",
         PAGES,
         "        target, digests, rows = out.numpy(), [], len(self._host)\n",
