@@ -50,6 +50,7 @@ class Child:
         return {
             "block_size": groups[0].kv_cache_spec.block_size,
             "groups": [type(group.kv_cache_spec).__name__ for group in groups],
+            "block_sizes": [group.kv_cache_spec.block_size for group in groups],
             "group_bytes": [
                 group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in groups
             ],
