@@ -11,6 +11,7 @@ from vllm.v1.core.sched.output import KVConnectorBlockState
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.protocol.failures import FailedLoads
 from lmcache_hybrid.protocol.lookup import LookupResult
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata, LoadSpec, SaveSpec
 from lmcache_hybrid.protocol.prefix import Prefix
@@ -88,6 +89,8 @@ class HybridScheduler:
         self._final = FinalSaves()
         # Loads under way, those of requests that have ended included.
         self._loading: set[str] = set()
+        # Of these, what ranks have said of their failures.
+        self._failures = FailedLoads({})
         self._epoch = 0
         self.closed = False
         self.ledger = Ledger("scheduler", SchedulerCounts())
@@ -314,15 +317,16 @@ class HybridScheduler:
         """Take note of loads that ended on all ranks, and of those that failed on one."""
         if self.events is not None:
             self.events.receive(output.kv_cache_events)
+        slow = self._given_up(output)
         failed = self._loading & set(output.failed_recving or ())  # not other connectors'
-        self._policy.ended(output.finished_recving or (), failed)
+        self._policy.ended(output.finished_recving or (), failed, slow)
         for request_id in failed:
             tracker = self._trackers.get(request_id)
             if tracker is not None:
                 loading = tracker.phase if isinstance(tracker.phase, Loading) else None
                 tokens = loading.tokens if loading else 0
                 tracker.may_load = False
-                if loading is None or time.monotonic() <= loading.deadline:
+                if request_id not in slow:
                     # What the store promised was not there: store all of it anew.
                     tracker.stored.forget()
                 self._watch(tracker)
@@ -338,6 +342,17 @@ class HybridScheduler:
             self._loading.discard(request_id)  # also of a request that was aborted
             with self.ledger as counts:
                 counts.loads_in_flight = len(self._loading)
+
+    def _given_up(self, output: "KVConnectorOutput") -> dict[str, float]:
+        """Seconds that loads would have taken, of those that ended now and were too slow."""
+        if isinstance(output.kv_connector_worker_meta, FailedLoads):
+            self._failures = self._failures.aggregate(output.kv_connector_worker_meta)
+        known = dict(self._failures.seconds)
+        if not known:
+            return {}
+        done = {each: known.pop(each, None) for each in output.finished_recving or ()}
+        self._failures = FailedLoads({r: each for r, each in known.items() if r in self._loading})
+        return {request: each for request, each in done.items() if each is not None}
 
     def finished_inside(
         self, request: "Request", block_ids: tuple[list[int], ...], offers: Sequence[Offer]
