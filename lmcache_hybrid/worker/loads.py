@@ -152,16 +152,15 @@ class LoadQueue:
             # vLLM keeps the blocks of an aborted request until its load is named.
             results.finished_recving.add(request_id)
             # A cancelled one too: vLLM may give its ID to a new request at once.
-            broke = future.cancelled() or future.exception()
-            result = TransferResult(request_id, "it never ended") if broke else future.result()
-            failed, slow = not result.ok, result.slow
+            failed = future.cancelled() or future.exception() or not future.result().ok
             # vLLM may have evicted the adapter since and loaded it anew from other files.
             if not failed and not self._adapters.holds(load.prefix.adapter):
                 report_lost(self._ledger, request_id)
                 failed = True
             if failed:
                 results.failed_recving.add(request_id)
-                self.failed[request_id] = slow
+                broke = future.cancelled() or future.exception()
+                self.failed[request_id] = None if broke else future.result().slow
         return results
 
     def _load(

@@ -94,6 +94,7 @@ def test_a_read_that_comes_too_late_ends_and_says_nothing_of_its_record(box, tmp
         # LMCache switches a store off for failed reads.
         assert other.backend.get_blocking_failed_count == (first == 0 and not more)
         assert KEYS[0] not in other.store._damaged
+        assert other.store._remote._silent < 0, "other loads fail at once"
         other.assert_pool_is_free()
 
 
