@@ -32,7 +32,7 @@ class Pace:
         """
         self._began, self._deadline, self._size = time.monotonic(), deadline, size
         self._lock = threading.Lock()
-        self._got = 0
+        self._got = self._unheard = 0  # bytes; see Reading.hear
         self._late: float | None = None  # see SlowError.seconds
 
     @property
@@ -59,21 +59,24 @@ class Pace:
         if self.late:
             raise SlowError(self._late or 0.0)
 
-    def add(self, size: int) -> None:
-        """Count bytes that are here."""
+    def count(self, got: int, unheard: int = 0) -> None:
+        """Add bytes that are here, and bytes of reads that do not say what they got."""
         with self._lock:
-            self._got += size
+            self._got += got
+            self._unheard += unheard
 
     def _whole(self) -> float | None:
         """Seconds for all of it at the rate so far; None where it is too early to say."""
         passed = time.monotonic() - self._began
         if passed < FIRST_LOOK * (self._deadline - self._began):
             return None
-        return passed / min(1.0, max(self._got / self._size, LEAST))
+        # Of reads that say nothing all may be here: several run side by side.
+        got = (self._got + self._unheard) / self._size
+        return passed / min(1.0, max(got, LEAST))
 
     @contextmanager
     def reading(self, size: int) -> Iterator[None]:
-        """Read ``size`` bytes: backends that say what they receive are heard, others at the end."""
+        """Read ``size`` bytes: backends may count them as they come, see :func:`reading`."""
         if self._deadline == math.inf:
             yield
             return
@@ -81,27 +84,35 @@ class Pace:
         token = _READING.set(read)
         try:
             yield
+            read.end()
         finally:
+            read.hear()
             _READING.reset(token)
-        read.end()
 
 
 class Reading:
     """One read of a load, on whatever threads."""
 
     def __init__(self, pace: Pace, size: int) -> None:
-        self.pace, self._left = pace, size
+        self.pace = pace
+        self._left = self._unheard = size
+        pace.count(0, size)
+
+    def hear(self) -> None:
+        """Its bytes are counted as they come from now on. Idempotent."""
+        self.pace.count(0, -self._unheard)
+        self._unheard = 0
 
     def got(self, size: int) -> None:
         """Count bytes as they come; raise SlowError where the load is late."""
         size = min(size, self._left)  # a read that is tried again counts once
         self._left -= size
-        self.pace.add(size)
+        self.pace.count(size)
         self.pace.check()
 
     def end(self) -> None:
         """Count what nobody has counted."""
-        self.pace.add(self._left)
+        self.pace.count(self._left)
 
 
 _UNLIMITED = Reading(Pace(math.inf, 1), 0)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads that have a deadline: when they are given up, and what is said of them."""
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -47,13 +48,13 @@ def test_a_load_is_late_when_the_rest_will_be(clock):
     clock.now += 1.9
     assert not pace.late, "nothing is known so early"
     clock.now += 0.1
-    pace.add(20)
+    pace.count(20)
     pace.check()  # 10 s in all
     clock.now += 2.0
     with pytest.raises(SlowError) as slow:
         pace.check()
     assert slow.value.seconds == pytest.approx(20.0) and slow.value.reason == "slow"
-    pace.add(80)
+    pace.count(80)
     assert pace.late, "its reads were told to end"
 
 
@@ -84,9 +85,10 @@ def test_a_load_without_a_deadline_is_never_late(clock):
 def test_bytes_count_as_they_come_and_once(clock):
     pace = clock.pace(10.0)
     clock.now += 2.5
-    pace.add(30)
+    pace.count(30)
     with pace.reading(20):
         read = paces.reading()
+        read.hear()
         for _ in range(3):
             read.got(15)
         assert pace._got == 50
@@ -95,7 +97,20 @@ def test_bytes_count_as_they_come_and_once(clock):
     assert pace._got == 90 and paces.reading().pace is not pace
     with pytest.raises(LoadError), pace.reading(10):
         raise LoadError("it failed")
-    assert pace._got == 90
+    assert pace._got == 90 and pace._unheard == 0
+
+
+def test_records_that_come_side_by_side_are_no_slow_load(clock):
+    """Of a backend that does not say what it has received, when the first of five is here."""
+    pace = clock.pace(10.0)
+    with contextlib.ExitStack() as others:
+        for _ in range(3):
+            others.enter_context(pace.reading(20))
+        with pace.reading(20):
+            clock.now += 4.0
+        pace.check()  # 5 s in all
+        clock.now += 6.1
+        assert pace.late, "its time is over"
 
 
 # Its end
@@ -138,6 +153,7 @@ def test_a_load_is_given_up_in_the_middle_of_a_record(rig, monkeypatch, threads)
     load = dataclasses.replace(rig.load(), deadline=deadline)
 
     def trickle(claim, keys):
+        paces.reading().hear()
         for _ in range(10):
             paces.reading().got(1)
             monkeypatch.setattr(paces, "FIRST_LOOK", 0.0)

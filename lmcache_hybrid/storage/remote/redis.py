@@ -97,6 +97,7 @@ class HybridRedisConnector(RecordConnector):
             raise
 
     def _read(self, key: CacheEngineKey, part: Reading) -> MemoryObj | None:
+        part.hear()
         taken: list[MemoryObj] = []
 
         def reserve(size: int) -> memoryview | None:

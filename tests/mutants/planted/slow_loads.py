@@ -37,14 +37,26 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a read goes on after its load was given up",
         PACE,
-        "        self.pace.add(size)\n        self.pace.check()\n",
-        "        self.pace.add(size)\n",
+        "        self.pace.count(size)\n        self.pace.check()\n",
+        "        self.pace.count(size)\n",
     ),
     one(
         "a read that is tried again counts twice",
         PACE,
         "        size = min(size, self._left)  #",
         "        #",
+    ),
+    one(
+        "records under way count as nothing where nobody hears of their bytes",
+        PACE,
+        "        got = (self._got + self._unheard) / self._size\n",
+        "        got = self._got / self._size\n",
+    ),
+    one(
+        "a server that sends nothing counts as one that has sent all",
+        REDIS,
+        "        part.hear()\n",
+        "",
     ),
     one(
         "bytes count once their record is whole",

@@ -86,8 +86,9 @@ def test_a_read_that_comes_too_late_ends_and_says_nothing_of_its_record(box, tmp
     with slow_box(box("redis").write(), tmp_path, first=first, more=more) as (other, server):
         claim = other.store.claim(dict.fromkeys(KEYS[:1], "RemoteBackend"))
         pace = Pace(time.monotonic() + SECONDS, record_bytes(SIZE))
-        with pytest.raises(SlowError), pace.reading(record_bytes(SIZE)):
+        with pytest.raises(SlowError) as slow, pace.reading(record_bytes(SIZE)):
             other.store.fetch(claim, KEYS[:1])
+        assert slow.value.seconds > 1.5 * SECONDS, "what never came was counted"
         until(lambda: server.cut == 1, "the read went on")
         assert b"DEL" not in server.asked and b"EXISTS" not in server.asked
         assert server.asked.count(b"GET") == 1
