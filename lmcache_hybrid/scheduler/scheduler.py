@@ -323,8 +323,7 @@ class HybridScheduler:
         for request_id in failed:
             tracker = self._trackers.get(request_id)
             if tracker is not None:
-                loading = tracker.phase if isinstance(tracker.phase, Loading) else None
-                tokens = loading.tokens if loading else 0
+                tokens = tracker.phase.tokens if isinstance(tracker.phase, Loading) else 0
                 tracker.may_load = False
                 if request_id not in slow:
                     # What the store promised was not there: store all of it anew.
@@ -348,8 +347,6 @@ class HybridScheduler:
         if isinstance(output.kv_connector_worker_meta, FailedLoads):
             self._failures = self._failures.aggregate(output.kv_connector_worker_meta)
         known = dict(self._failures.seconds)
-        if not known:
-            return {}
         done = {each: known.pop(each, None) for each in output.finished_recving or ()}
         self._failures = FailedLoads({r: each for r, each in known.items() if r in self._loading})
         return {request: each for request, each in done.items() if each is not None}
