@@ -316,8 +316,7 @@ class HybridConnector:
         return
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        # Their blocks are read in this step, before any later one can write to them. vLLM waits
-        # for every rank, so those without a store, which promise no load, report them, too.
+        # Read in this step. vLLM waits for every rank, those without a store (and loads) included.
         if self.worker is None:
             return KVConnectorTransferResults(finished_sending=set(self._metadata.ended))
         results = self.worker.results(finished_req_ids, self._metadata.idle)

@@ -317,7 +317,7 @@ class HybridScheduler:
         """Take note of loads that ended on all ranks, and of those that failed on one."""
         if self.events is not None:
             self.events.receive(output.kv_cache_events)
-        slow = self._given_up(output)
+        self._failures, slow = self._failures.after(output, self._loading)
         failed = self._loading & set(output.failed_recving or ())  # not other connectors'
         self._policy.ended(output.finished_recving or (), failed, slow)
         for request_id in failed:
@@ -341,15 +341,6 @@ class HybridScheduler:
             self._loading.discard(request_id)  # also of a request that was aborted
             with self.ledger as counts:
                 counts.loads_in_flight = len(self._loading)
-
-    def _given_up(self, output: "KVConnectorOutput") -> dict[str, float]:
-        """Seconds that loads would have taken, of those that ended now and were too slow."""
-        if isinstance(output.kv_connector_worker_meta, FailedLoads):
-            self._failures = self._failures.aggregate(output.kv_connector_worker_meta)
-        known = dict(self._failures.seconds)
-        done = {each: known.pop(each, None) for each in output.finished_recving or ()}
-        self._failures = FailedLoads({r: each for r, each in known.items() if r in self._loading})
-        return {request: each for request, each in done.items() if each is not None}
 
     def finished_inside(
         self, request: "Request", block_ids: tuple[list[int], ...], offers: Sequence[Offer]

@@ -108,15 +108,15 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "what one rank said of a load is forgotten",
-        SCHEDULER,
-        "            self._failures = self._failures.aggregate(output.kv_connector_worker_meta)\n",
-        "            self._failures = output.kv_connector_worker_meta\n",
+        "lmcache_hybrid/protocol/failures.py",
+        "            known = known.aggregate(said)\n",
+        "            known = said\n",
     ),
     one(
         "what ranks said of a load is said of the next one",
-        SCHEDULER,
-        "{each: known.pop(each, None) for each in",
-        "{each: known.get(each) for each in",
+        "lmcache_hybrid/protocol/failures.py",
+        "{each: rest.pop(each, None) for each in",
+        "{each: rest.get(each) for each in",
     ),
     one(
         "what came too late is stored again",
