@@ -316,9 +316,10 @@ class HybridConnector:
         return
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        # Read in this step. vLLM waits for every rank, those without a store (and loads) included.
         if self.worker is None:
-            return KVConnectorTransferResults(finished_sending=set(self._metadata.ended))
+            return KVConnectorTransferResults(
+                finished_sending=set(self._metadata.ended)
+            )  # read by now
         results = self.worker.results(finished_req_ids, self._metadata.idle)
         if not self._guard.stands():
             results.failed_recving.update(results.finished_recving)
