@@ -317,9 +317,7 @@ class HybridConnector:
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self.worker is None:
-            return KVConnectorTransferResults(
-                finished_sending=set(self._metadata.ended)
-            )  # read by now
+            return KVConnectorTransferResults(finished_sending=set(self._metadata.ended))
         results = self.worker.results(finished_req_ids, self._metadata.idle)
         if not self._guard.stands():
             results.failed_recving.update(results.finished_recving)
