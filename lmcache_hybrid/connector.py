@@ -33,6 +33,7 @@ from lmcache_hybrid.core.lmcache_stats import LMCacheMonitor
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.metrics import HybridStats
 from lmcache_hybrid.protocol.changes import RankReports
+from lmcache_hybrid.protocol.failures import FailedLoads
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata
 from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.load_policy import policy_for
@@ -315,17 +316,17 @@ class HybridConnector:
         return
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        # Their blocks are read in this step, before any later one can write to them. vLLM waits
-        # for every rank, so those without a store report them, too.
-        ended = set(self._metadata.ended)
         if self.worker is None:
-            # Without a store this rank never promised a load.
-            return KVConnectorTransferResults(finished_sending=ended)
+            return KVConnectorTransferResults(finished_sending=set(self._metadata.ended))
         results = self.worker.results(finished_req_ids, self._metadata.idle)
         if not self._guard.stands():
             results.failed_recving.update(results.finished_recving)
-        results.finished_sending.update(ended)
+            self.worker.loads.failed = dict.fromkeys(results.finished_recving)
+        results.finished_sending.update(self._metadata.ended)
         return results
+
+    def build_connector_worker_meta(self) -> FailedLoads | None:
+        return self.worker.failed_loads() if self.worker is not None else None
 
     def get_kv_connector_kv_cache_events(self) -> RankReports | None:
         report = self.worker.report(self._guard.stands) if self.worker is not None else None

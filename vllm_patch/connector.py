@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent, KVConnectorKVEvents
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorMetadata,
+        KVConnectorWorkerMetadata,
+    )
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -158,6 +161,12 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
         if self._hybrid is None:
             return super().get_transfer_results(finished_req_ids)
         return self._hybrid.get_transfer_results(finished_req_ids)
+
+    def build_connector_worker_meta(self) -> "KVConnectorWorkerMetadata | None":
+        """vLLM calls it after :meth:`get_transfer_results`."""
+        if self._hybrid is None:
+            return super().build_connector_worker_meta()
+        return self._hybrid.build_connector_worker_meta()
 
     def get_kv_connector_kv_cache_events(self) -> "KVConnectorKVEvents | None":
         if self._hybrid is None:

@@ -71,6 +71,18 @@ class LoadError(Exception):
         self.kind = "none" if key is None else key.kind_name
 
 
+class SlowError(LoadError):
+    """Computing is expected to be done before the load.
+
+    Attributes:
+        seconds: that the whole load would take; 0 where nobody knows.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__("it takes longer than computing them would", "slow")
+        self.seconds = seconds
+
+
 class UnwantedError(LoadError):
     """The load's request has ended: not counted as a failure."""
 

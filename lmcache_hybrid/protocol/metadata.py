@@ -23,8 +23,9 @@ class LoadSpec:
         window_blocks: per window group of the plan, one block id for each of
             ``window.first(start, boundary) .. boundary - 1``.
         tail: in tokens; the load then ends inside block ``boundary``.
-        deadline: ``time.monotonic`` after which computing is faster, so that the load is given
-            up. The clock is the host's, as in :class:`.lookup.LookupRequest`.
+        deadline: ``time.monotonic`` after which computing is faster. The load is given up as
+            soon as its rate says that it will be late, see :class:`.pace.Pace`. The clock is
+            the host's, as in :class:`.lookup.LookupRequest`.
     """
 
     request_id: str

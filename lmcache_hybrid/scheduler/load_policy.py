@@ -27,8 +27,11 @@ TRY_EVERY = 32
 LOG_SECONDS = 60.0
 # The first load of a backend may take a moment longer than computing would.
 MOMENT_SECONDS = 0.05
-# A load that was given up counts as having taken so many times as long.
-GIVEN_UP = 2.0
+# A load that failed late counts as one that takes so many times as long.
+FAILED = 2.0
+# A try has so many times as long as computing is expected to take. The workers end it at a fifth
+# of that where its rate says that it will be late.
+PATIENCE = 1.25
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,14 @@ class LoadPolicy:
     def sent(self, request_id: str, result: LookupResult, start: int) -> None:
         """A load of what follows the first ``start`` tokens begins with this step."""
 
-    def ended(self, done: Iterable[str], failed: Iterable[str]) -> None:
-        """Loads ended on all ranks; ``failed`` are those of them that failed."""
+    def ended(self, done: Iterable[str], failed: Iterable[str], slow: Mapping[str, float]) -> None:
+        """Loads ended on all ranks.
+
+        Args:
+            failed: those of them that failed.
+            slow: those of these that were given up, and the seconds that each would have
+                taken; 0 where nobody knows.
+        """
 
     def scheduled(self, requests: Iterable["Request"]) -> None:
         """A step is about to run, in which ``requests`` begin to compute."""
@@ -120,7 +129,7 @@ class Faster(LoadPolicy):
         runs = self._runs(result, start)
         own, loading = self._speeds.load_seconds(self._bytes(runs)), self._loading(runs)
         if own is None or loading is None:  # the first of its backend
-            return Verdict(True, computing + MOMENT_SECONDS)
+            return Verdict(True, PATIENCE * computing + MOMENT_SECONDS)
         nearer = None if again else self._nearer(runs, start, end)
         if nearer is not None and nearer[1] >= min(loading, computing):
             nearer = None
@@ -137,7 +146,7 @@ class Faster(LoadPolicy):
             return LOAD
         self._left[source] += 1
         if self._left[source] % TRY_EVERY == 0:
-            return Verdict(True, nearer[1] if nearer else computing)
+            return Verdict(True, PATIENCE * (nearer[1] if nearer else computing))
         return Verdict(loading < computing, nearer=nearer[0]) if nearer else COMPUTE
 
     def _note(self, source: str, slow: bool, tokens: int, own: float, computing: float) -> None:
@@ -196,7 +205,7 @@ class Faster(LoadPolicy):
         own = self._speeds.load_seconds(sizes) or 0.0
         self._free_at = max(now, self._free_at) + own
 
-    def ended(self, done: Iterable[str], failed: Iterable[str]) -> None:
+    def ended(self, done: Iterable[str], failed: Iterable[str], slow: Mapping[str, float]) -> None:
         loads = {request: self._sent.pop(request) for request in done if request in self._sent}
         if not loads:
             return
@@ -206,21 +215,29 @@ class Faster(LoadPolicy):
         self._last_end = now
         waiting = (self._speeds.load_seconds(sizes) or 0.0 for _, sizes in self._sent.values())
         self._free_at = now + sum(waiting)
+        if slow.keys() & loads.keys():
+            # Beside one that was given up nobody knows what the others took.
+            for request in slow.keys() & loads.keys():
+                if slow[request]:
+                    self._loaded([loads[request][1]], slow[request])
+            return
         if failed & loads.keys():
-            # Those that broke off early say nothing, those that were given up would have
-            # taken longer.
+            # Those that broke off early say nothing.
             loads = {
                 request: load
                 for request, load in loads.items()
                 if seconds > (self._speeds.load_seconds(load[1]) or MOMENT_SECONDS)
             }
-            seconds *= GIVEN_UP
+            seconds *= FAILED
         if loads:
-            sizes = [sizes for _, sizes in loads.values()]
-            # What was measured before hits were left out was long ago.
-            long_ago = {tier for tier, left in self._left.items() if left >= TRY_EVERY}
-            self._speeds.forget(long_ago & {tier for each in sizes for tier in each})
-            self._speeds.loaded(sizes, seconds)
+            self._loaded([sizes for _, sizes in loads.values()], seconds)
+
+    def _loaded(self, loads: Sequence[dict[str, int]], seconds: float) -> None:
+        """Take the time of loads, bytes by backend."""
+        # What was measured before hits were left out was long ago.
+        long_ago = {tier for tier, left in self._left.items() if left >= TRY_EVERY}
+        self._speeds.forget(long_ago & {tier for each in loads for tier in each})
+        self._speeds.loaded(loads, seconds)
 
     def scheduled(self, requests: Iterable["Request"]) -> None:
         for request in [each for _, _, each in self._computing.values()]:

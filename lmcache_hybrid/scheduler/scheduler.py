@@ -11,6 +11,7 @@ from vllm.v1.core.sched.output import KVConnectorBlockState
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.protocol.failures import FailedLoads
 from lmcache_hybrid.protocol.lookup import LookupResult
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata, LoadSpec, SaveSpec
 from lmcache_hybrid.protocol.prefix import Prefix
@@ -88,6 +89,8 @@ class HybridScheduler:
         self._final = FinalSaves()
         # Loads under way, those of requests that have ended included.
         self._loading: set[str] = set()
+        # Of these, what ranks have said of their failures.
+        self._failures = FailedLoads({})
         self._epoch = 0
         self.closed = False
         self.ledger = Ledger("scheduler", SchedulerCounts())
@@ -314,15 +317,15 @@ class HybridScheduler:
         """Take note of loads that ended on all ranks, and of those that failed on one."""
         if self.events is not None:
             self.events.receive(output.kv_cache_events)
+        self._failures, slow = self._failures.after(output, self._loading)
         failed = self._loading & set(output.failed_recving or ())  # not other connectors'
-        self._policy.ended(output.finished_recving or (), failed)
+        self._policy.ended(output.finished_recving or (), failed, slow)
         for request_id in failed:
             tracker = self._trackers.get(request_id)
             if tracker is not None:
-                loading = tracker.phase if isinstance(tracker.phase, Loading) else None
-                tokens = loading.tokens if loading else 0
+                tokens = tracker.phase.tokens if isinstance(tracker.phase, Loading) else 0
                 tracker.may_load = False
-                if loading is None or time.monotonic() <= loading.deadline:
+                if request_id not in slow:
                     # What the store promised was not there: store all of it anew.
                     tracker.stored.forget()
                 self._watch(tracker)

@@ -24,6 +24,7 @@ AT_START: Signatures = {
         VllmConfig._post_init_kv_transfer_config()""",
     "vllm.distributed.kv_transfer.kv_connector.v1.base": """
         KVConnectorBase_V1.__init__(vllm_config, role, kv_cache_config)
+        KVConnectorBase_V1.build_connector_worker_meta()
         KVConnectorBase_V1.get_transfer_results(finished_req_ids)
         SupportsHMA.request_finished_all_groups(request, block_ids)""",
     "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector": """

@@ -21,11 +21,13 @@ from lmcache_hybrid.core.errors import (
     LoadError,
     NoRoomError,
     RecordError,
+    SlowError,
     UnwantedError,
 )
 from lmcache_hybrid.core.groups import Block, GroupPlan
 from lmcache_hybrid.core.keys import RecordKey
 from lmcache_hybrid.core.lmcache_stats import Monitor
+from lmcache_hybrid.core.pace import Pace
 from lmcache_hybrid.core.threads import started
 from lmcache_hybrid.identity.adapters import LoadedAdapters, refuse, report_lost
 from lmcache_hybrid.protocol.metadata import LoadSpec
@@ -53,12 +55,14 @@ class TransferResult:
         error: why it failed; None when every byte is in place.
         size: bytes copied.
         seconds: from its turn to its end.
+        slow: of one that was given up, see :attr:`.SlowError.seconds`; None for others.
     """
 
     request_id: str
     error: str | None
     size: int = 0
     seconds: float = 0.0
+    slow: float | None = None
 
     @property
     def ok(self) -> bool:
@@ -79,6 +83,10 @@ class LoadQueue:
 
     All methods are called by the thread that runs the model. A load runs on a thread of its
     own and copies its parts on several.
+
+    Attributes:
+        failed: of the loads that :meth:`results` returned last, see
+            :attr:`.FailedLoads.seconds`.
     """
 
     def __init__(
@@ -103,6 +111,7 @@ class LoadQueue:
         self._unwanted: set[str] = set()
         # The KV cache has no memory, see suspend().
         self._asleep = False
+        self.failed: dict[str, float | None] = {}
 
     def __len__(self) -> int:
         """How many loads were not reported yet."""
@@ -125,6 +134,7 @@ class LoadQueue:
             idle: whether waiting a moment for a load delays nobody.
         """
         results = KVConnectorTransferResults()
+        self.failed = {}
         if not self._running:
             return results
         for request_id in finished & self._running.keys():
@@ -149,6 +159,8 @@ class LoadQueue:
                 failed = True
             if failed:
                 results.failed_recving.add(request_id)
+                broke = future.cancelled() or future.exception()
+                self.failed[request_id] = None if broke else future.result().slow
         return results
 
     def _load(
@@ -177,7 +189,8 @@ class LoadQueue:
                 reason,
                 exc_info=not expected,
             )
-            return TransferResult(load.request_id, reason)
+            slow = error.seconds if isinstance(error, SlowError) else None
+            return TransferResult(load.request_id, reason, slow=slow)
         finally:
             if claim is not None:
                 claim.release()
@@ -208,29 +221,30 @@ class LoadQueue:
         targets = self._targets(load)
         size = sum(self._pages[key.group].block_bytes for key, _ in targets)
         crowded_out: list[list[tuple[RecordKey, Block]]] = []
+        pace = Pace(load.deadline, size)
 
         def restore(part: list[tuple[RecordKey, Block]]) -> None:
             self._check_wanted(load)
+            pace.check()
             try:
-                self._restore_part(claim, part, after)
+                self._restore_part(claim, part, after, pace)
             except NoRoomError:
                 crowded_out.append(part)
 
-        # One with a deadline is a try: it looks at the clock before each record.
+        # One with a deadline is a try: it looks at its pace before each record.
         most = self._part_bytes if load.deadline == math.inf else 1
         self._threads.each(restore, list(in_parts(targets, self._pages, most)), size)
         # Parts that ran beside these may have held the room that they needed.
         for part in crowded_out:
             self._check_wanted(load)
-            self._restore_part(claim, part, after)
+            pace.check()
+            self._restore_part(claim, part, after, pace)
         return size
 
     def _check_wanted(self, load: LoadSpec) -> None:
-        """Raise UnwantedError if its request has ended, LoadError if nobody should wait for it."""
+        """Raise UnwantedError if its request has ended, LoadError if vLLM is asleep."""
         if load.request_id in self._unwanted:
             raise UnwantedError("its request has ended", "unwanted")
-        if time.monotonic() > load.deadline:
-            raise LoadError("it took longer than computing them would", "slow")
         if self._asleep:
             raise LoadError("vLLM has put the engine to sleep", "asleep")
 
@@ -247,12 +261,13 @@ class LoadQueue:
         return targets
 
     def _restore_part(
-        self, claim: Claim, part: Sequence[tuple[RecordKey, Block]], after: Mark
+        self, claim: Claim, part: Sequence[tuple[RecordKey, Block]], after: Mark, pace: Pace
     ) -> None:
         """Read, check and copy records; a damaged one is removed from the store."""
         items = []
         with ExitStack() as stack:
-            buffers = self._store.fetch(claim, [key for key, _ in part])
+            with pace.reading(sum(self._pages[key.group].block_bytes for key, _ in part)):
+                buffers = self._store.fetch(claim, [key for key, _ in part])
             for buffer in buffers:
                 stack.callback(buffer.release)
             for (key, block), buffer in zip(part, buffers, strict=True):

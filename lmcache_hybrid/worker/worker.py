@@ -11,6 +11,7 @@ from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.core.lmcache_stats import NO_MONITOR, Monitor
 from lmcache_hybrid.identity.adapters import ADAPTERS, LoadedAdapters
 from lmcache_hybrid.protocol.changes import RankReport
+from lmcache_hybrid.protocol.failures import FailedLoads
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
 from lmcache_hybrid.storage.notes import StoreNotes
 from lmcache_hybrid.storage.rank_lookup import RankLookup
@@ -77,6 +78,10 @@ class HybridWorker:
     def results(self, finished: set[str], idle: bool) -> KVConnectorTransferResults:
         """Return the loads that ended, see :meth:`.loads.LoadQueue.results`."""
         return self.loads.results(finished, idle)
+
+    def failed_loads(self) -> FailedLoads | None:
+        """Say why loads failed that :meth:`results` returned last; None where none did."""
+        return FailedLoads(self.loads.failed) if self.loads.failed else None
 
     def save(self, metadata: ConnectorMetadata) -> None:
         """Store this step's blocks, see :meth:`.saves.Saver.save`."""

@@ -3,7 +3,6 @@
 
 import dataclasses
 import threading
-import time
 
 import pytest
 import torch
@@ -300,31 +299,6 @@ def test_a_request_that_ends_while_its_load_runs_is_reported_after_it(rig):
     rig.store.go_on.set()
     assert rig.results().finished_recving == {"r"}
     rig.assert_clean()
-
-
-def test_a_load_is_given_up_at_its_deadline(rig, hybrid_log):
-    rig = rig(part_bytes=1).saved()
-    before, fetch, read = rig.buffer.clone(), rig.store.fetch, []
-    late = dataclasses.replace(rig.load(), deadline=time.monotonic() - 1)
-    assert_failed(rig, rig.run(late))
-    assert torch.equal(rig.buffer, before)
-
-    def slow(claim, keys):
-        read.append(keys)
-        while time.monotonic() <= load.deadline:
-            time.sleep(0.01)
-        return fetch(claim, keys)
-
-    rig.store.fetch = slow
-    load = dataclasses.replace(rig.load(), deadline=time.monotonic() + 0.1)
-    assert rig.run(load).failed_recving == {"r"}
-    assert len(read) == 1
-    rig.assert_clean()
-    assert rig.worker.counts.failed_loads == {"slow,none": 2}
-    assert not [record for record in hybrid_log.records if record.levelname == "WARNING"]
-    rig.store.fetch = fetch
-    in_time = dataclasses.replace(rig.load(), deadline=time.monotonic() + DEADLINE)
-    assert not rig.run(in_time).failed_recving
 
 
 @pytest.mark.parametrize("threads", [False, True])

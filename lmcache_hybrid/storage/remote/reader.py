@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads records from a remote store; after one timeout, loads promised before it fail at once."""
 
+import contextvars
 import math
 import threading
 import time
@@ -12,6 +13,7 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_hybrid.core.errors import LoadError
+from lmcache_hybrid.core.pace import reading
 from lmcache_hybrid.core.threads import started
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class RemoteReader:
             Each key's value, which the caller owns, or None; fewer than keys after a None.
 
         Raises:
+            SlowError: the load will end too late.
             LoadError: since then the store did not answer a read in time.
             RuntimeError: no threads could be started.
         """
@@ -66,14 +69,18 @@ class RemoteReader:
 
         memories: list[MemoryObj | None] = []
         pool, patience = self._pool(), backend.config.blocking_timeout_secs
+        pace, here = reading().pace, contextvars.copy_context()
         for start in range(0, len(keys), READERS):
-            memories += pool.map(read, keys[start : start + READERS])
-            if None in memories:
+            some = keys[start : start + READERS]
+            memories += pool.map(lambda key: here.copy().run(read, key), some)
+            if None in memories or pace.late:
                 break
-        if None in memories and self._silent >= promised:
+        late, silent = pace.late, None in memories and self._silent >= promised
+        if late or silent:
             for memory in memories:
                 if memory is not None:
                     memory.ref_count_down()
+            pace.check()
             raise LoadError(
                 f"the remote store did not answer within {patience} s (blocking_timeout_secs)",
                 "unreachable",

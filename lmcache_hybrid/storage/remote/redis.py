@@ -24,6 +24,8 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.storage_backend.connector import ConnectorContext
 from redis.exceptions import AskError
 
+from lmcache_hybrid.core.errors import SlowError
+from lmcache_hybrid.core.pace import Reading, reading
 from lmcache_hybrid.core.threads import anywhere, cores, started
 from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.storage.key_names import VALUE
@@ -87,14 +89,15 @@ class HybridRedisConnector(RecordConnector):
     # Reading
 
     async def get(self, key: CacheEngineKey) -> MemoryObj | None:
-        job = self._readers.submit(self._read, key)
+        job = self._readers.submit(self._read, key, reading())
         try:
             return await asyncio.wrap_future(job)
         except asyncio.CancelledError:
             job.add_done_callback(_release)
             raise
 
-    def _read(self, key: CacheEngineKey) -> MemoryObj | None:
+    def _read(self, key: CacheEngineKey, part: Reading) -> MemoryObj | None:
+        part.hear()
         taken: list[MemoryObj] = []
 
         def reserve(size: int) -> memoryview | None:
@@ -111,11 +114,16 @@ class HybridRedisConnector(RecordConnector):
 
         def read(sock: socket, deadline: float) -> bool:
             sockets.send(sock, get, deadline)
-            return sockets.receive(sock, reserve, deadline)
+            return sockets.receive(sock, reserve, deadline, part.got)
 
         found = False
         try:
-            found = self._twice(name, read, self._seconds)
+            found = self._twice(name, read, min(self._seconds, part.pace.seconds))
+        except (SlowError, TimeoutError):
+            # A failed read is one of a broken store for LMCache; RemoteReader drops what came.
+            found = bool(taken) and part.pace.late
+            if not found:
+                raise
         finally:
             if not found and taken:
                 taken.pop().ref_count_down()

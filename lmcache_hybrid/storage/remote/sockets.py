@@ -86,11 +86,17 @@ def _error(line: bytes) -> redis.ResponseError:
         return redis.ResponseError(line.decode(errors="replace"))
 
 
-def receive(sock: socket.socket, reserve: Reserve, deadline: float) -> bool:
+def receive(
+    sock: socket.socket,
+    reserve: Reserve,
+    deadline: float,
+    got: Callable[[int], object] = lambda size: None,
+) -> bool:
     """Receive the reply to one GET into the memory that ``reserve`` gives for its size.
 
     Args:
         deadline: ``time.monotonic``.
+        got: called with the bytes of the value as they come; what it raises ends the read.
 
     Returns:
         False where the server has no such value.
@@ -114,14 +120,15 @@ def receive(sock: socket.socket, reserve: Reserve, deadline: float) -> bool:
     memory = reserve(size)
     if memory is None:
         raise NoMemoryError(f"no memory for a value of {size} bytes")
-    got = min(len(rest), size)
-    memory[:got] = rest[:got]
-    while got < size:
+    have = min(len(rest), size)
+    memory[:have] = rest[:have]
+    while have < size:
         sock.settimeout(_left(deadline))
-        received = sock.recv_into(memory[got:])
+        received = sock.recv_into(memory[have:])
         if not received:
             raise ConnectionError("the server closed the connection in the middle of a value")
-        got += received
+        have += received
+        got(received)
     rest = rest[size:]
     while len(rest) < 2:
         rest += _some(sock, 2 - len(rest), deadline)

@@ -32,11 +32,15 @@ VLLM = (
     ),
     Hook(_BASE, "KVConnectorBase_V1.register_finished_partial_tail"),
     Hook(_BASE, "KVConnectorBase_V1.get_transfer_results"),
+    Hook(_BASE, "KVConnectorBase_V1.build_connector_worker_meta"),
+    Hook(_BASE, "KVConnectorWorkerMetadata.aggregate"),
     *attributes(
         _BASE, "KVConnectorTransferResults", "finished_sending finished_recving failed_recving"
     ),
     *attributes(
-        "vllm.v1.outputs", "KVConnectorOutput", "finished_recving failed_recving kv_cache_events"
+        "vllm.v1.outputs",
+        "KVConnectorOutput",
+        "finished_recving failed_recving kv_cache_events kv_connector_worker_meta",
     ),
     Hook(_REQUEST, "Request.shared_prefix_boundary", replaced_in=_COMPAT),
     Hook(_REQUEST, "Request.num_computed_tokens", replaced_in=_COMPAT),

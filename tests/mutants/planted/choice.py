@@ -105,12 +105,6 @@ DEFECTS: tuple[Defect, ...] = (
         "result",
     ),
     one(
-        "a load goes on after its deadline",
-        "lmcache_hybrid/worker/loads.py",
-        "        if time.monotonic() > load.deadline:\n",
-        "        if time.monotonic() > math.inf:\n",
-    ),
-    one(
         "estimates can be negative",
         SPEEDS,
         "            if a >= 0 <= b:\n",

@@ -121,8 +121,8 @@ DEFECTS = (
     one(
         "after a failed load the same boundary is promised again",
         SCHEDULER,
-        "                tracker.may_load = False\n                if loading is",
-        "                if loading is",
+        "                tracker.may_load = False\n                if request_id",
+        "                if request_id",
     ),
     one(
         "the load starts one block early of what vLLM holds",

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks tell the scheduler of loads that failed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import KVConnectorOutput
+
+
+@dataclass(frozen=True)
+class FailedLoads(KVConnectorWorkerMetadata):
+    """Tells loads that were given up, because they were too slow, from all others that failed.
+
+    Ranks may report one load at different steps.
+
+    Attributes:
+        seconds: by request, what the load would have taken; 0 where nobody knows, None where
+            it failed for another reason on one rank.
+    """
+
+    seconds: Mapping[str, float | None]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "FailedLoads":
+        assert isinstance(other, FailedLoads)
+        both = dict(self.seconds)
+        for request, seconds in other.seconds.items():
+            mine = both.get(request, seconds)
+            both[request] = None if mine is None or seconds is None else max(mine, seconds)
+        return FailedLoads(both)
+
+    def after(
+        self, output: "KVConnectorOutput", loading: set[str]
+    ) -> tuple["FailedLoads", dict[str, float]]:
+        """Take in what ranks said in a step.
+
+        Args:
+            loading: requests whose loads are under way, those that end now included.
+
+        Returns:
+            (what is known of loads that go on, seconds of those that ended and were too slow).
+        """
+        said, known = output.kv_connector_worker_meta, self
+        if isinstance(said, FailedLoads):
+            known = known.aggregate(said)
+        rest = {each: seconds for each, seconds in known.seconds.items() if each in loading}
+        done = {each: rest.pop(each, None) for each in output.finished_recving or ()}
+        return FailedLoads(rest), {r: each for r, each in done.items() if each is not None}

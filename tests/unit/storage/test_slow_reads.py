@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads from Redis that a load's pace ends, in the middle of a value."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from lmcache_hybrid.core.errors import SlowError
+from lmcache_hybrid.core.pace import Pace
+from lmcache_hybrid.storage.record import record_bytes
+
+from ..store_box import KEYS, SIZE, Box, until
+
+SECONDS = 2.0
+
+
+class SlowServer:
+    """Stands in for a Redis behind a link that could not be slower.
+
+    Attributes:
+        asked: all that it was sent.
+        cut: how many clients hung up in the middle of a value.
+    """
+
+    def __init__(self, value: bytes, first: int, more: bool) -> None:
+        """Send ``first`` bytes of the reply at once, then one now and then or none."""
+        self._value, self._first, self._more = value, first, more
+        self.asked, self.cut = bytearray(), 0
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            while asked := connection.recv(4096):
+                self.asked += asked
+                if b"GET" not in asked:
+                    connection.sendall(b"+OK\r\n" * asked.count(b"*"))
+                    continue
+                reply = b"$%d\r\n" % len(self._value) + self._value
+                connection.sendall(reply[: self._first])
+                connection.settimeout(0.01)
+                at = self._first
+                while True:
+                    try:
+                        connection.sendall(reply[at : at + self._more])
+                        at += self._more
+                        if not connection.recv(1):
+                            raise ConnectionError
+                    except TimeoutError:
+                        continue
+                    except OSError:
+                        self.cut += 1
+                        return
+
+    def close(self) -> None:
+        self._server.close()
+
+
+@contextmanager
+def slow_box(box: Box, folder, **kwargs) -> Iterator[tuple[Box, SlowServer]]:
+    server = SlowServer(box.raw(KEYS[0]), **kwargs)
+    other = Box("redis", folder, None, remote_url=f"redis://127.0.0.1:{server.port}")
+    try:
+        yield other, server
+    finally:
+        other.close()
+        server.close()
+
+
+@pytest.mark.parametrize("more", [True, False])
+@pytest.mark.parametrize("first", [0, 500])
+def test_a_read_that_comes_too_late_ends_and_says_nothing_of_its_record(box, tmp_path, first, more):
+    with slow_box(box("redis").write(), tmp_path, first=first, more=more) as (other, server):
+        claim = other.store.claim(dict.fromkeys(KEYS[:1], "RemoteBackend"))
+        pace = Pace(time.monotonic() + SECONDS, record_bytes(SIZE))
+        with pytest.raises(SlowError) as slow, pace.reading(record_bytes(SIZE)):
+            other.store.fetch(claim, KEYS[:1])
+        assert first or slow.value.seconds > 2 * SECONDS, "what never came was counted"
+        until(lambda: server.cut == 1, "the read went on")
+        assert b"DEL" not in server.asked and b"EXISTS" not in server.asked
+        assert server.asked.count(b"GET") == 1
+        # LMCache switches a store off for failed reads.
+        assert other.backend.get_blocking_failed_count == (first == 0 and not more)
+        assert KEYS[0] not in other.store._damaged
+        assert other.store._remote._silent < 0, "other loads fail at once"
+        other.assert_pool_is_free()
+
+
+def test_bytes_are_counted_as_they_come(box):
+    box = box("redis").write()
+    claim = box.store.claim(box.store.locate(KEYS))
+    pace = Pace(time.monotonic() + 60, 4 * record_bytes(SIZE))
+    with pytest.raises(KeyError), pace.reading(record_bytes(SIZE)):
+        for buffer in box.store.fetch(claim, KEYS[:1]):
+            buffer.release()
+        raise KeyError  # what its end would count is not
+    assert 0 < pace._got <= record_bytes(SIZE)
+    claim.release()
+    box.assert_pool_is_free()

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler makes of a load policy's verdicts, and of loads that were given up."""
+
+import math
+import pickle
+import time
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from lmcache_hybrid.protocol.failures import FailedLoads
+from lmcache_hybrid.scheduler.load_policy import Verdict
+
+from .helpers import N, make_request
+from .scheduler_rig import Rig, all_offers, table
+
+
+class Given:
+    """A policy that returns one verdict after the other, and notes what it is asked."""
+
+    def __init__(self, *verdicts: Verdict) -> None:
+        self.verdicts = list(verdicts)
+        self.asked: list[tuple[int, bool]] = []
+
+    def judge(self, request, result, start, again) -> Verdict:
+        self.asked.append((result.boundary, again))
+        return self.verdicts.pop(0)
+
+    def __getattr__(self, name):
+        return lambda *args: None
+
+
+def test_a_hit_that_is_not_loaded_is_judged_and_counted_once():
+    policy = Given(Verdict(False))
+    request = make_request(tokens=5 * N + 1)
+    rig = Rig(policy=policy).holds(request, 5, 5)
+    assert rig.match(request) == rig.match(request) == (0, False)
+    assert rig.scheduler.counts.skipped_loads == {"naive": 1}
+    assert rig.scheduler.counts.skipped_load_tokens == {"naive": 5 * N}
+    rig.step()
+    assert all(not lookup.num_claims for lookup in rig.ranks.lookups)
+
+
+def test_a_hit_that_is_not_loaded_is_not_stored_again():
+    request = make_request(tokens=5 * N + 1)
+    rig = Rig(policy=Given(Verdict(False))).holds(request, 5, 5)
+    assert rig.match(request) == (0, False)
+    rig.scheduler.allocated(request, table(request), 0)
+    assert rig.forward(request, 5 * N + 1, all_offers(5)) is None
+
+
+def test_a_nearer_boundary_is_asked_for_and_loaded():
+    policy = Given(Verdict(False, nearer=3), Verdict(True))
+    request = make_request(tokens=5 * N + 1)
+    rig = Rig(ranks=2, policy=policy).holds(request, 5, 2, 5)
+    assert rig.admit(request).boundary == 2
+    assert policy.asked == [(5, False), (2, True)]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_deepest_boundary_is_loaded_where_there_is_no_nearer_one(whole):
+    policy = Given(Verdict(whole, nearer=3))
+    request = make_request(tokens=5 * N + 1)
+    rig = Rig(policy=policy).holds(request, 5, 5)
+    load = rig.admit(request)
+    assert policy.asked == [(5, False)]
+    assert (load.boundary if load else 0) == (5 if whole else 0)
+    counts = rig.scheduler.counts
+    assert sum(counts.skipped_load_tokens.values()) == (0 if load else 5 * N)
+    if not load:
+        assert all(not lookup.num_claims for lookup in rig.ranks.lookups)
+        assert counts.skipped_loads == {"naive": 1}
+        assert rig.forward(request, 5 * N + 1, all_offers(5)) is None
+
+
+def test_a_hit_that_is_left_for_a_nearer_one_is_counted_once():
+    policy = Given(Verdict(False, nearer=3), Verdict(False))
+    request = make_request(tokens=5 * N + 1)
+    rig = Rig(policy=policy).holds(request, 5, 3, 5)
+    assert rig.match(request) == rig.match(request) == (0, False)
+    assert rig.scheduler.counts.skipped_load_tokens == {"naive": 5 * N}
+
+
+def test_a_load_has_as_long_as_was_chosen():
+    request = make_request(tokens=5 * N + 1)
+    rig = Rig(policy=Given(Verdict(True, 7.0))).holds(request, 5, 5)
+    rig.match(request)  # and vLLM has no blocks yet
+    assert rig.admit(request).deadline == pytest.approx(time.monotonic() + 7, abs=1)
+    other = make_request(tokens=5 * N + 1)
+    assert Rig().holds(other, 5, 5).admit(other).deadline == math.inf
+
+
+@pytest.mark.parametrize("said", [(9.0,), (9.0, 20.0), (0.0,)])
+def test_what_came_too_late_is_not_stored_again(said):
+    assert not stored_again(*said)
+
+
+@pytest.mark.parametrize("said", [(), (None,), (None, 9.0), (9.0, None)])
+def test_a_load_that_failed_on_one_rank_for_another_reason_is_stored_again(said):
+    """Ranks may say so in steps of their own, or not at all."""
+    assert stored_again(*said)
+
+
+def stored_again(*said: float | None) -> bool:
+    """Whether a request stores what it could not load.
+
+    Args:
+        said: by the ranks, one after the other, of the load: see FailedLoads.
+    """
+    request = make_request(tokens=5 * N + 1)
+    rig = Rig(policy=Given(Verdict(True, 9.0))).holds(request, 5, 5)
+    rig.admit(request)
+    for seconds in said:
+        failed = FailedLoads({request.request_id: seconds, "of another connector": 1.0})
+        rig.scheduler.transferred(KVConnectorOutput(kv_connector_worker_meta=failed))
+    rig.loaded(request, failed=True)
+    assert rig.scheduler._failures == FailedLoads({})
+    assert rig.match(request) == (0, False)
+    rig.scheduler.allocated(request, table(request), 0)
+    return rig.forward(request, 5 * N + 1) is not None
+
+
+def test_ranks_that_report_in_one_step_are_heard_all(rank_outputs):
+    def of(**seconds):
+        return rank_outputs({"r", "s"}, FailedLoads(seconds))
+
+    output = KVOutputAggregator(2).aggregate([of(r=2.0, s=None), of(r=3.0, s=4.0)])
+    assert output.kv_connector_output.failed_recving == {"r", "s"}
+    meta = output.kv_connector_output.kv_connector_worker_meta
+    assert meta == pickle.loads(pickle.dumps(meta)) == FailedLoads({"r": 3.0, "s": None})
+
+
+@pytest.fixture
+def rank_outputs():
+    def output(failed, meta):
+        done = KVConnectorOutput(
+            finished_recving=failed, failed_recving=failed, kv_connector_worker_meta=meta
+        )
+        return ModelRunnerOutput([], {}, kv_connector_output=done)
+
+    return output
