@@ -42,7 +42,7 @@ demo: venv  ## fill a disk store, restart the engine, answer from the store: und
 	$(BIN)/lmcache-hybrid demo
 
 test: venv  ## all tests, real engines included: one on each of two cores
-	$(BIN)/python -m pytest -m "not two_cores" --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not two_cores" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -m two_cores
 
 test-fast: venv  ## the tests that start no engine

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from bucket import Bucket
 
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Threads of two workers' engines that wait for each other on the same cores take many times
+    # as long. Before torch is imported; processes that tests start inherit it.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A loaded machine is no failure.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")

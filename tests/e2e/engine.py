@@ -11,8 +11,8 @@ else: importing takes longer than all the rest of an engine's start.
 
 import contextlib
 import json
-import multiprocessing
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -24,10 +24,8 @@ from typing import Literal
 import engine_child
 import v2
 import yaml
+from processes import FORKS
 
-_forks = multiprocessing.get_context("forkserver")
-# Not LMCache: it brings numba, and vLLM wants to replace its kernels before that is there.
-_forks.set_forkserver_preload(["vllm.entrypoints.llm"])
 CONNECTOR = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
 
 
@@ -117,12 +115,12 @@ class Engine:
                 config = Path(self._folder.name, "lmcache.yaml")
                 config.write_text(yaml.safe_dump({"max_local_cpu_size": 0.5, **lmcache}))
                 environment["LMCACHE_CONFIG_FILE"] = str(config)
-        child_in, to_child = _forks.Pipe(duplex=False)
-        from_child, child_out = _forks.Pipe(duplex=False)
+        child_in, to_child = FORKS.Pipe(duplex=False)
+        from_child, child_out = FORKS.Pipe(duplex=False)
         self._to_child = engine_child.text_file(to_child, "w")
         self._from_child = engine_child.text_file(from_child, "r")
         self.log_path.touch()
-        forks = v2.FORKS if runner == "v2" else _forks
+        forks = v2.FORKS if runner == "v2" else FORKS
         self.process = forks.Process(
             target=engine_child.main,
             args=(arguments, environment, prepare, self.log_path, child_in, child_out),
@@ -153,7 +151,9 @@ class Engine:
         self._from_child.close()
 
     def kill(self) -> None:
-        """End the engine without warning."""
+        """End the engine without warning, its core and ranks too."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.wait()
 

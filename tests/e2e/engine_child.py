@@ -14,6 +14,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TextIO
 
+from processes import fork_what_is_spawned
+
 
 def text_file(end: Connection, mode: str) -> TextIO:
     """One end of a pipe as a text file. Closes ``end``."""
@@ -373,6 +375,7 @@ def main(
     answers: Connection,
 ) -> None:
     """The child: serve one engine until the pipe ends."""
+    os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(log.parent)
@@ -383,6 +386,7 @@ def main(
     _compute_on(os.environ["VLLM_CPU_OMP_THREADS_BIND"])
     # vLLM collects garbage eight times at start-up, over all that it has imported.
     gc.freeze()
+    fork_what_is_spawned(str(log))
     if prepare is not None:
         prepare()
     child = Child(arguments, text_file(requests, "r"), text_file(answers, "w"))

@@ -35,7 +35,7 @@ def cases(block_size: int, seed: int = 0) -> list[Case]:
         ids = _ids(rng, length)
         made.append(Case(name, ids, ids))
 
-    for index in range(10):
+    for index in range(5):
         length = rng.randrange(500, 3501)
         repeat(f"random{index}-{length}", length)
     for blocks in (2, 3):
@@ -49,7 +49,7 @@ def cases(block_size: int, seed: int = 0) -> list[Case]:
 
 def shortened(block_size: int, seed: int = 1) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     """A long prompt, and its prefixes cut one token past each interior boundary."""
-    ids = _ids(random.Random(seed), 6 * block_size + 10)
+    ids = _ids(random.Random(seed), 3 * block_size + 10)
     ends = range(block_size, len(ids), block_size)
     return ids, [ids[: end + 1] for end in ends]
 

@@ -123,7 +123,7 @@ def test_a_batch_that_hits_extends_and_misses_answers_as_one_by_one(model: Path)
     """A batch that hits, extends and misses side by side; nothing is left over."""
     with Engine(model, {"local_cpu": True}) as engine:
         size = engine.info["block_size"]
-        chosen = cases(size, seed=7)
+        chosen = cases(size, seed=7)[::2]
         alone = []
         for case in chosen:
             engine.forget()

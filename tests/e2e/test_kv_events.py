@@ -38,16 +38,16 @@ def router(ports) -> Iterator[Subscriber]:
 def test_every_hit_of_a_pool_that_evicts_is_foreseen(ports, router, model) -> None:
     asks = Asks(router, model, seed=1)
     with publishing(ports, model, {"max_local_cpu_size": room_for(model, 5)}) as engine:
-        for _ in range(40):
+        for _ in range(30):
             asks.ask(engine)
         index = router.settled()
-        assert asks.wrong == [] and asks.hits >= 8
+        assert asks.wrong == [] and asks.hits >= 5
         assert sum(isinstance(event, BlockRemoved) for event in index.seen) > 20, "none evicted"
         assert index.media().keys() == {"CPU"}
         # Each of those was a new boundary once: pages alone would have promised too much.
         assert any(pages > foreseen for foreseen, _, pages in asks.outcomes)
         # vLLM's own resets withdraw nothing of the store's; a reset of all caches does.
-        assert sum(isinstance(event, AllBlocksCleared) for event in index.seen) > 40
+        assert sum(isinstance(event, AllBlocksCleared) for event in index.seen) > 30
         assert engine.call("forget_all")
         assert router.settled().media() in ({}, {"CPU": 0})
         assert asks.ask(engine, asks.trunks[0]) == (0, 0)

@@ -9,6 +9,7 @@ NOTES = "lmcache_hybrid/storage/notes.py"
 STORE = "lmcache_hybrid/storage/lmcache_store.py"
 SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
 CONNECTOR = "lmcache_hybrid/connector.py"
+CHANGES = "lmcache_hybrid/protocol/changes.py"
 
 DEFECTS: tuple[Defect, ...] = (
     one(
@@ -196,6 +197,12 @@ DEFECTS: tuple[Defect, ...] = (
         CONNECTOR,
         "        return RankReports([report]) if report else None\n",
         "        return None\n",
+    ),
+    one(
+        "of the ranks' reports only the first one's reaches the scheduler",
+        CHANGES,
+        "        self.reports.extend(events)\n",
+        "        pass\n",
     ),
     one(
         "the scheduler takes no report of its ranks",
