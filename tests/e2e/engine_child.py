@@ -386,7 +386,8 @@ def main(
     _compute_on(os.environ["VLLM_CPU_OMP_THREADS_BIND"])
     # vLLM collects garbage eight times at start-up, over all that it has imported.
     gc.freeze()
-    fork_what_is_spawned(str(log))
+    if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") != "spawn":
+        fork_what_is_spawned(str(log))
     if prepare is not None:
         prepare()
     child = Child(arguments, text_file(requests, "r"), text_file(answers, "w"))

@@ -2,7 +2,8 @@
 """Forks vLLM's engine core and ranks from the server that forked the engine.
 
 On CPU vLLM starts each in a new interpreter, which first imports vLLM: longer than all the rest.
-Engines that start as a user's do are in test_accept, test_data_parallel and test_examples.
+Engines that start as a user's do are in test_accept, test_data_parallel and test_examples, and
+ranks in test_scale (``VLLM_WORKER_MULTIPROC_METHOD=spawn``).
 """
 
 import faulthandler
