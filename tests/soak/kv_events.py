@@ -10,6 +10,7 @@ come for a second, all others for 50 ms. See ``make soak-events``.
 
 import contextlib
 import json
+import os
 import sys
 import tempfile
 import time
@@ -79,17 +80,20 @@ class Soak:
         self.router = Subscriber(*self.ports)
         self.stream = Asks(self.router, model, seed, trunks)
         self.lives: list[Life] = []
+        self.began = self.said = time.monotonic()
 
     def live(self, asks: int, kill: bool) -> Life:
         """Start an engine, ask it, and end it."""
         life, began = Life(killed=kill), time.monotonic()
         self.lives.append(life)
         named: set[tuple[int, ...]] = set()
-        # The core that no test takes.
-        env = {"VLLM_CPU_OMP_THREADS_BIND": "1"}
+        # A core that tests beside it leave alone.
+        env = {"VLLM_CPU_OMP_THREADS_BIND": str((os.cpu_count() or 1) - 1)}
         with publishing(self.ports, self.model, self.config, env=env) as engine:
             for _ in range(asks):
                 self._ask(engine, life, named)
+                if time.monotonic() - self.said > 20:
+                    self.say(life)
             seen = self.router.settled().seen
             if kill:
                 kill_all(engine)
@@ -98,7 +102,12 @@ class Soak:
             if isinstance(event, BlockRemoved) and event.medium != "GPU":
                 removed[event.medium] += len(event.block_hashes)
         life.withdrawn, life.seconds = dict(removed), round(time.monotonic() - began)
+        self.say(life)
         return life
+
+    def say(self, life: Life) -> None:
+        self.said = time.monotonic()
+        typer.echo(f"[{(self.said - self.began) / 60:5.1f} min] {json.dumps(asdict(life))}")
 
     def _ask(self, engine: Engine, life: Life, named: set[tuple[int, ...]]) -> None:
         settled = life.asks % SETTLED_EVERY == 0
@@ -148,14 +157,12 @@ def main(
 
     Ends with 1 if a settled ask was promised too much, or fewer than 99 % were foreseen.
     """
-    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-events-") as folder:
         model = make_model(family, Path(folder, "model"))
         soak = Soak(model, Path(folder), seed, trunks)
         for at in range(restarts + 1):
             share = asks * (at + 1) // (restarts + 1) - asks * at // (restarts + 1)
-            life = soak.live(share, kill=at % 2 == 0 and at < restarts)
-            typer.echo(f"[{(time.monotonic() - began) / 60:5.1f} min] {json.dumps(asdict(life))}")
+            soak.live(share, kill=at % 2 == 0 and at < restarts)
         soak.router.close()
     totals: Counter[str] = Counter()
     for life in soak.lives:
@@ -172,7 +179,7 @@ def main(
         "conversations": trunks,
         "family": family,
         "block_size": soak.stream.size,
-        "wall_minutes": round((time.monotonic() - began) / 60, 1),
+        "wall_minutes": round((time.monotonic() - soak.began) / 60, 1),
         "counts": counts,
         "lives": [asdict(life) for life in soak.lives],
         "failure": failure(counts),
