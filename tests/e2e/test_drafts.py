@@ -68,10 +68,10 @@ class Drafter:
     layers: str
 
 
-def eagle(model: Path) -> dict:
-    return {
-        "method": "eagle",
-        "model": str(drafting.make_eagle(model)),
+def toy(method: str) -> Callable[[Path], dict]:
+    return lambda model: {
+        "method": method,
+        "model": str(drafting.make_drafter(model, method)),
         "num_speculative_tokens": 2,
     }
 
@@ -79,7 +79,9 @@ def eagle(model: Path) -> dict:
 # With MTP and EAGLE vLLM gives up the last block of its hits, and keeps the state before it.
 DRAFTERS = {
     "mtp": Drafter(lambda model: drafting.MTP, 1, "mtp."),
-    "eagle": Drafter(eagle, 1, "model.layers.4."),
+    "eagle": Drafter(toy("eagle"), 1, "model.layers.4."),
+    "eagle3": Drafter(toy("eagle3"), 1, "model.layers.4."),
+    "draft_model": Drafter(toy("draft_model"), 2, "draft_model."),
     "ngram": Drafter(lambda model: drafting.NGRAM, 2, ""),
 }
 
