@@ -115,17 +115,22 @@ def test_drafts_behind_a_restored_prefix_are_those_behind_vllms_own_hit(
         assert counts["worker"]["loaded_states"] == len(prompts)
         assert counts["worker"]["failed_loads"] == counts["scheduler"]["failed_loads"] == 0
         if drafter.layers:
-            check_what_is_lost_shows(engine, drafter, prompts, own)
+            check_lost_pages_show(engine, drafter, prompts, own)
+        check_lost_states_show(engine, prompts, own)
 
 
-def check_what_is_lost_shows(engine: Engine, drafter: Drafter, prompts: list, own: list) -> None:
-    """Without the drafter's pages drafts differ and no answer does; without states answers do."""
+def check_lost_pages_show(engine: Engine, drafter: Drafter, prompts: list, own: list) -> None:
+    """Without the drafter's pages drafts differ and no answer does."""
     assert engine.call("fault", name="lose_drafter", layers=drafter.layers)
     lost = ask_restored(engine, prompts)
     assert all(each.answer.external for each in lost)
     print([each.drafts for each in lost])
     assert [each.drafts for each in lost] != [each.drafts for each in own]
     assert [each.answer.tokens for each in lost] == [each.answer.tokens for each in own]
+
+
+def check_lost_states_show(engine: Engine, prompts: list, own: list) -> None:
+    """Without states answers differ."""
     engine.call("fault", name="lose_states")
     lost = ask_restored(engine, prompts)
     assert all(each.answer.external for each in lost)
