@@ -73,8 +73,8 @@ soak: venv  ## 30 minutes of faults under a running engine; figures go to docs/g
 	$(BIN)/python -m tests.soak.report
 
 soak-events: venv  ## 1,000 prompts whose hits are foreseen from KV events; figures go to docs/generated/events.json
-	$(BIN)/python -u tests/soak/kv_events.py --out docs/generated/events.json
-	$(BIN)/python -m tests.soak.report
+	$(BIN)/python -u tests/soak/kv_events.py --out docs/generated/events.json; status=$$?; \
+	$(BIN)/python -m tests.soak.report && exit $$status
 
 bench-reuse: venv  ## replay traces of prompts: six minutes; figures go to docs/generated/reuse.json
 	$(BIN)/lmcache-hybrid bench reuse --out docs/generated/reuse.json

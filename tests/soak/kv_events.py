@@ -11,10 +11,12 @@ come for a second, all others for 50 ms. See ``make soak-events``.
 import contextlib
 import json
 import os
+import re
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,6 +37,8 @@ from lmcache_hybrid.tools.tiny_models import make_model  # noqa: E402
 
 SETTLED, HURRIED = 1.0, 0.05  # seconds without an event
 SETTLED_EVERY = 10
+# What ``LocalDisk.restore`` logs.
+FOUND = re.compile(r"local_disk \S+: (\d+) records")
 # What a run must reach.
 LEAST_RIGHT = 0.99
 
@@ -48,6 +52,7 @@ class Life:
         too_much, too_little: asks of which more or less was foreseen than hit.
         not_named: of ``too_little``, those whose hit no earlier prompt of this life had named.
         settled, settled_too_much: the same of the asks that waited until events had ended.
+        on_disk: records that the engine found there when it started.
         withdrawn: records by medium.
         wrong: of each wrong ask its number, the tokens foreseen and the tokens that hit.
     """
@@ -60,6 +65,7 @@ class Life:
     not_named: int = 0
     settled: int = 0
     settled_too_much: int = 0
+    on_disk: int = 0
     withdrawn: dict[str, int] = field(default_factory=dict)
     wrong: list[tuple[int, int, int]] = field(default_factory=list)
     killed: bool = False
@@ -90,6 +96,7 @@ class Soak:
         # A core that tests beside it leave alone.
         env = {"VLLM_CPU_OMP_THREADS_BIND": str((os.cpu_count() or 1) - 1)}
         with publishing(self.ports, self.model, self.config, env=env) as engine:
+            life.on_disk = sum(map(int, FOUND.findall(engine.log)))
             for _ in range(asks):
                 self._ask(engine, life, named)
                 if time.monotonic() - self.said > 20:
@@ -107,7 +114,24 @@ class Soak:
 
     def say(self, life: Life) -> None:
         self.said = time.monotonic()
-        typer.echo(f"[{(self.said - self.began) / 60:5.1f} min] {json.dumps(asdict(life))}")
+        done = sum(each.asks for each in self.lives)
+        minutes = (self.said - self.began) / 60
+        typer.echo(f"[{minutes:5.1f} min] {done} asks; this engine: {json.dumps(asdict(life))}")
+
+    def figures(self) -> dict:
+        """What was found until now."""
+        totals: Counter[str] = Counter()
+        for life in self.lives:
+            figures = asdict(life)
+            totals.update({name: n for name, n in figures.items() if type(n) is int})
+            totals.update({f"withdrawn: {medium}": n for medium, n in life.withdrawn.items()})
+        return {
+            "block_size": self.stream.size,
+            "wall_minutes": round((time.monotonic() - self.began) / 60, 1),
+            "counts": dict(totals),
+            "lives": [asdict(life) for life in self.lives],
+            "failure": failure(totals),
+        }
 
     def _ask(self, engine: Engine, life: Life, named: set[tuple[int, ...]]) -> None:
         settled = life.asks % SETTLED_EVERY == 0
@@ -136,7 +160,7 @@ def kill_all(engine: Engine) -> None:
     psutil.wait_procs(processes)
 
 
-def failure(totals: dict[str, int]) -> str | None:
+def failure(totals: Mapping[str, int]) -> str | None:
     """Why the run failed; None where it did not."""
     if totals["settled_too_much"]:
         return f"{totals['settled_too_much']} settled asks were promised too much"
@@ -157,36 +181,24 @@ def main(
 
     Ends with 1 if a settled ask was promised too much, or fewer than 99 % were foreseen.
     """
-    with tempfile.TemporaryDirectory(prefix="soak-events-") as folder:
-        model = make_model(family, Path(folder, "model"))
-        soak = Soak(model, Path(folder), seed, trunks)
-        for at in range(restarts + 1):
-            share = asks * (at + 1) // (restarts + 1) - asks * at // (restarts + 1)
-            soak.live(share, kill=at % 2 == 0 and at < restarts)
-        soak.router.close()
-    totals: Counter[str] = Counter()
-    for life in soak.lives:
-        figures = asdict(life)
-        totals.update({name: n for name, n in figures.items() if isinstance(n, int)})
-        totals.update({f"withdrawn: {medium}": n for medium, n in life.withdrawn.items()})
-    counts = dict(totals)
     found = {
         "command": " ".join(["python", "tests/soak/kv_events.py", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "versions": versions(),
         "seed": seed,
-        "restarts": restarts,
         "conversations": trunks,
         "family": family,
-        "block_size": soak.stream.size,
-        "wall_minutes": round((time.monotonic() - soak.began) / 60, 1),
-        "counts": counts,
-        "lives": [asdict(life) for life in soak.lives],
-        "failure": failure(counts),
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=1) + "\n")
-    typer.echo(json.dumps(counts))
+    with tempfile.TemporaryDirectory(prefix="soak-events-") as folder:
+        soak = Soak(make_model(family, Path(folder, "model")), Path(folder), seed, trunks)
+        for at in range(restarts + 1):
+            share = asks * (at + 1) // (restarts + 1) - asks * at // (restarts + 1)
+            soak.live(share, kill=at % 2 == 0 and at < restarts)
+            found |= soak.figures()
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps(found, indent=1) + "\n")
+        soak.router.close()
+    typer.echo(json.dumps(found["counts"]))
     if found["failure"]:
         typer.echo(f"FAILED, seed {seed}: {found['failure']}")
         raise typer.Exit(1)
