@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from lmcache_hybrid.tools.tiny_families import FAMILIES
 from lmcache_hybrid.tools.tiny_models import make_model
@@ -29,8 +30,6 @@ OPTIONS = {"max_num_seqs": 2}
 
 def make_drafting_model(folder: Path) -> Path:
     """Write the model to ``folder``/drafting and return that path."""
-    from safetensors.torch import load_file, save_file
-
     out = folder / "drafting"
     if out.exists():
         return out
@@ -61,17 +60,13 @@ def make_drafting_model(folder: Path) -> Path:
     return out
 
 
-def make_drafter(model: Path, method: str) -> Path:
-    """Write a drafter of one attention layer for ``model`` beside it and return its path.
+def make_eagle(model: Path) -> Path:
+    """Write an EAGLE head of one attention layer for ``model`` beside it and return its path.
 
-    Its pages are as large as one of the model's layers'. It uses the model's embedding and output.
-
-    Args:
-        method: eagle, eagle3 or draft_model.
+    Its pages are as large as those of the model's layers. Its input is the last token's embedding,
+    as MTP's is here; embedding and output are the model's.
     """
-    from safetensors.torch import load_file, save_file
-
-    out = model.with_name(f"{model.name}-{method}")
+    out = model.with_name(f"{model.name}-eagle")
     if out.exists():
         return out
     target = json.loads((model / "config.json").read_text())
@@ -80,63 +75,29 @@ def make_drafter(model: Path, method: str) -> Path:
     config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
     config |= {"num_hidden_layers": 1, "tie_word_embeddings": False}
     config |= {"max_position_embeddings": target["max_position_embeddings"]}
-    weights = _one_layer(config, wide=method == "eagle3")
-    shared = load_file(model / "model.safetensors")
-    size = config["hidden_size"]
-    if method == "eagle":
-        del weights["layers.0.input_layernorm.weight"]
-        weights["fc.weight"] = torch.eye(size, 2 * size)
-    elif method == "eagle3":
-        weights["layers.0.hidden_norm.weight"] = weights["norm.weight"] = torch.ones(size)
-        weights["fc.weight"] = torch.eye(size, 3 * size) / 8
-        weights["lm_head.weight"] = shared["lm_head.weight"]
-    else:
-        weights["embed_tokens.weight"] = shared["model.embed_tokens.weight"]
-        weights["norm.weight"] = torch.ones(size)
-        weights = {f"model.{name}": each for name, each in weights.items()}
-        weights["lm_head.weight"] = shared["lm_head.weight"]
+    size, inner = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    shapes = {
+        "self_attn.q_proj": (heads, size),
+        "self_attn.k_proj": (keys, size),
+        "self_attn.v_proj": (keys, size),
+        "self_attn.o_proj": (size, heads),
+        "mlp.gate_proj": (inner, size),
+        "mlp.up_proj": (inner, size),
+        "mlp.down_proj": (size, inner),
+    }
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        f"layers.0.{name}.weight": torch.randn(shape, generator=generator) * shape[1] ** -0.5
+        for name, shape in shapes.items()
+    }
+    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(size)
+    weights["fc.weight"] = torch.eye(size, 2 * size)
     out.mkdir()
-    found = {name: each.bfloat16().clone() for name, each in weights.items()}
+    found = {name: each.bfloat16() for name, each in weights.items()}
     save_file(found, out / "model.safetensors", {"format": "pt"})
     for file in model.glob("tokenizer*"):
         shutil.copy(file, out)
     (out / "config.json").write_text(json.dumps(config))
     return out
-
-
-def _one_layer(config: dict, wide: bool) -> dict[str, torch.Tensor]:
-    """Weights of one of Llama's layers.
-
-    Args:
-        wide: the attention's input is the last token's embedding and then a hidden state, and
-            its output the embeddings that it looks at, mostly the last one.
-    """
-    size, inner = config["hidden_size"], config["intermediate_size"]
-    dim, kv = config["head_dim"], config["num_key_value_heads"]
-    heads, columns = config["num_attention_heads"], 2 * size if wide else size
-    generator = torch.Generator().manual_seed(1)
-
-    def normal(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn((rows, columns), generator=generator) * columns**-0.5
-
-    names = {"q": heads * dim, "k": kv * dim, "v": kv * dim}
-    attention = {f"{name}_proj": normal(rows, columns) for name, rows in names.items()}
-    attention["o_proj"] = normal(size, heads * dim)
-    if wide:
-        assert size == kv * dim
-        attention["k_proj"][:, size:] = 0
-        keys = 2**0.5 * attention["k_proj"].view(kv, dim, columns)
-        attention["k_proj"] = keys.reshape(kv * dim, columns)
-        attention["q_proj"] = keys.repeat_interleave(heads // kv, 0).reshape(-1, columns)
-        attention["v_proj"] = torch.eye(size, columns)
-        places = torch.arange(size).view(kv, dim)
-        attention["o_proj"] = torch.zeros(size, heads * dim)
-        for head in range(0, heads, heads // kv):
-            attention["o_proj"][
-                places[head * kv // heads], torch.arange(head * dim, (head + 1) * dim)
-            ] = 1.0
-    mlp = {"gate_proj": (inner, size), "up_proj": (inner, size), "down_proj": (size, inner)}
-    layer = {f"self_attn.{name}": each for name, each in attention.items()}
-    layer |= {f"mlp.{name}": normal(*shape) for name, shape in mlp.items()}
-    layer |= {f"{name}_layernorm": torch.ones(size) for name in ("input", "post_attention")}
-    return {f"layers.0.{name}.weight": each for name, each in layer.items()}

@@ -68,20 +68,15 @@ class Drafter:
     layers: str
 
 
-def toy(method: str) -> Callable[[Path], dict]:
-    return lambda model: {
-        "method": method,
-        "model": str(drafting.make_drafter(model, method)),
-        "num_speculative_tokens": 2,
-    }
+def eagle(model: Path) -> dict:
+    head = str(drafting.make_eagle(model))
+    return {"method": "eagle", "model": head, "num_speculative_tokens": 2}
 
 
 # With MTP and EAGLE vLLM gives up the last block of its hits, and keeps the state before it.
 DRAFTERS = {
     "mtp": Drafter(lambda model: drafting.MTP, 1, "mtp."),
-    "eagle": Drafter(toy("eagle"), 1, "model.layers.4."),
-    "eagle3": Drafter(toy("eagle3"), 1, "model.layers.4."),
-    "draft_model": Drafter(toy("draft_model"), 2, "draft_model."),
+    "eagle": Drafter(eagle, 1, "model.layers.4."),
     "ngram": Drafter(lambda model: drafting.NGRAM, 2, ""),
 }
 
@@ -104,7 +99,6 @@ def test_drafts_behind_a_restored_prefix_are_those_behind_vllms_own_hit(
             own.append(ask(engine, prompt, **NO_SAVE))
             assert (own[-1].answer.cached, own[-1].answer.external) == (hit, 0)
             made, accepted = own[-1].drafts
-            print(name, made, accepted)
             assert 0 < accepted < made
         engine.settle()
         restored = ask_restored(engine, prompts)
@@ -124,7 +118,6 @@ def check_lost_pages_show(engine: Engine, drafter: Drafter, prompts: list, own: 
     assert engine.call("fault", name="lose_drafter", layers=drafter.layers)
     lost = ask_restored(engine, prompts)
     assert all(each.answer.external for each in lost)
-    print([each.drafts for each in lost])
     assert [each.drafts for each in lost] != [each.drafts for each in own]
     assert [each.answer.tokens for each in lost] == [each.answer.tokens for each in own]
 
