@@ -23,7 +23,7 @@ TORCH := torch==$(TORCH_VERSION)
 UV_TORCH := UV_TORCH_BACKEND=$(TORCH_BACKEND)
 endif
 
-.PHONY: help venv demo test test-fast sim mutants compat soak bench bench-reuse bench-digests bench-redis-clients bench-scale bench-serve bench-weights lint docs wheel deployment-check release-check clean
+.PHONY: help venv demo test test-fast sim mutants compat soak soak-events bench bench-reuse bench-digests bench-redis-clients bench-scale bench-serve bench-weights lint docs wheel deployment-check release-check clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -71,6 +71,10 @@ compat: $(DRIVER)/.ready  ## the tests on releases of VLLM= and LMCACHE= (or new
 soak: venv  ## 30 minutes of faults under a running engine; figures go to docs/generated/soak.json
 	$(BIN)/python -u tests/soak/soak.py --minutes $(SOAK_MINUTES) --out docs/generated/soak.json
 	$(BIN)/python -m tests.soak.report
+
+soak-events: venv  ## 1,000 prompts whose hits are foreseen from KV events; figures go to docs/generated/events.json
+	$(BIN)/python -u tests/soak/kv_events.py --out docs/generated/events.json; status=$$?; \
+	$(BIN)/python -m tests.soak.report && exit $$status
 
 bench-reuse: venv  ## replay traces of prompts: six minutes; figures go to docs/generated/reuse.json
 	$(BIN)/lmcache-hybrid bench reuse --out docs/generated/reuse.json

@@ -11,19 +11,25 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file, save_file
+
 from lmcache_hybrid.tools.tiny_families import FAMILIES
 from lmcache_hybrid.tools.tiny_models import make_model
 
 LOUDNESS = 16.0  # of the last token's embedding
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
-OPTIONS = {"max_num_seqs": 2, "speculative_config": MTP}
+NGRAM = {
+    "method": "ngram_gpu",
+    "num_speculative_tokens": 2,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}
+OPTIONS = {"max_num_seqs": 2}
 
 
 def make_drafting_model(folder: Path) -> Path:
     """Write the model to ``folder``/drafting and return that path."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
     out = folder / "drafting"
     if out.exists():
         return out
@@ -51,4 +57,47 @@ def make_drafting_model(folder: Path) -> Path:
     save_file(weights, part / "model.safetensors", {"format": "pt"})
     (part / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
     part.rename(out)
+    return out
+
+
+def make_eagle(model: Path) -> Path:
+    """Write an EAGLE head of one attention layer for ``model`` beside it and return its path.
+
+    Its pages are as large as those of the model's layers. Its input is the last token's embedding,
+    as MTP's is here; embedding and output are the model's.
+    """
+    out = model.with_name(f"{model.name}-eagle")
+    if out.exists():
+        return out
+    target = json.loads((model / "config.json").read_text())
+    same = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    config = {name: target[name] for name in (*same, "intermediate_size", "rms_norm_eps")}
+    config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
+    config |= {"num_hidden_layers": 1, "tie_word_embeddings": False}
+    config |= {"max_position_embeddings": target["max_position_embeddings"]}
+    size, inner = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    shapes = {
+        "self_attn.q_proj": (heads, size),
+        "self_attn.k_proj": (keys, size),
+        "self_attn.v_proj": (keys, size),
+        "self_attn.o_proj": (size, heads),
+        "mlp.gate_proj": (inner, size),
+        "mlp.up_proj": (inner, size),
+        "mlp.down_proj": (size, inner),
+    }
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        f"layers.0.{name}.weight": torch.randn(shape, generator=generator) * shape[1] ** -0.5
+        for name, shape in shapes.items()
+    }
+    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(size)
+    weights["fc.weight"] = torch.eye(size, 2 * size)
+    out.mkdir()
+    found = {name: each.bfloat16() for name, each in weights.items()}
+    save_file(found, out / "model.safetensors", {"format": "pt"})
+    for file in model.glob("tokenizer*"):
+        shutil.copy(file, out)
+    (out / "config.json").write_text(json.dumps(config))
     return out

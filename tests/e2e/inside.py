@@ -103,12 +103,16 @@ class Inside:
             [item for item in items if item.key.kind != STATE], after
         )
 
-    def lose_drafter(self) -> list[str]:
-        """Restore all but the pages of the drafter's layers, from now on; return their names."""
+    def lose_drafter(self, layers: str) -> list[str]:
+        """Restore all but the pages of the drafter's layers, from now on; return their names.
+
+        Args:
+            layers: how their names begin.
+        """
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         caches = get_kv_transfer_group()._hybrid.kv_caches
-        names = [name for name in caches if name.startswith("mtp.")]
+        names = [name for name in caches if name.startswith(layers)]
         copies = self._worker.loads._copies
         scatter = copies.scatter
 

@@ -9,6 +9,7 @@ than without; so an answer with drafts is compared with answers with drafts only
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,39 +53,77 @@ def ask_restored(engine: Engine, prompts: list[list[int]]) -> list[Drafted]:
     return found
 
 
-def test_drafts_behind_a_restored_prefix_are_those_behind_vllms_own_hit(model_dir: Path) -> None:
-    model = drafting.make_drafting_model(model_dir)
-    options = {**drafting.OPTIONS, "prepare": v2.allow_drafts}
-    with Engine(model, {"local_cpu": True}, runner="v2", **options) as engine:
+@dataclass(frozen=True)
+class Drafter:
+    """One way to draft.
+
+    Attributes:
+        config: of ``speculative_config``, for a target model.
+        blocks: that a prompt of two blocks and a tail hits.
+        layers: how the names of its layers begin; "" where it has none.
+    """
+
+    config: Callable[[Path], dict]
+    blocks: int
+    layers: str
+
+
+def eagle(model: Path) -> dict:
+    head = str(drafting.make_eagle(model))
+    return {"method": "eagle", "model": head, "num_speculative_tokens": 2}
+
+
+# With MTP and EAGLE vLLM gives up the last block of its hits, and keeps the state before it.
+DRAFTERS = {
+    "mtp": Drafter(lambda model: drafting.MTP, 1, "mtp."),
+    "eagle": Drafter(eagle, 1, "model.layers.4."),
+    "ngram": Drafter(lambda model: drafting.NGRAM, 2, ""),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafts_behind_a_restored_prefix_are_those_behind_vllms_own_hit(
+    name: str, model_dir: Path
+) -> None:
+    model, drafter = drafting.make_drafting_model(model_dir), DRAFTERS[name]
+    options = {**drafting.OPTIONS, "speculative_config": drafter.config(model)}
+    with Engine(
+        model, {"local_cpu": True}, runner="v2", prepare=v2.allow_drafts, **options
+    ) as engine:
         assert engine.info["runner"] == "vllm.v1.worker.gpu.model_runner"
         size, rng = engine.info["block_size"], random.Random(5)
         prompts = [[rng.randrange(32, 127) for _ in range(2 * size + 30)] for _ in range(3)]
-        own = []
+        hit, own = drafter.blocks * size, []
         for prompt in prompts:
             assert ask(engine, prompt).answer.cached == 0
             own.append(ask(engine, prompt, **NO_SAVE))
-            # With MTP vLLM gives up the last block of its hits, and keeps the state before it.
-            assert (own[-1].answer.cached, own[-1].answer.external) == (size, 0)
+            assert (own[-1].answer.cached, own[-1].answer.external) == (hit, 0)
             made, accepted = own[-1].drafts
             assert 0 < accepted < made
         engine.settle()
         restored = ask_restored(engine, prompts)
-        assert all(each.answer.external == each.answer.cached == size for each in restored)
+        assert all(each.answer.external == each.answer.cached == hit for each in restored)
         assert [r.answer.output for r in restored] == [o.answer.output for o in own]
         assert [each.drafts for each in restored] == [each.drafts for each in own]
         counts = engine.counts()
         assert counts["worker"]["loaded_states"] == len(prompts)
         assert counts["worker"]["failed_loads"] == counts["scheduler"]["failed_loads"] == 0
-        check_what_is_lost_shows(engine, prompts, own)
+        if drafter.layers:
+            check_lost_pages_show(engine, drafter, prompts, own)
+        check_lost_states_show(engine, prompts, own)
 
 
-def check_what_is_lost_shows(engine: Engine, prompts: list, own: list[Drafted]) -> None:
-    """Without the drafter's pages drafts differ and no answer does; without states answers do."""
-    assert engine.call("fault", name="lose_drafter")
+def check_lost_pages_show(engine: Engine, drafter: Drafter, prompts: list, own: list) -> None:
+    """Without the drafter's pages drafts differ and no answer does."""
+    assert engine.call("fault", name="lose_drafter", layers=drafter.layers)
     lost = ask_restored(engine, prompts)
     assert all(each.answer.external for each in lost)
     assert [each.drafts for each in lost] != [each.drafts for each in own]
     assert [each.answer.tokens for each in lost] == [each.answer.tokens for each in own]
+
+
+def check_lost_states_show(engine: Engine, prompts: list, own: list) -> None:
+    """Without states answers differ."""
     engine.call("fault", name="lose_states")
     lost = ask_restored(engine, prompts)
     assert all(each.answer.external for each in lost)

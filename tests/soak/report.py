@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the last long run in docs/reliability.md, from docs/generated/soak.json.
+"""The tables of the last long runs in docs/reliability.md and docs/events.md.
 
-python -m tests.soak.report    as ``make soak`` does after a run that did not fail
+    python -m tests.soak.report    as ``make soak`` and ``make soak-events`` do at their end
+
+From docs/generated/soak.json and docs/generated/events.json.
 """
 
 import json
@@ -12,6 +14,7 @@ from benchmarks.reuse.report import replace
 
 ROOT = Path(__file__).parents[2]
 FIGURES, PAGE = ROOT / "docs/generated/soak.json", ROOT / "docs/reliability.md"
+EVENTS, EVENTS_PAGE = ROOT / "docs/generated/events.json", ROOT / "docs/events.md"
 # What is counted -> names of the counts, in the order of the last column.
 ROWS = {
     "answers": ("asks",),
@@ -47,9 +50,31 @@ def table(run: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def events_table(run: dict[str, Any]) -> str:
+    """Markdown of one run of ``kv_events.py``."""
+    counts, lives = run["counts"], run["lives"]
+    kills = sum(life["killed"] for life in lives)
+    rows = {
+        "asks, of them hits": f"{counts['asks']:,}, {counts['hits']:,}",
+        "restarts, of them after a `kill -9`": f"{len(lives) - 1}, {kills}",
+        "**foreseen exactly**": f"**{counts['right'] / counts['asks']:.1%}**",
+        "more foreseen than hit": f"{counts['too_much']}",
+        "less foreseen than hit": f"{counts['too_little']}",
+        "of these, hits that no prompt had named since the start": f"{counts['not_named']}",
+        "asks after a second without events, of them with more foreseen than hit": (
+            f"{counts['settled']}, {counts['settled_too_much']}"
+        ),
+        "records withdrawn from RAM, from disk": (
+            f"{counts['withdrawn: CPU']:,}, {counts['withdrawn: STORAGE']:,}"
+        ),
+    }
+    return "\n".join(["| | |", "|---|---:|", *(f"| {name} | {n} |" for name, n in rows.items())])
+
+
 def main() -> None:
-    """Write it; a run that left something behind has failed."""
+    """Write them; a run that left something behind has failed."""
     replace(PAGE, "soak", table(json.loads(FIGURES.read_text())))
+    replace(EVENTS_PAGE, "soak", events_table(json.loads(EVENTS.read_text())))
 
 
 if __name__ == "__main__":

