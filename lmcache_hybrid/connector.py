@@ -150,18 +150,18 @@ class HybridConnector:
         count = plan.blocks_per_record
         sizes = {index: page_bytes(groups[index]) * count(index) for index in plan.groups}
         policy = policy_for(options.load_policy, plan, sizes)
-        ranks = self._vllm_config.parallel_config.world_size
-        self._events = events = KVEvents(plan, groups, ranks) if options.events else None
+        parallel = self._vllm_config.parallel_config
+        self._events = KVEvents(plan, groups, parallel.world_size) if options.events else None
         log_events(self._vllm_config, config)
         pins = Pins(plan, sizes, config.max_local_cpu_size if config.local_cpu else None)
-        self.scheduler = HybridScheduler(plan, options, unit, self._queue, policy, events, pins)
+        self.scheduler = HybridScheduler(
+            plan, options, unit, self._queue, policy, self._events, pins
+        )
+        self.scheduler.alone = parallel.data_parallel_size * parallel.pipeline_parallel_size == 1
         logger.info(
             "LMCache serves hybrid groups: blocks of %d tokens, attention groups %s, "
             "window groups %s, state groups %s.",
-            plan.block_size,
-            plan.attention,
-            tuple(window.group for window in plan.windows),
-            plan.states,
+            *(plan.block_size, plan.attention, tuple(w.group for w in plan.windows), plan.states),
         )
 
     def _start_lmcache(
@@ -318,7 +318,7 @@ class HybridConnector:
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self.worker is None:
             return KVConnectorTransferResults(finished_sending=set(self._metadata.ended))
-        results = self.worker.results(finished_req_ids, self._metadata.idle)
+        results = self.worker.results(finished_req_ids, self._metadata.waits)
         if not self._guard.stands():
             results.failed_recving.update(results.finished_recving)
             self.worker.loads.failed = dict.fromkeys(results.finished_recving)

@@ -102,7 +102,17 @@ def _mixes_windows(config: VllmConfig) -> bool:
     return {"sliding_attention", "full_attention"} <= set(layers)
 
 
+def _is_drafters(config: VllmConfig) -> bool:
+    """Whether vLLM made it, of the engine's settled one, to load a draft model with."""
+    speculative, model = config.speculative_config, config.model_config
+    if speculative is None or speculative.target_model_config is model:
+        return False
+    return speculative.draft_model_config is model
+
+
 def _settle(config: VllmConfig) -> None:
+    if _is_drafters(config):
+        return
     if _problem:
         if _is_hybrid(config):
             raise ValueError(f"{CONNECTOR} cannot serve this hybrid model: {_problem}")

@@ -133,7 +133,7 @@ class Rank:
         load = self.shape.load(name, prefix, self.first_target)
         self.worker.start_loads(ConnectorMetadata((load,), (), (), True))
         while True:
-            results = self.worker.results(set(), idle=True)
+            results = self.worker.results(set(), waits=True)
             if results.finished_recving:
                 assert not results.failed_recving
                 return time.perf_counter() - started

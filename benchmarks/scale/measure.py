@@ -68,7 +68,7 @@ def hit(one: Rank, name: str, prefix: Prefix, floor: int) -> None:
     attention = tuple(ids[floor:] for ids in load.attention_blocks)
     load = dataclasses.replace(load, start=floor, attention_blocks=attention)
     one.worker.start_loads(ConnectorMetadata((load,), (), (), True))
-    while not (results := one.worker.results(set(), idle=True)).finished_recving:
+    while not (results := one.worker.results(set(), waits=True)).finished_recving:
         pass
     assert not results.failed_recving
 

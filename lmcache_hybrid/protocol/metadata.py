@@ -124,7 +124,8 @@ class ConnectorMetadata(KVConnectorMetadata):
 
     Attributes:
         dropped: (request, number of its lookup) of claims to release.
-        idle: no forward runs in this step, so waiting for a load delays nobody.
+        idle: no forward runs in this step.
+        waits: nor does one anywhere else that this rank would hold up by waiting for a load.
         epoch: number of store resets when the step was scheduled. Nothing that a step of an
             earlier epoch computed is stored: the weights may have changed since.
         ended: requests that vLLM keeps blocks of for this step's saves, and for no other.
@@ -136,6 +137,7 @@ class ConnectorMetadata(KVConnectorMetadata):
     idle: bool = False
     epoch: int = 0
     ended: tuple[str, ...] = ()
+    waits: bool = False
 
 
 NOTHING = ConnectorMetadata()

@@ -46,6 +46,7 @@ class HybridScheduler:
         ledger: what is counted, for metrics.
         events: as given.
         blocks: vLLM's. Until they are known no state is stored.
+        alone: an empty step means that nothing is computed anywhere, so it may wait a moment.
         closed: nothing is looked up and stored, because a reset failed or is under way.
     """
 
@@ -77,7 +78,7 @@ class HybridScheduler:
         self._options = options
         self._hashes_per_block = plan.block_size // hash_block_size
         self._hash_block_size = hash_block_size
-        self.blocks = CachedBlocks(None, hash_block_size)
+        self.blocks, self.alone = CachedBlocks(None, hash_block_size), True
         self._queue = queue
         self._policy, self.events = policy or LoadPolicy(), events
         self._pins = pins or Pins(plan, {}, None)
@@ -275,13 +276,13 @@ class HybridScheduler:
             if new.req_id in self._trackers
         )
         idle = output.total_num_scheduled_tokens == 0
-        self._admission.begin(idle)
+        self._admission.begin(waits := idle and self.alone)
         if not (saves or self._loads or self._dropped or idle or ended):
             return NOTHING
         loads, self._loads = self._loads, []
         dropped, self._dropped = self._dropped, []
         return ConnectorMetadata(
-            tuple(loads), tuple(saves), tuple(dropped), idle, self._epoch, ended
+            tuple(loads), tuple(saves), tuple(dropped), idle, self._epoch, ended, waits
         )
 
     def _saves(
@@ -383,7 +384,7 @@ class HybridScheduler:
             if tracker.background is not None:
                 tracker.background.cancel()
         if not self._trackers:
-            self._admission.begin(idle=True)
+            self._admission.begin(idle=self.alone)
 
     def check_integrity(self) -> None:
         """Assert what holds between two calls of vLLM."""

@@ -125,13 +125,13 @@ class LoadQueue:
         future = self._executor.submit(self._load, load, claim, after, asked, restore)
         self._running[load.request_id] = _Running(load, claim, future)
 
-    def results(self, finished: set[str], idle: bool) -> KVConnectorTransferResults:
+    def results(self, finished: set[str], waits: bool) -> KVConnectorTransferResults:
         """Return the loads that ended since the last call; each is reported exactly once.
 
         Args:
             finished: requests that ended. Their queued loads are dropped; one that runs stops
                 at its next part and counts as failed.
-            idle: whether waiting a moment for a load delays nobody.
+            waits: whether waiting a moment for a load delays nobody.
         """
         results = KVConnectorTransferResults()
         self.failed = {}
@@ -140,7 +140,7 @@ class LoadQueue:
         for request_id in finished & self._running.keys():
             if not self._running[request_id].future.cancel():
                 self._unwanted.add(request_id)
-        if idle:
+        if waits:
             futures = [load.future for load in self._running.values()]
             wait(futures, IDLE_WAIT_SECONDS, FIRST_COMPLETED)
         for request_id in [r for r, each in self._running.items() if each.future.done()]:

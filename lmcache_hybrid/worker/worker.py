@@ -75,9 +75,9 @@ class HybridWorker:
         for load in metadata.loads:
             self.loads.start(load, self._lookup.take(load.request_id))
 
-    def results(self, finished: set[str], idle: bool) -> KVConnectorTransferResults:
+    def results(self, finished: set[str], waits: bool) -> KVConnectorTransferResults:
         """Return the loads that ended, see :meth:`.loads.LoadQueue.results`."""
-        return self.loads.results(finished, idle)
+        return self.loads.results(finished, waits)
 
     def failed_loads(self) -> FailedLoads | None:
         """Say why loads failed that :meth:`results` returned last; None where none did."""

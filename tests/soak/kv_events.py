@@ -8,7 +8,6 @@ on the same disk, every other time after a ``kill -9``. Every tenth ask waits un
 come for a second, all others for 50 ms. See ``make soak-events``.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -22,7 +21,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
-import psutil
 import typer
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "e2e")]
@@ -103,7 +101,7 @@ class Soak:
                     self.say(life)
             seen = self.router.settled().seen
             if kill:
-                kill_all(engine)
+                engine.kill()
         removed: Counter[str] = Counter()
         for event in seen:
             if isinstance(event, BlockRemoved) and event.medium != "GPU":
@@ -148,16 +146,6 @@ class Soak:
         if foreseen != hit:
             life.wrong.append((life.asks, foreseen, hit))
         named.update(tuple(prompt[:end]) for end in range(size, len(prompt), size))
-
-
-def kill_all(engine: Engine) -> None:
-    """kill -9 for the engine's process, its core and its worker, which outlive it otherwise."""
-    processes = psutil.Process(engine.process.pid).children(recursive=True)
-    engine.kill()
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(processes)
 
 
 def failure(totals: Mapping[str, int]) -> str | None:

@@ -77,7 +77,9 @@ def test_every_reason_that_can_be_counted_exists_from_the_start():
     offers = set(re.findall(r'drop_offers\("(\w+)"', code))
     assert len(offers) == 5 and offers == known["dropped_offers"]
     assert RecordError("checksum", "").kind == LoadError("").kind == "none"
-    words = set(re.findall(r'LoadError\(\s*f?"[^"]*"(?:\s*f"[^"]*")*,\s*"(\w+)"', code))
+    words = set(
+        re.findall(r'(?:LoadError|__init__)\(\s*f?"[^"]*"(?:\s*f"[^"]*")*,\s*"(\w+)"', code)
+    )
     assert words >= {"unpinned", "length", "unhealthy", "unreachable"}
     words |= set(re.findall(r'RecordError\("(\w+)"', code)) | {"gone", "unreadable", "no_room"}
     assert words | {"error"} == {label.split(",")[0] for label in known["failed_loads"]}

@@ -315,16 +315,37 @@ def test_nobody_starves(seed):
     assert queue.pins.bytes == queue.pinned == 0
 
 
+@pytest.fixture
+def scheduler_of(monkeypatch):
+    """Makes the scheduler side of a connector, without its ranks."""
+
+    def make(lmcache, **parallel):
+        monkeypatch.setattr(connector, "load_lmcache_config", lambda config: lmcache)
+        asking = SimpleNamespace(ask=0, contents=0)
+        monkeypatch.setattr(connector, "LookupClient", lambda *args: asking)
+        monkeypatch.setattr(connector.HybridConnector, "_start_lmcache", lambda *args: None)
+        config, groups = engine_config("lfm2"), cache_config(FULL, STATE_SPEC)
+        for name, value in parallel.items():
+            setattr(config.parallel_config, name, value)
+        made = connector.HybridConnector(config, KVConnectorRole.SCHEDULER, groups)
+        made._queue.close()
+        return made.scheduler, groups
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "parallel, alone",
+    [({}, True), ({"data_parallel_size": 2}, False), ({"pipeline_parallel_size": 2}, False)],
+)
+def test_whether_an_engine_computes_alone(scheduler_of, parallel, alone):
+    assert scheduler_of(lmcache_config(), **parallel)[0].alone is alone
+
+
 @pytest.mark.parametrize("local_cpu, most", [(True, 3 << 30), (False, math.inf)])
-def test_the_pool_is_that_of_a_rank(monkeypatch, local_cpu, most):
-    lmcache = lmcache_config(local_cpu=local_cpu, max_local_cpu_size=6.0)
-    monkeypatch.setattr(connector, "load_lmcache_config", lambda config: lmcache)
-    monkeypatch.setattr(connector, "LookupClient", lambda *args: SimpleNamespace(ask=0, contents=0))
-    monkeypatch.setattr(connector.HybridConnector, "_start_lmcache", lambda *args: None)
-    groups = cache_config(FULL, STATE_SPEC)
-    made = connector.HybridConnector(engine_config("lfm2"), KVConnectorRole.SCHEDULER, groups)
-    pins = made.scheduler._pins
-    made._queue.close()
+def test_the_pool_is_that_of_a_rank(scheduler_of, local_cpu, most):
+    scheduler, groups = scheduler_of(lmcache_config(local_cpu=local_cpu, max_local_cpu_size=6.0))
+    pins = scheduler._pins
     assert pins._most == most
     if local_cpu:
         sizes = [page_bytes(group) for group in groups.kv_cache_groups]

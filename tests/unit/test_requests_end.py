@@ -72,6 +72,18 @@ def test_idle_steps_are_told_apart():
     assert not rig.step({"x": 1}).idle
 
 
+def test_an_empty_step_waits_for_loads_only_where_it_holds_up_nobody():
+    """Ranks of other engines, or another batch of a pipeline, compute meanwhile."""
+    rig = Rig()
+    assert rig.step().waits and not rig.step({"x": 1}).waits
+    rig.scheduler.alone = False
+    assert rig.step().idle and not rig.step().waits
+    assert not rig.scheduler._admission._patience._idle
+    rig.match(request := make_request())
+    rig.scheduler.finished(request)
+    assert not rig.scheduler._admission._patience._idle
+
+
 actions = st.tuples(
     st.sampled_from(["match", "allocate", "load", "fail", "forward", "preempt", "finish"]),
     st.sampled_from("abc"),

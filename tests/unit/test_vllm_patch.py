@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plugin on vLLM's real classes and configuration objects; no engine starts."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -267,6 +268,20 @@ def test_what_would_make_answers_wrong_is_refused(args, sentence):
         engine_config("qwen3_next", **args)
     engine_config("qwen3_next", connector=None, **args)
     engine_config("llama", **args)
+
+
+@pytest.mark.parametrize("drafter, refused", [("another", False), ("the model", True)])
+def test_the_configuration_of_a_draft_model_is_left_as_it_is(drafter, refused):
+    """vLLM copies the engine's for it; n-gram drafts name the model itself as their model."""
+    config, dense = engine_config("qwen3_next"), engine_config("llama", connector=None).model_config
+    assert config.scheduler_config.disable_hybrid_kv_cache_manager is False
+    target = dense if refused else config.model_config
+    config.speculative_config = SimpleNamespace(
+        draft_model_config=dense, target_model_config=target, method="draft_model"
+    )
+    config.model_config = dense
+    with pytest.raises(ValueError, match="is not supported") if refused else nullcontext():
+        configuration._settle(config)
 
 
 def test_keys_beside_the_kv_cache_are_refused(monkeypatch):

@@ -47,7 +47,7 @@ READ = (
         "pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size "
         "data_parallel_index nnodes_within_dp",
     ),
-    *attributes(_CONFIG, "SpeculativeConfig", "method num_speculative_tokens"),
+    *attributes(_CONFIG, "SpeculativeConfig", "method num_speculative_tokens target_model_config"),
     *attributes(_SPECS, "AttentionSpec", "num_kv_heads head_size max_tp_shards"),
     Hook(_SPECS, "KVCacheSpec.prefix_cacheable"),
     *attributes(_MAMBA, "MambaBase", "get_state_shape get_state_dtype kv_cache"),

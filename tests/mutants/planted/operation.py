@@ -17,6 +17,18 @@ COUNTS = "lmcache_hybrid/core/counts.py"
 METRICS = "lmcache_hybrid/metrics.py"
 
 DEFECTS = (
+    one(
+        "an empty step waits although other engines wait for its end",
+        "lmcache_hybrid/scheduler/scheduler.py",
+        "waits := idle and self.alone)",
+        "waits := idle)",
+    ),
+    one(
+        "engines that compute in step with others count as alone",
+        "lmcache_hybrid/connector.py",
+        "parallel.data_parallel_size * parallel.pipeline_parallel_size == 1",
+        "parallel.pipeline_parallel_size == 1",
+    ),
     # Reuse
     one(
         "a state inside a block is stored as that of the boundary before",
@@ -28,8 +40,8 @@ DEFECTS = (
     one(
         "a step is forgotten with its results, before its saves",
         "lmcache_hybrid/connector.py",
-        "        results = self.worker.results(finished_req_ids, self._metadata.idle)\n",
-        "        results = self.worker.results(finished_req_ids, self._metadata.idle)\n"
+        "        results = self.worker.results(finished_req_ids, self._metadata.waits)\n",
+        "        results = self.worker.results(finished_req_ids, self._metadata.waits)\n"
         "        self._metadata = NOTHING\n",
     ),
     one(

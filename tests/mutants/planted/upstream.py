@@ -12,6 +12,18 @@ HOME = "lmcache_hybrid/upstream/lmcache_home.py"
 
 DEFECTS = (
     one(
+        "a draft model's configuration is settled as an engine's",
+        CONFIG,
+        "    if _is_drafters(config):\n        return\n",
+        "",
+    ),
+    one(
+        "n-gram drafts make the model's own configuration a drafter's",
+        CONFIG,
+        "    if speculative is None or speculative.target_model_config is model:\n",
+        "    if speculative is None:\n",
+    ),
+    one(
         "a process that was patched by half serves hybrid models",
         REGISTER,
         "        _refuse(problem)\n\n\ndef _install",
