@@ -60,13 +60,16 @@ def make_drafting_model(folder: Path) -> Path:
     return out
 
 
-def make_eagle(model: Path) -> Path:
-    """Write an EAGLE head of one attention layer for ``model`` beside it and return its path.
+def make_drafter(model: Path, method: str) -> Path:
+    """Write a drafter of one attention layer for ``model`` beside it and return its path.
 
     Its pages are as large as those of the model's layers. Its input is the last token's embedding,
     as MTP's is here; embedding and output are the model's.
+
+    Args:
+        method: eagle, or draft_model for a whole model with an embedding and an output of its own.
     """
-    out = model.with_name(f"{model.name}-eagle")
+    out = model.with_name(f"{model.name}-{method}")
     if out.exists():
         return out
     target = json.loads((model / "config.json").read_text())
@@ -93,9 +96,16 @@ def make_eagle(model: Path) -> Path:
         for name, shape in shapes.items()
     }
     weights["layers.0.post_attention_layernorm.weight"] = torch.ones(size)
-    weights["fc.weight"] = torch.eye(size, 2 * size)
+    if method == "eagle":
+        weights["fc.weight"] = torch.eye(size, 2 * size)
+    else:
+        target_weights = load_file(model / "model.safetensors")
+        weights["layers.0.input_layernorm.weight"] = weights["norm.weight"] = torch.ones(size)
+        weights["embed_tokens.weight"] = target_weights["model.embed_tokens.weight"]
+        weights = {f"model.{name}": each for name, each in weights.items()}
+        weights["lm_head.weight"] = target_weights["lm_head.weight"]
     out.mkdir()
-    found = {name: each.bfloat16() for name, each in weights.items()}
+    found = {name: each.bfloat16().clone() for name, each in weights.items()}
     save_file(found, out / "model.safetensors", {"format": "pt"})
     for file in model.glob("tokenizer*"):
         shutil.copy(file, out)
