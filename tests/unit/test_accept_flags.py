@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The acceptance test's engine: flags, logs, and its end."""
 
+import fcntl
 import io
 import json
 import os
@@ -78,7 +79,10 @@ def test_no_password_of_a_store_is_shown(tmp_path) -> None:
 
 
 def test_an_engine_that_was_killed_is_noticed_though_its_workers_hold_the_pipe(tmp_path) -> None:
-    read, write = os.pipe()
+    pipe, write = os.pipe()
+    # Its number is one that select() does not take.
+    read = fcntl.fcntl(pipe, fcntl.F_DUPFD, 1024)
+    os.close(pipe)
     timed_out = threading.Timer(30, os.close, [write])
     driven = AcceptEngine.__new__(AcceptEngine)
     driven._log, driven._written, driven._replies = tmp_path / "log", 0, os.fdopen(read)

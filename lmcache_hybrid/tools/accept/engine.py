@@ -5,11 +5,11 @@ import contextlib
 import json
 import os
 import re
-import select
 import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +124,9 @@ class Engine:
 
         Forked workers hold the pipe open and can outlive a killed engine, so its end is no sign.
         """
-        while not select.select([self._replies], [], [], POLL_SECONDS)[0]:
+        while not wait([self._replies.fileno()], POLL_SECONDS):
             gone = self._process.poll() is not None
-            if gone and not select.select([self._replies], [], [], 0)[0]:
+            if gone and not wait([self._replies.fileno()], 0):
                 return ""
         return self._replies.readline()
 

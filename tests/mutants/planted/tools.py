@@ -10,6 +10,13 @@ SUMMARY = "lmcache_hybrid/tools/stored/summary.py"
 
 DEFECTS = (
     one(
+        "accept takes no file of a number above 1023",
+        "lmcache_hybrid/tools/accept/engine.py",
+        "        while not wait([self._replies.fileno()], POLL_SECONDS):\n",
+        "        import select\n\n"
+        "        while not select.select([self._replies], [], [], POLL_SECONDS)[0]:\n",
+    ),
+    one(
         "the doctor fails where LMCache is to publish events",
         "lmcache_hybrid/tools/doctor/options.py",
         "(kv_transfer_config=context.transfer, kv_events_config=None)",
