@@ -2,6 +2,7 @@
 """Fixtures shared by all tests."""
 
 import os
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import closing
@@ -19,6 +20,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Threads of two workers' engines that wait for each other on the same cores take many times
     # as long. Before torch is imported; processes that tests start inherit it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Stores of many tests live in one process, and each S3 client has an event loop for each core.
+_soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (max(_soft, min(_hard, 8192)), _hard))
 # A loaded machine is no failure.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
