@@ -22,7 +22,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Stores of many tests live in one process, and each S3 client has an event loop for each core.
 _soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-resource.setrlimit(resource.RLIMIT_NOFILE, (max(_soft, min(_hard, 8192)), _hard))
+if 0 <= _soft < 8192:
+    _more = 8192 if _hard == resource.RLIM_INFINITY else min(_hard, 8192)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_more, _hard))
 # A loaded machine is no failure.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
