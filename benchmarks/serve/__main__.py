@@ -21,7 +21,7 @@ import typer  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn  # noqa: E402
 
-from benchmarks.performance.machine import machine, versions  # noqa: E402
+from benchmarks.machine import machine, versions  # noqa: E402
 from benchmarks.serve import report  # noqa: E402
 from benchmarks.serve.client import Workload, ask  # noqa: E402
 from benchmarks.serve.servers import ARMS, Server  # noqa: E402

@@ -100,11 +100,15 @@ class Reading:
 
     def hear(self) -> None:
         """Its bytes are counted as they come from now on. Idempotent."""
+        if not self._unheard:
+            return
         self.pace.count(0, -self._unheard)
         self._unheard = 0
 
     def got(self, size: int) -> None:
         """Count bytes as they come; raise SlowError where the load is late."""
+        if self is _UNLIMITED:
+            return
         size = min(size, self._left)  # a read that is tried again counts once
         self._left -= size
         self.pace.count(size)

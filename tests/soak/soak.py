@@ -11,16 +11,16 @@ import sys
 import tempfile
 import time
 import traceback
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "e2e")]
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "e2e"), str(HERE.parent)]
 
 import reference  # noqa: E402
-from reference import MODES, Reference, versions  # noqa: E402
+from reference import MODES, Reference, header  # noqa: E402
 from stream import Failed, Soak  # noqa: E402
 
 from lmcache_hybrid.tools.tiny_models import make_model  # noqa: E402
@@ -85,9 +85,7 @@ def main(
         raise typer.BadParameter(f"choose from {', '.join(map('/'.join, PHASES))}")
     started = time.monotonic()
     figures = {
-        "command": " ".join(["python", "tests/soak/soak.py", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="minutes"),
-        "versions": versions(),
+        **header("soak.py"),
         "minutes": minutes,
         "seed": seed,
     }
