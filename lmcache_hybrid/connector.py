@@ -157,7 +157,7 @@ class HybridConnector:
         self.scheduler = HybridScheduler(
             plan, options, unit, self._queue, policy, self._events, pins
         )
-        self.scheduler.alone = parallel.data_parallel_size * parallel.pipeline_parallel_size == 1
+        self.scheduler.may_wait = parallel.data_parallel_size * parallel.pipeline_parallel_size == 1
         logger.info(
             "LMCache serves hybrid groups: blocks of %d tokens, attention groups %s, "
             "window groups %s, state groups %s.",

@@ -253,7 +253,7 @@ METRICS = (
         "scheduler.dropped_offers",
         "States of one group that vLLM handed off and that were not stored, by reason.",
         "reason",
-        ("not_running", "reused", "unusable", "incomplete", "beside_others"),
+        ("not_running", "not_cached", "unusable", "incomplete", "beside_others"),
     ),
 )
 LEVELS = {metric.source for metric in METRICS if metric.kind is Gauge}

@@ -8,7 +8,7 @@ request, before it passes the hand-off on. A block that is given away loses its 
 
 from typing import TYPE_CHECKING
 
-from vllm.v1.core.kv_cache_utils import get_block_hash
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -31,13 +31,10 @@ class CachedBlocks:
 
     def hold(self, request: "Request", offer: Offer) -> bool:
         """Whether the offered block is known as the request's at the offered boundary."""
-        _, block_id, tokens = offer
+        group, block_id, tokens = offer
         end = tokens // self._hash_block_size
         if self._pool is None or not 0 < end <= len(request.block_hashes):
             return False
         block = self._pool.blocks[block_id]
-        return (
-            block.block_hash is not None
-            and block.block_hash_num_tokens == tokens
-            and get_block_hash(block.block_hash) == request.block_hashes[end - 1]
-        )
+        known_as = make_block_hash_with_group_id(request.block_hashes[end - 1], group)
+        return block.block_hash == known_as and block.block_hash_num_tokens == tokens

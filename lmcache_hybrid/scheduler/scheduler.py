@@ -46,7 +46,7 @@ class HybridScheduler:
         ledger: what is counted, for metrics.
         events: as given.
         blocks: vLLM's. Until they are known no state is stored.
-        alone: an empty step means that nothing is computed anywhere, so it may wait a moment.
+        may_wait: an empty step means that nothing is computed anywhere, so it may wait a moment.
         closed: nothing is looked up and stored, because a reset failed or is under way.
     """
 
@@ -78,7 +78,7 @@ class HybridScheduler:
         self._options = options
         self._hashes_per_block = plan.block_size // hash_block_size
         self._hash_block_size = hash_block_size
-        self.blocks, self.alone = CachedBlocks(None, hash_block_size), True
+        self.blocks, self.may_wait = CachedBlocks(None, hash_block_size), True
         self._queue = queue
         self._policy, self.events = policy or LoadPolicy(), events
         self._pins = pins or Pins(plan, {}, None)
@@ -276,7 +276,7 @@ class HybridScheduler:
             if new.req_id in self._trackers
         )
         idle = output.total_num_scheduled_tokens == 0
-        self._admission.begin(waits := idle and self.alone)
+        self._admission.begin(waits := idle and self.may_wait)
         if not (saves or self._loads or self._dropped or idle or ended):
             return NOTHING
         loads, self._loads = self._loads, []
@@ -303,7 +303,7 @@ class HybridScheduler:
                     self._admission.take(tracker, tracker.background, result)
             request, offered = tracker.request, offers.get(request_id, ())
             held = [offer for offer in offered if self.blocks.hold(request, offer)]
-            self._planner.drop_offers("reused", len(offered) - len(held))
+            self._planner.drop_offers("not_cached", len(offered) - len(held))
             computed = request.num_computed_tokens + scheduled[request_id]
             save = self._planner.plan(tracker, computed, held, block_state)
             if save is not None:
@@ -384,7 +384,7 @@ class HybridScheduler:
             if tracker.background is not None:
                 tracker.background.cancel()
         if not self._trackers:
-            self._admission.begin(idle=self.alone)
+            self._admission.begin(idle=self.may_wait)
 
     def check_integrity(self) -> None:
         """Assert what holds between two calls of vLLM."""

@@ -339,7 +339,7 @@ def scheduler_of(monkeypatch):
     [({}, True), ({"data_parallel_size": 2}, False), ({"pipeline_parallel_size": 2}, False)],
 )
 def test_whether_an_engine_computes_alone(scheduler_of, parallel, alone):
-    assert scheduler_of(lmcache_config(), **parallel)[0].alone is alone
+    assert scheduler_of(lmcache_config(), **parallel)[0].may_wait is alone
 
 
 @pytest.mark.parametrize("local_cpu, most", [(True, 3 << 30), (False, math.inf)])

@@ -76,7 +76,7 @@ def test_an_empty_step_waits_for_loads_only_where_it_holds_up_nobody():
     """Ranks of other engines, or another batch of a pipeline, compute meanwhile."""
     rig = Rig()
     assert rig.step().waits and not rig.step({"x": 1}).waits
-    rig.scheduler.alone = False
+    rig.scheduler.may_wait = False
     assert rig.step().idle and not rig.step().waits
     assert not rig.scheduler._admission._patience._idle
     rig.match(request := make_request())

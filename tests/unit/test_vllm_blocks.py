@@ -148,7 +148,7 @@ def test_a_state_whose_block_was_given_away_is_not_stored(given_away):
     saves = scheduler.step(make_output({"r": 3}, {"r": table}, {"r": offers["r"]})).saves
     stored = [boundary for save in saves for boundary, _ in save.states]
     assert stored == ([] if given_away else [3])
-    assert scheduler.counts.dropped_offers == ({"reused": 1} if given_away else {})
+    assert scheduler.counts.dropped_offers == ({"not_cached": 1} if given_away else {})
 
 
 def test_states_are_stored_only_where_vllms_blocks_are_known():
@@ -157,8 +157,22 @@ def test_states_are_stored_only_where_vllms_blocks_are_known():
     request = make_request(tokens=PROMPT)
     assert scheduler.match(request, 0) == (0, False)
     (save,) = forward(manager, scheduler, request, 3 * N)
-    assert save.states == () and scheduler.counts.dropped_offers == {"reused": 1}
+    assert save.states == () and scheduler.counts.dropped_offers == {"not_cached": 1}
     beyond = make_request(tokens=N - 1)
     scheduler.bind(manager.block_pool)
     assert not scheduler.blocks.hold(beyond, (0, 1, N))
     assert not scheduler.blocks.hold(request, (0, 1, 0))
+
+
+def test_a_block_of_another_group_is_not_taken_for_the_offered_one():
+    """All groups share vLLM's blocks; at one boundary hashes differ by the group alone."""
+    manager, ranks = make_manager(drafts=0), Ranks(plan=PLAN)
+    scheduler = HybridScheduler(PLAN, OPTIONS, N, ranks.queue)
+    scheduler.bind(manager.block_pool)
+    request = make_request(tokens=PROMPT)
+    assert scheduler.match(request, 0) == (0, False)
+    (save,) = forward(manager, scheduler, request, 3 * N)
+    (state,), (page,) = save.states[0][1], save.attention[2][1]
+    assert scheduler.blocks.hold(request, (0, state, 3 * N))
+    assert scheduler.blocks.hold(request, (1, page, 3 * N))
+    assert not scheduler.blocks.hold(request, (0, page, 3 * N))

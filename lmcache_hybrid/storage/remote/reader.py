@@ -58,7 +58,7 @@ class RemoteReader:
         """
 
         def read(key: CacheEngineKey) -> MemoryObj | None:
-            if self._silent >= promised:
+            if self._silent >= promised or pace.late:
                 return None
             asked = time.monotonic()
             memory: MemoryObj | None = backend.get_blocking(key)

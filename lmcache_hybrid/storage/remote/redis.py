@@ -121,9 +121,9 @@ class HybridRedisConnector(RecordConnector):
             found = self._twice(name, read, min(self._seconds, part.pace.seconds))
         except (SlowError, TimeoutError):
             # A failed read is one of a broken store for LMCache; RemoteReader drops what came.
-            found = bool(taken) and part.pace.late
-            if not found:
+            if not part.pace.late or not (taken or reserve(1)):
                 raise
+            found = True
         finally:
             if not found and taken:
                 taken.pop().ref_count_down()

@@ -77,7 +77,9 @@ READ = (
     Hook("vllm.v1.core.kv_cache_utils", "KVCacheBlock.block_id"),
     # lmcache_hybrid/scheduler/cached_blocks.py
     *attributes("vllm.v1.core.kv_cache_utils", "KVCacheBlock", "block_hash block_hash_num_tokens"),
-    Hook("vllm.v1.core.kv_cache_utils", "get_block_hash", ("key",)),
+    Hook(
+        "vllm.v1.core.kv_cache_utils", "make_block_hash_with_group_id", ("block_hash", "group_id")
+    ),
     Hook("vllm.v1.core.block_pool", "BlockPool.blocks"),
     Hook(f"{_BASE}.base", "KVConnectorBase_V1.bind_gpu_block_pool", ("gpu_block_pool",)),
     Hook("vllm.v1.core.kv_cache_manager", "KVCacheManager.coordinator"),

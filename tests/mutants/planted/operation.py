@@ -20,7 +20,7 @@ DEFECTS = (
     one(
         "an empty step waits although other engines wait for its end",
         "lmcache_hybrid/scheduler/scheduler.py",
-        "waits := idle and self.alone)",
+        "waits := idle and self.may_wait)",
         "waits := idle)",
     ),
     one(

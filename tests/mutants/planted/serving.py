@@ -18,14 +18,20 @@ DEFECTS = (
     one(
         "a state is stored although vLLM has given its block away",
         CACHED_BLOCKS,
-        "        return (\n            block.block_hash is not None\n",
-        "        return True or (\n            block.block_hash is not None\n",
+        "        return block.block_hash == known_as and block.block_hash_num_tokens == tokens\n",
+        "        return True\n",
     ),
     one(
         "a block that is known as another request's is taken for this one's",
         CACHED_BLOCKS,
-        "            and get_block_hash(block.block_hash) == request.block_hashes[end - 1]\n",
-        "",
+        "        return block.block_hash == known_as and block.block",
+        "        return block.block",
+    ),
+    one(
+        "a block that holds the same tokens' state of another group is taken for this one's",
+        CACHED_BLOCKS,
+        "        return block.block_hash == known_as and",
+        "        return bool(block.block_hash) and block.block_hash[:-4] == known_as[:-4] and",
     ),
     one(
         "states are stored before vLLM's blocks are known",

@@ -67,8 +67,20 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a read that was given up counts as one of a broken store",
         REDIS,
-        "            found = bool(taken) and part.pace.late\n",
-        "            found = False\n",
+        "            if not part.pace.late or not (taken or reserve(1)):\n",
+        "            if True:\n",
+    ),
+    one(
+        "a read that was given up before its first byte counts as one of a broken store",
+        REDIS,
+        "not (taken or reserve(1)):\n",
+        "not taken:\n",
+    ),
+    one(
+        "a read begins although its load was given up",
+        "lmcache_hybrid/storage/remote/reader.py",
+        "            if self._silent >= promised or pace.late:\n                return None",
+        "            if self._silent >= promised:\n                return None",
     ),
     one(
         "a read without a byte goes on after its load",

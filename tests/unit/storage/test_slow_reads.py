@@ -93,9 +93,20 @@ def test_a_read_that_comes_too_late_ends_and_says_nothing_of_its_record(box, tmp
         assert b"DEL" not in server.asked and b"EXISTS" not in server.asked
         assert server.asked.count(b"GET") == 1
         # LMCache switches a store off for failed reads.
-        assert other.backend.get_blocking_failed_count == (first == 0 and not more)
+        assert other.backend.get_blocking_failed_count == 0
         assert KEYS[0] not in other.store._damaged
         assert other.store._remote._silent < 0, "other loads fail at once"
+        other.assert_pool_is_free()
+
+
+def test_a_load_that_is_late_asks_for_no_more_records(box, tmp_path):
+    with slow_box(box("redis").write(), tmp_path, first=0, more=False) as (other, server):
+        claim = other.store.claim(dict.fromkeys(KEYS, "RemoteBackend"))
+        pace = Pace(time.monotonic() - 1, record_bytes(SIZE))
+        with pytest.raises(SlowError), pace.reading(record_bytes(SIZE)):
+            other.store.fetch(claim, KEYS)
+        assert b"GET" not in server.asked
+        assert other.backend.get_blocking_failed_count == 0
         other.assert_pool_is_free()
 
 
