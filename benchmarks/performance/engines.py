@@ -2,7 +2,8 @@
 """Real engines side by side: first-token times, decoding, a mixed stream.
 
 Needs the checkout: the engine is that of ``tests/e2e``. All engines of a question are
-alive at once and are asked in turns, so that they meet the same noise; idle ones sleep.
+alive at once and are asked in turns, so that they meet the same noise; idle ones sleep, and
+each answers a short prompt right before it is timed (:func:`wake`).
 """
 
 import asyncio
@@ -84,10 +85,20 @@ class Arms:
         return engine
 
 
+def wake(engine: Engine) -> None:
+    """Let an engine answer something short, as one in service did a moment ago.
+
+    An engine that waited while others computed finds its weights in no cache of the processor,
+    and the threads of the one before it still spin for a while.
+    """
+    engine.ask(prompt_of(UNIT - 16, 10), max_tokens=8, logprobs=None)
+
+
 def first_token(engine: Engine, ids: list[int], forget: bool = True) -> tuple[float, int, int]:
     """(seconds to the first token, cached tokens, tokens of these from the store)."""
     if forget:
         engine.forget()
+    wake(engine)
     answer = engine.ask(ids, max_tokens=1, logprobs=None)
     return answer.seconds, answer.cached, answer.external
 
@@ -175,12 +186,13 @@ def colds(arms: Arms, rounds: int, progress: Callable[[], None]) -> dict[str, li
 def decodes(arms: Arms, rounds: int, progress: Callable[[], None]) -> dict[str, list[float]]:
     """Seconds per token while one request decodes within a block."""
     size = arms.model.block_size
-    tokens = min(64, size // 2)
+    tokens = min(256, size // 2)
     times: dict[str, list[float]] = {name: [] for name in ("none", "ram", "disk", "redis")}
     for round_ in range(rounds + 1):
         ids = prompt_of(16, 200 + round_)
         for name in random.Random(round_).sample(sorted(times), len(times)):
             arms[name].forget()
+            wake(arms[name])
             long = arms[name].ask(ids, max_tokens=tokens + 1, logprobs=None).seconds
             arms[name].forget()
             short = arms[name].ask(ids, max_tokens=1, logprobs=None).seconds
@@ -213,6 +225,7 @@ def beside_restores(
                     arms[name].ask(ids, max_tokens=1, logprobs=None)
             else:
                 arms[name].forget()
+            wake(arms[name])
             asked = [{"prompt_token_ids": decoding}]
             asked += [
                 {"prompt_token_ids": ids, "after": 8 * (i + 1)} for i, ids in enumerate(prompts)
@@ -244,6 +257,7 @@ def mixed(arms: Arms, rounds: int, progress: Callable[[], None]) -> dict[str, li
         for name in times:
             engine = arms[name.split(",")[0]]
             engine.forget()
+            wake(engine)
             asked = new if "half" in name else both
             answers = engine.ask_many(asked, max_tokens=8, logprobs=None)
             meant = 0 if name.startswith("none") else 4 * (tokens - 1)
@@ -352,6 +366,7 @@ def slow_lookups(
         for round_ in range(rounds + 1):
             for name, engine in engines.items():
                 engine.forget()
+                wake(engine)
                 asked: list = [{"prompt_token_ids": prompt_of(16, 800 + round_)}]
                 asked += [
                     {"prompt_token_ids": prompt_of(size + 1, 900 + 10 * round_ + i), "after": 8 * i}
