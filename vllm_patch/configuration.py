@@ -153,6 +153,11 @@ def _settle_hybrid(config: VllmConfig) -> None:
     if (counted := versions.counted()) is not None:
         logger.info_once("%s", counted)
     cache, transfer = config.cache_config, config.kv_transfer_config
+    if not cache.enable_prefix_caching and config.model_config.runner_type == "pooling":
+        raise ValueError(
+            "enable_prefix_caching=False, vLLM's default for this pooling model, leaves no "
+            "boundary that LMCache could store; remove --kv-transfer-config."
+        )
     if not cache.enable_prefix_caching:
         raise ValueError(
             "enable_prefix_caching=False leaves no boundary that LMCache could store "

@@ -208,14 +208,20 @@ def files_identity(model_config: Any) -> str:
                 content = file.read_bytes()
                 digest.update(f"{file.name} {len(content)}\n".encode() + content)
         return digest.hexdigest()
-    revision, commit = model_config.revision, None
-    if re.fullmatch("[0-9a-f]{40}", revision or ""):
-        commit = revision
-    elif model_config.hf_config_path in (None, model):
-        commit = getattr(model_config.hf_config, "_commit_hash", None)
+    commit = _commit(model_config.revision)
     if commit is None:
         raise UnknownWeightsError(
-            f"{model} is neither a local folder nor a name with a known commit, "
-            "download it and name its folder"
+            f"{model} is neither a local folder nor a name whose commit the Hub or its cache "
+            "here could tell, download it and name its folder"
         )
     return f"{model}@{commit}"
+
+
+def _commit(revision: str | None) -> str | None:
+    """The commit that vLLM loads, from ``ModelConfig.revision``; None where it is not known.
+
+    vLLM resolves the revision once. What it gets from ``huggingface_hub`` is text that reads as
+    the user wrote it ("main" where nothing was written), and has the commit beside it.
+    """
+    commit = getattr(revision, "resolved", revision)
+    return commit if re.fullmatch("[0-9a-f]{40}", commit or "") else None

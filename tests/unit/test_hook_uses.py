@@ -29,6 +29,7 @@ OTHERS = {
     "loggerDict",  # logging.Manager
     "operation_name",  # awscrt.s3.S3ResponseError
     "origin",  # importlib's ModuleSpec
+    "resolved",  # huggingface_hub.ResolvedRevision
     "returncode",  # subprocess.Popen
     "status_code",  # awscrt.s3.S3ResponseError
     "submodule_search_locations",  # importlib's ModuleSpec

@@ -205,6 +205,15 @@ def test_prefix_caching_is_needed():
         engine_config("qwen3_next", enable_prefix_caching=False)
 
 
+def test_a_pooling_model_without_prefixes_is_told_so():
+    """Nobody turned them off: vLLM does by default."""
+    config = engine_config("qwen3_next")
+    config.cache_config.enable_prefix_caching = False
+    config.model_config.runner_type = "pooling"
+    with pytest.raises(ValueError, match="default for this pooling model, .* remove --kv-transfer"):
+        configuration._settle(config)
+
+
 OURS = {"kv_connector": LMCACHE, "kv_role": "kv_both"}
 OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 

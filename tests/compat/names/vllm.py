@@ -109,7 +109,7 @@ VLLM = (
         "KVConnectorFactory.supports_hma_config",
     ),
     Hook(_CONFIG, "SpeculativeConfig.draft_model_config"),
-    *attributes(_CONFIG, "ModelConfig", "hf_config hf_config_path"),
+    *attributes(_CONFIG, "ModelConfig", "hf_config"),
     # vllm_patch/configuration.py
     Hook(_CONFIG, "KVTransferConfig.__post_init__", replaced_in=_CONFIGURATION),
     Hook(_CONFIG, "KVTransferConfig.kv_role", replaced_in=_CONFIGURATION),
@@ -129,7 +129,7 @@ VLLM = (
         replaced_in=_CONFIGURATION,
     ),
     *attributes(_CONFIG, "VllmConfig", "weight_transfer_config speculative_config"),
-    *attributes(_CONFIG, "ModelConfig", "is_hybrid hf_text_config"),
+    *attributes(_CONFIG, "ModelConfig", "is_hybrid hf_text_config runner_type"),
     # vllm_patch/copy_on_write.py
     Hook(
         "vllm.v1.worker.utils",

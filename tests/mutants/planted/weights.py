@@ -143,10 +143,10 @@ DEFECTS = (
         '    if commit == "":\n',
     ),
     one(
-        "the commit of the configuration's repository counts for the model's",
+        "a name on a hub is known only where the user wrote its commit",
         WEIGHTS,
-        "elif model_config.hf_config_path in (None, model):",
-        "else:",
+        'getattr(revision, "resolved", revision)',
+        "revision",
     ),
     one(
         "a model named by its weight file has no configuration",
