@@ -230,6 +230,41 @@ def _refuse_unsound(config: VllmConfig) -> None:
             f"weight_transfer_config={config.weight_transfer_config!r} replaces weights while "
             "what the old ones computed stays in LMCache; remove --weight-transfer-config."
         )
+    _refuse_unsound_steps(config)
+
+
+def _refuse_unsound_steps(config: VllmConfig) -> None:
+    """Refuse what goes on after a step whose blocks are wrong, or schedules on each rank."""
+    parallel = config.parallel_config
+    if parallel.enable_fault_tolerance:
+        # Blocks of the step that failed keep their hashes, and the next request finds them.
+        raise ValueError(
+            "enable_fault_tolerance=True goes on with blocks that a failed step did not compute, "
+            "and LMCache would share them; remove --enable-fault-tolerance."
+        )
+    if parallel.all2all_backend == "nixl_ep" and parallel.data_parallel_size > 1:
+        raise ValueError(
+            "all2all_backend='nixl_ep' reports a lost expert after a step's blocks were stored; "
+            "choose another --all2all-backend."
+        )
+    if parallel.distributed_executor_backend == "external_launcher":
+        raise ValueError(
+            "distributed_executor_backend='external_launcher' gives each rank a scheduler that "
+            "must decide alike, and lookups end at different times on them; use 'mp' or 'ray'."
+        )
+    if config.aux_output_config.enabled and not _caps_hits():
+        # A hit has no rows of the tokens that it brings, and the worker ends at the first one.
+        raise ValueError(
+            "aux_output_config with enable_return_routed_experts=True ends the engine at the first "
+            "hit in this release of vLLM; remove --enable-return-routed-experts, or use vLLM 0.33."
+        )
+
+
+def _caps_hits() -> bool:
+    """Whether vLLM computes what a hit has no auxiliary output of, as 0.33 does."""
+    from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+
+    return hasattr(AuxOutputSchedulerConnector, "cap_external_hit")
 
 
 def _settle_hash(cache: CacheConfig) -> None:

@@ -117,8 +117,7 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
 
     Raises:
         ConfigError: an unknown setting of ours, a number that is not whole, a negative length,
-            an unknown policy, a limit without ``fs://``, or a key file that cannot be used; or
-            vLLM has turned its prefix cache off since the configuration was checked.
+            an unknown policy, a limit without ``fs://``, a bad key file, or no prefix cache.
     """
     if not vllm_config.cache_config.enable_prefix_caching:
         raise ConfigError(

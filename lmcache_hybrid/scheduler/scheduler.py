@@ -254,8 +254,8 @@ class HybridScheduler:
         if not done:
             logger.error(
                 "A reset of all caches failed: this engine computes every prompt and stores "
-                "nothing until one succeeds (POST /reset_prefix_cache?reset_running_requests=true"
-                "&reset_external=true while nothing is being loaded), or until it is restarted."
+                "nothing until one succeeds or it is restarted: POST /pause?mode=keep, POST "
+                "/reset_prefix_cache?reset_running_requests=true&reset_external=true, and /resume."
             )
 
     # One step

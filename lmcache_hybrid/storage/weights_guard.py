@@ -46,8 +46,8 @@ class WeightsGuard:
             return True
         self._say(
             "Weights were written into the running model: LMCache loads and stores nothing until "
-            "all caches are reset (POST /reset_prefix_cache?reset_running_requests=true"
-            "&reset_external=true)."
+            "all caches are reset (POST /pause?mode=keep, POST /reset_prefix_cache"
+            "?reset_running_requests=true&reset_external=true, POST /resume)."
         )
         return False
 

@@ -205,15 +205,6 @@ def test_prefix_caching_is_needed():
         engine_config("qwen3_next", enable_prefix_caching=False)
 
 
-def test_a_pooling_model_without_prefixes_is_told_so():
-    """Nobody turned them off: vLLM does by default."""
-    config = engine_config("qwen3_next")
-    config.cache_config.enable_prefix_caching = False
-    config.model_config.runner_type = "pooling"
-    with pytest.raises(ValueError, match="default for this pooling model, .* remove --kv-transfer"):
-        configuration._settle(config)
-
-
 OURS = {"kv_connector": LMCACHE, "kv_role": "kv_both"}
 OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 
@@ -270,6 +261,10 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
             "speculative_config with method 'ngram' .* on vLLM's CPU backend; remove --spec",
         ),
         ({"weight_transfer_config": {}}, "weight_transfer_config=.*; remove --weight-transfer"),
+        (
+            {"distributed_executor_backend": "external_launcher"},
+            "'external_launcher' .* lookups .*; use 'mp' or 'ray'",
+        ),
     ],
 )
 def test_what_would_make_answers_wrong_is_refused(args, sentence):

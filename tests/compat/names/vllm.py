@@ -129,6 +129,17 @@ VLLM = (
         replaced_in=_CONFIGURATION,
     ),
     *attributes(_CONFIG, "VllmConfig", "weight_transfer_config speculative_config"),
+    *attributes(_CONFIG, "VllmConfig", "aux_output_config"),
+    Hook("vllm.config.aux_output", "AuxOutputConfig.enabled"),
+    Hook(
+        "vllm.distributed.aux_output_connector.connector",
+        "AuxOutputSchedulerConnector.cap_external_hit",
+        otherwise=(  # 0.32
+            Hook("vllm.distributed.aux_output_connector.connector", "AuxOutputSchedulerConnector"),
+        ),
+    ),
+    *attributes(_CONFIG, "ParallelConfig", "enable_fault_tolerance all2all_backend"),
+    *attributes(_CONFIG, "ParallelConfig", "distributed_executor_backend"),
     *attributes(_CONFIG, "ModelConfig", "is_hybrid hf_text_config runner_type"),
     # vllm_patch/copy_on_write.py
     Hook(

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modes of vLLM in which stored bytes would be wrong, or the engine would end or hang."""
+
+from contextlib import nullcontext
+
+import pytest
+
+from vllm_patch import configuration
+
+from .helpers import engine_config
+
+
+def test_a_pooling_model_without_prefixes_is_told_so():
+    """Nobody turned them off: vLLM does by default."""
+    config = engine_config("qwen3_next")
+    config.cache_config.enable_prefix_caching = False
+    config.model_config.runner_type = "pooling"
+    with pytest.raises(ValueError, match="default for this pooling model, .* remove --kv-transfer"):
+        configuration._settle(config)
+
+
+@pytest.mark.parametrize(
+    "parallel, sentence",
+    [
+        ({"enable_fault_tolerance": True}, "enable_fault_tolerance=True .*; remove --enable-fault"),
+        (
+            {"all2all_backend": "nixl_ep", "data_parallel_size": 2},
+            "all2all_backend='nixl_ep' .*; choose another --all2all-backend",
+        ),
+        ({"all2all_backend": "nixl_ep"}, None),
+    ],
+)
+def test_steps_that_fail_and_go_on_are_refused(parallel, sentence):
+    """What such a step left in its blocks would be stored, and served to every engine."""
+    config = engine_config("qwen3_next")
+    for name, value in parallel.items():
+        setattr(config.parallel_config, name, value)
+    with pytest.raises(ValueError, match=sentence) if sentence else nullcontext():
+        configuration._settle(config)
+
+
+@pytest.mark.parametrize("caps", [False, True])
+def test_experts_of_each_token_are_not_returned_for_hits(caps, monkeypatch):
+    """vLLM 0.32 ends at the first hit; 0.33 computes where it has no experts."""
+    monkeypatch.setattr(configuration, "_caps_hits", lambda: caps)
+    config = engine_config("qwen3_next")
+    config.aux_output_config.enable_return_routed_experts = True
+    with nullcontext() if caps else pytest.raises(ValueError, match="; remove --enable-return-r"):
+        configuration._settle(config)
