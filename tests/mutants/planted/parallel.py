@@ -116,4 +116,34 @@ DEFECTS: tuple[Defect, ...] = (
         "    extra[BESIDE_KEY] = len(children) > 1\n",
         "    extra[BESIDE_KEY] = False\n",
     ),
+    one(
+        "an engine goes on with blocks that a failed step left",
+        CONFIGURATION,
+        "    if parallel.enable_fault_tolerance:\n",
+        "    if False:\n",
+    ),
+    one(
+        "a lost expert is told after its blocks were stored",
+        CONFIGURATION,
+        'if parallel.all2all_backend == "nixl_ep" and parallel.data_parallel_size > 1:',
+        "if False:",
+    ),
+    one(
+        "each rank schedules by itself",
+        CONFIGURATION,
+        'if parallel.distributed_executor_backend == "external_launcher":',
+        "if False:",
+    ),
+    one(
+        "vLLM 0.32 is asked for the experts of a hit's tokens",
+        CONFIGURATION,
+        "config.aux_output_config.enabled and not _caps_hits()",
+        "False",
+    ),
+    one(
+        "a prefix cache that is off after all is served",
+        "lmcache_hybrid/config/options.py",
+        "    if not vllm_config.cache_config.enable_prefix_caching:\n",
+        "    if False:\n",
+    ),
 )
