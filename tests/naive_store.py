@@ -97,14 +97,14 @@ class NaiveStore:
             try:
                 digests.append(open_record(memoryview(record), key, self._fingerprint))
             except RecordError as error:
-                self.discard(key)
+                self.discard(key, claim)
                 raise DamagedError(key, error) from error
         return [_NaiveBuffer(self, *each) for each in zip(found, digests, strict=True)]
 
     def keep(self, claim: Claim, records: Iterable[tuple[RecordKey, Buffer]]) -> None:
         return
 
-    def discard(self, key: RecordKey) -> None:
+    def discard(self, key: RecordKey, claim: Claim | None = None) -> None:
         self.records.pop(key, None)
 
     def reserve(self, payload: int) -> Buffer | None:

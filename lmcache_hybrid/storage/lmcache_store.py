@@ -37,14 +37,12 @@ from lmcache_hybrid.storage.record import open_record, record_bytes, seal
 from lmcache_hybrid.storage.record_names import RecordNames, Replicas
 from lmcache_hybrid.storage.remote import connectors as remote
 from lmcache_hybrid.storage.remote.reader import RemoteReader
+from lmcache_hybrid.storage.removal import Removal
 
 if TYPE_CHECKING:
     from lmcache_hybrid.upstream.lmcache_home import LMCacheEngine
 
 logger = init_logger("vllm.lmcache_hybrid.storage.lmcache_store")
-
-# Damaged records to remember at most.
-MAX_DAMAGED = 4096
 
 
 class LMCacheStore:
@@ -89,8 +87,7 @@ class LMCacheStore:
         self.failed_writes: Counter[str] = Counter()
         self._remote = RemoteReader()
         self._cleared = -math.inf  # time.monotonic of the last reset
-        # Damaged records, in case a backend cannot remove them; forgotten once written anew.
-        self._damaged: set[RecordKey] = set()
+        self._removal = Removal(self.manager, notes)
         self._silent = tier_lookup.SilentStores()
         self._counts_lock = threading.Lock()
         self._file_uses = [
@@ -125,14 +122,18 @@ class LMCacheStore:
     # Reading
 
     def locate(self, keys: Sequence[RecordKey], deadline: float = math.inf) -> dict[RecordKey, str]:
-        wanted = [key for key in keys if key not in self._damaged]
-        engine_keys = [self.engine_key(key) for key in wanted]
+        engine_keys = [self.engine_key(key) for key in keys]
         locations = tier_lookup.locate(
-            self.manager, engine_keys, self._engine.retrieve_locations, deadline, self._silent
+            self.manager,
+            engine_keys,
+            self._engine.retrieve_locations,
+            deadline,
+            self._silent,
+            self._removal.hidden,
         )
-        found = {key: name for key, name in zip(wanted, locations, strict=True) if name is not None}
+        found = {key: name for key, name in zip(keys, locations, strict=True) if name is not None}
         if self._notes is not None:
-            self._notes.found(dict(zip(engine_keys, wanted, strict=True)), found)
+            self._notes.found(dict(zip(engine_keys, keys, strict=True)), found)
         return found
 
     def claim(self, located: Mapping[RecordKey, str]) -> LMCacheClaim | None:
@@ -193,14 +194,14 @@ class LMCacheStore:
                 self._read(location, wanted, claim.made, buffers)
             for key in keys:
                 if key not in buffers:
-                    location = claim.located[key]
                     raise LoadError(
-                        f"record {key.label} at token {key.boundary} is gone from {location}",
-                        self._why_gone(key, location),
+                        f"record {key.label} at token {key.boundary} is gone from "
+                        f"{claim.located[key]}",
+                        self._why_gone(key, claim),
                         key,
                     )
             for key in keys:
-                self._check(key, buffers[key])
+                self._check(key, claim, buffers[key])
         except BaseException:
             for buffer in buffers.values():
                 buffer.release()
@@ -254,22 +255,23 @@ class LMCacheStore:
                 names, [buffer.memory for _, buffer in read]
             )
 
-    def _check(self, key: RecordKey, buffer: LMCacheBuffer) -> None:
+    def _check(self, key: RecordKey, claim: LMCacheClaim, buffer: LMCacheBuffer) -> None:
         try:
             buffer.digests = open_record(
                 buffer.record, key, self._names.fingerprint_of(key), self._digester
             )
         except RecordError as error:
             # Kept, it would be promised and fail again for every later request.
-            self.discard(key)
+            self.discard(key, claim)
             raise DamagedError(key, error) from error
 
-    def _why_gone(self, key: RecordKey, location: str) -> str:
+    def _why_gone(self, key: RecordKey, claim: LMCacheClaim) -> str:
         """Find the reason, for counters, why a promised record could not be read.
 
         A record that exists all the same would be promised for ever, so it is removed.
         """
-        backend, engine_key = self.manager.storage_backends[location], self.engine_key(key)
+        backend = self.manager.storage_backends[claim.located[key]]
+        engine_key = self.engine_key(key)
         try:
             if isinstance(backend, RemoteBackend):
                 present = remote.exists(backend, engine_key)
@@ -279,31 +281,19 @@ class LMCacheStore:
             return "unreachable"  # the store may only be away
         if not present:
             return "gone"
-        self.discard(key, damaged=False)
+        self.discard(key, claim, damaged=False)
         return "unreadable"
 
-    def discard(self, key: RecordKey, damaged: bool = True) -> None:
-        """Remove a record from every backend that can; never raises.
+    def discard(
+        self, key: RecordKey, claim: LMCacheClaim | None = None, damaged: bool = True
+    ) -> None:
+        """See :meth:`.Store.discard`.
 
         Args:
             damaged: False where it could not be read, so it may be whole.
         """
-        if len(self._damaged) >= MAX_DAMAGED:
-            self._damaged.clear()
-        self._damaged.add(key)
-        engine_key = self.engine_key(key)
-        if self._notes is not None:
-            self._notes.discarded(engine_key)
-        for name, backend in self.manager.storage_backends.items():
-            try:
-                if isinstance(backend, LocalDisk):
-                    backend.forget(engine_key)
-                elif isinstance(backend, RemoteBackend):
-                    remote.remove(backend, engine_key, damaged)
-                else:
-                    backend.remove(engine_key)
-            except Exception as error:
-                logger.debug("%s could not remove %s: %r", name, engine_key, error)
+        location = claim.located.get(key) if claim is not None else None
+        self._removal.remove(self.engine_key(key), location, damaged)
 
     # Writing
 
@@ -322,7 +312,7 @@ class LMCacheStore:
             for key, buffer in records:
                 fingerprint = self._names.fingerprint_of(key)
                 seal(buffer.record, key, fingerprint, buffer.digests, self._digester)
-            self._damaged.difference_update(key for key, _ in records)
+            self._removal.written([self.engine_key(key) for key, _ in records])
             if self._notes is not None:
                 self._notes.expect((self.engine_key(key), key) for key, _ in records)
             ours = [record for record in records if self._names.is_written_here(record[0])]
@@ -382,7 +372,7 @@ class LMCacheStore:
         """
         self._cleared = time.monotonic()
         self._names.reset(epoch)
-        self._damaged.clear()
+        self._removal.clear()
         self.manager.clear()
         logger.info(
             "Reset: records of this rank have the fingerprint %s until it is restarted.",

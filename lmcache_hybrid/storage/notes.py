@@ -88,7 +88,6 @@ class StoreNotes:
         self._names: dict[CacheEngineKey, RecordName] = {}
         self._said: dict[CacheEngineKey, Tier] = {}
         self._expected: OrderedDict[CacheEngineKey, RecordName] = OrderedDict()
-        self._gone: dict[RecordName, None] = {}
         self._in_remote: OrderedDict[CacheEngineKey, None] = OrderedDict()
         # What a remote store was sent, and ``time.monotonic`` until which it is asked for it.
         self._unconfirmed: dict[CacheEngineKey, float] = {}
@@ -146,9 +145,7 @@ class StoreNotes:
             for key, record in records.items():
                 location = located.get(record)
                 if location is None:
-                    if key in self._in_remote:
-                        del self._in_remote[key]
-                        self._touched.append(key)
+                    self._lose_remotely(key)
                 elif key not in self._names:
                     self._expect(key, _name(record))
                     self._touched.append(key)
@@ -156,16 +153,10 @@ class StoreNotes:
                     self._hold_remotely(key)
 
     def discarded(self, key: CacheEngineKey) -> None:
-        """A record is damaged: it counts as gone, also where a backend keeps it."""
+        """A remote store's record is damaged: it counts as gone, also where the store keeps it."""
         with self._lock:
-            self._in_remote.pop(key, None)
             self._unconfirmed.pop(key, None)
-            self._expected.pop(key, None)
-            name = self._names.pop(key, None)
-            if name is not None:
-                del self._said[key]
-                self._gone[name] = None
-                self._touched.append(key)
+            self._lose_remotely(key)
 
     def clear(self, epoch: int) -> None:
         """All records were forgotten.
@@ -175,7 +166,7 @@ class StoreNotes:
         """
         with self._lock:
             self._epoch = epoch
-            for notes in (self._names, self._said, self._expected, self._gone):
+            for notes in (self._names, self._said, self._expected):
                 notes.clear()
             self._in_remote.clear()
             self._unconfirmed.clear()
@@ -202,8 +193,7 @@ class StoreNotes:
         return RankReport(self._rank, self._epoch, changes, serving, writing)
 
     def _take(self) -> tuple[tuple[RecordName, Tier | None], ...]:
-        changes: dict[RecordName, Tier | None] = dict.fromkeys(self._gone)
-        self._gone.clear()
+        changes: dict[RecordName, Tier | None] = {}
         while self._touched:
             key = self._touched.popleft()
             name = self._names.get(key) or self._expected.get(key)
@@ -242,6 +232,11 @@ class StoreNotes:
         self._in_remote.move_to_end(key)
         if len(self._in_remote) > KEPT_REMOTE:
             self._touched.append(self._in_remote.popitem(last=False)[0])
+
+    def _lose_remotely(self, key: CacheEngineKey) -> None:
+        if key in self._in_remote:
+            del self._in_remote[key]
+            self._touched.append(key)
 
     # Remote stores
 

@@ -101,8 +101,12 @@ class Store(Protocol[C, B]):
     def keep(self, claim: C, records: Iterable[tuple[RecordKey, B]]) -> None:
         """Offer records that were read and found good to a nearer backend."""
 
-    def discard(self, key: RecordKey) -> None:
-        """Remove a damaged record; never raises."""
+    def discard(self, key: RecordKey, claim: C | None = None) -> None:
+        """Remove a damaged record from the backend that it was read from; never raises.
+
+        Args:
+            claim: of the read; None removes it from every backend.
+        """
 
     def reserve(self, payload: int) -> B | None:
         """Memory for a record with ``payload`` bytes of pages; None when the store is full."""

@@ -8,7 +8,7 @@ one key after the other.
 import concurrent.futures
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmcache.utils import CacheEngineKey
@@ -68,6 +68,7 @@ def locate(
     search_range: list[str] | None,
     deadline: float,
     silent: SilentStores,
+    hidden: Callable[[str], Collection[CacheEngineKey]],
 ) -> list[str | None]:
     """Name the first backend that holds each key, None where none does.
 
@@ -79,14 +80,17 @@ def locate(
         deadline: ``time.monotonic`` by which the lookup must end. A remote store gets half of
             what is left, so records in nearer backends can still be claimed when it is silent.
         silent: remote stores that are left alone. Mutated.
+        hidden: by name of a backend, keys that it is not asked for.
     """
     found: list[str | None] = [None] * len(keys)
     missing = list(range(len(keys)))
     for name, backend in manager.get_active_storage_backends(search_range=search_range):
-        if not missing:
-            break
-        held = _held(name, backend, [keys[at] for at in missing], deadline, silent)
-        for at, is_held in zip(missing, held, strict=True):
+        skipped = hidden(name)
+        asked = [at for at in missing if keys[at] not in skipped] if skipped else missing
+        if not asked:
+            continue
+        held = _held(name, backend, [keys[at] for at in asked], deadline, silent)
+        for at, is_held in zip(asked, held, strict=True):
             if is_held:
                 found[at] = name
         missing = [at for at in missing if found[at] is None]

@@ -274,13 +274,13 @@ class LoadQueue:
                 pages, size = self._pages[key.group], buffer.payload.numel()
                 if size != pages.block_bytes:
                     # If it stayed, every later request would be promised it and fail.
-                    self._store.discard(key)
+                    self._store.discard(key, claim)
                     raise LoadError(f"record {key.label} has {size} bytes", "length", key)
                 items.append(Item(key, pages, block, buffer))
             try:
                 self._copies.scatter(items, after)
             except DamagedError as error:
-                self._store.discard(error.key)
+                self._store.discard(error.key, claim)
                 raise
             self._store.keep(claim, [(item.key, item.buffer) for item in items])
 

@@ -179,9 +179,9 @@ class FaultyStore(LMCacheStore):
     def is_shared(backend) -> bool:
         return True
 
-    def discard(self, key) -> None:
+    def discard(self, key, *args, **kwargs) -> None:
         self.wronged += self.engine_key(key) not in self.damaged
-        super().discard(key)
+        super().discard(key, *args, **kwargs)
 
     def fetch(self, claim, keys):
         self.pause()

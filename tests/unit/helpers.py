@@ -119,7 +119,7 @@ def fetch(store, claim, keys: Sequence[RecordKey]) -> list[torch.Tensor]:
         for key, buffer in zip(keys, buffers, strict=True):
             data = buffer.payload.clone()
             if digests_of(memoryview(data.numpy()), buffer.digester) != buffer.digests:
-                store.discard(key)
+                store.discard(key, claim)
                 raise RecordError("checksum", "of the test")
             payloads.append(data)
         store.keep(claim, list(zip(keys, buffers, strict=True)))

@@ -144,10 +144,13 @@ def shorter(store, key):
 def test_a_bad_record_fails_the_load_once(rig, hybrid_log, damage, reason, kind, block):
     rig = rig().saved()
     load = rig.load()
+    claims, discard = [], rig.store.discard
+    rig.store.discard = lambda key, claim=None: (claims.append(claim), discard(key, claim))
     damage(rig.store, keys_of(PREFIX, block, kind)[-1])
     results = rig.run(load)
     assert_failed(rig, results)
     assert keys_of(PREFIX, block, kind)[-1] not in rig.store.records, "promised again and again"
+    assert all(claims), "nobody knows which backend it was read from"
     kind_name = "state" if kind == STATE else "attention"
     assert rig.worker.counts.failed_loads == {f"{reason},{kind_name}": 1}
     assert rig.worker.counts.rejected_records == (reason != "gone")

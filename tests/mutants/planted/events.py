@@ -141,14 +141,14 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a damaged record stays announced where it cannot be removed",
         NOTES,
-        "                self._gone[name] = None\n",
-        "",
+        "            self._unconfirmed.pop(key, None)\n            self._lose_remotely(key)\n",
+        "            self._unconfirmed.pop(key, None)\n",
     ),
     one(
         "what a shared store has lost stays announced",
         NOTES,
-        "                        del self._in_remote[key]\n",
-        "",
+        "                    self._lose_remotely(key)\n",
+        "                    pass\n",
     ),
     one(
         "a record is announced before a shared store holds it",

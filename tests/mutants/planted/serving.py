@@ -182,7 +182,7 @@ DEFECTS = (
     one(
         "a damaged record stays in the store",
         "lmcache_hybrid/worker/loads.py",
-        "                self._store.discard(error.key)\n",
+        "                self._store.discard(error.key, claim)\n",
         "",
     ),
     one(
@@ -267,7 +267,7 @@ DEFECTS = (
     one(
         "a damaged record stays and is promised for ever",
         STORE,
-        "            self.discard(key)\n            raise Damaged",
+        "            self.discard(key, claim)\n            raise Damaged",
         "            raise Damaged",
     ),
     one(

@@ -6,7 +6,9 @@ import torch
 from lmcache.v1.memory_management import MemoryFormat
 
 from lmcache_hybrid.core.errors import LoadError, RecordError
-from lmcache_hybrid.storage.record import record_bytes
+from lmcache_hybrid.storage.key_names import VALUE
+from lmcache_hybrid.storage.record import HEADER_BYTES, record_bytes
+from lmcache_hybrid.storage.remote import connectors
 from lmcache_hybrid.upstream.lmcache_home import take
 
 from ..helpers import payload_of
@@ -18,10 +20,13 @@ from ..store_box import (
     SIZE,
     assert_damage_is_found,
     every_kind,
+    flip,
     outside,
+    until,
 )
 
 RemoteMetadata = take("v1.protocol", "RemoteMetadata")
+RAM, DISK, REDIS = "LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"
 
 
 @every_kind
@@ -88,3 +93,110 @@ def test_a_damaged_size_does_not_ask_for_memory(box, kind, size):
         box.read(KEYS)
     box.assert_pool_is_free()
     assert torch.equal(box.read([KEYS[3]])[0], payload_of(KEYS[3], SIZE))
+
+
+class Tiers:
+    """A store over RAM, disk and Redis; all of them hold ``KEYS``."""
+
+    def __init__(self, box, valkey) -> None:
+        self.client = valkey.client()
+        self.box = box("disk", local_cpu=True, remote_url=f"redis://localhost:{valkey.port}")
+        self.store, self.ram = self.box.store, self.box.manager.local_cpu_backend
+        self.write()
+
+    def write(self) -> None:
+        self.client.flushall()
+        self.box.write()
+        until(lambda: self.client.dbsize() == len(KEYS), "Redis was not written")
+
+    def forget(self, *tiers: str) -> None:
+        """Evict KEYS[1] from RAM, from the disk."""
+        engine_key = self.store.engine_key(KEYS[1])
+        if RAM in tiers:
+            self.ram.remove(engine_key)
+        if DISK in tiers:
+            self.box.backend.forget(engine_key)
+
+    def damage(self, tier: str, at: int = HEADER_BYTES) -> None:
+        """Flip a bit of one copy of KEYS[1]."""
+        engine_key = self.store.engine_key(KEYS[1])
+        if tier == RAM:
+            self.ram.hot_cache[engine_key].tensor.view(-1)[at] ^= 1
+        elif tier == DISK:
+            self.box.overwrite(KEYS[1], flip(at)(self.box.raw(KEYS[1])))
+        else:
+            name = engine_key.to_string() + VALUE
+            self.client.set(name, flip(at)(self.client.get(name)))
+
+    def fails(self) -> None:
+        with pytest.raises(RecordError):
+            self.box.read()
+
+    def serves(self) -> None:
+        assert torch.equal(self.box.read()[1], payload_of(KEYS[1], SIZE))
+
+    @property
+    def place(self) -> str | None:
+        """Where KEYS[1] is found; the others are in RAM."""
+        located = self.store.locate(KEYS)
+        assert {located[key] for key in KEYS if key != KEYS[1]} == {RAM}
+        return located.get(KEYS[1])
+
+
+@pytest.fixture
+def tiers(box, valkey):
+    return Tiers(box, valkey)
+
+
+@pytest.mark.parametrize("at", [20, HEADER_BYTES], ids=["header", "payload"])
+@pytest.mark.parametrize(
+    "nearer, tier, next_one",
+    [((), RAM, DISK), ((RAM,), DISK, REDIS), ((RAM, DISK), REDIS, None)],
+)
+def test_only_the_copy_that_was_read_is_removed(tiers, nearer, tier, next_one, at):
+    """Other engines read what is in Redis; a bad disk says nothing of it."""
+    tiers.forget(*nearer)
+    tiers.damage(tier, at)
+    tiers.fails()
+    assert tiers.place == next_one
+    assert tiers.client.dbsize() == len(KEYS) - (tier == REDIS)
+    if next_one:
+        tiers.serves()
+        assert tiers.place == RAM, "it was not kept there"
+
+
+def test_a_record_that_is_damaged_everywhere_fails_once_for_each_copy(tiers):
+    for tier in (RAM, DISK, REDIS):
+        tiers.damage(tier)
+    for tier in (RAM, DISK, REDIS):
+        assert tiers.place == tier
+        tiers.fails()
+    assert tiers.place is None and tiers.client.dbsize() == len(KEYS) - 1
+    tiers.write()
+    for tier, nearer in ((RAM, ()), (DISK, (RAM,)), (REDIS, (RAM, DISK))):
+        tiers.forget(*nearer)
+        assert tiers.place == tier
+        tiers.serves()
+
+
+def test_a_damaged_record_that_cannot_be_deleted_is_hidden_in_its_store_only(tiers, monkeypatch):
+    def fails(*args) -> None:
+        raise OSError("of the test")
+
+    monkeypatch.setattr(connectors, "remove", fails)
+    engine_key = tiers.store.engine_key(KEYS[1])
+    memory = tiers.ram.hot_cache[engine_key]
+    memory.ref_count_up()
+    tiers.forget(RAM, DISK)
+    tiers.damage(REDIS)
+    tiers.fails()
+    assert tiers.place is None, "promised again and again"
+    tiers.ram.submit_put_task(engine_key, memory)
+    memory.ref_count_down()
+    assert tiers.place == RAM
+    tiers.serves()
+    tiers.forget(RAM)
+    tiers.write()
+    tiers.forget(RAM, DISK)
+    assert tiers.place == REDIS
+    tiers.serves()

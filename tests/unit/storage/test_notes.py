@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from lmcache_hybrid.core.errors import RecordError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey, tags_digest
 from lmcache_hybrid.protocol.changes import DISK, RAM, REMOTE, RecordName
 from lmcache_hybrid.storage import notes as module
@@ -120,6 +121,19 @@ def test_the_nearest_tier_counts_and_the_next_one_once_that_evicts(box, told) ->
     told.after({each: DISK if each == NAMES[0] else RAM for each in NAMES})
     one.read()  # brings it back
     told.after(dict.fromkeys(NAMES, RAM))
+
+
+def test_copies_of_a_damaged_record_stay_announced(box, told) -> None:
+    one = box("disk", notes=told.notes, local_cpu=True).write()
+    told.after(dict.fromkeys(NAMES, RAM))
+    one.store.manager.local_cpu_backend.hot_cache[one.store.engine_key(KEYS[0])].tensor.zero_()
+    with pytest.raises(RecordError):
+        one.read()
+    told.after({each: DISK if each == NAMES[0] else RAM for each in NAMES})
+    one.overwrite(KEYS[0], bytes(len(one.raw(KEYS[0]))))
+    with pytest.raises(RecordError):
+        one.read()
+    told.after(dict.fromkeys(NAMES[1:], RAM))
 
 
 def test_a_write_that_ends_after_its_record_was_evicted_from_ram(box, told) -> None:
