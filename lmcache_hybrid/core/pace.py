@@ -32,8 +32,10 @@ class Pace:
         """
         self._began, self._deadline, self._size = time.monotonic(), deadline, size
         self._lock = threading.Lock()
-        self._got = self._unheard = 0  # bytes; see Reading.hear
-        self._late: float | None = None  # see SlowError.seconds
+        self._got = self._unreported = 0  # bytes; see Reading.report
+        self._connecting = 0.0  # seconds of the read that took longest to connect
+        # Once it is late: what SlowError says of it.
+        self._estimate: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -46,33 +48,42 @@ class Pace:
         if self._deadline == math.inf:
             return False
         with self._lock:
-            if self._late is None:
+            if self._estimate is None:
                 whole, limit = self._whole(), self._deadline - self._began
                 if limit <= 0:  # it waited for others, and nobody knows what it would take
-                    self._late = 0.0
+                    self._estimate = 0.0
                 elif whole is not None and whole > limit:
-                    self._late = whole
-            return self._late is not None
+                    self._estimate = whole
+            return self._estimate is not None
 
     def check(self) -> None:
         """Raise SlowError where it is late."""
         if self.late:
-            raise SlowError(self._late or 0.0)
+            raise SlowError(self._estimate or 0.0)
 
-    def count(self, got: int, unheard: int = 0) -> None:
-        """Add bytes that are here, and bytes of reads that do not say what they got."""
+    def count(self, got: int, unreported: int = 0, connecting: float = 0.0) -> None:
+        """Count progress.
+
+        Args:
+            got: bytes that are here.
+            unreported: bytes of reads that do not report what they got.
+            connecting: seconds that a read took to connect.
+        """
         with self._lock:
             self._got += got
-            self._unheard += unheard
+            self._unreported += unreported
+            self._connecting = max(self._connecting, connecting)
 
     def _whole(self) -> float | None:
         """Seconds for all of it at the rate so far; None where it is too early to say."""
-        passed = time.monotonic() - self._began
-        if passed < FIRST_LOOK * (self._deadline - self._began):
+        passed, limit = time.monotonic() - self._began, self._deadline - self._began
+        # To connect takes as long for a small load as for a large one.
+        read = passed - self._connecting
+        if read < FIRST_LOOK * limit and passed <= limit:
             return None
-        # Of reads that say nothing all may be here: several run side by side.
-        got = (self._got + self._unheard) / self._size
-        return passed / min(1.0, max(got, LEAST))
+        # Of reads that report nothing all may be here: several run side by side.
+        got = (self._got + self._unreported) / self._size
+        return self._connecting + read / min(1.0, max(got, LEAST))
 
     @contextmanager
     def reading(self, size: int) -> Iterator[None]:
@@ -86,7 +97,7 @@ class Pace:
             yield
             read.end()
         finally:
-            read.hear()
+            read.report()
             _READING.reset(token)
 
 
@@ -95,15 +106,19 @@ class Reading:
 
     def __init__(self, pace: Pace, size: int) -> None:
         self.pace = pace
-        self._left = self._unheard = size
+        self._left = self._unreported = size
         pace.count(0, size)
 
-    def hear(self) -> None:
-        """Its bytes are counted as they come from now on. Idempotent."""
-        if not self._unheard:
+    def report(self, connecting: float = 0.0) -> None:
+        """Report bytes as they come from now on, with :meth:`got`. Idempotent.
+
+        Args:
+            connecting: seconds that it took until the store could be asked.
+        """
+        if not self._unreported:
             return
-        self.pace.count(0, -self._unheard)
-        self._unheard = 0
+        self.pace.count(0, -self._unreported, connecting)
+        self._unreported = 0
 
     def got(self, size: int) -> None:
         """Count bytes as they come; raise SlowError where the load is late."""
@@ -115,7 +130,7 @@ class Reading:
         self.pace.check()
 
     def end(self) -> None:
-        """Count what nobody has counted."""
+        """Count what was not reported."""
         self.pace.count(self._left)
 
 

@@ -88,7 +88,7 @@ def test_bytes_count_as_they_come_and_once(clock):
     pace.count(30)
     with pace.reading(20):
         read = paces.reading()
-        read.hear()
+        read.report()
         for _ in range(3):
             read.got(15)
         assert pace._got == 50
@@ -97,8 +97,32 @@ def test_bytes_count_as_they_come_and_once(clock):
     assert pace._got == 90 and paces.reading().pace is not pace
     with pytest.raises(LoadError), pace.reading(10):
         raise LoadError("it failed")
-    assert pace._got == 90 and pace._unheard == 0
+    assert pace._got == 90 and pace._unreported == 0
 
+
+def test_the_time_to_connect_says_nothing_of_the_rate(clock):
+    """Where a store is far away every small load would be given up."""
+    pace = clock.pace(10.0)
+    with pytest.raises(SlowError) as slow, pace.reading(100):
+        clock.now += 3.0
+        paces.reading().report(connecting=3.0)
+        assert not pace.late
+        clock.now += 1.9
+        paces.reading().got(30)
+        assert not pace.late, "it was read for less than a fifth of its time"
+        clock.now += 0.3
+        pace.check()
+    assert slow.value.seconds == pytest.approx(3.0 + 2.2 / 0.3)
+
+
+def test_a_load_that_connects_until_its_deadline_is_late(clock):
+    pace = clock.pace(10.0)
+    with pace.reading(100):
+        clock.now += 9.9
+        paces.reading().report(connecting=9.9)
+        assert not pace.late
+        clock.now += 0.2
+        assert pace.late
 
 def test_records_that_come_side_by_side_are_no_slow_load(clock):
     """Of a backend that does not say what it has received, when the first of five is here."""
@@ -153,7 +177,7 @@ def test_a_load_is_given_up_in_the_middle_of_a_record(rig, monkeypatch, threads)
     load = dataclasses.replace(rig.load(), deadline=deadline)
 
     def trickle(claim, keys):
-        paces.reading().hear()
+        paces.reading().report()
         for _ in range(10):
             paces.reading().got(1)
             monkeypatch.setattr(paces, "FIRST_LOOK", 0.0)

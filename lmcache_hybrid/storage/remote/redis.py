@@ -97,8 +97,8 @@ class HybridRedisConnector(RecordConnector):
             raise
 
     def _read(self, key: CacheEngineKey, part: Reading) -> MemoryObj | None:
-        part.hear()
         taken: list[MemoryObj] = []
+        begun = time.monotonic()
 
         def reserve(size: int) -> memoryview | None:
             while taken:  # asked for again, on a new connection
@@ -113,6 +113,7 @@ class HybridRedisConnector(RecordConnector):
         get = sockets.command(b"GET", _encoded(name))
 
         def read(sock: socket, deadline: float) -> bool:
+            part.report(time.monotonic() - begun)
             sockets.send(sock, get, deadline)
             return sockets.receive(sock, reserve, deadline, part.got)
 

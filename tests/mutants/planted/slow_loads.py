@@ -49,14 +49,32 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "records under way count as nothing where nobody hears of their bytes",
         PACE,
-        "        got = (self._got + self._unheard) / self._size\n",
+        "        got = (self._got + self._unreported) / self._size\n",
         "        got = self._got / self._size\n",
     ),
     one(
         "a server that sends nothing counts as one that has sent all",
         REDIS,
-        "        part.hear()\n",
+        "            part.report(time.monotonic() - begun)\n",
         "",
+    ),
+    one(
+        "nobody knows how long a read took to connect",
+        REDIS,
+        "            part.report(time.monotonic() - begun)\n",
+        "            part.report()\n",
+    ),
+    one(
+        "the time to connect counts as time to read",
+        PACE,
+        "        read = passed - self._connecting\n",
+        "        read = passed\n",
+    ),
+    one(
+        "a load that connects until its deadline goes on",
+        PACE,
+        "        if read < FIRST_LOOK * limit and passed <= limit:\n",
+        "        if read < FIRST_LOOK * limit:\n",
     ),
     one(
         "bytes count once their record is whole",

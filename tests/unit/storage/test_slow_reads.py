@@ -24,12 +24,13 @@ class SlowServer:
     Attributes:
         asked: all that it was sent.
         cut: how many clients hung up in the middle of a value.
+        greets: seconds after which it answers what clients ask before that.
     """
 
     def __init__(self, value: bytes, first: int, more: bool) -> None:
         """Send ``first`` bytes of the reply at once, then one now and then or none."""
         self._value, self._first, self._more = value, first, more
-        self.asked, self.cut = bytearray(), 0
+        self.asked, self.cut, self.greets = bytearray(), 0, 0.0
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = self._server.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -47,6 +48,7 @@ class SlowServer:
             while asked := connection.recv(4096):
                 self.asked += asked
                 if b"GET" not in asked:
+                    time.sleep(self.greets)
                     connection.sendall(b"+OK\r\n" * asked.count(b"*"))
                     continue
                 reply = b"$%d\r\n" % len(self._value) + self._value
@@ -122,3 +124,16 @@ def test_bytes_are_counted_as_they_come(box):
     assert 0 < pace._got <= record_bytes(SIZE)
     claim.release()
     box.assert_pool_is_free()
+
+
+def test_the_time_to_connect_is_told_apart(box, tmp_path):
+    """However long it takes, it says nothing of how fast a value comes."""
+    with slow_box(box("redis").write(), tmp_path, first=1 << 20, more=False) as (other, server):
+        server.greets = 0.2
+        claim = other.store.claim(dict.fromkeys(KEYS[:1], "RemoteBackend"))
+        pace = Pace(time.monotonic() + 60, record_bytes(SIZE))
+        with pace.reading(record_bytes(SIZE)):
+            for buffer in other.store.fetch(claim, KEYS[:1]):
+                buffer.release()
+        assert pace._connecting >= server.greets
+        other.assert_pool_is_free()
