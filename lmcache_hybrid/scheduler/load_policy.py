@@ -27,6 +27,9 @@ TRY_EVERY = 32
 LOG_SECONDS = 60.0
 # The first load of a backend may take a moment longer than computing would.
 MOMENT_SECONDS = 0.05
+# Tokens a second that an engine counts as computing until it has measured prompts. Few are slower;
+# without it the first requests would wait for a slow store however long it takes.
+ASSUMED_SPEED = 100.0
 # A load that failed late counts as one that takes so many times as long.
 FAILED = 2.0
 # A try has so many times as long as computing is expected to take. The workers end it at a fifth
@@ -97,7 +100,7 @@ class Faster(LoadPolicy):
         page_bytes: Mapping[int, int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Measure nothing yet: what is unknown is loaded.
+        """Measure nothing yet: the first load of each backend is a try.
 
         Args:
             page_bytes: of one block, per group of the plan, on one rank.
@@ -125,7 +128,7 @@ class Faster(LoadPolicy):
         end, source = result.boundary * self._size + result.tail, result.source
         computing = self._speeds.compute_seconds(start, end)
         if computing is None:
-            return LOAD
+            computing = (end - start) / ASSUMED_SPEED
         runs = self._runs(result, start)
         own, loading = self._speeds.load_seconds(self._bytes(runs)), self._loading(runs)
         if own is None or loading is None:  # the first of its backend

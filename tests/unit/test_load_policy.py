@@ -139,8 +139,19 @@ def test_the_time_of_two_backends_is_split_as_expected():
 # What is decided
 
 
-def test_all_is_loaded_before_anything_was_computed():
-    assert Engine(None, **{DISK: 1e3}).judge((DISK, 100)) == Verdict(True)
+def test_before_anything_was_computed_a_slow_engine_is_assumed():
+    engine = Engine(None)
+    first = engine.judge((DISK, 100))  # 1600 tokens
+    assert first.load and first.seconds == pytest.approx(1.25 * 16 + 0.05)
+    engine.load(DISK, 100, 5.0)
+    assert engine.judge((DISK, 100)) == Verdict(True)
+    engine = Engine(None, **{DISK: 1e6})
+    assert not engine.judge((DISK, 100)).load  # 103 s
+
+
+def test_what_was_computed_counts_more_than_what_was_assumed():
+    engine = Engine(10.0, **{DISK: 1e6})
+    assert engine.judge((DISK, 100)).load  # 103 s instead of 160 s
 
 
 def test_the_first_load_of_a_backend_has_a_little_longer_than_computing():

@@ -9,6 +9,18 @@ SPEEDS = "lmcache_hybrid/scheduler/speeds.py"
 
 DEFECTS: tuple[Defect, ...] = (
     one(
+        "an engine that has computed nothing loads without a deadline",
+        POLICY,
+        "            computing = (end - start) / ASSUMED_SPEED\n",
+        "            return LOAD\n",
+    ),
+    one(
+        "what was assumed counts more than what was computed",
+        POLICY,
+        "        if computing is None:\n",
+        "        if True:\n",
+    ),
+    one(
         "loads under way are not waited for",
         POLICY,
         "max(0.0, self._free_at - self._clock()) + own",
