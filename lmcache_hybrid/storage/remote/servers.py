@@ -9,11 +9,13 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import redis
 from redis.exceptions import AskError, ReadOnlyError, RedisClusterException
 
+from lmcache_hybrid.core.threads import started
 from lmcache_hybrid.storage.remote import clients
 
 # Connections that wait for the next command; each thread that reads or writes needs one.
@@ -113,29 +115,66 @@ class OneServer:
 class ClusterServers:
     """The nodes of a cluster, which are asked for when the first key is. See :class:`Servers`."""
 
-    def __init__(self, make_client: Callable[[], redis.RedisCluster]) -> None:
-        self._make_client = make_client
-        self._making = threading.Lock()  # held as long as nodes do not answer
+    def __init__(self, make_client: Callable[[], redis.RedisCluster], seconds: float) -> None:
+        """Start a thread.
+
+        Args:
+            make_client: asks one node after the other, until one answers.
+            seconds: to wait for an answer at most, whichever nodes are silent.
+
+        Raises:
+            RuntimeError: no thread could be started.
+        """
+        self._make_client, self._seconds = make_client, seconds
+        self._asker = started(1, "hybrid-redis-nodes")
+        self._lock = threading.Lock()  # guards those below
+        self._asking: Future[redis.RedisCluster] | None = None
         self._client: redis.RedisCluster | None = None
-        self._closed = threading.Event()
-        self._lock = threading.Lock()  # guards those below and the client
+        self._closed = False
         self._servers: dict[tuple[str, int], Server] = {}
 
     def _cluster(self) -> redis.RedisCluster:
-        with self._making:
-            if self._closed.is_set():
+        with self._lock:
+            if self._client is not None and not self._closed:
+                return self._client
+        return self._ask()
+
+    def _ask(self) -> redis.RedisCluster:
+        """Have the nodes say who has which slots; several callers wait for one answer.
+
+        Raises:
+            redis.ConnectionError: no node answers.
+            TimeoutError: none did so in time. It goes on, and the next caller waits for the rest.
+        """
+        with self._lock:
+            if self._closed:
                 raise redis.ConnectionError("this engine is shutting down")
-            if self._client is None:
-                try:
-                    client = self._make_client()
-                except RedisClusterException as error:  # is no RedisError
-                    raise redis.ConnectionError(str(error)) from error
-                with self._lock:
-                    self._client = client
-                if self._closed.is_set():  # while the nodes were asked for
-                    client.close()
-                    raise redis.ConnectionError("this engine is shutting down")
-            return self._client
+            if self._asking is None or self._asking.done():
+                self._asking = self._asker.submit(self._answer)
+            asking = self._asking
+        try:
+            return asking.result(self._seconds)
+        except TimeoutError:
+            raise TimeoutError("no node of the cluster answered in time") from None
+        except CancelledError:
+            raise redis.ConnectionError("this engine is shutting down") from None
+
+    def _answer(self) -> redis.RedisCluster:
+        """Ask the nodes. Runs on the thread: redis-py waits for each node that is silent."""
+        client = self._client
+        try:
+            if client is None:
+                client = self._make_client()
+            else:
+                client.nodes_manager.initialize()
+        except RedisClusterException as error:  # is no RedisError
+            raise redis.ConnectionError(str(error)) from error
+        with self._lock:
+            if not self._closed:
+                self._client = client
+                return client
+        client.close()  # while the nodes were asked
+        raise redis.ConnectionError("this engine is shutting down")
 
     def of(self, name: str) -> Server:
         try:
@@ -170,19 +209,17 @@ class ClusterServers:
     def refresh(self, error: Exception) -> None:
         if type(error) is AskError:
             return  # the nodes have not changed yet
-        try:
-            self._cluster().nodes_manager.initialize()
-        except RedisClusterException as failure:
-            raise redis.ConnectionError(str(failure)) from failure
+        self._ask()
 
     def close(self) -> None:
         with self._lock:
-            self._closed.set()
+            self._closed = True
             servers, client = list(self._servers.values()), self._client
         for server in servers:
             server.close()
         if client is not None:
             client.close()
+        self._asker.shutdown(wait=False, cancel_futures=True)
 
 
 # Which server has a key. ``of`` says which; ``after`` says which to try once more after one of
@@ -193,11 +230,15 @@ Servers = OneServer | ClusterServers
 def servers_at(url: str, options: dict[str, Any]) -> Servers:
     """Make the servers of a URL; connects to none.
 
+    Args:
+        options: of connections, as redis-py names them, with ``socket_timeout``.
+
     Raises:
         ConfigError: a file that the environment names cannot be read.
         ValueError: the URL cannot be read.
     """
     if url.lower().startswith(clients.CLUSTER):
         clients.hosts_of(url)
-        return ClusterServers(lambda: clients.make_client(url, options))
+        seconds = options["socket_timeout"]
+        return ClusterServers(lambda: clients.make_client(url, options), seconds)
     return OneServer(clients.make_client(url, options).connection_pool)

@@ -16,6 +16,18 @@ REMOVAL = "lmcache_hybrid/storage/removal.py"
 
 DEFECTS = (
     one(
+        "a silent cluster is waited for as long as all of its nodes are silent",
+        SERVERS,
+        "            return asking.result(self._seconds)\n",
+        "            return asking.result()\n",
+    ),
+    one(
+        "each caller asks the nodes of a cluster that is silent",
+        SERVERS,
+        "            if self._asking is None or self._asking.done():\n",
+        "            if self._asking is None or self._asking:\n",
+    ),
+    one(
         "a damaged copy costs a record its copies in other backends",
         REMOVAL,
         "            if location not in (None, name):\n",
@@ -48,8 +60,8 @@ DEFECTS = (
     one(
         "a cluster that answers after the end stays connected",
         SERVERS,
-        "                    client.close()\n",
-        "                    pass\n",
+        "        client.close()  # while the nodes were asked\n",
+        "",
     ),
     one(
         "a save competes with its own writes",
@@ -283,13 +295,13 @@ DEFECTS = (
     one(
         "a shutdown waits for a silent cluster",
         SERVERS,
-        "        with self._lock:\n            self._closed.set()\n            servers, client",
-        "        with self._making:\n            self._closed.set()\n            servers, client",
+        "        self._asker.shutdown(wait=False, cancel_futures=True)\n",
+        "        self._asker.shutdown(wait=True, cancel_futures=True)\n",
     ),
     one(
         "a cluster is connected to after the shutdown",
         SERVERS,
-        "            self._closed.set()\n            servers, client",
+        "            self._closed = True\n            servers, client",
         "            servers, client",
     ),
     one(
@@ -363,8 +375,8 @@ DEFECTS = (
     one(
         "slots that have moved are looked for where they were",
         SERVERS,
-        "            self._cluster().nodes_manager.initialize()\n",
-        "            pass\n",
+        "                client.nodes_manager.initialize()\n",
+        "                pass\n",
     ),
     one(
         "a connection in the middle of a value is used for the next one",
