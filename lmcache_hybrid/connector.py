@@ -38,6 +38,7 @@ from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata
 from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.load_policy import policy_for
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
+from lmcache_hybrid.scheduler.patience import EmptySteps
 from lmcache_hybrid.scheduler.pins import Pins
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 from lmcache_hybrid.storage.folder.cleaner import FolderCleaner, start_cleaner
@@ -147,8 +148,7 @@ class HybridConnector:
             self._client.ask, config.lookup_timeout_ms, contents=self._client.contents
         )
         plan, groups = self.plan, self._kv_cache_config.kv_cache_groups
-        count = plan.blocks_per_record
-        sizes = {index: page_bytes(groups[index]) * count(index) for index in plan.groups}
+        sizes = {i: page_bytes(groups[i]) * plan.blocks_per_record(i) for i in plan.groups}
         policy = policy_for(options.load_policy, plan, sizes)
         parallel = self._vllm_config.parallel_config
         self._events = KVEvents(plan, groups, parallel.world_size) if options.events else None
@@ -157,7 +157,7 @@ class HybridConnector:
         self.scheduler = HybridScheduler(
             plan, options, unit, self._queue, policy, self._events, pins
         )
-        self.scheduler.may_wait = parallel.data_parallel_size * parallel.pipeline_parallel_size == 1
+        self.scheduler.empty_steps = EmptySteps.of(parallel)
         logger.info(
             "LMCache serves hybrid groups: blocks of %d tokens, attention groups %s, "
             "window groups %s, state groups %s.",

@@ -25,6 +25,7 @@ from lmcache_hybrid.scheduler.granularity import Granularity
 from lmcache_hybrid.scheduler.load_planner import load_of
 from lmcache_hybrid.scheduler.load_policy import LoadPolicy
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
+from lmcache_hybrid.scheduler.patience import EmptySteps
 from lmcache_hybrid.scheduler.pins import Pins
 from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of, why_unsaved
 from lmcache_hybrid.scheduler.save_planner import SavePlanner
@@ -46,7 +47,7 @@ class HybridScheduler:
         ledger: what is counted, for metrics.
         events: as given.
         blocks: vLLM's. Until they are known no state is stored.
-        may_wait: an empty step means that nothing is computed anywhere, so it may wait a moment.
+        empty_steps: says when a step may wait for loads.
         closed: nothing is looked up and stored, because a reset failed or is under way.
     """
 
@@ -78,7 +79,7 @@ class HybridScheduler:
         self._options = options
         self._hashes_per_block = plan.block_size // hash_block_size
         self._hash_block_size = hash_block_size
-        self.blocks, self.may_wait = CachedBlocks(None, hash_block_size), True
+        self.blocks, self.empty_steps = CachedBlocks(None, hash_block_size), EmptySteps()
         self._queue = queue
         self._policy, self.events = policy or LoadPolicy(), events
         self._pins = pins or Pins(plan, {}, None)
@@ -276,14 +277,13 @@ class HybridScheduler:
             if new.req_id in self._trackers
         )
         idle = output.total_num_scheduled_tokens == 0
-        self._admission.begin(waits := idle and self.may_wait)
+        self._admission.begin(self.empty_steps.add(idle))
         if not (saves or self._loads or self._dropped or idle or ended):
             return NOTHING
         loads, self._loads = self._loads, []
         dropped, self._dropped = self._dropped, []
-        return ConnectorMetadata(
-            tuple(loads), tuple(saves), tuple(dropped), idle, self._epoch, ended, waits
-        )
+        work = tuple(loads), tuple(saves), tuple(dropped)
+        return ConnectorMetadata(*work, idle, self._epoch, ended, self.empty_steps.waits)
 
     def _saves(
         self, scheduled: dict[str, int], block_state: KVConnectorBlockState
@@ -384,7 +384,7 @@ class HybridScheduler:
             if tracker.background is not None:
                 tracker.background.cancel()
         if not self._trackers:
-            self._admission.begin(idle=self.may_wait)
+            self._admission.begin(idle=self.empty_steps.alone)
 
     def check_integrity(self) -> None:
         """Assert what holds between two calls of vLLM."""

@@ -335,11 +335,12 @@ def scheduler_of(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "parallel, alone",
-    [({}, True), ({"data_parallel_size": 2}, False), ({"pipeline_parallel_size": 2}, False)],
+    "parallel, batches",
+    [({}, 1), ({"data_parallel_size": 2}, math.inf), ({"pipeline_parallel_size": 2}, 3)],
 )
-def test_whether_an_engine_computes_alone(scheduler_of, parallel, alone):
-    assert scheduler_of(lmcache_config(), **parallel)[0].may_wait is alone
+def test_how_many_empty_steps_show_that_nothing_is_computed(scheduler_of, parallel, batches):
+    empty = scheduler_of(lmcache_config(), **parallel)[0].empty_steps
+    assert (empty._batches, empty.alone) == (batches, batches < math.inf)
 
 
 @pytest.mark.parametrize("local_cpu, most", [(True, 3 << 30), (False, math.inf)])

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nothing of a request outlives it."""
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.outputs import KVConnectorOutput
 
 from lmcache_hybrid.protocol.metadata import NOTHING
+from lmcache_hybrid.scheduler.patience import EmptySteps
 
 from .helpers import WINDOWS, N, make_output, make_request
 from .scheduler_rig import Rig, all_offers, table
@@ -73,15 +76,32 @@ def test_idle_steps_are_told_apart():
 
 
 def test_an_empty_step_waits_for_loads_only_where_it_holds_up_nobody():
-    """Ranks of other engines, or another batch of a pipeline, compute meanwhile."""
+    """Other engines compute in step with this one."""
     rig = Rig()
     assert rig.step().waits and not rig.step({"x": 1}).waits
-    rig.scheduler.may_wait = False
+    rig.scheduler.empty_steps = EmptySteps(math.inf)
     assert rig.step().idle and not rig.step().waits
     assert not rig.scheduler._admission._patience._idle
     rig.match(request := make_request())
     rig.scheduler.finished(request)
     assert not rig.scheduler._admission._patience._idle
+
+
+def test_a_pipeline_waits_for_loads_once_all_its_steps_are_empty():
+    """One of those in flight: a request that comes meanwhile is behind all of them."""
+    rig = Rig()
+    rig.scheduler.empty_steps = EmptySteps(3)
+    patience = rig.scheduler._admission._patience
+    for _ in range(2):
+        assert not rig.step({"x": 1}).waits and not patience._idle
+        steps = [(rig.step(), patience._idle) for _ in range(7)]
+        assert [step.waits for step, _ in steps] == [False, False, True] * 2 + [False]
+        assert [idle for _, idle in steps] == [False] * 2 + [True] * 5
+        assert all(step.idle for step, _ in steps)
+    rig.match(request := make_request())
+    rig.step({"x": 1})
+    rig.scheduler.finished(request)
+    assert patience._idle
 
 
 actions = st.tuples(

@@ -6,6 +6,7 @@ from tests.mutants.defect import Defect, one
 ACCOUNTS = "lmcache_hybrid/scheduler/accounts.py"
 SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
 ADMISSION = "lmcache_hybrid/scheduler/admission.py"
+PATIENCE = "lmcache_hybrid/scheduler/patience.py"
 WORKER = "lmcache_hybrid/worker/worker.py"
 SLEEP = "vllm_patch/sleep.py"
 STORE = "lmcache_hybrid/storage/lmcache_store.py"
@@ -19,15 +20,27 @@ METRICS = "lmcache_hybrid/metrics.py"
 DEFECTS = (
     one(
         "an empty step waits although other engines wait for its end",
-        "lmcache_hybrid/scheduler/scheduler.py",
-        "waits := idle and self.may_wait)",
-        "waits := idle)",
+        PATIENCE,
+        "        idle = self._count >= self._batches\n",
+        "        idle = self._count > 0\n",
     ),
     one(
         "engines that compute in step with others count as alone",
-        "lmcache_hybrid/connector.py",
-        "parallel.data_parallel_size * parallel.pipeline_parallel_size == 1",
-        "parallel.pipeline_parallel_size == 1",
+        PATIENCE,
+        "        if parallel.data_parallel_size > 1:\n",
+        "        if parallel.data_parallel_size < 1:\n",
+    ),
+    one(
+        "an empty step waits while another step of a pipeline computes",
+        PATIENCE,
+        "stages + 1 if stages > 1 else 1",
+        "stages - stages + 1",
+    ),
+    one(
+        "a request waits behind all empty steps of a pipeline",
+        PATIENCE,
+        "        self.waits = idle and self._count % self._batches == 0\n",
+        "        self.waits = idle\n",
     ),
     # Reuse
     one(
