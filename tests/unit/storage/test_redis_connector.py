@@ -5,7 +5,10 @@ import asyncio
 import functools
 import os
 import threading
+import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import redis
@@ -217,10 +220,34 @@ def test_a_cluster_that_answers_after_the_end_is_closed():
         cluster.close()
         return Client()
 
-    cluster = servers.ClusterServers(answer)
+    cluster = servers.ClusterServers(answer, 20.0)
     with pytest.raises(redis.ConnectionError, match="shutting down"):
         cluster.of("name")
     assert len(closed) == 1
+
+
+def test_several_who_wait_for_a_clusters_nodes_ask_them_once():
+    asked, go_on, both = [], threading.Event(), threading.Barrier(3)
+    client = SimpleNamespace(close=lambda: None)
+
+    def answer() -> SimpleNamespace:
+        asked.append(1)
+        go_on.wait(20)
+        return client
+
+    def ask() -> object:
+        both.wait(20)
+        return cluster._cluster()
+
+    cluster = servers.ClusterServers(answer, 20.0)
+    with ThreadPoolExecutor(2) as threads:
+        jobs = [threads.submit(ask) for _ in range(2)]
+        both.wait(20)
+        time.sleep(0.1)  # until both wait, or the test proves less
+        go_on.set()
+        assert [job.result() for job in jobs] == [client] * 2
+    cluster.close()
+    assert len(asked) == 1
 
 
 def test_a_value_is_sent_and_received_without_a_copy(box):

@@ -298,3 +298,17 @@ def test_closing_does_not_wait_for_a_cluster_that_is_silent():
                 each.result()
         with pytest.raises(redis.ConnectionError, match="shutting down"):
             servers.of("value")
+
+
+def test_a_cluster_whose_nodes_are_silent_is_waited_for_no_longer_than_a_server():
+    """redis-py asks one node after the other, each for the whole timeout."""
+    options = {"socket_timeout": 0.5, "socket_connect_timeout": 0.5, "protocol": 2}
+    with contextlib.ExitStack() as stack:
+        nodes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(6)]
+        hosts = ",".join(f"127.0.0.1:{node.getsockname()[1]}" for node in nodes)
+        servers = servers_at(f"redis-cluster://{hosts}", options)
+        stack.callback(servers.close)
+        threads = stack.enter_context(ThreadPoolExecutor(2))
+        for each in [threads.submit(servers.of, "value") for _ in range(2)]:
+            with pytest.raises(TimeoutError, match="no node of the cluster"):
+                each.result()
