@@ -33,7 +33,7 @@ WRITERS = 4
 WRITE_SECONDS = 20.0
 # At shutdown, wait so long for queued writes, and for requests that were cancelled.
 FLUSH_SECONDS, CANCEL_SECONDS = 8.0, 2.0
-# Questions in flight at once.
+# Questions in flight at once. A LIST would name the records of all prompts of a model.
 SIDE_BY_SIDE = 64
 
 T = TypeVar("T")
