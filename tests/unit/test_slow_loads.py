@@ -124,6 +124,7 @@ def test_a_load_that_connects_until_its_deadline_is_late(clock):
         clock.now += 0.2
         assert pace.late
 
+
 def test_records_that_come_side_by_side_are_no_slow_load(clock):
     """Of a backend that does not say what it has received, when the first of five is here."""
     pace = clock.pace(10.0)

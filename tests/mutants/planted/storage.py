@@ -49,7 +49,7 @@ DEFECTS = (
         "a damaged record of one store is hidden in all of them",
         "lmcache_hybrid/storage/tier_lookup.py",
         "        skipped = hidden(name)\n",
-        "        skipped = hidden(\"RemoteBackend\")\n",
+        '        skipped = hidden("RemoteBackend")\n',
     ),
     one(
         "damaged pages cost a record its copies in other backends",
