@@ -51,7 +51,7 @@ class SlowServer:
                     time.sleep(self.greets)
                     connection.sendall(b"+OK\r\n" * asked.count(b"*"))
                     continue
-                reply = b"$%d\r\n" % len(self._value) + self._value
+                reply = b"$%d\r\n%s\r\n" % (len(self._value), self._value)
                 connection.sendall(reply[: self._first])
                 connection.settimeout(0.01)
                 at = self._first
