@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TextIO
 
-from processes import fork_what_is_spawned
+from processes import fork_what_is_spawned, inspect_models_here
 
 
 def text_file(end: Connection, mode: str) -> TextIO:
@@ -388,6 +388,7 @@ def main(
     gc.freeze()
     if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") != "spawn":
         fork_what_is_spawned(str(log))
+    inspect_models_here()
     if prepare is not None:
         prepare()
     child = Child(arguments, text_file(requests, "r"), text_file(answers, "w"))
