@@ -4,7 +4,6 @@
 import atexit
 import contextlib
 import faulthandler
-import gc
 import json
 import os
 import time
@@ -14,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TextIO
 
-from processes import fork_what_is_spawned, inspect_models_here
+from processes import fork_what_is_spawned, inspect_models_here, keep_all
 
 
 def text_file(end: Connection, mode: str) -> TextIO:
@@ -384,8 +383,7 @@ def main(
         os.dup2(file.fileno(), 2)
     faulthandler.enable()
     _compute_on(os.environ["VLLM_CPU_OMP_THREADS_BIND"])
-    # vLLM collects garbage eight times at start-up, over all that it has imported.
-    gc.freeze()
+    keep_all()
     if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") != "spawn":
         fork_what_is_spawned(str(log))
     inspect_models_here()
@@ -394,6 +392,7 @@ def main(
     child = Child(arguments, text_file(requests, "r"), text_file(answers, "w"))
     child.reply(result=child.info())
     child.serve()
+    keep_all()
     child.stop()
     # A forked process leaves them out.
     atexit._run_exitfuncs()

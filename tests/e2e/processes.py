@@ -22,7 +22,14 @@ from typing import Any
 
 FORKS = multiprocessing.get_context("forkserver")
 # Not LMCache: it brings numba, and vLLM wants to replace its kernels before that is there.
-FORKS.set_forkserver_preload(["vllm.entrypoints.llm"])
+FORKS.set_forkserver_preload(
+    [
+        "vllm.entrypoints.llm",
+        "vllm.model_executor.layers.mamba.mamba_mixer2",
+        "vllm.model_executor.model_loader",
+        "vllm.v1.worker.cpu_worker",
+    ]
+)
 
 
 def own_core() -> str:
@@ -40,6 +47,14 @@ def inspect_models_here() -> None:
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda look: look()
+
+
+def keep_all() -> None:
+    """Keep what there is out of garbage collection. Of all that was imported one takes a second.
+
+    vLLM makes eight at start-up and two at its end.
+    """
+    gc.freeze()
 
 
 class Process(ForkServerProcess):
@@ -96,7 +111,7 @@ def become(
     faulthandler.enable()
     # OpenMP has read the environment before.
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", 1)))
-    gc.freeze()
+    keep_all()
     fork_what_is_spawned(log)
     inspect_models_here()
     target(*args, **kwargs)

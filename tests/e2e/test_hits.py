@@ -57,9 +57,7 @@ def test_prefixes_cut_one_token_past_each_interior_boundary(model_dir, family) -
         assert [answer.output for answer in answers] == [answer.output for answer in own]
 
 
-def ask_apart(
-    engine: Engine, prompts: list[tuple[int, ...]], salted: bool = False
-) -> list[Answer]:
+def ask_apart(engine: Engine, prompts: list[tuple[int, ...]], salted: bool = False) -> list[Answer]:
     """Answers to prompts of which none finds the former's in vLLM's own cache.
 
     Args:

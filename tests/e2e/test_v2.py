@@ -75,6 +75,8 @@ def ask_own(engine: Engine, cases: list[Case]) -> Own:
     engine.settle()
     assert engine.counts()["worker"]["skipped_saves"] == 0
     return own
+
+
 @pytest.fixture(scope="module")
 def qwen(model_dir: Path) -> Path:
     return make_model("qwen3_next", model_dir / "qwen3_next")
