@@ -4,6 +4,7 @@
 import atexit
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import time
@@ -13,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TextIO
 
-from processes import fork_what_is_spawned, inspect_models_here, keep_all
+from processes import fork_what_is_spawned, inspect_models_here
 
 
 def text_file(end: Connection, mode: str) -> TextIO:
@@ -383,7 +384,8 @@ def main(
         os.dup2(file.fileno(), 2)
     faulthandler.enable()
     _compute_on(os.environ["VLLM_CPU_OMP_THREADS_BIND"])
-    keep_all()
+    # vLLM collects garbage eight times at start-up, over all that it has imported.
+    gc.freeze()
     if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") != "spawn":
         fork_what_is_spawned(str(log))
     inspect_models_here()
@@ -392,7 +394,6 @@ def main(
     child = Child(arguments, text_file(requests, "r"), text_file(answers, "w"))
     child.reply(result=child.info())
     child.serve()
-    keep_all()
+    gc.collect = lambda generation=2: 0  # two seconds at the end: vLLM unfreezes all
     child.stop()
-    # A forked process leaves them out.
-    atexit._run_exitfuncs()
+    atexit._run_exitfuncs()  # a forked process leaves them out

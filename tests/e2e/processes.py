@@ -49,14 +49,6 @@ def inspect_models_here() -> None:
     registry._run_in_subprocess = lambda look: look()
 
 
-def keep_all() -> None:
-    """Keep what there is out of garbage collection. Of all that was imported one takes a second.
-
-    vLLM makes eight at start-up and two at its end.
-    """
-    gc.freeze()
-
-
 class Process(ForkServerProcess):
     """A process of vLLM's, with the environment that vLLM has set when it is started.
 
@@ -111,7 +103,8 @@ def become(
     faulthandler.enable()
     # OpenMP has read the environment before.
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", 1)))
-    keep_all()
+    gc.freeze()
+    gc.collect = lambda generation=2: 0  # vLLM does at start-up and at its end, a second each
     fork_what_is_spawned(log)
     inspect_models_here()
     target(*args, **kwargs)

@@ -130,7 +130,9 @@ def test_ram_disk_and_a_folder_are_accepted(model_dir: Path, tmp_path: Path) -> 
     # --port is the server's: a command line of vllm serve can be taken as it is.
     flags = ("--max-model-len", "4096", "--port", "8123", *FLAGS)
     options = ("--longest", "1500", "--", *flags)
-    code, output, report = accept(model, tmp_path, config, *options)
+    code, output, report = accept(
+        model, tmp_path, config, *options, VLLM_ENABLE_V1_MULTIPROCESSING="0"
+    )
     assert code == 0, output
     assert report["verdict"] == "PASS" and not report["problems"] and not report["left_out"]
     restarted = [f"{tier} after a restart" for tier in ("local disk", "fs://")]
@@ -166,7 +168,6 @@ def test_states_that_are_not_restored_fail_and_the_prompts_are_named(
         {"local_cpu": True},
         *("--quick", "--", *FLAGS),
         path=planted,
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
     assert code == 1, output
     assert report["verdict"] == "FAIL" and not report["problems"]
