@@ -119,7 +119,10 @@ def check_restored(report: dict, places: set[str]) -> None:
 
 
 def test_ram_disk_and_a_folder_are_accepted(model_dir: Path, tmp_path: Path) -> None:
-    """Granite 4: Qwen3-Next, as below, takes twice as long for as many blocks and tiers."""
+    """Granite 4 has smaller blocks than Qwen3-Next, which is accepted below.
+
+    Core and rank are in the process that asks; below they are where vLLM starts them.
+    """
     model = make_model("granite4", model_dir / "granite4")
     config = {
         "local_cpu": True,
