@@ -8,7 +8,8 @@ import pytest
 import v2
 from blocks import block_size
 from engine import Answer, Engine
-from records import DiskShelf, FolderShelf, Shelf
+from records import DiskShelf, FolderShelf, RedisShelf, Shelf
+from redis import Redis
 from test_scale import check_close
 
 from lmcache_hybrid.storage.record import Header, read_header
@@ -16,21 +17,18 @@ from lmcache_hybrid.tools.tiny_models import make_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.two_cores]
 
-# Ranks of a stage.
-SHARDS = 2
 
-
-def options(size: int) -> dict:
-    """Of an engine with two stages of two ranks each; blocks have ``size`` tokens."""
+def options(size: int, shards: int) -> dict:
+    """Of an engine with two stages of ``shards`` ranks each; blocks have ``size`` tokens."""
     return {
         "pipeline_parallel_size": 2,
-        "tensor_parallel_size": SHARDS,
+        "tensor_parallel_size": shards,
         "worker_cls": "pipeline.StageWorker",
         # A state at the end of every block.
         "max_num_batched_tokens": size,
         "prefix_cache_retention_interval": None,
         "env": {
-            "VLLM_CPU_OMP_THREADS_BIND": "|".join(["0|1"] * SHARDS),
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(["0|1"] * shards),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             # The second stage has no layer of Qwen3-Next's first state group.
             "VLLM_PP_LAYER_PARTITION": "5,3",
@@ -76,25 +74,33 @@ def fill(engine: Engine, size: int) -> tuple[list[list[int]], list[Answer]]:
     return prompts, cold
 
 
-def test_two_stages_and_a_record_that_one_rank_lost(model_dir: Path, tmp_path: Path) -> None:
-    """Stages of two ranks each, with records in RAM and on disk; V2 below has stages of one."""
+@pytest.mark.parametrize("shards", [1, 2])
+def test_two_stages_and_a_record_that_one_rank_lost(
+    shards: int, model_dir: Path, tmp_path: Path, redis_url: str
+) -> None:
+    """Stages of one rank keep records on disk, stages of two in Redis."""
     model = make_model("qwen3_next", model_dir / "qwen3_next")
-    config = {"local_disk": str(tmp_path), "max_local_disk_size": 1}
-    shelf, size = DiskShelf(tmp_path), block_size(model)
-    with Engine(model, config, **options(size)) as engine:
+    if shards == 1:
+        config = {"local_disk": str(tmp_path), "max_local_disk_size": 1}
+        shelf: Shelf = DiskShelf(tmp_path)
+    else:
+        config = {"local_cpu": False, "remote_url": redis_url}
+        shelf = RedisShelf(Redis.from_url(redis_url))
+    size = block_size(model)
+    with Engine(model, config, **options(size, shards)) as engine:
         assert engine.info["block_size"] == size
         prompts, cold = fill(engine, size)
     for label in ("s0", "a3"):
-        counts = {len(of_rank(shelf, rank, label)) for rank in range(2 * SHARDS)}
+        counts = {len(of_rank(shelf, rank, label)) for rank in range(2 * shards)}
         assert len(counts) == 1 and counts.pop() > 0
-    for rank in range(SHARDS, 2 * SHARDS):
+    for rank in range(shards, 2 * shards):
         assert {header(shelf, name).length for name in of_rank(shelf, rank, "s0")} == {0}
     # The last rank loses its record of the last prompt's deepest state.
-    states = of_rank(shelf, 2 * SHARDS - 1, "s0")
+    states = of_rank(shelf, 2 * shards - 1, "s0")
     deepest = [name for name in states if header(shelf, name).boundary == 4 * size]
     assert len(deepest) == 1
     shelf.remove(deepest[0])
-    with Engine(model, config, **options(size)) as engine:
+    with Engine(model, config, **options(size, shards)) as engine:
         check_all_hit(engine, prompts[:-1], cold[:-1], size)
         again = engine.ask(prompts[-1])
         assert again.external == 3 * size and again.output == cold[-1].output
