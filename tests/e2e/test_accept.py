@@ -119,10 +119,7 @@ def check_restored(report: dict, places: set[str]) -> None:
 
 
 def test_ram_disk_and_a_folder_are_accepted(model_dir: Path, tmp_path: Path) -> None:
-    """Granite 4 has smaller blocks than Qwen3-Next, which is accepted below.
-
-    Core and rank are in the process that asks; below they are where vLLM starts them.
-    """
+    """Granite 4 has smaller blocks than Qwen3-Next, which is accepted below."""
     model = make_model("granite4", model_dir / "granite4")
     config = {
         "local_cpu": True,
@@ -133,9 +130,7 @@ def test_ram_disk_and_a_folder_are_accepted(model_dir: Path, tmp_path: Path) -> 
     # --port is the server's: a command line of vllm serve can be taken as it is.
     flags = ("--max-model-len", "4096", "--port", "8123", *FLAGS)
     options = ("--longest", "1500", "--", *flags)
-    code, output, report = accept(
-        model, tmp_path, config, *options, VLLM_ENABLE_V1_MULTIPROCESSING="0"
-    )
+    code, output, report = accept(model, tmp_path, config, *options)
     assert code == 0, output
     assert report["verdict"] == "PASS" and not report["problems"] and not report["left_out"]
     restarted = [f"{tier} after a restart" for tier in ("local disk", "fs://")]
@@ -171,6 +166,7 @@ def test_states_that_are_not_restored_fail_and_the_prompts_are_named(
         {"local_cpu": True},
         *("--quick", "--", *FLAGS),
         path=planted,
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
     assert code == 1, output
     assert report["verdict"] == "FAIL" and not report["problems"]

@@ -34,7 +34,6 @@ def test_a_bucket_that_is_missing_is_told(context, bucket):
 
 
 def test_a_server_that_is_away_is_told(context):
-    away = {"remote_url": "s3://127.0.0.1:1", "blocking_timeout_secs": 2}
-    found = context(local_cpu=False, extra_config=EXTRA, **away)
+    found = context(local_cpu=False, remote_url="s3://127.0.0.1:1", extra_config=EXTRA)
     told = only(assert_sentences(check_backends(found)))
     assert told.status == ERROR and "s3://127.0.0.1:1 cannot be used: " in told.message
