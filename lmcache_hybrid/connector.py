@@ -40,6 +40,7 @@ from lmcache_hybrid.scheduler.load_policy import policy_for
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.pins import Pins
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
+from lmcache_hybrid.storage.disk.prompts_file import prompts_file_for
 from lmcache_hybrid.storage.folder.cleaner import FolderCleaner, start_cleaner
 from lmcache_hybrid.storage.notes import StoreNotes
 from lmcache_hybrid.storage.open_store import open_store
@@ -117,11 +118,11 @@ class HybridConnector:
         self._guard = WeightsGuard()
         self.kv_caches: dict[str, torch.Tensor] = {}
         self._registered = self.kv_caches
+        parallel = vllm_config.parallel_config
+        settle_disk_folder(config, parallel)
         if role == KVConnectorRole.SCHEDULER:
             self._start_scheduler(config, options, unit)
         else:
-            parallel = vllm_config.parallel_config
-            settle_disk_folder(config, parallel)
             ADAPTERS.rank, ADAPTERS.ranks = parallel.rank, parallel.world_size
             ADAPTERS.stages = parallel.pipeline_parallel_size
             self._server = LookupServer(vllm_config)
@@ -151,7 +152,9 @@ class HybridConnector:
         sizes = {index: page_bytes(groups[index]) * count(index) for index in plan.groups}
         policy = policy_for(options.load_policy, plan, sizes)
         parallel = self._vllm_config.parallel_config
-        self._events = KVEvents(plan, groups, parallel.world_size) if options.events else None
+        if options.events:
+            known = prompts_file_for(self._vllm_config, config, options, plan.block_size, unit)
+            self._events = KVEvents(plan, groups, parallel.world_size, known)
         log_events(self._vllm_config, config)
         pins = Pins(plan, sizes, config.max_local_cpu_size if config.local_cpu else None)
         self.scheduler = HybridScheduler(
@@ -277,14 +280,10 @@ class HybridConnector:
 
     def shutdown(self) -> None:
         """Stop threads, flush and close LMCache's backends."""
-        if self._cleaner is not None:
-            self._cleaner.close()
-        if self._server is not None:
-            self._server.close()
-        if self._queue is not None:
-            self._queue.close()
-        if self._client is not None:
-            self._client.close()
+        service: Any
+        for service in (self._cleaner, self._server, self._queue, self._client, self._events):
+            if service is not None:
+                service.close()
         if self.worker is not None:
             self.worker.shutdown()
         self._manager.stop_services()

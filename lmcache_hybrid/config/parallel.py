@@ -52,7 +52,7 @@ def check_parallelism(vllm_config: "VllmConfig") -> None:
 
 
 def settle_disk_folder(config: "LMCacheEngineConfig", parallel: Any) -> None:
-    """Give each data-parallel engine a folder of its own. Mutates ``config``; call it once.
+    """Give each data-parallel engine a folder of its own. Mutates ``config``. Idempotent.
 
     One that is shared would have two indices, each blind to the other's files. The first engine
     uses the folder itself, as an engine without data parallelism does; the others ``dp1``,
@@ -67,9 +67,12 @@ def settle_disk_folder(config: "LMCacheEngineConfig", parallel: Any) -> None:
     engine = parallel.data_parallel_index
     if not config.local_disk or not engine:
         return
+    # The two roles may share one config, in one process.
+    if getattr(config, "_hybrid_folders", None) == config.local_disk:
+        return
     folders = [
         os.path.join(folder.strip(), f"dp{engine}") for folder in config.local_disk.split(",")
     ]
     for folder in folders:
         check_folder("local_disk", folder)
-    config.local_disk = ",".join(folders)
+    config.local_disk = config._hybrid_folders = ",".join(folders)

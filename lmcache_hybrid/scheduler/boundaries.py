@@ -81,6 +81,20 @@ class Boundaries:
         node = self._nodes.get(key)
         return node is not None and node.block is not None
 
+    def holds(self, key: BlockKey) -> bool:
+        """Whether a rank holds a record of the block."""
+        node = self._nodes.get(key)
+        return node is not None and bool(node.tiers)
+
+    def held(self, tags: bytes) -> set[bytes]:
+        """Hashes of all blocks of prompts with these tags that a rank holds a record of."""
+        return {key[0] for key in self._nodes if key[1] == tags and self.holds(key)}
+
+    def known(self) -> list[tuple[int, Any]]:
+        """Depth and description of all blocks that were learned."""
+        nodes = self._nodes.values()
+        return [(node.depth, node.block) for node in nodes if node.block is not None]
+
     def learn(self, key: BlockKey, parent: BlockKey | None, block: Any) -> None:
         """Say what comes before a block, and what events say of it.
 

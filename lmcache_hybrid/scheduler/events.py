@@ -4,7 +4,6 @@
 import time
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import (
@@ -25,6 +24,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.core.keys import tags_digest, wide_hash
+from lmcache_hybrid.protocol.blocks import Block, KnownBlocks
 from lmcache_hybrid.protocol.changes import DISK, RAM, REMOTE, RankReports, Tier
 from lmcache_hybrid.protocol.metadata import SaveSpec
 from lmcache_hybrid.protocol.prefix import Prefix
@@ -45,34 +45,26 @@ WHERE: dict[Tier, tuple[str, str, str | None]] = {
     REMOTE: (MEDIUM_STORAGE, "REMOTE", "RemoteBackend"),
 }
 
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """What events say of a block, in every group.
-
-    Attributes:
-        block_hash, parent_hash: vLLM's.
-        tokens: of this block only; fewer than N where it ends inside a block.
-        extra_keys: what its hash covers beside the tokens, as vLLM publishes it.
-    """
-
-    block_hash: bytes
-    parent_hash: bytes | None
-    tokens: array
-    lora_id: int | None
-    lora_name: str | None
-    extra_keys: Any
+NO_TAGS = tags_digest(())
 
 
 class KVEvents:
     """Turns reports of the ranks into events. Used by the scheduler's thread only."""
 
-    def __init__(self, plan: GroupPlan, groups: "Sequence[KVCacheGroupSpec]", ranks: int) -> None:
+    def __init__(
+        self,
+        plan: GroupPlan,
+        groups: "Sequence[KVCacheGroupSpec]",
+        ranks: int,
+        known: KnownBlocks | None = None,
+    ) -> None:
         """Announce nothing yet, but that whatever was known of this engine is void.
 
         Args:
             groups: vLLM's KV cache groups.
             ranks: which must all hold a boundary.
+            known: keeps over restarts what blocks are, and is closed here; None where nothing of
+                them stays on this machine.
         """
         self._size = plan.block_size
         specs = [group.kv_cache_spec for group in groups]
@@ -82,6 +74,9 @@ class KVEvents:
         self._epoch = 0
         self._first: list[KVCacheEvent] = [AllBlocksCleared()]
         self._writing = set(range(ranks))
+        self._known = known
+        # Ranks that have not said yet what they found at the start.
+        self._unheard = set(range(ranks))
         self._until = time.monotonic() + FLUSH_SECONDS
 
     # What becomes known of blocks
@@ -111,14 +106,17 @@ class KVEvents:
         first = blocks = len(keys)
         while first and not self._boundaries.knows(keys[first - 1]):
             first -= 1
+        new: list[Block] = []
         for at in range(first, blocks):
-            block = self._block(request, prefix, at, (at + 1) * self._size, prefix.hashes[at])
-            self._boundaries.learn(keys[at], keys[at - 1] if at else None, block)
+            new.append(self._block(request, prefix, at, (at + 1) * self._size, prefix.hashes[at]))
+            self._boundaries.learn(keys[at], keys[at - 1] if at else None, new[-1])
         for end in inner:
             at, key = end // self._size, (wide_hash(prefix.inner[end]), tags)
             if not self._boundaries.knows(key):
-                block = self._block(request, prefix, at, end, prefix.inner[end])
-                self._boundaries.learn(key, keys[at - 1] if at else None, block)
+                new.append(self._block(request, prefix, at, end, prefix.inner[end]))
+                self._boundaries.learn(key, keys[at - 1] if at else None, new[-1])
+        if new and self._known is not None:
+            self._known.add(new)
 
     def _block(
         self, request: "Request", prefix: Prefix, at: int, end: int, block_hash: bytes
@@ -132,8 +130,24 @@ class KVEvents:
             array("q", request.all_token_ids[start:end]),
             lora.adapter_id if lora else None,
             lora.name if lora else None,
-            to_event_extra_keys([extra]),
+            extra,
         )
+
+    def _recall(self) -> None:
+        """Learn what some of the blocks are that were found at the start."""
+        blocks = self._known.recalled() if self._known is not None else ()
+        for block in blocks:
+            key, before = (wide_hash(block.block_hash), NO_TAGS), block.parent_hash
+            parent = None if before is None else (wide_hash(before), NO_TAGS)
+            # One that is not held would push another out of those to remember.
+            if self._boundaries.holds(key) and (not parent or self._boundaries.knows(parent)):
+                self._boundaries.learn(key, parent, block)
+        if blocks:
+            self._until = time.monotonic() + FLUSH_SECONDS
+
+    def _keep(self) -> None:
+        if self._known is not None and self._known.is_due(self._boundaries.num_blocks):
+            self._known.rewrite(self._boundaries.known())
 
     # What becomes known of the store
 
@@ -147,6 +161,14 @@ class KVEvents:
             self._boundaries.take(report)
             self._until = time.monotonic() + FLUSH_SECONDS
             (self._writing.add if report.writing else self._writing.discard)(report.rank)
+            self._hear(report.rank)
+
+    def _hear(self, rank: int) -> None:
+        """Ask what the blocks are that were found at the start, once all ranks have said it."""
+        if rank in self._unheard:
+            self._unheard.remove(rank)
+            if not self._unheard and self._known is not None:
+                self._known.recall(self._boundaries.held(NO_TAGS))
 
     def reset(self, epoch: int) -> None:
         """The ranks forget all records.
@@ -156,6 +178,8 @@ class KVEvents:
         """
         self._epoch = epoch
         self._boundaries.forget()
+        if self._known is not None:
+            self._known.forget()
 
     def cleared(self) -> None:
         """Announce everything again: vLLM tells consumers to forget all of this engine."""
@@ -168,14 +192,17 @@ class KVEvents:
         """Whether a step must be made although no request runs."""
         if self._first or not self._boundaries.settled:
             return True
-        return bool(self._writing) and time.monotonic() < self._until
+        waits = bool(self._writing) or (self._known is not None and self._known.recalling)
+        return waits and time.monotonic() < self._until
 
     def take(self) -> list[KVCacheEvent]:
         """Events since the last call: what is gone, then what is there."""
+        self._recall()
         if not self._first and self._boundaries.settled:
             return []
         events, self._first = self._first, []
         removed, stored = self._boundaries.settle()
+        self._keep()
         by_place: dict[tuple[int, Tier], list[Any]] = {}
         for node, group, tier in removed:
             block_hash = maybe_convert_block_hash(BlockHash(node.block.block_hash))
@@ -193,6 +220,11 @@ class KVEvents:
             )
         return events + [self._stored(change) for change in stored]
 
+    def close(self) -> None:
+        """Let what is known be written."""
+        if self._known is not None:
+            self._known.close()
+
     def _stored(self, change: Change) -> BlockStored:
         block, group = change.node.block, change.group
         parent = block.parent_hash
@@ -205,7 +237,7 @@ class KVEvents:
             lora_id=block.lora_id,
             medium=medium,
             lora_name=block.lora_name,
-            extra_keys=block.extra_keys,
+            extra_keys=to_event_extra_keys([block.extra_keys]),
             group_idx=group,
             kv_cache_spec_kind=self._kinds[group],
             kv_cache_spec_sliding_window=self._windows[group],

@@ -115,8 +115,8 @@ class StoreNotes:
 
     def restored(self, key: CacheEngineKey, header: Header) -> None:
         """A record was found on disk at the start."""
-        with self._lock:
-            self._expect(key, RecordName(header.group, header.block_hash, header.tags))
+        with self._lock:  # all of them are there, so none gives way to another
+            self._expected[key] = RecordName(header.group, header.block_hash, header.tags)
         self._touched.append(key)
 
     def expect(self, records: Iterable[tuple[CacheEngineKey, RecordKey]]) -> None:

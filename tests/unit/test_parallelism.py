@@ -72,6 +72,7 @@ def test_each_data_parallel_engine_has_a_folder_of_its_own(tmp_path):
         for name in "ab":
             (tmp_path / name).mkdir(exist_ok=True)
         settle_disk_folder(config, SimpleNamespace(data_parallel_index=engine))
+        settle_disk_folder(config, SimpleNamespace(data_parallel_index=engine))  # the other role
         return config.local_disk
 
     assert folder(0) == f"{tmp_path}/a, {tmp_path}/b"

@@ -11,6 +11,8 @@ from typing import BinaryIO
 # Records contain prompts: file modes that keep others out.
 PRIVATE_FILE = 0o600
 GROUP_FILE = 0o660
+# What `prompts_file` keeps beside the records of local_disk; the second while it is rewritten.
+PROMPTS_FILES = (".lmcache-hybrid-prompts", ".lmcache-hybrid-prompts.new")
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders of LMCache's ``fs://`` (``*.data``) and ``local_disk`` (``*.pt``)."""
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lmcache_hybrid.core.errors import StoreError
-from lmcache_hybrid.storage.disk.files import open_regular
+from lmcache_hybrid.storage.disk.files import PROMPTS_FILES, open_regular
 from lmcache_hybrid.storage.folder.folder_lock import LOCK_NAME
 from lmcache_hybrid.storage.folder.record_files import DATA, TEMPORARY, WRAPPER_BYTES, key_of
 from lmcache_hybrid.storage.key_names import printable
@@ -54,7 +55,7 @@ class FolderStore:
             )
 
     def _entry(self, file: os.DirEntry) -> Iterator[Entry]:
-        if file.name == LOCK_NAME:
+        if file.name in (LOCK_NAME, *PROMPTS_FILES):
             return
         key = key_of(file.name, DATA, TEMPORARY, LOCAL_DISK)
         if key is None or not file.is_file(follow_symlinks=False):
@@ -104,7 +105,19 @@ class FolderStore:
                     f"{printable(where)} cannot be deleted ({error.strerror}) after "
                     f"{deleted} others were; run this as the user of the engine."
                 ) from error
+        for folder in self._folders:
+            with contextlib.suppress(OSError):
+                _delete_prompts(folder)
         return deleted
 
     def close(self) -> None:
         return
+
+
+def _delete_prompts(folder: Path) -> None:
+    """Delete what says which prompts the records are of, where there are none left."""
+    with os.scandir(folder) as files:
+        if any(key_of(file.name, DATA, TEMPORARY, LOCAL_DISK) for file in files):
+            return
+    for name in PROMPTS_FILES:
+        (folder / name).unlink(missing_ok=True)

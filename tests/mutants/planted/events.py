@@ -10,6 +10,8 @@ STORE = "lmcache_hybrid/storage/lmcache_store.py"
 SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
 CONNECTOR = "lmcache_hybrid/connector.py"
 CHANGES = "lmcache_hybrid/protocol/changes.py"
+PROMPTS = "lmcache_hybrid/storage/disk/prompts_file.py"
+ENTRIES = "lmcache_hybrid/storage/disk/prompt_entries.py"
 
 DEFECTS: tuple[Defect, ...] = (
     one(
@@ -111,13 +113,13 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a store that hangs keeps an idle engine busy",
         EVENTS,
-        "return bool(self._writing) and time.monotonic() < self._until",
-        "return bool(self._writing)",
+        "return waits and time.monotonic() < self._until",
+        "return waits",
     ),
     one(
         "the end of an idle engine's writes is not published",
         EVENTS,
-        "return bool(self._writing) and time.monotonic() < self._until",
+        "return waits and time.monotonic() < self._until",
         "return False",
     ),
     one(
@@ -233,5 +235,107 @@ DEFECTS: tuple[Defect, ...] = (
         CONNECTOR,
         "            self._events.cleared()\n",
         "            pass\n",
+    ),
+    one(
+        "what lies on disk at a restart is announced once it is asked for",
+        EVENTS,
+        "                self._known.recall(self._boundaries.held(NO_TAGS))\n",
+        "                pass\n",
+    ),
+    one(
+        "an idle engine announces of its disk what its first steps learn",
+        EVENTS,
+        "        waits = bool(self._writing) or (self._known is not None and self._known.recalling)\n",
+        "        waits = bool(self._writing)\n",
+    ),
+    one(
+        "blocks that were evicted since the start push others out of memory",
+        EVENTS,
+        "            if self._boundaries.holds(key) and (not parent",
+        "            if (not parent",
+    ),
+    one(
+        "new prompts are not known after a restart",
+        EVENTS,
+        "            self._known.add(new)\n",
+        "            pass\n",
+    ),
+    one(
+        "prompts stay on disk after a reset",
+        EVENTS,
+        "            self._known.forget()\n",
+        "            pass\n",
+    ),
+    one(
+        "the prompts on disk grow for ever",
+        PROMPTS,
+        " or self._count > 2 * known + SLACK\n",
+        "\n",
+    ),
+    one(
+        "prompts that others may write count",
+        PROMPTS,
+        "        if mode != (GROUP_FILE if shared else PRIVATE_FILE):\n",
+        "        if mode == 0:\n",
+    ),
+    one(
+        "prompts of another layout count",
+        PROMPTS,
+        "        if data.read(len(self._entries.header)) != self._entries.header:\n",
+        "        if not data.read(len(self._entries.header)):\n",
+    ),
+    one(
+        "prompts are written to a file that was deleted",
+        PROMPTS,
+        "            if not os.fstat(self._file).st_nlink:\n",
+        "            if not os.fstat(self._file):\n",
+    ),
+    one(
+        "tokens that somebody wrote beside the records are announced under any hash",
+        ENTRIES,
+        "        if block_hash != entry.block_hash:\n            return None\n",
+        "",
+    ),
+    one(
+        "a block of no tokens hides the right one",
+        ENTRIES,
+        "        if not 0 < len(tokens) <= self._size or",
+        "        if len(tokens) > self._size or",
+    ),
+    one(
+        "damaged prompts count",
+        ENTRIES,
+        "            if self._digester.chunk(payload) == digest:\n",
+        "            if digest:\n",
+    ),
+    one(
+        "blocks with two images are not known after a restart",
+        ENTRIES,
+        "        copied.append((sys.intern(tag), *rest))\n",
+        "        copied.append((tag, *rest))\n",
+    ),
+    one(
+        "an adapter's prompts are announced after a restart, whatever the adapter is then",
+        ENTRIES,
+        '{"mm": (str, int), "cache_salt": (str,)}',
+        '{"mm": (str, int), "cache_salt": (str,), "lora": (str, str)}',
+    ),
+    one(
+        "a restart reports a part of what a large disk holds",
+        NOTES,
+        "            self._expected[key] = RecordName(header.group, header.block_hash, header.tags)\n",
+        "            self._expect(key, RecordName(header.group, header.block_hash, header.tags))\n",
+    ),
+    one(
+        "a purge leaves the prompts of the records",
+        "lmcache_hybrid/tools/stored/folder_store.py",
+        "        (folder / name).unlink(missing_ok=True)\n",
+        "        pass\n",
+    ),
+    one(
+        "a purge takes the prompts of the records that it leaves",
+        "lmcache_hybrid/tools/stored/folder_store.py",
+        "        if any(key_of(file.name, DATA, TEMPORARY, LOCAL_DISK) for file in files):\n",
+        "        if not files:\n",
     ),
 )

@@ -77,7 +77,7 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a worker takes another engine's folder",
         "lmcache_hybrid/connector.py",
-        "            settle_disk_folder(config, parallel)\n",
+        "        settle_disk_folder(config, parallel)\n",
         "",
     ),
     one(

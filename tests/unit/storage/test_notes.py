@@ -135,7 +135,8 @@ def test_a_write_that_ends_after_its_record_was_evicted_from_ram(box, told) -> N
     one.backend.forget(key)
 
 
-def test_a_restart_reports_what_lies_on_disk(box, told) -> None:
+def test_a_restart_reports_what_lies_on_disk(box, told, monkeypatch) -> None:
+    monkeypatch.setattr(module, "KEPT_EXPECTED", 1)  # of writes; the disk may hold more
     tagged = KEYS[0]._replace(tags=(("user", "a"),))
     box("disk").write([*KEYS, tagged]).close()
     box("disk", notes=told.notes)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_hybrid.storage.disk.files import PROMPTS_FILES
 from lmcache_hybrid.storage.key_names import MODEL_NAME_LENGTH, readable_name
 from lmcache_hybrid.tools.stored import record_store
 from lmcache_hybrid.tools.stored.record_store import Names
@@ -177,3 +178,18 @@ def test_names_beyond_memory_come_from_a_file(monkeypatch):
         chosen.add(name)
     assert len(chosen) == 50 and list(chosen) == given == list(chosen)
     chosen.close()
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_prompts_go_with_the_last_record(box, left):
+    """An engine with KV cache events keeps them beside the records of local_disk."""
+    filled = box("disk").write()
+    prompts = [filled.folder / name for name in PROMPTS_FILES]
+    for path in prompts:
+        path.write_bytes(b"tokens")
+    assert run_json("inspect", store_of(filled))["foreign"] == 0
+    for key in KEYS[left:]:
+        aged(filled, key)
+    assert "Deleted" in run("purge", store_of(filled), "--older-than", "89d", "--yes")
+    assert records(filled) == left
+    assert [path.exists() for path in prompts] == [bool(left)] * 2
