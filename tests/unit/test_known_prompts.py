@@ -270,13 +270,13 @@ KEY = KeyedDigester(bytes(32))
 
 @pytest.mark.parametrize("why", ["mode", "owner", "layout", "link", "key", "folder"])
 def test_a_file_of_others_is_begun_anew(tmp_path, monkeypatch, hybrid_log, why) -> None:
-    one, options = prompt(1), {}
+    one, options, user = prompt(1), {}, os.geteuid()
     forged(tmp_path, *blocks_of(one))
     path = tmp_path / PROMPTS_FILES[0]
     if why == "mode":
         path.chmod(0o640)
     elif why == "owner":
-        monkeypatch.setattr(os, "geteuid", lambda uid=os.geteuid(): uid + 1)
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     elif why == "layout":
         path.write_bytes(path.read_bytes().replace(b"prompts 1,", b"prompts 2,"))
     elif why == "link":

@@ -245,8 +245,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "an idle engine announces of its disk what its first steps learn",
         EVENTS,
-        "        waits = bool(self._writing) or (self._known is not None and self._known.recalling)\n",
-        "        waits = bool(self._writing)\n",
+        " or (self._known is not None and self._known.recalling)\n",
+        "\n",
     ),
     one(
         "blocks that were evicted since the start push others out of memory",
@@ -323,8 +323,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a restart reports a part of what a large disk holds",
         NOTES,
-        "            self._expected[key] = RecordName(header.group, header.block_hash, header.tags)\n",
-        "            self._expect(key, RecordName(header.group, header.block_hash, header.tags))\n",
+        "self._expected[key] = RecordName(header.group, header.block_hash, header.tags)\n",
+        "self._expect(key, RecordName(header.group, header.block_hash, header.tags))\n",
     ),
     one(
         "a purge leaves the prompts of the records",
