@@ -55,8 +55,7 @@ def prompts_file_for(
 ) -> "PromptsFile | None":
     """Open the file of an engine; None where nothing is announced of ``local_disk``.
 
-    Args:
-        config: with the folder of this data-parallel engine.
+    ``config`` has the folder of this data-parallel engine.
     """
     if not (options.events and options.alone and config.local_disk):
         return None
