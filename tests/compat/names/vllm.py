@@ -218,11 +218,6 @@ VLLM = (
         ("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
     ),
     Hook(
-        "vllm.v1.core.kv_cache_utils",
-        "hash_block_tokens",
-        ("hash_function", "parent_block_hash", "curr_block_token_ids", "extra_keys"),
-    ),
-    Hook(
         "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector",
         "MultiConnector.sub_connectors",
     ),
