@@ -94,6 +94,11 @@ READ = (
     Hook("vllm.outputs", "RequestOutput.prompt_token_ids"),
     Hook("vllm.outputs", "CompletionOutput.token_ids"),
     Hook("vllm.logprobs", "Logprob.logprob"),
+    Hook(
+        "vllm.v1.core.kv_cache_utils",
+        "hash_block_tokens",
+        ("hash_function", "parent_block_hash", "curr_block_token_ids", "extra_keys"),
+    ),
     *attributes("vllm.logger", "_VllmLogger", "info_once warning_once"),
     Hook("torch.cpu", "_is_amx_tile_supported"),
     Hook("torch.backends.cpu", "get_cpu_capability"),
