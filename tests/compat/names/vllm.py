@@ -128,8 +128,9 @@ VLLM = (
         "SchedulerConfig.disable_hybrid_kv_cache_manager",
         replaced_in=_CONFIGURATION,
     ),
-    *attributes(_CONFIG, "VllmConfig", "weight_transfer_config speculative_config"),
-    *attributes(_CONFIG, "VllmConfig", "aux_output_config"),
+    *attributes(
+        _CONFIG, "VllmConfig", "weight_transfer_config speculative_config aux_output_config"
+    ),
     Hook("vllm.config.aux_output", "AuxOutputConfig.enabled"),
     Hook(
         "vllm.distributed.aux_output_connector.connector",
@@ -216,11 +217,6 @@ VLLM = (
         "vllm.v1.core.kv_cache_utils",
         "generate_block_hash_extra_keys",
         ("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
-    ),
-    Hook(
-        "vllm.v1.core.kv_cache_utils",
-        "hash_block_tokens",
-        ("hash_function", "parent_block_hash", "curr_block_token_ids", "extra_keys"),
     ),
     Hook(
         "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector",

@@ -293,13 +293,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "tokens that somebody wrote beside the records are announced under any hash",
         ENTRIES,
-<<<<<<< HEAD
-        "        if block_hash != entry.block_hash:\n            return None\n",
-        "",
-=======
         "            block_hash = hash_block_tokens(self._hash, parent, part, hashed)\n",
         "            block_hash = entry.block_hash\n",
->>>>>>> w5-events
     ),
     one(
         "a block of no tokens hides the right one",
