@@ -79,7 +79,7 @@ soak-events: venv  ## 1,000 prompts whose hits are foreseen from KV events; figu
 bench-reuse: venv  ## replay traces of prompts: six minutes; figures go to docs/generated/reuse.json
 	$(BIN)/lmcache-hybrid bench reuse --out docs/generated/reuse.json
 
-bench: venv  ## times and bandwidths beside their limits: half an hour; to docs/generated/performance.json
+bench: venv  ## times and bandwidths beside their limits: forty minutes; to docs/generated/performance.json
 	$(BIN)/lmcache-hybrid bench performance --out docs/generated/performance.json
 
 bench-weights: venv  ## what a digest of 50 GB of weights costs at start-up: a minute; to docs/generated/weights.json
@@ -94,7 +94,7 @@ bench-redis-clients: venv  ## clients of Redis beside bare sockets: a minute; in
 bench-scale: venv  ## what one Valkey serves of one engine, and of a thousand; to docs/generated/scale.json
 	$(BIN)/lmcache-hybrid bench scale --out docs/generated/scale.json
 
-bench-serve: venv  ## servers asked by vLLM's own client: a quarter of an hour; to docs/generated/serve.json
+bench-serve: venv  ## servers asked by vLLM's own client: twenty minutes; to docs/generated/serve.json
 	$(BIN)/lmcache-hybrid bench serve --arms unlimited,ram --prefixes 32 --prompts 1 --share 0.54
 
 lint: venv  ## ruff over everything, mypy over both packages, who may import whom
