@@ -25,7 +25,7 @@ from lmcache_hybrid.config.options import (
     read_options,
     settle_lmcache_config,
 )
-from lmcache_hybrid.config.parallel import check_parallelism, settle_disk_folder
+from lmcache_hybrid.config.parallel import check_parallelism, check_prefix_cache, settle_disk_folder
 from lmcache_hybrid.config.redis_credentials import unencrypted
 from lmcache_hybrid.core.errors import ConfigError, UnknownWeightsError
 from lmcache_hybrid.core.groups import layer_specs, page_bytes, plan_groups
@@ -101,6 +101,7 @@ class HybridConnector:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         check_parallelism(vllm_config)
+        check_prefix_cache(vllm_config)
         config = load_lmcache_config(vllm_config)
         self._options = options = read_options(vllm_config, config)
         plan = plan_groups(kv_cache_config, options.attention_group)

@@ -117,13 +117,8 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
 
     Raises:
         ConfigError: an unknown setting of ours, a number that is not whole, a negative length,
-            an unknown policy, a limit without ``fs://``, a bad key file, or no prefix cache.
+            an unknown policy, a limit without ``fs://``, or a key file that cannot be used.
     """
-    if not vllm_config.cache_config.enable_prefix_caching:
-        raise ConfigError(
-            "enable_prefix_caching=False, set by vLLM for this attention backend, leaves nothing "
-            "to store; choose another --attention-backend, or unset VLLM_BATCH_INVARIANT."
-        )
     transfer = vllm_config.kv_transfer_config
     known = {
         *(ATTENTION_GROUP_KEY, CHECKPOINT_KEY, KEY_FILE_KEY, POLICY_KEY),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ways to spread a model over ranks are served, and each data-parallel engine's folder."""
+"""Which engines are served: spread over which ranks, with which folder, with a prefix cache."""
 
 import os
 from collections.abc import Callable
@@ -48,6 +48,15 @@ def check_parallelism(vllm_config: "VllmConfig") -> None:
             f"pipeline_parallel_size={stages} with --speculative-config on vLLM's V1 model runner "
             "lets only the last stage save, so nothing could be hit; unset "
             "VLLM_USE_V2_MODEL_RUNNER=0, or remove one of the two."
+        )
+
+
+def check_prefix_cache(vllm_config: "VllmConfig") -> None:
+    """Raise ConfigError where vLLM has turned its prefix cache off while it built the layers."""
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "enable_prefix_caching=False, set by vLLM for this attention backend, leaves nothing "
+            "to store; choose another --attention-backend, or unset VLLM_BATCH_INVARIANT."
         )
 
 

@@ -58,8 +58,7 @@ def engine_arguments(command: list[str]) -> argparse.Namespace:
 def accept(transfer: KVTransferConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What an engine checks at start-up; returns LMCache's configuration."""
     monkeypatch.setattr(lmcache_utils, "_config_instance", None)
-    cache = SimpleNamespace(enable_prefix_caching=True)
-    config = SimpleNamespace(kv_transfer_config=transfer, cache_config=cache)
+    config = SimpleNamespace(kv_transfer_config=transfer)
     lmcache = load_lmcache_config(config)
     for name in transfer.kv_connector_extra_config:
         assert hasattr(lmcache, name.removeprefix("lmcache.")), f"LMCache has no {name}"

@@ -289,9 +289,7 @@ def make_output(
 
 def vllm_config(transfer) -> SimpleNamespace:
     """Stands in for VllmConfig where only ``kv_transfer_config`` is read."""
-    return SimpleNamespace(
-        cache_config=SimpleNamespace(enable_prefix_caching=True), kv_transfer_config=transfer
-    )
+    return SimpleNamespace(kv_transfer_config=transfer)
 
 
 @cache

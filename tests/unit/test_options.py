@@ -4,11 +4,12 @@
 import pytest
 
 from lmcache_hybrid.config.folders import FolderLimits
-from lmcache_hybrid.config.options import Options, check_lengths, read_options
+from lmcache_hybrid.config.options import Options, check_lengths
+from lmcache_hybrid.config.parallel import check_prefix_cache
 from lmcache_hybrid.core.errors import ConfigError
 
-from .helpers import vllm_config
-from .lmcache_settings import assert_one_sentence, lmcache_config, options, transfer
+from .helpers import engine_config
+from .lmcache_settings import assert_one_sentence, lmcache_config, options
 
 pytestmark = pytest.mark.usefixtures("no_lmcache_settings")
 
@@ -151,7 +152,8 @@ def test_refuses_limits_where_there_is_no_folder(url):
 
 def test_a_prefix_cache_that_was_turned_off_later_ends_the_start():
     """Some attention backends do so when the layers are built, after vLLM's configuration."""
-    config = vllm_config(transfer())
+    config = engine_config("lfm2")
+    check_prefix_cache(config)
     config.cache_config.enable_prefix_caching = False
     with pytest.raises(ConfigError, match="enable_prefix_caching=False, .*; choose another"):
-        read_options(config, lmcache_config())
+        check_prefix_cache(config)

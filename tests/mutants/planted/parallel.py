@@ -142,7 +142,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "a prefix cache that is off after all is served",
-        "lmcache_hybrid/config/options.py",
+        PARALLEL,
         "    if not vllm_config.cache_config.enable_prefix_caching:\n",
         "    if False:\n",
     ),
