@@ -161,8 +161,8 @@ def lose(worker: "HybridWorker", group: int | None) -> None:
     def restore_and_lose(load: "LoadSpec", claim: Any, after: Any) -> int:
         size = restore(load, claim, after)
         _write(pages, _last_block(worker, load, group), torch.zeros(pages.block_bytes, dtype=BYTE))
-        for row in pages.rows[:1]:
-            _wait(row.device)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
         return size
 
     vars(worker.loads)["_restore"] = restore_and_lose
