@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """After a reset nothing stored before is served, in whatever state a request is."""
 
-import pytest
+from contextlib import nullcontext
 
+import pytest
+from vllm.v1.core.sched.interface import PauseState
+
+from .engine import SimEngine
 from .reset import reload_weights, replace_weights, reset_all
-from .storage import N
+from .setup import Setup
+from .storage import N, Pool
 from .warm import PROMPT, hits, wait_for_load
 
 
@@ -92,3 +97,28 @@ def test_a_reset_that_a_rank_does_not_answer_ends_all_hits(engine):
         engine.add(name, PROMPT, 2)
         engine.drain()
     assert hits(engine) == 1
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_beside_a_running_request_only_a_paused_engine_is_reset(paused):
+    """As the messages and docs/reliability.md say.
+
+    With steps in flight vLLM cannot free what runs, and everything is computed until a reset
+    succeeds.
+    """
+    engine = SimEngine(Setup(groups="sa", answers=0, batch=N, overlap=True, runner="v2"), Pool())
+    engine.add("running", PROMPT, 8)
+    engine.step()
+    engine.step()
+    assert engine.scheduler.defer_block_free and engine._queue
+    if paused:  # POST /pause?mode=keep
+        engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        engine.step()
+    with nullcontext() if paused else pytest.raises(RuntimeError):
+        assert engine.scheduler.reset_prefix_cache(True, reset_connector=True)
+    assert engine.hybrid.closed is not paused
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.drain()
+    engine.add("again", PROMPT, 2)
+    engine.drain()
+    assert engine.hybrid.counts.lookups["miss"] == (2 if paused else 1)
