@@ -153,8 +153,8 @@ class HybridConnector:
         sizes = {i: page_bytes(groups[i]) * plan.blocks_per_record(i) for i in plan.groups}
         policy = policy_for(options.load_policy, plan, sizes)
         parallel = self._vllm_config.parallel_config
+        known = prompts_file_for(self._vllm_config, config, options, plan.block_size, unit)
         if options.events:
-            known = prompts_file_for(self._vllm_config, config, options, plan.block_size, unit)
             self._events = KVEvents(plan, groups, parallel.world_size, known)
         log_events(self._vllm_config, config)
         pins = Pins(plan, sizes, config.max_local_cpu_size if config.local_cpu else None)

@@ -155,8 +155,8 @@ def _settle_hybrid(config: VllmConfig) -> None:
     cache, transfer = config.cache_config, config.kv_transfer_config
     if not cache.enable_prefix_caching and config.model_config.runner_type == "pooling":
         raise ValueError(
-            "enable_prefix_caching=False, vLLM's default for this pooling model, leaves no "
-            "boundary that LMCache could store; remove --kv-transfer-config."
+            "enable_prefix_caching=False leaves no boundary that LMCache could store for this "
+            "pooling model, and may be vLLM's default for it; remove --kv-transfer-config."
         )
     if not cache.enable_prefix_caching:
         raise ValueError(
@@ -247,7 +247,8 @@ def _refuse_unsound_steps(config: VllmConfig) -> None:
             "all2all_backend='nixl_ep' reports a lost expert after a step's blocks were stored; "
             "choose another --all2all-backend."
         )
-    if parallel.distributed_executor_backend == "external_launcher":
+    launched = parallel.distributed_executor_backend == "external_launcher"
+    if launched and (parallel.world_size > 1 or int(os.environ.get("RANK", "0"))):
         raise ValueError(
             "distributed_executor_backend='external_launcher' gives each rank a scheduler that "
             "must decide alike, and lookups end at different times on them; use 'mp' or 'ray'."

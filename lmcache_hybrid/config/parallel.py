@@ -55,8 +55,9 @@ def check_prefix_cache(vllm_config: "VllmConfig") -> None:
     """Raise ConfigError where vLLM has turned its prefix cache off while it built the layers."""
     if not vllm_config.cache_config.enable_prefix_caching:
         raise ConfigError(
-            "enable_prefix_caching=False, set by vLLM for this attention backend, leaves nothing "
-            "to store; choose another --attention-backend, or unset VLLM_BATCH_INVARIANT."
+            "enable_prefix_caching=False, set by vLLM while it built the model (its log says why), "
+            "leaves nothing to store; choose another --attention-backend, unset "
+            "VLLM_BATCH_INVARIANT, or remove --kv-transfer-config."
         )
 
 

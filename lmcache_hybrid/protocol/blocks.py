@@ -59,8 +59,8 @@ class KnownBlocks(Protocol):
     def rewrite(self, blocks: Sequence[tuple[int, Block]]) -> None:
         """Keep these blocks, by depth, and none that were added before."""
 
-    def forget(self) -> None:
-        """Let the next :meth:`is_due` be true: what was kept shall not stay."""
+    def erase(self) -> None:
+        """Keep nothing of what was added so far, whatever fails later."""
 
     def close(self) -> None:
         """Write what was added. Idempotent."""

@@ -76,7 +76,7 @@ class KVEvents:
         self._writing = set(range(ranks))
         self._known = known
         # Ranks that have not said yet what they found at the start.
-        self._unheard = set(range(ranks))
+        self._unreported = set(range(ranks))
         self._until = time.monotonic() + FLUSH_SECONDS
 
     # What becomes known of blocks
@@ -142,8 +142,6 @@ class KVEvents:
             # One that is not held would push another out of those to remember.
             if self._boundaries.holds(key) and (not parent or self._boundaries.knows(parent)):
                 self._boundaries.learn(key, parent, block)
-        if blocks:
-            self._until = time.monotonic() + FLUSH_SECONDS
 
     def _keep(self) -> None:
         if self._known is not None and self._known.is_due(self._boundaries.num_blocks):
@@ -161,13 +159,13 @@ class KVEvents:
             self._boundaries.take(report)
             self._until = time.monotonic() + FLUSH_SECONDS
             (self._writing.add if report.writing else self._writing.discard)(report.rank)
-            self._hear(report.rank)
+            self._reported(report.rank)
 
-    def _hear(self, rank: int) -> None:
+    def _reported(self, rank: int) -> None:
         """Ask what the blocks are that were found at the start, once all ranks have said it."""
-        if rank in self._unheard:
-            self._unheard.remove(rank)
-            if not self._unheard and self._known is not None:
+        if rank in self._unreported:
+            self._unreported.remove(rank)
+            if not self._unreported and self._known is not None:
                 self._known.recall(self._boundaries.held(NO_TAGS))
 
     def reset(self, epoch: int) -> None:
@@ -179,7 +177,7 @@ class KVEvents:
         self._epoch = epoch
         self._boundaries.forget()
         if self._known is not None:
-            self._known.forget()
+            self._known.erase()
 
     def cleared(self) -> None:
         """Announce everything again: vLLM tells consumers to forget all of this engine."""
@@ -192,8 +190,9 @@ class KVEvents:
         """Whether a step must be made although no request runs."""
         if self._first or not self._boundaries.settled:
             return True
-        waits = bool(self._writing) or (self._known is not None and self._known.recalling)
-        return waits and time.monotonic() < self._until
+        if self._known is not None and self._known.recalling:
+            return True
+        return bool(self._writing) and time.monotonic() < self._until
 
     def take(self) -> list[KVCacheEvent]:
         """Events since the last call: what is gone, then what is there."""

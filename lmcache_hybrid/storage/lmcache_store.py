@@ -312,7 +312,7 @@ class LMCacheStore:
             for key, buffer in records:
                 fingerprint = self._names.fingerprint_of(key)
                 seal(buffer.record, key, fingerprint, buffer.digests, self._digester)
-            self._removal.written([self.engine_key(key) for key, _ in records])
+            self._removal.unhide([self.engine_key(key) for key, _ in records])
             if self._notes is not None:
                 self._notes.expect((self.engine_key(key), key) for key, _ in records)
             ours = [record for record in records if self._names.is_written_here(record[0])]

@@ -38,7 +38,7 @@ class Removal:
         """Keys that are not to be looked up in a backend."""
         return self._hidden.get(backend, ())
 
-    def written(self, keys: Sequence[CacheEngineKey]) -> None:
+    def unhide(self, keys: Sequence[CacheEngineKey]) -> None:
         """Look records up again, which are about to be written."""
         for hidden in list(self._hidden.values()):
             hidden.difference_update(keys)

@@ -314,18 +314,6 @@ def test_the_file_has_no_more_than_twice_what_is_known(tmp_path, monkeypatch) ->
     assert len(restarted(tmp_path, *map(prompt, range(9)))) == 6
 
 
-def test_a_reset_leaves_no_prompt(tmp_path) -> None:
-    one = prompt(1)
-    life, _ = first_life(tmp_path, one)
-    assert one.block_hashes[0] in life.path.read_bytes()
-    life.scheduler.end_reset(bool(life.scheduler.begin_reset()))
-    life.settled()
-    assert life.path.read_bytes() == life.file._entries.header
-    saved(life, prompt(2), 3)
-    life.settled()
-    assert len(restarted(tmp_path, one, prompt(2))) == 6
-
-
 def test_a_disk_that_cannot_be_written_costs_nothing_but_the_file(
     tmp_path, monkeypatch, hybrid_log
 ) -> None:
@@ -369,10 +357,14 @@ def test_only_an_engine_that_announces_its_disk_keeps_prompts(
 ) -> None:
     (tmp_path / "a").mkdir()
     config = lmcache_config(local_disk=folders and folders.format(tmp_path))
+    left = [(tmp_path / "a" if folders and "a" in folders else tmp_path) / n for n in PROMPTS_FILES]
+    for each in left:
+        each.touch()
     vllm = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"))
     options = dataclasses.replace(OPTIONS, events=events, alone=alone)
     file = module.prompts_file_for(vllm, config, options, N, N)
     assert (file is not None) == bool(events and alone and folders)
+    assert all(each.exists() == (file is not None or not folders) for each in left)
     if file is not None:
         file.recall(set())
         file.rewrite([])

@@ -15,7 +15,7 @@ def test_a_pooling_model_without_prefixes_is_told_so():
     config = engine_config("qwen3_next")
     config.cache_config.enable_prefix_caching = False
     config.model_config.runner_type = "pooling"
-    with pytest.raises(ValueError, match="default for this pooling model, .* remove --kv-transfer"):
+    with pytest.raises(ValueError, match="this pooling model, .* remove --kv-transfer"):
         configuration._settle(config)
 
 
@@ -28,14 +28,29 @@ def test_a_pooling_model_without_prefixes_is_told_so():
             "all2all_backend='nixl_ep' .*; choose another --all2all-backend",
         ),
         ({"all2all_backend": "nixl_ep"}, None),
+        (
+            {"distributed_executor_backend": "external_launcher", "world_size": 2},
+            "'external_launcher' .* lookups .*; use 'mp' or 'ray'",
+        ),
+        ({"distributed_executor_backend": "external_launcher"}, None),
     ],
 )
-def test_steps_that_fail_and_go_on_are_refused(parallel, sentence):
-    """What such a step left in its blocks would be stored, and served to every engine."""
+def test_what_makes_blocks_or_schedules_differ_is_refused(parallel, sentence, monkeypatch):
+    """What a failed step left in its blocks would be stored, and served to every engine."""
+    monkeypatch.delenv("RANK", raising=False)
     config = engine_config("qwen3_next")
     for name, value in parallel.items():
         setattr(config.parallel_config, name, value)
     with pytest.raises(ValueError, match=sentence) if sentence else nullcontext():
+        configuration._settle(config)
+
+
+def test_a_rank_that_torchrun_started_is_refused(monkeypatch):
+    """It names itself by its number among all, and its scheduler asks the first one."""
+    config = engine_config("qwen3_next")
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ValueError, match="external_launcher"):
         configuration._settle(config)
 
 

@@ -261,10 +261,6 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
             "speculative_config with method 'ngram' .* on vLLM's CPU backend; remove --spec",
         ),
         ({"weight_transfer_config": {}}, "weight_transfer_config=.*; remove --weight-transfer"),
-        (
-            {"distributed_executor_backend": "external_launcher"},
-            "'external_launcher' .* lookups .*; use 'mp' or 'ray'",
-        ),
     ],
 )
 def test_what_would_make_answers_wrong_is_refused(args, sentence):

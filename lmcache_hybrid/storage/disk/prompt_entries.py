@@ -9,7 +9,7 @@ import contextlib
 import struct
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from typing import Annotated, Any, BinaryIO
 
@@ -77,26 +77,29 @@ class PromptEntries:
             return b""
         return _HEAD.pack(len(payload), self._digester.chunk(payload)) + payload
 
-    def read(self, data: BinaryIO, wanted: AbstractSet[bytes]) -> list[Block]:
+    def read(
+        self, data: BinaryIO, wanted: AbstractSet[bytes], stop: Callable[[], bool]
+    ) -> list[Block]:
         """The blocks that ``data`` describes, in its order, each once.
 
         Args:
             data: behind the header.
             wanted: ``wide_hash`` of theirs; others are left out.
+            stop: asked before each entry: somebody may have made a file without an end.
         """
         found: dict[bytes, Block] = {}
-        for entry in self._entries(data):
+        for entry in self._entries(data, stop):
             if wide_hash(entry.block_hash) in wanted and entry.block_hash not in found:
                 block = self._block(entry)
                 if block is not None:
                     found[block.block_hash] = block
         return list(found.values())
 
-    def _entries(self, data: BinaryIO) -> Iterator[_Entry]:
+    def _entries(self, data: BinaryIO, stop: Callable[[], bool]) -> Iterator[_Entry]:
         """Those with the right digest: an engine that was killed may have cut off the last."""
-        while len(head := data.read(_HEAD.size)) == _HEAD.size:
+        while not stop() and len(head := data.read(_HEAD.size)) == _HEAD.size:
             length, digest = _HEAD.unpack(head)
-            if length > MAX_ENTRY_BYTES:
+            if not 0 < length <= MAX_ENTRY_BYTES:  # 0 in a hole
                 return
             payload = data.read(length)
             if self._digester.chunk(payload) == digest:

@@ -42,6 +42,8 @@ logger = init_logger("vllm.lmcache_hybrid.storage.disk.prompts_file")
 AT_ONCE = 256
 # Entries that the file may hold beyond twice the known blocks.
 SLACK = 1024
+# To read the file at most; a thousand blocks take less than one.
+READ_SECONDS = 60.0
 # Between two attempts to write a file that could not be written.
 RETRY_SECONDS = 60.0
 
@@ -55,13 +57,25 @@ def prompts_file_for(
 ) -> "PromptsFile | None":
     """Open the file of an engine; None where nothing is announced of ``local_disk``.
 
-    ``config`` has the folder of this data-parallel engine.
+    What an engine that did announce it left there is deleted. ``config`` has the folder of this
+    data-parallel engine.
     """
-    if not (options.events and options.alone and config.local_disk):
+    if not config.local_disk:
+        return None
+    folder = config.local_disk.split(",")[0].strip()
+    if not (options.events and options.alone):
+        with contextlib.suppress(OSError):
+            _delete(folder)
         return None
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     entries = PromptEntries(block_size, hash_block_size, algorithm, options.digester)
-    return PromptsFile(config.local_disk.split(",")[0].strip(), entries)
+    return PromptsFile(folder, entries)
+
+
+def _delete(folder: str) -> None:
+    for name in PROMPTS_FILES:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(folder, name))
 
 
 class PromptsFile:
@@ -80,7 +94,7 @@ class PromptsFile:
         """
         self._folder, self._entries = folder, entries
         self._path, self._new = (os.path.join(folder, name) for name in PROMPTS_FILES)
-        self._began = self._forgotten = False
+        self._began = self._closing = False
         self._reading: Future[list[Block]] | None = None
         self._found: deque[Block] = deque()
         self._rewriting: Future[None] | None = None
@@ -106,10 +120,13 @@ class PromptsFile:
         return [self._found.popleft() for _ in range(min(AT_ONCE, len(self._found)))]
 
     def _read(self, held: AbstractSet[bytes]) -> list[Block]:
+        until = time.monotonic() + READ_SECONDS
         try:
             with open_regular(self._path) as data:
                 self._check(data)
-                found = self._entries.read(data, held)
+                found = self._entries.read(
+                    data, held, lambda: self._closing or time.monotonic() > until
+                )
         except FileNotFoundError:
             return []
         except Exception as error:  # announcing is not worth an engine
@@ -135,7 +152,8 @@ class PromptsFile:
     # What is known now
 
     def add(self, blocks: Sequence[Block]) -> None:
-        self._thread.submit(self._append, blocks)
+        if self._rewriting is not None:  # else the first file will have them
+            self._thread.submit(self._append, blocks)
 
     def is_due(self, known: int) -> bool:
         if not self._began or self.recalling:
@@ -144,16 +162,16 @@ class PromptsFile:
             return False
         if self._file is None:
             return time.monotonic() >= self._again
-        return self._forgotten or self._count > 2 * known + SLACK
+        return self._count > 2 * known + SLACK
 
     def rewrite(self, blocks: Sequence[tuple[int, Block]]) -> None:
-        self._forgotten = False
         self._rewriting = self._thread.submit(self._rewrite, blocks)
 
-    def forget(self) -> None:
-        self._forgotten = True
+    def erase(self) -> None:
+        self._thread.submit(self._erase)
 
     def close(self) -> None:
+        self._closing = True  # ends a read
         self._thread.shutdown()
         self._close_file()
 
@@ -180,18 +198,25 @@ class PromptsFile:
                 os.rename(self._new, self._path)
                 self._close_file()
                 self._file, self._count = os.dup(data.fileno()), len(blocks)
-        except OSError as error:
+        except Exception as error:  # announcing is not worth an engine
             with contextlib.suppress(OSError):
                 os.unlink(self._new)
             self._fail(error)
 
-    def _fail(self, error: OSError) -> None:
+    def _erase(self) -> None:
+        self._close_file()
+        try:
+            _delete(self._folder)
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
         self._close_file()
         self._again = time.monotonic() + RETRY_SECONDS
         logger.warning_once(
             "%s cannot be written (%s): after a restart KV cache events may say what lies "
             "there only once it is asked for. Make room there, or make it writable.",
-            *(self._path, error.strerror),
+            *(self._path, getattr(error, "strerror", None) or error),
         )
 
     def _close_file(self) -> None:

@@ -137,9 +137,9 @@ class ClusterServers:
         with self._lock:
             if self._client is not None and not self._closed:
                 return self._client
-        return self._ask()
+        return self._wait_for_nodes()
 
-    def _ask(self) -> redis.RedisCluster:
+    def _wait_for_nodes(self) -> redis.RedisCluster:
         """Have the nodes say who has which slots; several callers wait for one answer.
 
         Raises:
@@ -150,7 +150,7 @@ class ClusterServers:
             if self._closed:
                 raise redis.ConnectionError("this engine is shutting down")
             if self._asking is None or self._asking.done():
-                self._asking = self._asker.submit(self._answer)
+                self._asking = self._asker.submit(self._ask_nodes)
             asking = self._asking
         try:
             return asking.result(self._seconds)
@@ -159,7 +159,7 @@ class ClusterServers:
         except CancelledError:
             raise redis.ConnectionError("this engine is shutting down") from None
 
-    def _answer(self) -> redis.RedisCluster:
+    def _ask_nodes(self) -> redis.RedisCluster:
         """Ask the nodes. Runs on the thread: redis-py waits for each node that is silent."""
         client = self._client
         try:
@@ -209,7 +209,7 @@ class ClusterServers:
     def refresh(self, error: Exception) -> None:
         if type(error) is AskError:
             return  # the nodes have not changed yet
-        self._ask()
+        self._wait_for_nodes()
 
     def close(self) -> None:
         with self._lock:

@@ -113,13 +113,13 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a store that hangs keeps an idle engine busy",
         EVENTS,
-        "return waits and time.monotonic() < self._until",
-        "return waits",
+        "return bool(self._writing) and time.monotonic() < self._until",
+        "return bool(self._writing)",
     ),
     one(
         "the end of an idle engine's writes is not published",
         EVENTS,
-        "return waits and time.monotonic() < self._until",
+        "return bool(self._writing) and time.monotonic() < self._until",
         "return False",
     ),
     one(
@@ -245,8 +245,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "an idle engine announces of its disk what its first steps learn",
         EVENTS,
-        " or (self._known is not None and self._known.recalling)\n",
-        "\n",
+        "        if self._known is not None and self._known.recalling:\n            return True\n",
+        "",
     ),
     one(
         "blocks that were evicted since the start push others out of memory",
@@ -263,14 +263,38 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "prompts stay on disk after a reset",
         EVENTS,
-        "            self._known.forget()\n",
+        "            self._known.erase()\n",
         "            pass\n",
+    ),
+    one(
+        "prompts outlive a reset on a disk that is full",
+        PROMPTS,
+        "            _delete(self._folder)\n        except OSError as error:\n",
+        "            pass\n        except OSError as error:\n",
+    ),
+    one(
+        "prompts outlive the engine that announced them",
+        PROMPTS,
+        "            _delete(folder)\n        return None\n",
+        "            pass\n        return None\n",
+    ),
+    one(
+        "an engine ends once it has read whatever others wrote",
+        PROMPTS,
+        "lambda: self._closing or",
+        "lambda: False or",
+    ),
+    one(
+        "a hole in the file of prompts is read to its end",
+        ENTRIES,
+        "            if not 0 < length <= MAX_ENTRY_BYTES:",
+        "            if not 0 <= length <= MAX_ENTRY_BYTES:",
     ),
     one(
         "the prompts on disk grow for ever",
         PROMPTS,
-        " or self._count > 2 * known + SLACK\n",
-        "\n",
+        "        return self._count > 2 * known + SLACK\n",
+        "        return False\n",
     ),
     one(
         "prompts that others may write count",
