@@ -31,11 +31,11 @@ _EXTRA_KEYS: dict[str, tuple[type, ...]] = {"mm": (str, int), "cache_salt": (str
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """See :class:`Block`."""
+    """See :class:`Block`. ``tokens`` has four bytes for each, in this machine's order."""
 
     block_hash: Annotated[bytes, msgspec.Meta(min_length=16, max_length=64)]
     parent_hash: Annotated[bytes, msgspec.Meta(min_length=16, max_length=64)] | None
-    tokens: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...]
+    tokens: bytes
     extra_keys: tuple[tuple[str | int, ...], ...] | None
 
 
@@ -69,9 +69,10 @@ class PromptEntries:
     def entry(self, block: Block) -> bytes:
         """A block as bytes; none for one that only a request can describe."""
         try:
-            extra_keys, tokens = _checked(block.extra_keys), tuple(block.tokens)
+            # Bytes: to write one number after the other would take the GIL from the scheduler.
+            extra_keys, tokens = _checked(block.extra_keys), array("i", block.tokens).tobytes()
             payload = _encode(_Entry(block.block_hash, block.parent_hash, tokens, extra_keys))
-        except ValueError:  # of a salt that is no UTF-8, too
+        except (ValueError, OverflowError):  # of a salt that is no UTF-8, too
             return b""
         if len(payload) > MAX_ENTRY_BYTES:
             return b""
@@ -108,7 +109,10 @@ class PromptEntries:
 
     def _block(self, entry: _Entry) -> Block | None:
         """What an entry says; None where vLLM would hash that differently."""
-        tokens, block_hash = entry.tokens, entry.parent_hash
+        tokens, block_hash = array("i"), entry.parent_hash
+        if len(entry.tokens) % tokens.itemsize:
+            return None
+        tokens.frombytes(entry.tokens)
         if not 0 < len(tokens) <= self._size or len(tokens) % self._unit:
             return None
         try:
@@ -117,12 +121,12 @@ class PromptEntries:
             return None
         for at in range(0, len(tokens), self._unit):
             parent = None if block_hash is None else BlockHash(block_hash)
-            part = tokens[at : at + self._unit]
+            part = tuple(tokens[at : at + self._unit])
             block_hash = hash_block_tokens(self._hash, parent, part, hashed)
             hashed = None  # a salt counts once; blocks with media in several parts are left out
         if block_hash != entry.block_hash:
             return None
-        return Block(block_hash, entry.parent_hash, array("q", tokens), None, None, extra_keys)
+        return Block(block_hash, entry.parent_hash, tokens, None, None, extra_keys)
 
 
 def _checked(extra_keys: tuple[Any, ...] | None) -> tuple[tuple[str | int, ...], ...] | None:
