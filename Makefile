@@ -41,9 +41,9 @@ $(VENV)/.ready: pyproject.toml .ci/overrides.txt Makefile
 demo: venv  ## fill a disk store, restart the engine, answer from the store: under 5 minutes
 	$(BIN)/lmcache-hybrid demo
 
-test: venv  ## all tests, real engines included: one on each of two cores
+test: venv  ## all tests, real engines included: one on each of two cores, then those that want both
 	$(BIN)/python -m pytest -m "not two_cores" --numprocesses 2 --dist loadfile --no-loadscope-reorder
-	$(BIN)/python -m pytest -m two_cores
+	$(BIN)/python -m pytest -m two_cores tests/e2e
 
 test-fast: venv  ## the tests that start no engine
 	$(BIN)/python -m pytest -m "not engine"

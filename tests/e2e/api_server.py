@@ -16,6 +16,7 @@ from typing import Self
 from urllib.request import Request, urlopen
 
 import yaml
+from processes import Forked, own_core, run_module
 
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"
 START_SECONDS, STOP_SECONDS, WRITE_SECONDS = 300, 60, 60
@@ -40,10 +41,16 @@ class ApiServer:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = str(probe.getsockname()[1])
         self.url, self.log = f"http://127.0.0.1:{port}", log
-        command = [sys.executable, "-m", ENTRY, "--model", str(model), "--enforce-eager"]
-        command += ["--host", "127.0.0.1", "--port", port, *arguments]
-        with log.open("wb") as out:
-            self._process = subprocess.Popen(
+        own = ["--model", str(model), "--enforce-eager", "--host", "127.0.0.1", "--port", port]
+        self._process = self._start([*own, *arguments], environment)
+
+    def _start(
+        self, arguments: list[str], environment: Mapping[str, str]
+    ) -> subprocess.Popen | Forked:
+        """Start the process, in a group of its own."""
+        command = [sys.executable, "-m", ENTRY, *arguments]
+        with self.log.open("wb") as out:
+            return subprocess.Popen(
                 command, env=environment, stdout=out, stderr=out, start_new_session=True
             )
 
@@ -85,6 +92,8 @@ class ApiServer:
 class Server(ApiServer):
     """``with Server(model, lmcache, folder, "--flag") as server``: with LMCache, and healthy.
 
+    Its processes are forked, see :mod:`processes`.
+
     Args:
         lmcache: LMCache's YAML as a dict.
         folder: for its log and YAML.
@@ -102,10 +111,15 @@ class Server(ApiServer):
             "LMCACHE_CONFIG_FILE": str(config),
             "LMCACHE_TRACK_USAGE": "false",
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+            # Two engines, of which one computes at a time.
+            "VLLM_CPU_OMP_THREADS_BIND": f"{own_core()}|{own_core()}",
             "VLLM_NO_USAGE_STATS": "1",
         }
         super().__init__(model, folder / "server.log", [*ours, *arguments], environment)
+
+    def _start(self, arguments: list[str], environment: Mapping[str, str]) -> Forked:
+        self.log.write_bytes(b"")
+        return Forked(self.log, environment, run_module, ENTRY, *arguments)
 
     def __enter__(self) -> Self:
         try:

@@ -24,7 +24,7 @@ from typing import Literal
 import engine_child
 import v2
 import yaml
-from processes import FORKS
+from processes import FORKS, own_core
 
 CONNECTOR = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
 
@@ -86,13 +86,12 @@ class Engine:
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="engine-")
         self.log_path = Path(self._folder.name, "engine.log")
-        worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
         environment = {
             **os.environ,
             "LMCACHE_LOG_LEVEL": "INFO",  # commands of ours that ran in this process lower it
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             # One core each: the reduction order, and with it the last bits, depend on it.
-            "VLLM_CPU_OMP_THREADS_BIND": str(int(worker[2:]) % (os.cpu_count() or 1)),
+            "VLLM_CPU_OMP_THREADS_BIND": own_core(),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "LMCACHE_TRACK_USAGE": "false",
             **(v2.ENVIRONMENT if runner == "v2" else {}),

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TextIO
 
-from processes import fork_what_is_spawned
+from processes import fork_what_is_spawned, inspect_models_here
 
 
 def text_file(end: Connection, mode: str) -> TextIO:
@@ -388,11 +388,12 @@ def main(
     gc.freeze()
     if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") != "spawn":
         fork_what_is_spawned(str(log))
+    inspect_models_here()
     if prepare is not None:
         prepare()
     child = Child(arguments, text_file(requests, "r"), text_file(answers, "w"))
     child.reply(result=child.info())
     child.serve()
+    gc.collect = lambda generation=2: 0  # two seconds at the end: vLLM unfreezes all
     child.stop()
-    # A forked process leaves them out.
-    atexit._run_exitfuncs()
+    atexit._run_exitfuncs()  # a forked process leaves them out

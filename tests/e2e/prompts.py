@@ -35,12 +35,13 @@ def cases(block_size: int, seed: int = 0) -> list[Case]:
         ids = _ids(rng, length)
         made.append(Case(name, ids, ids))
 
-    for index in range(5):
-        length = rng.randrange(500, 3501)
-        repeat(f"random{index}-{length}", length)
-    for blocks in (2, 3):
-        for offset in (-1, 0, 1):
-            repeat(f"{blocks}N{offset:+d}", blocks * block_size + offset)
+    # The last one is longer than a step of :class:`engine.Engine`.
+    for shortest, longest in ((500, 1000), (1000, 1500), (2049, 2500)):
+        length = rng.randrange(shortest, longest)
+        repeat(f"random-{length}", length)
+    for offset in (-1, 0, 1):
+        repeat(f"2N{offset:+d}", 2 * block_size + offset)
+    repeat("3N", 3 * block_size)
     for extra in (1, block_size, 700):
         ids = _ids(rng, 2 * block_size + 57)
         made.append(Case(f"extended+{extra}", ids, ids + _ids(rng, extra)))

@@ -13,7 +13,7 @@ from redis import Redis
 
 from lmcache_hybrid.tools.tiny_models import make_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.two_cores]
+pytestmark = pytest.mark.engine
 
 BLOCKS = 4
 # Attention pages of all blocks, and a state of each of two groups.

