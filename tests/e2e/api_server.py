@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's API server in a process of its own: for engines that ``vllm.LLM`` cannot make."""
+"""``vllm serve`` in a process of its own: for engines that ``vllm.LLM`` cannot make."""
 
 import json
 import os
@@ -16,9 +16,9 @@ from typing import Self
 from urllib.request import Request, urlopen
 
 import yaml
-from processes import Forked, own_core, run_module
+from processes import Forked, own_core, run_script
 
-ENTRY = "vllm.entrypoints.launchers.api_server.entry"
+COMMAND = Path(__file__).with_name("vllm_command.py")
 START_SECONDS, STOP_SECONDS, WRITE_SECONDS = 300, 60, 60
 
 
@@ -26,32 +26,46 @@ class ApiServer:
     """One server; starts at once, :meth:`wait` before asking. Owned by one thread.
 
     Args:
-        model: folder; the server calls its model so.
+        model: folder, or name on the Hub; the server calls its model so.
         log: file that it writes to.
         arguments: of the command line, beside those that all servers have.
         environment: of the process.
+        eager: the model is not compiled, which takes a minute.
+        folder: that it is started in.
 
     Attributes:
         url: where it listens.
     """
 
     def __init__(
-        self, model: Path, log: Path, arguments: Sequence[str], environment: Mapping[str, str]
+        self,
+        model: Path | str,
+        log: Path,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        eager: bool = True,
+        folder: Path | None = None,
     ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = str(probe.getsockname()[1])
-        self.url, self.log = f"http://127.0.0.1:{port}", log
-        own = ["--model", str(model), "--enforce-eager", "--host", "127.0.0.1", "--port", port]
+        self.url, self.log, self._folder = f"http://127.0.0.1:{port}", log, folder
+        own = ["serve", str(model), "--host", "127.0.0.1", "--port", port]
+        own += ["--enforce-eager"] if eager else []
         self._process = self._start([*own, *arguments], environment)
 
     def _start(
         self, arguments: list[str], environment: Mapping[str, str]
     ) -> subprocess.Popen | Forked:
         """Start the process, in a group of its own."""
-        command = [sys.executable, "-m", ENTRY, *arguments]
+        command = [sys.executable, str(COMMAND), *arguments]
         with self.log.open("wb") as out:
             return subprocess.Popen(
-                command, env=environment, stdout=out, stderr=out, start_new_session=True
+                command,
+                env=environment,
+                cwd=self._folder,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
 
     def wait(self) -> None:
@@ -73,17 +87,34 @@ class ApiServer:
         except OSError:  # no answer yet, or not 200
             return False
 
+    def post(self, path: str, body: dict) -> dict:
+        """The server's answer, in JSON."""
+        data = json.dumps(body).encode()
+        asked = Request(self.url + path, data, {"Content-Type": "application/json"})
+        return json.load(urlopen(asked))
+
     def metrics(self) -> str:
         return urlopen(f"{self.url}/metrics").read().decode()
+
+    def external_hits(self) -> list[int]:
+        """Tokens that the connector has brought so far, by engine."""
+        name = "vllm:external_prefix_cache_hits_total"
+        found = re.findall(rf'^{name}{{.*engine="(\d+)".*}} (\S+)$', self.metrics(), re.MULTILINE)
+        return [int(float(value)) for _, value in sorted(found)]
 
     def __enter__(self) -> Self:
         return self
 
+    def stop(self, number: signal.Signals = signal.SIGINT) -> int:
+        """End the server, so that LMCache flushes its writes; returns its exit code."""
+        self._process.send_signal(number)
+        return self._process.wait(STOP_SECONDS)
+
     def __exit__(self, *exc) -> None:
-        """End the server, so that LMCache flushes its writes; what does not end is killed."""
-        self._process.send_signal(signal.SIGINT)
+        """End the server; what does not end is killed."""
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_SECONDS)
+            if self._process.poll() is None:
+                self.stop()
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -119,7 +150,7 @@ class Server(ApiServer):
 
     def _start(self, arguments: list[str], environment: Mapping[str, str]) -> Forked:
         self.log.write_bytes(b"")
-        return Forked(self.log, environment, run_module, ENTRY, *arguments)
+        return Forked(self.log, environment, run_script, str(COMMAND), *arguments)
 
     def __enter__(self) -> Self:
         try:
@@ -145,9 +176,3 @@ class Server(ApiServer):
         while not done():
             assert time.monotonic() < deadline, self.log.read_text(errors="replace")[-6000:]
             time.sleep(0.2)
-
-    def external_hits(self) -> list[int]:
-        """Tokens that the connector has brought so far, by engine."""
-        name = "vllm:external_prefix_cache_hits_total"
-        found = re.findall(rf'^{name}{{.*engine="(\d+)".*}} (\S+)$', self.metrics(), re.MULTILINE)
-        return [int(float(value)) for _, value in sorted(found)]

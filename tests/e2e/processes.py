@@ -146,14 +146,8 @@ class Forked:
         return self._process.exitcode
 
 
-def run_module(name: str, *arguments: str) -> None:
-    """What ``python -m NAME`` does."""
-    sys.argv = [name, *arguments]
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
-
-
-def run_script(path: str) -> None:
+def run_script(path: str, *arguments: str) -> None:
     """What ``python PATH`` does."""
-    sys.argv = [path]
+    sys.argv = [path, *arguments]
     sys.path.insert(0, os.path.dirname(path))
     runpy.run_path(path, run_name="__main__")
