@@ -81,7 +81,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(b"", {"X-Error-Code": code, "X-Repo-Commit": COMMIT}, 404)
             return
         content = file.read_bytes()
-        etag = f'"{hashlib.sha1(content).hexdigest()}"'
+        git = hashlib.sha1(f"blob {len(content)}\0".encode() + content)  # as of small files
+        etag = f'"{git.hexdigest()}"'
         self._send(content, {"ETag": etag, "X-Repo-Commit": COMMIT})
 
     def _send(self, content: bytes, headers: dict[str, str], status: int = 200) -> None:

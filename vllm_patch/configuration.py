@@ -161,7 +161,8 @@ def _settle_hybrid(config: VllmConfig) -> None:
     if not cache.enable_prefix_caching:
         raise ValueError(
             "enable_prefix_caching=False leaves no boundary that LMCache could store "
-            "for this hybrid model; remove --no-enable-prefix-caching."
+            "for this hybrid model; remove --no-enable-prefix-caching, or add "
+            "--enable-prefix-caching where it was not written: vllm bench latency turns it off."
         )
     _refuse_unsound(config)
     own = _settle_neighbours(transfer)

@@ -8,6 +8,7 @@ block hashes take either. The process that reads the item marks the request, see
 
 from typing import TYPE_CHECKING
 
+from vllm import envs
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -27,11 +28,17 @@ def may_cache(request: "Request") -> bool:
 
     True without media, and where vLLM hashed all of them. Names from clients count only with a
     ``cache_salt``: two clients may give one name to two images. False for a request that no
-    process has marked.
+    process has marked, and behind vLLM's Rust front end, where a client could have.
     """
     features = request.mm_features
     if not features:
         return True
+    if envs.VLLM_USE_RUST_FRONTEND:
+        logger.warning_once(
+            "Requests with images, audio or video are not cached: vLLM's Rust front end does not "
+            "say who named them. Unset VLLM_USE_RUST_FRONTEND to have them cached."
+        )
+        return False
     params = request.sampling_params
     mark = (params.extra_args or {}).get(MARK) if params is not None else None
     if mark == CONTENT and not any(CLIENT_PREFIX in item.identifier for item in features):

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from vllm.logger import init_logger
 
 from lmcache_hybrid.core.errors import UnknownWeightsError
+from lmcache_hybrid.identity.hub_cache import are_as_downloaded, snapshot_at
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -194,7 +195,8 @@ def files_identity(model_config: Any) -> str:
     """Name the files beside the weights: configurations, processors and code.
 
     For a local folder (or a weight file's folder) a digest of all bytes of these files, without
-    their paths and times. For a name on a hub the name and its commit.
+    their paths and times. For a name on a hub, and for its folder in the hub's cache with the
+    files as they were downloaded, the name and its commit.
 
     Raises:
         UnknownWeightsError: neither files nor commit are known.
@@ -202,11 +204,15 @@ def files_identity(model_config: Any) -> str:
     model, path = model_config.model, Path(model_config.model)
     folder = path.parent if path.is_file() else path
     if folder.is_dir():
+        found = sorted({file for pattern in _FILES for file in folder.glob(pattern)})
+        files = [file for file in found if file.is_file()]
+        snapshot = snapshot_at(path)
+        if snapshot is not None and are_as_downloaded(files):
+            return f"{snapshot.name}@{snapshot.commit}"
         digest = xxhash.xxh3_128()
-        for file in sorted({file for pattern in _FILES for file in folder.glob(pattern)}):
-            if file.is_file():
-                content = file.read_bytes()
-                digest.update(f"{file.name} {len(content)}\n".encode() + content)
+        for file in files:
+            content = file.read_bytes()
+            digest.update(f"{file.name} {len(content)}\n".encode() + content)
         return digest.hexdigest()
     commit = _commit(model_config.revision)
     if commit is None:

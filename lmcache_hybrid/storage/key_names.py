@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmcache_hybrid.core.keys import tags_digest
+from lmcache_hybrid.identity.hub_cache import snapshot_at
 
 # LMCache's CacheEngineKey with the tag of LMCacheStore.engine_key. Another LMCache user's
 # key has no such tag, so it is never taken for ours.
@@ -59,8 +60,13 @@ def parse_key(text: str) -> StoredKey | None:
 
 
 def readable_name(model: str) -> str:
-    """The part of a model's name or folder that keys carry; short, as keys become file names."""
-    return Path(model).name.replace("@", "-")[:MODEL_NAME_LENGTH]
+    """The part of a model's name or folder that keys carry; short, as keys become file names.
+
+    A folder in the Hub's cache is called by the model's name, as the model is without it.
+    """
+    snapshot = snapshot_at(Path(model))
+    name = snapshot.name if snapshot is not None else model
+    return Path(name).name.replace("@", "-")[:MODEL_NAME_LENGTH]
 
 
 def printable(text: str) -> str:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lookups from the scheduler to every rank, over LMCache's ZMQ transports."""
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
+from vllm import envs
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
@@ -18,7 +20,6 @@ from lmcache_hybrid.upstream.lmcache_home import (
     SocketParams,
     ZmqReqRepClientTransport,
     ZmqRouterServerTransport,
-    get_zmq_rpc_path_lmcache,
 )
 
 if TYPE_CHECKING:
@@ -37,9 +38,15 @@ NO_LOOKUP = (ValueError, TypeError, RecursionError, msgspec.MsgspecError)
 
 
 def _socket_path(vllm_config: "VllmConfig", rank: int) -> str:
+    """Path of a rank's socket, no longer than vLLM's own there.
+
+    The path of a socket has at most 107 characters. LMCache's name has 77 without the folder,
+    which is ``TMPDIR`` by default and may be long.
+    """
     transfer = vllm_config.kv_transfer_config
-    port = transfer.get_from_extra_config("lmcache_rpc_port", 0)
-    return get_zmq_rpc_path_lmcache(transfer.engine_id, "lookup", port, rank)
+    engine = transfer.engine_id, transfer.get_from_extra_config("lmcache_rpc_port", 0)
+    name = hashlib.blake2b(repr(engine).encode(), digest_size=8).hexdigest()
+    return f"{envs.VLLM_RPC_BASE_PATH}/lmcache-hybrid-{name}-{rank}"
 
 
 class LookupClient:

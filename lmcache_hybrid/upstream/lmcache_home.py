@@ -33,7 +33,6 @@ NAMES = {
     "VllmServiceFactory": "integration.vllm.vllm_service_factory",
     "ZmqReqRepClientTransport": "v1.rpc.zmq_transport",
     "ZmqRouterServerTransport": "v1.rpc.zmq_transport",
-    "get_zmq_rpc_path_lmcache": "v1.rpc_utils",
 }
 
 

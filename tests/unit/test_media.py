@@ -204,6 +204,17 @@ def unmarked(**kwargs):
     return make_request(tokens=TOKENS, mm_features=[item], **kwargs)
 
 
+def test_behind_the_rust_front_end_no_mark_counts(monkeypatch, hybrid_log):
+    """It passes on what a client writes where the mark stands."""
+    request = unmarked()
+    request.sampling_params.extra_args = {MARK: CONTENT}
+    assert may_cache(request)
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    assert not may_cache(request)
+    assert "Unset VLLM_USE_RUST_FRONTEND" in hybrid_log.text
+    assert may_cache(make_request(tokens=TOKENS))
+
+
 def test_without_a_mark_nothing_is_cached():
     """The plugin was not loaded in the process that read the items."""
     assert not may_cache(unmarked()) and not may_cache(unmarked(cache_salt="a"))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files beside the weights, and names of a hub, as part of a model's identity."""
 
+import hashlib
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from huggingface_hub import HfApi
 
 from lmcache_hybrid.core.errors import UnknownWeightsError
 from lmcache_hybrid.identity.weights import files_identity
+from lmcache_hybrid.storage.key_names import readable_name
 
 
 def model_of(model: Path | str, revision: str | None = None) -> SimpleNamespace:
@@ -69,3 +71,55 @@ def test_names_without_a_commit_are_refused(model):
     """Nobody resolved the revision: the Hub was silent, or it is another hub."""
     with pytest.raises(UnknownWeightsError, match="or its cache here could tell, download it and"):
         files_identity(model)
+
+
+def cached(folder: Path, contents: dict[str, bytes], large: tuple[str, ...] = ()) -> Path:
+    """A model in the Hub's cache; of a file in ``large`` the Hub tells the SHA-256."""
+    root = folder / "models--org--name"
+    snapshot, blobs = root / "snapshots" / SHA, root / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for name, content in contents.items():
+        git = hashlib.sha1(b"blob %d\0" % len(content) + content)
+        digest = (hashlib.sha256(content) if name in large else git).hexdigest()
+        (blobs / digest).write_bytes(content)
+        (snapshot / name).symlink_to(Path("../../blobs") / digest)
+    return snapshot
+
+
+FILES = {"config.json": b"{}", "modeling_x.py": b"pass"}
+
+
+def test_its_folder_in_the_hubs_cache_is_the_name_at_its_commit(tmp_path):
+    """vLLM takes it with HF_HUB_OFFLINE=1, and the name without."""
+    snapshot = cached(tmp_path, FILES, large=("modeling_x.py",))
+    (tmp_path / "link").symlink_to(snapshot)
+    for model in (snapshot, tmp_path / "link"):
+        assert files_identity(model_of(model)) == f"org/name@{SHA}"
+        assert readable_name(str(model)) == "name" == readable_name("org/name")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("how", ["in place", "its link"])
+def test_a_file_that_was_changed_in_the_hubs_cache_makes_it_another_model(tmp_path, name, how):
+    snapshot = cached(tmp_path, FILES)
+    file = snapshot / name
+    if how == "its link":
+        file.unlink()
+    file.write_bytes(b"{ }")
+    assert "@" not in files_identity(model_of(snapshot))
+
+
+def test_a_file_that_was_added_in_the_hubs_cache_makes_it_another_model(tmp_path):
+    snapshot = cached(tmp_path, FILES)
+    (snapshot / "modeling_y.py").write_bytes(b"pass")
+    assert "@" not in files_identity(model_of(snapshot))
+
+
+def test_a_folder_that_a_snapshot_holds_is_none(tmp_path):
+    """As of a model in a subfolder, which vLLM takes by its path alone."""
+    below = cached(tmp_path, FILES) / "below"
+    below.mkdir()
+    (below / "config.json").write_bytes(b"{}")
+    assert "@" not in files_identity(model_of(below))
+    assert readable_name(str(below)) == "below"

@@ -2,6 +2,8 @@
 """Questions and answers over LMCache's real ZMQ transports."""
 
 import math
+import os
+import tempfile
 import threading
 import time
 import uuid
@@ -94,6 +96,20 @@ def test_every_rank_answers(wire):
     assert wire.client.clear(7)
     assert [len(store.records) for store in wire.stores] == [0, 0]
     assert wire.epochs == [7, 7]
+
+
+def test_ranks_are_reached_in_a_folder_with_a_long_path(monkeypatch):
+    """vLLM's own sockets work there: it names them by 36 characters."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = f"{folder}/{'x' * (107 - len(folder) - len('/' + '/' + str(uuid.uuid4())))}"
+        os.mkdir(folder)
+        monkeypatch.setenv("VLLM_RPC_BASE_PATH", folder)
+        wire = Wire(2, 10_000)
+        try:
+            wire.serve()
+            assert wire.client.ask(QUESTION) == [HIT, HIT]
+        finally:
+            wire.close()
 
 
 @pytest.mark.parametrize("wire", [(1, 10_000)], indirect=True)

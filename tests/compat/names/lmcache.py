@@ -219,11 +219,6 @@ LMCACHE = (
         "recv_request send_response close",
     ),
     Hook(
-        "lmcache.v1.rpc_utils",
-        "get_zmq_rpc_path_lmcache",
-        ("engine_id", "service_name", "rpc_port", "rank"),
-    ),
-    Hook(
         "lmcache.v1.config_base",
         "validate_and_set_config_value",
         ("config", "config_key", "value"),

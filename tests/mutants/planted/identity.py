@@ -18,6 +18,18 @@ DEFECTS = (
         '        "record": record.VERSION,\n',
         '        "record": 0,\n',
     ),
+    one(
+        "a model's code may be changed in the Hub's cache",
+        "lmcache_hybrid/identity/weights.py",
+        "if snapshot is not None and are_as_downloaded(files):",
+        "if snapshot is not None:",
+    ),
+    one(
+        "what a model stored under its name is not found without the Hub",
+        "lmcache_hybrid/storage/key_names.py",
+        "snapshot.name if snapshot is not None else model",
+        "model",
+    ),
     # Media
     one(
         "names of images that a client gave count across tenants",
@@ -54,6 +66,12 @@ DEFECTS = (
         FRONTEND,
         "            if not _has_made_up_names(self.vllm_config):\n",
         "            if True:\n",
+    ),
+    one(
+        "what a client wrote behind the Rust front end is taken for a mark",
+        MEDIA,
+        "    if envs.VLLM_USE_RUST_FRONTEND:\n",
+        "    if False:\n",
     ),
     # Adapters
     one(

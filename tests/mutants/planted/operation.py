@@ -193,6 +193,12 @@ DEFECTS = (
     ),
     one("a rank that failed to reset counts as reset", RPC, " and all(done)", ""),
     one(
+        "the name of a rank's socket is too long for the folder that a cluster gives a job",
+        RPC,
+        "digest_size=8).hexdigest()",
+        "digest_size=32).hexdigest()",
+    ),
+    one(
         "a step that was scheduled before a reset stores after it",
         "lmcache_hybrid/worker/saver.py",
         "            if metadata.epoch != self._epoch:\n",
