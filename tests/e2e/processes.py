@@ -93,6 +93,7 @@ def become(
         group: of processes, to join; 0 to begin one. Its parent is the server, whoever started it.
     """
     import torch
+    from prometheus_client import values
 
     os.setpgid(0, group)
     os.environ.clear()
@@ -101,6 +102,7 @@ def become(
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faulthandler.enable()
+    values.ValueClass = values.get_value_class()  # several API servers share files
     # OpenMP has read the environment before.
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", 1)))
     gc.freeze()
