@@ -18,7 +18,7 @@ from benchmarks.performance.model import Model
 
 SPEEDS = (1e6, 4e6, 16e6, 64e6, 1e9)  # bytes a second
 PROMPTS, TOKENS = 3, 2_561
-# A load by `always` takes the same each time, and at the slowest link a while: fewer rounds over all
+# A load by `always` takes the same each time, and long at the slowest link: fewer rounds over all
 # prompts are enough. What computing takes moves with the machine, so it is asked in all of them.
 SHORT_ROUNDS = 2
 
