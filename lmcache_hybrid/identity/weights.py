@@ -17,7 +17,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from vllm.logger import init_logger
 
 from lmcache_hybrid.core.errors import UnknownWeightsError
-from lmcache_hybrid.identity.hub_cache import are_as_downloaded, snapshot_at
+from lmcache_hybrid.identity.hub_cache import (
+    Snapshot,
+    are_as_downloaded,
+    folder_of,
+    snapshot_at,
+    were_changed,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -194,40 +200,52 @@ def _of_all_ranks(own: dict[str, str | None]) -> list[dict[str, str | None]]:
 def files_identity(model_config: Any) -> str:
     """Name the files beside the weights: configurations, processors and code.
 
-    For a local folder (or a weight file's folder) a digest of all bytes of these files, without
-    their paths and times. For a name on a hub, and for its folder in the hub's cache with the
-    files as they were downloaded, the name and its commit.
+    For a name on the Hub, and for its folder in the Hub's cache, the name and its commit while the
+    files there are as they were downloaded. For any other folder (or a weight file's folder) a
+    digest of all bytes of these files, without their paths and times.
 
     Raises:
         UnknownWeightsError: neither files nor commit are known.
     """
     model, path = model_config.model, Path(model_config.model)
-    folder = path.parent if path.is_file() else path
-    if folder.is_dir():
-        found = sorted({file for pattern in _FILES for file in folder.glob(pattern)})
-        files = [file for file in found if file.is_file()]
+    if path.exists():
+        files = _files_in(path.parent if path.is_file() else path)
         snapshot = snapshot_at(path)
-        if snapshot is not None and are_as_downloaded(files):
-            return f"{snapshot.name}@{snapshot.commit}"
-        digest = xxhash.xxh3_128()
-        for file in files:
-            content = file.read_bytes()
-            digest.update(f"{file.name} {len(content)}\n".encode() + content)
-        return digest.hexdigest()
-    commit = _commit(model_config.revision)
-    if commit is None:
-        raise UnknownWeightsError(
-            f"{model} is neither a local folder nor a name whose commit the Hub or its cache "
-            "here could tell, download it and name its folder"
-        )
-    return f"{model}@{commit}"
+        named = snapshot is not None and are_as_downloaded(files)
+    else:
+        snapshot = Snapshot(model, _commit(model_config))
+        folder = folder_of(snapshot)
+        files = _files_in(folder) if folder is not None else []
+        named = not were_changed(files)
+    if named and snapshot is not None:
+        return f"{snapshot.name}@{snapshot.commit}"
+    digest = xxhash.xxh3_128()
+    for file in files:
+        content = file.read_bytes()
+        digest.update(f"{file.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
 
 
-def _commit(revision: str | None) -> str | None:
-    """The commit that vLLM loads, from ``ModelConfig.revision``; None where it is not known.
+def _files_in(folder: Path) -> list[Path]:
+    """Those of :data:`_FILES`, in one order."""
+    found = {file for pattern in _FILES for file in folder.glob(pattern)}
+    return sorted(file for file in found if file.is_file())
+
+
+def _commit(model_config: Any) -> str:
+    """The commit that vLLM loads, from ``ModelConfig.revision``.
 
     vLLM resolves the revision once. What it gets from ``huggingface_hub`` is text that reads as
     the user wrote it ("main" where nothing was written), and has the commit beside it.
+
+    Raises:
+        UnknownWeightsError: it is not known.
     """
+    revision = model_config.revision
     commit = getattr(revision, "resolved", revision)
-    return commit if re.fullmatch("[0-9a-f]{40}", commit or "") else None
+    if not re.fullmatch("[0-9a-f]{40}", commit or ""):
+        raise UnknownWeightsError(
+            f"{model_config.model} is neither a local folder nor a name whose commit the Hub or "
+            "its cache here could tell, download it and name its folder"
+        )
+    return commit

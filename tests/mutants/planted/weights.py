@@ -139,7 +139,7 @@ DEFECTS = (
     one(
         "a name on a hub without a commit counts as known",
         WEIGHTS,
-        "    if commit is None:\n",
+        '    if not re.fullmatch("[0-9a-f]{40}", commit or ""):\n',
         '    if commit == "":\n',
     ),
     one(
@@ -151,8 +151,8 @@ DEFECTS = (
     one(
         "a model named by its weight file has no configuration",
         WEIGHTS,
-        "folder = path.parent if path.is_file() else path",
-        "folder = path",
+        "_files_in(path.parent if path.is_file() else path)",
+        "_files_in(path)",
     ),
     one(
         "a load that shows nothing keeps the identity of the one before",
