@@ -61,9 +61,15 @@ def torchvision() -> None:
 
 def selective_scan() -> None:
     """Mamba1's recurrence a token at a time: vLLM has its prefill for GPUs only, and what it
-    has for decoding on CPU takes Mamba2's shapes."""
+    has for decoding on CPU takes Mamba2's shapes.
+
+    With AVX512-BF16 vLLM packs the weights of its convolution, for kernels that it does not have.
+    """
+    from vllm import _custom_ops as ops
     from vllm.model_executor.layers.mamba import mamba_mixer
 
+    if hasattr(ops, "causal_conv1d_weight_pack"):
+        del ops.causal_conv1d_weight_pack
     mamba_mixer.selective_scan_fn = _scan
     mamba_mixer.selective_state_update = _scan_once
 
