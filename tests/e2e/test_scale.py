@@ -111,10 +111,13 @@ def test_hits_and_answers_are_the_same_under_async_scheduling(model: Path) -> No
 def test_preempted_requests_resume_from_the_store(model: Path) -> None:
     """Requests lose their blocks to an urgent one that comes late, and resume from the store.
 
-    vLLM's metrics leave resumed requests out of the external hits, ours count them.
+    Compared with vLLM's own answers to them side by side: with AVX512-BF16 these differ by up to
+    0.4 from those one at a time. vLLM's metrics leave resumed requests out of the external hits,
+    ours count them.
     """
     size = block_size(model)
     options = {
+        "num_gpu_blocks_override": 22,
         "scheduling_policy": "priority",
         # Else a request is only admitted where all of it fits, and never in another's way.
         "scheduler_reserve_full_isl": False,
@@ -126,12 +129,10 @@ def test_preempted_requests_resume_from_the_store(model: Path) -> None:
         {"prompt_token_ids": prompt(61, 2 * size + 200), "priority": 4},
         {"prompt_token_ids": prompt(62, 7 * size + 300), "priority": 0, "after": 6},
     ]
-    alone = []
     with Engine(model, **options) as engine:
-        for ask in asked:
-            engine.forget()
-            alone.append(engine.ask(ask["prompt_token_ids"], max_tokens=40))
-    with Engine(model, {"local_cpu": True}, num_gpu_blocks_override=22, **options) as engine:
+        beside = engine.ask_many(asked, max_tokens=40)
+        assert engine.metrics()["num_preemptions"] > 0
+    with Engine(model, {"local_cpu": True}, **options) as engine:
         answers = engine.ask_many(asked, max_tokens=40)
         assert engine.metrics()["num_preemptions"] > 0
         counts = engine.counts()
@@ -139,12 +140,12 @@ def test_preempted_requests_resume_from_the_store(model: Path) -> None:
         # The prompts were never asked before: only who came back can have hit them.
         assert counts["scheduler"]["hit_tokens"] >= 2 * size
         assert counts["worker"]["failed_loads"] == counts["scheduler"]["failed_loads"] == 0
-        for answer, expected in zip(answers, alone):
+        for answer, expected in zip(answers, beside):
             assert len(answer.tokens) == 40
             check_close(answer, expected)
         check_nothing_left(engine)
         # What they stored in between serves again.
-        for ask, expected in zip(asked, alone):
+        for ask, expected in zip(asked, beside):
             ids = ask["prompt_token_ids"]
             engine.forget()
             again = engine.ask(ids, max_tokens=40)
