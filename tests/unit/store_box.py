@@ -36,7 +36,7 @@ MODEL = "tiny"
 SIZE = 1000  # bytes of a test payload, no multiple of anything
 MAX_PAYLOAD = 4096
 POOL_GB = 0.004
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 BACKEND = {
     "ram": "LocalCPUBackend",
