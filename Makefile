@@ -79,8 +79,9 @@ soak-events: venv  ## 1,000 prompts whose hits are foreseen from KV events; figu
 bench-reuse: venv  ## replay traces of prompts: six minutes; figures go to docs/generated/reuse.json
 	$(BIN)/lmcache-hybrid bench reuse --out docs/generated/reuse.json
 
-bench: venv  ## times and bandwidths beside their limits: forty minutes; to docs/generated/performance.json
+bench: venv  ## times and bandwidths beside their limits, then bench-serve: an hour; to docs/generated/performance.json
 	$(BIN)/lmcache-hybrid bench performance --out docs/generated/performance.json
+	$(MAKE) bench-serve
 
 bench-weights: venv  ## what a digest of 50 GB of weights costs at start-up: a minute; to docs/generated/weights.json
 	$(BIN)/lmcache-hybrid bench weights --out docs/generated/weights.json

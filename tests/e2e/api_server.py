@@ -87,11 +87,10 @@ class ApiServer:
         except OSError:  # no answer yet, or not 200
             return False
 
-    def post(self, path: str, body: dict) -> dict:
+    def post(self, path: str, body: dict, headers: Mapping[str, str] = {}) -> dict:  # noqa: B006
         """The server's answer, in JSON."""
-        data = json.dumps(body).encode()
-        asked = Request(self.url + path, data, {"Content-Type": "application/json"})
-        return json.load(urlopen(asked))
+        data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
+        return json.load(urlopen(Request(self.url + path, data, {**kind, **headers})))
 
     def metrics(self) -> str:
         return urlopen(f"{self.url}/metrics").read().decode()
@@ -163,12 +162,9 @@ class Server(ApiServer):
     def ask(self, ids: list[int], engine: int) -> dict:
         """Tokens and log-probabilities of a prompt's greedy answer by a data-parallel engine."""
         body = {"model": str(self._model), "prompt": ids, "max_tokens": 8, "temperature": 0}
-        asked = Request(
-            f"{self.url}/v1/completions",
-            json.dumps({**body, "logprobs": 5, "ignore_eos": True}).encode(),
-            {"Content-Type": "application/json", "X-data-parallel-rank": str(engine)},
-        )
-        return json.load(urlopen(asked))["choices"][0]["logprobs"]
+        body |= {"logprobs": 5, "ignore_eos": True}
+        answer = self.post("/v1/completions", body, {"X-data-parallel-rank": str(engine)})
+        return answer["choices"][0]["logprobs"]
 
     def wait_for(self, done: Callable[[], bool]) -> None:
         """Wait for what the engines do after they have answered: LMCache writes behind."""

@@ -43,7 +43,8 @@ def start(words: list[str], folder: Path, environment: dict[str, str]) -> ApiSer
         "VLLM_NO_USAGE_STATS": "1",
     }
     environment = {**os.environ, **ours, **environment, **settings}
-    return ApiServer(MODEL, folder / "log", words[at + 3 :], environment, False, folder)
+    arguments = words[at + 3 :]
+    return ApiServer(MODEL, folder / "log", arguments, environment, eager=False, folder=folder)
 
 
 def ask(server: ApiServer) -> list[dict]:
