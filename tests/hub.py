@@ -52,7 +52,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if path.startswith(f"/api/models/{MODEL}/tree/"):
             entries = [
-                {"type": "file", "path": name, "size": file.stat().st_size, "oid": "0"}
+                {"type": "file", "path": name, "size": file.stat().st_size, "oid": _git(file)}
                 for name, file in self.files.items()
             ]
             self._json(entries)
@@ -80,10 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
             code = "EntryNotFound" if place in wanted else "RepoNotFound"
             self._send(b"", {"X-Error-Code": code, "X-Repo-Commit": COMMIT}, 404)
             return
-        content = file.read_bytes()
-        git = hashlib.sha1(f"blob {len(content)}\0".encode() + content)  # as of small files
-        etag = f'"{git.hexdigest()}"'
-        self._send(content, {"ETag": etag, "X-Repo-Commit": COMMIT})
+        self._send(file.read_bytes(), {"ETag": f'"{_git(file)}"', "X-Repo-Commit": COMMIT})
 
     def _send(self, content: bytes, headers: dict[str, str], status: int = 200) -> None:
         self.send_response(status)
@@ -96,3 +93,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_) -> None:
         """Print nothing."""
+
+
+def _git(file: Path) -> str:
+    """Git's hash of a file's content, by which the Hub calls small ones."""
+    content = file.read_bytes()
+    return hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()

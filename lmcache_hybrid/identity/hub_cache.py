@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models in the cache of ``huggingface_hub``, whose folders say of which name and commit they are.
+"""Models in the cache of ``huggingface_hub``: at which commit they are, and whether unchanged.
 
-With ``HF_HUB_OFFLINE=1`` vLLM takes such a folder in the name's place.
+With ``HF_HUB_OFFLINE=1`` vLLM takes a folder of this cache in the name's place.
 """
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,48 +19,62 @@ class Snapshot:
 
     Attributes:
         name: on the Hub, ``org/name``.
+        folder: where the cache has its files, if it has any.
     """
 
     name: str
     commit: str
+    folder: Path
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}@{self.commit}"
+
+    def listed(self) -> dict[str, str] | None:
+        """Hashes that the Hub gave of the files at the commit, by path; None if not kept here.
+
+        Git's SHA-1 of a file, or the SHA-256 of one that the Hub keeps apart from git.
+        """
+        try:
+            from huggingface_hub import get_cached_repo_tree
+            from huggingface_hub.errors import CachedRepoTreeNotFoundError
+        except ImportError:  # without vLLM, or an older one
+            return None
+        cache = self.folder.parents[2]
+        try:
+            files = get_cached_repo_tree(self.name, revision=self.commit, cache_dir=cache)
+        except (CachedRepoTreeNotFoundError, ValueError, OSError):
+            return None  # also a name that the Hub cannot have
+        return {file.path: file.lfs.sha256 if file.lfs else file.blob_id for file in files}
 
 
 def snapshot_at(folder: Path) -> Snapshot | None:
-    """What a folder in the cache holds by its path; None for any other folder."""
-    place = _PLACE.search(str(folder.resolve()))
-    return place and Snapshot(place[1].replace("--", "/"), place[2])
-
-
-def folder_of(snapshot: Snapshot) -> Path | None:
-    """Where the cache of this process has a snapshot; None where it has none."""
-    # Not there without vLLM, where records are looked into.
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
+    """The snapshot whose place in a cache a folder is; None for any other folder."""
     try:
-        found = try_to_load_from_cache(snapshot.name, "config.json", revision=snapshot.commit)
-    except HFValidationError:  # vLLM takes names that the Hub does not have
+        found = folder.resolve()
+    except (OSError, RuntimeError, ValueError):  # no path at all, or links in a circle
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    place = _PLACE.search(str(found))
+    return place and Snapshot(place[1].replace("--", "/"), place[2], found)
 
 
-def are_as_downloaded(files: Sequence[Path]) -> bool:
-    """Whether files of a snapshot have the content that the Hub named.
+def snapshot_of(name: str, commit: str) -> Snapshot:
+    """The snapshot of a model in this process' own cache."""
+    from huggingface_hub import constants
 
-    The cache links each to a file that is called by git's SHA-1 of the content, or by a SHA-256
-    where the Hub keeps it apart from git. Also False where it holds copies instead of links.
-    """
-    return all(_is_as_downloaded(file) for file in files)
-
-
-def were_changed(files: Sequence[Path]) -> bool:
-    """Whether files of a snapshot have another content; False where the cache holds copies."""
-    return any(file.is_symlink() for file in files) and not are_as_downloaded(files)
+    place = f"models--{name.replace('/', '--')}", "snapshots", commit
+    return Snapshot(name, commit, Path(constants.HF_HUB_CACHE).joinpath(*place))
 
 
-def _is_as_downloaded(file: Path) -> bool:
-    name, content = file.resolve().name, file.read_bytes()
-    if len(name) == 64:
-        return hashlib.sha256(content).hexdigest() == name
-    header = f"blob {len(content)}\0".encode()
-    return hashlib.sha1(header + content, usedforsecurity=False).hexdigest() == name
+def are_as_listed(files: Sequence[Path], listed: Mapping[str, str]) -> bool:
+    """Whether files of a snapshot's folder have the content that the Hub listed."""
+    return all(_has(file, listed.get(file.name, "")) for file in files)
+
+
+def _has(file: Path, digest: str) -> bool:
+    content = file.read_bytes()
+    if len(digest) == 64:
+        return hashlib.sha256(content).hexdigest() == digest
+    git = hashlib.sha1(f"blob {len(content)}\0".encode(), usedforsecurity=False)
+    git.update(content)
+    return git.hexdigest() == digest

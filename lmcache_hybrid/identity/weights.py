@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names a model's weights by a digest of what a rank has loaded.
+"""Names a model: its weights by a digest of what a rank has loaded, and the files beside them.
 
 Paths do not count: different weights get different names, copies share one.
 """
@@ -7,6 +7,7 @@ Paths do not count: different weights get different names, copies share one.
 import re
 import weakref
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,9 @@ from vllm.logger import init_logger
 from lmcache_hybrid.core.errors import UnknownWeightsError
 from lmcache_hybrid.identity.hub_cache import (
     Snapshot,
-    are_as_downloaded,
-    folder_of,
+    are_as_listed,
     snapshot_at,
-    were_changed,
+    snapshot_of,
 )
 
 if TYPE_CHECKING:
@@ -200,25 +200,27 @@ def _of_all_ranks(own: dict[str, str | None]) -> list[dict[str, str | None]]:
 def files_identity(model_config: Any) -> str:
     """Name the files beside the weights: configurations, processors and code.
 
-    For a name on the Hub, and for its folder in the Hub's cache, the name and its commit while the
-    files there are as they were downloaded. For any other folder (or a weight file's folder) a
-    digest of all bytes of these files, without their paths and times.
+    For a name on the Hub the name and its commit, unless the Hub's cache has other files than the
+    Hub listed. For the name's folder in that cache the same, where it has all files that were
+    listed. For any other folder (or a weight file's folder) a digest of all bytes of these
+    files, without their paths and times.
 
     Raises:
         UnknownWeightsError: neither files nor commit are known.
     """
     model, path = model_config.model, Path(model_config.model)
+    snapshot: Snapshot | None
     if path.exists():
         files = _files_in(path.parent if path.is_file() else path)
         snapshot = snapshot_at(path)
-        named = snapshot is not None and are_as_downloaded(files)
+        listed = snapshot.listed() if snapshot is not None else None
+        # What is missing may be read from another place, or be made up by a default.
+        whole = listed is not None and _counted(listed) == {file.name for file in files}
     else:
-        snapshot = Snapshot(model, _commit(model_config))
-        folder = folder_of(snapshot)
-        files = _files_in(folder) if folder is not None else []
-        named = not were_changed(files)
-    if named and snapshot is not None:
-        return f"{snapshot.name}@{snapshot.commit}"
+        snapshot = snapshot_of(model, _commit(model_config))
+        files, listed, whole = _files_in(snapshot.folder), snapshot.listed(), True
+    if snapshot is not None and whole and (listed is None or are_as_listed(files, listed)):
+        return snapshot.title
     digest = xxhash.xxh3_128()
     for file in files:
         content = file.read_bytes()
@@ -226,8 +228,13 @@ def files_identity(model_config: Any) -> str:
     return digest.hexdigest()
 
 
+def _counted(names: Iterable[str]) -> set[str]:
+    """Those of file names that :data:`_FILES` are."""
+    return {n for n in names if "/" not in n and any(fnmatch(n, each) for each in _FILES)}
+
+
 def _files_in(folder: Path) -> list[Path]:
-    """Those of :data:`_FILES`, in one order."""
+    """Files of a folder that :data:`_FILES` are, in one order; none where there is no folder."""
     found = {file for pattern in _FILES for file in folder.glob(pattern)}
     return sorted(file for file in found if file.is_file())
 
@@ -242,6 +249,11 @@ def _commit(model_config: Any) -> str:
         UnknownWeightsError: it is not known.
     """
     revision = model_config.revision
+    code = model_config.code_revision
+    if code is not None and not re.fullmatch("[0-9a-f]{40}", code):
+        raise UnknownWeightsError(
+            f"code_revision={code!r} may move to another commit, name the commit instead"
+        )
     commit = getattr(revision, "resolved", revision)
     if not re.fullmatch("[0-9a-f]{40}", commit or ""):
         raise UnknownWeightsError(

@@ -157,6 +157,8 @@ def _model(model: Any) -> dict[str, Any]:
     config = _effective(model.hf_config)
     return {
         "files": files_identity(model),
+        # Code of another commit than the rest. Models without keep their records' names.
+        **({"code": model.code_revision} if model.code_revision else {}),
         # The file's digest does not show hf_overrides (rope, layer types, quantisation).
         "config": config,
         "quantization": (model.quantization, model.quantization_config),

@@ -80,6 +80,7 @@ FACTS = {
     "rope": lambda c: c.model_config.hf_config.rope_parameters.update(rope_theta=5000.0),
     "layer types": lambda c: c.model_config.hf_config.layer_types.reverse(),
     "multiplier": lambda c: setattr(c.model_config.hf_config, "attention_multiplier", 0.5),
+    "code": lambda c: setattr(c.model_config, "code_revision", "0" * 40),
     "model class": lambda c: setattr(c.model_config, "model_impl", "transformers"),
     "class override": lambda c: setattr(c.model_config, "model_class_overrides", {"A": "b:A"}),
     "dummy weights": lambda c: setattr(c.load_config, "load_format", "dummy"),

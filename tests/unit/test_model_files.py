@@ -2,7 +2,9 @@
 """Files beside the weights, and names of a hub, as part of a model's identity."""
 
 import hashlib
+import json
 import pickle
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ from lmcache_hybrid.storage.key_names import readable_name
 
 
 def model_of(model: Path | str, revision: str | None = None) -> SimpleNamespace:
-    return SimpleNamespace(model=str(model), revision=revision)
+    return SimpleNamespace(model=str(model), revision=revision, code_revision=None)
 
 
 @pytest.fixture
@@ -74,70 +76,88 @@ def test_names_without_a_commit_are_refused(model):
 
 
 def cached(folder: Path, contents: dict[str, bytes], large: tuple[str, ...] = ()) -> Path:
-    """A model in the Hub's cache; of a file in ``large`` the Hub tells the SHA-256."""
+    """A model in the Hub's cache with the Hub's list; of ``large`` files it tells the SHA-256."""
     root = folder / "models--org--name"
-    snapshot, blobs = root / "snapshots" / SHA, root / "blobs"
+    snapshot, files = root / "snapshots" / SHA, {}
     snapshot.mkdir(parents=True)
-    blobs.mkdir()
     for name, content in contents.items():
+        (snapshot / name).write_bytes(content)
         git = hashlib.sha1(b"blob %d\0" % len(content) + content)
         digest = (hashlib.sha256(content) if name in large else git).hexdigest()
-        (blobs / digest).write_bytes(content)
-        (snapshot / name).symlink_to(Path("../../blobs") / digest)
+        files[name] = {"size": len(content), "blob_id": digest}
+    (root / "trees").mkdir()
+    (root / "trees" / f"{SHA}.json").write_text(json.dumps({"format_version": 1, "files": files}))
     return snapshot
 
 
-FILES = {"config.json": b"{}", "modeling_x.py": b"pass"}
+FILES = {"config.json": b"{}", "modeling_x.py": b"pass", "tokenizer.json": b"{}"}
+COUNTED = sorted(FILES)[:2]
 
 
-def test_its_folder_in_the_hubs_cache_is_the_name_at_its_commit(tmp_path, monkeypatch):
-    """vLLM takes it with HF_HUB_OFFLINE=1, and the name without."""
-    snapshot = cached(tmp_path, FILES, large=("modeling_x.py",))
+@pytest.fixture
+def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of org/name at SHA, in this process' own cache."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert files_identity(model_of("org/name", SHA)) == f"org/name@{SHA}"
+    return cached(tmp_path, FILES, large=("modeling_x.py",))
+
+
+def test_its_folder_in_the_hubs_cache_is_the_name_at_its_commit(snapshot, tmp_path):
+    """vLLM takes it with HF_HUB_OFFLINE=1, and the name without."""
     (tmp_path / "link").symlink_to(snapshot)
     for model in (snapshot, tmp_path / "link"):
         assert files_identity(model_of(model)) == f"org/name@{SHA}"
         assert readable_name(str(model)) == "name" == readable_name("org/name")
+    assert files_identity(model_of("org/name", SHA)) == f"org/name@{SHA}"
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("how", ["in place", "its link"])
-def test_a_file_that_was_changed_in_the_hubs_cache_makes_it_another_model(
-    tmp_path, monkeypatch, name, how
-):
-    snapshot = cached(tmp_path, FILES)
-    file = snapshot / name
-    if how == "its link":
-        file.unlink()
-    file.write_bytes(b"{ }")
+@pytest.mark.parametrize("name", [*COUNTED, "modeling_y.py"])
+def test_a_file_that_was_changed_or_added_in_the_hubs_cache_makes_it_another_model(snapshot, name):
+    (snapshot / name).write_bytes(b"{ }")
     changed = files_identity(model_of(snapshot))
     assert "@" not in changed
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert files_identity(model_of("org/name", SHA)) == changed
 
 
-def test_a_file_that_was_added_in_the_hubs_cache_makes_it_another_model(tmp_path):
-    snapshot = cached(tmp_path, FILES)
-    (snapshot / "modeling_y.py").write_bytes(b"pass")
+def test_a_file_of_another_commit_in_its_place_makes_it_another_model(snapshot):
+    """By its own name in the cache it is as it was downloaded."""
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").symlink_to("modeling_x.py")
     assert "@" not in files_identity(model_of(snapshot))
+    assert "@" not in files_identity(model_of("org/name", SHA))
 
 
-def test_a_cache_of_copies_does_not_tell_and_the_name_counts(tmp_path, monkeypatch):
-    """As on file systems without links; the folder does not count as the name there."""
-    snapshot = cached(tmp_path, FILES)
-    for name, content in FILES.items():
-        (snapshot / name).unlink()
-        (snapshot / name).write_bytes(content)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_folder_that_lacks_a_file_is_not_the_name(snapshot, name):
+    """A default takes the place of a missing one there, and the name gets it from the Hub."""
+    (snapshot / name).unlink()
+    assert "@" not in files_identity(model_of(snapshot))
+    assert files_identity(model_of("org/name", SHA)) == f"org/name@{SHA}"
+
+
+def test_without_the_hubs_list_only_the_name_counts(snapshot):
+    """An older huggingface_hub has written the cache."""
+    shutil.rmtree(snapshot.parents[1] / "trees")
     assert files_identity(model_of("org/name", SHA)) == f"org/name@{SHA}"
     assert "@" not in files_identity(model_of(snapshot))
 
 
-def test_a_folder_that_a_snapshot_holds_is_none(tmp_path):
+def test_code_of_a_moving_branch_is_refused():
+    model = model_of("org/name", SHA)
+    model.code_revision = "main"
+    with pytest.raises(UnknownWeightsError, match="code_revision='main' may move"):
+        files_identity(model)
+
+
+def test_a_folder_that_a_snapshot_holds_is_none(snapshot):
     """As of a model in a subfolder, which vLLM takes by its path alone."""
-    below = cached(tmp_path, FILES) / "below"
+    below = snapshot / "below"
     below.mkdir()
     (below / "config.json").write_bytes(b"{}")
     assert "@" not in files_identity(model_of(below))
     assert readable_name(str(below)) == "below"
+
+
+def test_a_name_that_is_no_path_is_readable(tmp_path):
+    (tmp_path / "round").symlink_to("round")
+    assert readable_name(str(tmp_path / "round")) == "round"
+    assert readable_name("a\0b") == "a\0b"

@@ -356,7 +356,9 @@ VLLM = (
     *attributes(_CONFIG, "VllmConfig", "model_config load_config mamba_config additional_config"),
     *attributes(_CONFIG, "VllmConfig", "parallel_config lora_config compilation_config"),
     *attributes(_CONFIG, "ModelConfig", "model model_impl model_class_overrides"),
-    *attributes(_CONFIG, "ModelConfig", "revision quantization quantization_config dtype"),
+    *attributes(
+        _CONFIG, "ModelConfig", "revision code_revision quantization quantization_config dtype"
+    ),
     Hook(
         _CONFIG, "CacheConfig.kv_cache_layout", replaced_in="lmcache_hybrid/tools/doctor/model.py"
     ),

@@ -21,14 +21,20 @@ DEFECTS = (
     one(
         "a model's code may be changed in the Hub's cache",
         "lmcache_hybrid/identity/weights.py",
-        "snapshot is not None and are_as_downloaded(files)",
-        "snapshot is not None",
+        "whole and (listed is None or are_as_listed(files, listed)):",
+        "whole:",
     ),
     one(
-        "a model's code may be changed in the Hub's cache where the model is named",
+        "a part of a model in the Hub's cache is the whole of it",
         "lmcache_hybrid/identity/weights.py",
-        "not were_changed(files)",
+        "_counted(listed) == {file.name for file in files}",
         "True",
+    ),
+    one(
+        "code of another commit counts as the model's",
+        "lmcache_hybrid/worker/fingerprint.py",
+        "if model.code_revision else",
+        "if False else",
     ),
     one(
         "what a model stored under its name is not found without the Hub",
