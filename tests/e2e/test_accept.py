@@ -14,7 +14,7 @@ from blocks import block_size
 
 from lmcache_hybrid.tools.tiny_models import make_model
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 FLAGS = ("--max-num-batched-tokens", "1024", "--enforce-eager", "--max-num-seqs", "4")
 # A vLLM plugin, so that it is there in the process that loads.
@@ -118,7 +118,6 @@ def check_restored(report: dict, places: set[str]) -> None:
         assert not [name for name in counts if name.startswith(("failed", "skipped_saves"))]
 
 
-@pytest.mark.slow
 def test_ram_disk_and_a_folder_are_accepted(model_dir: Path, tmp_path: Path) -> None:
     """Granite 4 has smaller blocks than Qwen3-Next, which is accepted below."""
     model = make_model("granite4", model_dir / "granite4")
@@ -184,7 +183,6 @@ def test_states_that_are_not_restored_fail_and_the_prompts_are_named(
     assert len(list(tmp_path.glob("*.log"))) == 1
 
 
-@pytest.mark.slow
 def test_the_v2_runner_is_accepted(model: Path, tmp_path: Path) -> None:
     folder = plugin(tmp_path / "triton", LESS_WORK)
     (folder / "sitecustomize.py").write_text(V2_ON_CPU)

@@ -10,10 +10,18 @@ bfloat16 otherwise, so there only the first token is compared.
 
 import pytest
 from bucket import EXTRA, Bucket
+from conftest import FAMILIES
 from engine import Engine
 from golden import Golden
+from marks import slow
 
 pytestmark = pytest.mark.engine
+
+
+def over(*quick: str) -> pytest.MarkDecorator:
+    """All families; those that ``make test`` takes first."""
+    rest = (family for family in FAMILIES if family not in quick)
+    return pytest.mark.parametrize("golden", [*quick, *slow(*rest)], indirect=True, scope="module")
 
 
 def store_all(engine: Engine, golden: Golden) -> None:
@@ -67,6 +75,7 @@ def check_nothing_held(engine: Engine) -> None:
     }
 
 
+@over("qwen3_next", "granite4", "lfm2")
 def test_family_is_what_we_think(golden: Golden) -> None:
     """At least one attention and one state group; between them the shapes that matter."""
     assert "MambaSpec" in golden.groups and "FullAttentionSpec" in golden.groups
@@ -75,6 +84,7 @@ def test_family_is_what_we_think(golden: Golden) -> None:
         assert golden.block_size != 128
 
 
+@over("qwen3_next")
 def test_ram_and_fs_after_a_restart(golden: Golden, tmp_path) -> None:
     config = {"local_cpu": True, "remote_url": f"fs://localhost:0{tmp_path}"}
     with Engine(golden.model, config) as engine:
@@ -88,6 +98,7 @@ def test_ram_and_fs_after_a_restart(golden: Golden, tmp_path) -> None:
         assert "RemoteBackend" in engine.reads()
 
 
+@over("lfm2")
 def test_local_disk_and_redis_after_restarts(golden: Golden, tmp_path, redis_url: str) -> None:
     disk = {"local_cpu": False, "local_disk": str(tmp_path), "max_local_disk_size": 2}
     redis = {"local_cpu": False, "remote_url": redis_url}

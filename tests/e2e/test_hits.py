@@ -144,6 +144,7 @@ def test_a_batch_that_hits_extends_and_misses_answers_as_one_by_one(model: Path)
         assert live["tracked"] == live["claims"] == live["pinned"] == live["held"] == 0
 
 
+@pytest.mark.slow
 def test_clearing_the_store_through_vllm(model: Path) -> None:
     with Engine(model, {"local_cpu": True}) as engine:
         ids = list(cases(engine.info["block_size"], seed=8)[0].asked)

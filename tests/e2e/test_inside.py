@@ -66,7 +66,8 @@ def check_repeats(engine: Engine, family: str, prompts: list[list[int]]) -> list
     return cold
 
 
-@pytest.mark.parametrize("family", ["granite4", *slow("qwen3_next", "falcon_h1", "lfm2")])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", UNITS)
 def test_a_repeat_hits_as_deep_as_in_vllms_own_cache(family, model_dir: Path) -> None:
     """On the V2 runner; on V1 below."""
     with start(family, model_dir, {"local_cpu": True}, runner="v2") as engine:

@@ -243,6 +243,7 @@ def check_apart(model: Path, store: str, asked: list[int], variants: list[dict])
     return answers
 
 
+@pytest.mark.slow
 def test_dtypes_and_overrides(model: Path, tmp_path: Path) -> None:
     """fp8 and fp8_e5m2 pages have the same shape and size, as have two ropes'.
 
@@ -270,6 +271,7 @@ def test_state_dtype(model_dir: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_one_tensor_of_the_weights(model: Path, tmp_path: Path) -> None:
     """The same folder with one norm trained further: same name, sizes, configuration."""
     config = {"local_cpu": False, "remote_url": f"fs://localhost:0{tmp_path / 'store'}"}

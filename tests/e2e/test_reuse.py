@@ -290,6 +290,7 @@ def test_next_turn_hits_inside_the_answer(site: Site) -> None:
         assert watch.loaded == (deepest, 1)
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_apart(site: Site) -> None:
     """The producer is asked for one token of each prompt, the consumer for the rest."""
     size = site.size

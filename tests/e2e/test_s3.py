@@ -60,6 +60,7 @@ def test_without_memory_to_load_into_the_prompt_is_computed(site: Site) -> None:
     site.serves(prompt)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_within_an_object_fails_the_load(site: Site) -> None:
     prompt = site.store()
     size = len(site.shelf.read(prompt.record()))

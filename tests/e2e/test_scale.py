@@ -84,6 +84,7 @@ def test_speculative_decoding_is_refused_on_cpu(model: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_hits_and_answers_are_the_same_under_async_scheduling(model: Path) -> None:
     """vLLM schedules a step before the one under way has ended; hits and answers are the same."""
     prompts = [prompt(20 + i, 500 + 300 * i) for i in range(4)]
@@ -109,6 +110,7 @@ def test_hits_and_answers_are_the_same_under_async_scheduling(model: Path) -> No
         check_nothing_left(engine)
 
 
+@pytest.mark.slow
 def test_preempted_requests_resume_from_the_store(model: Path) -> None:
     """Requests lose their blocks to an urgent one that comes late, and resume from the store.
 

@@ -142,6 +142,7 @@ def test_blocks_that_attention_takes_in_parts(size: int, qwen: Path) -> None:
 # V1 and V2
 
 
+@pytest.mark.slow
 def test_v1_and_v2_find_each_others_records(qwen: Path, tmp_path: Path) -> None:
     """The kernels that make states are the layers', not the runner's."""
     config = {"local_cpu": False, "remote_url": f"fs://localhost:0{tmp_path}"}

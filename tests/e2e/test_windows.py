@@ -5,7 +5,7 @@ import pytest
 from engine import Engine
 from golden import Golden, record_golden
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 # What a user writes to have such a model served here.
 HMA = {"disable_hybrid_kv_cache_manager": False}

@@ -147,6 +147,7 @@ def cache_commands() -> list[tuple[str, str]]:
     return [("file", composed.replace("$$", "$")), ("environment", container["args"][0])]
 
 
+@pytest.mark.slow
 def test_valkey_asks_for_the_password(tmp_path: Path) -> None:
     """The example's own commands, on a real server."""
     for how, command in cache_commands():

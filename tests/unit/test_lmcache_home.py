@@ -89,6 +89,7 @@ def test_no_file_imports_the_in_process_part_from_either_home():
     assert [module for module in used if tree.module(module) is None] == []
 
 
+@pytest.mark.slow
 def test_vllms_connector_finds_lmcaches_adapter_with_the_plugin_only_where_it_moved():
     """What vLLM's class does for a dense model, with the plugin loaded as vLLM loads it."""
     code = (

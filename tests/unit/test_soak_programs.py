@@ -10,6 +10,7 @@ import pytest
 SOAK = Path(__file__).parents[1] / "soak"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["soak.py", "kv_events.py"])
 def test_a_soak_shows_its_options(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(SOAK / name), "--help"]

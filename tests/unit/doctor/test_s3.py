@@ -23,6 +23,7 @@ def test_a_bucket_takes_a_record_and_is_left_as_it_was(context, bucket):
     assert bucket.names() == []
 
 
+@pytest.mark.slow
 def test_a_bucket_that_is_missing_is_told(context, bucket):
     found = context(local_cpu=False, remote_url=bucket.url, extra_config=EXTRA)
     bucket.drop()
@@ -33,6 +34,7 @@ def test_a_bucket_that_is_missing_is_told(context, bucket):
     assert told.status == ERROR and "S3 answered 404 NoSuchBucket" in told.message
 
 
+@pytest.mark.slow
 def test_a_server_that_is_away_is_told(context):
     found = context(local_cpu=False, remote_url="s3://127.0.0.1:1", extra_config=EXTRA)
     told = only(assert_sentences(check_backends(found)))

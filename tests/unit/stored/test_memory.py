@@ -47,6 +47,7 @@ def peak(function: Callable[[], object]) -> int:
     return most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command, code",
     [
