@@ -3,12 +3,14 @@
 
     python tests/packaging/collected.py tests/unit/test_lookup.py ...
 
-Prints one line of JSON: ``{"found": [...], "run": [...]}``, both node ids. A process of its own,
-because a session of pytest knows what it collected itself, which is one file where one is run.
+Prints pytest's errors and then one line of JSON: ``{"found": [...], "run": [...]}``, both node
+ids. A process of its own, because a session of pytest knows what it collected itself: one file
+where one is run.
 """
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,11 +19,21 @@ SELECTED = ("-m", "not slow")
 
 
 class Look:
-    """Notes what is collected, before and after pytest deselects."""
+    """Notes what is collected, before and after pytest deselects.
 
-    def __init__(self) -> None:
+    Attributes:
+        found: node ids of all tests in ``files``.
+        run: those that are left.
+    """
+
+    def __init__(self, files: list[str]) -> None:
+        self._files = {Path(file).resolve() for file in files}
         self.found: list[str] = []
         self.run: list[str] = []
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """Leave out other files. Given as arguments, files of several folders share a conftest."""
+        return (collection_path.is_file() and collection_path not in self._files) or None
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -33,10 +45,10 @@ class Look:
 
 def main(files: list[str]) -> int:
     """Print what is collected; returns pytest's exit code."""
-    look = Look()
-    code = pytest.main(
-        ["--collect-only", "-q", "-q", "-p", "no:cacheprovider", *SELECTED, *files], plugins=[look]
-    )
+    look = Look(files)
+    options = ["--collect-only", "-qqq", "-p", "no:cacheprovider", *SELECTED]
+    folders = sorted({Path(file).parts[0] for file in files})
+    code = pytest.main([*options, *folders], plugins=[look])
     print(json.dumps({"found": look.found, "run": look.run}))
     return int(code)
 

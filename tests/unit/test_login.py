@@ -346,6 +346,15 @@ def test_what_the_url_says_wins(monkeypatch, url, expected):
     assert connection_options(url) == expected
 
 
+def test_the_password_of_the_environment_counts_where_there_is_no_file(monkeypatch, tmp_path):
+    monkeypatch.setenv(login.PASSWORD, "of the environment")
+    assert connection_options("redis://localhost:1") == {"password": "of the environment"}
+    file = tmp_path / "password"
+    file.write_text("of the file\n")
+    monkeypatch.setenv(login.PASSWORD_FILE, str(file))
+    assert connection_options("redis://localhost:1") == {"password": "of the file"}
+
+
 @pytest.mark.parametrize("variable", [login.PASSWORD_FILE, login.CA_FILE])
 def test_files_that_are_not_there_are_told(monkeypatch, variable):
     monkeypatch.setenv(variable, "/nowhere")
