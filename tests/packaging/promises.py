@@ -36,7 +36,7 @@ class Collected:
 
 
 def read(table: Path) -> list[Promise]:
-    """All lines of a table, in order. Two of one page with the same words are no TOML."""
+    """All rows of a table, in order. Two of one page with the same words are no TOML."""
     return [
         Promise(page, words, tuple(tests))
         for page, lines in tomllib.loads(table.read_text()).items()
@@ -70,8 +70,11 @@ def problems(promises: list[Promise], root: Path, tests: Collected) -> Iterator[
     found, run = with_functions(tests.found), with_functions(tests.run)
     for each in promises:
         promise = f"{each.page}: {each.words!r}"
-        if " ".join(each.words.split()) not in pages[each.page]:
+        times = pages[each.page].count(" ".join(each.words.split()))
+        if times == 0:
             yield f"{promise} is not on the page; change it here as it was changed there."
+        if times > 1:
+            yield f"{promise} is {times} times on the page; take more words of it."
         if not each.tests:
             yield f"{promise} has no test; name or write one."
         missing = [test for test in each.tests if test not in found]

@@ -77,6 +77,7 @@ def test_good_tables_pass(checkout: Path, collected: Collected) -> None:
     [
         ("It is blue.", (), "has no test"),
         ("It is red.", (QUICK,), "is not on the page"),
+        ("It", (QUICK,), "is 2 times on the page"),
         ("It is blue.", (QUICK, "tests/test_it.py::test_quik"), "test_quik, which does not exist"),
         ("It is blue.", (QUICK, "tests/test_gone.py::test_quick"), "which does not exist"),
         ("It is blue.", (QUICK, f"{SOME}[3]"), "test_some[3], which does not exist"),
@@ -84,7 +85,7 @@ def test_good_tables_pass(checkout: Path, collected: Collected) -> None:
         ("It is blue.", (SLOW,), "only tests that `make test` leaves out"),
         ("It is blue.", (SLOW, ALL_SLOW, f"{SOME}[2]"), "only tests that `make test` leaves out"),
     ],
-    ids=["no test", "words", "name", "file", "parameter", "a file", "slow", "all slow"],
+    ids=["no test", "words", "twice", "name", "file", "parameter", "a file", "slow", "all slow"],
 )
 def test_what_is_wrong_with_a_table_is_said(
     checkout: Path, collected: Collected, words: str, tests: tuple[str, ...], problem: str

@@ -16,7 +16,7 @@ from lmcache.v1.config import LMCacheEngineConfig
 from servers import Cluster, Node, Sentinels, free_ports
 from tls import Front, make_certificate
 from typer.testing import CliRunner
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from lmcache_hybrid import connector
@@ -383,6 +383,12 @@ def test_what_leaves_the_machine_unencrypted_is_told(url, warned):
     assert bool(shown) == warned and ":p@" not in (shown or "")
 
 
+@pytest.fixture(scope="module")
+def lfm2() -> VllmConfig:
+    """Made before a test listens: vLLM sets its loggers up when it is first asked for one."""
+    return engine_config("lfm2")
+
+
 @pytest.mark.parametrize(
     ("settings", "warned"),
     [
@@ -393,16 +399,15 @@ def test_what_leaves_the_machine_unencrypted_is_told(url, warned):
     ids=["in the clear", "TLS", "RAM"],
 )
 def test_an_engine_says_once_what_it_serves_and_what_leaves_it_in_the_clear(
-    monkeypatch, hybrid_log, settings, warned
+    monkeypatch, lfm2, hybrid_log, settings, warned
 ):
     lmcache = LMCacheEngineConfig.from_defaults(**settings)
     login.hide_passwords(lmcache)
     monkeypatch.setattr(connector, "load_lmcache_config", lambda config: lmcache)
     monkeypatch.setattr(connector, "LookupClient", lambda *_: Mock())
     monkeypatch.setattr(connector.HybridConnector, "_start_lmcache", lambda *_: None)
-    connector.HybridConnector(
-        engine_config("lfm2"), KVConnectorRole.SCHEDULER, cache_config(FULL, STATE_SPEC)
-    )
+    groups = cache_config(FULL, STATE_SPEC)
+    connector.HybridConnector(lfm2, KVConnectorRole.SCHEDULER, groups)
     (serves,) = [line for line in hybrid_log.messages if "serves hybrid groups" in line]
     assert serves == (
         "LMCache serves hybrid groups: blocks of 16 tokens, attention groups (0,), "
