@@ -15,8 +15,6 @@ from golden import Golden, record_golden  # noqa: E402
 
 from lmcache_hybrid.tools.tiny_models import make_model  # noqa: E402
 
-FAMILIES = ("qwen3_next", "granite4", "lfm2", "falcon_h1")
-
 
 @pytest.fixture(scope="module")
 def golden(request: pytest.FixtureRequest, model_dir: Path) -> Golden:

@@ -9,6 +9,8 @@ from prompts import Case, cases
 
 from lmcache_hybrid.tools.tiny_models import make_model
 
+FAMILIES = ("qwen3_next", "granite4", "lfm2", "falcon_h1")
+
 
 @dataclass
 class Golden:

@@ -10,9 +10,8 @@ bfloat16 otherwise, so there only the first token is compared.
 
 import pytest
 from bucket import EXTRA, Bucket
-from conftest import FAMILIES
 from engine import Engine
-from golden import Golden
+from golden import FAMILIES, Golden
 from marks import slow
 
 pytestmark = pytest.mark.engine

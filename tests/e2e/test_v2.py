@@ -16,9 +16,8 @@ import pytest
 import records
 import v2
 from blocks import block_size
-from conftest import FAMILIES
 from engine import Answer, Engine
-from golden import assert_close
+from golden import FAMILIES, assert_close
 from marks import slow
 from prompts import Case, v2_cases
 

@@ -2,7 +2,9 @@
 """What pages say beside the code that knows better."""
 
 import ast
+import json
 import re
+import sys
 from pathlib import Path
 
 import yaml
@@ -14,6 +16,12 @@ from lmcache_hybrid.tools.sizing.blocks import PLATFORMS, compute
 from lmcache_hybrid.tools.tiny_families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.weights import report as weights_report  # noqa: E402
+from tests.sim import report as sim_report  # noqa: E402
+from tests.soak import report as soak_report  # noqa: E402
+
 DOCS = ROOT / "docs"
 
 
@@ -114,6 +122,26 @@ def test_generated_files_are_named_with_their_command() -> None:
         command = row[2].strip(" `").split()
         assert command[0] != "make" or command[1] in rules, command
     assert not [*DOCS.glob("*.json"), *DOCS.glob("*.svg")]
+
+
+def rows_of(page: str, marker: str) -> set[str]:
+    """Lines of the table that a program writes between its marks."""
+    (text,) = re.findall(rf"<!-- {marker}:begin -->(.+)<!-- {marker}:end -->", page, re.S)
+    return {line for line in text.splitlines() if line}
+
+
+def test_tables_of_the_reliability_page_are_those_of_the_figures() -> None:
+    """A row that a report has learned since comes with its next run."""
+    page = pages()["docs/reliability.md"]
+    weights, simulated, soaked = (
+        json.loads((DOCS / f"generated/{name}.json").read_text())
+        for name in ("weights", "simulation", "soak")
+    )
+    assert rows_of(page, "weights") <= {*weights_report.table(weights).splitlines()}
+    assert rows_of(page, "simulation") <= {*sim_report.table(simulated["parts"]).splitlines()}
+    assert rows_of(page, "soak") <= {*soak_report.table(soaked).splitlines()}
+    for marker in ("weights", "simulation", "soak"):
+        assert len(rows_of(page, marker)) > 6
 
 
 def test_site_fetches_nothing() -> None:

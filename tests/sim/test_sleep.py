@@ -7,6 +7,7 @@ from vllm.v1.request import RequestStatus
 from .asleep import MODES, free, sleep, wake
 from .device import HostAccess
 from .engine import SimEngine
+from .reset import reset_all
 from .warm import PROMPT, hits, wait_for_load
 
 
@@ -58,6 +59,12 @@ def test_vllm_refuses_to_keep_a_load_and_goes_on(engine):
     status = RequestStatus.FINISHED_LENGTH_CAPPED
     assert engine.requests["again"].status == status
     assert engine.events["loads"] == 1
+    known = hits(engine)
+    ask(engine, "third", "fourth")
+    assert hits(engine) == known, "the reset that vLLM refused has failed"
+    assert reset_all(engine)
+    ask(engine, "fifth", "sixth")
+    assert hits(engine) == known + 1
 
 
 @pytest.mark.parametrize("begun", [False, True])

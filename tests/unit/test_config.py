@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of LMCache: refused ones, those that are set for it, and where they come from."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 from lmcache.v1.config import LMCacheEngineConfig
@@ -166,6 +168,30 @@ def test_file_environment_and_extra_config(monkeypatch, tmp_path):
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
     config = load(**{"lmcache.max_local_cpu_size": 2.5, "lmcache.local_cpu": "false"})
     assert (config.chunk_size, config.max_local_cpu_size, config.local_cpu) == (64, 2.5, False)
+
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("lmcache-*.yaml"))
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_ready_made_files_are_taken(monkeypatch, tmp_path, file):
+    """Each names its store; only the folder of ``fs://`` is another one here."""
+    text = file.read_text()
+    url = yaml.safe_load(text).get("remote_url") or ""
+    copy = tmp_path / file.name
+    copy.write_text(text.replace("/srv/", f"{tmp_path}/") if url.startswith("fs:") else text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(copy))
+    config = load()
+    settle_lmcache_config(config, BLOCK)
+    kind = file.stem.removeprefix("lmcache-")
+    found = (config.remote_url or "").split(":")[0] or ("disk" if config.local_disk else "ram")
+    assert found == kind and config.chunk_size == BLOCK
+
+
+def test_every_kind_of_store_has_a_ready_made_file():
+    kinds = ("disk", "fs", "ram", "redis", "s3")
+    assert [file.stem for file in EXAMPLES] == [f"lmcache-{kind}" for kind in kinds]
 
 
 def test_our_own_settings_do_not_reach_lmcache():

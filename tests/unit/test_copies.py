@@ -47,6 +47,19 @@ def test_nothing_goes_on_after_a_failure_is_raised(threads):
     assert not running
 
 
+@pytest.mark.parametrize("cores, expected", [(1, 1), (3, 3), (64, 4)])
+def test_no_more_than_four_threads_copy(threads, monkeypatch, cores, expected):
+    """And no more than there are cores; docs/security.md says so of digests, too."""
+    counts, start = [], copies.started
+    monkeypatch.setattr(
+        copies, "started", lambda count, *rest: (counts.append(count), start(1, *rest))[1]
+    )
+    threads._cores = set(range(cores))
+    monkeypatch.setattr(copies, "anywhere", lambda cores: None)
+    threads.each(lambda i: None, range(9), WORTH_A_THREAD)
+    assert counts == [expected]
+
+
 def test_threads_may_run_on_all_cores_of_the_process(threads):
     """vLLM binds its main thread to one core, and a thread inherits that of its parent."""
     everywhere = os.sched_getaffinity(0)

@@ -234,6 +234,16 @@ def test_blocks_and_groups_matter(made, plan):
     assert of(made, plan) != of(made)
 
 
+def test_the_model_runner_does_not_matter(made, monkeypatch):
+    """The layers' kernels make the bytes; tests/e2e/test_v2.py compares them."""
+    found = set()
+    for version2 in ("0", "1"):
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", version2)
+        assert made.use_v2_model_runner == bool(int(version2))
+        found.add(of(made))
+    assert len(found) == 1
+
+
 def test_which_group_vllm_is_told_of_does_not_matter(made):
     assert of(made, GroupPlan(PLAN.block_size, PLAN.attention, PLAN.states, 0)) == of(made)
 

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import redis
@@ -15,8 +16,10 @@ from lmcache.v1.config import LMCacheEngineConfig
 from servers import Cluster, Node, Sentinels, free_ports
 from tls import Front, make_certificate
 from typer.testing import CliRunner
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from lmcache_hybrid import connector
 from lmcache_hybrid.config import redis_credentials as login
 from lmcache_hybrid.config.backends import check_remote_url
 from lmcache_hybrid.config.options import load_lmcache_config, refusals
@@ -27,11 +30,12 @@ from lmcache_hybrid.tools.doctor.backends import check_backends, until
 from lmcache_hybrid.tools.doctor.finding import Status
 from lmcache_hybrid.tools.stored.redis_client import connect
 
-from .helpers import payload_of, put
+from .helpers import STATE_SPEC, engine_config, payload_of, put
 from .lmcache_settings import assert_one_sentence
 from .store_box import KEYS, SIZE, Box
 from .stored.commands import run, run_json
 from .test_remote_stores import MANY
+from .test_vllm_patch import FULL, cache_config
 
 # What LMCache's usage statistics take from its metadata.
 SENT = ("model_name", "world_size", "worker_id", "kv_dtype", "kv_shape")
@@ -342,6 +346,15 @@ def test_what_the_url_says_wins(monkeypatch, url, expected):
     assert connection_options(url) == expected
 
 
+def test_the_password_of_the_environment_counts_where_there_is_no_file(monkeypatch, tmp_path):
+    monkeypatch.setenv(login.PASSWORD, "of the environment")
+    assert connection_options("redis://localhost:1") == {"password": "of the environment"}
+    file = tmp_path / "password"
+    file.write_text("of the file\n")
+    monkeypatch.setenv(login.PASSWORD_FILE, str(file))
+    assert connection_options("redis://localhost:1") == {"password": "of the file"}
+
+
 @pytest.mark.parametrize("variable", [login.PASSWORD_FILE, login.CA_FILE])
 def test_files_that_are_not_there_are_told(monkeypatch, variable):
     monkeypatch.setenv(variable, "/nowhere")
@@ -368,6 +381,41 @@ def test_files_that_are_not_there_are_told(monkeypatch, variable):
 def test_what_leaves_the_machine_unencrypted_is_told(url, warned):
     shown = unencrypted(url)
     assert bool(shown) == warned and ":p@" not in (shown or "")
+
+
+@pytest.fixture(scope="module")
+def lfm2() -> VllmConfig:
+    """Made before a test listens: vLLM sets its loggers up when it is first asked for one."""
+    return engine_config("lfm2")
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ({"remote_url": "redis://u:p@cache:1"}, "redis://cache:1"),
+        ({"remote_url": "rediss://u:p@cache:1"}, ""),
+        ({}, ""),
+    ],
+    ids=["in the clear", "TLS", "RAM"],
+)
+def test_an_engine_says_once_what_it_serves_and_what_leaves_it_in_the_clear(
+    monkeypatch, lfm2, hybrid_log, settings, warned
+):
+    lmcache = LMCacheEngineConfig.from_defaults(**settings)
+    login.hide_passwords(lmcache)
+    monkeypatch.setattr(connector, "load_lmcache_config", lambda config: lmcache)
+    monkeypatch.setattr(connector, "LookupClient", lambda *_: Mock())
+    monkeypatch.setattr(connector.HybridConnector, "_start_lmcache", lambda *_: None)
+    groups = cache_config(FULL, STATE_SPEC)
+    connector.HybridConnector(lfm2, KVConnectorRole.SCHEDULER, groups)
+    (serves,) = [line for line in hybrid_log.messages if "serves hybrid groups" in line]
+    assert serves == (
+        "LMCache serves hybrid groups: blocks of 16 tokens, attention groups (0,), "
+        "window groups (), state groups (1,)."
+    )
+    told = [line for line in hybrid_log.messages if "unencrypted" in line]
+    assert len(told) == bool(warned) and all(warned in line for line in told)
+    assert "u:p@" not in hybrid_log.text
 
 
 def test_tls_to_a_cluster_is_not_warned_of(monkeypatch, certificate):

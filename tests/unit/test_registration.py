@@ -16,6 +16,7 @@ import vllm_patch
 from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.tools.doctor import installation
 from lmcache_hybrid.tools.doctor.finding import Status
+from lmcache_hybrid.tools.doctor.model import kv_cache_config
 from lmcache_hybrid.upstream import versions
 from vllm_patch import compat, configuration, connector, events, loaders, media
 
@@ -39,6 +40,14 @@ def hooks_restored(monkeypatch):
     monkeypatch.setattr(connector.upstream, LMCACHE, connector.UpstreamConnector)
     monkeypatch.setattr(configuration, "_hooked", False)
     monkeypatch.setattr(configuration, "_problem", "")
+
+
+def test_without_the_plugin_vllm_refuses_hybrid_models(hooks_restored):
+    """It turns its hybrid KV cache manager off for the connector, and then fails to start."""
+    config = engine_config("qwen3_next")
+    assert config.scheduler_config.disable_hybrid_kv_cache_manager
+    with pytest.raises(ValueError, match="Failed to promote .* to one unified type"):
+        kv_cache_config(config)
 
 
 def test_an_unsupported_version_refuses_hybrid_models_only(hooks_restored, installed, monkeypatch):

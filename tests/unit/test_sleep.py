@@ -2,6 +2,7 @@
 """Sleep mode: vLLM frees the KV cache, and at level 2 the weights, and allocates them anew."""
 
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.gpu_worker import Worker
 
 from lmcache_hybrid.connector import HybridConnector
@@ -261,6 +263,15 @@ def test_a_layout_that_changed_is_logged_and_ends_nothing(group, hybrid_log):
     assert hybrid.worker.loads._asleep
     (error,) = [r.getMessage() for r in hybrid_log.records if r.levelname == "ERROR"]
     assert "restart the engine" in error
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_level_0_only_pauses(level):
+    """vLLM resets no cache then and tells no worker."""
+    core = Mock(**{"pause_scheduler.return_value": None})
+    EngineCore.sleep(core, level, "keep")
+    core.pause_scheduler.assert_called_once_with(mode="keep", clear_cache=level > 0)
+    assert core.model_executor.sleep.called == (level > 0)
 
 
 # Weights

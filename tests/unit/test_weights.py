@@ -2,8 +2,10 @@
 """The identity of weights, as vLLM's own loaders read them."""
 
 import copy
+import re
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStreamerLoader
+from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 from vllm.model_executor.model_loader.tensorizer_loader import TensorizerLoader
+from vllm.model_executor.model_loader.weight_cache.ipc_loader import IpcModelLoader
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -188,6 +194,51 @@ def test_a_tensorizer_file_of_another_framework_counts_by_its_tensors(
         return loaded(granite, model_folder, "tensorizer", loader, toy)
 
     assert identity(tensors()) == identity(tensors()) != identity(fine_tuned())
+
+
+def test_weights_of_vllms_daemon_count_by_the_tensors_that_they_become(
+    granite, model_folder, monkeypatch
+):
+    """Its loader maps them into the model, with no ``load_weights`` at all."""
+
+    def identity(content: dict) -> str:
+        loader, toy = IpcModelLoader(granite.load_config), Toy()
+
+        def mapped(*_) -> Toy:
+            toy.load_weights(iter(content.items()))
+            return toy
+
+        monkeypatch.setattr(loader, "_fetch_entries", lambda _: None)
+        monkeypatch.setattr(loader, "_build_model", mapped)
+        return loaded(granite, model_folder, "ipc_cache", loader, toy)
+
+    module = "vllm.model_executor.model_loader.weight_cache.ipc_loader"
+    monkeypatch.setattr(f"{module}.check_ipc_platform_support", lambda: None)
+    assert identity(tensors()) == identity(tensors()) != identity(fine_tuned())
+
+
+# Whose identity is tested above, by one format or another.
+STREAM = (DefaultModelLoader, RunaiModelStreamerLoader)
+FILL = (ShardedStateLoader, DummyModelLoader, TensorizerLoader, IpcModelLoader)
+
+
+def test_the_docs_say_of_each_loader_of_vllms_what_is_digested():
+    """One that is new, or that takes another class, fails here."""
+    rows = (Path(__file__).parents[2] / "docs/reliability.md").read_text().splitlines()
+    streamed, filled = (
+        set(re.findall(r"`(\w+)`", row.split("; a plugin's")[0]))
+        for row in rows
+        if row.startswith("| `") and "; a plugin's" in row
+    )
+    known = {
+        name: loader
+        for name, loader in model_loader._LOAD_FORMAT_TO_MODEL_LOADER.items()
+        if loader.__module__.startswith("vllm.")
+    }
+    assert {name for name, loader in known.items() if loader in STREAM} == streamed
+    assert {name for name, loader in known.items() if loader in FILL} == filled
+    # A package of its own does what that loader says.
+    assert known.keys() - streamed - filled <= {"modelexpress"}
 
 
 # What is not known

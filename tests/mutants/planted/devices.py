@@ -197,4 +197,10 @@ DEFECTS = (
         "it would make a context.\n        self._module.set_device(self._device.index or 0)\n",
         "it would make a context.\n",
     ),
+    one(
+        "more threads copy than the docs say",
+        COPIES,
+        "COPIERS = 4\n",
+        "COPIERS = 8\n",
+    ),
 )

@@ -158,4 +158,10 @@ DEFECTS = (
         "        return said != UNKNOWN and said == self.content(adapter.lora)\n",
         "        return said != UNKNOWN and said == self._known(adapter.lora)\n",
     ),
+    one(
+        "the model runner is part of the fingerprint",
+        "lmcache_hybrid/worker/fingerprint.py",
+        '        "record": record.VERSION,\n',
+        '        "record": record.VERSION,\n        "runner": vllm_config.use_v2_model_runner,\n',
+    ),
 )

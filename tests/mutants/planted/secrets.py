@@ -89,4 +89,16 @@ DEFECTS = (
         "if status.st_mode & (stat.S_IRWXO | stat.S_IWGRP):",
         "if status.st_mode & stat.S_IWGRP:",
     ),
+    one(
+        "a password in the environment wins over the one in the file",
+        "lmcache_hybrid/config/redis_credentials.py",
+        "    if not path:\n",
+        "    if not path or PASSWORD in os.environ:\n",
+    ),
+    one(
+        "records cross the network in the clear without a word",
+        CONNECTOR,
+        "if url := unencrypted(config.remote_url) or s3.unencrypted(config):",
+        "if url := s3.unencrypted(config):",
+    ),
 )

@@ -184,4 +184,10 @@ DEFECTS = (
         'prompt, because %s.", error\n            )\n            return\n',
         'prompt, because %s.", error\n            )\n            name = bytes(16)\n',
     ),
+    one(
+        "weights that vLLM's daemon maps into the model are not known",
+        LOADERS,
+        '_WHOLE = ("TensorizerLoader", "IpcModelLoader")',
+        '_WHOLE = ("TensorizerLoader",)',
+    ),
 )

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import errno
 import os
+import stat
 import threading
 from pathlib import Path
 
@@ -115,6 +116,17 @@ def test_tags_that_lmcache_would_give_one_file_have_two(box, kind, twin):
     box.write(keys[1:])
     for key, payload in zip(keys, box.read(keys), strict=True):
         assert torch.equal(payload, payload_of(key, SIZE))
+
+
+@pytest.mark.parametrize("umask, expected", [(0o022, 0o644), (0o077, 0o600)], ids=oct)
+def test_files_of_fs_are_as_the_umask_says(box, umask, expected):
+    """LMCache writes them."""
+    before = os.umask(umask)
+    try:
+        filled = box("fs").write()
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(filled.path(key).stat().st_mode) for key in KEYS} == {expected}
 
 
 def gone(folder: Path) -> None:

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from lmcache_hybrid.core.errors import LoadError, RecordError
+from lmcache_hybrid.upstream.lmcache_home import take
 
 from ..helpers import put
 from ..store_box import KEYS, SIZE, every_kind
@@ -73,6 +74,13 @@ def test_an_unhealthy_engine_is_neither_read_nor_written(box):
     assert not box.store.writable() and not box.store.readable()
     with pytest.raises(LoadError, match="unhealthy"):
         box.fetch(claim, KEYS)
+
+
+def test_lmcaches_health_monitor_waits_as_long_as_the_docs_say():
+    """Ten failed reads within 30 seconds switch a remote store off for five minutes."""
+    names = "GET_BLOCKING_FAILED_THRESHOLD", "PING_INTERVAL", "WAITING_TIME_FOR_RECOVERY"
+    found = [take("v1.health_monitor.constants", f"DEFAULT_{name}") for name in names]
+    assert found == [10, 30, 300]
 
 
 def test_store_location_is_kept(box):
