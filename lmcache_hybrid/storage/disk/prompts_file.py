@@ -134,7 +134,9 @@ class PromptsFile:
             return []
         logger.info(
             "%s names the prompts of %d of %d blocks that were found there.",
-            *(self._path, len(found), len(held)),
+            self._path,
+            len(found),
+            len(held),
         )
         return found
 
@@ -216,7 +218,8 @@ class PromptsFile:
         logger.warning_once(
             "%s cannot be written (%s): after a restart KV cache events may say what lies "
             "there only once it is asked for. Make room there, or make it writable.",
-            *(self._path, getattr(error, "strerror", None) or error),
+            self._path,
+            getattr(error, "strerror", None) or error,
         )
 
     def _close_file(self) -> None:

@@ -4,7 +4,7 @@
 from tests.mutants.defect import Defect, one
 
 SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
-CACHED_BLOCKS = "lmcache_hybrid/scheduler/cached_blocks.py"
+CACHED_BLOCKS = "lmcache_hybrid/scheduler/save_planner.py"
 WORKER = "lmcache_hybrid/worker/worker.py"
 LOAD_PLANNER = "lmcache_hybrid/scheduler/load_planner.py"
 LOOKUP = "lmcache_hybrid/protocol/lookup.py"

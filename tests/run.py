@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the tests in two passes, says how long they took and which were slowest: ``make test``.
+
+Files run longest first, so that both cores end at the same time. Tests that want both cores
+come last and run alone.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+from xml.etree import ElementTree
+
+import typer
+
+ROOT = Path(__file__).parents[1]
+# Seconds of each test file, written by ``--record``.
+DURATIONS = ROOT / "docs/generated/tests.json"
+# What a file that was never timed is taken for.
+UNKNOWN_SECONDS = 10.0
+SLOWEST = 5
+# pytest's exit codes: nothing was selected; somebody pressed Ctrl-C.
+NO_TESTS, INTERRUPTED = 5, 2
+
+
+@dataclass
+class Results:
+    """What the passes of a run said, from pytest's JUnit files.
+
+    Attributes:
+        seconds: of each test, its fixtures included.
+        counts: of tests that passed, failed and were skipped.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def read(self, report: Path) -> None:
+        """Add what one pass wrote; a pass that was killed wrote nothing."""
+        if not report.exists():
+            return
+        for case in ElementTree.parse(report).iter("testcase"):
+            name = f"{case.get('file')}::{case.get('name')}"
+            self.seconds[name] = self.seconds.get(name, 0.0) + float(case.get("time", 0))
+            marks = {child.tag for child in case}
+            failed, skipped = marks & {"failure", "error"}, "skipped" in marks
+            self.counts["failed" if failed else "skipped" if skipped else "passed"] += 1
+
+    def by_file(self) -> dict[str, float]:
+        """Seconds of each test file."""
+        files: Counter[str] = Counter()
+        for name, seconds in self.seconds.items():
+            files[name.partition("::")[0]] += seconds
+        return {name: round(files[name], 1) for name in sorted(files)}
+
+    def summary(self, title: str, seconds: float) -> str:
+        """The last lines of a run: its duration and its slowest tests."""
+        counts = ", ".join(
+            f"{self.counts[kind]} {kind}" for kind in ("passed", "failed", "skipped")
+        )
+        lines = [f"{title}: {counts} in {clock(seconds)}. The slowest:"]
+        slowest = sorted(self.seconds.items(), key=lambda item: -item[1])[:SLOWEST]
+        return "\n".join([*lines, *(f"{took:7.1f} s  {name}" for name, took in slowest)])
+
+
+def clock(seconds: float) -> str:
+    """Such as ``9 min 5 s``."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s"
+
+
+def test_files(root: Path = ROOT) -> list[str]:
+    """All test files, relative to the project."""
+    return sorted(str(file.relative_to(root)) for file in (root / "tests").rglob("test_*.py"))
+
+
+def longest_first(files: Sequence[str], known: Mapping[str, float]) -> list[str]:
+    """The files in the order in which two workers end at about the same time."""
+    return sorted(files, key=lambda file: (-known.get(file, UNKNOWN_SECONDS), file))
+
+
+def shard(files: Sequence[str], known: Mapping[str, float], index: int, count: int) -> list[str]:
+    """Part ``index`` of ``count``, from 1 on: each file goes to the part with least to do.
+
+    Whole files, because tests of a file share engines.
+    """
+    parts: list[list[str]] = [[] for _ in range(count)]
+    load = [0.0] * count
+    for file in longest_first(files, known):
+        least = load.index(min(load))
+        parts[least].append(file)
+        load[least] += known.get(file, UNKNOWN_SECONDS)
+    return parts[index - 1]
+
+
+def passes(files: Sequence[str], everything: bool) -> Iterator[list[str]]:
+    """pytest's arguments for each pass."""
+    chosen = "" if everything else " and not slow"
+    side_by_side = ["--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder"]
+    yield [f"-m=not two_cores{chosen}", *side_by_side, *files]
+    yield [f"-m=two_cores{chosen}", *(file for file in files if file.startswith("tests/e2e/"))]
+
+
+def run_pass(arguments: list[str], report: Path) -> int:
+    """pytest's exit code. Ctrl-C reaches pytest too, so it is waited for."""
+    # xunit1 has each test's file.
+    command = [sys.executable, "-m", "pytest", f"--junitxml={report}", "-o", "junit_family=xunit1"]
+    process = subprocess.Popen([*command, *arguments], cwd=ROOT)
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """``2/4`` as (2, 4); ``typer.BadParameter`` for what is no part of a whole."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise typer.BadParameter(f"{text!r} is no part of the tests; write 1/4 for the first of 4")
+    return int(match[1]), int(match[2])
+
+
+def main(
+    everything: Annotated[bool, typer.Option("--all", help="Tests marked slow, too.")] = False,
+    part: Annotated[str, typer.Option("--shard", help="Only part i/n, such as 1/4.")] = "1/1",
+    record: Annotated[bool, typer.Option(help=f"Write {DURATIONS.relative_to(ROOT)}.")] = False,
+) -> None:
+    """Run the tests that answer in ten minutes, or all. Ends with 0 if none failed."""
+    index, count = parse_shard(part)
+    known = json.loads(DURATIONS.read_text())["files"] if DURATIONS.exists() else {}
+    files = longest_first(shard(test_files(), known, index, count), known)
+    title = ("make test-all" if everything else "make test") + (f" {part}" if count > 1 else "")
+    results, codes, began = Results(), [], time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        for number, arguments in enumerate(passes(files, everything)):
+            if not any(argument.endswith(".py") for argument in arguments):
+                continue
+            report = Path(folder, f"{number}.xml")
+            codes.append(run_pass(arguments, report))
+            results.read(report)
+            if codes[-1] == INTERRUPTED or codes[-1] < 0:
+                break
+    seconds = time.monotonic() - began
+    failed = [code for code in codes if code not in (0, NO_TESTS)]
+    if record and everything and count == 1 and not failed:
+        table = {
+            "command": "python -m tests.run --all --record",
+            "seconds": round(seconds),
+            "cores": len(os.sched_getaffinity(0)),
+            "files": results.by_file(),
+        }
+        DURATIONS.write_text(json.dumps(table, indent=1) + "\n")
+    print(results.summary(title, seconds), flush=True)
+    raise typer.Exit(abs(failed[0]) if failed else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``make test`` and ``make test-all`` select, and what they say at the end."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer import BadParameter
+
+from tests import run
+
+KNOWN = {"a": 100.0, "b": 60.0, "c": 50.0, "d": 1.0, "e": 1.0}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_every_file_is_in_one_shard(count):
+    files = run.test_files()
+    parts = [run.shard(files, {}, index + 1, count) for index in range(count)]
+    assert sorted(sum(parts, [])) == files and len(files) > 100
+    assert all(parts)
+
+
+def test_shards_take_equally_long_by_the_recorded_durations():
+    assert run.shard([*KNOWN], KNOWN, 1, 2) == ["a", "d", "e"]
+    assert run.shard([*KNOWN], KNOWN, 2, 2) == ["b", "c"]
+
+
+def test_a_file_that_was_never_timed_is_neither_first_nor_last():
+    assert run.longest_first(["d", "new", "a"], KNOWN) == ["a", "new", "d"]
+
+
+@pytest.mark.parametrize("text", ["", "4", "0/4", "5/4", "1/0", "-1/4", "1/4/2", "a/b"])
+def test_what_is_no_part_is_refused_in_one_sentence(text):
+    with pytest.raises(BadParameter, match="is no part of the tests; write 1/4"):
+        run.parse_shard(text)
+
+
+def test_all_leaves_out_no_mark_and_the_quick_run_leaves_out_slow():
+    files = ["tests/unit/test_run.py", "tests/e2e/test_hits.py"]
+    (quick, *_, one, other), (quick_two, *alone) = run.passes(files, everything=False)
+    assert (quick, quick_two) == ("-m=not two_cores and not slow", "-m=two_cores and not slow")
+    assert [one, other] == files and alone == files[1:]
+    (side_by_side, *_), (both_cores, *_) = run.passes(files, everything=True)
+    assert (side_by_side, both_cores) == ("-m=not two_cores", "-m=two_cores")
+
+
+def test_tests_that_want_both_cores_are_where_the_second_pass_looks():
+    files = (file for file in run.test_files() if file != "tests/unit/test_run.py")
+    marked = [f for f in files if "mark.two_cores" in (run.ROOT / f).read_text()]
+    assert marked and all(file.startswith("tests/e2e/") for file in marked)
+
+
+def test_a_pass_is_summed_up_with_its_slowest_tests(tmp_path: Path):
+    """From what pytest-xdist really writes: fixtures count, and so do tests that fail."""
+    (tmp_path / "test_it.py").write_text(
+        "import time, pytest\n"
+        "@pytest.fixture\n"
+        "def slow(): time.sleep(0.2)\n"
+        "def test_slow(slow): pass\n"
+        "@pytest.mark.parametrize('n', range(6))\n"
+        "def test_quick(n): pass\n"
+        "def test_wrong(): assert False\n"
+        "@pytest.mark.skip\n"
+        "def test_not_here(): pass\n"
+    )
+    report = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", f"--junitxml={report}", "-o"]
+    command += ["junit_family=xunit1", "-n2", "--dist=loadfile", f"--rootdir={tmp_path}"]
+    subprocess.run([*command, "."], cwd=tmp_path, capture_output=True)
+    results = run.Results()
+    results.read(report)
+    results.read(tmp_path / "of a pass that was killed")
+    assert results.counts == {"passed": 7, "failed": 1, "skipped": 1}
+    assert results.by_file().keys() == {"test_it.py"}
+    first, slowest, *others = results.summary("make test", 544.6).splitlines()
+    assert first == "make test: 7 passed, 1 failed, 1 skipped in 9 min 5 s. The slowest:"
+    assert slowest.split()[1:] == ["s", "test_it.py::test_slow"] and len(others) == 4
