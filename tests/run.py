@@ -27,6 +27,8 @@ DURATIONS = ROOT / "docs/generated/tests.json"
 # What a file that was never timed is taken for.
 UNKNOWN_SECONDS = 10.0
 SLOWEST = 5
+# Steps of the simulation with ``--all``; test_simulation.py has the number without.
+ALL_STEPS = "200000"
 # pytest's exit codes: nothing was selected; somebody pressed Ctrl-C.
 NO_TESTS, INTERRUPTED = 5, 2
 
@@ -139,6 +141,8 @@ def main(
     known = json.loads(DURATIONS.read_text())["files"] if DURATIONS.exists() else {}
     files = longest_first(shard(test_files(), known, index, count), known)
     title = ("make test-all" if everything else "make test") + (f" {part}" if count > 1 else "")
+    if everything:
+        os.environ.setdefault("SIM_STEPS", ALL_STEPS)
     results, codes, began = Results(), [], time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         for number, arguments in enumerate(passes(files, everything)):

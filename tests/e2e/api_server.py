@@ -92,6 +92,10 @@ class ApiServer:
         data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
         return json.load(urlopen(Request(self.url + path, data, {**kind, **headers})))
 
+    def forget(self) -> None:
+        """Empty vLLM's own prefix cache; an endpoint of its development mode."""
+        urlopen(Request(f"{self.url}/reset_prefix_cache", method="POST")).close()
+
     def metrics(self) -> str:
         return urlopen(f"{self.url}/metrics").read().decode()
 

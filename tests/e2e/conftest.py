@@ -12,15 +12,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from broken_store import OPENERS, Site  # noqa: E402
 from golden import Golden, record_golden  # noqa: E402
+from marks import slow  # noqa: E402
 
 from lmcache_hybrid.tools.tiny_models import make_model  # noqa: E402
 
-FAMILIES = ("qwen3_next", "granite4", "falcon_h1", "lfm2")
+FAMILIES = ("qwen3_next", "granite4", "lfm2", "falcon_h1")
 
 
 @pytest.fixture(
     scope="module",
-    params=FAMILIES,
+    params=[*FAMILIES[:3], *slow(FAMILIES[3])],
 )
 def golden(request: pytest.FixtureRequest, model_dir: Path) -> Golden:
     return record_golden(request.param, model_dir)

@@ -118,6 +118,7 @@ def check_restored(report: dict, places: set[str]) -> None:
         assert not [name for name in counts if name.startswith(("failed", "skipped_saves"))]
 
 
+@pytest.mark.slow
 def test_ram_disk_and_a_folder_are_accepted(model_dir: Path, tmp_path: Path) -> None:
     """Granite 4 has smaller blocks than Qwen3-Next, which is accepted below."""
     model = make_model("granite4", model_dir / "granite4")
@@ -183,6 +184,7 @@ def test_states_that_are_not_restored_fail_and_the_prompts_are_named(
     assert len(list(tmp_path.glob("*.log"))) == 1
 
 
+@pytest.mark.slow
 def test_the_v2_runner_is_accepted(model: Path, tmp_path: Path) -> None:
     folder = plugin(tmp_path / "triton", LESS_WORK)
     (folder / "sitecustomize.py").write_text(V2_ON_CPU)

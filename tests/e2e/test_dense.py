@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from lmcache_hybrid.tools.tiny_models import make_model
 from lmcache_hybrid.upstream.lmcache_home import NEW, OLD, take
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 MOVED = Version(Version(version("lmcache")).base_version) >= Version("0.5.7")
 ADAPTER = f"{NEW if MOVED else OLD}.integration.vllm.vllm_v1_adapter"

@@ -18,7 +18,7 @@ import pytest
 import v2
 from engine import Answer, Engine
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 TOKENS = 24
 COUNTERS = ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")

@@ -13,7 +13,7 @@ from processes import Forked, own_core, run_script
 
 from lmcache_hybrid.tools.tiny_models import make_model
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 

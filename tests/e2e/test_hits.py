@@ -8,6 +8,7 @@ import pytest
 from blocks import block_size
 from engine import CONNECTOR, Answer, Engine
 from golden import assert_close
+from marks import slow
 from prompts import cases, shortened
 from typer.testing import CliRunner
 
@@ -27,7 +28,7 @@ def model(model_dir: Path) -> Path:
     return make_model("qwen3_next", model_dir / "qwen3_next")
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "granite4"])
+@pytest.mark.parametrize("family", ["granite4", *slow("qwen3_next")])
 def test_prefixes_cut_one_token_past_each_interior_boundary(model_dir, family) -> None:
     """By default there is no state to resume from; with dense retention each is a hit.
 

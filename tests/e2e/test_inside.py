@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from engine import Answer, Engine
+from marks import slow
 from records import is_state
 
 from lmcache_hybrid.tools.tiny_models import make_model
@@ -65,7 +66,7 @@ def check_repeats(engine: Engine, family: str, prompts: list[list[int]]) -> list
     return cold
 
 
-@pytest.mark.parametrize("family", UNITS)
+@pytest.mark.parametrize("family", ["granite4", *slow("qwen3_next", "falcon_h1", "lfm2")])
 def test_a_repeat_hits_as_deep_as_in_vllms_own_cache(family, model_dir: Path) -> None:
     """On the V2 runner; on V1 below."""
     with start(family, model_dir, {"local_cpu": True}, runner="v2") as engine:
@@ -112,9 +113,11 @@ def ram(folder: Path, stack: ExitStack) -> dict:
     "family, store, backend",
     [
         ("qwen3_next", redis, "RemoteBackend"),
-        ("granite4", disk, "LocalDiskBackend"),
-        ("falcon_h1", shared, "RemoteBackend"),
-        ("lfm2", ram, "RemoteBackend"),
+        *slow(
+            ("granite4", disk, "LocalDiskBackend"),
+            ("falcon_h1", shared, "RemoteBackend"),
+            ("lfm2", ram, "RemoteBackend"),
+        ),
     ],
 )
 def test_short_prompts_hit_as_deep_as_in_vllms_own_cache_and_after_a_restart(
@@ -136,6 +139,7 @@ def test_short_prompts_hit_as_deep_as_in_vllms_own_cache_and_after_a_restart(
             assert engine.reads().keys() == {backend}
 
 
+@pytest.mark.slow
 @pytest.mark.two_cores
 def test_a_hit_inside_a_block_needs_both_ranks(model_dir: Path, tmp_path: Path) -> None:
     """Before, in and behind whole blocks; one rank loses a state."""

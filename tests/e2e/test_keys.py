@@ -168,6 +168,7 @@ def test_each_adapter_finds_only_its_own_records(model: Path, tmp_path: Path) ->
     assert list((tmp_path / "store").glob("*@of%*"))
 
 
+@pytest.mark.slow
 def test_an_adapter_whose_files_change_under_a_running_engine(model: Path, tmp_path: Path) -> None:
     """Records count by the adapter that vLLM had loaded, not by what its files hold later."""
     config = {"local_cpu": False, "remote_url": f"fs://localhost:0{tmp_path / 'store'}"}
@@ -257,6 +258,7 @@ def test_dtypes_and_overrides(model: Path, tmp_path: Path) -> None:
         assert hits(ask_cold(engine, asked), answers[0])
 
 
+@pytest.mark.slow
 def test_state_dtype(model_dir: Path, tmp_path: Path) -> None:
     """Granite's recurrent states in two precisions, its convolutions in one."""
     model = make_model("granite4", model_dir / "granite4")

@@ -10,6 +10,7 @@ import pytest
 import records
 from broken_store import CUTS, POOL, REDIS, Prompt, Site, new_prompt, redis_behind_proxy
 from engine import Engine, EngineDied
+from marks import slow
 
 pytestmark = pytest.mark.engine
 
@@ -56,7 +57,7 @@ def killed_in_a_write(kind: str, model: Path, folder: Path) -> Iterator[tuple]:
         yield shelf, config, good, torn, cold
 
 
-@pytest.mark.parametrize("kind", ["disk", "redis"])
+@pytest.mark.parametrize("kind", ["disk", *slow("redis")])
 def test_killed_in_the_middle_of_a_save_and_restarted(kind: str, lfm2: Path, tmp_path) -> None:
     with (
         killed_in_a_write(kind, lfm2, tmp_path) as (shelf, config, good, torn, cold),

@@ -36,6 +36,7 @@ def router(ports) -> Iterator[Subscriber]:
     one.close()
 
 
+@pytest.mark.slow
 def test_every_hit_of_a_pool_that_evicts_is_foreseen(ports, router, model) -> None:
     asks = Asks(router, model, seed=1)
     with publishing(ports, model, {"max_local_cpu_size": room_for(model, 5)}) as engine:
@@ -55,6 +56,7 @@ def test_every_hit_of_a_pool_that_evicts_is_foreseen(ports, router, model) -> No
         assert asks.ask(engine, asks.trunks[0]) == (4 * asks.size, 4 * asks.size)
 
 
+@pytest.mark.slow
 def test_disk_takes_over_what_ram_evicts_and_a_restart_announces_it(
     ports, router, model, tmp_path
 ) -> None:
@@ -115,6 +117,7 @@ def test_lost_messages_are_asked_for_again(ports, router, model) -> None:
     assert router.replayed > 3 and asks.wrong == [] and asks.hits == 6
 
 
+@pytest.mark.slow
 @pytest.mark.two_cores
 def test_two_ranks_with_pools_of_their_own(ports, router, model) -> None:
     asks = Asks(router, model, seed=5)

@@ -15,7 +15,7 @@ from redis import Redis
 from lmcache_hybrid.storage.record import read_header
 from lmcache_hybrid.tools.tiny_models import make_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.two_cores]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.two_cores]
 
 # Not from latent.py, which installs these where it is imported.
 NEEDED = ("torchvision", "latent_attention", "delta_attention")

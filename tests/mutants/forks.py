@@ -148,7 +148,7 @@ def _child(tree: Path, scratch: Path, tests: list[str]) -> None:
 
 
 def _options(scratch: Path, tests: list[str]) -> list[str]:
-    options = ["-q", "--no-header", "--tb=short", "-m", "not engine", "--durations=0"]
+    options = ["-q", "--no-header", "--tb=short", "-m", "not engine and not slow", "--durations=0"]
     options += ["-p", "no:cacheprovider", "-o", "addopts=", "-o", f"timeout={TEST_SECONDS}"]
     return [*options, f"--basetemp={scratch / 'tmp'}", *tests]
 

@@ -38,7 +38,12 @@ def step_named(file: str, word: str) -> dict[str, Any]:
 def test_both_workflows_run_the_makefiles_commands() -> None:
     assert [file.name for file in WORKFLOWS] == ["ci.yml", "compat.yml"]
     said = [line for file in WORKFLOWS for run in runs(file) for line in run.splitlines()]
-    for command in ("make lint docs", "make test", "make compat VLLM=newest LMCACHE=newest"):
+    for command in (
+        "make lint docs",
+        "make test",
+        "make test-all",
+        "make compat VLLM=newest LMCACHE=newest",
+    ):
         assert command in said
 
 
