@@ -8,6 +8,7 @@ come last and run alone.
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -112,10 +113,11 @@ def passes(files: Sequence[str], everything: bool) -> Iterator[list[str]]:
 
 
 def run_pass(arguments: list[str], report: Path) -> int:
-    """pytest's exit code. Ctrl-C reaches pytest too, so it is waited for."""
+    """pytest's exit code. Ctrl-C reaches pytest too, so it is waited for; SIGTERM is handed on."""
     # xunit1 has each test's file.
     command = [sys.executable, "-m", "pytest", f"--junitxml={report}", "-o", "junit_family=xunit1"]
     process = subprocess.Popen([*command, *arguments], cwd=ROOT)
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     while True:
         try:
             return process.wait()
