@@ -23,6 +23,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Its workers share the folder of their controller.
 SESSION = None if "PYTEST_XDIST_WORKER" in os.environ else leftovers.Session()
+# What torch has compiled is kept, as it takes minutes; by default it lies in the temporary folder.
+COMPILED = Path(__file__).parents[1] / "build/torchinductor"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))
 # Stores of many tests live in one process, and each S3 client has an event loop for each core.
 _soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 if 0 <= _soft < 8192:
