@@ -2,7 +2,7 @@
 #
 #   TORCH_BACKEND  where torch comes from (uv's --torch-backend): cpu by default.
 #                  Ignored when PIP_FIND_LINKS names a folder that holds a CPU torch.
-#   PYTHON         interpreter to build the environment with.
+#   PYTHON         interpreter to build the environment with: Python 3.11 to 3.13.
 #   VLLM, LMCACHE  releases: of the environment, or those that `make compat` is to test.
 #   SHARD          part of `make test-all` to run, such as 1/4.
 
@@ -25,20 +25,18 @@ TORCH := torch==$(TORCH_VERSION)
 UV_TORCH := UV_TORCH_BACKEND=$(TORCH_BACKEND)
 endif
 
-.PHONY: help venv demo test test-all test-fast sim mutants compat soak soak-events bench bench-reuse bench-digests bench-redis-clients bench-scale bench-serve bench-weights lint docs wheel deployment-check release-check clean
+.PHONY: FORCE help venv demo test test-all test-fast sim mutants compat soak soak-events bench bench-reuse bench-digests bench-redis-clients bench-scale bench-serve bench-weights lint docs wheel deployment-check release-check clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 venv: $(VENV)/.ready  ## everything for CPU in .venv/, this project installed editable
 
-$(VENV)/.ready: pyproject.toml .ci/overrides.txt Makefile
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(UV_TORCH) $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python \
-		--override .ci/overrides.txt "$(VLLM_PACKAGE)==$(VLLM)" "lmcache==$(LMCACHE)" \
-		"$(TORCH)" --editable ".[test,bench]"
-	touch $@
+# An interpreter that is gone, as a link to nothing, makes an environment that is ready useless.
+ready_needs := pyproject.toml .ci/overrides.txt .ci/make_venv.sh Makefile $(if $(shell test -x $(BIN)/python && echo y),,FORCE)
+$(VENV)/.ready: $(ready_needs)
+	@PYTHON="$(PYTHON)" $(UV_TORCH) .ci/make_venv.sh $(VENV) --override .ci/overrides.txt \
+		"$(VLLM_PACKAGE)==$(VLLM)" "lmcache==$(LMCACHE)" "$(TORCH)" --editable ".[test,bench]"
 
 demo: venv  ## fill a disk store, restart the engine, answer from the store: under 5 minutes
 	$(BIN)/lmcache-hybrid demo

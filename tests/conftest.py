@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import leftovers
 import pytest
 from hypothesis import settings
 
@@ -20,6 +21,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Threads of two workers' engines that wait for each other on the same cores take many times
     # as long. Before torch is imported; processes that tests start inherit it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Its workers share the folder of their controller.
+SESSION = None if "PYTEST_XDIST_WORKER" in os.environ else leftovers.Session()
+# What torch has compiled is kept, as it takes minutes; by default it lies in the temporary folder.
+COMPILED = Path(__file__).parents[1] / "build/torchinductor"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))
 # Stores of many tests live in one process, and each S3 client has an event loop for each core.
 _soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 if 0 <= _soft < 8192:
@@ -28,6 +34,12 @@ if 0 <= _soft < 8192:
 # A loaded machine is no failure.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    left = SESSION.kill() if SESSION else ""
+    if left and (terminal := config.pluginmanager.get_plugin("terminalreporter")):
+        terminal.write_line(f"The tests left processes, which were killed: {left}", yellow=True)
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,11 @@ come last and run alone.
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections import Counter
@@ -112,15 +115,27 @@ def passes(files: Sequence[str], everything: bool) -> Iterator[list[str]]:
 
 
 def run_pass(arguments: list[str], report: Path) -> int:
-    """pytest's exit code. Ctrl-C reaches pytest too, so it is waited for."""
+    """pytest's exit code. Ctrl-C reaches pytest too, so it is waited for; SIGTERM is handed on."""
     # xunit1 has each test's file.
     command = [sys.executable, "-m", "pytest", f"--junitxml={report}", "-o", "junit_family=xunit1"]
     process = subprocess.Popen([*command, *arguments], cwd=ROOT)
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     while True:
         try:
             return process.wait()
         except KeyboardInterrupt:
             continue
+
+
+def no_compiler() -> str | None:
+    """What is not here of what torch compiles with in some engines' tests."""
+    compiler = os.environ.get("CXX", "g++")
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    if shutil.which(compiler) and headers.exists():
+        return None
+    missing = headers if shutil.which(compiler) else compiler
+    version = "python{}.{}-dev".format(*sys.version_info)
+    return f"{missing} is not here; install g++ and {version}, with which torch compiles in tests."
 
 
 def parse_shard(text: str) -> tuple[int, int]:
@@ -138,6 +153,9 @@ def main(
 ) -> None:
     """Run the tests that answer in ten minutes, or all. Ends with 0 if none failed."""
     index, count = parse_shard(part)
+    if problem := no_compiler():
+        print(problem, file=sys.stderr)
+        raise typer.Exit(1)
     known = json.loads(DURATIONS.read_text())["files"] if DURATIONS.exists() else {}
     files = longest_first(shard(test_files(), known, index, count), known)
     title = ("make test-all" if everything else "make test") + (f" {part}" if count > 1 else "")

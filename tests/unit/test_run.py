@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``make test`` and ``make test-all`` select, and what they say at the end."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from servers import wait_for
 from typer import BadParameter
 
 from tests import run
@@ -76,3 +79,23 @@ def test_a_pass_is_summed_up_with_its_slowest_tests(tmp_path: Path):
     first, slowest, *others = results.summary("make test", 544.6).splitlines()
     assert first == "make test: 7 passed, 1 failed, 1 skipped in 9 min 5 s. The slowest:"
     assert slowest.split()[1:] == ["s", "test_it.py::test_slow"] and len(others) == 4
+
+
+def test_a_run_that_is_ended_ends_its_pytest(tmp_path: Path):
+    """As ``make`` does with SIGTERM."""
+    pid = tmp_path / "pid"
+    (tmp_path / "test_it.py").write_text(
+        "import os, time\n"
+        "from pathlib import Path\n"
+        "def test_long():\n"
+        f"    Path({str(pid)!r}).symlink_to(str(os.getpid()))\n"
+        "    time.sleep(60)\n"
+    )
+    arguments = [f"--rootdir={tmp_path}", f"--basetemp={tmp_path / 'files'}", str(tmp_path)]
+    code = "from pathlib import Path; from tests.run import run_pass\n"
+    code += f"raise SystemExit(-run_pass({arguments}, Path({str(tmp_path)!r}, 'report')))"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=run.ROOT)
+    wait_for(lambda: pid.is_symlink() or process.poll() is not None, "no test runs", 60)
+    process.terminate()
+    assert process.wait() == signal.SIGTERM
+    assert not Path("/proc", os.readlink(pid)).exists()
