@@ -23,6 +23,8 @@ from tests.mutants.defects import DEFECTS  # noqa: E402
 SUITE = ("tests/unit", "tests/sim", "tests/repairs")
 # It reads what is planted, so it would fail for every defect.
 BLIND = "tests/unit/test_mutants.py"
+# Files of each stage: those most likely to find a defect, more of them, and the rest.
+STAGES = ((0, 4), (4, 24), (24, None))
 PROGRESS = tree.ROOT / "build/mutants.json"
 console = Console(width=140, highlight=False)
 
@@ -131,11 +133,16 @@ class Progress:
 
 
 def plans(defect: Defect, tests: dict[str, float], known: table.Results) -> list[list[str]]:
-    """Lists of tests to run one after the other: what found it last time, then all."""
+    """Lists of tests to run one after the other: what found it last time, then all.
+
+    In stages, because to collect all tests takes longer than to run the likely ones.
+    """
     sources = {each.name: each.edits[0][0] for each in DEFECTS}
     before = known.get(defect.name, {}).get("test", "")
     here = before.partition("::")[0] in tests
-    return [[before]] * bool(before and here) + [table.order(defect, tests, known, sources)]
+    ordered = table.order(defect, tests, known, sources)
+    stages = [ordered[start:end] for start, end in STAGES]
+    return [[before]] * bool(before and here) + [stage for stage in stages if stage]
 
 
 def run_all(
