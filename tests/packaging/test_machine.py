@@ -166,7 +166,8 @@ def test_a_python_without_headers_gets_the_same_word(machine: Machine) -> None:
 def test_the_tests_need_a_compiler(tmp_path: Path) -> None:
     """``make test`` with an environment that is ready."""
     tests = [sys.executable, "-m", "tests.run"]
-    environment = os.environ | {"PATH": str(tmp_path)}
+    # Where nothing is refused no test runs either.
+    environment = os.environ | {"PATH": str(tmp_path), "PYTEST_ADDOPTS": "--no-such-option"}
     environment.pop("CXX", None)
     done = subprocess.run(tests, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
