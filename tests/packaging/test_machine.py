@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from building import ROOT
-from servers import wait_for
+from servers import heed_ctrl_c, wait_for
 
 PARTS = ("Makefile", "pyproject.toml", ".ci/make_venv.sh", ".ci/overrides.txt")
 # What a machine has anyway; make_venv.sh and make's recipes take no other.
@@ -87,6 +87,7 @@ class Machine:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=heed_ctrl_c,
         )
 
     def refusal(self, *arguments: str, **environment: str) -> str:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from servers import wait_for
+from servers import heed_ctrl_c, wait_for
 
 TESTS = Path(__file__).parents[1]
 SECONDS = 100.0
@@ -91,6 +91,7 @@ def start(folder: Path, temporary: Path, ending: str, workers: int) -> subproces
             stdout=output,
             stderr=output,
             start_new_session=True,
+            preexec_fn=heed_ctrl_c,
         )
 
 
