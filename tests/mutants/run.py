@@ -23,8 +23,10 @@ from tests.mutants.defects import DEFECTS  # noqa: E402
 SUITE = ("tests/unit", "tests/sim", "tests/repairs")
 # It reads what is planted, so it would fail for every defect.
 BLIND = "tests/unit/test_mutants.py"
-# Files of each stage: those most likely to find a defect, more of them, and the rest.
-STAGES = ((0, 4), (4, 24), (24, None))
+# Files of the first two stages, which are those most likely to find a defect; of each, files that
+# take longer than so many seconds come with the rest.
+STAGES = ((0, 6), (6, 30))
+QUICK_SECONDS = 6.0
 PROGRESS = tree.ROOT / "build/mutants.json"
 console = Console(width=140, highlight=False)
 
@@ -141,7 +143,10 @@ def plans(defect: Defect, tests: dict[str, float], known: table.Results) -> list
     before = known.get(defect.name, {}).get("test", "")
     here = before.partition("::")[0] in tests
     ordered = table.order(defect, tests, known, sources)
-    stages = [ordered[start:end] for start, end in STAGES]
+    quick = [file for file in ordered if tests[file] <= QUICK_SECONDS]
+    stages = [quick[start:end] for start, end in STAGES]
+    asked = {file for stage in stages for file in stage}
+    stages.append([file for file in ordered if file not in asked])
     return [[before]] * bool(before and here) + [stage for stage in stages if stage]
 
 
