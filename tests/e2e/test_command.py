@@ -56,7 +56,7 @@ def ask(server: ApiServer) -> list[dict]:
 
 def test_the_first_command_hits_what_it_computed_before(model_dir: Path, tmp_path: Path) -> None:
     """Nothing is set but what this machine needs, so LMCache keeps its records in RAM."""
-    model = make_model("granite4", model_dir / "granite4")
+    model = make_model("lfm2", model_dir / "lfm2")
     # Opens the endpoint that empties vLLM's own cache.
     development = {"VLLM_SERVER_DEV_MODE": "1"}
     with (

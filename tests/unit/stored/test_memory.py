@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from marks import slow
 
 from lmcache_hybrid.core.keys import STATE
 from lmcache_hybrid.storage import record
@@ -47,15 +48,16 @@ def peak(function: Callable[[], object]) -> int:
     return most
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "command, code",
     [
         (["inspect"], 0),
-        (["verify"], 1),  # every payload is damaged
-        (["purge", "--older-than", "0s", "--dry-run"], 0),
-        (["purge", "--damaged", "--dry-run"], 0),
-        (["purge", "--max-size", "1kB", "--dry-run"], 0),
+        *slow(
+            (["verify"], 1),  # every payload is damaged
+            (["purge", "--older-than", "0s", "--dry-run"], 0),
+            (["purge", "--damaged", "--dry-run"], 0),
+            (["purge", "--max-size", "1kB", "--dry-run"], 0),
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
