@@ -14,11 +14,10 @@ from lmcache_hybrid.storage import host_memory as pinned
 from lmcache_hybrid.storage import read_memory as staging
 from lmcache_hybrid.storage.disk import backend as local_disk
 from lmcache_hybrid.storage.remote import adapters
-from lmcache_hybrid.storage.remote import connectors as remote
 from tests.compat.names import HOOKS
 from vllm_patch import compat
 
-from . import test_disk, test_remote, test_vllm  # noqa: F401  (fills TESTED)
+from . import test_disk, test_vllm  # noqa: F401  (fills TESTED)
 from .repair import TESTED, name_of, verdict, where
 
 ROOT = Path(__file__).parents[2]
@@ -62,12 +61,9 @@ def test_every_repair_has_a_test_that_says_delete_me():
 
 
 # Of LMCache's stores, besides what local_disk overrides.
-STORES = (remote, adapters, pinned, staging)
+STORES = (adapters, pinned, staging)
 # They put repairs in their places; that of staging is its ``allocate``.
-APPLY = {
-    "lmcache_hybrid.storage.remote.connectors.watch",
-    "lmcache_hybrid.storage.read_memory.Staging.__init__",
-}
+APPLY = {"lmcache_hybrid.storage.read_memory.Staging.__init__"}
 # What replaces something that works. No test can say when it can go.
 CHOICES = {"lmcache_hybrid.storage.remote.adapters.install"}
 # Methods of upstream's that put something in a place, as an assignment does.
