@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Removes records that were found damaged, and hides those that cannot be read."""
 
-import math
 import threading
 import time
 from collections.abc import Container
@@ -23,12 +22,12 @@ logger = init_logger("vllm.lmcache_hybrid.storage.removal")
 
 # Records of one backend to hide at most; those that were hidden first come back first.
 MAX_HIDDEN = 4096
-# What could not be read, and may be whole, is promised again after so long.
-UNREADABLE_SECONDS = 600.0
+# They are looked up again after so long.
+HIDDEN_SECONDS = 600.0
 
 
 class HiddenRecords:
-    """Records of one backend that are not looked up for a while, or until they are written anew.
+    """Records of one backend that are not looked up for a while, or until this rank writes them.
 
     Any thread may call it.
     """
@@ -39,14 +38,15 @@ class HiddenRecords:
         self._until: dict[CacheEngineKey, float] = {}
 
     def __contains__(self, key: Any) -> bool:
-        return bool(self._until) and time.monotonic() < self._until.get(key, -math.inf)
+        until = self._until.get(key) if self._until else None
+        return until is not None and time.monotonic() < until
 
-    def hide(self, key: CacheEngineKey, seconds: float) -> None:
+    def hide(self, key: CacheEngineKey) -> None:
         with self._lock:
             self._until.pop(key, None)
             if len(self._until) >= MAX_HIDDEN:
                 del self._until[next(iter(self._until))]
-            self._until[key] = time.monotonic() + seconds
+            self._until[key] = time.monotonic() + HIDDEN_SECONDS
 
     def show(self, key: CacheEngineKey) -> None:
         with self._lock:
@@ -61,10 +61,8 @@ class Removal:
     """Removes damaged records from one rank's backends. Any thread may call it.
 
     RAM and disk lose a record with its entry in their index. Any other backend may fail to delete
-    it, so there it is hidden from lookups until it is written anew, too: it would be promised and
-    fail for every later request.
-
-    What could not be read may be whole, so nobody deletes it. It is hidden for UNREADABLE_SECONDS.
+    it. What could not be read may be whole, so nobody deletes it. Both would be promised and fail
+    for every later request, so they are hidden from lookups.
     """
 
     def __init__(self, manager: "StorageManager", notes: StoreNotes | None) -> None:
@@ -86,7 +84,7 @@ class Removal:
 
     def unreadable(self, key: CacheEngineKey, location: str) -> None:
         """Leave a record alone that a backend holds and could not read."""
-        self._hide(location, key, UNREADABLE_SECONDS)
+        self._hide(location, key)
 
     def remove(self, key: CacheEngineKey, location: str | None) -> None:
         """Remove a damaged record; never raises.
@@ -103,16 +101,20 @@ class Removal:
                     backend.forget(key)
                 elif isinstance(backend, LocalCPUBackend):
                     backend.remove(key)
+                elif isinstance(backend, RemoteBackend):
+                    remote.remove(backend, key)
+                    self._discarded(key)
                 else:
-                    self._hide(name, key, math.inf)
-                    if isinstance(backend, RemoteBackend):
-                        remote.remove(backend, key)
-                    else:
-                        backend.remove(key)
+                    backend.remove(key)
+                    self._discarded(key)
             except Exception as error:
                 logger.debug("%s could not remove %s: %r", name, key, error)
+                self._hide(name, key)
 
-    def _hide(self, name: str, key: CacheEngineKey, seconds: float) -> None:
-        self._hidden[name].hide(key, seconds)
+    def _hide(self, name: str, key: CacheEngineKey) -> None:
+        self._hidden[name].hide(key)
+        self._discarded(key)
+
+    def _discarded(self, key: CacheEngineKey) -> None:
         if self._notes is not None:
             self._notes.discarded(key)

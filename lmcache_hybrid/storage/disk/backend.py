@@ -336,7 +336,7 @@ class LocalDisk(LocalDiskBackend):
             with open_regular(path) as data:
                 data.readinto(buffer)  # type: ignore[attr-defined]
         except OSError as error:
-            if error.errno not in NO_FILE and not isinstance(error, FileNotFoundError):
+            if error.errno not in NO_FILE:
                 raise  # it may be whole
             with self.disk_lock:
                 entry = self.dict.pop(key, None)

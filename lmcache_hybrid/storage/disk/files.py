@@ -31,7 +31,7 @@ def open_regular(path: str) -> Iterator[BinaryIO]:
     number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(number, "rb") as data:
         if not stat.S_ISREG(os.fstat(number).st_mode):
-            raise FileNotFoundError(path)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         yield data
 
 

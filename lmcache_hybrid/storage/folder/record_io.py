@@ -122,7 +122,7 @@ def write(
             _write(number, record, moved)
         finally:
             os.close(number)  # tells on NFS whether the server took it all
-        os.rename(path, os.path.join(folder, name))
+        os.replace(path, os.path.join(folder, name))
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(path)
