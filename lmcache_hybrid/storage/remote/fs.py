@@ -108,6 +108,7 @@ class HybridFSConnector(RecordConnector):
         self._writers = DaemonPool(WRITERS, "hybrid-fs-write", unbound)
         self._askers = DaemonPool(ASKERS, "hybrid-fs-ask", unbound)
         self._reading, self._put = BusyThreads(READERS), BusyThreads(WRITERS)
+        self._asking = BusyThreads(ASKERS)
         self._uses = FileUses(self.path)
         self._writes: set[Future[None]] = set()
         self._said: set[tuple[str, int | None]] = set()
@@ -234,7 +235,7 @@ class HybridFSConnector(RecordConnector):
     # Short answers
 
     async def exists(self, key: CacheEngineKey) -> bool:
-        return await asyncio.wrap_future(self._askers.submit(record_io.holds, self.path(key)))
+        return await asyncio.wrap_future(self._question(record_io.holds, self.path(key)))
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
         return self.existing([key], self._seconds)[0]
@@ -250,8 +251,7 @@ class HybridFSConnector(RecordConnector):
         deadline = time.monotonic() + seconds
         each = max(LEAST_ASKED, -(-len(keys) // ASKERS))
         jobs = [
-            self._askers.submit(self._existing, keys[at : at + each])
-            for at in range(0, len(keys), each)
+            self._question(self._existing, keys[at : at + each]) for at in range(0, len(keys), each)
         ]
         try:
             return [
@@ -286,11 +286,22 @@ class HybridFSConnector(RecordConnector):
         return True
 
     def _ask(self, function: Callable[..., T], seconds: float, *args: object) -> T:
-        job = self._askers.submit(function, *args)
+        job = self._question(function, *args)
         try:
             return job.result(seconds)
         finally:
             job.cancel()
+
+    def _question(self, function: Callable[..., T], *args: object) -> Future[T]:
+        """Have a thread ask the file server; questions do not pile up behind those that hang."""
+
+        def ask() -> T:
+            with self._asking:
+                return function(*args)
+
+        if self._asking.stuck(self._seconds):
+            raise TimeoutError("the file server does not answer")
+        return self._askers.submit(ask)
 
     def used(self, keys: Sequence[CacheEngineKey]) -> None:
         self._uses.mark(keys)

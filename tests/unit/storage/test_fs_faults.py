@@ -235,10 +235,10 @@ def test_lookups_that_hang_miss_and_keep_a_fixed_number_of_threads(box, monkeypa
     monkeypatch.setattr(fs, "LEAST_ASKED", 1)
     monkeypatch.setattr("lmcache_hybrid.storage.tier_lookup.PAUSE_SECONDS", 0.0)
     with hangs(monkeypatch, "stat") as inside:
-        for _ in range(5):
+        for _ in range(20):
             assert box.store.locate(MANY) == {}
         assert len(inside) == fs.ASKERS
-        assert connector_of(box)._askers._jobs.empty(), "questions pile up"
+        assert connector_of(box)._askers._jobs.qsize() <= fs.ASKERS, "questions pile up"
     assert "did not answer a cache lookup in time" in hybrid_log.text
     until(lambda: len(box.store.locate(KEYS)) == len(KEYS), "lookups do not recover")
     assert_whole(box)
