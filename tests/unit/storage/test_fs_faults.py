@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-import torch
 
 from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
@@ -25,7 +24,7 @@ from lmcache_hybrid.storage.folder import record_io
 from lmcache_hybrid.storage.folder.record_files import WRAPPER_BYTES
 from lmcache_hybrid.storage.remote import fs
 
-from ..helpers import payload_of, put
+from ..helpers import put
 from ..store_box import KEYS, SIZE, Box, N, until
 from .test_fs_connector import assert_whole, connector_of
 
@@ -330,16 +329,6 @@ def test_marks_that_hang_hold_up_nobody(box, monkeypatch):
         box.write(MANY)
         assert len(inside) == 1
     until(lambda: not connector_of(box)._uses._running, "marks do not end")
-
-
-def test_a_read_that_timed_out_keeps_its_memory_until_it_ends_and_no_longer(box, monkeypatch):
-    """Memory comes back when it is released, not when Python happens to look for cycles."""
-    box = box("fs", blocking_timeout_secs=0.2).write()
-    with hangs(monkeypatch, "readv"):
-        assert load_fails(box, KEYS[:1]) == "unreachable"
-        assert box.used() > box.start
-    until(lambda: box.used() == box.start, "the read kept its memory")
-    assert torch.equal(box.read(KEYS[:1])[0], payload_of(KEYS[0], SIZE))
 
 
 def test_a_load_that_is_late_stops_reading(box, monkeypatch):
