@@ -239,14 +239,14 @@ METRICS = (
         "worker.cleaned_records",
         "Records that this engine deleted from folders of fs:// (hybrid_fs_max_*), by limit.",
         "limit",
-        ("age", "size"),
+        ("age", "size", "unfinished"),
     ),
     _total(
         "cleaned_bytes",
         "worker.cleaned_bytes",
         "Bytes of these records.",
         "limit",
-        ("age", "size"),
+        ("age", "size", "unfinished"),
     ),
     _total(
         "dropped_offers",

@@ -70,6 +70,10 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
 # The same for keys of LMCache's extra_config.
 _REFUSED_EXTRA: dict[str, tuple[Callable[[Any], bool], str]] = {
     "enable_nixl_storage": (bool, "its buffers do not fit a record; use redis:// or fs://"),
+    "fs_connector_relative_tmp_dir": (
+        bool,
+        "records are written beside their place, under names of their own; remove it",
+    ),
     "save_chunk_meta": (lambda v: v is False, "a record needs its size beside it; remove it"),
 }
 

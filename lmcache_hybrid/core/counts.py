@@ -13,7 +13,10 @@ from typing import Any, Generic, TypeVar
 from lmcache_hybrid.core.errors import LoadError, RecordError
 
 # Why a record is rejected (RecordError.reason).
-CHECKS = ("short", "magic", "version", "header", "fingerprint", "key", "length", "checksum", "seal")
+CHECKS = (
+    *("short", "magic", "version", "header", "fingerprint", "key", "length", "checksum", "seal"),
+    "wrapper",
+)
 # Marks a gauge.
 LEVEL = {"level": True}
 
@@ -90,7 +93,7 @@ class WorkerCounts:
         load_seconds: of one request's load, from its start to its end.
         load_wait_seconds: from the step that asked for the load to its start.
         failed_loads: by reason and kind of the record at fault, see :func:`failure_label`.
-        cleaned_records, cleaned_bytes: deleted from the folders of ``fs://`` by age or size.
+        cleaned_records, cleaned_bytes: deleted from the folders of ``fs://``, by reason.
     """
 
     saved_attention: int = 0

@@ -30,8 +30,8 @@ class RecordError(Exception):
 
     Attributes:
         reason: one word for counters: ``short``, ``magic``, ``version``, ``header``,
-            ``fingerprint``, ``key``, ``length``, ``checksum`` or ``seal``; seen from outside an
-            engine also ``wrapper`` and ``name``.
+            ``fingerprint``, ``key``, ``length``, ``checksum``, ``seal`` or ``wrapper``; seen from
+            outside an engine also ``name``.
     """
 
     def __init__(self, reason: str, detail: str) -> None:

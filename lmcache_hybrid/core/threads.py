@@ -2,10 +2,14 @@
 """Thread pools whose threads all run from the start, and on every core of the process."""
 
 import os
+import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def started(
@@ -61,3 +65,75 @@ def anywhere(wanted: set[int]) -> Callable[[], None]:
             os.sched_setaffinity(0, wanted)
 
     return run_anywhere
+
+
+class DaemonPool:
+    """Threads for calls that may never return, of a file server that is away.
+
+    Python waits for the threads of a ``ThreadPoolExecutor`` before it ends; for these it does not.
+    Any thread may call it.
+    """
+
+    def __init__(
+        self, threads: int, name: str, initializer: Callable[[], object] = lambda: None
+    ) -> None:
+        """Start all threads, so that ``submit`` starts none later; see :func:`started`.
+
+        Args:
+            initializer: called once on each thread; must not raise.
+
+        Raises:
+            RuntimeError: not all threads could be started; none is left.
+        """
+        self._jobs: queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards closing, so that nothing is queued behind its end
+        self._closed = False
+        self.threads: list[threading.Thread] = []
+        try:
+            for number in range(threads):
+                thread = threading.Thread(
+                    target=self._run, args=(initializer,), name=f"{name}_{number}", daemon=True
+                )
+                self.threads.append(thread)
+                thread.start()
+        except RuntimeError:
+            self.close()
+            raise
+
+    def submit(self, function: Callable[..., T], *args: object) -> "Future[T]":
+        """Have a thread call ``function``.
+
+        Raises:
+            RuntimeError: the pool is closed.
+        """
+        job: Future[T] = Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this pool of threads is closed")
+            self._jobs.put((job, lambda: function(*args)))
+        return job
+
+    def close(self) -> None:
+        """Cancel what is queued. Threads end with the call that they are in. Idempotent."""
+        with self._lock:
+            self._closed = True
+        with suppress(queue.Empty):
+            while True:
+                if (queued := self._jobs.get_nowait()) is not None:
+                    queued[0].cancel()
+        for _ in self.threads:
+            self._jobs.put(None)
+
+    def _run(self, initializer: Callable[[], object]) -> None:
+        initializer()
+        while (queued := self._jobs.get()) is not None:
+            job, call = queued
+            if job.set_running_or_notify_cancel():
+                try:
+                    result = call()
+                except BaseException as error:
+                    job.set_exception(error)
+                else:
+                    job.set_result(result)
+                    del result
+            del queued, job, call  # they may hold memory of the pool

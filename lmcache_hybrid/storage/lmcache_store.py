@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.storage_backend.cache_policy.base_policy import BaseCachePolicy
 from lmcache.v1.storage_backend.cache_policy.lru import LRUCachePolicy
@@ -30,7 +31,7 @@ from lmcache_hybrid.storage import tier_lookup
 from lmcache_hybrid.storage.buffer import LMCacheBuffer, record_shape
 from lmcache_hybrid.storage.claims import LMCacheClaim
 from lmcache_hybrid.storage.disk.backend import LocalDisk
-from lmcache_hybrid.storage.folder.file_uses import FileUses
+from lmcache_hybrid.storage.folder.record_io import Fate
 from lmcache_hybrid.storage.notes import StoreNotes
 from lmcache_hybrid.storage.read_memory import Staging
 from lmcache_hybrid.storage.record import open_record, record_bytes, seal
@@ -52,8 +53,7 @@ class LMCacheStore:
 
     Attributes:
         reads: records read, by backend.
-        failed_writes: records that a backend accepted and could not write, by backend;
-            ``local_disk`` and Redis only.
+        failed_writes: records that a backend accepted and could not write, by backend.
     """
 
     def __init__(
@@ -90,18 +90,15 @@ class LMCacheStore:
         self._removal = Removal(self.manager, notes)
         self._silent = tier_lookup.SilentStores()
         self._counts_lock = threading.Lock()
-        self._file_uses = [
-            FileUses(backend)
-            for backend in self.manager.storage_backends.values()
-            if isinstance(backend, RemoteBackend)
-        ]
         self._staging = Staging(self.manager.local_cpu_backend, record_bytes(max_payload))
         for name, backend in list(self.manager.storage_backends.items()):
             count = functools.partial(self._count_failed_writes, name)
+            written = functools.partial(self._removal.written, name)
             if isinstance(backend, RemoteBackend):
-                remote.watch(backend, count)
+                remote.watch(backend, count, written)
             elif isinstance(backend, LocalDiskBackend):
-                disk = self.manager.storage_backends[name] = LocalDisk.instead_of(backend, count)
+                disk = LocalDisk.instead_of(backend, count, written)
+                self.manager.storage_backends[name] = disk
                 told = (notes.restored,) if notes is not None else ()
                 disk.restore(model_name, self._names.writers(), engine.metadata, *told)
         if notes is not None:
@@ -145,8 +142,9 @@ class LMCacheStore:
 
     def refresh(self, keys: Sequence[RecordKey]) -> None:
         engine_keys = [self.engine_key(key) for key in reversed(keys)]
-        for uses in self._file_uses:
-            uses.mark(engine_keys)
+        for backend in self.manager.storage_backends.values():
+            if isinstance(backend, RemoteBackend):
+                remote.used(backend, engine_keys)
         for policy, lock, held in self._evicting():
             with lock:
                 for key in engine_keys:
@@ -194,12 +192,7 @@ class LMCacheStore:
                 self._read(location, wanted, claim.made, buffers)
             for key in keys:
                 if key not in buffers:
-                    raise LoadError(
-                        f"record {key.label} at token {key.boundary} is gone from "
-                        f"{claim.located[key]}",
-                        self._why_gone(key, claim),
-                        key,
-                    )
+                    raise self._why_unread(key, claim)
             for key in keys:
                 self._check(key, claim, buffers[key])
         except BaseException:
@@ -265,35 +258,36 @@ class LMCacheStore:
             self.discard(key, claim)
             raise DamagedError(key, error) from error
 
-    def _why_gone(self, key: RecordKey, claim: LMCacheClaim) -> str:
-        """Find the reason, for counters, why a promised record could not be read.
+    def _why_unread(self, key: RecordKey, claim: LMCacheClaim) -> LoadError | RecordError:
+        """Find out why a promised record could not be read.
 
-        A record that exists all the same would be promised for ever, so it is removed.
+        One that is damaged is removed. One that may be whole stays; it is not promised for a while.
         """
-        backend = self.manager.storage_backends[claim.located[key]]
-        engine_key = self.engine_key(key)
+        location = claim.located[key]
+        what = f"record {key.label} at token {key.boundary}"
         try:
-            if isinstance(backend, RemoteBackend):
-                present = remote.exists(backend, engine_key)
-            else:
-                present = backend.contains(engine_key)
-        except Exception:
-            return "unreachable"  # the store may only be away
-        if not present:
-            return "gone"
-        self.discard(key, claim, damaged=False)
-        return "unreadable"
+            fate = self._fate(self.engine_key(key), self.manager.storage_backends[location])
+        except Exception as error:  # the store may only be away
+            return LoadError(
+                f"{location} does not say where {what} is: {error!r}", "unreachable", key
+            )
+        if fate == "damaged":
+            self.discard(key, claim)
+            return DamagedError(key, RecordError("wrapper", "its file has the wrong length"))
+        if fate == "unreadable":
+            self._removal.unreadable(self.engine_key(key), location)
+            return LoadError(f"{what} cannot be read from {location}, and stays there", fate, key)
+        return LoadError(f"{what} is gone from {location}", fate, key)
 
-    def discard(
-        self, key: RecordKey, claim: LMCacheClaim | None = None, damaged: bool = True
-    ) -> None:
-        """See :meth:`.Store.discard`.
+    def _fate(self, engine_key: CacheEngineKey, backend: Any) -> Fate:
+        if isinstance(backend, RemoteBackend):
+            return remote.fate(backend, engine_key, self._staging.largest)
+        return "unreadable" if backend.contains(engine_key) else "gone"
 
-        Args:
-            damaged: False where it could not be read, so it may be whole.
-        """
+    def discard(self, key: RecordKey, claim: LMCacheClaim | None = None) -> None:
+        """See :meth:`.Store.discard`."""
         location = claim.located.get(key) if claim is not None else None
-        self._removal.remove(self.engine_key(key), location, damaged)
+        self._removal.remove(self.engine_key(key), location)
 
     # Writing
 
@@ -312,7 +306,6 @@ class LMCacheStore:
             for key, buffer in records:
                 fingerprint = self._names.fingerprint_of(key)
                 seal(buffer.record, key, fingerprint, buffer.digests, self._digester)
-            self._removal.unhide([self.engine_key(key) for key, _ in records])
             if self._notes is not None:
                 self._notes.expect((self.engine_key(key), key) for key, _ in records)
             ours = [record for record in records if self._names.is_written_here(record[0])]

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Removes records that were found damaged, each from the backend that it was read from."""
+"""Removes records that were found damaged, and hides those that cannot be read."""
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+import threading
+import time
+from collections.abc import Container
+from typing import TYPE_CHECKING, Any
 
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
@@ -18,42 +20,78 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.lmcache_hybrid.storage.removal")
 
-# Damaged records of one backend to hide at most.
+# Records of one backend to hide at most; those that were hidden first come back first.
 MAX_HIDDEN = 4096
+# They are looked up again after so long.
+HIDDEN_SECONDS = 600.0
+
+
+class HiddenRecords:
+    """Records of one backend that are not looked up for a while, or until this rank writes them.
+
+    Any thread may call it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # ``time.monotonic`` at which each is looked up again.
+        self._until: dict[CacheEngineKey, float] = {}
+
+    def __contains__(self, key: Any) -> bool:
+        until = self._until.get(key) if self._until else None
+        return until is not None and time.monotonic() < until
+
+    def hide(self, key: CacheEngineKey) -> None:
+        with self._lock:
+            self._until.pop(key, None)
+            if len(self._until) >= MAX_HIDDEN:
+                del self._until[next(iter(self._until))]
+            self._until[key] = time.monotonic() + HIDDEN_SECONDS
+
+    def show(self, key: CacheEngineKey) -> None:
+        with self._lock:
+            self._until.pop(key, None)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._until.clear()
 
 
 class Removal:
     """Removes damaged records from one rank's backends. Any thread may call it.
 
     RAM and disk lose a record with its entry in their index. Any other backend may fail to delete
-    it, or keep it for other engines, so there it is hidden from lookups until it is written anew:
-    it would be promised and fail for every later request.
+    it. What could not be read may be whole, so nobody deletes it. Both would be promised and fail
+    for every later request, so they are hidden from lookups.
     """
 
     def __init__(self, manager: "StorageManager", notes: StoreNotes | None) -> None:
         self._manager, self._notes = manager, notes
-        self._hidden: dict[str, set[CacheEngineKey]] = {}
+        self._hidden = {name: HiddenRecords() for name in manager.storage_backends}
 
-    def hidden(self, backend: str) -> Collection[CacheEngineKey]:
+    def hidden(self, backend: str) -> Container[CacheEngineKey]:
         """Keys that are not to be looked up in a backend."""
         return self._hidden.get(backend, ())
 
-    def unhide(self, keys: Sequence[CacheEngineKey]) -> None:
-        """Look records up again, which are about to be written."""
-        for hidden in list(self._hidden.values()):
-            hidden.difference_update(keys)
+    def written(self, backend: str, key: CacheEngineKey) -> None:
+        """Look a record up again, which has been written to a backend."""
+        self._hidden[backend].show(key)
 
     def clear(self) -> None:
         """Hide nothing: all records have new names."""
-        self._hidden.clear()
+        for hidden in self._hidden.values():
+            hidden.clear()
 
-    def remove(self, key: CacheEngineKey, location: str | None, damaged: bool) -> None:
-        """Remove a record; never raises.
+    def unreadable(self, key: CacheEngineKey, location: str) -> None:
+        """Leave a record alone that a backend holds and could not read."""
+        self._hide(location, key)
+
+    def remove(self, key: CacheEngineKey, location: str | None) -> None:
+        """Remove a damaged record; never raises.
 
         Args:
             location: backend that it was read from. Copies in others stay: nobody has seen them,
                 and one that is damaged, too, goes when it is read. None for all backends.
-            damaged: False where it could not be read, so it may be whole.
         """
         for name, backend in self._manager.storage_backends.items():
             if location not in (None, name):
@@ -63,19 +101,20 @@ class Removal:
                     backend.forget(key)
                 elif isinstance(backend, LocalCPUBackend):
                     backend.remove(key)
+                elif isinstance(backend, RemoteBackend):
+                    remote.remove(backend, key)
+                    self._discarded(key)
                 else:
-                    self._hide(name, key)
-                    if isinstance(backend, RemoteBackend):
-                        remote.remove(backend, key, damaged)
-                    else:
-                        backend.remove(key)
+                    backend.remove(key)
+                    self._discarded(key)
             except Exception as error:
                 logger.debug("%s could not remove %s: %r", name, key, error)
+                self._hide(name, key)
 
     def _hide(self, name: str, key: CacheEngineKey) -> None:
-        hidden = self._hidden.setdefault(name, set())
-        if len(hidden) >= MAX_HIDDEN:
-            hidden.clear()
-        hidden.add(key)
+        self._hidden[name].hide(key)
+        self._discarded(key)
+
+    def _discarded(self, key: CacheEngineKey) -> None:
         if self._notes is not None:
             self._notes.discarded(key)

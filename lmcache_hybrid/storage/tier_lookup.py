@@ -8,7 +8,7 @@ one key after the other.
 import concurrent.futures
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmcache.utils import CacheEngineKey
@@ -68,7 +68,7 @@ def locate(
     search_range: list[str] | None,
     deadline: float,
     silent: SilentStores,
-    hidden: Callable[[str], Collection[CacheEngineKey]],
+    hidden: Callable[[str], Container[CacheEngineKey]],
 ) -> list[str | None]:
     """Name the first backend that holds each key, None where none does.
 
@@ -86,7 +86,7 @@ def locate(
     missing = list(range(len(keys)))
     for name, backend in manager.get_active_storage_backends(search_range=search_range):
         skipped = hidden(name)
-        asked = [at for at in missing if keys[at] not in skipped] if skipped else missing
+        asked = [at for at in missing if keys[at] not in skipped]
         if not asked:
             continue
         held = _held(name, backend, [keys[at] for at in asked], deadline, silent)

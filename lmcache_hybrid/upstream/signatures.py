@@ -88,14 +88,14 @@ SERVING: Signatures = {
     "lmcache.v1.storage_backend.cache_policy.base_policy": """
         BaseCachePolicy.update_on_hit(key, cache_dict)""",
     "lmcache.v1.storage_backend.connector": """
-        ConnectorContext.__init__(url, loop, local_cpu_backend, config, metadata, plugin_name)""",
+        ConnectorContext.__init__(url, loop, local_cpu_backend, config, metadata, plugin_name)
+        parse_remote_url(url)""",
     "lmcache.v1.storage_backend.connector.base_connector": """
         RemoteConnector.__init__(config, metadata)
         RemoteConnector.batched_put(keys, memory_objs)
         RemoteConnector.get(key)
         RemoteConnector.put(key, memory_obj)
         RemoteConnector.remove_sync(key)""",
-    "lmcache.v1.storage_backend.connector.fs_connector": "FSConnector.get(key)",
     "lmcache.v1.storage_backend.local_cpu_backend": """
         LocalCPUBackend.allocate(shapes, dtypes, fmt, eviction, busy_loop)""",
     "lmcache.v1.storage_backend.local_disk_backend": """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Questions of lookups to LMCache's backends, real ones: how many, and what when one fails."""
 
-import asyncio
 import math
+import threading
 import time
 from collections import Counter
 
@@ -12,8 +12,10 @@ from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.protocol.lookup import LookupRequest
 from lmcache_hybrid.protocol.prefix import load_keys
 from lmcache_hybrid.storage import tier_lookup
+from lmcache_hybrid.storage.folder import record_io
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.remote import connectors as remote
+from lmcache_hybrid.storage.remote import fs as fs_records
 from lmcache_hybrid.storage.remote import sockets
 
 from .helpers import PLAN, N, make_prefix, put
@@ -94,27 +96,15 @@ class Counting:
         return self._lock.__exit__(*args)
 
 
-def test_a_store_without_batches_is_asked_side_by_side(box, monkeypatch):  # noqa: F811
+def test_a_lookup_in_a_folder_is_shared_out_over_threads(box, monkeypatch):  # noqa: F811
+    """On NFS each question is a round trip."""
+    monkeypatch.setattr(fs_records, "LEAST_ASKED", 1)
     box = box("fs").write()
-    connection = remote.unwrapped(box.backend.connection)
-    exists, under_way, most = connection.exists, 0, 0
-
-    async def counted(key):
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
-        await asyncio.sleep(0)
-        found = await exists(key)
-        under_way -= 1
-        return found
-
-    monkeypatch.setattr(connection, "exists", counted)
+    together, holds = threading.Barrier(len(KEYS)), record_io.holds
+    monkeypatch.setattr(
+        record_io, "holds", lambda path: (together.wait(20), holds(path))[1], raising=True
+    )
     assert list(box.store.locate(KEYS)) == KEYS
-    assert most == len(KEYS)
-    monkeypatch.setattr(remote, "SIDE_BY_SIDE", 2)
-    most = 0
-    assert list(box.store.locate(KEYS)) == KEYS
-    assert most == 2
 
 
 def filled(box, kind: str, keys, evicted) -> Box:  # noqa: F811
@@ -136,15 +126,11 @@ def half_in_ram(box, kind: str) -> Box:  # noqa: F811
 def test_a_store_that_does_not_answer_costs_half_of_the_time_left(box, kind, monkeypatch):  # noqa: F811
     """What lies in RAM can still be claimed."""
     box = half_in_ram(box, kind)
-
-    async def hangs(*args, **kwargs):
-        await asyncio.sleep(3600)
-
+    answers = threading.Event()
     if kind == "redis":
         box.redis.client_pause(1000)
     else:
-        connection = remote.unwrapped(box.backend.connection)
-        monkeypatch.setattr(connection, "exists", hangs)
+        monkeypatch.setattr(record_io, "holds", lambda path: answers.wait(60))
     monkeypatch.setattr(tier_lookup, "PAUSE_SECONDS", 0.0)
     existing, given = remote.existing, []
 
@@ -160,6 +146,7 @@ def test_a_store_that_does_not_answer_costs_half_of_the_time_left(box, kind, mon
     assert given[1] == 0.0
     box.store.locate(KEYS)
     assert given[2] == math.inf
+    answers.set()
 
 
 def test_a_store_that_had_hardly_any_time_is_asked_again(box, monkeypatch, hybrid_log):  # noqa: F811

@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.storage.disk.deleter import Deleter
 from lmcache_hybrid.storage.disk.eviction import Room, SteadyLFU
-from lmcache_hybrid.storage.disk.files import create_anew, open_regular
+from lmcache_hybrid.storage.disk.files import NO_FILE, create_anew, open_regular
 from lmcache_hybrid.storage.disk.index import Found, find
 from lmcache_hybrid.storage.record import Header
 
@@ -45,6 +45,7 @@ class LocalDisk(LocalDiskBackend):
     """
 
     _failed: Callable[[int], None]
+    _written: Callable[[CacheEngineKey], None]
     _limit: int
     _rank: int
     # Bytes of each stranger by path, the oldest first, and their sum.
@@ -59,7 +60,10 @@ class LocalDisk(LocalDiskBackend):
 
     @classmethod
     def instead_of(
-        cls, backend: LocalDiskBackend, failed: Callable[[int], None] = lambda records: None
+        cls,
+        backend: LocalDiskBackend,
+        failed: Callable[[int], None] = lambda records: None,
+        written: Callable[[CacheEngineKey], None] = lambda key: None,
     ) -> "LocalDisk":
         """Take over all that ``backend`` has, its threads too; nobody may use it any more.
 
@@ -67,12 +71,13 @@ class LocalDisk(LocalDiskBackend):
 
         Args:
             failed: called with the number of records that were not written, by any thread.
+            written: called with the key of each record that was, by any thread.
         """
         self = cls.__new__(cls)
         self.__dict__.update(backend.__dict__)
         if type(self.cache_policy) is LFUCachePolicy:
             self.cache_policy = SteadyLFU()
-        self._failed = failed
+        self._failed, self._written = failed, written
         self._limit = self.max_cache_size
         self._strangers, self._strange_bytes = {}, 0
         self._arranged = {}
@@ -262,6 +267,7 @@ class LocalDisk(LocalDiskBackend):
 
     def insert_key(self, key: CacheEngineKey, *args: Any, **kwargs: Any) -> None:
         super().insert_key(key, *args, **kwargs)
+        self._written(key)
         self._arrive(key)
 
     def arrange(self, keys: Sequence[CacheEngineKey]) -> None:
@@ -329,7 +335,9 @@ class LocalDisk(LocalDiskBackend):
         try:
             with open_regular(path) as data:
                 data.readinto(buffer)  # type: ignore[attr-defined]
-        except FileNotFoundError:
+        except OSError as error:
+            if error.errno not in NO_FILE:
+                raise  # it may be whole
             with self.disk_lock:
                 entry = self.dict.pop(key, None)
                 self.cache_policy.update_on_force_evict(key)

@@ -2,6 +2,7 @@
 """Opens files in folders that others can write to."""
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -11,6 +12,10 @@ from typing import BinaryIO
 # Records contain prompts: file modes that keep others out.
 PRIVATE_FILE = 0o600
 GROUP_FILE = 0o660
+# There is no regular file of this name: nothing, a link, a socket.
+NO_FILE = frozenset(
+    (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG)
+)
 # What `prompts_file` keeps beside the records of local_disk; the second while it is rewritten.
 PROMPTS_FILES = (".lmcache-hybrid-prompts", ".lmcache-hybrid-prompts.new")
 
@@ -26,7 +31,7 @@ def open_regular(path: str) -> Iterator[BinaryIO]:
     number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(number, "rb") as data:
         if not stat.S_ISREG(os.fstat(number).st_mode):
-            raise FileNotFoundError(path)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         yield data
 
 

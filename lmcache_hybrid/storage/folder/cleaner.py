@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the folders of ``fs://`` within limits while engines use them."""
+"""Keeps the folders of ``fs://`` within limits, and free of what killed engines left."""
 
 import math
 import os
@@ -15,11 +15,13 @@ from lmcache_hybrid.config.folders import FolderLimits
 from lmcache_hybrid.core.counts import Ledger, WorkerCounts
 from lmcache_hybrid.storage.folder.folder_lock import FolderLock
 from lmcache_hybrid.storage.folder.least_used import least_used
-from lmcache_hybrid.storage.folder.record_files import RecordFile, record_files
+from lmcache_hybrid.storage.folder.record_files import TEMPORARY, RecordFile, record_files
 
 logger = init_logger("vllm.lmcache_hybrid.storage.folder.cleaner")
 
 PAUSE_SECONDS = 60.0
+# Without limits, only what killed engines left is looked for.
+SWEEP_SECONDS = 3600.0
 # What is deleted brings the folder down to this part of its limit, so that not every round does.
 LOW = 0.95
 # A round that had nothing to do is followed by so many that only ask for the disk's used bytes.
@@ -32,20 +34,21 @@ BREATH_SECONDS = 0.01
 # store at once.
 MOST_DELETED = 20_000
 
-# Called with why ("age" or "size"), and how many bytes of one record.
+# Called with why ("age", "size" or "unfinished"), and how many bytes of one record.
 Count = Callable[[str, int], None]
 
 
 def start_cleaner(
     remote_url: str | None, limits: FolderLimits, ledger: Ledger[WorkerCounts]
 ) -> "FolderCleaner | None":
-    """Keep the folders of an ``fs://`` URL within ``limits``; None where there are none.
+    """Keep the folders of an ``fs://`` URL within ``limits``; None for other stores.
 
     Args:
         ledger: of this rank, where the deleted records are counted.
     """
-    if not limits or remote_url is None:
+    if not (remote_url or "").startswith("fs://"):
         return None
+    assert remote_url is not None
 
     def count(limit: str, size: int) -> None:
         with ledger as counts:
@@ -54,7 +57,7 @@ def start_cleaner(
 
     folders = check_remote_url(remote_url).path.split(",")
     stripped = [folder.strip() for folder in folders]
-    return FolderCleaner(stripped, limits, count, PAUSE_SECONDS)
+    return FolderCleaner(stripped, limits, count, PAUSE_SECONDS if limits else SWEEP_SECONDS)
 
 
 @dataclass
@@ -72,6 +75,8 @@ class _Round:
 
 class FolderCleaner:
     """Deletes records by size and age, on a thread of its own. Any thread may close it.
+
+    What an engine began to write and did not finish goes in any case, when it is old.
 
     Of all processes that clean a folder one at a time does, the one that holds the lock file in
     it; the others only try the lock. A file that goes between a lookup and its load is a failed
@@ -123,12 +128,13 @@ class FolderCleaner:
         except _ClosedError:
             pass
         except Exception as error:  # cleaning is not worth an engine
-            logger.warning_once(
-                "%s is not cleaned now (%r); lmcache.hybrid_fs_max_size_gb and "
-                "lmcache.hybrid_fs_max_age_hours hold again once that is repaired.",
-                ",".join(self._folders),
-                error,
-            )
+            if self._limits:
+                logger.warning_once(
+                    "%s is not cleaned now (%r); lmcache.hybrid_fs_max_size_gb and "
+                    "lmcache.hybrid_fs_max_age_hours hold again once that is repaired.",
+                    ",".join(self._folders),
+                    error,
+                )
             self._lock.release()
 
     def round(self) -> None:
@@ -156,6 +162,8 @@ class FolderCleaner:
 
     def _is_due(self) -> bool:
         """Whether the folder may be over a limit, as far as can be told without a look at it."""
+        if not self._limits:
+            return True
         self._skip -= 1
         if self._skip < 0:
             return True
@@ -169,7 +177,11 @@ class FolderCleaner:
         before = -math.inf if seconds is None else time.time() - seconds
         for file in self._all_files():
             done.found += file.taken
-            if file.used < before and not file.writing and not done.at_its_limit:
+            if file.writing or done.at_its_limit:
+                continue
+            if file.unfinished:
+                self._delete(file, "unfinished", done)
+            elif file.used < before:
                 self._delete(file, "age", done)
 
     def _by_size(self, done: _Round) -> None:
@@ -204,8 +216,9 @@ class FolderCleaner:
         return (file for file in self._all_files() if not file.writing)
 
     def _all_files(self) -> Iterator[RecordFile]:
+        only = () if self._limits else (TEMPORARY,)
         for folder in self._folders:
-            for number, file in enumerate(record_files(folder), 1):
+            for number, file in enumerate(record_files(folder, *only), 1):
                 if not number % LOOKED_AT:
                     self._breathe()
                 yield file

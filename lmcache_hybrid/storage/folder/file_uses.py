@@ -6,30 +6,35 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from lmcache.utils import CacheEngineKey
-from lmcache.v1.storage_backend.connector.fs_connector import FSConnector
 
+from lmcache_hybrid.core.threads import DaemonPool
 from lmcache_hybrid.storage.folder.least_used import MINUTE
-
-if TYPE_CHECKING:
-    from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
 # Hits to remember while a file server is slow; those beyond are forgotten.
 MOST_WAITING = 1000
 
 
 class FileUses:
-    """Marks the files of one backend as used, each at most once a minute. Thread-safe.
+    """Marks files as used, each at most once a minute. Thread-safe.
 
-    Works on a thread of LMCache's event loop, one at a time, so a lookup does not wait for a
-    file server. A file that may not be changed, because another user wrote it, keeps its time.
+    Works on a thread of its own, so a lookup does not wait for a file server. A file that may not
+    be changed, because another user wrote it, keeps its time.
     """
 
-    def __init__(self, backend: "RemoteBackend") -> None:
-        self._backend = backend
+    def __init__(self, path_of: Callable[[CacheEngineKey], str]) -> None:
+        """Start the thread.
+
+        Args:
+            path_of: names a record's file.
+
+        Raises:
+            RuntimeError: no thread could be started.
+        """
+        self._path_of = path_of
+        self._thread = DaemonPool(1, "hybrid-fs-mark")
         self._lock = threading.Lock()  # guards these two
         self._waiting: deque[Sequence[CacheEngineKey]] = deque(maxlen=MOST_WAITING)
         self._running = False
@@ -38,17 +43,14 @@ class FileUses:
         self._minute = 0
 
     def mark(self, keys: Sequence[CacheEngineKey]) -> None:
-        """Have the files of ``keys`` marked as used now; does nothing for other stores."""
-        if not keys or _connector_of(self._backend) is None:
-            return
+        """Have the files of ``keys`` marked as used now."""
         with self._lock:
             self._waiting.append(keys)
             if self._running:
                 return
             self._running = True
-        loop = self._backend.loop
         try:
-            loop.call_soon_threadsafe(loop.run_in_executor, None, self._work)
+            self._thread.submit(self._work)
         except RuntimeError:  # LMCache is closing
             self._running = False
 
@@ -62,21 +64,17 @@ class FileUses:
             self._mark(keys)
 
     def _mark(self, keys: Sequence[CacheEngineKey]) -> None:
-        connector = _connector_of(self._backend)
         minute = int(time.monotonic() // MINUTE)
         if minute != self._minute:
             self._minute = minute
             self._marked.clear()
         for key in keys:
-            if connector is not None and key not in self._marked:
+            if key not in self._marked:
                 self._marked.add(key)
                 with contextlib.suppress(OSError):
-                    os.utime(connector._get_file_path(key), follow_symlinks=False)
+                    os.utime(self._path_of(key), follow_symlinks=False)
 
-
-def _connector_of(backend: "RemoteBackend") -> FSConnector | None:
-    """LMCache's connector to ``fs://``; None for other stores, and where there is none now."""
-    connector = backend.connection
-    while hasattr(connector, "getWrappedConnector"):  # LMCache's instruments around it
-        connector = connector.getWrappedConnector()
-    return connector if isinstance(connector, FSConnector) else None
+    def close(self) -> None:
+        """End the thread after the file that it is at; does not wait. Idempotent."""
+        self._waiting.clear()
+        self._thread.close()

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of LMCache's ``fs://`` that hold records."""
+"""The files of ``fs://`` that hold records, as LMCache names and lays them out."""
 
+import errno
+import math
 import os
+import socket
 import stat
 import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lmcache_hybrid.core.errors import RecordError
 from lmcache_hybrid.storage.disk.files import open_regular
 from lmcache_hybrid.storage.folder.least_used import UNREADABLE, Depth, depth_of
 from lmcache_hybrid.storage.key_names import StoredKey, parse_key
@@ -18,6 +22,10 @@ DATA, TEMPORARY = ".data", ".tmp"
 # one group of layers, as this package configures LMCache. A unit test compares it with LMCache's.
 WRAPPER = struct.Struct("7i")
 WRAPPER_BYTES = WRAPPER.size
+_KV_2LTD, _UINT8 = 1, 6
+# Of a file that is being written, with host, process and number; LMCache's own connector, which
+# earlier releases used, writes to the record's name with TEMPORARY instead of DATA.
+WRITING = ".lmcache-hybrid-writing-"
 # An incomplete record that was changed since may still be in the writing.
 WRITING_SECONDS = 300.0
 
@@ -43,9 +51,48 @@ class RecordFile:
 
     @property
     def writing(self) -> bool:
-        """Whether LMCache may be writing it now."""
+        """Whether an engine may be writing it now."""
         young = time.time() - self.used < WRITING_SECONDS
         return young and self.path.endswith(TEMPORARY)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether an engine ended while it wrote it."""
+        return self.path.endswith(TEMPORARY) and not self.writing
+
+
+def temporary_prefix() -> str:
+    """What is before the number in the temporary names of one writer of this process."""
+    host = "".join(c if c.isalnum() and c.isascii() else "-" for c in socket.gethostname())
+    return f"{WRITING}{host[:64]}-{os.getpid()}-{os.urandom(4).hex()}-"
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file's name is that of a record that is being written."""
+    return name.startswith(WRITING) and name.endswith(TEMPORARY)
+
+
+def wrapper_of(size: int) -> bytes:
+    """Make LMCache's header of a record of ``size`` bytes.
+
+    Raises:
+        OSError: LMCache's header has no room for the size.
+    """
+    try:
+        return WRAPPER.pack(size, _KV_2LTD, _UINT8, 1, 1, 1, size)
+    except struct.error:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG)) from None
+
+
+def check_wrapper(wrapper: bytes, size: int) -> None:
+    """Raises RecordError when LMCache would not read a record of ``size`` bytes by it."""
+    if len(wrapper) != WRAPPER_BYTES:
+        raise RecordError("wrapper", f"LMCache's header has {len(wrapper)} bytes")
+    length, memory_format, dtype, *shape = WRAPPER.unpack(wrapper)
+    if (memory_format, dtype) != (_KV_2LTD, _UINT8):
+        raise RecordError("wrapper", "LMCache's header names another format")
+    if not length == math.prod(shape) == size or min(shape) < 1:
+        raise RecordError("wrapper", f"LMCache's header says {length} bytes, there are {size}")
 
 
 def key_of(name: str, *suffixes: str) -> StoredKey | None:
@@ -54,15 +101,19 @@ def key_of(name: str, *suffixes: str) -> StoredKey | None:
     return parse_key(stem) if suffix in suffixes else None
 
 
-def record_files(folder: str) -> Iterator[RecordFile]:
-    """List the regular files directly in ``folder`` that have a record's name.
+def record_files(folder: str, *suffixes: str) -> Iterator[RecordFile]:
+    """List the regular files directly in ``folder`` that have a record's name, or are to get one.
+
+    Args:
+        suffixes: of the names, DATA and TEMPORARY by default.
 
     Raises:
         OSError: the folder cannot be read.
     """
     with os.scandir(folder) as files:
         for file in files:
-            if key_of(file.name, DATA, TEMPORARY) is None:
+            wanted = suffixes or (DATA, TEMPORARY)
+            if key_of(file.name, *wanted) is None and not is_temporary(file.name):
                 continue
             try:
                 status = file.stat(follow_symlinks=False)

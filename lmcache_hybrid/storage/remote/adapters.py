@@ -10,12 +10,14 @@ from lmcache.v1.storage_backend.connector import (
     ConnectorContext,
     CreateConnector,
     extract_plugin_type,
+    parse_remote_url,
 )
 from lmcache.v1.storage_backend.connector.instrumented_connector import InstrumentedRemoteConnector
 from lmcache.v1.storage_backend.connector.s3_adapter import S3ConnectorAdapter
 
 from lmcache_hybrid.config.redis_credentials import PLUGIN_URLS
 from lmcache_hybrid.storage.remote import clients
+from lmcache_hybrid.storage.remote.fs import HybridFSConnector
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector
 from lmcache_hybrid.storage.remote.redis import HybridRedisConnector
 
@@ -46,6 +48,30 @@ class RedisAdapter(ConnectorAdapter):
         return HybridRedisConnector(url, context)
 
 
+class FSAdapter(ConnectorAdapter):
+    """Folders of one ``fs://`` URL or one plugin, separated by commas."""
+
+    def __init__(self) -> None:
+        super().__init__("fs://")
+
+    def can_parse(self, url: str) -> bool:
+        if url.startswith(PLUGIN):
+            return extract_plugin_type(url.removeprefix(PLUGIN)) == "fs"
+        return super().can_parse(url)
+
+    def create_connector(self, context: ConnectorContext) -> RecordConnector:
+        if context.plugin_name is None:
+            path = parse_remote_url(context.url).path
+        else:  # as LMCache's own connector does
+            extra = context.config.extra_config or {}
+            names = f"remote_storage_plugin.{context.plugin_name}.base_path", "fs_base_path"
+            path = next((extra[name] for name in names if extra.get(name) is not None), None)
+            if path is None:
+                raise ValueError(f"no folder: extra_config has neither {names[0]} nor {names[1]}")
+        folders = [part.strip() for part in path.split(",")] if "," in path else [path]
+        return HybridFSConnector(folders, context)
+
+
 class S3Adapter(ConnectorAdapter):
     """A bucket; LMCache's own adapter reads the options."""
 
@@ -59,7 +85,7 @@ class S3Adapter(ConnectorAdapter):
 
 
 # The first that can parse a URL serves it. What none of them can is LMCache's own.
-ADAPTERS: tuple[ConnectorAdapter, ...] = (RedisAdapter(), S3Adapter())
+ADAPTERS: tuple[ConnectorAdapter, ...] = (RedisAdapter(), FSAdapter(), S3Adapter())
 
 
 def create_connector(

@@ -8,19 +8,24 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.storage_backend.connector import ConnectorContext
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
+from lmcache_hybrid.storage.folder.record_io import Fate
+
 
 class RecordConnector(RemoteConnector):
     """A connector to a store of records; :mod:`.adapters` says which class serves which scheme.
 
     Attributes:
         failed: called, from any thread, with the number of records that were not written.
+        written: called, from any thread, with the key of each record that was.
     """
 
     failed: Callable[[int], None]
+    written: Callable[[CacheEngineKey], None]
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context.config, context.metadata)
         self.failed = lambda records: None
+        self.written = lambda key: None
 
     @property
     @abc.abstractmethod
@@ -34,6 +39,20 @@ class RecordConnector(RemoteConnector):
         Raises:
             Exception: no answer within ``seconds``, or a failure.
         """
+
+    def fate(self, key: CacheEngineKey, largest: int, seconds: float) -> Fate:
+        """Find out why a value that was promised could not be read. Blocks.
+
+        Args:
+            largest: bytes of the largest record.
+
+        Raises:
+            Exception: no answer within ``seconds``, or a failure.
+        """
+        return "unreadable" if self.existing([key], seconds)[0] else "gone"
+
+    def used(self, keys: Sequence[CacheEngineKey]) -> None:
+        """Values were hit; does not wait. Most stores note by themselves what is read."""
 
     @abc.abstractmethod
     def delete(self, key: CacheEngineKey, seconds: float) -> None:

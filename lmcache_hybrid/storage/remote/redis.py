@@ -169,6 +169,8 @@ class HybridRedisConnector(RecordConnector):
             memory.ref_count_down()
             if job.cancelled() or job.exception() is not None:
                 self.failed(1)
+            else:
+                self.written(key)
 
         job = self._writers.submit(self._write, key, memory, time.monotonic())
         self._writes.add(job)

@@ -152,6 +152,7 @@ class HybridS3Connector(RecordConnector):
                 if self._unreachable >= asked:
                     raise ConnectionError("S3 did not take a record before this one")
                 await self._write(key, memory_obj)
+            self.written(key)
         except (ConnectionError, S3Error):
             self.failed(1)
             raise

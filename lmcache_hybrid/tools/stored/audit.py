@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 from lmcache_hybrid.core.digests import DIGEST_BYTES, PLAIN, UNSEALED, Digester
 from lmcache_hybrid.core.errors import RecordError
-from lmcache_hybrid.storage.folder.record_files import WRITING_SECONDS
+from lmcache_hybrid.storage.folder.record_files import WRITING_SECONDS, check_wrapper
 from lmcache_hybrid.storage.key_names import StoredKey
 from lmcache_hybrid.storage.record import (
     CHUNK_BYTES,
@@ -18,7 +18,7 @@ from lmcache_hybrid.storage.record import (
     read_header,
     record_bytes,
 )
-from lmcache_hybrid.tools.stored.record_store import Entry, RecordStore, check_wrapper
+from lmcache_hybrid.tools.stored.record_store import Entry, RecordStore
 
 
 class Status(StrEnum):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of LMCache's ``fs://`` (``*.data``) and ``local_disk`` (``*.pt``)."""
+"""Folders of ``fs://`` (``*.data``) and of LMCache's ``local_disk`` (``*.pt``)."""
 
 import contextlib
 import os
@@ -12,7 +12,14 @@ from typing import BinaryIO
 from lmcache_hybrid.core.errors import StoreError
 from lmcache_hybrid.storage.disk.files import PROMPTS_FILES, open_regular
 from lmcache_hybrid.storage.folder.folder_lock import LOCK_NAME
-from lmcache_hybrid.storage.folder.record_files import DATA, TEMPORARY, WRAPPER_BYTES, key_of
+from lmcache_hybrid.storage.folder.record_files import (
+    DATA,
+    TEMPORARY,
+    WRAPPER_BYTES,
+    is_temporary,
+    key_of,
+    record_files,
+)
 from lmcache_hybrid.storage.key_names import printable
 from lmcache_hybrid.storage.record import HEADER_BYTES
 from lmcache_hybrid.tools.stored.record_store import Entry
@@ -55,7 +62,7 @@ class FolderStore:
             )
 
     def _entry(self, file: os.DirEntry) -> Iterator[Entry]:
-        if file.name in (LOCK_NAME, *PROMPTS_FILES):
+        if file.name in (LOCK_NAME, *PROMPTS_FILES) or is_temporary(file.name):
             return
         key = key_of(file.name, DATA, TEMPORARY, LOCAL_DISK)
         if key is None or not file.is_file(follow_symlinks=False):
@@ -107,11 +114,19 @@ class FolderStore:
                 ) from error
         for folder in self._folders:
             with contextlib.suppress(OSError):
+                _delete_unfinished(folder)
                 _delete_prompts(folder)
         return deleted
 
     def close(self) -> None:
         return
+
+
+def _delete_unfinished(folder: Path) -> None:
+    """Delete what engines that were killed had begun to write."""
+    for file in record_files(str(folder), TEMPORARY):
+        if file.unfinished and is_temporary(os.path.basename(file.path)):
+            os.unlink(file.path)
 
 
 def _delete_prompts(folder: Path) -> None:

@@ -2,20 +2,16 @@
 """A store as ``inspect``, ``verify`` and ``purge`` see it, and what it holds."""
 
 import json
-import math
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
-from lmcache_hybrid.core.errors import RecordError
-from lmcache_hybrid.storage.folder.record_files import WRAPPER, WRAPPER_BYTES
 from lmcache_hybrid.storage.key_names import StoredKey
 
 # Names are kept in memory up to here.
 IN_MEMORY_BYTES = 1 << 20
-_KV_2LTD, _UINT8 = 1, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +105,3 @@ class Names:
 
     def close(self) -> None:
         self._lines.close()
-
-
-def check_wrapper(wrapper: bytes, size: int) -> None:
-    """Raises RecordError when LMCache would not read a record of ``size`` bytes by it."""
-    if len(wrapper) != WRAPPER_BYTES:
-        raise RecordError("wrapper", f"LMCache's header has {len(wrapper)} bytes")
-    length, memory_format, dtype, *shape = WRAPPER.unpack(wrapper)
-    if (memory_format, dtype) != (_KV_2LTD, _UINT8):
-        raise RecordError("wrapper", "LMCache's header names another format")
-    if not length == math.prod(shape) == size or min(shape) < 1:
-        raise RecordError("wrapper", f"LMCache's header says {length} bytes, there are {size}")

@@ -31,8 +31,7 @@ LMCACHE = (
         (),
     ),
     Hook(f"{_BACKENDS}.connector.base_connector", "RemoteConnector.remove_sync"),
-    Hook(f"{_BACKENDS}.connector.fs_connector", "FSConnector.get", replaced_in=_REMOTE_PATCH),
-    Hook(f"{_BACKENDS}.connector.fs_connector", "FSConnector._get_file_path", ("key",)),
+    Hook(f"{_BACKENDS}.connector", "parse_remote_url"),
     Hook(_DISK, "LocalDiskBackend.exists_in_put_tasks"),
     Hook("lmcache.v1.config", "_update_config_from_env"),
     # lmcache_hybrid/storage/remote, lmcache_hybrid/tools/stored

@@ -13,6 +13,18 @@ LIMITS = "lmcache_hybrid/config/folders.py"
 
 DEFECTS = (
     one(
+        "what a killed engine had begun to write stays",
+        CLEANER,
+        "            if file.unfinished:\n",
+        "            if not file.path:\n",
+    ),
+    one(
+        "without limits nobody looks for what a killed engine left",
+        CLEANER,
+        "        if not self._limits:\n            return True\n",
+        "        if not self._limits:\n            return False\n",
+    ),
+    one(
         "a file of another user's ends a round of the cleaner",
         CLEANER,
         "        except PermissionError as error:",
@@ -63,8 +75,8 @@ DEFECTS = (
     one(
         "foreign files are deleted",
         FILES,
-        "            if key_of(file.name, DATA, TEMPORARY) is None:\n",
-        "            if not file.name.endswith((DATA, TEMPORARY)):\n",
+        "            if key_of(file.name, *wanted) is None and not is_temporary(file.name):\n",
+        "            if not file.name.endswith(wanted):\n",
     ),
     one(
         "links and pipes of a record's name are deleted",
@@ -119,20 +131,20 @@ DEFECTS = (
     one(
         "a folder that was away is not cleaned any more",
         CLEANER,
-        "                error,\n            )\n            self._lock.release()\n",
-        "                error,\n            )\n            raise\n",
+        "                    error,\n                )\n            self._lock.release()\n",
+        "                    error,\n                )\n            raise\n",
     ),
     one(
         "a hit is not marked",
         "lmcache_hybrid/storage/lmcache_store.py",
-        "            uses.mark(engine_keys)\n",
-        "            uses.mark(engine_keys[:0])\n",
+        "                remote.used(backend, engine_keys)\n",
+        "                remote.used(backend, engine_keys[:0])\n",
     ),
     one(
         "every hit writes to the folder",
         USES,
-        "if connector is not None and key not in self._marked:",
-        "if connector is not None:",
+        "            if key not in self._marked:\n",
+        "            if True:\n",
     ),
     one(
         "a hit is marked once and never again",

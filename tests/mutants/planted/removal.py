@@ -5,7 +5,33 @@ from tests.mutants.defect import one
 
 REMOVAL = "lmcache_hybrid/storage/removal.py"
 
+STORE = "lmcache_hybrid/storage/lmcache_store.py"
+
 DEFECTS = (
+    one(
+        "a record that cannot be read is deleted although it may be whole",
+        STORE,
+        "            self._removal.unreadable(self.engine_key(key), location)\n",
+        "            self.discard(key, claim)\n",
+    ),
+    one(
+        "a record that cannot be read is promised again and again",
+        STORE,
+        "            self._removal.unreadable(self.engine_key(key), location)\n",
+        "",
+    ),
+    one(
+        "a record that could not be read once is never looked up again",
+        REMOVAL,
+        "until is not None and time.monotonic() < until",
+        "until is not None",
+    ),
+    one(
+        "a file of local_disk that cannot be opened counts as gone",
+        "lmcache_hybrid/storage/disk/backend.py",
+        "            if error.errno not in NO_FILE:\n",
+        "            if error.errno is None:\n",
+    ),
     one(
         "a damaged copy costs a record its copies in other backends",
         REMOVAL,
@@ -15,14 +41,14 @@ DEFECTS = (
     one(
         "a damaged record that a store keeps is found there again",
         REMOVAL,
-        "        hidden.add(key)\n",
+        "                self._hide(name, key)\n",
         "",
     ),
     one(
         "a damaged record that was written anew stays hidden",
         REMOVAL,
-        "            hidden.difference_update(keys)\n",
-        "            hidden.difference(keys)\n",
+        "        self._hidden[backend].show(key)\n",
+        "        pass\n",
     ),
     one(
         "a damaged record of one store is hidden in all of them",

@@ -188,12 +188,6 @@ DEFECTS = (
         "        return self._load_chunk_into_memory(key, path, memory)\n",
         "        self.read_file(key, memory.byte_array, path)\n        return memory\n",
     ),
-    one(
-        "a late read of a file loses its memory",
-        REMOTE,
-        "        _release_late_reads(connector)\n",
-        "        pass\n",
-    ),
     # Redis
     one(
         "values are read on the core that vLLM computes on",
@@ -222,8 +216,8 @@ DEFECTS = (
     one(
         "damaged records stay in Redis",
         REMOTE,
-        "    elif damaged:\n",
-        "    elif not damaged:\n",
+        "    _connector(backend).delete(key, REMOVAL_SECONDS)\n",
+        "    pass\n",
     ),
     one(
         "values are copied on their way to Redis",

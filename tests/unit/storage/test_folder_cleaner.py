@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch
 
 from lmcache_hybrid.config.folders import FolderLimits
@@ -14,8 +15,16 @@ from lmcache_hybrid.core.counts import Ledger, WorkerCounts
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.storage.folder import cleaner as module
 from lmcache_hybrid.storage.folder.cleaner import LOW, FolderCleaner, start_cleaner
+from lmcache_hybrid.storage.folder.file_uses import FileUses
 from lmcache_hybrid.storage.folder.folder_lock import LOCK_NAME, FolderLock
-from lmcache_hybrid.storage.folder.record_files import WRITING_SECONDS, RecordFile, record_files
+from lmcache_hybrid.storage.folder.record_files import (
+    TEMPORARY,
+    WRITING_SECONDS,
+    RecordFile,
+    record_files,
+    temporary_prefix,
+)
+from lmcache_hybrid.storage.remote.connectors import unwrapped
 
 from ..helpers import payload_of
 from ..store_box import KEYS, SIZE, Box, N, until
@@ -53,6 +62,10 @@ class Cleaning:
             self.cleaner.round()
         finally:
             self.cleaner._lock.release()
+
+
+def uses_of(box: Box) -> FileUses:
+    return unwrapped(box.backend.connection)._uses
 
 
 def taken(folder: Path) -> int:
@@ -115,7 +128,7 @@ def test_what_is_hit_stays(box):
     age(filled, KEYS, 48 * HOUR)
     age(filled, OTHERS, 24 * HOUR)
     filled.store.refresh(KEYS)
-    until(lambda: not filled.store._file_uses[0]._running, "the marks do not end")
+    until(lambda: not uses_of(filled)._running, "the marks do not end")
     by_size(filled.folder, taken(filled.folder) // 4).round()
     assert left(filled, KEYS) == KEYS and left(filled, OTHERS) == []
 
@@ -126,11 +139,11 @@ def test_a_hit_is_marked_once_a_minute(box, monkeypatch):
     monkeypatch.setattr(os, "utime", lambda path, **kwargs: marked.append(str(path)))
     for _ in range(3):
         filled.store.refresh(KEYS)
-        until(lambda: not filled.store._file_uses[0]._running, "the marks do not end")
+        until(lambda: not uses_of(filled)._running, "the marks do not end")
     assert sorted(marked) == sorted(str(filled.path(key)) for key in KEYS)
-    monkeypatch.setattr(filled.store._file_uses[0], "_minute", -1)
+    monkeypatch.setattr(uses_of(filled), "_minute", -1)
     filled.store.refresh(KEYS[:1])
-    until(lambda: not filled.store._file_uses[0]._running, "the marks do not end")
+    until(lambda: not uses_of(filled)._running, "the marks do not end")
     assert len(marked) == 5, "not marked in the next minute"
 
 
@@ -138,7 +151,7 @@ def test_marks_of_files_that_are_gone_or_of_others_are_let_be(box, monkeypatch):
     filled = box("fs").write()
     filled.remove(KEYS[0])
     filled.store.refresh(KEYS)
-    until(lambda: not filled.store._file_uses[0]._running, "the marks do not end")
+    until(lambda: not uses_of(filled)._running, "the marks do not end")
     assert not filled.path(KEYS[0]).exists()
 
     def refuse(path, **kwargs):
@@ -146,7 +159,7 @@ def test_marks_of_files_that_are_gone_or_of_others_are_let_be(box, monkeypatch):
 
     monkeypatch.setattr(os, "utime", refuse)
     filled.store.refresh(KEYS)
-    until(lambda: not filled.store._file_uses[0]._running, "the marks do not end")
+    until(lambda: not uses_of(filled)._running, "the marks do not end")
 
 
 def test_by_age(box):
@@ -213,14 +226,34 @@ def test_what_is_not_ours_stays_and_does_not_count(box, tmp_path):
     assert link.is_symlink() and pipe.is_fifo()
 
 
-def test_a_file_in_the_writing_stays_and_one_of_a_killed_engine_goes(box):
+@pytest.mark.parametrize("limits", [FolderLimits(), FolderLimits(max_bytes=1 << 40)])
+def test_a_file_in_the_writing_stays_and_one_of_a_killed_engine_goes(box, limits):
+    """Without a limit, too. LMCache's own connector wrote to the record's name with .tmp."""
     filled = box("fs").write()
-    young, old = (filled.path(key).with_suffix(".tmp") for key in KEYS[:2])
-    for path, seconds in (young, WRITING_SECONDS / 2), (old, 2 * WRITING_SECONDS):
+    ours = [filled.folder / f"{temporary_prefix()}{number}{TEMPORARY}" for number in range(2)]
+    theirs = [filled.path(key).with_suffix(TEMPORARY) for key in KEYS[:2]]
+    foreign = [filled.folder / "notes.tmp", filled.folder / ".lmcache-hybrid-writing-x.data"]
+    for young, old in ours, theirs, foreign:
+        for path, seconds in (young, WRITING_SECONDS / 2), (old, 2 * WRITING_SECONDS):
+            path.write_bytes(b"half")
+            os.utime(path, (time.time() - seconds,) * 2)
+    cleaning = Cleaning([filled.folder], limits)
+    cleaning.round()
+    stay = {ours[0], theirs[0], *foreign, *map(filled.path, KEYS), filled.folder / LOCK_NAME}
+    assert set(filled.folder.iterdir()) == stay
+    assert cleaning.counts == {"unfinished": 2} and cleaning.bytes == 8
+
+
+def test_what_a_killed_engine_left_is_looked_for_now_and_then(box):
+    """However often: a folder without a limit did not grow over one."""
+    filled = box("fs").write()
+    cleaning = Cleaning([filled.folder], FolderLimits())
+    for number in range(3):
+        path = filled.folder / f"{temporary_prefix()}{number}{TEMPORARY}"
         path.write_bytes(b"half")
-        os.utime(path, (time.time() - seconds,) * 2)
-    Cleaning([filled.folder], FolderLimits(max_bytes=1, max_seconds=1e-6)).round()
-    assert [path.suffix for path in filled.folder.glob("*@*")] == [".tmp"] and young.exists()
+        os.utime(path, (1, 1))
+        cleaning.cleaner.round()
+        assert not path.exists()
 
 
 def test_several_folders_have_one_limit(box, tmp_path):
@@ -242,9 +275,20 @@ def test_several_folders_have_one_limit(box, tmp_path):
         started.close()
 
 
-def test_without_limits_there_is_no_cleaner(tmp_path):
-    ledger = Ledger("worker", WorkerCounts())
-    assert start_cleaner(f"fs://localhost:0{tmp_path}", FolderLimits(), ledger) is None
+@pytest.mark.parametrize("url", [None, "redis://localhost:6379"])
+def test_other_stores_have_no_cleaner(url):
+    assert start_cleaner(url, FolderLimits(), Ledger("worker", WorkerCounts())) is None
+
+
+def test_without_limits_a_round_comes_once_an_hour(tmp_path, hybrid_log):
+    """A file system without locks is no fault then."""
+    started = start_cleaner(
+        f"fs://localhost:0{tmp_path}/away", FolderLimits(), Ledger("worker", WorkerCounts())
+    )
+    assert started._pause == module.SWEEP_SECONDS
+    started.close()
+    started._thread.join()
+    assert not hybrid_log.records
 
 
 # Rounds

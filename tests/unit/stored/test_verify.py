@@ -9,11 +9,11 @@ import pytest
 from lmcache_hybrid.core.errors import RecordError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
 from lmcache_hybrid.storage import record
+from lmcache_hybrid.storage.folder.record_files import WRAPPER_BYTES, check_wrapper
 from lmcache_hybrid.storage.record import HEADER_BYTES
 from lmcache_hybrid.tools.stored import audit
 from lmcache_hybrid.tools.stored.audit import Status
 from lmcache_hybrid.tools.stored.opening import open_store
-from lmcache_hybrid.tools.stored.record_store import WRAPPER_BYTES, check_wrapper
 
 from ..old_records import add_metadata
 from ..store_box import KEYS, OTHER_LENGTH, SAME_LENGTH, N, flip, outside

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads, writes and looks for one file of ``fs://``, in a folder that others may write to.
+
+What has a record's name there may be a link, a pipe or anything else that somebody put there. Only
+regular files are read, and no link is followed. A file that cannot be read may be whole, and is
+told apart from one that is damaged.
+"""
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+from lmcache_hybrid.core.errors import RecordError
+from lmcache_hybrid.storage.disk.files import NO_FILE, is_shared, open_regular
+from lmcache_hybrid.storage.folder.record_files import WRAPPER_BYTES, check_wrapper, wrapper_of
+
+# Bytes to read or write at once: between two of them progress is noted.
+STEP_BYTES = 4 << 20
+# Mode of a new file, less the umask, and what its group gets in a folder that a group shares.
+MODE, SHARED_MODE = 0o666, 0o660
+# Why a promised record could not be read: it is not there; it may be whole; it is not whole.
+Fate = Literal["gone", "unreadable", "damaged"]
+T = TypeVar("T")
+
+
+def holds(path: str) -> bool:
+    """Whether there is a record that this user may read.
+
+    Raises:
+        OSError: nobody can tell.
+    """
+    try:
+        status = _again(lambda: os.stat(path, follow_symlinks=False))
+    except OSError as error:
+        if error.errno in NO_FILE:
+            return False
+        raise
+    if not stat.S_ISREG(status.st_mode):
+        return False
+    # Promised, another user's private file would fail one load after the other.
+    return status.st_uid == os.geteuid() or os.access(path, os.R_OK, effective_ids=True)
+
+
+def read(
+    path: str,
+    reserve: Callable[[int], memoryview | None],
+    got: Callable[[int], object] = lambda size: None,
+) -> bool:
+    """Read a record into the memory that ``reserve`` gives for its size.
+
+    Args:
+        got: called with the bytes of the record as they come; what it raises ends the read.
+
+    Returns:
+        False where there is none.
+
+    Raises:
+        RecordError: it is damaged, as far as can be seen from outside.
+        MemoryError: ``reserve`` gave none.
+        OSError: it cannot be read, or another file took its place meanwhile.
+    """
+    try:
+        _again(lambda: _read(path, reserve, got))
+    except OSError as error:
+        if error.errno in NO_FILE:
+            return False
+        raise
+    return True
+
+
+def _read(
+    path: str, reserve: Callable[[int], memoryview | None], got: Callable[[int], object]
+) -> None:
+    with open_regular(path) as data:
+        number = data.fileno()
+        size = os.fstat(number).st_size - WRAPPER_BYTES
+        memory = reserve(size) if size > 0 else None
+        if memory is None:
+            raise MemoryError(f"no memory for a record of {size} bytes")
+        wrapper = bytearray(WRAPPER_BYTES)
+        have = os.readv(number, [wrapper, memory[:STEP_BYTES]]) - WRAPPER_BYTES
+        check_wrapper(bytes(wrapper), size)
+        got(max(0, have))
+        while have < size:
+            read = os.readv(number, [memory[have : have + STEP_BYTES]])
+            if not read:
+                raise OSError(errno.EIO, f"the file ended after {have} of {size} bytes")
+            have += read
+            got(read)
+
+
+def write(
+    folder: str,
+    temporary: str,
+    name: str,
+    record: memoryview,
+    moved: Callable[[], object] = lambda: None,
+) -> None:
+    """Write a record under a temporary name, and give it its own.
+
+    What has that name is replaced, and not written to. In a set-group-ID folder that the group may
+    write to, the group may read the file whatever the umask is.
+
+    Args:
+        temporary: name in ``folder`` that no other write has.
+        moved: called after each part.
+
+    Raises:
+        FileExistsError: somebody else has made ``temporary``.
+        OSError: it was not written; nothing is left of it.
+    """
+    path = os.path.join(folder, temporary)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    number = os.open(path, flags, MODE)
+    try:
+        try:
+            if is_shared(os.stat(folder)):
+                os.fchmod(number, stat.S_IMODE(os.fstat(number).st_mode) | SHARED_MODE)
+            _write(number, record, moved)
+        finally:
+            os.close(number)  # tells on NFS whether the server took it all
+        os.replace(path, os.path.join(folder, name))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+
+
+def _write(number: int, record: memoryview, moved: Callable[[], object]) -> None:
+    wrapper = wrapper_of(record.nbytes)
+    done = -len(wrapper)
+    while done < record.nbytes:
+        parts = [record[max(0, done) :][:STEP_BYTES]]
+        if done < 0:
+            parts.insert(0, memoryview(wrapper)[done:])
+        done += os.writev(number, parts)
+        moved()
+
+
+def delete(path: str) -> None:
+    """Delete a record; one that is not there is no error."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def fate(path: str, largest: int) -> Fate:
+    """Find out why a record that :func:`holds` found could not be read.
+
+    Args:
+        largest: bytes of the largest record.
+    """
+    try:
+        with open_regular(path) as data:
+            size = os.fstat(data.fileno()).st_size - WRAPPER_BYTES
+            wrapper = data.read(WRAPPER_BYTES)
+    except OSError as error:
+        return "gone" if error.errno in NO_FILE else "unreadable"
+    try:
+        check_wrapper(wrapper, size)
+    except RecordError:
+        return "damaged"
+    return "damaged" if size > largest else "unreadable"
+
+
+def _again(call: Callable[[], T]) -> T:
+    """Call, and once more where the file was replaced on its server meanwhile."""
+    try:
+        return call()
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+    return call()

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A connector to folders that engines share, ``fs://``.
+
+The files are those of LMCache's ``FSConnector``, which earlier releases used: same names, same
+header of LMCache's in front of each record. A record goes between its file and LMCache's pool
+without a copy, on a fixed number of threads: a file server that hangs keeps these, and what they
+read or write, but nothing else.
+"""
+
+import asyncio
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.memory_management import MemoryFormat, MemoryObj
+from lmcache.v1.storage_backend.connector import ConnectorContext
+from vllm.logger import init_logger
+
+from lmcache_hybrid.core.errors import SlowError
+from lmcache_hybrid.core.pace import Reading, reading
+from lmcache_hybrid.core.threads import DaemonPool, anywhere, cores
+from lmcache_hybrid.storage.buffer import record_shape
+from lmcache_hybrid.storage.folder import record_io
+from lmcache_hybrid.storage.folder.file_uses import FileUses
+from lmcache_hybrid.storage.folder.record_files import DATA, TEMPORARY, temporary_prefix
+from lmcache_hybrid.storage.remote.record_connector import RecordConnector
+
+logger = init_logger("vllm.lmcache_hybrid.storage.remote.fs")
+
+READERS = 4
+WRITERS = 4
+# Threads for what has short answers: lookups, and removals of damaged records.
+ASKERS = 8
+# One thread is not asked for less of a lookup's files, where they are many.
+LEAST_ASKED = 32
+# Writers that are all busy and get nothing done for so long are stuck.
+WRITE_SECONDS = 20.0
+# Between two looks at whether they are.
+LOOK_SECONDS = 0.5
+# At shutdown, wait so long for queued writes.
+FLUSH_SECONDS = 8.0
+# Names that somebody else has taken, before a write gives up.
+TRIES = 3
+
+T = TypeVar("T")
+
+
+class BusyThreads:
+    """Tells whether all threads of a pool are in calls that make no progress. Thread-safe."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._busy = 0
+        self._moved = time.monotonic()
+
+    def __enter__(self) -> "BusyThreads":
+        with self._lock:
+            self._busy += 1
+        self.move()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._busy -= 1
+        self.move()
+
+    def move(self) -> None:
+        """Note progress of a call."""
+        self._moved = time.monotonic()
+
+    def stuck(self, seconds: float) -> bool:
+        """Whether all are busy, and none got anything done for ``seconds``."""
+        return self._busy >= self._threads and time.monotonic() - self._moved >= seconds
+
+
+class HybridFSConnector(RecordConnector):
+    """Reads, writes and looks up records.
+
+    Made on any thread; its coroutines run on LMCache's loop.
+    """
+
+    def __init__(self, folders: Sequence[str], context: ConnectorContext) -> None:
+        """Make the folders if they are missing, as LMCache does.
+
+        Args:
+            folders: a record's hash says which of them has it.
+
+        Raises:
+            OSError: a folder cannot be made.
+            RuntimeError: no threads could be started.
+        """
+        super().__init__(context)
+        self._pool = context.local_cpu_backend
+        self._seconds = float(context.config.blocking_timeout_secs)
+        self._folders = tuple(folders)
+        for folder in self._folders:
+            os.makedirs(folder, exist_ok=True)
+        self._prefix, self._numbers = temporary_prefix(), itertools.count()
+        unbound = anywhere(cores())
+        self._readers = DaemonPool(READERS, "hybrid-fs-read", unbound)
+        self._writers = DaemonPool(WRITERS, "hybrid-fs-write", unbound)
+        self._askers = DaemonPool(ASKERS, "hybrid-fs-ask", unbound)
+        self._reading, self._put = BusyThreads(READERS), BusyThreads(WRITERS)
+        self._asking = BusyThreads(ASKERS)
+        self._uses = FileUses(self.path)
+        self._writes: set[Future[None]] = set()
+        self._said: set[tuple[str, int | None]] = set()
+
+    def path(self, key: CacheEngineKey) -> str:
+        """Name a record's file."""
+        return os.path.join(self._folder(key), _name(key))
+
+    def _folder(self, key: CacheEngineKey) -> str:
+        return self._folders[abs(key.chunk_hash) % len(self._folders)]
+
+    # Reading
+
+    async def get(self, key: CacheEngineKey) -> MemoryObj | None:
+        job = self._readers.submit(self._read, key, reading())
+        try:
+            return await asyncio.wrap_future(job)
+        except asyncio.CancelledError:
+            job.add_done_callback(_release)
+            raise
+
+    def _read(self, key: CacheEngineKey, part: Reading) -> MemoryObj | None:
+        taken: list[MemoryObj] = []
+        begun = time.monotonic()
+
+        def reserve(size: int) -> memoryview | None:
+            part.report(time.monotonic() - begun)
+            while taken:  # asked for again, after the file was replaced
+                taken.pop().ref_count_down()
+            memory = self._pool.allocate(record_shape(size), torch.uint8, MemoryFormat.KV_2LTD)
+            if memory is None:
+                return None
+            taken.append(memory)
+            return _bytes(memory)[:size]
+
+        def got(size: int) -> None:
+            self._reading.move()
+            part.got(size)
+
+        found = False
+        try:
+            with self._reading:
+                found = record_io.read(self.path(key), reserve, got)
+        except SlowError:
+            found = True  # not the store's fault; RemoteReader drops what came
+        except OSError as error:
+            self._say("read", error, "Such records stay and are computed.")
+            raise
+        finally:
+            if not found and taken:
+                taken.pop().ref_count_down()
+        return taken[0] if found else None
+
+    # Writing
+
+    @property
+    def writing(self) -> int:
+        return len(self._writes)
+
+    def support_batched_put(self) -> bool:
+        return True
+
+    async def batched_put(
+        self, keys: Sequence[CacheEngineKey], memory_objs: Sequence[MemoryObj]
+    ) -> None:
+        """Write values; each that fails is counted.
+
+        Where all threads are stuck in writes, those that wait behind them are given up: they would
+        hold the pool's memory for as long as the file server is away.
+
+        Raises:
+            Exception: of one that failed. The others were written all the same.
+        """
+        jobs = [self._submit(*each) for each in zip(keys, memory_objs, strict=True)]
+        ends = {asyncio.wrap_future(job) for job in jobs}
+        for end in ends:  # else asyncio logs an error for each that nobody waits for any more
+            end.add_done_callback(lambda end: end.cancelled() or end.exception())
+        left = ends
+        while left:
+            if self._put.stuck(WRITE_SECONDS):
+                for job in set(self._writes):
+                    job.cancel()  # those that are under way go on
+                raise TimeoutError("the file server does not take what is written")
+            _, left = await asyncio.wait(left, timeout=LOOK_SECONDS)
+        for end in ends:
+            if end.cancelled():
+                raise ConnectionError("given up before all was written")
+            end.result()
+
+    async def put(self, key: CacheEngineKey, memory_obj: MemoryObj) -> None:
+        await self.batched_put([key], [memory_obj])
+
+    def _submit(self, key: CacheEngineKey, memory: MemoryObj) -> Future[None]:
+        def ended(job: Future[None]) -> None:
+            self._writes.discard(job)
+            memory.ref_count_down()
+            if job.cancelled() or job.exception() is not None:
+                self.failed(1)
+            else:
+                self.written(key)
+
+        job = self._writers.submit(self._write, key, memory)
+        # Who is cancelled gives its own reference back while the write may go on.
+        memory.ref_count_up()
+        self._writes.add(job)
+        job.add_done_callback(ended)
+        return job
+
+    def _write(self, key: CacheEngineKey, memory: MemoryObj) -> None:
+        folder, name, record = self._folder(key), _name(key), _bytes(memory)
+        with self._put:
+            for left in reversed(range(TRIES)):
+                temporary = f"{self._prefix}{next(self._numbers)}{TEMPORARY}"
+                try:
+                    return record_io.write(folder, temporary, name, record, self._put.move)
+                except FileExistsError as error:
+                    if not left:
+                        self._say("written", error, "Somebody takes names of this engine's files.")
+                        raise
+                except OSError as error:
+                    self._say("written", error, "Other backends keep what they have of it.")
+                    raise
+
+    # Short answers
+
+    async def exists(self, key: CacheEngineKey) -> bool:
+        return await asyncio.wrap_future(self._question(record_io.holds, self.path(key)))
+
+    def exists_sync(self, key: CacheEngineKey) -> bool:
+        return self.existing([key], self._seconds)[0]
+
+    def existing(self, keys: Sequence[CacheEngineKey], seconds: float) -> list[bool]:
+        """See :meth:`RecordConnector.existing`. A file that cannot be looked for is none.
+
+        Raises:
+            TimeoutError: no answer in time, or reads that would follow are stuck.
+        """
+        if self._reading.stuck(self._seconds):
+            raise TimeoutError("the file server does not give what is read")
+        deadline = time.monotonic() + seconds
+        each = max(LEAST_ASKED, -(-len(keys) // ASKERS))
+        jobs = [
+            self._question(self._existing, keys[at : at + each]) for at in range(0, len(keys), each)
+        ]
+        try:
+            return [
+                held for job in jobs for held in job.result(max(0.0, deadline - time.monotonic()))
+            ]
+        finally:
+            for job in jobs:
+                job.cancel()
+
+    def _existing(self, keys: Sequence[CacheEngineKey]) -> list[bool]:
+        return [self._holds(key) for key in keys]
+
+    def _holds(self, key: CacheEngineKey) -> bool:
+        try:
+            return record_io.holds(self.path(key))
+        except OSError as error:
+            self._say("looked for", error, "Such records are misses.")
+            return False
+
+    def fate(self, key: CacheEngineKey, largest: int, seconds: float) -> record_io.Fate:
+        return self._ask(record_io.fate, seconds, self.path(key), largest)
+
+    def delete(self, key: CacheEngineKey, seconds: float) -> None:
+        self._ask(record_io.delete, seconds, self.path(key))
+
+    def remove_sync(self, key: CacheEngineKey) -> bool:
+        """Delete a record; False where there is none, or it cannot be deleted."""
+        try:
+            self._ask(os.unlink, self._seconds, self.path(key))
+        except (OSError, TimeoutError):
+            return False
+        return True
+
+    def _ask(self, function: Callable[..., T], seconds: float, *args: object) -> T:
+        job = self._question(function, *args)
+        try:
+            return job.result(seconds)
+        finally:
+            job.cancel()
+
+    def _question(self, function: Callable[..., T], *args: object) -> Future[T]:
+        """Have a thread ask the file server; questions do not pile up behind those that hang."""
+
+        def ask() -> T:
+            with self._asking:
+                return function(*args)
+
+        if self._asking.stuck(self._seconds):
+            raise TimeoutError("the file server does not answer")
+        return self._askers.submit(ask)
+
+    def used(self, keys: Sequence[CacheEngineKey]) -> None:
+        self._uses.mark(keys)
+
+    def _say(self, what: str, error: OSError, then: str) -> None:
+        """Warn of each kind of error once."""
+        if (what, error.errno) not in self._said:
+            self._said.add((what, error.errno))
+            logger.warning(
+                "fs:// %s: a record cannot be %s (%s). %s",
+                ",".join(self._folders),
+                what,
+                error.strerror or error,
+                then,
+            )
+
+    async def list(self) -> list[str]:
+        raise NotImplementedError("lmcache-hybrid inspect lists what a folder holds")
+
+    async def close(self) -> None:
+        """Wait for queued writes, and end all threads that are not stuck."""
+        if jobs := [asyncio.wrap_future(job) for job in set(self._writes)]:
+            await asyncio.wait(jobs, timeout=FLUSH_SECONDS)
+        for threads in (self._readers, self._writers, self._askers, self._uses):
+            threads.close()
+
+
+def _name(key: CacheEngineKey) -> str:
+    return key.to_string().replace("/", "-SEP-") + DATA
+
+
+def _bytes(memory: MemoryObj) -> memoryview:
+    return memoryview(memory.byte_array).cast("B")
+
+
+def _release(job: Future[MemoryObj | None]) -> None:
+    """Give back the memory of a value that nobody waited for."""
+    if not job.cancelled() and job.exception() is None and (memory := job.result()) is not None:
+        memory.ref_count_down()

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of a test as other users of this machine, in processes of their own."""
+
+import os
+import pickle
+import select
+import shutil
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+ALICE, BOB, GROUP = 41_001, 41_002, 41_000
+SECONDS = 90
+
+T = TypeVar("T")
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can become two other users; run the tests as root"
+)
+
+
+def as_user(user: int, job: Callable[[], T], umask: int = 0o077) -> T:
+    """Call ``job`` in a child of this process.
+
+    Returns:
+        What it returned, pickled.
+    """
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.setgroups([GROUP])
+            os.setgid(GROUP)
+            os.setuid(user)
+            os.umask(umask)
+            with os.fdopen(write, "wb") as out:
+                pickle.dump(job(), out)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(write)
+    try:
+        with os.fdopen(read, "rb") as result:
+            if not select.select([result], [], [], SECONDS)[0]:
+                raise TimeoutError(f"user {user} is not done")
+            data = result.read()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert data, "see what the child printed"
+    return pickle.loads(data)
+
+
+@pytest.fixture
+def open_tmp() -> Iterator[Path]:
+    """A folder that every user can reach; pytest's is for the user of the tests alone."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o711)
+    yield folder
+    shutil.rmtree(folder)
