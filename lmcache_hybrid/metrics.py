@@ -255,6 +255,19 @@ METRICS = (
         "reason",
         ("not_running", "not_cached", "unusable", "incomplete", "beside_others"),
     ),
+    # Both sides
+    _total(
+        "scheduler_errors",
+        "scheduler.caught_errors",
+        "Errors on the scheduler's side that nobody foresaw, by where they were caught.",
+        "place",
+    ),
+    _total(
+        "rank_errors",
+        "worker.caught_errors",
+        "The same of ranks, summed over them.",
+        "place",
+    ),
 )
 LEVELS = {metric.source for metric in METRICS if metric.kind is Gauge}
 
