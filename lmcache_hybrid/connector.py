@@ -99,6 +99,8 @@ class HybridConnector:
     _events: KVEvents | None = None
     _client: LookupClient | None = None
     _problem: str | None = None  # why this side is off
+    scheduler: HybridScheduler | None = None
+    worker: HybridWorker | None = None
 
     def __init__(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
@@ -121,8 +123,6 @@ class HybridConnector:
         self.plan = plan.with_unit(unit)
         settle_lmcache_config(config, self.plan.block_size)
         check_lengths(options, self.plan.block_size)
-        self.scheduler: HybridScheduler | None = None
-        self.worker: HybridWorker | None = None
         self._metadata: ConnectorMetadata = NOTHING
         self._queue: LookupQueue | None = None
         self._server: LookupServer | None = None

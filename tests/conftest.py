@@ -4,6 +4,7 @@
 import os
 import resource
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from bucket import Bucket
 
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+# Errors that this package keeps away from vLLM are raised all the same, in engines of tests too.
+STRICT = "LMCACHE_HYBRID_STRICT"
+os.environ.setdefault(STRICT, "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Threads of two workers' engines that wait for each other on the same cores take many times
     # as long. Before torch is imported; processes that tests start inherit it.
@@ -28,6 +32,27 @@ if 0 <= _soft < 8192:
 # A loaded machine is no failure.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+@pytest.fixture(autouse=True)
+def no_error_is_hidden() -> Iterator[None]:
+    """Fails a test in which this package caught an error that nobody planted."""
+    yield
+    faults = sys.modules.get("lmcache_hybrid.core.faults")
+    found = dict(faults.COUNTS) if faults is not None else {}
+    if faults is not None:
+        faults.COUNTS.clear()
+    assert not found, f"errors that nobody planted, by where they were caught: {found}"
+
+
+@pytest.fixture
+def lenient(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """As in a user's engine: errors go no further. Gives how many were caught, by place."""
+    from lmcache_hybrid.core import faults
+
+    monkeypatch.delenv(STRICT, raising=False)
+    yield faults.COUNTS
+    faults.COUNTS.clear()
 
 
 @pytest.fixture(scope="session")

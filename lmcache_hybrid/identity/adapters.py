@@ -316,7 +316,7 @@ def _files(lora: LoRARequest) -> tuple:
             "Requests of LoRA adapter %s are not cached, because its files cannot be looked at: "
             "%s. Repair or remove what cannot be read there.",
             lora.lora_name,
-            error,
+            str(error),  # equal ones are logged once
         )
         return ()
     return tuple(found)

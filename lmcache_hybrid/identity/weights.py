@@ -21,6 +21,7 @@ from lmcache_hybrid.core.errors import UnknownWeightsError
 from lmcache_hybrid.identity.hub_cache import (
     Snapshot,
     are_as_listed,
+    content_of,
     snapshot_at,
     snapshot_of,
 )
@@ -245,7 +246,7 @@ def _files_identity(model_config: Any) -> str:
         return snapshot.title
     digest = xxhash.xxh3_128()
     for file in files:
-        content = file.read_bytes()
+        content = content_of(file)
         digest.update(f"{file.name} {len(content)}\n".encode() + content)
     return digest.hexdigest()
 

@@ -113,9 +113,7 @@ class Deployment:
         for number in range(SETUP.ranks):
             self._make_rank(number)
         self._meeting.run(self._register)
-        self._aggregator = KVOutputAggregator.from_connector(
-            self.scheduler.connector, SETUP.ranks
-        )
+        self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, SETUP.ranks)
 
     def _settings(self, base: Any, folder: Path, store: dict[str, Any], events: bool) -> Any:
         config = SETUP.vllm_config(base)
@@ -131,9 +129,7 @@ class Deployment:
         config.kv_transfer_config.kv_load_failure_policy = "recompute"
         config.cache_config.prefix_caching_hash_algo = "sha256_cbor"
         if events:
-            config.kv_events_config = KVEventsConfig(
-                enable_kv_cache_events=True, publisher="null"
-            )
+            config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         return config
 
     def _make_rank(self, number: int) -> None:
