@@ -300,7 +300,12 @@ class LocalDisk(LocalDiskBackend):
                 self.dict.move_to_end(key)
 
     def write_file(self, buffer: Any, path: str) -> None:
-        self._room.write(lambda: self._write(buffer, path), len(buffer))
+        try:
+            self._room.write(lambda: self._write(buffer, path), len(buffer))
+        except (OSError, ValueError):
+            raise
+        except Exception as error:  # whatever it is, the write is to be cleaned up
+            raise OSError(errno.EIO, repr(error)) from error
 
     def _write(self, buffer: Any, path: str) -> None:
         try:

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING
 
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.storage_backend.connector.fs_connector import FSConnector
+from vllm.logger import init_logger
 
 from lmcache_hybrid.storage.folder.least_used import MINUTE
 
 if TYPE_CHECKING:
     from lmcache.v1.storage_backend.remote_backend import RemoteBackend
+
+logger = init_logger("vllm.lmcache_hybrid.storage.folder.file_uses")
 
 # Hits to remember while a file server is slow; those beyond are forgotten.
 MOST_WAITING = 1000
@@ -59,7 +62,10 @@ class FileUses:
                     self._running = False
                     return
                 keys = self._waiting.popleft()
-            self._mark(keys)
+            try:
+                self._mark(keys)
+            except Exception:  # else nothing would be marked any more
+                logger.debug("Files are not marked as used", exc_info=True)
 
     def _mark(self, keys: Sequence[CacheEngineKey]) -> None:
         connector = _connector_of(self._backend)

@@ -28,6 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.identity.weights import LOADED
 from lmcache_hybrid.storage import service_factory
+from lmcache_hybrid.storage.disk.backend import LocalDisk
 from tests.sim import orders
 from tests.sim.model import ToyRank
 from tests.sim.setup import Setup, base_config
@@ -280,6 +281,9 @@ class Deployment:
             index = getattr(backend, "dict", {}) if index is None else index
             pinned = [key for key, each in list(index.items()) if not each.can_evict]
             assert not pinned, f"rank {number} pins {len(pinned)} records in {name}"
+            if isinstance(backend, LocalDisk):
+                assert not backend.is_writing(), f"rank {number} has writes that do not end"
+                backend.check_integrity()
 
     def stop(self) -> None:
         self.scheduler.shutdown()
