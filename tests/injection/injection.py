@@ -26,7 +26,7 @@ from typing import Any
 
 import zmq
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 OURS = (f"{ROOT}/lmcache_hybrid/", f"{ROOT}/vllm_patch/")
 # What the standard library does to show an error is no call of this package, and neither is what
 # the rig does in vLLM's place.
