@@ -50,7 +50,7 @@ from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.storage.rpc import LookupClient, LookupServer
 from lmcache_hybrid.storage.weights_guard import GuardedLookup, WeightsGuard
-from lmcache_hybrid.worker.fingerprint import fingerprints
+from lmcache_hybrid.worker.fingerprint import fingerprints, tell_ranks
 from lmcache_hybrid.worker.pages import GroupPages
 from lmcache_hybrid.worker.scales import reset_scales
 from lmcache_hybrid.worker.worker import HybridWorker
@@ -110,6 +110,17 @@ class HybridConnector:
         Raises:
             ConfigError: the configuration cannot be served; the engine must not start.
         """
+        try:
+            self._start(vllm_config, role, kv_cache_config)
+        except Exception as error:
+            if role == KVConnectorRole.WORKER:
+                # Those that have started wait for this rank in register_kv_caches.
+                tell_ranks(vllm_config, f"it does not start: {error}")
+            raise
+
+    def _start(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
         from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
         self._vllm_config = vllm_config

@@ -97,6 +97,14 @@ def fingerprints(
     return _digest(facts), _replicas(vllm_config, plan, facts, salt)
 
 
+def tell_ranks(vllm_config: "VllmConfig", problem: str) -> None:
+    """Say why this rank does not start, in the place of :func:`fingerprints`. Never raises."""
+    try:
+        weights_identity(vllm_config, problem)
+    except Exception as error:  # each rank's own problem is raised elsewhere
+        logger.debug("%r", error)
+
+
 def _digest(facts: Mapping[str, Any]) -> bytes:
     return xxhash.xxh3_128_digest(json.dumps(_plain(facts), sort_keys=True).encode())
 

@@ -27,8 +27,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.identity.weights import LOADED
-from lmcache_hybrid.storage import service_factory
 from lmcache_hybrid.storage.disk.backend import LocalDisk
+from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder, VllmServiceFactory
 from tests.sim import orders
 from tests.sim.model import ToyRank
 from tests.sim.setup import Setup, base_config
@@ -111,9 +111,9 @@ class Deployment:
                 block_size=N,
                 hash_block_size=N,
             )
-        for number in range(SETUP.ranks):
-            self._make_rank(number)
-        self._meeting.run(self._register)
+        self._name_engines(patch)
+        self.ranks = [self._make_rank(number) for number in range(SETUP.ranks)]
+        self._meeting.run(self._start_rank)
         self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, SETUP.ranks)
 
     def _settings(self, base: Any, folder: Path, store: dict[str, Any], events: bool) -> Any:
@@ -133,30 +133,35 @@ class Deployment:
             config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         return config
 
-    def _make_rank(self, number: int) -> None:
-        rank = ToyRank(
+    @staticmethod
+    def _make_rank(number: int) -> ToyRank:
+        return ToyRank(
             number, SETUP.blocks, N, (1,), (0,), layers=SETUP.layers(number), draft_blocks=0
         )
-        self.ranks.append(rank)
-        config = copy.copy(self._config)
+
+    def _start_rank(self, number: int) -> None:
+        """As ``Worker.initialize_from_config``: the connector, and then its pages."""
+        rank, config = self.ranks[number], copy.copy(self._config)
         config.parallel_config = copy.copy(config.parallel_config)
         config.parallel_config.rank = number
-        self._name_engine(number)
-        LOCAL.rank = number
-        try:
-            rank.connector = vllms.LMCacheConnectorV1(config, KVConnectorRole.WORKER, self._cache)
-        finally:
-            del LOCAL.rank
+        rank.connector = vllms.LMCacheConnectorV1(config, KVConnectorRole.WORKER, self._cache)
         rank.order = orders.make_order("v1", rank.connector, config, False)
+        rank.connector.register_kv_caches(rank.kv_caches())
 
     @staticmethod
-    def _name_engine(number: int) -> None:
-        """LMCache has one engine in a process, of this name."""
-        lmcache_utils.ENGINE_NAME = service_factory.ENGINE_NAME = f"rank{number}"
-
-    def _register(self, number: int) -> None:
-        rank = self.ranks[number]
-        rank.connector.register_kv_caches(rank.kv_caches())
+    def _name_engines(patch: Any) -> None:
+        """Name LMCache's engines by rank: there is one of a name in a process."""
+        make = LMCacheEngineBuilder.get_or_create
+        patch.setattr(
+            LMCacheEngineBuilder,
+            "get_or_create",
+            lambda name, *args, **kwargs: make(f"rank{LOCAL.rank}", *args, **kwargs),
+        )
+        patch.setattr(
+            VllmServiceFactory,
+            "get_engine_instance_id",
+            lambda self: f"rank{getattr(LOCAL, 'rank', '')}",
+        )
 
     def _hybrid(self, number: int) -> Any:
         return self.ranks[number].connector._hybrid
@@ -287,6 +292,4 @@ class Deployment:
 
     def stop(self) -> None:
         self.scheduler.shutdown()
-        for number, rank in enumerate(self.ranks):
-            self._name_engine(number)
-            rank.connector.shutdown()
+        self._meeting.run(lambda rank: self.ranks[rank].connector.shutdown())

@@ -5,6 +5,7 @@ import copy
 from types import SimpleNamespace as Namespace
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
 
 from lmcache_hybrid import connector as door
@@ -85,6 +86,26 @@ def test_what_fails_on_one_rank_before_the_ranks_meet_is_said_to_the_others(
     meeting.run(start)
     assert refused == [(1, "this layout is not served.")]
     assert "because on rank 1 its KV cache cannot be mapped" in hybrid_log.text
+
+
+def test_a_rank_that_refuses_in_its_constructor_leaves_no_other_waiting(config, meeting):
+    """vLLM makes the connector and registers the KV cache in one call to all ranks."""
+    said = []
+
+    def start(rank: int) -> None:
+        own = copy.deepcopy(config)
+        own.parallel_config.decode_context_parallel_size = 1 + rank
+        LOADED.note(own.model_config, "weights")
+        if rank == 1:
+            with pytest.raises(ConfigError, match="decode_context_parallel_size=2"):
+                HybridConnector(own, KVConnectorRole.WORKER, None)
+            return
+        with pytest.raises(UnknownWeightsError) as error:
+            fingerprints(own, PLAN, PAGES)
+        said.append(str(error.value))
+
+    meeting.run(start)
+    assert said[0].startswith("on rank 1 it does not start: decode_context_parallel_size=2")
 
 
 def test_ranks_that_have_no_problem_start(config, meeting):

@@ -26,6 +26,12 @@ DEFECTS = (
         "            raise\n",
     ),
     one(
+        "a rank that refuses in its constructor leaves the others waiting",
+        CONNECTOR,
+        '                tell_ranks(vllm_config, f"it does not start: {error}")\n',
+        "                raise\n",
+    ),
+    one(
         "a rank that refuses to start only says so",
         CONNECTOR,
         "                raise refusal or error from None\n",
