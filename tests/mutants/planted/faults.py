@@ -68,6 +68,18 @@ DEFECTS = (
         "        raise OSError(error.errno, error.strerror, str(file)) from error\n",
         "        raise error\n",
     ),
+    one(
+        "a write that ends with an odd error blocks its record for ever",
+        "lmcache_hybrid/storage/disk/backend.py",
+        "        except Exception as error:\n            self._fail(error)\n            with",
+        "        except OSError as error:\n            self._fail(error)\n            with",
+    ),
+    one(
+        "the buffer of a write that failed late is given back twice",
+        "lmcache_hybrid/storage/disk/backend.py",
+        "            if key not in self._given_back:\n                memory_obj",
+        "            if True:\n                memory_obj",
+    ),
     # Loads and claims
     one(
         "a load that cannot be queued is reported never",
