@@ -39,8 +39,11 @@ def options(folder: Path, store: str) -> dict[str, Any]:
     }
     if store == "disk":
         return common | {"local_disk": f"{folder}/disk", "max_local_disk_size": 0.01}
-    url = f"fs://localhost:0/{folder}/shared" if store == "fs" else store
-    return common | {"remote_url": url, "local_cpu": False}
+    if store == "fs":
+        cleaned = {"hybrid_fs_max_size_gb": 1}
+        store = f"fs://localhost:0/{folder}/shared"
+        return common | cleaned | {"remote_url": store, "local_cpu": False}
+    return common | {"remote_url": store, "local_cpu": False}
 
 
 def start(folder: Path, store: str, patch: Any) -> Deployment:
