@@ -62,7 +62,9 @@ def test_a_load_whose_adapter_cannot_be_asked_for_is_computed(worker_rig, lenien
         return answers.pop() if answers else broken()
 
     rig.worker.loads._adapters = Namespace(holds=holds)
-    results = rig.run(load)
+    rig.start(load)
+    assert len(rig.worker.loads) == 1, "it is to be reported"
+    results = rig.results()
     assert results.failed_recving == results.finished_recving == {"r"}
     assert lenient == {"start_load" if when == "before" else "end_load": 1}
     rig.assert_clean()
@@ -154,9 +156,9 @@ def test_a_request_whose_lookup_breaks_is_computed_and_keeps_no_claim(lenient, m
         patch.setattr(rig.scheduler._planner, "admit", broken)
         assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
     assert lenient == {"get_num_new_matched_tokens": 1}
-    connector.update_state_after_alloc(request, blocks(request), 0)
     rig.step()
-    assert rig.ranks.num_claims == [0]
+    assert rig.ranks.num_claims == [0], "vLLM may have no blocks for it for a long time"
+    connector.update_state_after_alloc(request, blocks(request), 0)
     assert rig.forward(request, request.num_tokens, all_offers(4)) is None, "it is given up"
 
 
