@@ -28,6 +28,7 @@ from lmcache_hybrid.config.options import (
 from lmcache_hybrid.config.parallel import check_parallelism, check_prefix_cache, settle_disk_folder
 from lmcache_hybrid.config.redis_credentials import unencrypted
 from lmcache_hybrid.core.errors import ConfigError, UnknownWeightsError
+from lmcache_hybrid.core.faults import caught, guarded
 from lmcache_hybrid.core.groups import layer_specs, page_bytes, plan_groups
 from lmcache_hybrid.core.lmcache_stats import LMCacheMonitor
 from lmcache_hybrid.identity.adapters import ADAPTERS
@@ -49,7 +50,7 @@ from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.storage.rpc import LookupClient, LookupServer
 from lmcache_hybrid.storage.weights_guard import GuardedLookup, WeightsGuard
-from lmcache_hybrid.worker.fingerprint import fingerprints
+from lmcache_hybrid.worker.fingerprint import fingerprints, tell_ranks
 from lmcache_hybrid.worker.pages import GroupPages
 from lmcache_hybrid.worker.scales import reset_scales
 from lmcache_hybrid.worker.worker import HybridWorker
@@ -66,18 +67,27 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from lmcache_hybrid.core.counts import Ledger
     from lmcache_hybrid.scheduler.save_planner import Offer
     from lmcache_hybrid.upstream.lmcache_home import LMCacheManager
 
 logger = init_logger("vllm.lmcache_hybrid.connector")
 
 
+def _nothing(connector: "HybridConnector") -> Any:
+    return None
+
+
 class HybridConnector:
     """LMCache for a model with state groups.
 
+    No error leaves it once the engine has started: what a store or a folder does ends in a miss, a
+    dropped save or a failed load (:mod:`lmcache_hybrid.core.faults`). At the start it is refused,
+    or one side is off, which serves nothing and still answers.
+
     Attributes:
         plan: the model's groups.
-        scheduler: set in the scheduler role.
+        scheduler: set in the scheduler role; None there where it is off.
         worker: set in the worker role once the KV cache is registered and the
             store is up; None means that this rank computes everything.
         kv_caches: by layer, for LMCache's API server; empty while vLLM sleeps.
@@ -87,6 +97,10 @@ class HybridConnector:
     """
 
     _events: KVEvents | None = None
+    _client: LookupClient | None = None
+    _problem: str | None = None  # why this side is off
+    scheduler: HybridScheduler | None = None
+    worker: HybridWorker | None = None
 
     def __init__(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
@@ -96,6 +110,17 @@ class HybridConnector:
         Raises:
             ConfigError: the configuration cannot be served; the engine must not start.
         """
+        try:
+            self._start(vllm_config, role, kv_cache_config)
+        except Exception as error:
+            if role == KVConnectorRole.WORKER:
+                # Those that have started wait for this rank in register_kv_caches.
+                tell_ranks(vllm_config, f"it does not start: {error}")
+            raise
+
+    def _start(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
         from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
         self._vllm_config = vllm_config
@@ -109,34 +134,59 @@ class HybridConnector:
         self.plan = plan.with_unit(unit)
         settle_lmcache_config(config, self.plan.block_size)
         check_lengths(options, self.plan.block_size)
-        self.scheduler: HybridScheduler | None = None
-        self.worker: HybridWorker | None = None
         self._metadata: ConnectorMetadata = NOTHING
-        self._client: LookupClient | None = None
         self._queue: LookupQueue | None = None
         self._server: LookupServer | None = None
         self._lookup: RankLookup | None = None
         self._cleaner: FolderCleaner | None = None
+        self._manager: LMCacheManager | None = None
         self._guard = WeightsGuard()
         self.kv_caches: dict[str, torch.Tensor] = {}
         self._registered = self.kv_caches
         parallel = vllm_config.parallel_config
         settle_disk_folder(config, parallel)
-        if role == KVConnectorRole.SCHEDULER:
-            self._start_scheduler(config, options, unit)
-        else:
-            ADAPTERS.rank, ADAPTERS.ranks = parallel.rank, parallel.world_size
-            ADAPTERS.stages = parallel.pipeline_parallel_size
-            self._server = LookupServer(vllm_config)
-        self._manager = self._start_lmcache(config, role)
+        try:
+            if role == KVConnectorRole.SCHEDULER:
+                self._start_scheduler(config, options, unit)
+            else:
+                ADAPTERS.rank, ADAPTERS.ranks = parallel.rank, parallel.world_size
+                ADAPTERS.stages = parallel.pipeline_parallel_size
+                self._server = LookupServer(vllm_config)
+            self._manager = self._start_lmcache(config, role)
+        except ConfigError:
+            raise
+        except Exception as error:
+            self._switch_off(error)
 
+    @property
+    def ledger(self) -> "Ledger[Any] | None":
+        """Where this side counts; None while it is off."""
+        side = self.scheduler or self.worker
+        return side.ledger if side is not None else None
+
+    @guarded("its counts come with those of the next step", _nothing)
     def get_kv_connector_stats(self) -> HybridStats | None:
         """Return what this side counted since the last call; None for nothing."""
-        side = self.scheduler or self.worker
-        news = side.ledger.report() if side is not None else None
+        news = self.ledger.report() if self.ledger is not None else None
         return HybridStats(news) if news else None
 
     # Start-up
+
+    def _switch_off(self, error: Exception) -> None:
+        """Serve nothing on this side, which could not start, and say why."""
+        known = isinstance(error, UnknownWeightsError)
+        self._problem = str(error) if known else f"it could not start: {error!r}"
+        worker, self.scheduler, self.worker = self.worker, None, None
+        off = "LMCache is off on this rank, which computes every prompt"
+        if known:
+            logger.warning("%s, because %s.", off, error)
+        else:
+            caught("start", error, off)
+        if worker is not None:
+            try:
+                worker.shutdown()
+            except Exception as second:
+                logger.debug("%r", second, exc_info=True)
 
     def _start_scheduler(self, config: "LMCacheEngineConfig", options: Options, unit: int) -> None:
         if url := unencrypted(config.remote_url) or s3.unencrypted(config):
@@ -190,8 +240,34 @@ class HybridConnector:
         return manager
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Map the pages, open the store, and answer lookups from now on."""
+        """Map the pages, open the store, and answer lookups from now on.
+
+        A collective call, which every rank makes: what fails on one is said to the others.
+
+        Raises:
+            ConfigError: the KV cache cannot be served; the engine must not start.
+        """
         self.kv_caches = self._registered = kv_caches
+        pages: dict[int, GroupPages] = {}
+        refusal: ConfigError | None = None
+        problem = self._problem
+        try:
+            pages = self._map_pages(kv_caches)
+        except Exception as error:
+            refusal = error if isinstance(error, ConfigError) else None
+            problem = problem or f"its KV cache cannot be mapped: {error!r}"
+        try:
+            # All ranks take part in it, so it comes before anything that may fail on one.
+            name, replicas = fingerprints(self._vllm_config, self.plan, pages, problem)
+            self._open(pages, name, replicas)
+        except Exception as error:
+            if refusal is not None or isinstance(error, ConfigError):
+                raise refusal or error from None
+            if self._problem is None:
+                self._switch_off(error)
+
+    def _map_pages(self, kv_caches: dict[str, torch.Tensor]) -> dict[int, GroupPages]:
+        """The pages of every group. Raises ConfigError where they cannot be stored."""
         groups, num_blocks = self._kv_cache_config.kv_cache_groups, self._kv_cache_config.num_blocks
         count = self.plan.blocks_per_record
         pages = {
@@ -207,15 +283,13 @@ class HybridConnector:
                 )
         context = self._vllm_config.compilation_config.static_forward_context
         reset_scales(self._kv_cache_config, kv_caches, context)
-        check_pool(self._manager.config, max(group.block_bytes for group in pages.values()))
-        try:
-            # All ranks take part in it, so it comes before anything that may fail on one.
-            name, replicas = fingerprints(self._vllm_config, self.plan, pages)
-        except UnknownWeightsError as error:
-            logger.warning(
-                "LMCache is off on this rank, which computes every prompt, because %s.", error
-            )
-            return
+        if self._manager is not None:
+            check_pool(self._manager.config, max(group.block_bytes for group in pages.values()))
+        return pages
+
+    def _open(self, pages: dict[int, GroupPages], name: bytes, replicas: Replicas | None) -> None:
+        """Start LMCache's backends on this rank, and serve."""
+        assert self._manager is not None
         self._manager.post_init()
         engine = self._manager.lmcache_engine
         if engine is None or engine.storage_manager is None:
@@ -226,12 +300,18 @@ class HybridConnector:
             return
         self._open_store(engine, pages, name, replicas)
 
+    def _unmap(self) -> None:
+        if self.worker is not None:
+            self.worker.unmap()
+
+    @guarded("LMCache loads and stores nothing on this rank until it wakes up", _unmap)
     def unregister_kv_caches(self) -> None:
         """Stop using the KV cache: vLLM is about to free its memory (sleep mode). Idempotent."""
         self.kv_caches = {}
         if self.worker is not None:
             self.worker.suspend()
 
+    @guarded("LMCache loads and stores nothing on this rank any more", _unmap)
     def restore_kv_caches(self) -> None:
         """Use the KV cache again: vLLM has allocated its memory anew. Idempotent."""
         self.kv_caches = self._registered
@@ -270,10 +350,17 @@ class HybridConnector:
         )
         report_pool(engine.storage_manager.local_cpu_backend, first.device)
         self._guard = WeightsGuard()
+        self._clean_folders(self.worker)
+        # Last: from now on this rank makes promises.
         self._server.serve(GuardedLookup(self._lookup, self._guard), self._reset)
-        self._cleaner = start_cleaner(
-            self._manager.config.remote_url, self._options.folder_limits, self.worker.ledger
-        )
+
+    def _clean_folders(self, worker: HybridWorker) -> None:
+        assert self._manager is not None
+        url, limits = self._manager.config.remote_url, self._options.folder_limits
+        try:
+            self._cleaner = start_cleaner(url, limits, worker.ledger)
+        except Exception as error:
+            caught("start_cleaner", error, "this engine deletes no old records", worker.ledger)
 
     def _reset(self, epoch: int) -> None:
         """Forget all that this rank stored. Runs on the thread that answers lookups."""
@@ -284,16 +371,25 @@ class HybridConnector:
 
     def shutdown(self) -> None:
         """Stop threads, flush and close LMCache's backends."""
-        service: Any
-        for service in (self._cleaner, self._server, self._queue, self._client, self._events):
-            if service is not None:
-                service.close()
+        services = (self._cleaner, self._server, self._queue, self._client, self._events)
+        ends = [service.close for service in services if service is not None]
         if self.worker is not None:
-            self.worker.shutdown()
-        self._manager.stop_services()
+            ends.append(self.worker.shutdown)
+        if self._manager is not None:
+            ends.append(self._manager.stop_services)
+        for end in ends:
+            try:
+                end()
+            except Exception as error:
+                caught("shutdown", error, "a part of LMCache was not ended", self.ledger)
 
     # Worker side
 
+    def _refuse_loads(self, metadata: ConnectorMetadata) -> None:
+        if self.worker is not None:
+            self.worker.refuse_loads(metadata)
+
+    @guarded("loads of this step are computed", _refuse_loads)
     def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
         self._metadata = metadata
         if self.worker is not None:
@@ -306,6 +402,11 @@ class HybridConnector:
         if self.worker is not None and not self._metadata.idle:
             self._guard.computing()
 
+    def _skip_saves(self) -> None:
+        if self.worker is not None:
+            self.worker.skip_saves(self._metadata)
+
+    @guarded("what the step computed is not stored", _skip_saves)
     def wait_for_save(self) -> None:
         if self.worker is not None and self._guard.stands():
             self.worker.save(self._metadata)
@@ -318,19 +419,35 @@ class HybridConnector:
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
         return
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def _ended_only(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Report what needs no worker: loads of a side that is off have failed."""
+        failed = set(self._metadata.unloadable)
         if self.worker is None:
-            return KVConnectorTransferResults(finished_sending=set(self._metadata.ended))
-        results = self.worker.results(finished_req_ids, self._metadata.waits)
+            failed.update(load.request_id for load in self._metadata.loads)
+        return KVConnectorTransferResults(
+            finished_sending=set(self._metadata.ended),
+            finished_recving=failed,
+            failed_recving=set(failed),
+        )
+
+    @guarded("loads that ended are reported with the next step", _ended_only)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = self._ended_only(finished_req_ids)
+        if self.worker is None:
+            return results
+        loads = self.worker.results(finished_req_ids, self._metadata.waits)
         if not self._guard.stands():
-            results.failed_recving.update(results.finished_recving)
-            self.worker.loads.failed = dict.fromkeys(results.finished_recving)
-        results.finished_sending.update(self._metadata.ended)
+            loads.failed_recving.update(loads.finished_recving)
+            self.worker.loads.failed = dict.fromkeys(loads.finished_recving)
+        results.finished_recving.update(loads.finished_recving)
+        results.failed_recving.update(loads.failed_recving)
         return results
 
+    @guarded("why loads failed is not known", _nothing)
     def build_connector_worker_meta(self) -> FailedLoads | None:
         return self.worker.failed_loads() if self.worker is not None else None
 
+    @guarded("KV cache events may miss what changed in a store", _nothing)
     def get_kv_connector_kv_cache_events(self) -> RankReports | None:
         report = self.worker.report(self._guard.stands) if self.worker is not None else None
         return RankReports([report]) if report else None
@@ -343,60 +460,111 @@ class HybridConnector:
 
     # Scheduler side
 
+    def _compute(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self.scheduler is not None:
+            self.scheduler.give_up(request.request_id)
+        return 0, False
+
+    @guarded("its prompt is computed", _compute)
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        assert self.scheduler is not None
+        if self.scheduler is None:
+            return 0, False
         return self.scheduler.match(request, num_computed_tokens)
 
+    def _fail_load(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        if self.scheduler is not None:
+            self.scheduler.give_up(request.request_id, waits=num_external_tokens > 0)
+
+    @guarded("its prompt is computed", _fail_load)
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        assert self.scheduler is not None
-        self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        if self.scheduler is not None:
+            self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
+    def _send_what_is_ready(self, scheduler_output: "SchedulerOutput") -> ConnectorMetadata:
+        if self.scheduler is None:
+            return NOTHING
+        return self.scheduler.send(scheduler_output, [])
+
+    @guarded("what the step computes is not stored", _send_what_is_ready)
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ConnectorMetadata:
-        assert self.scheduler is not None
-        return self.scheduler.step(scheduler_output)
+        return NOTHING if self.scheduler is None else self.scheduler.step(scheduler_output)
 
+    def _end_loads(self, output: "KVConnectorOutput") -> None:
+        if self.scheduler is not None:
+            self.scheduler.end_loads(output)
+
+    @guarded("what ranks said of this step is lost, but for the ends of loads", _end_loads)
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
-        assert self.scheduler is not None
-        self.scheduler.transferred(output)
+        if self.scheduler is not None:
+            self.scheduler.transferred(output)
 
+    def _leave_tail(
+        self, request: "Request", block_ids: tuple[list[int], ...], offers: "Sequence[Offer]"
+    ) -> bool:
+        if self.scheduler is not None:
+            self.scheduler.leave_tail(request.request_id)
+        return False
+
+    @guarded("its last state is not stored", _leave_tail)
     def register_finished_partial_tail(
         self, request: "Request", block_ids: tuple[list[int], ...], offers: "Sequence[Offer]"
     ) -> bool:
-        assert self.scheduler is not None
+        if self.scheduler is None:
+            return False
         return self.scheduler.finished_inside(request, block_ids, offers)
 
+    def _free_blocks(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+    @guarded("a part of its books stays", _free_blocks)
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        assert self.scheduler is not None
-        self.scheduler.finished(request)
+        if self.scheduler is not None:
+            self.scheduler.finished(request)
         return False, None
 
+    @guarded("KV cache events of this step are lost", lambda self: [])
     def take_events(self) -> "list[KVCacheEvent]":
         return self._events.take() if self._events else []
 
+    @guarded("no step is made for KV cache events", lambda self: False)
     def has_pending_push_work(self) -> bool:
         return self._events is not None and self._events.pending
 
+    @guarded("KV cache events may leave out what LMCache holds", _nothing)
     def cleared(self) -> None:
         if self._events is not None:
             self._events.cleared()
 
+    def _stay_closed(self) -> bool:
+        if self.scheduler is not None:
+            self.scheduler.end_reset(False)
+        return False
+
+    @guarded("the reset fails", _stay_closed)
     def reset_cache(self) -> bool:
         """Forget all that was stored, on every rank; False when a rank did not confirm it."""
-        assert self._queue is not None and self._client is not None and self.scheduler
+        if self.scheduler is None:
+            return True  # nothing is served and stored
+        assert self._queue is not None and self._client is not None
         clear = functools.partial(self._client.clear, self.scheduler.begin_reset())
         done = self._queue.run(clear)
         self.scheduler.end_reset(done)
         return done
 
-    def reset_failed(self) -> None:
+    @guarded("nothing is served until a reset succeeds", _stay_closed)
+    def reset_failed(self) -> bool:
         """Serve and store nothing until a reset succeeds: vLLM's own cache was not emptied."""
-        assert self.scheduler is not None
-        if not self.scheduler.closed:
+        if self.scheduler is not None and not self.scheduler.closed:
             self.scheduler.begin_reset()
             self.scheduler.end_reset(False)
+        return False

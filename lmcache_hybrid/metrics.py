@@ -34,6 +34,38 @@ LOAD_REASONS = (
     "slow",
     "error",
 )
+# Where errors are caught that nobody foresaw, see :mod:`lmcache_hybrid.core.faults`.
+BOTH_PLACES = ("get_kv_connector_stats", "shutdown")
+SCHEDULER_PLACES = (
+    *BOTH_PLACES,
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "plan_save",
+    "update_connector_output",
+    "register_finished_partial_tail",
+    "request_finished",
+    "take_events",
+    "has_pending_push_work",
+    "cleared",
+    "reset_cache",
+    "reset_failed",
+)
+RANK_PLACES = (
+    *BOTH_PLACES,
+    "start_cleaner",
+    "bind_connector_metadata",
+    "drop_claim",
+    "start_load",
+    "release_claim",
+    "end_load",
+    "wait_for_save",
+    "get_transfer_results",
+    "build_connector_worker_meta",
+    "get_kv_connector_kv_cache_events",
+    "unregister_kv_caches",
+    "restore_kv_caches",
+)
 # Seconds. A lookup delays one request, a save delays a step, a load may be long.
 LOOKUP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 COPY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -254,6 +286,21 @@ METRICS = (
         "States of one group that vLLM handed off and that were not stored, by reason.",
         "reason",
         ("not_running", "not_cached", "unusable", "incomplete", "beside_others"),
+    ),
+    # Both sides
+    _total(
+        "scheduler_errors",
+        "scheduler.caught_errors",
+        "Errors on the scheduler's side that nobody foresaw, by where they were caught.",
+        "place",
+        SCHEDULER_PLACES,
+    ),
+    _total(
+        "rank_errors",
+        "worker.caught_errors",
+        "The same of ranks, summed over them.",
+        "place",
+        RANK_PLACES,
     ),
 )
 LEVELS = {metric.source for metric in METRICS if metric.kind is Gauge}

@@ -4,6 +4,7 @@
 import os
 import resource
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from bucket import Bucket
 
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+# Errors that this package keeps away from vLLM are raised all the same, in engines of tests too.
+STRICT = "LMCACHE_HYBRID_STRICT"
+os.environ.setdefault(STRICT, "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Threads of two workers' engines that wait for each other on the same cores take many times
     # as long. Before torch is imported; processes that tests start inherit it.
@@ -40,6 +44,27 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     left = SESSION.kill() if SESSION else ""
     if left and (terminal := config.pluginmanager.get_plugin("terminalreporter")):
         terminal.write_line(f"The tests left processes, which were killed: {left}", yellow=True)
+
+
+@pytest.fixture(autouse=True)
+def no_error_is_hidden() -> Iterator[None]:
+    """Fails a test in which this package caught an error that nobody planted."""
+    yield
+    faults = sys.modules.get("lmcache_hybrid.core.faults")
+    found = dict(faults.COUNTS) if faults is not None else {}
+    if faults is not None:
+        faults.COUNTS.clear()
+    assert not found, f"errors that nobody planted, by where they were caught: {found}"
+
+
+@pytest.fixture
+def lenient(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """As in a user's engine: errors go no further. Gives how many were caught, by place."""
+    from lmcache_hybrid.core import faults
+
+    monkeypatch.delenv(STRICT, raising=False)
+    yield faults.COUNTS
+    faults.COUNTS.clear()
 
 
 @pytest.fixture(scope="session")

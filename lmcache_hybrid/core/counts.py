@@ -55,6 +55,7 @@ class SchedulerCounts:
             the last token: no later request can hit them.
         dropped_offers: states that vLLM handed off and nobody stored, by reason.
         skipped_requests: requests that are not looked up or not stored, by reason.
+        caught_errors: errors that nobody foresaw, by where they were caught: :mod:`.faults`.
     """
 
     lookups: Counter[str] = _split()
@@ -72,6 +73,7 @@ class SchedulerCounts:
     granularity_tokens: int = 0
     dropped_offers: Counter[str] = _split()
     skipped_requests: Counter[str] = _split()
+    caught_errors: Counter[str] = _split()
 
 
 @dataclass
@@ -94,6 +96,7 @@ class WorkerCounts:
         load_wait_seconds: from the step that asked for the load to its start.
         failed_loads: by reason and kind of the record at fault, see :func:`failure_label`.
         cleaned_records, cleaned_bytes: deleted from the folders of ``fs://``, by reason.
+        caught_errors: as the scheduler's.
     """
 
     saved_attention: int = 0
@@ -112,6 +115,7 @@ class WorkerCounts:
     failed_loads: Counter[str] = _split()
     cleaned_records: Counter[str] = _split()
     cleaned_bytes: Counter[str] = _split()
+    caught_errors: Counter[str] = _split()
 
     @property
     def rejected_records(self) -> int:

@@ -21,6 +21,7 @@ from vllm.lora.request import LoRARequest
 
 from lmcache_hybrid.core.counts import Ledger
 from lmcache_hybrid.core.errors import LoadError
+from lmcache_hybrid.core.faults import caught
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
@@ -132,7 +133,17 @@ class LoadedAdapters:
     # Questions
 
     def content(self, lora: LoRARequest) -> bytes:
-        """Digest what a request with ``lora`` would be computed with; UNKNOWN where unsure."""
+        """Digest what a request with ``lora`` would be computed with; UNKNOWN where unsure.
+
+        Never raises: the thread that runs the model asks, too, and other ranks wait for it.
+        """
+        try:
+            return self._content(lora)
+        except Exception as error:
+            caught("adapter_content", error, "requests of this LoRA adapter are computed")
+            return UNKNOWN
+
+    def _content(self, lora: LoRARequest) -> bytes:
         if self.stages > 1:
             logger.warning_once(
                 "Requests with LoRA adapters are not cached with pipeline parallelism."
@@ -211,9 +222,11 @@ class LoadedAdapters:
 
     def _read_ahead(self, manager: "WorkerLoRAManager", lora: LoRARequest) -> bytes:
         """Read an adapter that is not loaded and keep it for vLLM."""
+        if lora.load_inplace or self._read is None:
+            return UNKNOWN  # vLLM reads it again in any case
         files = _files(lora)
-        if lora.load_inplace or not files or self._read is None:
-            return UNKNOWN  # vLLM reads it again in any case, or has to download it
+        if not files:
+            return UNKNOWN  # vLLM has to download it, or its files cannot be watched
         try:
             model = self._read(manager, lora)
         except Exception as error:
@@ -229,10 +242,18 @@ class LoadedAdapters:
         return content
 
     def _content_of(self, manager: "WorkerLoRAManager", model: "LoRAModel") -> bytes:
+        """Digest a model that was read; UNKNOWN where that fails. vLLM's own load calls it."""
         experts = manager._adapter_manager.moe_ep_load_spec
         if experts and experts.global_num_experts > experts.local_num_experts * self.ranks:
             return UNKNOWN  # some experts are on ranks of other engines
-        return content_of(model)
+        try:
+            return content_of(model)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError, MemoryError) as error:
+            logger.warning_once(
+                "Requests of a LoRA adapter are not cached, because its tensors cannot be read: %r",
+                error,
+            )
+            return UNKNOWN
 
 
 def refuse(load: object, claim: object, after: object) -> int:
@@ -279,10 +300,23 @@ def _parts(model: "LoRAModel") -> Iterator[tuple[tuple, torch.Tensor | None]]:
 
 
 def _files(lora: LoRARequest) -> tuple:
-    """Names, inodes, sizes and times of an adapter's files; empty for what is no local folder."""
-    folder = Path(lora.lora_path).expanduser()
+    """Names, inodes, sizes and times of an adapter's files; empty for what is no local folder.
+
+    Empty also where one of them cannot be looked at, as behind a link that leads nowhere: nobody
+    would notice that it changes.
+    """
     found = []
-    for file in sorted(folder.glob("adapter_*")):
-        status = file.stat()
-        found.append((file.name, status.st_ino, status.st_size, status.st_mtime_ns))
+    try:
+        folder = Path(lora.lora_path).expanduser()
+        for file in sorted(folder.glob("adapter_*")):
+            status = file.stat()
+            found.append((file.name, status.st_ino, status.st_size, status.st_mtime_ns))
+    except (OSError, RuntimeError, ValueError) as error:  # no home directory, no path at all
+        logger.warning_once(
+            "Requests of LoRA adapter %s are not cached, because its files cannot be looked at: "
+            "%s. Repair or remove what cannot be read there.",
+            lora.lora_name,
+            str(error),  # equal ones are logged once
+        )
+        return ()
     return tuple(found)

@@ -71,8 +71,16 @@ def are_as_listed(files: Sequence[Path], listed: Mapping[str, str]) -> bool:
     return all(_has(file, listed.get(file.name, "")) for file in files)
 
 
+def content_of(file: Path) -> bytes:
+    """Read a file. An OSError names it, also where reading fails and not opening."""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file)) from error
+
+
 def _has(file: Path, digest: str) -> bool:
-    content = file.read_bytes()
+    content = content_of(file)
     if len(digest) == 64:
         return hashlib.sha256(content).hexdigest() == digest
     git = hashlib.sha1(f"blob {len(content)}\0".encode(), usedforsecurity=False)

@@ -21,6 +21,7 @@ from lmcache_hybrid.core.errors import UnknownWeightsError
 from lmcache_hybrid.identity.hub_cache import (
     Snapshot,
     are_as_listed,
+    content_of,
     snapshot_at,
     snapshot_of,
 )
@@ -32,6 +33,8 @@ logger = init_logger("vllm.lmcache_hybrid.identity.weights")
 
 # Files beside the weights that decide what is computed: configurations and code.
 _FILES = ("*config*.json", "*.py")
+# Raised by a tensor whose bytes cannot be read.
+UNREADABLE = (RuntimeError, TypeError, ValueError, NotImplementedError, OSError, MemoryError)
 
 
 class TensorDigest:
@@ -75,7 +78,7 @@ class WeightsStream:
             if self._problem is None:
                 try:
                     self._digest.add(name, tensor)
-                except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+                except UNREADABLE as error:
                     self._problem = error
                     logger.warning("Cannot read the bytes of weight %s: %r.", name, error)
             yield name, tensor
@@ -110,7 +113,7 @@ def tensors_identity(model: nn.Module) -> str | None:
         for name, tensor in model.state_dict().items():
             if name not in parameters and isinstance(tensor, torch.Tensor):
                 tensors.add(name, tensor)
-    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+    except UNREADABLE as error:
         logger.warning("Cannot read the tensors of the model: %r.", error)
         return None
     found = tensors.hexdigest()
@@ -147,25 +150,35 @@ class LoadedWeights:
 
 
 LOADED = LoadedWeights()
+# What a rank says instead of its weights, in _of_all_ranks.
+_PROBLEM = "problem"
 
 
-def weights_identity(vllm_config: "VllmConfig") -> dict[str, list[str]]:
+def weights_identity(vllm_config: "VllmConfig", problem: str | None = None) -> dict[str, list[str]]:
     """Name the weights of model and draft model on all ranks.
 
     A rank's pages depend on the other ranks' weights too. A collective call: every rank
-    makes it once, after its model is loaded.
+    makes it once, after its model is loaded, and also one that has a problem: the others would
+    wait for it for ever.
+
+    Args:
+        problem: why this rank can serve nothing, as a part of a sentence.
 
     Raises:
-        UnknownWeightsError: on every rank, where any rank does not know what it has loaded.
+        UnknownWeightsError: on every rank, where any rank has a problem, or does not know what
+            it has loaded.
     """
     speculative = vllm_config.speculative_config
     draft = speculative.draft_model_config if speculative is not None else None
     models = {"model": vllm_config.model_config, **({"draft model": draft} if draft else {})}
     # A rank that joins later gets its weights from others after it has loaded made-up ones.
     elastic = vllm_config.parallel_config.enable_elastic_ep
-    ranks = _of_all_ranks(
-        {label: None if elastic else LOADED.of(config) for label, config in models.items()}
-    )
+    own = {label: None if elastic else LOADED.of(config) for label, config in models.items()}
+    ranks = _of_all_ranks(own if problem is None else {_PROBLEM: problem})
+    for rank, said in enumerate(ranks):
+        if said.get(_PROBLEM) is not None:
+            which = f"on rank {rank} " if len(ranks) > 1 else ""
+            raise UnknownWeightsError(f"{which}{said[_PROBLEM]}")
     found: dict[str, list[str]] = {}
     for label, config in models.items():
         identities = [rank[label] for rank in ranks]
@@ -206,8 +219,18 @@ def files_identity(model_config: Any) -> str:
     files, without their paths and times.
 
     Raises:
-        UnknownWeightsError: neither files nor commit are known.
+        UnknownWeightsError: neither files nor commit are known, or a file cannot be read.
     """
+    try:
+        return _files_identity(model_config)
+    except OSError as error:
+        raise UnknownWeightsError(
+            f"{error.filename or model_config.model} cannot be read ({error.strerror or error}), "
+            "and such files beside the weights count: make it readable, or remove it"
+        ) from error
+
+
+def _files_identity(model_config: Any) -> str:
     model, path = model_config.model, Path(model_config.model)
     snapshot: Snapshot | None
     if path.exists():
@@ -223,7 +246,7 @@ def files_identity(model_config: Any) -> str:
         return snapshot.title
     digest = xxhash.xxh3_128()
     for file in files:
-        content = file.read_bytes()
+        content = content_of(file)
         digest.update(f"{file.name} {len(content)}\n".encode() + content)
     return digest.hexdigest()
 

@@ -129,6 +129,8 @@ class ConnectorMetadata(KVConnectorMetadata):
         epoch: number of store resets when the step was scheduled. Nothing that a step of an
             earlier epoch computed is stored: the weights may have changed since.
         ended: requests that vLLM keeps blocks of for this step's saves, and for no other.
+        unloadable: requests that vLLM has blocks for and nobody can load: every rank reports
+            their loads as failed at once, and releases their claims.
     """
 
     loads: tuple[LoadSpec, ...] = ()
@@ -138,6 +140,7 @@ class ConnectorMetadata(KVConnectorMetadata):
     epoch: int = 0
     ended: tuple[str, ...] = ()
     waits: bool = False
+    unloadable: tuple[str, ...] = ()
 
 
 NOTHING = ConnectorMetadata()

@@ -145,8 +145,12 @@ class LookupQueue:
         if lookup.settle(result):
             return
         # Whoever cancelled could not know of the claims that were being made.
-        request = lookup.request
-        if not self._ask(msgspec.structs.replace(request, limit=0, limit_tail=0)):
+        request, heard = lookup.request, False
+        try:
+            heard = bool(self._ask(msgspec.structs.replace(request, limit=0, limit_tail=0)))
+        except Exception:
+            logger.debug("A drop was not sent", exc_info=True)
+        if not heard:
             self.unreleased.append((request.request_id, request.number))
 
     def _look_up(self, request: LookupRequest) -> LookupResult:

@@ -284,6 +284,11 @@ class FinalSaves:
         """Save none of it; the requests are reported all the same."""
         self._saves.clear()
 
+    def remove(self, request_id: str) -> None:
+        """Save nothing of a request, and do not report it."""
+        self._saves = [save for save in self._saves if save.request_id != request_id]
+        self._ended = [each for each in self._ended if each != request_id]
+
     def take(self) -> tuple[Sequence[SaveSpec], tuple[str, ...]]:
         """Return the saves, and the requests to report when they are made. Forgets both."""
         taken = self._saves, tuple(self._ended)

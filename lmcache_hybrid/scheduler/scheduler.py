@@ -10,6 +10,7 @@ from vllm.v1.core.sched.output import KVConnectorBlockState
 
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
+from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.protocol.failures import FailedLoads
 from lmcache_hybrid.protocol.lookup import LookupResult
@@ -85,6 +86,7 @@ class HybridScheduler:
         # Requests that still have blocks to store: all that a step looks at.
         self._unsaved: dict[str, RequestTracker] = {}
         self._loads: list[LoadSpec] = []
+        self._unloadable: list[str] = []
         self._dropped: list[tuple[str, int]] = []
         self._final = FinalSaves()
         # Loads under way, those of requests that have ended included.
@@ -218,6 +220,35 @@ class HybridScheduler:
         if claim:
             self._dropped.append((tracker.request.request_id, claim))
 
+    # After an error
+
+    def give_up(self, request_id: str, waits: bool = False) -> None:
+        """Neither load nor store anything of a request any more.
+
+        Args:
+            waits: vLLM has blocks for its load: it must hear that this failed.
+        """
+        tracker = self._trackers.get(request_id)
+        self._unsaved.pop(request_id, None)
+        if waits:
+            self._loads = [load for load in self._loads if load.request_id != request_id]
+            self._unloadable.append(request_id)
+            self._loading.add(request_id)
+            with self.ledger as counts:
+                counts.loads_in_flight = len(self._loading)
+        if tracker is None:
+            return
+        tracker.may_load = tracker.save = False
+        if tracker.background is not None:
+            tracker.background.cancel()
+            tracker.background = None
+        if not isinstance(tracker.phase, Loading):
+            self._drop(tracker, tracker.admit())
+
+    def leave_tail(self, request_id: str) -> None:
+        """Store nothing of a request that has ended: vLLM frees its blocks."""
+        self._final.remove(request_id)
+
     # Reset
 
     def begin_reset(self) -> int:
@@ -265,29 +296,35 @@ class HybridScheduler:
         block_state = output.kv_connector_block_state
         if block_state is not None and (self._unsaved or block_state.boundary_state_offloads):
             saves = list(self._saves(output.num_scheduled_tokens, block_state))
-        while self._queue.unreleased:
-            self._dropped.append(self._queue.unreleased.popleft())
-        final, ended = self._final.take()
-        saves += final
         self._policy.scheduled(
             self._trackers[new.req_id].request
             for new in output.scheduled_new_reqs
             if new.req_id in self._trackers
         )
+        self._admission.begin(self.empty_steps.add(output.total_num_scheduled_tokens == 0))
+        return self.send(output, saves)
+
+    def send(self, output: "SchedulerOutput", saves: list[SaveSpec]) -> ConnectorMetadata:
+        """Return ``saves`` and whatever else waits to be sent to the workers."""
+        while self._queue.unreleased:
+            self._dropped.append(self._queue.unreleased.popleft())
+        final, ended = self._final.take()
+        saves = [*saves, *final]
         idle = output.total_num_scheduled_tokens == 0
-        self._admission.begin(self.empty_steps.add(idle))
-        if not (saves or self._loads or self._dropped or idle or ended):
+        if not (saves or self._loads or self._dropped or idle or ended or self._unloadable):
             return NOTHING
-        loads, self._loads = self._loads, []
-        dropped, self._dropped = self._dropped, []
+        loads, self._loads = tuple(self._loads), []
+        dropped, self._dropped = tuple(self._dropped), []
+        unloadable, self._unloadable = tuple(self._unloadable), []
         return ConnectorMetadata(
-            tuple(loads),
+            loads,
             tuple(saves),
-            tuple(dropped),
+            dropped,
             idle,
             self._epoch,
             ended,
             self.empty_steps.waits,
+            unloadable,
         )
 
     def _saves(
@@ -296,26 +333,42 @@ class HybridScheduler:
         """What each scheduled request stores of this step."""
         offers = block_state.boundary_state_offloads
         for request_id in dict.fromkeys((*self._unsaved, *offers)):
-            tracker = self._trackers.get(request_id)
+            tracker, offered = self._trackers.get(request_id), offers.get(request_id, ())
             if tracker is None or request_id not in scheduled or not tracker.saving:
                 # Finished, preempted or waiting: its blocks may belong to another by now.
                 if tracker is None or tracker.saving:
-                    self._planner.drop_offers("not_running", len(offers.get(request_id, ())))
+                    self._planner.drop_offers("not_running", len(offered))
                 continue
-            if tracker.background is not None:
-                result = tracker.background.poll()
-                if result is not None:
-                    self._admission.take(tracker, tracker.background, result)
-            request, offered = tracker.request, offers.get(request_id, ())
-            held = [offer for offer in offered if self.blocks.hold(request, offer)]
-            self._planner.drop_offers("not_cached", len(offered) - len(held))
-            computed = request.num_computed_tokens + scheduled[request_id]
-            save = self._planner.plan(tracker, computed, held, block_state)
+            try:
+                save = self._save_of(tracker, scheduled[request_id], offered, block_state)
+            except Exception as error:
+                caught("plan_save", error, "nothing more of a request is stored", self.ledger)
+                self.give_up(request_id)
+                continue
             if save is not None:
-                if self.events is not None:
-                    self.events.learn_save(request, save)
                 yield save
             self._watch(tracker)
+
+    def _save_of(
+        self,
+        tracker: RequestTracker,
+        scheduled: int,
+        offered: Sequence[Offer],
+        block_state: KVConnectorBlockState,
+    ) -> SaveSpec | None:
+        """What one request stores of a step that computes ``scheduled`` of its tokens."""
+        if tracker.background is not None:
+            result = tracker.background.poll()
+            if result is not None:
+                self._admission.take(tracker, tracker.background, result)
+        request = tracker.request
+        held = [offer for offer in offered if self.blocks.hold(request, offer)]
+        self._planner.drop_offers("not_cached", len(offered) - len(held))
+        computed = request.num_computed_tokens + scheduled
+        save = self._planner.plan(tracker, computed, held, block_state)
+        if save is not None and self.events is not None:
+            self.events.learn_save(request, save)
+        return save
 
     # Completions
 
@@ -347,6 +400,18 @@ class HybridScheduler:
             self._loading.discard(request_id)  # also of a request that was aborted
             with self.ledger as counts:
                 counts.loads_in_flight = len(self._loading)
+
+    def end_loads(self, output: "KVConnectorOutput") -> None:
+        """The least that :meth:`transferred` must do: no load is under way for ever."""
+        for request_id in output.finished_recving or ():
+            tracker = self._trackers.get(request_id)
+            if tracker is not None and isinstance(tracker.phase, Loading):
+                tracker.may_load = tracker.save = False
+                self._unsaved.pop(request_id, None)
+                tracker.end_load()
+            self._loading.discard(request_id)
+        with self.ledger as counts:
+            counts.loads_in_flight = len(self._loading)
 
     def finished_inside(
         self, request: "Request", block_ids: tuple[list[int], ...], offers: Sequence[Offer]
@@ -382,12 +447,12 @@ class HybridScheduler:
         tracker = self._trackers.pop(request.request_id, None)
         self._unsaved.pop(request.request_id, None)
         if tracker is not None:
-            self._policy.finished(request)
             # The worker's load holds the claim itself and drops it when it ends.
             if not isinstance(tracker.phase, Loading):
                 self._drop(tracker, tracker.withdraw())
             if tracker.background is not None:
                 tracker.background.cancel()
+            self._policy.finished(request)
         if not self._trackers:
             self._admission.begin(idle=self.empty_steps.alone)
 

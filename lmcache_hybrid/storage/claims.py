@@ -11,6 +11,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from lmcache.utils import CacheEngineKey
@@ -62,8 +63,9 @@ class LMCacheClaim:
         with self._lock:
             self.held = False
             pinned, self._pinned = self._pinned, []
-        for unpin in pinned:
-            unpin()
+        with ExitStack() as each:  # an error of one keeps none of the others pinned
+            for unpin in pinned:
+                each.callback(unpin)
 
 
 def pin(backend: Any, keys: Sequence[CacheEngineKey]) -> Unpin | None:

@@ -134,11 +134,13 @@ class LMCacheStore:
         return found
 
     def claim(self, located: Mapping[RecordKey, str]) -> LMCacheClaim | None:
-        claim = LMCacheClaim(located)
-        if not claim.pin(self.manager.storage_backends, self.engine_key):
-            claim.release()
-            return None
-        return claim
+        claim, made = LMCacheClaim(located), False
+        try:
+            made = claim.pin(self.manager.storage_backends, self.engine_key)
+        finally:
+            if not made:
+                claim.release()
+        return claim if made else None
 
     def refresh(self, keys: Sequence[RecordKey]) -> None:
         engine_keys = [self.engine_key(key) for key in reversed(keys)]

@@ -12,6 +12,7 @@ from vllm import envs
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
+from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.identity.adapters import ADAPTERS, UNKNOWN
 from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
 from lmcache_hybrid.storage.rank_lookup import RankLookup
@@ -33,6 +34,8 @@ FIRST_PAUSE_SECONDS = 1.0
 PAUSE_SECONDS = 10.0
 # Part of lookup_timeout_ms in which a rank ends its lookup, so that its answer comes in time.
 ANSWER_WITHIN = 0.8
+# Before a rank listens again after its socket failed.
+RETRY_SECONDS = 0.1
 # Raised by a message that is not from our scheduler.
 NO_LOOKUP = (ValueError, TypeError, RecursionError, msgspec.MsgspecError)
 
@@ -149,6 +152,10 @@ class LookupServer:
             except NO_LOOKUP as error:
                 # Without this thread every lookup would miss until the engine is restarted.
                 logger.warning("A message that is no lookup was dropped: %r", error)
+            except Exception as error:
+                if self._running:  # else its socket was closed
+                    caught("serve_lookup", error, "a lookup may get no answer, which is a miss")
+                    time.sleep(RETRY_SECONDS)
 
     def _serve_one(self) -> None:
         request = self._transport.recv_request()

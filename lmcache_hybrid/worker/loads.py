@@ -24,6 +24,7 @@ from lmcache_hybrid.core.errors import (
     SlowError,
     UnwantedError,
 )
+from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.core.groups import Block, GroupPlan
 from lmcache_hybrid.core.keys import RecordKey
 from lmcache_hybrid.core.lmcache_stats import Monitor
@@ -125,6 +126,16 @@ class LoadQueue:
         future = self._executor.submit(self._load, load, claim, after, asked, restore)
         self._running[load.request_id] = _Running(load, claim, future)
 
+    def refuse(self, load: LoadSpec) -> None:
+        """Report a load as failed, unless it was queued. Its claim is the caller's."""
+        if load.request_id in self._running:
+            return
+        future: Future[TransferResult] = Future()
+        future.set_result(TransferResult(load.request_id, "it could not be queued"))
+        self._running[load.request_id] = _Running(load, None, future)
+        with self._ledger as counts:
+            counts.failed_loads["error,none"] += 1
+
     def results(self, finished: set[str], waits: bool) -> KVConnectorTransferResults:
         """Return the loads that ended since the last call; each is reported exactly once.
 
@@ -145,23 +156,33 @@ class LoadQueue:
             wait(futures, IDLE_WAIT_SECONDS, FIRST_COMPLETED)
         for request_id in [r for r, each in self._running.items() if each.future.done()]:
             running = self._running.pop(request_id)
-            future, load = running.future, running.load
             self._unwanted.discard(request_id)
-            if running.claim is not None:
-                running.claim.release()  # a cancelled load never ran
             # vLLM keeps the blocks of an aborted request until its load is named.
             results.finished_recving.add(request_id)
-            # A cancelled one too: vLLM may give its ID to a new request at once.
-            failed = future.cancelled() or future.exception() or not future.result().ok
-            # vLLM may have evicted the adapter since and loaded it anew from other files.
-            if not failed and not self._adapters.holds(load.prefix.adapter):
-                report_lost(self._ledger, request_id)
-                failed = True
-            if failed:
+            try:
+                if running.claim is not None:
+                    running.claim.release()  # a cancelled load never ran
+                ok, slow = self._ended(running)
+            except Exception as error:
+                caught("end_load", error, "its prompt is computed", self._ledger)
+                ok, slow = False, None
+            if not ok:
                 results.failed_recving.add(request_id)
-                broke = future.cancelled() or future.exception()
-                self.failed[request_id] = None if broke else future.result().slow
+                self.failed[request_id] = slow
         return results
+
+    def _ended(self, running: _Running) -> tuple[bool, float | None]:
+        """Whether what was loaded is used, and :attr:`.TransferResult.slow` where not."""
+        future, load = running.future, running.load
+        # A cancelled one has failed, too: vLLM may give its ID to a new request at once.
+        if future.cancelled() or future.exception():
+            return False, None
+        result = future.result()
+        # vLLM may have evicted the adapter since and loaded it anew from other files.
+        if result.ok and not self._adapters.holds(load.prefix.adapter):
+            report_lost(self._ledger, load.request_id)
+            return False, None
+        return result.ok, result.slow
 
     def _load(
         self, load: LoadSpec, claim: Claim | None, after: Mark, asked: float, restore: Restore

@@ -7,6 +7,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from lmcache_hybrid.core.counts import Ledger, WorkerCounts
+from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.core.lmcache_stats import NO_MONITOR, Monitor
 from lmcache_hybrid.identity.adapters import ADAPTERS, LoadedAdapters
@@ -15,7 +16,7 @@ from lmcache_hybrid.protocol.failures import FailedLoads
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
 from lmcache_hybrid.storage.notes import StoreNotes
 from lmcache_hybrid.storage.rank_lookup import RankLookup
-from lmcache_hybrid.storage.store import Store
+from lmcache_hybrid.storage.store import Claim, Store
 from lmcache_hybrid.worker.copies import Threads, copies_for
 from lmcache_hybrid.worker.loads import PART_BYTES, LoadQueue
 from lmcache_hybrid.worker.pages import GroupPages
@@ -69,11 +70,38 @@ class HybridWorker:
         return self.ledger.counts
 
     def start_loads(self, metadata: ConnectorMetadata) -> None:
-        """Drop cancelled claims and queue this step's loads. Never blocks on the store."""
+        """Drop cancelled claims and queue this step's loads. Never blocks on the store.
+
+        Each load that cannot be queued is reported as failed.
+        """
         for request_id, number in metadata.dropped:
-            self._lookup.drop(request_id, number)
+            try:
+                self._lookup.drop(request_id, number)
+            except Exception as error:
+                caught("drop_claim", error, "its records may stay pinned", self.ledger)
+        for request_id in metadata.unloadable:
+            self._give_back(self._lookup.take(request_id))
         for load in metadata.loads:
-            self.loads.start(load, self._lookup.take(load.request_id))
+            claim = self._lookup.take(load.request_id)
+            try:
+                self.loads.start(load, claim)
+            except Exception as error:
+                caught("start_load", error, "its prompt is computed", self.ledger)
+                self._give_back(claim)
+                self.loads.refuse(load)
+
+    def _give_back(self, claim: Claim | None) -> None:
+        try:
+            if claim is not None:
+                claim.release()
+        except Exception as error:
+            caught("release_claim", error, "its records may stay pinned", self.ledger)
+
+    def refuse_loads(self, metadata: ConnectorMetadata) -> None:
+        """Report those of a step's loads as failed that were not queued."""
+        for load in metadata.loads:
+            self._give_back(self._lookup.take(load.request_id))
+            self.loads.refuse(load)
 
     def results(self, finished: set[str], waits: bool) -> KVConnectorTransferResults:
         """Return the loads that ended, see :meth:`.loads.LoadQueue.results`."""
@@ -84,8 +112,14 @@ class HybridWorker:
         return FailedLoads(self.loads.failed) if self.loads.failed else None
 
     def save(self, metadata: ConnectorMetadata) -> None:
-        """Store this step's blocks, see :meth:`.saves.Saver.save`."""
+        """Store this step's blocks, see :meth:`.saver.Saver.save`."""
         self.saves.save(metadata)
+
+    def skip_saves(self, metadata: ConnectorMetadata) -> None:
+        """Count a step's saves as skipped."""
+        if metadata.saves:
+            with self.ledger as counts:
+                counts.skipped_saves["error"] += len(metadata.saves)
 
     def report(self, serving: Callable[[], bool]) -> RankReport | None:
         """Say what the store has gained and lost, for events; None for nothing.
@@ -116,6 +150,10 @@ class HybridWorker:
         """
         self.loads.suspend()
         self.saves.suspend()
+        self.unmap()
+
+    def unmap(self) -> None:
+        """Let go of the KV cache: what copies from now on fails."""
         for pages in self.pages.values():
             pages.unmap()
 

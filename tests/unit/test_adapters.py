@@ -109,6 +109,31 @@ def test_nothing_is_known_where_stages_are_at_other_steps(tmp_path, monkeypatch)
     assert loaded(write(tmp_path / "one")) == UNKNOWN
 
 
+def test_an_adapter_whose_files_cannot_be_looked_at_is_not_cached(tmp_path, hybrid_log):
+    """Its requests are computed; vLLM loads what it can read."""
+    folder, manager = write(tmp_path / "one"), engine()
+    (folder / "adapter_more.bin").symlink_to(tmp_path / "nowhere")
+    assert ADAPTERS.content(ask(folder)) == UNKNOWN
+    assert not ADAPTERS.holds(Adapter(ask(folder), (b"said before",)))
+    assert hybrid_log.text.count("its files cannot be looked at") == 1
+    assert "adapter_more.bin" in hybrid_log.text
+    manager.add_adapter(ask(folder))
+    assert ADAPTERS.content(ask(folder)) != UNKNOWN, "what is loaded needs no file"
+
+
+def test_an_adapter_that_was_read_ahead_is_loaded_although_a_link_broke_meanwhile(tmp_path):
+    folder, manager = write(tmp_path / "one"), engine()
+    assert ADAPTERS.content(ask(folder)) != UNKNOWN
+    (folder / "adapter_more.bin").symlink_to(tmp_path / "nowhere")
+    manager.add_adapter(ask(folder))
+    assert ADAPTERS.content(ask(folder)) != UNKNOWN
+
+
+def test_an_adapter_whose_tensors_cannot_be_read_is_loaded_and_not_cached(tmp_path, monkeypatch):
+    monkeypatch.setattr("xxhash.xxh3_128", lambda *_: (_ for _ in ()).throw(RuntimeError("bytes")))
+    assert loaded(write(tmp_path / "one")) == UNKNOWN
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -306,3 +306,22 @@ def test_the_thread_asks_in_order_and_one_at_a_time():
     assert queue.run(lambda: True)
     assert seen == ["a", "c"]
     queue.close()
+
+
+def test_a_drop_that_cannot_even_be_sent_is_sent_with_the_next_step(rig):
+    """Nobody could know of the claims, which would stay pinned."""
+    ask = rig.ranks.queue._ask
+
+    def ask_once(question):
+        if question.limit == 0:
+            raise OSError("the socket is gone")
+        answers = ask(question)
+        rig.scheduler.finished(rig.request)
+        return answers
+
+    rig.ranks.queue._ask = ask_once
+    rig.match()
+    rig.later.run()
+    assert rig.ranks.num_claims == [1, 1]
+    rig.step()
+    assert rig.ranks.num_claims == [0, 0] and not rig.ranks.queue.unreleased

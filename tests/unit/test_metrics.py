@@ -83,6 +83,9 @@ def test_every_reason_that_can_be_counted_exists_from_the_start():
     assert words >= {"unpinned", "length", "unhealthy", "unreachable"}
     words |= set(re.findall(r'RecordError\("(\w+)"', code)) | {"gone", "unreadable", "no_room"}
     assert words | {"error"} == {label.split(",")[0] for label in known["failed_loads"]}
+    counted = r'caught\(\s*"(\w+)"[^)]*ledger\)|@guarded\([^@]*?\)\n    def (\w+)'
+    places = {"".join(found) for found in re.findall(counted, code)}
+    assert places == known["scheduler_errors"] | known["rank_errors"]
 
 
 def test_stats_add_up_over_ranks_the_scheduler_and_steps():

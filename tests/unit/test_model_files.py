@@ -48,6 +48,16 @@ def test_what_only_makes_token_ids_does_not_matter(folder, name):
     assert files_identity(model_of(folder)) == before
 
 
+def test_a_file_that_cannot_be_read_is_named(folder):
+    """The engine then starts with LMCache off, see tests/unit/test_collectives.py."""
+    (folder / "modeling_x.py").symlink_to("/proc/self/mem")  # reading its first byte is an EIO
+    with pytest.raises(UnknownWeightsError) as error:
+        files_identity(model_of(folder))
+    assert str(error.value).startswith(
+        f"{folder}/modeling_x.py cannot be read (Input/output error)"
+    )
+
+
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
 

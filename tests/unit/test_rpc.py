@@ -126,6 +126,28 @@ def test_what_a_lookup_found_is_marked_as_used_behind_the_answer(wire, hybrid_lo
     assert "evicted as if it had not been used" in hybrid_log.text
 
 
+@pytest.mark.parametrize("name", ["recv_request", "send_response"])
+@pytest.mark.parametrize("wire", [(1, 500)], indirect=True)
+def test_a_rank_whose_socket_failed_once_answers_again(wire, lenient, name, monkeypatch):
+    """Without its thread every lookup would miss until the engine is restarted."""
+    monkeypatch.setattr(rpc, "FIRST_PAUSE_SECONDS", 0.0)
+    wire.serve()
+    transport, broke = wire.servers[0]._transport, threading.Event()
+    original = getattr(transport, name)
+
+    def once(*args):
+        monkeypatch.setattr(transport, name, original)
+        broke.set()
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(transport, name, once)
+    wire.client.ask(QUESTION)  # answered late, or never
+    assert broke.wait(20)
+    wire.client._paused_until = 0.0
+    assert wire.client.ask(QUESTION) == [HIT]
+    assert lenient == {"serve_lookup": 1}
+
+
 @pytest.mark.parametrize("wire", [(2, 10_000)], indirect=True)
 def test_a_reset_that_fails_on_one_rank_is_no_success(wire):
     wire.serve()

@@ -53,6 +53,8 @@ class LocalDisk(LocalDiskBackend):
     _strange_bytes: int
     # By record in flight: the order to put it in, and which others of that order are in flight.
     _arranged: dict[CacheEngineKey, tuple[Sequence[CacheEngineKey], set[CacheEngineKey]]]
+    # Records in flight whose buffers LMCache's writer has given back.
+    _given_back: set[CacheEngineKey]
     # Makes room on a full disk; whether a full disk, and a failed write, were logged.
     _room: Room
     _said_full: bool
@@ -80,7 +82,7 @@ class LocalDisk(LocalDiskBackend):
         self._failed, self._written = failed, written
         self._limit = self.max_cache_size
         self._strangers, self._strange_bytes = {}, 0
-        self._arranged = {}
+        self._arranged, self._given_back = {}, set()
         self._deleter = Deleter()
         self._room = Room(self.path, self._give_way, self._deleter.finish)
         self._warned = self._said_full = False
@@ -245,27 +247,33 @@ class LocalDisk(LocalDiskBackend):
     ) -> None:
         """Write a record, and clean up after a failed write.
 
-        In LMCache's writer an OSError (disk full, folder gone) ends the job before it gives back
+        In LMCache's writer an error (disk full, folder gone) ends the job before it gives back
         the buffer, the bytes of the size account and the in-flight mark: each failure leaks a
         buffer of the CPU pool and blocks the key for ever.
         """
         self._deleter.wait_for_queueing()
         size, length = memory_obj.get_physical_size(), len(memory_obj.byte_array)
+        self._given_back.discard(key)  # the start has indexed it, too
         try:
             super().async_save_bytes_to_disk(key=key, memory_obj=memory_obj, **kwargs)
-        except (OSError, ValueError) as error:
+        except Exception as error:
             self._fail(error)
             with self.disk_lock:
                 self.current_cache_size -= size
+                self.dict.pop(key, None)
                 self.cache_policy.update_on_force_evict(key)
             self.usage -= length
             self.disk_worker.remove_put_task(key)
             self._arrive(key)
             with contextlib.suppress(OSError, ValueError):
                 os.unlink(self._key_to_path(key))
-            memory_obj.ref_count_down()
+            if key not in self._given_back:
+                memory_obj.ref_count_down()
+        finally:
+            self._given_back.discard(key)
 
     def insert_key(self, key: CacheEngineKey, *args: Any, **kwargs: Any) -> None:
+        self._given_back.add(key)  # LMCache's writer has done so before
         super().insert_key(key, *args, **kwargs)
         self._written(key)
         self._arrive(key)

@@ -9,9 +9,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from lmcache.utils import CacheEngineKey
+from vllm.logger import init_logger
 
 from lmcache_hybrid.core.threads import DaemonPool
 from lmcache_hybrid.storage.folder.least_used import MINUTE
+
+logger = init_logger("vllm.lmcache_hybrid.storage.folder.file_uses")
 
 # Hits to remember while a file server is slow; those beyond are forgotten.
 MOST_WAITING = 1000
@@ -61,7 +64,10 @@ class FileUses:
                     self._running = False
                     return
                 keys = self._waiting.popleft()
-            self._mark(keys)
+            try:
+                self._mark(keys)
+            except Exception:  # else nothing would be marked any more
+                logger.debug("Files are not marked as used", exc_info=True)
 
     def _mark(self, keys: Sequence[CacheEngineKey]) -> None:
         minute = int(time.monotonic() // MINUTE)

@@ -215,8 +215,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "what is stored is not made known to the events",
         SCHEDULER,
-        "                    self.events.learn_save(request, save)\n",
-        "                    pass\n",
+        "        if save is not None and self.events is not None:\n",
+        "        if False:\n",
     ),
     one(
         "vLLM gets no events of the store",

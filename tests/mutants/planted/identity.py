@@ -137,8 +137,8 @@ DEFECTS = (
     one(
         "a request goes on with what its adapter's old content computed",
         "lmcache_hybrid/worker/loads.py",
-        "            if not failed and not self._adapters.holds(load.prefix.adapter):\n",
-        "            if False:\n",
+        "        if result.ok and not self._adapters.holds(load.prefix.adapter):\n",
+        "        if False:\n",
     ),
     one(
         "a rank stores what another one computed with other content of the adapter",

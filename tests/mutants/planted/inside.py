@@ -82,8 +82,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "ended requests are not reported",
         "lmcache_hybrid/connector.py",
-        "        results.finished_sending.update(self._metadata.ended)\n",
-        "",
+        "            finished_sending=set(self._metadata.ended),\n",
+        "            finished_sending=set(),\n",
     ),
     one(
         "a lookup that nobody waits for claims what lies inside a block anew",

@@ -53,8 +53,8 @@ DEFECTS = (
     one(
         "a step is forgotten with its results, before its saves",
         "lmcache_hybrid/connector.py",
-        "        results = self.worker.results(finished_req_ids, self._metadata.waits)\n",
-        "        results = self.worker.results(finished_req_ids, self._metadata.waits)\n"
+        "        loads = self.worker.results(finished_req_ids, self._metadata.waits)\n",
+        "        loads = self.worker.results(finished_req_ids, self._metadata.waits)\n"
         "        self._metadata = NOTHING\n",
     ),
     one(
@@ -242,8 +242,8 @@ DEFECTS = (
     one(
         "a load that was dropped is taken for done",
         "lmcache_hybrid/worker/loads.py",
-        "            failed = future.cancelled() or future.exception() or",
-        "            failed = not future.cancelled() and",
+        "        if future.cancelled() or future.exception():\n            return False, None\n",
+        "        if future.cancelled():\n            return True, None\n",
     ),
     one(
         "threads are started one by one, after their work was queued",

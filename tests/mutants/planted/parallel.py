@@ -71,7 +71,7 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a worker does not know that it is a stage",
         "lmcache_hybrid/connector.py",
-        "            ADAPTERS.stages = parallel.pipeline_parallel_size\n",
+        "                ADAPTERS.stages = parallel.pipeline_parallel_size\n",
         "",
     ),
     one(

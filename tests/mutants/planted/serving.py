@@ -207,8 +207,9 @@ DEFECTS = (
             ),
             (
                 "lmcache_hybrid/worker/loads.py",
-                "failed = future.cancelled() or future.exception() or not future.result().ok",
-                "failed = future.done() and not future.cancelled() and not future.result().ok",
+                "        if future.cancelled() or future.exception():\n",
+                "        if not future.done():\n            return True, None\n"
+                "        if future.cancelled() or future.exception():\n",
             ),
         ),
     ),

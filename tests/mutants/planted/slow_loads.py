@@ -121,13 +121,13 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a load that was given up counts as one that failed",
         "lmcache_hybrid/worker/loads.py",
-        "None if broke else future.result().slow",
-        "None",
+        "        return result.ok, result.slow\n",
+        "        return result.ok, None\n",
     ),
     one(
         "after new weights loads count as slow",
         "lmcache_hybrid/connector.py",
-        "            self.worker.loads.failed = dict.fromkeys(results.finished_recving)\n",
+        "            self.worker.loads.failed = dict.fromkeys(loads.finished_recving)\n",
         "",
     ),
     one(

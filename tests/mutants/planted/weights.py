@@ -61,7 +61,7 @@ DEFECTS = (
     one(
         "a load of what other weights have stored succeeds",
         CONNECTOR,
-        "            results.failed_recving.update(results.finished_recving)\n",
+        "            loads.failed_recving.update(loads.finished_recving)\n",
         "            pass\n",
     ),
     one(
@@ -181,8 +181,8 @@ DEFECTS = (
     one(
         "an engine stores although its weights are not known",
         CONNECTOR,
-        'prompt, because %s.", error\n            )\n            return\n',
-        'prompt, because %s.", error\n            )\n            name = bytes(16)\n',
+        "            if self._problem is None:\n                self._switch_off(error)\n",
+        "            self._open(pages, bytes(16), None)\n",
     ),
     one(
         "weights that vLLM's daemon maps into the model are not known",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
 from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.core.keys import STATE, RecordKey
@@ -191,3 +192,22 @@ def test_check_integrity_finds_books_that_do_not_agree(box, wrong, undo):
     with pytest.raises(AssertionError):
         box.store.check_integrity()
     undo(box.backend)
+
+
+@pytest.mark.parametrize("name", ["insert_key", "async_save_bytes_to_disk"])
+def test_a_write_that_ends_with_any_error_leaves_nothing(box, monkeypatch, name):
+    """Before LMCache's writer has given the buffer back, and after."""
+    one = box("disk")
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("nobody foresaw it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalDiskBackend, name, broken)
+        put(one.store, KEYS)
+        one.settle()
+    assert one.store.failed_writes == {"LocalDiskBackend": len(KEYS)}
+    one.store.check_integrity()
+    one.assert_pool_is_free()
+    assert not list(one.folder.glob("*.pt"))
+    one.write().read()

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors from outside: what becomes of them, and what ranks say to each other."""
+
+from tests.mutants.defect import one
+
+ADAPTERS = "lmcache_hybrid/identity/adapters.py"
+CONNECTOR = "lmcache_hybrid/connector.py"
+FAULTS = "lmcache_hybrid/core/faults.py"
+LOADS = "lmcache_hybrid/worker/loads.py"
+SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
+WORKER = "lmcache_hybrid/worker/worker.py"
+
+DEFECTS = (
+    # Ranks
+    one(
+        "a rank with a file that it cannot read leaves the others waiting",
+        "lmcache_hybrid/worker/fingerprint.py",
+        "        except UnknownWeightsError as error:\n            problem = str(error)\n",
+        "        except ZeroDivisionError as error:\n            problem = str(error)\n"
+        "        except UnknownWeightsError:\n            raise\n",
+    ),
+    one(
+        "a rank that refuses to start leaves the others waiting",
+        CONNECTOR,
+        "            refusal = error if isinstance(error, ConfigError) else None\n",
+        "            raise\n",
+    ),
+    one(
+        "a rank that refuses in its constructor leaves the others waiting",
+        CONNECTOR,
+        '                tell_ranks(vllm_config, f"it does not start: {error}")\n',
+        "                raise\n",
+    ),
+    one(
+        "a rank that refuses to start only says so",
+        CONNECTOR,
+        "                raise refusal or error from None\n",
+        "                return\n",
+    ),
+    one(
+        "a rank does not hear that another one has a problem",
+        "lmcache_hybrid/identity/weights.py",
+        "        if said.get(_PROBLEM) is not None:\n",
+        "        if False:\n",
+    ),
+    one(
+        "an adapter that one rank cannot identify leaves the others waiting",
+        ADAPTERS,
+        '        except Exception as error:\n            caught("adapter_content"',
+        '        except ZeroDivisionError as error:\n            caught("adapter_content"',
+    ),
+    # Files
+    one(
+        "a broken link beside an adapter is an error that nobody foresaw",
+        ADAPTERS,
+        "    except (OSError, RuntimeError, ValueError) as error:  # no home",
+        "    except ZeroDivisionError as error:  # no home",
+    ),
+    one(
+        "an adapter whose tensors cannot be read ends vLLM's load",
+        ADAPTERS,
+        "        except (RuntimeError, TypeError, ValueError, NotImplementedError, MemoryError)",
+        "        except (ZeroDivisionError,)",
+    ),
+    one(
+        "nobody learns which file beside the weights cannot be read",
+        "lmcache_hybrid/identity/hub_cache.py",
+        "        raise OSError(error.errno, error.strerror, str(file)) from error\n",
+        "        raise error\n",
+    ),
+    one(
+        "a write that ends with an odd error blocks its record for ever",
+        "lmcache_hybrid/storage/disk/backend.py",
+        "        except Exception as error:\n            self._fail(error)\n            with",
+        "        except OSError as error:\n            self._fail(error)\n            with",
+    ),
+    one(
+        "the buffer of a write that failed late is given back twice",
+        "lmcache_hybrid/storage/disk/backend.py",
+        "            if key not in self._given_back:\n                memory_obj",
+        "            if True:\n                memory_obj",
+    ),
+    # Loads and claims
+    one(
+        "a load that cannot be queued is reported never",
+        WORKER,
+        "                self._give_back(claim)\n                self.loads.refuse(load)\n",
+        "                self._give_back(claim)\n",
+    ),
+    one(
+        "a load that cannot be queued keeps its claim",
+        WORKER,
+        "                self._give_back(claim)\n                self.loads.refuse(load)\n",
+        "                self.loads.refuse(load)\n",
+    ),
+    one(
+        "a drop that fails keeps loads from being queued",
+        WORKER,
+        '                caught("drop_claim", error, "its records may stay pinned", self.ledger)\n',
+        "                raise\n",
+    ),
+    one(
+        "a load whose end cannot be told is reported never",
+        LOADS,
+        '                caught("end_load", error, "its prompt is computed", self._ledger)\n',
+        "                raise\n",
+    ),
+    one(
+        "a pin that cannot be released keeps the others",
+        "lmcache_hybrid/storage/claims.py",
+        "                each.callback(unpin)\n",
+        "                unpin()\n",
+    ),
+    one(
+        "nobody hears of a load that could not be planned",
+        CONNECTOR,
+        "        failed = set(self._metadata.unloadable)\n",
+        "        failed: set[str] = set()\n",
+    ),
+    one(
+        "the claim of a load that could not be planned stays",
+        WORKER,
+        "            self._give_back(self._lookup.take(request_id))\n",
+        "            pass\n",
+    ),
+    one(
+        "a rank that is off keeps loads waiting",
+        CONNECTOR,
+        "            failed.update(load.request_id for load in self._metadata.loads)\n",
+        "            pass\n",
+    ),
+    # Steps
+    one(
+        "a load that cannot be planned waits for ever",
+        CONNECTOR,
+        "give_up(request.request_id, waits=num_external_tokens > 0)",
+        "give_up(request.request_id)",
+    ),
+    one(
+        "a request that is given up keeps its claim",
+        SCHEDULER,
+        "        if not isinstance(tracker.phase, Loading):\n"
+        "            self._drop(tracker, tracker.admit())\n",
+        "",
+    ),
+    one(
+        "a request that cannot be planned keeps others from being stored",
+        SCHEDULER,
+        '                caught("plan_save", error, "nothing more of a request is stored", '
+        "self.ledger)\n",
+        "                raise\n",
+    ),
+    one(
+        "a step that cannot be planned sends no loads",
+        CONNECTOR,
+        "        return self.scheduler.send(scheduler_output, [])\n",
+        "        return NOTHING\n",
+    ),
+    one(
+        "a load goes on for ever where an answer cannot be read",
+        CONNECTOR,
+        "            self.scheduler.end_loads(output)\n",
+        "            pass\n",
+    ),
+    one(
+        "a save that breaks ends the engine",
+        CONNECTOR,
+        '    @guarded("what the step computed is not stored", _skip_saves)\n',
+        "",
+    ),
+    one(
+        "a reset that breaks is taken for done",
+        CONNECTOR,
+        '    @guarded("the reset fails", _stay_closed)\n',
+        '    @guarded("the reset fails", lambda self: True)\n',
+    ),
+    # Lookups
+    one(
+        "a socket that fails once ends all lookups of a rank",
+        "lmcache_hybrid/storage/rpc.py",
+        "            except Exception as error:\n                if self._running:",
+        "            except ZeroDivisionError as error:\n                if self._running:",
+    ),
+    one(
+        "a drop that cannot be sent is forgotten",
+        "lmcache_hybrid/scheduler/lookup_queue.py",
+        '            logger.debug("A drop was not sent", exc_info=True)\n',
+        "            raise\n",
+    ),
+    # Never silent
+    one("an error is kept from vLLM in silence", FAULTS, "    if first:\n", "    if False:\n"),
+    one(
+        "errors that go no further are not counted",
+        FAULTS,
+        "            counts.caught_errors[place] += 1\n",
+        "            pass\n",
+    ),
+    one(
+        "tests do not see errors that go no further",
+        FAULTS,
+        "    if os.environ.get(STRICT):\n",
+        "    if False:\n",
+    ),
+)
