@@ -131,8 +131,8 @@ DEFECTS = (
     one(
         "a failed write leaves its save without an order",
         DISK,
-        "            self._arrive(key)\n            with contextlib",
-        "            with contextlib",
+        "            self._arrive(key)\n            self._discard",
+        "            self._discard",
     ),
     one(
         "records found again are not counted by LFU",
@@ -179,8 +179,8 @@ DEFECTS = (
     one(
         "records evicted on a full disk are counted for ever",
         DISK,
-        "        self.current_cache_size -= size\n        self.remove(key, force=False)\n",
-        "        self.remove(key, force=False)\n",
+        "        self.current_cache_size -= entry.size\n        self.remove(candidates",
+        "        self.remove(candidates",
     ),
     one(
         "what is being deleted makes no room on a full disk",
