@@ -27,7 +27,7 @@ from lmcache_hybrid.config.options import (
 )
 from lmcache_hybrid.config.parallel import check_parallelism, check_prefix_cache, settle_disk_folder
 from lmcache_hybrid.config.redis_credentials import unencrypted
-from lmcache_hybrid.core.errors import ConfigError, UnknownWeightsError
+from lmcache_hybrid.core.errors import ConfigError, UnknownContentError
 from lmcache_hybrid.core.groups import layer_specs, page_bytes, plan_groups
 from lmcache_hybrid.core.lmcache_stats import LMCacheMonitor
 from lmcache_hybrid.identity.adapters import ADAPTERS
@@ -208,7 +208,7 @@ class HybridConnector:
         try:
             # All ranks take part in it, so it comes before anything that may fail on one.
             name, replicas = fingerprints(self._vllm_config, self.plan, pages)
-        except UnknownWeightsError as error:
+        except UnknownContentError as error:
             logger.warning(
                 "LMCache is off on this rank, which computes every prompt, because %s.", error
             )

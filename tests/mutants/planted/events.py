@@ -71,8 +71,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "states are announced at boundaries that cannot be restored",
         BOUNDARIES,
-        "        groups = self._plan.groups if node.ready else self._pages\n",
-        "        groups = self._plan.groups\n",
+        "        groups = self._groups if node.ready else self._pages\n",
+        "        groups = self._groups\n",
     ),
     one(
         "the fastest rank decides where a record lies",
