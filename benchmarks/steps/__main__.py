@@ -61,9 +61,9 @@ GROWTH = 3.0
 class AtOnce(Executor):
     """Runs what it is given right away."""
 
-    def submit(self, function, *args):
+    def submit(self, function, /, *args, **kwargs):
         done: Future = Future()
-        done.set_result(function(*args))
+        done.set_result(function(*args, **kwargs))
         return done
 
 
