@@ -25,7 +25,7 @@ TORCH := torch==$(TORCH_VERSION)
 UV_TORCH := UV_TORCH_BACKEND=$(TORCH_BACKEND)
 endif
 
-.PHONY: FORCE help venv demo test test-all test-fast sim mutants compat soak soak-events bench bench-reuse bench-digests bench-redis-clients bench-scale bench-serve bench-weights lint docs wheel deployment-check release-check clean bench-folders
+.PHONY: FORCE help venv demo test test-all test-fast sim mutants compat soak soak-events bench bench-folders bench-reuse bench-digests bench-redis-clients bench-scale bench-serve bench-steps bench-weights lint docs wheel deployment-check release-check clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -99,6 +99,9 @@ bench-redis-clients: venv  ## clients of Redis beside bare sockets: a minute; in
 
 bench-scale: venv  ## what one Valkey serves of one engine, and of a thousand; to docs/generated/scale.json
 	$(BIN)/lmcache-hybrid bench scale --out docs/generated/scale.json
+
+bench-steps: venv  ## the scheduler side's time in each step of long prompts: half a minute; to docs/generated/steps.json
+	$(BIN)/lmcache-hybrid bench steps --out docs/generated/steps.json
 
 bench-serve: venv  ## servers asked by vLLM's own client: twenty minutes; to docs/generated/serve.json
 	$(BIN)/lmcache-hybrid bench serve --arms unlimited,ram --prefixes 32 --prompts 1 --share 0.54

@@ -27,7 +27,7 @@ from lmcache_hybrid.config.options import (
 )
 from lmcache_hybrid.config.parallel import check_parallelism, check_prefix_cache, settle_disk_folder
 from lmcache_hybrid.config.redis_credentials import unencrypted
-from lmcache_hybrid.core.errors import ConfigError, UnknownWeightsError
+from lmcache_hybrid.core.errors import ConfigError, UnknownContentError
 from lmcache_hybrid.core.faults import caught, guarded
 from lmcache_hybrid.core.groups import layer_specs, page_bytes, plan_groups
 from lmcache_hybrid.core.lmcache_stats import LMCacheMonitor
@@ -174,7 +174,7 @@ class HybridConnector:
 
     def _switch_off(self, error: Exception) -> None:
         """Serve nothing on this side, which could not start, and say why."""
-        known = isinstance(error, UnknownWeightsError)
+        known = isinstance(error, UnknownContentError)
         self._problem = str(error) if known else f"it could not start: {error!r}"
         worker, self.scheduler, self.worker = self.worker, None, None
         off = "LMCache is off on this rank, which computes every prompt"

@@ -14,11 +14,19 @@ class ConfigError(ValueError):
     """
 
 
-class UnknownWeightsError(Exception):
-    """Nobody knows which weights were loaded, so nothing may be stored or loaded.
+class UnknownContentError(Exception):
+    """Nobody knows what pages would hold, so nothing may be stored or loaded.
 
     The message says why and what to change, as a part of a sentence.
     """
+
+
+class UnknownWeightsError(UnknownContentError):
+    """Nobody knows which weights were loaded."""
+
+
+class UnknownPagesError(UnknownContentError):
+    """Nobody knows how pages are laid out."""
 
 
 class StoreError(Exception):

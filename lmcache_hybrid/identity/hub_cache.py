@@ -6,7 +6,7 @@ With ``HF_HUB_OFFLINE=1`` vLLM takes a folder of this cache in the name's place.
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,9 +66,9 @@ def snapshot_of(name: str, commit: str) -> Snapshot:
     return Snapshot(name, commit, Path(constants.HF_HUB_CACHE).joinpath(*place))
 
 
-def are_as_listed(files: Sequence[Path], listed: Mapping[str, str]) -> bool:
-    """Whether files of a snapshot's folder have the content that the Hub listed."""
-    return all(_has(file, listed.get(file.name, "")) for file in files)
+def are_as_listed(files: Mapping[str, Path], listed: Mapping[str, str]) -> bool:
+    """Whether files of a snapshot, by their paths in it, have the content that the Hub listed."""
+    return all(_has(file, listed.get(name, "")) for name, file in files.items())
 
 
 def content_of(file: Path) -> bytes:

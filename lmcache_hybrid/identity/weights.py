@@ -4,6 +4,7 @@
 Paths do not count: different weights get different names, copies share one.
 """
 
+import os
 import re
 import weakref
 from collections.abc import Iterable, Iterator
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.lmcache_hybrid.identity.weights")
 
-# Files beside the weights that decide what is computed: configurations and code.
-_FILES = ("*config*.json", "*.py")
+# Files beside the weights that decide what is computed: configurations and code. Code imports
+# from subfolders, too.
+_CODE = "*.py"
+_FILES = ("*config*.json", _CODE)
 # Raised by a tensor whose bytes cannot be read.
 UNREADABLE = (RuntimeError, TypeError, ValueError, NotImplementedError, OSError, MemoryError)
 
@@ -237,29 +240,47 @@ def _files_identity(model_config: Any) -> str:
         files = _files_in(path.parent if path.is_file() else path)
         snapshot = snapshot_at(path)
         listed = snapshot.listed() if snapshot is not None else None
-        # What is missing may be read from another place, or be made up by a default.
-        whole = listed is not None and _counted(listed) == {file.name for file in files}
+        # What is missing may be read from another place, or be made up by a default. Code in a
+        # subfolder may be missing: the engine does not start where the model's code needs it.
+        whole = listed is not None and _counted(listed) == {n for n in files if "/" not in n}
     else:
         snapshot = snapshot_of(model, _commit(model_config))
         files, listed, whole = _files_in(snapshot.folder), snapshot.listed(), True
     if snapshot is not None and whole and (listed is None or are_as_listed(files, listed)):
         return snapshot.title
     digest = xxhash.xxh3_128()
-    for file in files:
+    for name, file in files.items():
         content = content_of(file)
-        digest.update(f"{file.name} {len(content)}\n".encode() + content)
+        digest.update(f"{name} {len(content)}\n".encode(errors="surrogateescape") + content)
     return digest.hexdigest()
 
 
 def _counted(names: Iterable[str]) -> set[str]:
-    """Those of file names that :data:`_FILES` are."""
+    """Those of file names that :data:`_FILES` are, without those in subfolders."""
     return {n for n in names if "/" not in n and any(fnmatch(n, each) for each in _FILES)}
 
 
-def _files_in(folder: Path) -> list[Path]:
-    """Files of a folder that :data:`_FILES` are, in one order; none where there is no folder."""
-    found = {file for pattern in _FILES for file in folder.glob(pattern)}
-    return sorted(file for file in found if file.is_file())
+def _files_in(folder: Path) -> dict[str, Path]:
+    """Files of a folder that :data:`_FILES` are, by their names in it, in one order.
+
+    Code in subfolders counts, behind links too; none where there is no folder.
+    """
+    found = {file.name: file for pattern in _FILES for file in folder.glob(pattern)}
+    seen = {os.path.realpath(folder)}
+    for place, inner, names in os.walk(folder, followlinks=True):
+        # Links may lead in circles.
+        inner[:] = [each for each in sorted(inner) if not _seen(os.path.join(place, each), seen)]
+        code = (Path(place, name) for name in names if fnmatch(name, _CODE))
+        found.update({file.relative_to(folder).as_posix(): file for file in code})
+    return {name: file for name, file in sorted(found.items()) if file.is_file()}
+
+
+def _seen(folder: str, seen: set[str]) -> bool:
+    """Whether a folder was seen before; adds it."""
+    real = os.path.realpath(folder)
+    known = real in seen
+    seen.add(real)
+    return known
 
 
 def _commit(model_config: Any) -> str:

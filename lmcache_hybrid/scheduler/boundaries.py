@@ -4,10 +4,14 @@
 Blocks form a tree by the hash of the block before. A boundary is *reusable* when every rank
 holds the attention pages of all blocks up to it, the last pages of window groups, and all states.
 States are announced at reusable boundaries only, pages only up to the deepest one.
+
+The work of a step grows with the blocks that changed and those whose announcement changes, not
+with the blocks in front of them.
 """
 
+import heapq
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,7 +37,10 @@ class Node:
         tiers: by group, the nearest tier of each rank that holds its record.
         rooted: whether all ranks hold the attention pages up to its end.
         ready: whether its end is a reusable boundary.
-        below: reusable boundaries at its end or behind it.
+        runs: by window group, of how many blocks up to this one all ranks hold the pages; no
+            more are counted than the window needs.
+        below: how many of its end, and of its children, are a reusable boundary or have one
+            behind them.
         announced: the tier that consumers know of, by group.
     """
 
@@ -45,15 +52,9 @@ class Node:
     tiers: dict[int, dict[int, Tier]] = field(default_factory=dict)
     rooted: bool = False
     ready: bool = False
+    runs: dict[int, int] = field(default_factory=dict)
     below: int = 0
     announced: dict[int, Tier] = field(default_factory=dict)
-
-    def up(self, count: int) -> "Iterator[Node]":
-        """This block and those before it, ``count`` at most."""
-        node: Node | None = self
-        while node is not None and count > 0:
-            yield node
-            node, count = node.parent, count - 1
 
 
 class Change(NamedTuple):
@@ -69,6 +70,8 @@ class Boundaries:
 
     def __init__(self, plan: GroupPlan, ranks: int) -> None:
         self._plan, self._ranks = plan, ranks
+        windows = tuple(window.group for window in plan.windows)
+        self._groups, self._pages = plan.groups, (*plan.attention, *windows)
         self._nodes: dict[BlockKey, Node] = {}
         self._unheld: OrderedDict[Node, None] = OrderedDict()
         self._changed: dict[Node, None] = {}
@@ -160,8 +163,7 @@ class Boundaries:
             What is gone, the deepest first, and what is there, the shallowest first.
         """
         changed, self._changed = self._changed, {}
-        for node in changed:
-            self._reconsider(node)
+        self._reconsider(changed)
         unsaid, self._unsaid = sorted(self._unsaid, key=lambda node: node.depth), {}
         stored = [change for node in unsaid for change in self._news(node)]
         removed = [change for node in reversed(unsaid) for change in self._withdrawn(node)]
@@ -183,40 +185,70 @@ class Boundaries:
     def _holds(self, node: Node, groups: tuple[int, ...]) -> bool:
         return all(len(node.tiers.get(group, ())) == self._ranks for group in groups)
 
+    def _run(self, node: Node, group: int, most: int) -> int:
+        """See :attr:`Node.runs`; those of the block before are known."""
+        if not self._holds(node, (group,)):
+            return 0
+        return min(most, 1 + (node.parent.runs.get(group, 0) if node.parent is not None else 0))
+
+    def _is_rooted(self, node: Node) -> bool:
+        before = node.depth == 1 or (node.parent is not None and node.parent.rooted)
+        return before and self._holds(node, self._plan.attention)
+
     def _is_ready(self, node: Node) -> bool:
         return (
             node.rooted
             and self._holds(node, self._plan.states)
             and all(
-                self._holds(block, (window.group,))
+                node.runs[window.group] == min(window.blocks, node.depth)
                 for window in self._plan.windows
-                for block in node.up(window.blocks)
             )
         )
 
-    def _reconsider(self, node: Node) -> None:
-        """Find out anew what is rooted and ready from ``node`` on."""
-        self._unsaid[node] = None
-        waiting = [(node, self._reach)]
-        while waiting:
-            node, reach = waiting.pop()
-            parent = node.parent
-            first = node.depth == 1
-            rooted = self._holds(node, self._plan.attention) and (
-                first or (parent is not None and parent.rooted)
-            )
-            moved, node.rooted = rooted != node.rooted, rooted
-            ready = self._is_ready(node)
-            if ready != node.ready:
-                node.ready = ready
-                self._count(node, 1 if ready else -1)
-            if moved or reach > 1:
-                waiting += ((child, reach - 1) for child in node.children)
+    def _reconsider(self, changed: Iterable[Node]) -> None:
+        """Find out anew what is rooted and ready from ``changed`` on, each block once."""
+        # By depth, and how far behind each its window pages count: a block follows its parent.
+        waiting: dict[int, dict[Node, int]] = {}
+        for node in changed:
+            self._unsaid[node] = None
+            waiting.setdefault(node.depth, {})[node] = self._reach
+        depths = list(waiting)
+        heapq.heapify(depths)
+        while depths:
+            depth = heapq.heappop(depths)
+            for node, reach in waiting.pop(depth).items():
+                moved = self._update(node)
+                if not (moved or reach > 1):
+                    continue
+                if node.children and depth + 1 not in waiting:
+                    waiting[depth + 1] = {}
+                    heapq.heappush(depths, depth + 1)
+                for child in node.children:
+                    level = waiting[depth + 1]
+                    level[child] = max(level.get(child, 0), reach - 1)
+
+    def _update(self, node: Node) -> bool:
+        """Find out anew what holds of a block; returns whether that is so of rooted."""
+        for window in self._plan.windows:
+            node.runs[window.group] = self._run(node, window.group, window.blocks)
+        rooted = self._is_rooted(node)
+        moved, node.rooted = rooted != node.rooted, rooted
+        ready = self._is_ready(node)
+        if ready != node.ready:
+            node.ready = ready
+            self._count(node, 1 if ready else -1)
+        return moved
 
     def _count(self, node: Node, change: int) -> None:
-        for block in node.up(node.depth):
-            block.below += change
-            self._unsaid[block] = None
+        """Count one more boundary, or one less, at the end of ``node``."""
+        current: Node | None = node
+        self._unsaid[node] = None
+        while current is not None:
+            before, current.below = current.below, current.below + change
+            if before and current.below:
+                return  # the blocks before it have one behind them as before
+            self._unsaid[current] = None
+            current = current.parent
 
     # What consumers are told
 
@@ -224,13 +256,9 @@ class Boundaries:
         """What consumers should know of a block: tiers by group."""
         if node.block is None or self._refusing or not node.below:
             return {}
-        groups = self._plan.groups if node.ready else self._pages
+        groups = self._groups if node.ready else self._pages
         tiers = {group: self._tier(node, group) for group in groups}
         return {group: tier for group, tier in tiers.items() if tier is not None}
-
-    @property
-    def _pages(self) -> tuple[int, ...]:
-        return (*self._plan.attention, *(window.group for window in self._plan.windows))
 
     def _news(self, node: Node) -> list[Change]:
         wanted = self._wanted(node)
@@ -270,8 +298,11 @@ class Boundaries:
         """Assert what holds after :meth:`settle`. Walks all blocks: for tests."""
         for key, node in self._nodes.items():
             assert node.key == key
-            assert node.below == node.ready + sum(child.below for child in node.children)
-            assert node.ready == self._is_ready(node)
+            assert node.below == node.ready + sum(child.below > 0 for child in node.children)
+            assert node.rooted == self._is_rooted(node) and node.ready == self._is_ready(node)
+            for window in self._plan.windows:
+                run = self._run(node, window.group, window.blocks)
+                assert node.runs[window.group] == run
             assert not node.ready or node.block is not None
             assert node.announced == self._wanted(node)
             assert all(child.parent is node for child in node.children)

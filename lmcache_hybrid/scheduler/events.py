@@ -102,19 +102,23 @@ class KVEvents:
         if prefix.tags != own:
             return  # for requests with the same tags only, of which events say nothing
         tags = tags_digest(prefix.tags)
-        keys: list[BlockKey] = [(wide_hash(each), tags) for each in prefix.hashes[:blocks]]
-        first = blocks = len(keys)
-        while first and not self._boundaries.knows(keys[first - 1]):
+
+        def key(at: int) -> BlockKey:
+            return wide_hash(prefix.hashes[at]), tags
+
+        # From the end: a step tells of few of a long prompt's blocks.
+        first = blocks = min(blocks, len(prefix.hashes))
+        while first and not self._boundaries.knows(key(first - 1)):
             first -= 1
         new: list[Block] = []
         for at in range(first, blocks):
             new.append(self._block(request, prefix, at, (at + 1) * self._size, prefix.hashes[at]))
-            self._boundaries.learn(keys[at], keys[at - 1] if at else None, new[-1])
+            self._boundaries.learn(key(at), key(at - 1) if at else None, new[-1])
         for end in inner:
-            at, key = end // self._size, (wide_hash(prefix.inner[end]), tags)
-            if not self._boundaries.knows(key):
+            at, inside = end // self._size, (wide_hash(prefix.inner[end]), tags)
+            if not self._boundaries.knows(inside):
                 new.append(self._block(request, prefix, at, end, prefix.inner[end]))
-                self._boundaries.learn(key, keys[at - 1] if at else None, new[-1])
+                self._boundaries.learn(inside, key(at - 1) if at else None, new[-1])
         if new and self._known is not None:
             self._known.add(new)
 

@@ -145,13 +145,19 @@ class LookupQueue:
         if lookup.settle(result):
             return
         # Whoever cancelled could not know of the claims that were being made.
-        request, heard = lookup.request, False
+        if not self._release(lookup.request):
+            self.unreleased.append((lookup.request.request_id, lookup.request.number))
+
+    def _release(self, request: LookupRequest) -> bool:
+        """Ask the ranks to drop a lookup's claims; False where one may still hold one."""
         try:
-            heard = bool(self._ask(msgspec.structs.replace(request, limit=0, limit_tail=0)))
+            return bool(self._ask(msgspec.structs.replace(request, limit=0, limit_tail=0)))
         except Exception:
-            logger.debug("A drop was not sent", exc_info=True)
-        if not heard:
-            self.unreleased.append((request.request_id, request.number))
+            logger.exception(
+                "Reqid: %s, the claims of its cancelled lookup are dropped with the next step.",
+                request.request_id,
+            )
+            return False
 
     def _look_up(self, request: LookupRequest) -> LookupResult:
         """Agree on records of the content that the ranks have of the adapter."""

@@ -122,7 +122,7 @@ class ExactPinned:
                     return address
                 memory.close()
                 reason = "CUDA does not register it"
-            except OSError as error:
+            except (OSError, RuntimeError) as error:  # no memory, no thread, no device
                 reason = str(error)
             logger.warning(
                 "%s of host memory cannot be pinned as they are (%s): LMCache's CPU pool takes "
@@ -198,7 +198,8 @@ def _taken(pool: torch.Tensor, backend: "LocalCPUBackend") -> int:
 def _touched(size: int, node: int) -> mmap.mmap:
     """Map whole pages, at least ``size`` bytes, and touch each of them.
 
-    Pages lie on the NUMA node of the thread that touches them first. Raises OSError.
+    Pages lie on the NUMA node of the thread that touches them first. Raises OSError, and
+    RuntimeError where no thread can be started.
     """
     memory = mmap.mmap(-1, -(-size // PAGE) * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them

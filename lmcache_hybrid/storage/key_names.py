@@ -16,7 +16,8 @@ _KEY = re.compile(
     r"(?:@of%(?P<tags>[0-9a-f]{32}))?",
     re.DOTALL,
 )
-MODEL_NAME_LENGTH = 64  # characters
+# A file name has 255 bytes. Behind the model come up to 108, and an ending.
+MODEL_NAME_LENGTH, MODEL_NAME_BYTES = 64, 96
 # What LMCache appends to a key for each of the two values of a record in Redis.
 VALUE, METADATA = "kv_bytes", "metadata"
 
@@ -66,7 +67,9 @@ def readable_name(model: str) -> str:
     """
     snapshot = snapshot_at(Path(model))
     name = snapshot.name if snapshot is not None else model
-    return Path(name).name.replace("@", "-")[:MODEL_NAME_LENGTH]
+    short = Path(name).name.replace("@", "-")[:MODEL_NAME_LENGTH]
+    # Only whole characters, and none that UTF-8 lacks, as of a folder in another encoding.
+    return short.encode(errors="ignore")[:MODEL_NAME_BYTES].decode(errors="ignore")
 
 
 def printable(text: str) -> str:

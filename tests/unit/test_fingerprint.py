@@ -298,6 +298,19 @@ def test_the_processor_matters(made, monkeypatch, name, value):
     assert of(made) != before
 
 
+def test_facts_of_pages_matter_and_none_leaves_the_text_as_it_was(made, monkeypatch):
+    found = []
+    for facts in (
+        {},
+        {"layer": {"struct of arrays": True}},
+        {"layer": {"struct of arrays": False}},
+    ):
+        monkeypatch.setattr(module, "page_facts", lambda config, layers, facts=facts: facts)
+        found.append(module._facts(made, PLAN, PAGES))
+    assert "pages" not in found[0] and found[1].keys() == found[2].keys()
+    assert len({module._digest(each) for each in found}) == 3
+
+
 def test_versions_matter(made, monkeypatch):
     before = of(made)
     monkeypatch.setattr(module.record, "VERSION", 99)

@@ -4,6 +4,7 @@
 import ctypes
 import mmap
 import os
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -156,7 +157,14 @@ def has_no_memory(cudart, monkeypatch):
     monkeypatch.setattr(pinned.mmap, "mmap", nothing)
 
 
-@pytest.mark.parametrize("fault", [fails_to_register, raises, has_no_memory])
+def has_no_threads(cudart, monkeypatch):
+    def nothing(thread):
+        raise RuntimeError("can't start new thread")  # as the interpreter says it
+
+    monkeypatch.setattr(threading.Thread, "start", nothing)
+
+
+@pytest.mark.parametrize("fault", [fails_to_register, raises, has_no_memory, has_no_threads])
 def test_where_it_cannot_be_pinned_lmcache_allocates(repaired, hybrid_log, monkeypatch, fault):
     fault(repaired, monkeypatch)
     allocator = MixedMemoryAllocator(SIZE)

@@ -100,12 +100,17 @@ def test_a_prompt_shorter_than_a_block_leaves_none_either():
     assert ranks.num_claims == [0, 0] and ranks.pins == 0
 
 
-def test_a_claim_that_could_not_be_dropped_is_dropped_with_the_next_step(rig):
+def raise_error():
+    raise OSError("no socket")
+
+
+@pytest.mark.parametrize("fails", [list, raise_error], ids=["silence", "an error"])
+def test_a_claim_that_could_not_be_dropped_is_dropped_with_the_next_step(rig, fails):
     ask = rig.ranks.queue._ask
 
     def ask_once(question):
         if question.limit == 0:
-            return []
+            return fails()
         answers = ask(question)
         rig.scheduler.finished(rig.request)
         return answers

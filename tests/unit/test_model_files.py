@@ -58,6 +58,31 @@ def test_a_file_that_cannot_be_read_is_named(folder):
     )
 
 
+@pytest.mark.parametrize("name", ["code/modeling_x.py", "code/deep/__init__.py"])
+def test_code_in_subfolders_matters(folder, name):
+    """The model's own code imports from there."""
+    before = files_identity(model_of(folder))
+    (folder / name).parent.mkdir(parents=True)
+    (folder / name).write_text("SCALE = 1")
+    first = files_identity(model_of(folder))
+    (folder / name).write_text("SCALE = 2")
+    assert len({before, first, files_identity(model_of(folder))}) == 3
+    (folder / name).write_text("SCALE = 1")
+    (folder / "code").rename(folder / "codes")
+    assert files_identity(model_of(folder)) != first, "what it is imported as is another"
+
+
+def test_code_behind_a_link_matters_and_links_may_lead_in_circles(folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (folder / "code").symlink_to(elsewhere)
+    (elsewhere / "back").symlink_to(folder)
+    found = {files_identity(model_of(folder))}
+    for content in ("SCALE = 1", "SCALE = 2"):
+        (elsewhere / "modeling_x.py").write_text(content)
+        found.add(files_identity(model_of(folder)))
+    assert len(found) == 3
+
+
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -91,6 +116,7 @@ def cached(folder: Path, contents: dict[str, bytes], large: tuple[str, ...] = ()
     snapshot, files = root / "snapshots" / SHA, {}
     snapshot.mkdir(parents=True)
     for name, content in contents.items():
+        (snapshot / name).parent.mkdir(exist_ok=True)
         (snapshot / name).write_bytes(content)
         git = hashlib.sha1(b"blob %d\0" % len(content) + content)
         digest = (hashlib.sha256(content) if name in large else git).hexdigest()
@@ -149,6 +175,17 @@ def test_without_the_hubs_list_only_the_name_counts(snapshot):
     shutil.rmtree(snapshot.parents[1] / "trees")
     assert files_identity(model_of("org/name", SHA)) == f"org/name@{SHA}"
     assert "@" not in files_identity(model_of(snapshot))
+
+
+def test_code_in_a_subfolder_of_the_hubs_cache_is_as_the_hub_listed_it(tmp_path, monkeypatch):
+    """Examples that nobody downloaded may be missing; what is there must not be changed."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    root = cached(tmp_path, {**FILES, "code/layers.py": b"SCALE = 1", "examples/run.py": b""})
+    (root / "examples" / "run.py").unlink()
+    assert files_identity(model_of(root)) == f"org/name@{SHA}"
+    (root / "code" / "layers.py").write_bytes(b"SCALE = 2")
+    for model in (model_of(root), model_of("org/name", SHA)):
+        assert "@" not in files_identity(model)
 
 
 def test_code_of_a_moving_branch_is_refused():

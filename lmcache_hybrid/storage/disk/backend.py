@@ -9,6 +9,7 @@ import contextlib
 import errno
 import itertools
 import os
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +38,9 @@ class LocalDisk(LocalDiskBackend):
     """LMCache's backend, which here counts every file of this package.
 
     Strangers (files of other models, versions and fingerprints) are never read. They count
-    towards the size limit and are evicted before any record that can still be found. All else,
-    the eviction policy too, is LMCache's. Any thread may call it; ``disk_lock`` guards its books.
+    towards the size limit and are evicted before any record that can still be found. What cannot
+    be deleted counts, too. All else, the eviction policy too, is LMCache's. Any thread may call
+    it; ``disk_lock`` guards its books.
 
     Methods that replace LMCache's for a bug have a test in tests/repairs/test_disk.py, which
     says when they can go. Seen in: LMCache 0.5.6 and 0.5.7rc2.
@@ -51,6 +53,8 @@ class LocalDisk(LocalDiskBackend):
     # Bytes of each stranger by path, the oldest first, and their sum.
     _strangers: dict[str, int]
     _strange_bytes: int
+    # Bytes of each file that could not be deleted, by path.
+    _kept: dict[str, int]
     # By record in flight: the order to put it in, and which others of that order are in flight.
     _arranged: dict[CacheEngineKey, tuple[Sequence[CacheEngineKey], set[CacheEngineKey]]]
     # Records in flight whose buffers LMCache's writer has given back.
@@ -81,9 +85,9 @@ class LocalDisk(LocalDiskBackend):
             self.cache_policy = SteadyLFU()
         self._failed, self._written = failed, written
         self._limit = self.max_cache_size
-        self._strangers, self._strange_bytes = {}, 0
+        self._strangers, self._strange_bytes, self._kept = {}, 0, {}
         self._arranged, self._given_back = {}, set()
-        self._deleter = Deleter()
+        self._deleter = Deleter(self._stays)
         self._room = Room(self.path, self._give_way, self._deleter.finish)
         self._warned = self._said_full = False
         return self
@@ -116,13 +120,16 @@ class LocalDisk(LocalDiskBackend):
         over = sum(file.size for file in files) - self._limit
         for ranked in (strangers, own):
             while over > 0 and ranked:
-                over -= ranked[0].size
-                self._deleter.delete(ranked.pop(0).path)
+                oldest = ranked.pop(0)
+                with self.disk_lock:
+                    over -= oldest.size if self._delete(oldest.path) else 0
         self._strangers = {file.path: file.size for file in strangers}
-        self._strange_bytes = sum(self._strangers.values())
         for file in own:
             if file.key is not None and file.header is not None and self._index(file):
                 restored(file.key, file.header)
+            else:
+                self._strangers[file.path] = file.size
+        self._strange_bytes = sum(self._strangers.values())
         logger.info(
             "local_disk %s: %d records (%.1f MB) of this model found again; %d other files "
             "(%.1f MB) are evicted first.",
@@ -197,17 +204,46 @@ class LocalDisk(LocalDiskBackend):
         LMCache then refuses it. Its own way to make room adds up the sizes of all records for
         each new one. Call with ``disk_lock`` held.
         """
-        self._strange_bytes -= self._strangers.pop(path, 0)  # about to be replaced
-        self._evict_bytes(size + int(self.current_cache_size) + self._strange_bytes - self._limit)
-        self.max_cache_size = max(0, self._limit - self._strange_bytes)
+        if path in self._strangers:  # about to be replaced
+            self._delete_stranger(path)
+        self._evict_bytes(size + int(self.current_cache_size) + self._others(path) - self._limit)
+        self.max_cache_size = max(0, self._limit - self._others(path))
 
-    def _delete_stranger(self) -> int:
-        """Delete the oldest and return its bytes; call with ``disk_lock`` held."""
-        stranger = next(iter(self._strangers))
-        size = self._strangers.pop(stranger)
+    def _others(self, path: str) -> int:
+        """Bytes that no record can have, but the one at ``path`` in place of what stayed there."""
+        kept = sum(self._kept.values()) - self._kept.get(path, 0)
+        return self._strange_bytes + kept
+
+    def _delete_stranger(self, path: str) -> int:
+        """Delete one and return the bytes that this frees; call with ``disk_lock`` held."""
+        size = self._strangers.pop(path)
         self._strange_bytes -= size
-        self._deleter.delete(stranger)
-        return size
+        return size if self._delete(path) else 0
+
+    def _delete(self, path: str) -> bool:
+        """Delete a file, or count it as one that stays; call with ``disk_lock`` held."""
+        try:
+            self._deleter.delete(path)
+        except OSError as error:
+            self._keep(path, error)
+        return path not in self._kept
+
+    def _keep(self, path: str, error: OSError) -> None:
+        """Count a file that could not be deleted; call with ``disk_lock`` held."""
+        with contextlib.suppress(OSError):
+            status = os.lstat(path)
+            if stat.S_ISREG(status.st_mode):
+                self._kept[path] = status.st_size
+                logger.warning_once(
+                    "%s cannot be deleted (%s): such files count towards max_local_disk_size. "
+                    "Delete them, or make the folder writable.",
+                    path,
+                    error.strerror,
+                )
+
+    def _stays(self, path: str, error: OSError) -> None:
+        with self.disk_lock:
+            self._keep(path, error)
 
     def _give_way(self, size: int) -> bool:
         """Evict ``size`` bytes, strangers first; nothing, and False, where all is less."""
@@ -225,22 +261,34 @@ class LocalDisk(LocalDiskBackend):
         return True
 
     def _evict_bytes(self, size: int) -> bool:
-        """See :meth:`_give_way`; call with ``disk_lock`` held."""
+        """See :meth:`_give_way`; call with ``disk_lock`` held.
+
+        Raises:
+            OSError: too few of the files can be deleted. Of the records that can be found no
+                more than one is lost for it.
+        """
         entries = (entry.size for entry in self.dict.values() if entry.can_evict)
         held = itertools.accumulate(entries, initial=self._strange_bytes)
         if all(total < size for total in held):
             return False
+        while size > 0 and self._strangers:
+            size -= self._delete_stranger(next(iter(self._strangers)))
         while size > 0:
-            size -= self._delete_stranger() if self._strangers else self._evict()
+            freed = self._evict()
+            if not freed:
+                raise OSError(errno.EIO, "evicted files cannot be deleted")
+            size -= freed
         return True
 
     def _evict(self) -> int:
-        """Delete the record that LMCache's policy names and return its bytes."""
-        (key,) = self.cache_policy.get_evict_candidates(self.dict, num_candidates=1)
-        size = int(self.dict[key].size)
-        self.current_cache_size -= size
-        self.remove(key, force=False)
-        return size
+        """Delete the record that LMCache's policy names and return the bytes that this frees."""
+        candidates = self.cache_policy.get_evict_candidates(self.dict, num_candidates=1)
+        if not candidates:
+            return 0
+        entry = self.dict[candidates[0]]
+        self.current_cache_size -= entry.size
+        self.remove(candidates[0], force=False)
+        return 0 if entry.path in self._kept else int(entry.size)
 
     def async_save_bytes_to_disk(
         self, key: CacheEngineKey, memory_obj: MemoryObj, **kwargs: Any
@@ -265,12 +313,20 @@ class LocalDisk(LocalDiskBackend):
             self.usage -= length
             self.disk_worker.remove_put_task(key)
             self._arrive(key)
-            with contextlib.suppress(OSError, ValueError):
-                os.unlink(self._key_to_path(key))
+            self._discard(self._key_to_path(key))
             if key not in self._given_back:
                 memory_obj.ref_count_down()
         finally:
             self._given_back.discard(key)
+
+    def _discard(self, path: str) -> None:
+        """Delete what a failed write has left, or count it."""
+        try:
+            os.unlink(path)
+        except (FileNotFoundError, ValueError):
+            pass
+        except OSError as error:
+            self._stays(path, error)
 
     def insert_key(self, key: CacheEngineKey, *args: Any, **kwargs: Any) -> None:
         self._given_back.add(key)  # LMCache's writer has done so before
@@ -303,6 +359,7 @@ class LocalDisk(LocalDiskBackend):
     def _arrive(self, key: CacheEngineKey) -> None:
         """Note the end of a write; the last one of its save sets the save's order."""
         with self.disk_lock:
+            self._kept.pop(self._key_to_path(key), None)  # replaced
             keys, pending = self._arranged.pop(key, ((), set()))
             pending.discard(key)
             if not pending:
@@ -374,8 +431,9 @@ class LocalDisk(LocalDiskBackend):
         entry = self.dict.get(key)
         if entry is None:
             return False
-        self._deleter.delete(entry.path)
-        with contextlib.suppress(OSError):  # it is gone
+        with self.disk_lock if force else contextlib.nullcontext():
+            self._delete(entry.path)
+        with contextlib.suppress(OSError):  # it is gone, or stays
             super().remove(key, force)
         if force:
             with self.disk_lock:
@@ -403,4 +461,5 @@ class LocalDisk(LocalDiskBackend):
             assert self._strange_bytes == sum(self._strangers.values())
             own = {entry.path for entry in self.dict.values()}
             assert own.isdisjoint(self._strangers), "a file is indexed and a stranger"
+            assert not self._kept.keys() & (own | self._strangers.keys()), "a file counts twice"
             assert not self._arranged, "records that are not written wait for their order"

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import os
 import threading
+from collections.abc import Callable
 
 from lmcache_hybrid.core.threads import started
 from lmcache_hybrid.storage.disk.index import EVICTED
@@ -17,25 +18,42 @@ class Deleter:
         queueing: held while records are queued; no write and no deletion begins meanwhile.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, failed: Callable[[str, OSError], None]) -> None:
+        """Start the thread.
+
+        Args:
+            failed: called on the thread with a file that stays, under its new name, and why.
+        """
+        self._failed = failed
         self.queueing = threading.Lock()
         self._thread = started(1, "hybrid-delete")
         self._numbers = itertools.count()
 
     def delete(self, path: str) -> None:
-        """Take a file's name away now, and the file later; errors are ignored.
+        """Take a file's name away now, and the file later.
 
         The file system frees the file's cached pages, which takes several times as long as all
-        else that a save does.
+        else that a save does. A file whose name has no room for more is deleted now.
+
+        Raises:
+            OSError: it cannot be deleted, and takes its room still.
         """
         old = f"{path}.{os.getpid()}.{next(self._numbers)}{EVICTED}"
-        with contextlib.suppress(OSError):
+        try:
             os.rename(path, old)
+        except FileNotFoundError:
+            return
+        except OSError:
+            _unlink(path)
+        else:
             self._thread.submit(self._delete_now, old)
 
     def _delete_now(self, path: str) -> None:
         self.wait_for_queueing()
-        _unlink(path)
+        try:
+            _unlink(path)
+        except OSError as error:
+            self._failed(path, error)
 
     def wait_for_queueing(self) -> None:
         """Wait until all records of a save that is being queued are."""
@@ -51,5 +69,5 @@ class Deleter:
 
 
 def _unlink(path: str) -> None:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(FileNotFoundError):
         os.unlink(path)

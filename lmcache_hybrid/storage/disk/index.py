@@ -76,15 +76,25 @@ def find(
             try:
                 if not entry.is_file(follow_symlinks=False):
                     continue
-                if name[2]:
-                    os.unlink(entry.path)
-                else:
-                    status = entry.stat(follow_symlinks=False)
-                    record = _own(entry, model_name, writers, status.st_size) if own else (None,)
-                    found.append(Found(entry.path, status.st_size, status.st_mtime, *record))
+                if name[2] and _deleted(entry.path):
+                    continue
+                status = entry.stat(follow_symlinks=False)
+                own = own and not name[2]
+                record = _own(entry, model_name, writers, status.st_size) if own else (None,)
+                found.append(Found(entry.path, status.st_size, status.st_mtime, *record))
             except OSError as error:  # gone meanwhile, or of somebody who keeps it
                 logger.debug("Left %s alone: %s", entry.name, error)
     return sorted(found, key=lambda file: file.written)
+
+
+def _deleted(path: str) -> bool:
+    """Delete a file; False where it stays and takes its room still."""
+    try:
+        os.unlink(path)
+    except OSError as error:
+        logger.debug("%s stays: %s", path, error)
+        return isinstance(error, FileNotFoundError)
+    return True
 
 
 def _own(

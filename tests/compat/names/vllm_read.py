@@ -7,6 +7,7 @@ _CONFIG = "vllm.config"
 _SPECS = "vllm.v1.kv_cache_interface"
 _MAMBA = "vllm.model_executor.layers.mamba.abstract"
 _LAYER = "vllm.model_executor.layers.attention"
+_BACKENDS = "vllm.v1.attention.backends"
 _PLATFORM = "vllm.platforms.interface"
 _STATE = "vllm.distributed.parallel_state"
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1"
@@ -51,8 +52,12 @@ READ = (
     *attributes(_CONFIG, "SpeculativeConfig", "method num_speculative_tokens target_model_config"),
     *attributes(_SPECS, "AttentionSpec", "num_kv_heads head_size max_tp_shards"),
     Hook(_SPECS, "KVCacheSpec.prefix_cacheable"),
-    *attributes(_MAMBA, "MambaBase", "get_state_shape get_state_dtype kv_cache"),
+    *attributes(_MAMBA, "MambaBase", "get_state_shape get_state_dtype kv_cache get_attn_backend"),
     *attributes(_LAYER, "Attention", "attn_backend kv_cache kv_cache_dtype"),
+    # lmcache_hybrid/worker/page_facts.py
+    Hook(f"{_BACKENDS}.turboquant_attn", "TurboQuantAttentionImpl", holds=("self._soa_store",)),
+    Hook(f"{_BACKENDS}.flashinfer", "FlashInferImpl", holds=("self.nvfp4_fa2",)),
+    Hook(f"{_BACKENDS}.hpc_attn", "HpcAttentionImpl", holds=("self.use_fp8",)),
     *attributes(_PLATFORM, "Platform", "device_name fp8_dtype update_block_size_for_backend"),
     Hook("vllm.v1.worker.worker_base", "WorkerBase.get_supported_kv_cache_layouts", ()),
     Hook(

@@ -9,6 +9,12 @@ TRANSFERS = "lmcache_hybrid/worker/batched_copies.py"
 PINNED = "lmcache_hybrid/storage/host_memory.py"
 
 DEFECTS = (
+    one(
+        "a pool for whose pages no thread can be started ends the engine",
+        PINNED,
+        "            except (OSError, RuntimeError) as error:",
+        "            except OSError as error:",
+    ),
     # How copies are queued
     one(
         "a save may read pages before the forward has written them",

@@ -35,20 +35,32 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a boundary is announced without the pages before it",
         BOUNDARIES,
-        "                first or (parent is not None and parent.rooted)\n",
-        "                True\n",
+        "        return before and self._holds(node, self._plan.attention)\n",
+        "        return self._holds(node, self._plan.attention)\n",
     ),
     one(
         "boundaries behind an evicted page stay announced",
         BOUNDARIES,
-        "            if moved or reach > 1:\n",
-        "            if reach > 1:\n",
+        "                if not (moved or reach > 1):\n",
+        "                if not reach > 1:\n",
     ),
     one(
         "an evicted window page withdraws no boundary behind it",
         BOUNDARIES,
-        "            if moved or reach > 1:\n",
-        "            if moved:\n",
+        "                if not (moved or reach > 1):\n",
+        "                if not moved:\n",
+    ),
+    one(
+        "each boundary is counted in all blocks before it",
+        BOUNDARIES,
+        "            if before and current.below:\n",
+        "            if before and current.below and change > 1:\n",
+    ),
+    one(
+        "a window counts pages in front of one that is missing",
+        BOUNDARIES,
+        "            return 0\n        return min(most",
+        "            pass\n        return min(most",
     ),
     one(
         "pages are announced that no boundary needs",
@@ -59,8 +71,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "states are announced at boundaries that cannot be restored",
         BOUNDARIES,
-        "        groups = self._plan.groups if node.ready else self._pages\n",
-        "        groups = self._plan.groups\n",
+        "        groups = self._groups if node.ready else self._pages\n",
+        "        groups = self._groups\n",
     ),
     one(
         "the fastest rank decides where a record lies",

@@ -15,9 +15,9 @@ DEFECTS = (
     one(
         "a rank with a file that it cannot read leaves the others waiting",
         "lmcache_hybrid/worker/fingerprint.py",
-        "        except UnknownWeightsError as error:\n            problem = str(error)\n",
+        "        except UnknownContentError as error:\n            problem = str(error)\n",
         "        except ZeroDivisionError as error:\n            problem = str(error)\n"
-        "        except UnknownWeightsError:\n            raise\n",
+        "        except UnknownContentError:\n            raise\n",
     ),
     one(
         "a rank that refuses to start leaves the others waiting",
@@ -180,12 +180,6 @@ DEFECTS = (
         "lmcache_hybrid/storage/rpc.py",
         "            except Exception as error:\n                if self._running:",
         "            except ZeroDivisionError as error:\n                if self._running:",
-    ),
-    one(
-        "a drop that cannot be sent is forgotten",
-        "lmcache_hybrid/scheduler/lookup_queue.py",
-        '            logger.debug("A drop was not sent", exc_info=True)\n',
-        "            raise\n",
     ),
     # Never silent
     one("an error is kept from vLLM in silence", FAULTS, "    if first:\n", "    if False:\n"),

@@ -11,7 +11,57 @@ MEDIA = "lmcache_hybrid/identity/media.py"
 FRONTEND = "vllm_patch/media.py"
 CONNECTOR = "lmcache_hybrid/connector.py"
 
+PAGE_FACTS = "lmcache_hybrid/worker/page_facts.py"
+
 DEFECTS = (
+    one(
+        "pages of TurboQuant are taken for each other, whatever their layout",
+        PAGE_FACTS,
+        '    return {"struct of arrays": layer.impl._soa_store}\n',
+        '    return {"struct of arrays": hasattr(layer.impl, "_soa_store")}\n',
+    ),
+    one(
+        "what decides the bytes of a page is left out of the fingerprint",
+        "lmcache_hybrid/worker/fingerprint.py",
+        '        **({"pages": layout} if layout else {}),\n',
+        "",
+    ),
+    one(
+        "how a CPU's kernels pack a block does not count",
+        PAGE_FACTS,
+        '    return {"packing": packing(layer, vllm_config.model_config.dtype)}\n',
+        '    return {"packing": layer.isa}\n',
+    ),
+    one(
+        "a backend from outside vLLM counts by its name only",
+        PAGE_FACTS,
+        "        if origin is not None:\n            facts",
+        "        if False:\n            facts",
+    ),
+    one(
+        "a backend that nobody has looked at is taken for one with nothing to add",
+        PAGE_FACTS,
+        "    if outside:\n        return ()\n",
+        "    return ()\n",
+    ),
+    one(
+        "a checkout of a plugin counts by its version",
+        "lmcache_hybrid/identity/code.py",
+        "    if names and not editable:\n",
+        "    if names:\n",
+    ),
+    one(
+        "code in subfolders of a model's folder does not count",
+        "lmcache_hybrid/identity/weights.py",
+        "        code = (Path(place, name) for name in names if fnmatch(name, _CODE))\n",
+        "        code = (Path(place, name) for name in names[:0])\n",
+    ),
+    one(
+        "a file of code counts by its content, wherever it is",
+        "lmcache_hybrid/identity/weights.py",
+        '        digest.update(f"{name} {len(content)}',
+        '        digest.update(f"{file.name} {len(content)}',
+    ),
     one(
         "releases with other records look for each other's",
         "lmcache_hybrid/worker/fingerprint.py",
@@ -27,7 +77,7 @@ DEFECTS = (
     one(
         "a part of a model in the Hub's cache is the whole of it",
         "lmcache_hybrid/identity/weights.py",
-        "_counted(listed) == {file.name for file in files}",
+        '_counted(listed) == {n for n in files if "/" not in n}',
         "True",
     ),
     one(

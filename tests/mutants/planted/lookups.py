@@ -12,6 +12,14 @@ LOOKUP = "lmcache_hybrid/protocol/lookup.py"
 
 DEFECTS = (
     one(
+        "an error while a cancelled lookup's claims are dropped leaves them for ever",
+        "lmcache_hybrid/scheduler/lookup_queue.py",
+        "        except Exception:\n            logger.exception(\n"
+        '                "Reqid: %s, the claims',
+        "        except TimeoutError:\n            logger.exception(\n"
+        '                "Reqid: %s, the claims',
+    ),
+    one(
         "a store is blamed for a question that began too late",
         "lmcache_hybrid/storage/tier_lookup.py",
         "        return seconds > 0 and seconds >= FAIR_PART * self._longest\n",

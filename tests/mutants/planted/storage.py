@@ -41,8 +41,44 @@ DEFECTS = (
     one(
         "a save competes with its own deletions",
         "lmcache_hybrid/storage/disk/deleter.py",
-        "        self.wait_for_queueing()\n        _unlink(path)\n",
-        "        _unlink(path)\n",
+        "        self.wait_for_queueing()\n        try:\n",
+        "        try:\n",
+    ),
+    one(
+        "a file whose name is too long to be changed stays and is forgotten",
+        "lmcache_hybrid/storage/disk/deleter.py",
+        "        except OSError:\n            _unlink(path)\n        else:",
+        "        except OSError:\n            pass\n        else:",
+    ),
+    one(
+        "a file that cannot be deleted does not count",
+        DISK,
+        "                self._kept[path] = status.st_size\n",
+        "                self._kept[path] = 0\n",
+    ),
+    one(
+        "a file that is replaced counts twice",
+        DISK,
+        " - self._kept.get(path, 0)\n",
+        "\n",
+    ),
+    one(
+        "all records are lost for one that cannot be deleted",
+        DISK,
+        "            if not freed:\n                raise OSError(errno.EIO",
+        "            if not freed and not self.dict:\n                raise OSError(errno.EIO",
+    ),
+    one(
+        "an evicted file that is still there after a restart does not count",
+        "lmcache_hybrid/storage/disk/index.py",
+        "        return isinstance(error, FileNotFoundError)\n",
+        "        return True\n",
+    ),
+    one(
+        "the name of a model is cut by characters",
+        "lmcache_hybrid/storage/key_names.py",
+        "[:MODEL_NAME_BYTES].decode",
+        ".decode",
     ),
     one(
         "room to read into is given back before it is read into",
@@ -95,8 +131,8 @@ DEFECTS = (
     one(
         "a failed write leaves its save without an order",
         DISK,
-        "            self._arrive(key)\n            with contextlib",
-        "            with contextlib",
+        "            self._arrive(key)\n            self._discard",
+        "            self._discard",
     ),
     one(
         "records found again are not counted by LFU",
@@ -143,8 +179,8 @@ DEFECTS = (
     one(
         "records evicted on a full disk are counted for ever",
         DISK,
-        "        self.current_cache_size -= size\n        self.remove(key, force=False)\n",
-        "        self.remove(key, force=False)\n",
+        "        self.current_cache_size -= entry.size\n        self.remove(candidates",
+        "        self.remove(candidates",
     ),
     one(
         "what is being deleted makes no room on a full disk",

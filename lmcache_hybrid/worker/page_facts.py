@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What decides the bytes within a block and shows neither in shapes nor in settings.
+
+Each attention backend and each kind of recurrent layer of vLLM has been looked at; what was found
+is in ``reviewed_backends.txt``. Nothing is added for those where nothing was found. Code from
+outside vLLM counts by its distribution and version.
+"""
+
+import importlib.util
+import platform
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from importlib.resources import files
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+
+from lmcache_hybrid.core.errors import UnknownPagesError
+from lmcache_hybrid.identity.code import code_identity
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+REVIEWED_FILE = "reviewed_backends.txt"
+# Packages with a device's own kernels that write pages; vLLM ships those of CUDA and CPUs.
+KERNELS = {"rocm": "aiter", "xpu": "vllm_xpu_kernels"}
+# Tokens, and values that differ from each other, of a block that shows how a kernel packs it.
+PROBED_TOKENS, PROBED_VALUES = 64, 251
+# Given out by Python itself, or made up on the spot.
+_NO_PACKAGE = ("builtins", "__main__")
+
+
+def page_facts(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, Any]:
+    """Facts by layer, and those of the whole device under ``""``; no entry without facts.
+
+    Args:
+        layers: names of those whose pages are stored.
+
+    Raises:
+        UnknownPagesError: a layer is of code that nobody has looked at.
+    """
+    context = vllm_config.compilation_config.static_forward_context
+    found = {name: _layer_facts(context[name], vllm_config) for name in layers if name in context}
+    device = _device_facts()
+    return {name: facts for name, facts in {**found, "": device}.items() if facts}
+
+
+def _device_facts() -> dict[str, str]:
+    from vllm.platforms import current_platform
+
+    kind, origin = current_platform._enum.name.lower(), _origin(type(current_platform))
+    facts = _version_of(KERNELS[kind]) if kind in KERNELS else {}
+    return {**facts, "platform": origin} if origin is not None else facts
+
+
+def _layer_facts(layer: Any, vllm_config: "VllmConfig") -> dict[str, Any]:
+    backend = _backend_of(layer)
+    facts: dict[str, Any] = {}
+    for code in (type(layer), backend, *_impl_classes(layer)):
+        if code is None:
+            continue
+        origin = _origin(code)
+        if origin is not None:
+            facts[f"{code.__module__}.{code.__qualname__}"] = origin
+        if code in (type(layer), backend):
+            for name in _reviewed_facts(code, outside=origin is not None):
+                facts.update(_fact(name, layer, vllm_config))
+    if backend is not None and not hasattr(layer, "attn_backend") and not _has_states(layer):
+        # Otherwise the layer's class says it, or its backend is named among the fingerprint's.
+        facts["backend"] = f"{backend.__module__}.{backend.__qualname__}"
+    return facts
+
+
+def _backend_of(layer: Any) -> type | None:
+    if hasattr(layer, "attn_backend"):
+        return layer.attn_backend
+    return layer.get_attn_backend() if hasattr(layer, "get_attn_backend") else None
+
+
+def _has_states(layer: Any) -> bool:
+    return hasattr(layer, "get_state_shape")
+
+
+def _impl_classes(layer: Any) -> list[type]:
+    """Of what a backend has made for the layer: one, or as many as it is composed of."""
+    impl: Any = getattr(layer, "impl", None)
+    if impl is None:
+        return []
+    parts = impl.get_impl_variants() if hasattr(impl, "get_impl_variants") else [impl]
+    return [type(part) for part in parts]
+
+
+# Who wrote it
+
+
+def _origin(code: type) -> str | None:
+    """Name the package of a class from outside vLLM; None for vLLM's own.
+
+    Raises:
+        UnknownPagesError: nobody can tell.
+    """
+    names = []
+    for module in sorted(_homes(code)):
+        top = module.partition(".")[0]
+        if top == "vllm":
+            continue
+        identity = None if top in _NO_PACKAGE else code_identity(module)
+        if identity is None:
+            raise UnknownPagesError(
+                f"the code of {code.__module__}.{code.__qualname__}, which writes pages, belongs "
+                "to no package and no file; install it as a package, or choose another "
+                "--attention-backend"
+            )
+        names.append(identity)
+    return " ".join(names) or None
+
+
+def _homes(code: type) -> set[str]:
+    """Modules that a class is written in.
+
+    One that was derived on the spot, as vLLM does with ``type()``, says ``abc``: it is written
+    where its base and its own functions are.
+    """
+    if code.__module__ != "abc":
+        return {code.__module__}
+    kinds = (FunctionType, staticmethod, classmethod)
+    own = {each.__module__ for each in vars(code).values() if isinstance(each, kinds)}
+    return own | _homes(code.__mro__[1])
+
+
+@cache
+def reviewed() -> Mapping[str, tuple[str, ...]]:
+    """Names of facts by the class that has them, out of ``reviewed_backends.txt``."""
+    text = files(__package__).joinpath(REVIEWED_FILE).read_text()
+    lines = (line.split("|") for line in text.splitlines() if line and not line.startswith("#"))
+    return {f"vllm.{path.strip()}": tuple(names.split()) for path, names, _ in lines}
+
+
+def _reviewed_facts(code: type, outside: bool) -> tuple[str, ...]:
+    """Facts of the nearest class that was looked at; vLLM derives some on the spot.
+
+    Raises:
+        UnknownPagesError: a class of vLLM that was not.
+    """
+    for base in code.__mro__:
+        names = reviewed().get(f"{base.__module__}.{base.__qualname__}")
+        if names is not None:
+            return names
+    if outside:
+        return ()
+    raise UnknownPagesError(
+        f"nobody has looked at how {code.__module__}.{code.__qualname__} of this vLLM lays out "
+        "pages; choose another --attention-backend, or a vLLM that this release was tested with"
+    )
+
+
+# Facts
+
+
+def _fact(name: str, layer: Any, vllm_config: "VllmConfig") -> dict[str, Any]:
+    """Read one. Raises UnknownPagesError where vLLM does not say it."""
+    try:
+        return FACTS[name](layer, vllm_config)
+    except AttributeError as error:
+        raise UnknownPagesError(
+            f"this vLLM does not say how its backend lays out pages ({error}); choose another "
+            "--attention-backend"
+        ) from error
+
+
+def _turboquant(layer: Any, vllm_config: "VllmConfig") -> dict[str, Any]:
+    """Structs of arrays where flydsl can be imported on gfx950, else arrays of structs."""
+    return {"struct of arrays": layer.impl._soa_store}
+
+
+def _sycl(layer: Any, vllm_config: "VllmConfig") -> dict[str, Any]:
+    """Which kernels keep the state on XPU; 0.32 has one kind."""
+    kernels = getattr(layer, "gdn_xpu_backend", None)
+    return {} if kernels is None else {"kernels": kernels}
+
+
+def _flashinfer_nvfp4(layer: Any, vllm_config: "VllmConfig") -> dict[str, Any]:
+    return _version_of("flashinfer") if layer.impl.nvfp4_fa2 else {}
+
+
+def _hpc(layer: Any, vllm_config: "VllmConfig") -> dict[str, Any]:
+    return _version_of("hpc") if layer.impl.use_fp8 else {}
+
+
+def _replay(layer: Any, vllm_config: "VllmConfig") -> dict[str, Any]:
+    """flashinfer fills the rings of ReplaySSM in its own way."""
+    flashinfer = vllm_config.mamba_config.backend.name == "FLASHINFER"
+    return (
+        _version_of("flashinfer") if flashinfer and vllm_config.cache_config.use_replayssm else {}
+    )
+
+
+def _torch_signs(layer: Any, vllm_config: "VllmConfig") -> dict[str, Any]:
+    """Values are rotated by signs that torch draws from a fixed seed."""
+    return {"torch": torch.__version__}
+
+
+def _int4_signs(layer: Any, vllm_config: "VllmConfig") -> dict[str, Any]:
+    rotated = str(layer.kv_cache_dtype).startswith("int4")
+    return _torch_signs(layer, vllm_config) if rotated else {}
+
+
+def _cpu_packing(layer: Any, vllm_config: "VllmConfig") -> dict[str, Any]:
+    """On x86 the fingerprint has what decides; elsewhere it also matters how vLLM was compiled.
+
+    On Arm keys are packed for BFMMLA where the compiler had bf16, under one version of vLLM and
+    whatever the machine.
+    """
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return {}
+    return {"packing": packing(layer, vllm_config.model_config.dtype)}
+
+
+FACTS: Mapping[str, Callable[[Any, "VllmConfig"], dict[str, Any]]] = {
+    "turboquant": _turboquant,
+    "gdn": _sycl,
+    "nvfp4": _flashinfer_nvfp4,
+    "hpc": _hpc,
+    "replay": _replay,
+    "torch": _torch_signs,
+    "int4": _int4_signs,
+    "cpu": _cpu_packing,
+}
+
+
+def packing(layer: Any, dtype: torch.dtype) -> str:
+    """Digest of a block that vLLM's CPU kernel has written; calls it as vLLM does."""
+    heads, size = layer.impl.num_kv_heads, layer.impl.head_size
+    values = torch.arange(2 * PROBED_TOKENS * heads * size) * 37 % PROBED_VALUES
+    key, value = values.to(dtype).view(2, PROBED_TOKENS, heads, size)
+    quantized = str(layer.impl.kv_cache_dtype).startswith("fp8")
+    cache = torch.zeros(
+        1, heads, PROBED_TOKENS, 2 * size, dtype=torch.uint8 if quantized else dtype
+    )
+    layer.impl.do_kv_cache_update(layer, key, value, cache, torch.arange(PROBED_TOKENS))
+    return xxhash.xxh3_128_hexdigest(cache.view(torch.uint8).numpy())
+
+
+def _version_of(package: str) -> dict[str, str]:
+    """Version of a package whose kernels write pages; nothing where it is not installed.
+
+    Raises:
+        UnknownPagesError: it is there, and nobody can tell which.
+    """
+    if importlib.util.find_spec(package) is None:
+        return {}
+    identity = code_identity(package)
+    if identity is None:
+        raise UnknownPagesError(f"the version of {package}, whose kernels write pages, is unknown")
+    return {package: identity}

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of code from outside vLLM: real distributions and files in a folder of their own."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmcache_hybrid.identity import code
+from lmcache_hybrid.identity.code import code_identity
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that Python imports from."""
+    monkeypatch.syspath_prepend(tmp_path)
+    code_identity.cache_clear()
+    yield tmp_path
+    code_identity.cache_clear()
+
+
+def package(site: Path, name: str = "plugged", content: str = "SCALE = 1") -> Path:
+    folder = site / name
+    folder.mkdir(exist_ok=True)
+    (folder / "__init__.py").write_text("")
+    (folder / "backend.py").write_text(content)
+    importlib.invalidate_caches()
+    return folder
+
+
+def distribution(site: Path, version: str, name: str = "plugged", url: str = "") -> None:
+    for old in site.glob("*.dist-info"):
+        for file in old.iterdir():
+            file.unlink()
+        old.rmdir()
+    info = site / f"{name}_kit-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-kit\nVersion: {version}\n")
+    (info / "top_level.txt").write_text(f"{name}\n")
+    (info / "RECORD").write_text(f"{name}/__init__.py,,\n{name}/backend.py,,\n")
+    if url:
+        (info / "direct_url.json").write_text(url)
+    importlib.invalidate_caches()
+
+
+def again(module: str) -> str | None:
+    """As a process that starts now."""
+    code_identity.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "plugged"]:
+        del sys.modules[name]
+    return code_identity(module)
+
+
+def test_a_distribution_is_named_with_its_version(site):
+    package(site)
+    distribution(site, "1.2")
+    assert again("plugged.backend") == "plugged-kit==1.2"
+    distribution(site, "1.3")
+    assert again("plugged.backend") == "plugged-kit==1.3"
+    assert code_identity("xxhash").startswith("xxhash==")
+
+
+def test_code_of_no_distribution_counts_by_the_content_of_its_package(site):
+    folder = package(site)
+    found = {again("plugged.backend")}
+    package(site, content="SCALE = 2")
+    found.add(again("plugged.backend"))
+    (folder / "kernels.so").write_bytes(b"\x7fELF")  # beside the module, and used by it
+    found.add(again("plugged.backend"))
+    assert len(found) == 3 and all(name.startswith("code ") for name in found)
+    (folder / "notes.txt").write_text("not code")
+    assert again("plugged.backend") in found
+
+
+def test_a_single_file_counts_by_its_content(site):
+    (site / "plugged.py").write_text("SCALE = 1")
+    first = again("plugged")
+    (site / "plugged.py").write_text("SCALE = 2")
+    assert first and again("plugged") != first
+
+
+EDITABLE = '{"dir_info": {"editable": true}, "url": "file:///checkout"}'
+
+
+@pytest.mark.parametrize("url", [EDITABLE, "no json"])
+def test_a_checkout_counts_by_its_content_too(site, url):
+    """Its files change under one version."""
+    package(site)
+    distribution(site, "1.2", url=url)
+    first = again("plugged.backend")
+    package(site, content="SCALE = 2")
+    assert first.startswith("plugged-kit==1.2 code ") and again("plugged.backend") != first
+
+
+@pytest.mark.parametrize("module", ["builtins", "no_such_package.backend"])
+def test_what_has_no_files_has_no_name(site, module):
+    assert again(module) is None
+
+
+def test_code_that_cannot_be_read_has_no_name(site, monkeypatch):
+    package(site)
+
+    def denied(file):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(code.Path, "read_bytes", denied)
+    assert again("plugged.backend") is None
