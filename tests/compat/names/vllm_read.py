@@ -7,6 +7,7 @@ _CONFIG = "vllm.config"
 _SPECS = "vllm.v1.kv_cache_interface"
 _MAMBA = "vllm.model_executor.layers.mamba.abstract"
 _LAYER = "vllm.model_executor.layers.attention"
+_GDN = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
 _BACKENDS = "vllm.v1.attention.backends"
 _PLATFORM = "vllm.platforms.interface"
 _STATE = "vllm.distributed.parallel_state"
@@ -55,10 +56,17 @@ READ = (
     *attributes(_MAMBA, "MambaBase", "get_state_shape get_state_dtype kv_cache get_attn_backend"),
     *attributes(_LAYER, "Attention", "attn_backend kv_cache kv_cache_dtype"),
     # lmcache_hybrid/worker/page_facts.py
-    Hook(f"{_BACKENDS}.turboquant_attn", "TurboQuantAttentionImpl", holds=("self._soa_store",)),
-    Hook(f"{_BACKENDS}.flashinfer", "FlashInferImpl", holds=("self.nvfp4_fa2",)),
-    Hook(f"{_BACKENDS}.hpc_attn", "HpcAttentionImpl", holds=("self.use_fp8",)),
-    *attributes(_PLATFORM, "Platform", "device_name fp8_dtype update_block_size_for_backend"),
+    Hook(f"{_BACKENDS}.turboquant_attn", "TurboQuantAttentionImpl._soa_store"),
+    Hook(f"{_BACKENDS}.flashinfer", "FlashInferImpl.nvfp4_fa2"),
+    Hook(f"{_BACKENDS}.hpc_attn", "HpcAttentionImpl.use_fp8"),
+    Hook("vllm.v1.attention.backend", "AttentionImplBase.get_impl_variants"),
+    Hook(_GDN, "QwenGatedDeltaNetAttention.gdn_xpu_backend", otherwise=(Hook(_GDN, "", ()),)),
+    *attributes(
+        f"{_BACKENDS}.cpu_attn",
+        "CPUAttentionBackendImpl",
+        "num_kv_heads head_size do_kv_cache_update",
+    ),
+    *attributes(_PLATFORM, "Platform", "_enum device_name fp8_dtype update_block_size_for_backend"),
     Hook("vllm.v1.worker.worker_base", "WorkerBase.get_supported_kv_cache_layouts", ()),
     Hook(
         _CORE,
