@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -105,8 +106,9 @@ def _in_child(folder: Path, store: str, injection: Injection) -> None:
     number = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
     os.dup2(number, 1)
     os.dup2(number, 2)
-    faulthandler.enable()
-    faulthandler.dump_traceback_later(LIMIT - 5, exit=False)
+    sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1)  # pytest has its own
+    faulthandler.enable(file=2)
+    faulthandler.dump_traceback_later(LIMIT - 5, file=2)
     torch.set_num_threads(1)
     # Of the parent, which expects no error that it did not plan.
     os.environ.pop(faults.STRICT, None)

@@ -199,13 +199,25 @@ def test_a_write_that_ends_with_any_error_leaves_nothing(box, monkeypatch, name)
     """Before LMCache's writer has given the buffer back, and after."""
     one = box("disk")
 
+    submit, held = one.backend.submit_put_task, []
+
     def broken(*args, **kwargs):
         raise RuntimeError("nobody foresaw it")
 
+    def hold(key, memory, **kwargs):
+        memory.ref_count_up()
+        held.append(memory)
+        submit(key, memory, **kwargs)
+
     with monkeypatch.context() as patch:
         patch.setattr(LocalDiskBackend, name, broken)
+        patch.setattr(one.backend, "submit_put_task", hold)
         put(one.store, KEYS)
         one.settle()
+    until(lambda: all(memory.get_ref_count() <= 1 for memory in held), "buffers are kept")
+    assert [memory.get_ref_count() for memory in held] == [1] * len(KEYS)
+    for memory in held:
+        memory.ref_count_down()
     assert one.store.failed_writes == {"LocalDiskBackend": len(KEYS)}
     one.store.check_integrity()
     one.assert_pool_is_free()
