@@ -56,9 +56,11 @@ def test_what_lmcaches_own_connector_wrote_is_hit(box):
     theirs = lmcaches(box)
     for key in KEYS:
         memory = run(box, connector_of(box).get(box.store.engine_key(key)))
+        ours = box.path(key).read_bytes()
         box.path(key).unlink()
         run(box, theirs.put(box.store.engine_key(key), memory))
         memory.ref_count_down()
+        assert box.path(key).read_bytes() == ours
     assert_whole(box)
 
 

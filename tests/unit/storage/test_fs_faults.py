@@ -21,7 +21,7 @@ from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
 from lmcache_hybrid.storage import removal
 from lmcache_hybrid.storage.folder import record_io
-from lmcache_hybrid.storage.folder.record_files import WRAPPER_BYTES
+from lmcache_hybrid.storage.folder.record_files import WRAPPER_BYTES, wrapper_of
 from lmcache_hybrid.storage.remote import fs
 
 from ..helpers import put
@@ -144,6 +144,16 @@ def test_a_file_of_the_wrong_size_is_damaged_and_deleted(box, size):
     path.write_bytes(path.read_bytes().ljust(size, b"\0")[:size])
     assert load_fails(box) == "wrapper"
     assert not path.exists() and list(box.store.locate(KEYS)) == LEFT
+    box.assert_pool_is_free()
+
+
+def test_a_file_that_is_larger_than_any_record_is_damaged_and_deleted(box):
+    """Although LMCache's header fits."""
+    box = box("fs").write()
+    size = 1 << 16
+    box.path(KEYS[1]).write_bytes(wrapper_of(size) + bytes(size))
+    assert load_fails(box) == "wrapper"
+    assert not box.path(KEYS[1]).exists()
     box.assert_pool_is_free()
 
 
