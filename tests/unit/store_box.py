@@ -60,6 +60,14 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.002)
 
 
+def assert_soon(condition: Callable[[], bool], what: str) -> None:
+    """As :func:`until`, for what is tested: a planted defect counts as found."""
+    deadline = time.monotonic() + DEADLINE / 3
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert condition(), what
+
+
 class Box:
     """A store in a running engine, and a back door to what it wrote."""
 

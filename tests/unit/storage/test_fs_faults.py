@@ -21,11 +21,11 @@ from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
 from lmcache_hybrid.storage import removal
 from lmcache_hybrid.storage.folder import record_io
-from lmcache_hybrid.storage.folder.record_files import WRAPPER_BYTES
+from lmcache_hybrid.storage.folder.record_files import WRAPPER_BYTES, wrapper_of
 from lmcache_hybrid.storage.remote import fs
 
 from ..helpers import put
-from ..store_box import KEYS, SIZE, Box, N, until
+from ..store_box import KEYS, SIZE, Box, N, assert_soon
 from .test_fs_connector import assert_whole, connector_of
 
 MANY = [RecordKey(ATTENTION, 3, bytes([i]) * 32, (i + 1) * N) for i in range(32)]
@@ -147,6 +147,16 @@ def test_a_file_of_the_wrong_size_is_damaged_and_deleted(box, size):
     box.assert_pool_is_free()
 
 
+def test_a_file_that_is_larger_than_any_record_is_damaged_and_deleted(box):
+    """Although LMCache's header fits."""
+    box = box("fs").write()
+    size = 1 << 16
+    box.path(KEYS[1]).write_bytes(wrapper_of(size) + bytes(size))
+    assert load_fails(box) == "wrapper"
+    assert not box.path(KEYS[1]).exists()
+    box.assert_pool_is_free()
+
+
 def test_a_damaged_record_that_is_replaced_meanwhile_stays(box, monkeypatch):
     """Another engine stored it anew after the read failed."""
     box = box("fs").write()
@@ -198,8 +208,8 @@ def test_a_full_disk_is_counted_and_costs_no_record(box, monkeypatch, hybrid_log
     with monkeypatch.context() as patch:
         patch.setattr(os, function, full)
         put(box.store, KEYS, SIZE)
-        until(lambda: box.store.failed_writes["RemoteBackend"] == len(KEYS), "not counted")
-    until(lambda: box.used() == box.start, "failed writes keep their buffers")
+        assert_soon(lambda: box.store.failed_writes["RemoteBackend"] == len(KEYS), "not counted")
+    assert_soon(lambda: box.used() == box.start, "failed writes keep their buffers")
     assert [path.name for path in box.folder.iterdir()] == [box.path(KEYS[0]).name]
     assert_whole(box, KEYS[:1])
     assert len([r for r in hybrid_log.records if "cannot be written" in r.getMessage()]) == 1
@@ -239,7 +249,7 @@ def test_lookups_that_hang_miss_and_keep_a_fixed_number_of_threads(box, monkeypa
         assert len(inside) == fs.ASKERS
         assert connector_of(box)._askers._jobs.qsize() <= fs.ASKERS, "questions pile up"
     assert "did not answer a cache lookup in time" in hybrid_log.text
-    until(lambda: len(box.store.locate(KEYS)) == len(KEYS), "lookups do not recover")
+    assert_soon(lambda: len(box.store.locate(KEYS)) == len(KEYS), "lookups do not recover")
     assert_whole(box)
 
 
@@ -255,12 +265,12 @@ def test_reads_that_hang_keep_a_fixed_number_of_buffers_and_lookups_miss(box, mo
                 assert failed.value.reason == "unreachable"
             claim.made = time.monotonic()  # as if it had been promised just now
         assert len(inside) == fs.READERS
-        until(lambda: connector_of(box)._reading.stuck(0.2), "nobody notices")
+        assert_soon(lambda: connector_of(box)._reading.stuck(0.2), "nobody notices")
         assert box.store.locate(MANY) == {}, "promised, although no read ends"
         held = box.used() - box.start
         assert 0 < held <= fs.READERS * (1 << 13)
-    until(lambda: box.used() == box.start, "late reads keep their memory")
-    until(lambda: len(box.store.locate(MANY)) == len(MANY), "lookups do not recover")
+    assert_soon(lambda: box.used() == box.start, "late reads keep their memory")
+    assert_soon(lambda: len(box.store.locate(MANY)) == len(MANY), "lookups do not recover")
     assert_whole(box, MANY)
     assert all(box.path(key).exists() for key in MANY)
 
@@ -272,16 +282,18 @@ def test_writes_behind_those_that_hang_fail_and_release_their_buffers(box, monke
     with hangs(monkeypatch, "writev") as inside:
         put(box.store, MANY, SIZE)
         waiting = len(MANY) - fs.WRITERS
-        until(lambda: box.store.failed_writes["RemoteBackend"] == waiting, "nothing is given up")
+        assert_soon(
+            lambda: box.store.failed_writes["RemoteBackend"] == waiting, "nothing is given up"
+        )
         assert len(inside) == fs.WRITERS
         assert 0 < box.used() - box.start <= fs.WRITERS * (1 << 13)
         put(box.store, MANY, SIZE)  # and those that come later, at once
-        until(
+        assert_soon(
             lambda: box.store.failed_writes["RemoteBackend"] == waiting + len(MANY),
             "later ones wait",
         )
         assert_whole(box, KEYS[:1])
-    until(lambda: box.used() == box.start, "late writes keep their memory")
+    assert_soon(lambda: box.used() == box.start, "late writes keep their memory")
     box.write(MANY)
     assert_whole(box, MANY)
 
@@ -324,11 +336,11 @@ def test_marks_that_hang_hold_up_nobody(box, monkeypatch):
     with hangs(monkeypatch, "utime") as inside:
         for _ in range(3):
             box.store.refresh(KEYS)
-        until(lambda: inside, "nothing is marked")
+        assert_soon(lambda: inside, "nothing is marked")
         assert_whole(box)
         box.write(MANY)
         assert len(inside) == 1
-    until(lambda: not connector_of(box)._uses._running, "marks do not end")
+    assert_soon(lambda: not connector_of(box)._uses._running, "marks do not end")
 
 
 def test_a_load_that_is_late_stops_reading(box, monkeypatch):
