@@ -259,12 +259,15 @@ class HybridConnector:
         try:
             # All ranks take part in it, so it comes before anything that may fail on one.
             name, replicas = fingerprints(self._vllm_config, self.plan, pages, problem)
-            self._open(pages, name, replicas)
+            if refusal is None:
+                self._open(pages, name, replicas)
         except Exception as error:
-            if refusal is not None or isinstance(error, ConfigError):
-                raise refusal or error from None
-            if self._problem is None:
+            if refusal is None and isinstance(error, ConfigError):
+                raise
+            if refusal is None and self._problem is None:
                 self._switch_off(error)
+        if refusal is not None:
+            raise refusal
 
     def _map_pages(self, kv_caches: dict[str, torch.Tensor]) -> dict[int, GroupPages]:
         """The pages of every group. Raises ConfigError where they cannot be stored."""

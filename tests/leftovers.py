@@ -35,6 +35,7 @@ class Session:
 
     def __init__(self) -> None:
         self._owner, self._folder = os.getpid(), tempfile.mkdtemp(prefix="lh-")
+        os.chmod(self._folder, 0o711)  # users of their own, which some tests have, come through
         made = [] if PROMETHEUS.exists() else [str(PROMETHEUS)]
         self._guard = subprocess.Popen(
             [sys.executable, "-IS", __file__, self._folder, str(self._owner), *made],

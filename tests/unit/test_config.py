@@ -26,7 +26,11 @@ VALUES = {
     "storage_plugins": ["mine"],
     "remote_serde": "cachegen",
 }
-EXTRA_VALUES = {"enable_nixl_storage": True, "save_chunk_meta": False}
+EXTRA_VALUES = {
+    "enable_nixl_storage": True,
+    "fs_connector_relative_tmp_dir": "tmp",
+    "save_chunk_meta": False,
+}
 
 
 # Refusals

@@ -100,6 +100,7 @@ READ = (
     Hook("vllm.v1.core.kv_cache_manager", "KVCacheManager.block_pool"),
     Hook("vllm.v1.core.sched.output", "NewRequestData.req_id"),
     Hook(f"{_BASE}.base", "KVConnectorRole.SCHEDULER"),
+    Hook(f"{_BASE}.base", "KVConnectorRole.WORKER"),
     Hook(f"{_BASE}.metrics", "KVConnectorPromMetrics.per_engine_labelvalues"),
     Hook("vllm.usage.usage_lib", "UsageContext.OPENAI_API_SERVER"),
     Hook("vllm.engine.arg_utils", "EngineArgs.create_engine_config"),

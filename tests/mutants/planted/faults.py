@@ -34,8 +34,8 @@ DEFECTS = (
     one(
         "a rank that refuses to start only says so",
         CONNECTOR,
-        "                raise refusal or error from None\n",
-        "                return\n",
+        "        if refusal is not None:\n            raise refusal\n",
+        "",
     ),
     one(
         "a rank does not hear that another one has a problem",
