@@ -181,7 +181,8 @@ DEFECTS = (
     one(
         "an engine stores although its weights are not known",
         CONNECTOR,
-        "            if refusal is None and self._problem is None:\n                self._switch_off(error)\n",
+        "            if refusal is None and self._problem is None:\n"
+        "                self._switch_off(error)\n",
         "            self._open(pages, bytes(16), None)\n",
     ),
     one(
