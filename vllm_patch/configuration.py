@@ -40,6 +40,7 @@ def is_ours(config: VllmConfig) -> bool:
 def install() -> None:
     """Hook ``KVTransferConfig`` and ``VllmConfig``. Mutates both classes."""
     _default_kv_role()
+    _keep_missing_media_refused()
     _hook_settle()
 
 
@@ -74,6 +75,28 @@ def _default_kv_role() -> None:
         original(self)
 
     KVTransferConfig.__post_init__ = __post_init__
+
+
+def _keep_missing_media_refused() -> None:
+    """Have this connector's engines refuse media without their embeddings, as without it.
+
+    ``kv_both`` makes an engine a KV consumer, which vLLM trusts to receive all KV: it then takes
+    embeddings from every client, and items that have none, and the first such item ends the
+    engine, because a cache may miss.
+    """
+    original = VllmConfig._resolve_mm_embedding_inputs
+
+    @functools.wraps(original)
+    def _resolve_mm_embedding_inputs(self: VllmConfig) -> None:
+        transfer, encoders = self.kv_transfer_config, self.ec_transfer_config
+        alone = transfer is not None and transfer.kv_connector == CONNECTOR
+        if not alone or (encoders is not None and encoders.is_ec_consumer):
+            return original(self)
+        media = self.model_config and self.model_config.multimodal_config
+        if media is not None:
+            media.allow_missing_mm_embeddings = False
+
+    VllmConfig._resolve_mm_embedding_inputs = _resolve_mm_embedding_inputs
 
 
 def _before_hma_check(settle: Callable[[VllmConfig], None]) -> None:
@@ -225,6 +248,15 @@ def _refuse_unsound(config: VllmConfig) -> None:
         raise ValueError(
             f"kv_cache_dtype={dtype!r} keeps some keys and values beside the KV cache, where "
             "loaded blocks have none; use --kv-cache-dtype auto."
+        )
+    media = config.model_config.multimodal_config
+    pruned = media is not None and media.is_multimodal_pruning_enabled()
+    if pruned and config.model_config.uses_mrope:
+        # vLLM corrects the positions behind a pruned video where it computes it, and only there.
+        raise ValueError(
+            f"video_pruning_rate={media.video_pruning_rate} leaves the text behind a video at "
+            "wrong positions after a hit, with a model that has M-RoPE; remove "
+            "--video-pruning-rate."
         )
     if config.weight_transfer_config is not None:
         raise ValueError(

@@ -21,7 +21,8 @@ Signatures = dict[str, str]
 AT_START: Signatures = {
     "vllm.config": """
         KVTransferConfig.__post_init__()
-        VllmConfig._post_init_kv_transfer_config()""",
+        VllmConfig._post_init_kv_transfer_config()
+        VllmConfig._resolve_mm_embedding_inputs()""",
     "vllm.distributed.kv_transfer.kv_connector.v1.base": """
         KVConnectorBase_V1.__init__(vllm_config, role, kv_cache_config)
         KVConnectorBase_V1.build_connector_worker_meta()

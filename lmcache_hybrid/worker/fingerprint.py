@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -290,9 +291,21 @@ def _lora(vllm_config: "VllmConfig") -> tuple | None:
 def _multimodal(model: Any) -> tuple | None:
     """What an item's hash does not cover; preprocessor files are among the model's."""
     config = model.multimodal_config
-    return config and (
+    if not config:
+        return config
+    facts: tuple = (
         config.mm_processor_kwargs,
         config.media_io_kwargs,
         config.video_pruning_rate,
         config.mm_encoder_attn_dtype,
     )
+    # Engines without these keep their records' names.
+    if config.is_multimodal_pruning_enabled() and config.video_pruning_method != "evs":
+        facts += (config.video_pruning_method,)
+    if config.mm_encoder_fp8_scale_path:
+        facts += (_file_digest(config.mm_encoder_fp8_scale_path),)
+    return facts
+
+
+def _file_digest(path: str) -> str:
+    return xxhash.xxh3_128_hexdigest(Path(path).read_bytes())

@@ -18,6 +18,7 @@ from marks import slow
 from lmcache_hybrid.storage.record import VERSION
 
 pytestmark = pytest.mark.engine
+AWAY = "is gone from|did not answer|does not say where"
 
 
 def on(*kinds: str) -> pytest.MarkDecorator:
@@ -58,7 +59,7 @@ def test_a_record_that_was_cut_off_is_never_served(site: Site, damage) -> None:
     """A value has its own length; a file's end leaves what was in the buffer before."""
     prompt = site.store()
     site.damage(prompt, damage, "%s0-")
-    cut = "is gone from RemoteBackend" if damage is records.emptied else "^length"
+    cut = "cannot be read from RemoteBackend" if damage is records.emptied else "^length"
     reason = cut if site.kind == "redis" else "^checksum|^magic"
     site.fails(lambda: site.engine.ask(prompt.ids), prompt, reason)
     site.serves(prompt)
@@ -186,9 +187,7 @@ def test_redis_killed_in_a_load_fails_it(site: Site) -> None:
         site.proxy.cut_after(size // 2)
 
     try:
-        site.fails(
-            lambda: site.engine.ask_held(prompt.ids, die), prompt, "is gone from|did not answer"
-        )
+        site.fails(lambda: site.engine.ask_held(prompt.ids, die), prompt, AWAY)
     finally:
         site.proxy.restore()
     site.recovers(prompt, seconds=30)
@@ -201,7 +200,7 @@ def test_redis_killed_between_lookup_and_load_and_restarted_empty(site: Site) ->
         site.fails(
             lambda: site.engine.ask_held(prompt.ids, site.server.terminate),
             prompt,
-            "is gone from|did not answer",
+            AWAY,
         )
     finally:
         site.server.start()
@@ -269,7 +268,7 @@ def test_redis_that_refuses_authentication_fails_a_load_and_then_misses(site: Si
         site.shelf.client.config_set("requirepass", "")
 
     try:
-        site.fails(lambda: site.engine.ask_held(prompt.ids, lock), prompt, "is gone from")
+        site.fails(lambda: site.engine.ask_held(prompt.ids, lock), prompt, AWAY)
         site.misses(prompt)
     finally:
         unlock()
@@ -308,7 +307,7 @@ def test_a_foreign_size_in_redis_fails_the_load(site: Site) -> None:
     site.shelf.client.set(prompt.record() + "metadata", b"\xff" * 28)
     site.serves(prompt)
     site.shelf.client.set(prompt.record() + "kv_bytes", bytes(64 << 20))
-    site.fails(lambda: site.engine.ask(prompt.ids), prompt, "is gone from")
+    site.fails(lambda: site.engine.ask(prompt.ids), prompt, "cannot be read from")
     site.serves(prompt)
 
 

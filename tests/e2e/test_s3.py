@@ -10,7 +10,7 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.parametrize("opened", ["s3"], indirect=True, scope="module"),
 ]
-AWAY = "is gone from|failed|did not answer"
+AWAY = "is gone from|failed|did not answer|does not say where"
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ AWAY = "is gone from|failed|did not answer"
         (records.flipped, "%s0-", "^checksum"),
         (records.flipped_in_header, "%a2-", "^header"),
         (records.truncated, "%s0-", "^length"),
-        (records.emptied, "%s0-", "is gone from RemoteBackend"),
+        (records.emptied, "%s0-", "cannot be read from RemoteBackend"),
     ],
     ids=["state", "header", "cut", "empty"],
 )

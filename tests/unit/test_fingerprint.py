@@ -131,6 +131,33 @@ FACTS = {
 }
 
 
+def media(**options) -> SimpleNamespace:
+    return SimpleNamespace(multimodal_config=MultiModalConfig(**options))
+
+
+def test_which_tokens_of_a_video_are_left_out_matters():
+    """Both methods leave equally many."""
+    evs, vidcom2 = (
+        module._multimodal(media(video_pruning_rate=0.5, video_pruning_method=method))
+        for method in ("evs", "vidcom2")
+    )
+    assert evs != vidcom2
+    assert module._multimodal(media(video_pruning_method="vidcom2")) == (
+        module._multimodal(media())
+    )
+
+
+def test_scales_of_a_vision_tower_matter_by_their_content(tmp_path):
+    found = []
+    for name, content in (("a", "1"), ("b", "2"), ("c", "1")):
+        file = tmp_path / f"{name}.json"
+        file.write_text(content)
+        made = media()
+        made.multimodal_config.mm_encoder_fp8_scale_path = str(file)
+        found.append(module._multimodal(made))
+    assert found[0] == found[2] != found[1] != module._multimodal(media())
+
+
 def speculative(draft, tokens: int = 2, method: str = "ngram") -> SimpleNamespace:
     return SimpleNamespace(
         method=method, num_speculative_tokens=tokens, draft_model_config=draft, model=None

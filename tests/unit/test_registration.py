@@ -34,6 +34,7 @@ def hooks_restored(monkeypatch):
     """vLLM's own classes as a new process has them; what the test hooks goes away with it."""
     for owner, name in (
         (VllmConfig, "_post_init_kv_transfer_config"),
+        (VllmConfig, "_resolve_mm_embedding_inputs"),
         (KVTransferConfig, "__post_init__"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)

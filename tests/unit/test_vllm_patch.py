@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig, MultiModalConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
 from vllm.v1.kv_cache_interface import (
@@ -290,6 +290,37 @@ def test_keys_beside_the_kv_cache_are_refused(monkeypatch):
     monkeypatch.setattr(config, "cache_config", SimpleNamespace(cache_dtype="octave_k3v4"))
     with pytest.raises(ValueError, match="kv_cache_dtype='octave_k3v4' .*; use .* auto"):
         configuration._refuse_unsound(config)
+
+
+def test_pruned_videos_are_refused_where_positions_depend_on_them(monkeypatch):
+    config = engine_config("qwen3_next")
+    media = MultiModalConfig(video_pruning_rate=0.5)
+    for mrope, refused in ((True, True), (False, False)):
+        model = SimpleNamespace(multimodal_config=media, uses_mrope=mrope, is_hybrid=True)
+        monkeypatch.setattr(config, "model_config", model)
+        ends = pytest.raises(ValueError, match="=0.5 .* remove --video")
+        with ends if refused else nullcontext():
+            configuration._refuse_unsound(config)
+
+
+@pytest.mark.parametrize(
+    "transfer, allowed",
+    [
+        ({"kv_connector": LMCACHE}, False),
+        ({"kv_connector": LMCACHE, "kv_role": "kv_consumer"}, False),
+        ({"kv_connector": "NixlConnector", "kv_role": "kv_both"}, True),
+    ],
+)
+def test_media_without_embeddings_end_no_engine(transfer, allowed):
+    """A cache may miss, so a client must send what it wants computed."""
+    config = engine_config("llama", connector=None)
+    config.model_config.multimodal_config = media = MultiModalConfig()
+    config.kv_transfer_config = KVTransferConfig(**transfer)
+    config._resolve_mm_embedding_inputs()
+    assert media.enable_mm_embeds is media.allow_missing_mm_embeddings is allowed
+    media.enable_mm_embeds = True  # as the user wrote it
+    config._resolve_mm_embedding_inputs()
+    assert media.enable_mm_embeds and media.allow_missing_mm_embeddings is allowed
 
 
 def test_a_random_hash_is_refused(monkeypatch):

@@ -114,6 +114,12 @@ VLLM = (
     Hook(_CONFIG, "KVTransferConfig.__post_init__", replaced_in=_CONFIGURATION),
     Hook(_CONFIG, "KVTransferConfig.kv_role", replaced_in=_CONFIGURATION),
     Hook(_CONFIG, "VllmConfig._post_init_kv_transfer_config", replaced_in=_CONFIGURATION),
+    Hook(_CONFIG, "VllmConfig._resolve_mm_embedding_inputs", replaced_in=_CONFIGURATION),
+    Hook(_CONFIG, "MultiModalConfig.allow_missing_mm_embeddings", replaced_in=_CONFIGURATION),
+    *attributes(_CONFIG, "MultiModalConfig", "video_pruning_method mm_encoder_fp8_scale_path"),
+    Hook(_CONFIG, "MultiModalConfig.is_multimodal_pruning_enabled"),
+    Hook(_CONFIG, "ModelConfig.uses_mrope"),
+    Hook(_CONFIG, "ECTransferConfig.is_ec_consumer"),
     Hook(
         _CONFIG,
         "VllmConfig.__post_init__",

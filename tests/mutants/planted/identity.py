@@ -15,6 +15,30 @@ PAGE_FACTS = "lmcache_hybrid/worker/page_facts.py"
 
 DEFECTS = (
     one(
+        "how tokens of a video are chosen does not count",
+        "lmcache_hybrid/worker/fingerprint.py",
+        "        facts += (config.video_pruning_method,)\n",
+        "        facts += ()\n",
+    ),
+    one(
+        "scales of a vision tower count by their path",
+        "lmcache_hybrid/worker/fingerprint.py",
+        "_file_digest(config.mm_encoder_fp8_scale_path)",
+        "config.mm_encoder_fp8_scale_path",
+    ),
+    one(
+        "clients may send media without embeddings",
+        "vllm_patch/configuration.py",
+        "        if not alone or (",
+        "        if alone or (",
+    ),
+    one(
+        "text behind a pruned video is at wrong positions",
+        "vllm_patch/configuration.py",
+        "    if pruned and config.model_config.uses_mrope:\n",
+        "    if False:\n",
+    ),
+    one(
         "pages of TurboQuant are taken for each other, whatever their layout",
         PAGE_FACTS,
         '    return {"struct of arrays": layer.impl._soa_store}\n',
