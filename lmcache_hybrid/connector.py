@@ -212,6 +212,7 @@ class HybridConnector:
             plan, options, unit, self._queue, policy, self._events, pins
         )
         self.scheduler.empty_steps = EmptySteps.of(parallel)
+        self.scheduler.runway = self._vllm_config.num_prefill_lookahead_tokens
         logger.info(
             "LMCache serves hybrid groups: blocks of %d tokens, attention groups %s, "
             "window groups %s, state groups %s.",

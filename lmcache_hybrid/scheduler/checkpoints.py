@@ -21,6 +21,9 @@ class Checkpoints:
         offered: whether vLLM offers the last boundary by itself, as it does with states.
         junction: where the request leaves what other requests computed, 0 for nowhere.
         end: the last boundary before the last known token; vLLM ends a step there anyway.
+        runway: known tokens that vLLM keeps behind the end of a step of a prefill, for a drafter
+            of several MTP modules. It shortens a step that leaves fewer, to no token at all.
+        known: tokens that were known at the start.
     """
 
     block_size: int
@@ -29,9 +32,12 @@ class Checkpoints:
     offered: bool = True
     junction: int = 0
     end: int = 0
+    runway: int = 0
+    known: int = 0
 
     def begin(self, num_tokens: int) -> None:
-        """Start over for a request of ``num_tokens`` tokens. Mutates ``end`` and ``junction``."""
+        """Start over for a request of ``num_tokens`` tokens. Keeps its settings only."""
+        self.known = num_tokens
         self.end = (num_tokens - 1) // self.block_size * self.block_size
         self.junction = 0
 
@@ -53,7 +59,11 @@ class Checkpoints:
             wanted.append(self.end)
         if self.decode:
             wanted.append(_next(max(computed, self.end), self.block_size))
-        return min(wanted, default=0)
+        return min((each for each in wanted if self._can_end(each)), default=0)
+
+    def _can_end(self, boundary: int) -> bool:
+        """Whether vLLM would end a step there."""
+        return not 0 < self.known - boundary < self.runway
 
 
 def _next(tokens: int, step: int) -> int:

@@ -94,6 +94,8 @@ class HybridScheduler:
         # Of these, what ranks have said of their failures.
         self._failures = FailedLoads({})
         self._epoch = 0
+        # See Checkpoints; with drafters of several MTP modules.
+        self.runway = 0
         self.closed = False
         self.ledger = Ledger("scheduler", SchedulerCounts())
         self._planner = SavePlanner(plan, options, self._hashes_per_block, self.ledger)
@@ -189,6 +191,7 @@ class HybridScheduler:
                 self._options.checkpoint_tokens,
                 self._options.save_decode,
                 offered=bool(self._plan.states),
+                runway=self.runway,
             )
             tracker = RequestTracker(
                 request, prefix or Prefix(()), unsaved is None, checkpoints, inner=inner

@@ -80,6 +80,7 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
                 policy if engine.setup.faster else None,
                 pins=Pins(engine.plan, records, pool_gib),
             )
+            self.scheduler.runway = vllm_config.num_prefill_lookahead_tokens
             self._client, self._queue = self, self  # what a reset asks of both
         else:
             rank = engine.ranks[SimConnector.rank]

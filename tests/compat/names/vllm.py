@@ -119,6 +119,7 @@ VLLM = (
     *attributes(_CONFIG, "MultiModalConfig", "video_pruning_method mm_encoder_fp8_scale_path"),
     Hook(_CONFIG, "MultiModalConfig.is_multimodal_pruning_enabled"),
     Hook(_CONFIG, "ModelConfig.uses_mrope"),
+    Hook(_CONFIG, "VllmConfig.num_prefill_lookahead_tokens"),
     Hook(_CONFIG, "ECTransferConfig.is_ec_consumer"),
     Hook(
         _CONFIG,
