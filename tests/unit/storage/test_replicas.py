@@ -14,6 +14,7 @@ from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.record import digests_of
 from lmcache_hybrid.storage.record_names import Replicas
+from lmcache_hybrid.storage.remote.connectors import unwrapped
 
 from ..helpers import payload_of, put
 from ..store_box import MAX_PAYLOAD, Box, N, flip, until
@@ -62,7 +63,7 @@ def values(one: Box) -> dict[str, int]:
     if one.kind == "redis":
         names = [name.decode() for name in one.redis.keys("*kv_bytes")]
         return {name: one.redis.strlen(name) for name in names}
-    return {file.name: file.stat().st_size for file in one.folder.iterdir()}
+    return {file.name: file.stat().st_size for file in one.folder.glob("*.data")}
 
 
 def assert_reads(one: Box, keys=KEYS) -> None:
@@ -164,7 +165,8 @@ def test_ranks_keep_pages_in_their_own_ram_beside_a_shared_store(ranks):
 def test_store_location_holds_for_such_pages_too(ranks, location, kept):
     _, second = ranks("fs", local_cpu=True, store_location=location)
     put(second.store, KEYS, MAX_PAYLOAD)
-    until(lambda: not second.backend.put_tasks, "the records were not written")
+    until(lambda: second.store.locate([STATE_KEY]), "the record was not written")
+    until(lambda: not unwrapped(second.backend.connection).writing, "more is being written")
     located = second.store.locate(KEYS)
     assert len(located) == kept and set(located.values()) == {location}
 
