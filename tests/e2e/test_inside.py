@@ -136,6 +136,9 @@ def test_short_prompts_hit_as_deep_as_in_vllms_own_cache_and_after_a_restart(
             assert engine.reads().keys() == {"LocalCPUBackend" if store is ram else backend}
             engine.settle()
         with start(family, model_dir, config) as engine:
+            # On a processor with AMX vLLM 0.32 ends with an illegal instruction where attention
+            # of one token is the first of its process.
+            engine.ask(prompts[0][:10], 1)
             check_all_hit(engine, family, prompts, cold)
             assert engine.reads().keys() == {backend}
 
