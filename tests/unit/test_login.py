@@ -123,7 +123,7 @@ def log_in(monkeypatch, tmp_path: Path, certificate: Path, kind: str) -> None:
 def written(filled: Box) -> Box:
     """What never arrives fails here as an assertion, not as a time that ran out."""
     put(filled.store, MANY, SIZE)
-    assert until(lambda: all(filled.store.locate([key]) for key in MANY), 10.0)
+    assert until(lambda: all(filled.store.locate([key]) for key in MANY), 30.0)
     filled.settle()
     return filled
 
