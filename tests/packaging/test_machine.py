@@ -243,7 +243,7 @@ def test_what_somebody_else_made_is_left_alone(machine: Machine) -> None:
 
 
 def test_a_failed_download_is_one_sentence_that_names_the_log(machine: Machine) -> None:
-    error = "error: Failed to fetch: `https://pypi.org/simple/lmcache/`\n  cause: no such host\n"
+    error = "error: Failed to fetch: `https://index.example/lmcache/`\n  cause: no such host\n"
     machine.script(machine.folder.parent / "uv", f"echo '{error}' >&2; exit 2\n")
     assert machine.refusal("demo") == (
         "Nothing runs before .venv is complete, and this failed: no such host; look in "
