@@ -78,7 +78,7 @@ def _default_kv_role() -> None:
 
 
 def _keep_missing_media_refused() -> None:
-    """Have this connector's engines refuse media without their embeddings, as without it.
+    """Have hybrid models refuse media without their embeddings, as without this connector.
 
     ``kv_both`` makes an engine a KV consumer, which vLLM trusts to receive all KV: it then takes
     embeddings from every client, and items that have none, and the first such item ends the
@@ -90,7 +90,8 @@ def _keep_missing_media_refused() -> None:
     def _resolve_mm_embedding_inputs(self: VllmConfig) -> None:
         transfer, encoders = self.kv_transfer_config, self.ec_transfer_config
         alone = transfer is not None and transfer.kv_connector == CONNECTOR
-        if not alone or (encoders is not None and encoders.is_ec_consumer):
+        served = self.model_config is not None and _is_hybrid(self)
+        if not (alone and served) or (encoders is not None and encoders.is_ec_consumer):
             return original(self)
         media = self.model_config and self.model_config.multimodal_config
         if media is not None:

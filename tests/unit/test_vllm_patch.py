@@ -304,16 +304,17 @@ def test_pruned_videos_are_refused_where_positions_depend_on_them(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "transfer, allowed",
+    "model, transfer, allowed",
     [
-        ({"kv_connector": LMCACHE}, False),
-        ({"kv_connector": LMCACHE, "kv_role": "kv_consumer"}, False),
-        ({"kv_connector": "NixlConnector", "kv_role": "kv_both"}, True),
+        ("qwen3_next", {"kv_connector": LMCACHE}, False),
+        ("qwen3_next", {"kv_connector": LMCACHE, "kv_role": "kv_consumer"}, False),
+        ("qwen3_next", {"kv_connector": "NixlConnector", "kv_role": "kv_both"}, True),
+        ("llama", {"kv_connector": LMCACHE}, True),  # LMCache's own adapter, as without us
     ],
 )
-def test_media_without_embeddings_end_no_engine(transfer, allowed):
+def test_media_without_embeddings_end_no_engine(model, transfer, allowed):
     """A cache may miss, so a client must send what it wants computed."""
-    config = engine_config("llama", connector=None)
+    config = engine_config(model, connector=None)
     config.model_config.multimodal_config = media = MultiModalConfig()
     config.kv_transfer_config = KVTransferConfig(**transfer)
     config._resolve_mm_embedding_inputs()

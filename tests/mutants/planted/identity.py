@@ -29,8 +29,8 @@ DEFECTS = (
     one(
         "clients may send media without embeddings",
         "vllm_patch/configuration.py",
-        "        if not alone or (",
-        "        if alone or (",
+        "        if not (alone and served) or (",
+        "        if (alone and served) or (",
     ),
     one(
         "text behind a pruned video is at wrong positions",
