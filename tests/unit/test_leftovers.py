@@ -129,7 +129,7 @@ def test_nothing_is_left_after(ending: str, workers: int, temporary: Path, tmp_p
         wait_for(lambda: not list(temporary.iterdir()), "the temporary folder holds something")
         wait_for(lambda: not Path("/dev/shm", shared).exists(), "shared memory is left")
         assert f"{temporary}/" not in Path("/proc/net/unix").read_text()
-        assert not tmp_path.joinpath("prometheus").exists()
+        wait_for(lambda: not tmp_path.joinpath("prometheus").exists(), "LMCache's folder is left")
     finally:
         for pid in (session.pid, *pids):
             with suppress(ProcessLookupError):
