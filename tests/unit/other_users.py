@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+import torch
 
 ALICE, BOB, GROUP = 41_001, 41_002, 41_000
 SECONDS = 90
@@ -24,7 +25,9 @@ needs_root = pytest.mark.skipif(
 
 
 def as_user(user: int, job: Callable[[], T], umask: int = 0o077) -> T:
-    """Call ``job`` in a child of this process.
+    """Call ``job`` in a child of this process, where PyTorch has one thread.
+
+    It would wait for those that the fork has left behind.
 
     Returns:
         What it returned, pickled.
@@ -33,6 +36,7 @@ def as_user(user: int, job: Callable[[], T], umask: int = 0o077) -> T:
     child = os.fork()
     if not child:
         try:
+            torch.set_num_threads(1)
             os.setgroups([GROUP])
             os.setgid(GROUP)
             os.setuid(user)
