@@ -12,6 +12,7 @@ worker (entry point ``vllm.general_plugins``), perhaps more than once.
 | ``copy_on_write`` | the copy on write of a block that a prompt hits in part (a repair, too) |
 | ``loaders`` | model and adapter loaders, so that they note what they have loaded |
 | ``events`` | the reset of vLLM's own cache, of which the connector is told (a repair, too) |
+| ``sessions`` | sessions of streaming input, whose next parts start over (repairs, too) |
 | ``sleep`` | the workers' sleep mode, of which the connector is told |
 | ``media`` | renderers in the API server, which mark how media are named |
 """
@@ -55,11 +56,20 @@ def _install() -> str | None:
         if problem is not None:
             return problem
         # Not before: on another version these imports may fail.
-        from vllm_patch import compat, configuration, connector, events, loaders, media
+        from vllm_patch import (
+            compat,
+            configuration,
+            connector,
+            events,
+            loaders,
+            media,
+            sessions,
+        )
 
         configuration.install()
         media.install()
         compat.install()
+        sessions.install()
         events.install()
         loaders.install()
         connector.install()

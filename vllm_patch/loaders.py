@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.identity.weights import LOADED, WeightsStream, tensors_identity
 from vllm_patch import copy_on_write as partial_hits
-from vllm_patch import sleep
+from vllm_patch import sessions, sleep
 from vllm_patch.configuration import is_ours
 
 if TYPE_CHECKING:
@@ -86,7 +86,9 @@ def _load_model(
     """Load the model, and note its weights where this connector is used."""
     if not is_ours(vllm_config):
         return load(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
-    partial_hits.copy_whole_pages()  # before the first step; the runner is imported by now
+    # Before the first step; the runner is imported by now.
+    partial_hits.copy_whole_pages()
+    sessions.forget_columns_of_parts()
     LOADED.note(model_config, None)
     with _noted(loader):
         model = load(vllm_config=vllm_config, model_config=model_config, prefix=prefix)

@@ -175,6 +175,10 @@ class HybridScheduler:
     def _track(self, request: "Request") -> RequestTracker:
         tracker = self._trackers.get(request.request_id)
         size = self._plan.block_size
+        if tracker is not None and tracker.prompt_tokens != request.num_prompt_tokens:
+            # The next part of a session has started over, see vllm_patch/sessions.py.
+            self.finished(request)
+            tracker = None
         if tracker is None:
             prefix = prefix_of(request, size, self._hashes_per_block)
             unsaved = why_unsaved(request, prefix, self._options)

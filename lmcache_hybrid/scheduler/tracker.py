@@ -118,6 +118,7 @@ class RequestTracker:
     """One request. Used by the scheduler's thread only.
 
     Attributes:
+        prompt_tokens: of the prompt that is tracked; a session's grows with each part.
         prefix: the prompt's whole blocks, and those of generated tokens as far as they
             are stored; empty where nothing may be cached.
         inner: tokens of the prompt up to its last boundary inside a block; 0 where none counts.
@@ -149,6 +150,10 @@ class RequestTracker:
     delayed: bool = False
     may_load: bool = True
     inner: int = 0
+    prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = self.request.num_prompt_tokens
 
     @property
     def claim(self) -> int:

@@ -49,6 +49,7 @@ AT_START: Signatures = {
         Scheduler._preempt_request(request, timestamp)
         Scheduler._request_remaining_blocks(request)
         Scheduler._update_from_kv_xfer_finished(kv_connector_output)
+        Scheduler._update_request_as_session(session, update)
         Scheduler._update_waiting_for_remote_kv(request)
         Scheduler.reset_prefix_cache(reset_running_requests, reset_connector)""",
     "vllm.v1.engine.input_processor": """
@@ -67,6 +68,8 @@ SERVING: Signatures = {
         Worker.sleep(level)
         Worker.update_weights(...)
         Worker.wake_up(tags)""",
+    "vllm.v1.worker.mamba_utils": """
+        cleanup_mamba_state_idx(scheduler_output, mamba_state_idx)""",
     "vllm.v1.worker.utils": """
         copy_kv_cache_blocks_inplace(kv_caches, num_blocks, kv_cache_block_copies)""",
     "lmcache.utils": "CacheEngineKey.with_new_worker_id(new_worker_id)",

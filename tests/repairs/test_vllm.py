@@ -11,7 +11,7 @@ import pytest
 import torch
 from sim.engine import SimEngine, install
 from sim.model import WrongBytes
-from sim.program import TRUNKS
+from sim.program import TRUNKS, Run, Tally
 from sim.reset import replace_weights, reset_all
 from sim.setup import Setup
 from sim.shrunk import SHRUNK
@@ -19,11 +19,13 @@ from sim.storage import N, Pool, close_storage
 from unit.helpers import STATE_SPEC, engine_config
 from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker import mamba_utils
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 import vllm_patch
-from vllm_patch import compat, events, sleep
+from vllm_patch import compat, events, sessions, sleep
 from vllm_patch import copy_on_write as partial_hits
 
 from .repair import Repair, shows_bug_of, without
@@ -94,6 +96,50 @@ def test_a_state_gets_the_hash_of_a_later_token(simulation):
 @shows_bug_of(compat.publish_ends_where_room_is)
 def test_a_load_inside_a_block_needs_more_than_was_reserved(simulation):
     return fails_without(simulation, compat.publish_ends_where_room_is)
+
+
+@shows_bug_of(sessions.start_parts_over)
+def test_a_part_goes_on_from_a_state_that_saw_its_last_token(simulation):
+    """With asynchronous scheduling the next step has computed that token."""
+    without(simulation, sessions.start_parts_over)
+    run = Run(Setup(groups="sa", blocks=80, batch=20 * N, overlap=True), Tally())
+    (engine,) = run.engines
+    engine.sessions.begin("session", A[: 2 * N + 3], 20)
+    stop = engine._truths["session"].token(2 * N + 6)
+    engine.requests["session"].sampling_params.stop_token_ids.append(stop)
+    while not engine.sessions.waits("session"):
+        engine.step()
+    engine.sessions.go_on("session", B[:N], 4)
+    try:
+        engine.drain()
+    except WrongBytes:
+        return True
+    return False
+
+
+@shows_bug_of(sessions.drop_output_of_preempted_sessions, fixed_in="0.33.0")
+def test_a_part_ends_while_its_session_is_preempted(simulation):
+    without(simulation, sessions.drop_output_of_preempted_sessions)
+    run = Run(Setup(groups="sa", blocks=80, batch=20 * N, overlap=True), Tally())
+    (engine,) = run.engines
+    engine.sessions.begin("session", A[: 2 * N + 3], 20, stops=range(50))
+    request = engine.requests["session"]
+    while not request.num_output_placeholders:
+        engine.step()
+    engine.scheduler.running.remove(request)
+    engine.scheduler._preempt_request(request, 0.0)
+    engine._finish_step()
+    queues = (*engine.scheduler.waiting, *engine.scheduler.kv_holding_waiting)
+    return request not in queues
+
+
+@shows_bug_of(sessions.forget_columns_of_parts)
+def test_the_v1_runner_keeps_the_column_of_a_part_that_has_ended():
+    columns = {"session": 5}
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = [SimpleNamespace(req_id="session")]
+    inspect.unwrap(mamba_utils.cleanup_mamba_state_idx)(output, columns)
+    return bool(columns)
 
 
 @shows_bug_of(compat.keep_restored_states)

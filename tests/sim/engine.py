@@ -11,6 +11,7 @@ device and each rank has threads, see :mod:`tests.sim.device`.
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from unittest import mock
 
@@ -36,12 +37,14 @@ from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.scheduler import patience
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.worker import loads
+from vllm_patch import sessions
 
 from . import device, integrity, orders, saves
 from .connector import SimConnector
 from .device import Device
 from .flight import Flight
 from .model import ToyRank
+from .sessions import Sessions
 from .setup import Setup, base_config
 from .storage import ManualExecutor, N, Pool, RankView, make_stores, storage
 from .threads import Threads
@@ -60,6 +63,7 @@ class Stuck(AssertionError):
 def install(patch) -> None:
     """Put the parts of the simulation in place, until pytest undoes ``patch``."""
     patch.setattr(lmcache_hybrid.connector, "HybridConnector", SimConnector)
+    sessions.forget_columns_of_parts()  # as each worker does
     patch.setattr(loads, "IDLE_WAIT_SECONDS", 0)
     patch.setattr(patience, "IDLE_SECONDS", 0)
     patch.setattr(patience, "BUSY_SECONDS", (0.0, 0.0))
@@ -127,6 +131,7 @@ class SimEngine:
         aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, setup.ranks)
         self._depth = config.max_concurrent_batches
         self._queue = Flight(self.ranks, setup.stages, self._truths, aggregator)
+        self.sessions = Sessions(self)
 
     def _checkpoints(self, config, kv_cache_config, block_size: int):
         """(offset, column) of a chunk's checkpoint, as vLLM's backends find them."""
@@ -178,22 +183,35 @@ class SimEngine:
     # What a program does to an engine
 
     def add(
-        self, request_id: str, prompt: list[int], output: int, salt: str = "", priority: int = 0
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        output: int,
+        salt: str = "",
+        priority: int = 0,
+        stops: Sequence[int] = (),
+        resumable: bool = False,
     ) -> None:
-        """A new request; ``output`` tokens are generated."""
-        self._truths[request_id] = Truth(
-            prompt, salt, self.setup.longest + 3 * self.setup.drafts + 3
-        )
+        """A new request; ``output`` tokens are generated, or those up to one of ``stops``."""
+        self._truths[request_id] = Truth(prompt, salt, self.room)
         self.requests[request_id] = request = Request(
             request_id=request_id,
-            prompt_token_ids=prompt,
-            sampling_params=SamplingParams(max_tokens=output, ignore_eos=True),
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(
+                max_tokens=output, ignore_eos=True, stop_token_ids=list(stops)
+            ),
             pooling_params=None,
             cache_salt=salt or None,
             priority=priority,
             block_hasher=self._hasher,
+            resumable=resumable,
         )
         self.scheduler.add_request(request)
+
+    @property
+    def room(self) -> int:
+        """Most tokens of a request, those included that steps ahead compute for nothing."""
+        return self.setup.longest + 3 * self.setup.drafts + 3
 
     @property
     def live(self) -> list[str]:
@@ -329,11 +347,12 @@ class SimEngine:
                 rank.device.breaking = 0
 
     def drain(self) -> None:
-        """Run until every request has ended.
+        """Run until every request has ended; sessions get no part more.
 
         Raises:
             Stuck: after PATIENCE steps without one that ends.
         """
+        self.sessions.end()
         idle = 0
         while self.scheduler.has_requests() or self._queue:
             if not self.scheduler.has_requests():

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker import mamba_utils
 
 from .device import Device, Point, Stream
 from .orders import V1, V2
@@ -227,12 +228,14 @@ class ToyRank:
         for new in output.scheduled_new_reqs:
             known = len(new.prefill_token_ids or new.prompt_token_ids)
             self.resumed += known > len(new.prompt_token_ids)
-            # With the V2 runner also those that go on after a preemption.
+            # With the V2 runner also those that go on after a preemption; a session's next parts.
+            last = self.requests.get(new.req_id)
             self.requests[new.req_id] = _Running(
                 truths[new.req_id],
                 tuple(list(ids) for ids in new.block_ids),
                 new.num_computed_tokens,
                 known,
+                last.state_index if last and isinstance(self.order, V1) else None,
             )
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
@@ -248,10 +251,16 @@ class ToyRank:
                 request.computed = request.reached
                 continue
             request.computed = cached.num_computed_tokens[i]
-            request.known = truths[request_id].prompt_length + cached.num_output_tokens[i]
-        for request_id in (*(output.preempted_req_ids or ()), *cached.resumed_req_ids):
-            if request_id in self.requests:
-                self.requests[request_id].state_index = None
+            request.known = request.truth.prompt_length + cached.num_output_tokens[i]
+        if isinstance(self.order, V1) and output.total_num_scheduled_tokens:
+            self._forget_columns(output)
+
+    def _forget_columns(self, output: SchedulerOutput) -> None:
+        """As the V1 runner: of the requests in this step, by vLLM's own function."""
+        columns = {request_id: each.state_index for request_id, each in self.requests.items()}
+        mamba_utils.cleanup_mamba_state_idx(output, columns)
+        for request_id, each in self.requests.items():
+            each.state_index = columns.get(request_id)
 
     def _move_states(self, request: _Running, count: int) -> None:
         """The running state is kept at the last block; copy it there."""

@@ -21,6 +21,8 @@ from .truth import VOCABULARY
 # Prompts are prefixes of these; a branch leaves its trunk at some token.
 TRUNKS = [random.Random(seed).choices(range(VOCABULARY), k=400) for seed in range(3)]
 SALTS = ("", "", "", "tenant")
+# One token of five ends a part of a session, and some requests.
+STOPS = range(0, VOCABULARY, 5)
 
 
 @dataclass
@@ -93,6 +95,8 @@ _VERBS = (
     ["step"] * 20
     + ["add"] * 8
     + ["again"] * 14
+    + ["part"] * 8
+    + ["open"] * 3
     + ["load", "begin", "hold", "abort"] * 2
     + ["reset"] * 3
     + ["reset running", "clear", "reload", "reload", "lose", "lose many", "shrink", "restart"]
@@ -216,7 +220,30 @@ class Run:
     def _submit(self, engine: SimEngine, prompt: list[int], output: int, x: int, y: int) -> None:
         self._added += 1
         salt = SALTS[(x >> 12) % len(SALTS)]
-        engine.add(f"r{self._added}", prompt, output, salt, priority=(y >> 10) % 3)
+        stops = STOPS if x >> 14 == 3 else ()
+        engine.add(f"r{self._added}", prompt, output, salt, (y >> 10) % 3, stops)
+
+    def _open(self, engine: SimEngine, x: int, y: int) -> None:
+        """A session begins; its first part leaves room for others."""
+        self._added += 1
+        output = 1 + y % 8
+        length = max(1, min(engine.setup.longest // 4, (x % 8) * N + (x >> 4) % 3 - 1))
+        prompt, salt = TRUNKS[x % len(TRUNKS)][:length], SALTS[(x >> 12) % len(SALTS)]
+        if length + output <= engine.setup.longest:
+            name, priority = f"session{self._added}", (y >> 10) % 3
+            engine.sessions.begin(name, prompt, output, salt, priority, STOPS)
+
+    def _part(self, engine: SimEngine, x: int, y: int) -> None:
+        """A session's next part, while the last one runs or when it has ended."""
+        live = engine.sessions.live
+        if not live:
+            return
+        name = live[x % len(live)]
+        self._prompts.append(list(engine.requests[name].all_token_ids))
+        length, output = 1 + (x >> 4) % (2 * N), 1 + y % 8
+        if engine.sessions.asked[name] + length + output <= engine.setup.longest:
+            prompt = TRUNKS[(y >> 4) % len(TRUNKS)][:length]
+            engine.sessions.go_on(name, prompt, output, STOPS if y >> 15 else ())
 
     def _load(self, engine: SimEngine, x: int, y: int) -> None:
         engine.load(x)

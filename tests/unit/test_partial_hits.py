@@ -11,7 +11,7 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import model_runner
 
 from vllm_patch import copy_on_write as partial_hits
-from vllm_patch import loaders
+from vllm_patch import loaders, sessions
 from vllm_patch.configuration import CONNECTOR
 from vllm_patch.copy_on_write import copy_whole_pages, without_covered
 
@@ -78,10 +78,11 @@ def test_a_step_without_copies_looks_at_nothing():
     gpu_model_runner.copy_kv_cache_blocks_inplace(iter(()), BLOCKS, [])
 
 
-@pytest.mark.parametrize("connector, repaired", [(CONNECTOR, 1), ("NixlConnector", 0)])
+@pytest.mark.parametrize("connector, repaired", [(CONNECTOR, 2), ("NixlConnector", 0)])
 def test_an_engine_with_this_connector_is_repaired_and_no_other(connector, repaired, monkeypatch):
     calls: list[bool] = []
     monkeypatch.setattr(partial_hits, "copy_whole_pages", lambda: calls.append(True))
+    monkeypatch.setattr(sessions, "forget_columns_of_parts", lambda: calls.append(True))
     transfer = KVTransferConfig(kv_connector=connector, kv_role="kv_both")
     loader = SimpleNamespace(load_weights=lambda model, model_config: None)
     config = SimpleNamespace(kv_transfer_config=transfer)

@@ -5,6 +5,7 @@ from tests.compat.names.resolver import Hook, attributes
 
 _CONFIGURATION = "vllm_patch/configuration.py"
 _COMPAT = "vllm_patch/compat.py"
+_SESSIONS = "vllm_patch/sessions.py"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _OUTPUT = "vllm.v1.core.sched.output"
 _REQUEST = "vllm.v1.request"
@@ -236,6 +237,41 @@ VLLM = (
         replaced_in=_COMPAT,
     ),
     Hook(_SCHEDULER, "Scheduler._preempt_request", replaced_in=_COMPAT),
+    # vllm_patch/sessions.py
+    Hook(
+        _SCHEDULER,
+        "Scheduler._handle_stopped_request",
+        ("request",),
+        holds=(
+            "request.num_stale_output_tokens = request.num_in_flight_tokens",
+            "self._update_request_as_session(request, update)",
+        ),
+    ),
+    Hook(
+        _SCHEDULER,
+        "Scheduler._update_request_as_session",
+        ("session", "update"),
+        holds=("session.status = RequestStatus.WAITING",),
+        replaced_in=_SESSIONS,
+    ),
+    Hook(_SCHEDULER, "Scheduler._preempt_request", replaced_in=_SESSIONS),
+    Hook(
+        "vllm.v1.worker.mamba_utils",
+        "cleanup_mamba_state_idx",
+        ("scheduler_output", "mamba_state_idx"),
+        replaced_in=_SESSIONS,
+    ),
+    *attributes(
+        _SCHEDULER,
+        "Scheduler",
+        "_free_request_blocks aux_output_connector encoder_cache_manager kv_cache_config "
+        "kv_holding_waiting",
+    ),
+    *attributes(
+        _REQUEST,
+        "Request",
+        "resumable spec_token_ids is_prefill_chunk",
+    ),
     Hook(
         _SCHEDULER,
         "Scheduler._mamba_block_aligned_split",

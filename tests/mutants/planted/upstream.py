@@ -8,6 +8,7 @@ CONFIG = "vllm_patch/configuration.py"
 CONNECTOR = "vllm_patch/connector.py"
 VERSIONS = "lmcache_hybrid/upstream/versions.py"
 SIGNATURES = "lmcache_hybrid/upstream/signatures.py"
+SESSIONS = "vllm_patch/sessions.py"
 HOME = "lmcache_hybrid/upstream/lmcache_home.py"
 
 DEFECTS = (
@@ -215,5 +216,41 @@ DEFECTS = (
         "vllm_patch/loaders.py",
         "    partial_hits.copy_whole_pages()",
         "    partial_hits",
+    ),
+    one(
+        "a session's next part goes on from a state that saw a discarded token",
+        SESSIONS,
+        "    start_parts_over()\n    drop",
+        "    drop",
+    ),
+    one(
+        "drafts for a part that has ended count as the next part's",
+        SESSIONS,
+        "    session.spec_token_ids, session.is_prefill_chunk = [], True\n",
+        "",
+    ),
+    one(
+        "a session's part ends while it is preempted",
+        SESSIONS,
+        "start_parts_over()\n    drop_output_of_preempted_sessions()\n",
+        "start_parts_over()\n",
+    ),
+    one(
+        "a part that starts over counts as preempted",
+        SESSIONS,
+        "    session.num_preemptions = 0\n",
+        "",
+    ),
+    one(
+        "the V1 runner keeps where a session's last part had its state",
+        "vllm_patch/loaders.py",
+        "    sessions.forget_columns_of_parts()\n",
+        "",
+    ),
+    one(
+        "a session's later parts are stored as far as its first prompt goes",
+        "lmcache_hybrid/scheduler/scheduler.py",
+        "tracker.prompt_tokens != request.num_prompt_tokens",
+        "tracker.prompt_tokens < 0",
     ),
 )
