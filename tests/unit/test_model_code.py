@@ -96,6 +96,9 @@ def test_bases_parts_and_quantisation_methods_count(site, config):  # noqa: F811
     quantised.quant_method = type("Method", (QuantizeMethodBase,), method)()
     for part in (derived, within, quantised):
         assert code_of(config, part) == ["plugged-kit==1.2"]
+    of_plugin = {"__module__": model.__module__, "model_type": "mine"}
+    config.model_config.hf_config = type("Config", (transformers.PretrainedConfig,), of_plugin)()
+    assert code_of(config) == ["plugged-kit==1.2"]
 
 
 def test_what_vllm_ships_counts_with_vllm_only(config):
