@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes which weights and LoRA adapters vLLM has loaded, for the fingerprint.
+"""Notes which weights, classes and LoRA adapters vLLM has loaded, for the fingerprint.
 
 vLLM reads weights in many ways and from many places. Nearly all end in
 ``model.load_weights(tensors)``; what goes through there counts. For adapters see
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lmcache_hybrid.identity.adapters import ADAPTERS
+from lmcache_hybrid.identity.model_code import classes_of
 from lmcache_hybrid.identity.weights import LOADED, WeightsStream, tensors_identity
 from vllm_patch import copy_on_write as partial_hits
 from vllm_patch import sessions, sleep
@@ -93,7 +94,7 @@ def _load_model(
     with _noted(loader):
         model = load(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
     if LOADED.of(model_config) is None and type(loader).__name__ in _WHOLE:
-        LOADED.note(model_config, tensors_identity(model))
+        LOADED.note(model_config, tensors_identity(model), classes_of(model))
     if hasattr(model, "load_weights"):
         model.load_weights = _changing(model.load_weights)
     _count_reloads()
@@ -145,7 +146,7 @@ def _noted(loader: "BaseModelLoader") -> Iterator[None]:
         stream = WeightsStream()
         with _streamed(model, stream):
             load_weights(model, model_config)
-        LOADED.note(model_config, stream.identity(model))
+        LOADED.note(model_config, stream.identity(model), classes_of(model))
 
     loader.load_weights = noting
     try:

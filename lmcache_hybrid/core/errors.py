@@ -25,6 +25,10 @@ class UnknownWeightsError(UnknownContentError):
     """Nobody knows which weights were loaded."""
 
 
+class UnknownCodeError(UnknownContentError):
+    """Nobody knows which code computes a model."""
+
+
 class UnknownPagesError(UnknownContentError):
     """Nobody knows how pages are laid out."""
 

@@ -9,11 +9,27 @@ from functools import cache
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, PackageNotFoundError, packages_distributions
 from pathlib import Path
+from types import FunctionType
 
 import xxhash
 
 # Files that decide what a package does; kernels are compiled.
 _CODE = (".py", ".so", ".pyd")
+# Given out by Python itself, or made up on the spot.
+_NO_PACKAGE = ("builtins", "__main__", "__mp_main__")
+
+
+def homes(code: type) -> set[str]:
+    """Modules that a class is written in.
+
+    One that was derived on the spot, as vLLM does with ``type()``, says ``abc``: it is written
+    where its base and its own functions are.
+    """
+    if code.__module__ != "abc":
+        return {code.__module__}
+    kinds = (FunctionType, staticmethod, classmethod)
+    own = {each.__module__ for each in vars(code).values() if isinstance(each, kinds)}
+    return own | (homes(code.__mro__[1]) if len(code.__mro__) > 1 else set())
 
 
 @cache
@@ -26,9 +42,11 @@ def code_identity(module: str) -> str | None:
     Returns:
         Distribution and version. Where there is none, or the distribution's files are those of
         a checkout (an editable install), also a digest of all code of the outermost package.
-        None where nobody can tell: the module has no files.
+        None where nobody can tell: the module has no files, or is the program that was started.
     """
     top = module.partition(".")[0]
+    if top in _NO_PACKAGE:
+        return None
     names, editable = _distributions(top)
     if names and not editable:
         return " ".join(names)

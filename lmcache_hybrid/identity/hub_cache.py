@@ -66,6 +66,17 @@ def snapshot_of(name: str, commit: str) -> Snapshot:
     return Snapshot(name, commit, Path(constants.HF_HUB_CACHE).joinpath(*place))
 
 
+def main_commit(name: str) -> str | None:
+    """The commit that a name's main branch was last seen at; None where none of it is cached."""
+    from huggingface_hub import constants
+
+    place = f"models--{name.replace('/', '--')}", "refs", "main"
+    try:
+        return Path(constants.HF_HUB_CACHE).joinpath(*place).read_text().strip()
+    except FileNotFoundError:
+        return None
+
+
 def are_as_listed(files: Mapping[str, Path], listed: Mapping[str, str]) -> bool:
     """Whether files of a snapshot, by their paths in it, have the content that the Hub listed."""
     return all(_has(file, listed.get(name, "")) for name, file in files.items())

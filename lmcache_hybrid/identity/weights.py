@@ -7,10 +7,11 @@ Paths do not count: different weights get different names, copies share one.
 import os
 import re
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import xxhash
@@ -123,8 +124,18 @@ def tensors_identity(model: nn.Module) -> str | None:
     return found and f"tensors {found}"
 
 
+class _Loaded(NamedTuple):
+    """See :meth:`LoadedWeights.note`."""
+
+    owner: weakref.ref
+    identity: str
+    classes: frozenset[type]
+
+
 class LoadedWeights:
-    """Which weights this process has loaded, by vLLM's ``ModelConfig`` object.
+    """Which weights this process has loaded, and into which classes.
+
+    By vLLM's ``ModelConfig`` object.
 
     Written by the thread that loads and runs the model; any thread may read. An entry lives as
     long as its configuration. A reload in place does not change it, see
@@ -138,18 +149,34 @@ class LoadedWeights:
     def __init__(self) -> None:
         self.changes = 0
         self.discarded = False
-        self._identities: dict[int, tuple[weakref.ref, str]] = {}
+        self._loaded: dict[int, _Loaded] = {}
 
-    def note(self, model_config: Any, identity: str | None) -> None:
-        """Keep what was loaded for a model; None forgets it."""
-        self._identities.pop(id(model_config), None)
+    def note(
+        self, model_config: Any, identity: str | None, classes: frozenset[type] = frozenset()
+    ) -> None:
+        """Keep what was loaded for a model; None forgets it.
+
+        Args:
+            classes: what the model is made of.
+        """
+        self._loaded.pop(id(model_config), None)
         if identity is not None:
-            self._identities[id(model_config)] = (weakref.ref(model_config), identity)
+            loaded = _Loaded(weakref.ref(model_config), identity, classes)
+            self._loaded[id(model_config)] = loaded
 
     def of(self, model_config: Any) -> str | None:
-        """What was noted for this very object; None where nothing was."""
-        owner, identity = self._identities.get(id(model_config), (lambda: None, None))
-        return identity if owner() is model_config else None
+        """The identity that was noted for this very object; None where nothing was."""
+        loaded = self._of(model_config)
+        return loaded and loaded.identity
+
+    def classes_of(self, model_config: Any) -> frozenset[type]:
+        """The classes that were noted for this very object; none where nothing was."""
+        loaded = self._of(model_config)
+        return loaded.classes if loaded is not None else frozenset()
+
+    def _of(self, model_config: Any) -> _Loaded | None:
+        loaded = self._loaded.get(id(model_config))
+        return loaded if loaded is not None and loaded.owner() is model_config else None
 
 
 LOADED = LoadedWeights()
@@ -157,8 +184,19 @@ LOADED = LoadedWeights()
 _PROBLEM = "problem"
 
 
-def weights_identity(vllm_config: "VllmConfig", problem: str | None = None) -> dict[str, list[str]]:
-    """Name the weights of model and draft model on all ranks.
+def models_of(vllm_config: "VllmConfig") -> dict[str, Any]:
+    """The configurations of the model and, where there is one, of the draft model."""
+    speculative = vllm_config.speculative_config
+    draft = speculative.draft_model_config if speculative is not None else None
+    return {"model": vllm_config.model_config, **({"draft model": draft} if draft else {})}
+
+
+def weights_identity(
+    vllm_config: "VllmConfig",
+    problem: str | None = None,
+    code: Mapping[str, list[str]] = MappingProxyType({}),
+) -> dict[str, list[str]]:
+    """Name the weights of model and draft model on all ranks, and what computes with them.
 
     A rank's pages depend on the other ranks' weights too. A collective call: every rank
     makes it once, after its model is loaded, and also one that has a problem: the others would
@@ -166,17 +204,18 @@ def weights_identity(vllm_config: "VllmConfig", problem: str | None = None) -> d
 
     Args:
         problem: why this rank can serve nothing, as a part of a sentence.
+        code: this rank's code from outside vLLM, see :func:`.model_code`.
 
     Raises:
         UnknownWeightsError: on every rank, where any rank has a problem, or does not know what
             it has loaded.
     """
-    speculative = vllm_config.speculative_config
-    draft = speculative.draft_model_config if speculative is not None else None
-    models = {"model": vllm_config.model_config, **({"draft model": draft} if draft else {})}
+    models = models_of(vllm_config)
     # A rank that joins later gets its weights from others after it has loaded made-up ones.
     elastic = vllm_config.parallel_config.enable_elastic_ep
     own = {label: None if elastic else LOADED.of(config) for label, config in models.items()}
+    for label, names in code.items():
+        own[label] = own[label] and f"{own[label]} by {', '.join(names)}"
     ranks = _of_all_ranks(own if problem is None else {_PROBLEM: problem})
     for rank, said in enumerate(ranks):
         if said.get(_PROBLEM) is not None:
@@ -237,7 +276,7 @@ def _files_identity(model_config: Any) -> str:
     model, path = model_config.model, Path(model_config.model)
     snapshot: Snapshot | None
     if path.exists():
-        files = _files_in(path.parent if path.is_file() else path)
+        files = _files_in(folder_of(model_config))
         snapshot = snapshot_at(path)
         listed = snapshot.listed() if snapshot is not None else None
         # What is missing may be read from another place, or be made up by a default. Code in a
@@ -253,6 +292,18 @@ def _files_identity(model_config: Any) -> str:
         content = content_of(file)
         digest.update(f"{name} {len(content)}\n".encode(errors="surrogateescape") + content)
     return digest.hexdigest()
+
+
+def folder_of(model_config: Any) -> Path:
+    """Where the files beside the weights are, or would be.
+
+    Raises:
+        UnknownWeightsError: neither a folder nor a commit is known.
+    """
+    path = Path(model_config.model)
+    if path.exists():
+        return path.parent if path.is_file() else path
+    return snapshot_of(model_config.model, _commit(model_config)).folder
 
 
 def _counted(names: Iterable[str]) -> set[str]:

@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 
 from lmcache_hybrid.core.errors import UnknownContentError
 from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.identity.model_code import model_code
 from lmcache_hybrid.identity.weights import files_identity, weights_identity
 from lmcache_hybrid.storage import record
 from lmcache_hybrid.storage.record_names import Replicas
@@ -85,17 +86,19 @@ def fingerprints(
         UnknownContentError: on every rank: nothing may be stored or loaded.
     """
     facts: dict[str, Any] = {}
+    code: dict[str, list[str]] = {}
     salt = b""
     if problem is None:
         # All that may fail on one rank alone comes before the first collective call.
         try:
             facts, salt = _plain(_facts(vllm_config, plan, pages)), os.urandom(SALT_BYTES)
+            code = model_code(vllm_config)
         except UnknownContentError as error:
             problem = str(error)
         except Exception as error:
             logger.debug("No fingerprint", exc_info=True)
             problem = f"what names its records cannot be found out: {error!r}"
-    facts["weights"] = weights_identity(vllm_config, problem)
+    facts["weights"] = weights_identity(vllm_config, problem, code)
     return _digest(facts), _replicas(vllm_config, plan, facts, salt)
 
 

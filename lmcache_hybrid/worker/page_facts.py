@@ -11,14 +11,13 @@ import platform
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib.resources import files
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
 
 from lmcache_hybrid.core.errors import UnknownPagesError
-from lmcache_hybrid.identity.code import code_identity
+from lmcache_hybrid.identity.code import code_identity, homes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,8 +27,6 @@ REVIEWED_FILE = "reviewed_backends.txt"
 KERNELS = {"rocm": "aiter", "xpu": "vllm_xpu_kernels"}
 # Tokens, and values that differ from each other, of a block that shows how a kernel packs it.
 PROBED_TOKENS, PROBED_VALUES = 64, 251
-# Given out by Python itself, or made up on the spot.
-_NO_PACKAGE = ("builtins", "__main__")
 
 
 def page_facts(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, Any]:
@@ -102,11 +99,10 @@ def _origin(code: type) -> str | None:
         UnknownPagesError: nobody can tell.
     """
     names = []
-    for module in sorted(_homes(code)):
-        top = module.partition(".")[0]
-        if top == "vllm":
+    for module in sorted(homes(code)):
+        if module.partition(".")[0] == "vllm":
             continue
-        identity = None if top in _NO_PACKAGE else code_identity(module)
+        identity = code_identity(module)
         if identity is None:
             raise UnknownPagesError(
                 f"the code of {code.__module__}.{code.__qualname__}, which writes pages, belongs "
@@ -115,19 +111,6 @@ def _origin(code: type) -> str | None:
             )
         names.append(identity)
     return " ".join(names) or None
-
-
-def _homes(code: type) -> set[str]:
-    """Modules that a class is written in.
-
-    One that was derived on the spot, as vLLM does with ``type()``, says ``abc``: it is written
-    where its base and its own functions are.
-    """
-    if code.__module__ != "abc":
-        return {code.__module__}
-    kinds = (FunctionType, staticmethod, classmethod)
-    own = {each.__module__ for each in vars(code).values() if isinstance(each, kinds)}
-    return own | _homes(code.__mro__[1])
 
 
 @cache

@@ -338,6 +338,14 @@ def test_facts_of_pages_matter_and_none_leaves_the_text_as_it_was(made, monkeypa
     assert len({module._digest(each) for each in found}) == 3
 
 
+def test_code_from_outside_matters_and_none_leaves_the_text_as_it_was(made, monkeypatch):
+    found = [of(made)]
+    for code in ({}, {"model": ["plugged-kit==1"]}, {"model": ["plugged-kit==2"]}):
+        monkeypatch.setattr(module, "model_code", lambda config, code=code: code)
+        found.append(of(made))
+    assert found[0] == found[1] and len(set(found)) == 3
+
+
 def test_versions_matter(made, monkeypatch):
     before = of(made)
     monkeypatch.setattr(module.record, "VERSION", 99)

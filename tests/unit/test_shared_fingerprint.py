@@ -26,7 +26,7 @@ def replicas(config, monkeypatch, rank: int = 0, others=(), plan: GroupPlan = LA
     config.parallel_config.rank, config.parallel_config.world_size = rank, first + world
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("vllm.distributed.parallel_state.get_tp_group", lambda: group)
-    monkeypatch.setattr(module, "weights_identity", lambda config, problem: "weights")
+    monkeypatch.setattr(module, "weights_identity", lambda config, problem, code: "weights")
 
     def all_gather_object(ranks, own, group):
         assert group == "cpu" and len(ranks) == world

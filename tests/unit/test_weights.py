@@ -316,9 +316,9 @@ def test_an_identity_ends_with_its_configuration():
     notes = weights.LoadedWeights()
     config = nn.Module()
     notes.note(config, "weights")
-    [(ref, _)] = notes._identities.values()
+    [loaded] = notes._loaded.values()
     del config
-    assert ref() is None
+    assert loaded.owner() is None
     for _ in range(100):
         assert notes.of(nn.Module()) is None
 

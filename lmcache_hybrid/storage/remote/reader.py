@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 from lmcache.utils import CacheEngineKey
@@ -19,7 +19,7 @@ from lmcache_hybrid.core.threads import started
 if TYPE_CHECKING:
     from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
-# Reads in flight at once.
+# Reads in flight at once, of one load and of all.
 READERS = 4
 # A read that failed after so much of blocking_timeout_secs has timed out: the client of the
 # store has a timeout of its own, which may end a moment earlier.
@@ -43,6 +43,7 @@ class RemoteReader:
     ) -> list[MemoryObj | None]:
         """Read values, up to the first that fails.
 
+        The next read starts as soon as one ends, whichever it is.
         ``batched_get_blocking`` would lose the buffers beside a failed read.
 
         Args:
@@ -67,14 +68,18 @@ class RemoteReader:
                 self._silent = now
             return memory
 
-        memories: list[MemoryObj | None] = []
+        jobs: list[Future[MemoryObj | None]] = []
+        running: set[Future[MemoryObj | None]] = set()
         pool, patience = self._pool(), backend.config.blocking_timeout_secs
         pace, here = reading().pace, contextvars.copy_context()
-        for start in range(0, len(keys), READERS):
-            some = keys[start : start + READERS]
-            memories += pool.map(lambda key: here.copy().run(read, key), some)
-            if None in memories or pace.late:
-                break
+        for key in keys:
+            if len(running) == READERS:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                if pace.late or any(job.result() is None for job in done):
+                    break
+            jobs.append(pool.submit(here.copy().run, read, key))
+            running.add(jobs[-1])
+        memories = [job.result() for job in jobs]
         late, silent = pace.late, None in memories and self._silent >= promised
         if late or silent:
             for memory in memories:

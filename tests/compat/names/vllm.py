@@ -399,6 +399,8 @@ VLLM = (
     *attributes(_CONFIG, "VllmConfig", "model_config load_config mamba_config additional_config"),
     *attributes(_CONFIG, "VllmConfig", "parallel_config lora_config compilation_config"),
     *attributes(_CONFIG, "ModelConfig", "model model_impl model_class_overrides"),
+    *attributes(_CONFIG, "ModelConfig", "hf_config_path trust_remote_code"),
+    Hook("vllm.model_executor.layers.linear", "LinearBase.quant_method"),
     *attributes(
         _CONFIG, "ModelConfig", "revision code_revision quantization quantization_config dtype"
     ),

@@ -12,6 +12,7 @@ FRONTEND = "vllm_patch/media.py"
 CONNECTOR = "lmcache_hybrid/connector.py"
 
 PAGE_FACTS = "lmcache_hybrid/worker/page_facts.py"
+MODEL_CODE = "lmcache_hybrid/identity/model_code.py"
 
 DEFECTS = (
     one(
@@ -67,6 +68,90 @@ DEFECTS = (
         PAGE_FACTS,
         "    if outside:\n        return ()\n",
         "    return ()\n",
+    ),
+    one(
+        "a plugin's model class counts by its name only",
+        MODEL_CODE,
+        "        elif top not in _VLLM and module != _ACTIVATIONS:\n",
+        "        elif False:\n",
+    ),
+    one(
+        "the bases of a model class do not count",
+        MODEL_CODE,
+        "        for base in code.__mro__:\n",
+        "        for base in code.__mro__[:1]:\n",
+    ),
+    one(
+        "a plugin's quantisation methods do not count",
+        MODEL_CODE,
+        "{type(each) for each in methods if each is not None}",
+        "frozenset()",
+    ),
+    one(
+        "activations of transformers change the fingerprints of vLLM's models",
+        MODEL_CODE,
+        " and module != _ACTIVATIONS:\n",
+        ":\n",
+    ),
+    one(
+        "the program itself is a package where it has a file",
+        "lmcache_hybrid/identity/code.py",
+        '_NO_PACKAGE = ("builtins", "__main__", "__mp_main__")\n',
+        '_NO_PACKAGE = ("builtins",)\n',
+    ),
+    one(
+        "loaders that stream do not note what a model is made of",
+        "vllm_patch/loaders.py",
+        "stream.identity(model), classes_of(model))",
+        "stream.identity(model))",
+    ),
+    one(
+        "loaders that do it all themselves do not note what a model is made of",
+        "vllm_patch/loaders.py",
+        "tensors_identity(model), classes_of(model))",
+        "tensors_identity(model))",
+    ),
+    one(
+        "code from outside is left out of the fingerprint",
+        "lmcache_hybrid/worker/fingerprint.py",
+        "weights_identity(vllm_config, problem, code)",
+        "weights_identity(vllm_config, problem, {})",
+    ),
+    one(
+        "what a rank says of its weights leaves out the code from outside",
+        "lmcache_hybrid/identity/weights.py",
+        '        own[label] = own[label] and f"',
+        '        own[label] = own[label] or f"',
+    ),
+    one(
+        "code of another repository counts as the model's own",
+        MODEL_CODE,
+        "        return set() if found[2] in known else",
+        "        return set() if found[2] else",
+    ),
+    one(
+        "the model's own code changes its fingerprint",
+        MODEL_CODE,
+        "        return set() if found[2] in known else",
+        "        return",
+    ),
+    one(
+        "code of another folder of the same name is the model's own",
+        MODEL_CODE,
+        "config.hf_config_path is None and module",
+        "module",
+    ),
+    one(
+        "code of configurations within a configuration does not count",
+        MODEL_CODE,
+        '        if hasattr(value, "model_type"):\n',
+        "        if False:\n",
+    ),
+    one(
+        "processors of another repository do not count",
+        MODEL_CODE,
+        "            if commit is not None and commit not in known:\n",
+        "            if False:\n",
     ),
     one(
         "a checkout of a plugin counts by its version",

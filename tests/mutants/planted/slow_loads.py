@@ -115,8 +115,20 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "the threads that read do not know their load",
         READER,
-        "pool.map(lambda key: here.copy().run(read, key), some)",
-        "pool.map(lambda key: here and read(key), some)",
+        "pool.submit(here.copy().run, read, key)",
+        "pool.submit(read, key)",
+    ),
+    one(
+        "one slow read holds up those behind it",
+        READER,
+        "return_when=FIRST_COMPLETED",
+        "return_when='ALL_COMPLETED'",
+    ),
+    one(
+        "reads go on after one that failed",
+        READER,
+        "            if len(running) == READERS:\n",
+        "            if False:\n",
     ),
     one(
         "a load that was given up counts as one that failed",

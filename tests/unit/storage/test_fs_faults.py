@@ -275,6 +275,38 @@ def test_reads_that_hang_keep_a_fixed_number_of_buffers_and_lookups_miss(box, mo
     assert all(box.path(key).exists() for key in MANY)
 
 
+def test_a_slow_read_does_not_hold_up_those_behind_it(box, monkeypatch):
+    """It ends once all others have begun."""
+    box = box("fs").write(MANY)
+    readv, slow = os.readv, str(box.path(MANY[0]))
+    begun, all_begun = set(), threading.Event()
+
+    def reads(number, buffers):
+        path = os.readlink(f"/proc/self/fd/{number}")
+        begun.add(path)
+        if len(begun) == len(MANY):
+            all_begun.set()
+        if path == slow:
+            assert all_begun.wait(20), "nothing is read meanwhile"
+        return readv(number, buffers)
+
+    monkeypatch.setattr(os, "readv", reads)
+    assert_whole(box, MANY)
+    box.assert_pool_is_free()
+
+
+def test_after_a_read_that_failed_no_more_begin(box, monkeypatch):
+    box = box("fs").write(MANY)
+    box.remove(MANY[0])
+    get, asked = box.backend.get_blocking, []
+    monkeypatch.setattr(box.backend, "get_blocking", lambda key: (asked.append(key), get(key))[1])
+    claim = box.store.claim(dict.fromkeys(MANY, "RemoteBackend"))
+    with pytest.raises(LoadError) as failed:
+        box.fetch(claim, MANY)
+    assert failed.value.reason == "gone" and len(asked) < len(MANY)
+    box.assert_pool_is_free()
+
+
 def test_writes_behind_those_that_hang_fail_and_release_their_buffers(box, monkeypatch):
     monkeypatch.setattr(fs, "WRITE_SECONDS", 0.3)
     monkeypatch.setattr(fs, "LOOK_SECONDS", 0.05)

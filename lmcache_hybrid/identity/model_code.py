@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names the code from outside vLLM that a model is made of.
+
+vLLM's own classes count with vLLM's version, torch's change the order of sums at most, and code
+beside the weights counts with those files (:mod:`lmcache_hybrid.identity.weights`). What remains
+is code of plugins, of transformers, and of other repositories than the model's.
+"""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lmcache_hybrid.core.errors import UnknownCodeError
+from lmcache_hybrid.identity.code import code_identity, homes
+from lmcache_hybrid.identity.hub_cache import main_commit, snapshot_at
+from lmcache_hybrid.identity.weights import LOADED, folder_of, models_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_VLLM = frozenset({"vllm", "torch", *sys.stdlib_module_names})
+# The same functions in every version; many of vLLM's own vision towers take them from there.
+_ACTIVATIONS = "transformers.activations"
+# Where transformers imports code from that comes with models (`auto_map`): of a repository at a
+# commit, or of a folder, with a digest of the file and of all that it imports beside it.
+_REMOTE = "transformers_modules"
+_OF_REPOSITORY = re.compile(rf"{_REMOTE}\.(.+)\.([0-9a-f]{{40}})\.")
+_OF_FOLDER = re.compile(rf"{_REMOTE}\.([^.]+)\.([0-9a-f]{{16}})\.")
+# Whose code `auto_map` names for media.
+_PROCESSORS = frozenset(
+    {"AutoProcessor", "AutoImageProcessor", "AutoVideoProcessor", "AutoFeatureExtractor"}
+)
+
+
+def classes_of(model: nn.Module) -> frozenset[type]:
+    """The classes of all parts of a model, and of their quantisation methods."""
+    parts = list(model.modules())
+    methods = (getattr(part, "quant_method", None) for part in parts)
+    return frozenset(map(type, parts)) | {type(each) for each in methods if each is not None}
+
+
+def model_code(vllm_config: "VllmConfig") -> dict[str, list[str]]:
+    """Name the code from outside vLLM of the models that this process has loaded.
+
+    Packages count with distribution and version, or by content, see :func:`.code_identity`; code
+    of another repository than the model's with its commit; code of another folder by content.
+
+    Returns:
+        Names by ``model`` and ``draft model``; no entry for one that is all vLLM's.
+
+    Raises:
+        UnknownCodeError: nobody can tell which code it is.
+    """
+    models = models_of(vllm_config)
+    known = {commit for config in models.values() for commit in _commits(config)}
+    found = {label: _names(config, known) for label, config in models.items()}
+    return {label: sorted(names) for label, names in found.items() if names}
+
+
+def _commits(config: Any) -> Iterator[str | None]:
+    """Commits that the fingerprint has from elsewhere: of the model's files and of its code."""
+    yield getattr(config.revision, "resolved", config.revision)
+    yield config.code_revision
+    snapshot = snapshot_at(Path(config.model))
+    if snapshot is not None:
+        yield snapshot.commit
+
+
+def _names(config: Any, known: Collection[str | None]) -> set[str]:
+    """Names for one model."""
+    names: set[str] = set()
+    packages: dict[str, str] = {}
+    computing = set(_homes(LOADED.classes_of(config)))
+    # What configurations of transformers' own hold is in the fingerprint, whatever reads it.
+    reading = {
+        (module, code)
+        for module, code in _homes(map(type, _configurations(config.hf_config)))
+        if module.partition(".")[0] != "transformers"
+    }
+    for module, code in computing | reading:
+        top = module.partition(".")[0]
+        if top == _REMOTE:
+            names |= _remote(module, code, config, known)
+        elif top not in _VLLM and module != _ACTIVATIONS:
+            packages[top] = code
+    if config.multimodal_config is not None and config.trust_remote_code:
+        names |= set(_processors(config, known))
+    for top, code in packages.items():
+        identity = code_identity(top)
+        if identity is None:
+            raise UnknownCodeError(
+                f"the code of {code}, which {config.model} is made of, belongs to no package and "
+                "no file; put it into a module of its own"
+            )
+        names.add(identity)
+    return names
+
+
+def _homes(classes: Iterable[type]) -> Iterator[tuple[str, str]]:
+    """Modules that classes and their bases are written in, with the name of each class."""
+    for code in classes:
+        for base in code.__mro__:
+            for module in homes(base):
+                yield module, f"{base.__module__}.{base.__qualname__}"
+
+
+def _configurations(config: Any) -> Iterator[Any]:
+    """A configuration and those within it."""
+    yield config
+    for value in vars(config).values():
+        if hasattr(value, "model_type"):
+            yield from _configurations(value)
+
+
+def _processors(config: Any, known: Collection[str | None]) -> Iterator[str]:
+    """Name other repositories that processors come from, which prepare media in any process.
+
+    No rank says which commit was imported there: transformers takes that of the main branch, whose
+    last one is noted in the Hub's cache.
+    """
+    for file in folder_of(config).glob("*config*.json"):
+        try:
+            places = json.loads(file.read_bytes()).get("auto_map", {})
+        except (ValueError, AttributeError):  # nobody reads a class out of it
+            continue
+        for kind in _PROCESSORS & places.keys():
+            name = places[kind].rpartition("--")[0]
+            commit = main_commit(name) if name else None
+            if commit is not None and commit not in known:
+                yield f"{name}@{commit}"
+
+
+def _remote(module: str, code: str, config: Any, known: Collection[str | None]) -> set[str]:
+    """Name code that came with a model; nothing for what counts with the model's files.
+
+    Raises:
+        UnknownCodeError: transformers names its modules in another way.
+    """
+    if found := _OF_REPOSITORY.match(module):
+        return set() if found[2] in known else {f"{found[1]}@{found[2]}"}
+    folder = os.path.basename(os.path.normpath(config.model))
+    # A configuration's own folder (--hf-config-path) may have the same name.
+    if config.hf_config_path is None and module.startswith(f"{_REMOTE}.{_module_name(folder)}."):
+        return set()
+    if found := _OF_FOLDER.match(module):
+        return {f"code {found[2]}"}
+    raise UnknownCodeError(
+        f"nobody knows where {code}, which {config.model} is made of, comes from; put that code "
+        "into the model's folder"
+    )
+
+
+def _module_name(folder: str) -> str:
+    """A folder's name as transformers puts it into the name of a module."""
+    name = folder.replace(".", "_dot_").replace("-", "_hyphen_")
+    return f"_{name}" if name[:1].isdigit() else name
