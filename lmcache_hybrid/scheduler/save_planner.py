@@ -94,7 +94,8 @@ class SavePlanner:
         windows = self._windows(tracker, sealed, block_state)
         if not (attention or states or windows or tails):
             return None
-        kept = self._keep(tracker, [b * size for b in sealed] + [end for end, _, _ in tails])
+        ends = [b * size for b in sealed] + [end for end, _, _ in tails]
+        kept = self._keep(tracker, ends, attention)
         whole, inner = [b // size for b in kept if b % size == 0], [b for b in kept if b % size]
         named = {*inner, *(end for end, _, _ in tails)}
         prefix = tracker.prefix.with_inner(inner_hashes(tracker.request, named, self._plan))
@@ -214,16 +215,24 @@ class SavePlanner:
         # vLLM may have given up a page that drafts have passed: then there is no hit here.
         return tuple(page for page in pages if page[2] != NULL_BLOCK)
 
-    def _keep(self, tracker: RequestTracker, sealed: Iterable[int]) -> tuple[int, ...]:
-        """Boundaries in tokens to evict last, when there is a new one."""
+    def _keep(
+        self,
+        tracker: RequestTracker,
+        sealed: Iterable[int],
+        attention: Sequence[tuple[int, tuple[Block, ...]]],
+    ) -> tuple[int, ...]:
+        """Boundaries in tokens to evict last, when records that are stored now change that."""
         size, checkpoints = self._plan.block_size, tracker.checkpoints
         new = [boundary for boundary in sealed if checkpoints.lasting(boundary)]
-        if not new:
+        # Pages that a prompt's last step leaves behind its last state would outlive it.
+        first = attention[0][0] * size if attention else checkpoints.known
+        behind = checkpoints.end in tracker.kept and checkpoints.end <= first < checkpoints.known
+        if not new and not behind:
             return ()
         tracker.kept.update(new)
         # Of boundaries in generated tokens the next turn needs the deepest only.
         whole = {b for b in tracker.kept if b % size == 0}
-        tracker.kept.difference_update(sorted(b for b in whole if b > checkpoints.end)[:-1])
+        tracker.kept.difference_update(sorted(b for b in whole if b > checkpoints.last)[:-1])
         # One inside a block is needed until there is a deeper one, or where prompts part.
         inner = tracker.kept - whole - {checkpoints.junction}
         tracker.kept.difference_update(inner - {max(tracker.kept)})

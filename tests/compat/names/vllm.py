@@ -45,6 +45,17 @@ VLLM = (
     Hook(_REQUEST, "Request.shared_prefix_boundary", replaced_in=_COMPAT),
     Hook(_REQUEST, "Request.num_computed_tokens", replaced_in=_COMPAT),
     Hook(_SPECS, "MambaSpec.mamba_cache_mode"),
+    # lmcache_hybrid/scheduler/checkpoints.py
+    Hook(
+        _SCHEDULER,
+        "Scheduler._mamba_block_aligned_split",
+        holds=("last_cache_position = get_mamba_prefill_checkpoint_position(",),
+    ),
+    Hook(
+        _SPECS,
+        "get_mamba_prefill_checkpoint_position",
+        ("num_tokens", "hash_block_size", "drop_eagle_block"),
+    ),
     # vllm_patch/connector.py
     Hook(
         _LMCACHE,
