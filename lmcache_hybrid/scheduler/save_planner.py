@@ -105,9 +105,10 @@ class SavePlanner:
 
     def _aim(self, tracker: RequestTracker, computed: int) -> None:
         """Let vLLM end a step at the next boundary wanted past ``computed`` tokens."""
-        tracker.request.shared_prefix_boundary = tracker.checkpoints.after(computed)
-        if not self._plan.states:
-            tracker.seal = tracker.request.shared_prefix_boundary
+        boundary = tracker.request.shared_prefix_boundary = tracker.checkpoints.after(computed)
+        # How far generated tokens reach depends on drafts: there the hand-off of a state says it.
+        said = bool(self._plan.states) and boundary >= tracker.checkpoints.known
+        tracker.seal = 0 if said else boundary
 
     def _reach(self, tracker: RequestTracker, boundary: int) -> None:
         """``boundary`` (tokens) can be stored now: aim at the next one."""
@@ -116,13 +117,19 @@ class SavePlanner:
             self.extend(tracker, boundary // self._plan.block_size)
 
     def _seal(self, tracker: RequestTracker, computed: int) -> list[int]:
-        """Boundaries in blocks that the step reached, where no state tells."""
+        """Boundaries in blocks that the step reached, without waiting for vLLM to say so.
+
+        With states it may hand them off only in the request's next step, which is to end at the
+        next boundary already.
+        """
         size, sealed = self._plan.block_size, []
         # Tokens still in flight and drafts have no hash.
         known = len(tracker.request.block_hashes) // self._hashes_per_block * size
         while 0 < tracker.seal <= min(computed, known):
             sealed.append(tracker.seal // size)
             self._reach(tracker, tracker.seal)
+        if self._plan.states:
+            return []  # what is stored there comes with the state
         # A resumed request may be past its prompt, where nothing is stored unless asked for.
         return [boundary for boundary in sealed if boundary <= len(tracker.prefix.hashes)]
 

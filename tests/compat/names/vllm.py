@@ -6,6 +6,7 @@ from tests.compat.names.resolver import Hook, attributes
 _CONFIGURATION = "vllm_patch/configuration.py"
 _COMPAT = "vllm_patch/compat.py"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
+_COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
 _OUTPUT = "vllm.v1.core.sched.output"
 _REQUEST = "vllm.v1.request"
 _CONFIG = "vllm.config"
@@ -253,6 +254,13 @@ VLLM = (
         holds=("start % block_size != 0 and (not use_internal_checkpoint)",),
         replaced_in=_COMPAT,
     ),
+    Hook(
+        _COORDINATOR,
+        "KVCacheCoordinator.cache_blocks",
+        holds=("self.get_num_cacheable_tokens(num_computed_tokens, group_id)",),
+        replaced_in=_COMPAT,
+    ),
+    Hook(_COORDINATOR, "KVCacheCoordinator.num_reprefillable_tokens"),
     *attributes("vllm.v1.core.block_pool", "BlockPool", "evict_blocks get_num_free_blocks"),
     *attributes(
         _SCHEDULER,

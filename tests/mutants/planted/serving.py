@@ -50,6 +50,12 @@ DEFECTS = (
         "        if not new and not behind:\n",
         "        if not new:\n",
     ),
+    one(
+        "the next boundary is wanted only once vLLM has handed the last state off",
+        "lmcache_hybrid/scheduler/save_planner.py",
+        "        said = bool(self._plan.states) and boundary >= tracker.checkpoints.known\n",
+        "        said = bool(self._plan.states)\n",
+    ),
     # What is stored
     one(
         "a state is stored although vLLM has given its block away",
