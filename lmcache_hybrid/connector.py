@@ -36,6 +36,7 @@ from lmcache_hybrid.metrics import HybridStats
 from lmcache_hybrid.protocol.changes import RankReports
 from lmcache_hybrid.protocol.failures import FailedLoads
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata
+from lmcache_hybrid.scheduler.checkpoints import Drafter
 from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.load_policy import policy_for
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
@@ -212,7 +213,7 @@ class HybridConnector:
             plan, options, unit, self._queue, policy, self._events, pins
         )
         self.scheduler.empty_steps = EmptySteps.of(parallel)
-        self.scheduler.runway = self._vllm_config.num_prefill_lookahead_tokens
+        self.scheduler.drafter = Drafter.of(self._vllm_config)
         logger.info(
             "LMCache serves hybrid groups: blocks of %d tokens, attention groups %s, "
             "window groups %s, state groups %s.",

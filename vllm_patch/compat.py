@@ -39,6 +39,7 @@ def install() -> None:
     reserve_windows()
     forget_what_did_not_run()
     stop_at_the_next_boundary()
+    publish_where_steps_ended()
     if current_platform.is_cpu():
         keep_cpu_block_size()
         no_cpu_prefill_checkpoints()
@@ -392,3 +393,35 @@ def stop_at_the_next_boundary() -> None:
         return min(count, to_boundary)
 
     Scheduler._mamba_block_aligned_split = _mamba_block_aligned_split
+
+
+def publish_where_steps_ended() -> None:
+    """A state must be published although ``shared_prefix_boundary`` has moved on since its step.
+
+    Bug: with a drafter of several MTP modules vLLM publishes the last tokens of a step with the
+    request's next step, and with sparse retention no state there but the one at
+    ``shared_prefix_boundary``. That is where the next step is to end by then.
+    Symptom: of ``lmcache.hybrid_checkpoint_tokens`` no checkpoint is offered to connectors; a
+    restored state is loaded again by the next request.
+    Seen in: vLLM 0.32.0 and 0.33.0.
+    Remove when: ``KVCacheCoordinator.get_num_cacheable_tokens`` leaves out no tokens of states.
+    """
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+
+    original = KVCacheCoordinator.cache_blocks
+
+    @functools.wraps(original)
+    def cache_blocks(
+        self: KVCacheCoordinator, request: "Request", num_computed_tokens: int
+    ) -> None:
+        boundary, ended = request.shared_prefix_boundary, getattr(request, "_hybrid_ended", 0)
+        if self.num_reprefillable_tokens and num_computed_tokens == boundary:
+            request._hybrid_ended = boundary
+        if 0 < ended == request.num_computed_tokens:  # where this step begins
+            request.shared_prefix_boundary = ended
+        try:
+            original(self, request, num_computed_tokens)
+        finally:
+            request.shared_prefix_boundary = boundary
+
+    KVCacheCoordinator.cache_blocks = cache_blocks

@@ -75,8 +75,8 @@ class SaveSpec:
         attention: (block number, what vLLM has for it per attention group of the plan).
         states: (boundary in blocks, block id per state group of the plan).
         windows: (group, block number, block id).
-        boundaries: the request's boundaries to keep longest, in blocks; empty when they did
-            not change.
+        boundaries: the request's boundaries to keep longest, in blocks; empty when neither they
+            nor what lies behind them changed.
         tails: (boundary in tokens, inside a block; block id per attention group of the plan;
             block id per state group). What the attention pages hold behind it is of no record.
         inner: the request's boundaries inside a block to keep, likewise.

@@ -1,13 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses where a request's steps end, so that states (or windows) can be stored there.
 
-A state exists only where a step ended. vLLM ends one at the prompt's last boundary and at
-``Request.shared_prefix_boundary``, where the prompt leaves what earlier prompts share: it
-stops there, keeps the state and offers it. We set that attribute to the next boundary wanted,
-and again whenever one is reached.
+A state exists only where a step ended. vLLM ends one at the prompt's last boundary, beside some
+drafters a block before, and at ``Request.shared_prefix_boundary``, where the prompt leaves what
+earlier prompts share: it stops there, keeps the state and offers it. We set that attribute to the
+next boundary wanted, and again whenever one is reached.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_cache_interface import get_mamba_prefill_checkpoint_position
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """What a drafter changes in where vLLM ends the steps of a prefill.
+
+    Attributes:
+        drops_block: vLLM gives up the last block of its own hits (EAGLE, MTP), and ends a step
+            one block earlier so that there is a state.
+        runway: known tokens that vLLM keeps behind the end of a step, for several MTP modules.
+            It shortens a step that leaves fewer, to no token at all.
+    """
+
+    drops_block: bool = False
+    runway: int = 0
+
+    @classmethod
+    def of(cls, config: "VllmConfig") -> "Drafter":
+        """The engine's drafter; without one nothing changes."""
+        speculative = config.speculative_config
+        return cls(
+            speculative is not None and speculative.use_eagle_block_drop(),
+            config.num_prefill_lookahead_tokens,
+        )
 
 
 @dataclass
@@ -20,10 +50,10 @@ class Checkpoints:
         decode: whether boundaries in generated tokens are wanted.
         offered: whether vLLM offers the last boundary by itself, as it does with states.
         junction: where the request leaves what other requests computed, 0 for nowhere.
-        end: the last boundary before the last known token; vLLM ends a step there anyway.
-        runway: known tokens that vLLM keeps behind the end of a step of a prefill, for a drafter
-            of several MTP modules. It shortens a step that leaves fewer, to no token at all.
+        drafter: the engine's.
         known: tokens that were known at the start.
+        last: the last boundary before the last known token.
+        end: where vLLM ends the prefill's last step but one anyway: there, or a block before.
     """
 
     block_size: int
@@ -31,18 +61,20 @@ class Checkpoints:
     decode: bool
     offered: bool = True
     junction: int = 0
-    end: int = 0
-    runway: int = 0
+    drafter: Drafter = Drafter()
     known: int = 0
+    last: int = 0
+    end: int = 0
 
     def begin(self, num_tokens: int) -> None:
         """Start over for a request of ``num_tokens`` tokens. Keeps its settings only."""
-        self.known = num_tokens
-        self.end = (num_tokens - 1) // self.block_size * self.block_size
-        self.junction = 0
+        size, self.known, self.junction = self.block_size, num_tokens, 0
+        self.last = (num_tokens - 1) // size * size
+        drops = self.offered and self.drafter.drops_block
+        self.end = get_mamba_prefill_checkpoint_position(num_tokens, size, drops)
 
     def lasting(self, boundary: int) -> bool:
-        """Whether later requests will want it: a junction, the last boundary, or past that one.
+        """Whether later requests will want it: a junction, where the prefill ends, or past that.
 
         A checkpoint waits for a branch that may never come.
         """
@@ -51,19 +83,19 @@ class Checkpoints:
     def after(self, computed: int) -> int:
         """Return the next boundary past ``computed`` tokens where a state is wanted, 0 for none."""
         wanted = []
-        if computed < self.junction <= self.end:
+        if computed < self.junction <= self.last:
             wanted.append(self.junction)
-        if self.interval and (checkpoint := _next(computed, self.interval)) <= self.end:
+        if self.interval and (checkpoint := _next(computed, self.interval)) <= self.last:
             wanted.append(checkpoint)
-        if not self.offered and computed < self.end:
-            wanted.append(self.end)
+        if not self.offered and computed < self.last:
+            wanted.append(self.last)
         if self.decode:
-            wanted.append(_next(max(computed, self.end), self.block_size))
+            wanted.append(_next(max(computed, self.last), self.block_size))
         return min((each for each in wanted if self._can_end(each)), default=0)
 
     def _can_end(self, boundary: int) -> bool:
-        """Whether vLLM would end a step there."""
-        return not 0 < self.known - boundary < self.runway
+        """Whether vLLM would end a step there. What is stored without a state needs none."""
+        return not (self.offered and 0 < self.known - boundary < self.drafter.runway)
 
 
 def _next(tokens: int, step: int) -> int:

@@ -94,7 +94,8 @@ class SavePlanner:
         windows = self._windows(tracker, sealed, block_state)
         if not (attention or states or windows or tails):
             return None
-        kept = self._keep(tracker, [b * size for b in sealed] + [end for end, _, _ in tails])
+        ends = [b * size for b in sealed] + [end for end, _, _ in tails]
+        kept = self._keep(tracker, ends, attention)
         whole, inner = [b // size for b in kept if b % size == 0], [b for b in kept if b % size]
         named = {*inner, *(end for end, _, _ in tails)}
         prefix = tracker.prefix.with_inner(inner_hashes(tracker.request, named, self._plan))
@@ -104,9 +105,10 @@ class SavePlanner:
 
     def _aim(self, tracker: RequestTracker, computed: int) -> None:
         """Let vLLM end a step at the next boundary wanted past ``computed`` tokens."""
-        tracker.request.shared_prefix_boundary = tracker.checkpoints.after(computed)
-        if not self._plan.states:
-            tracker.seal = tracker.request.shared_prefix_boundary
+        boundary = tracker.request.shared_prefix_boundary = tracker.checkpoints.after(computed)
+        # How far generated tokens reach depends on drafts: there the hand-off of a state says it.
+        said = bool(self._plan.states) and boundary >= tracker.checkpoints.known
+        tracker.seal = 0 if said else boundary
 
     def _reach(self, tracker: RequestTracker, boundary: int) -> None:
         """``boundary`` (tokens) can be stored now: aim at the next one."""
@@ -115,13 +117,19 @@ class SavePlanner:
             self.extend(tracker, boundary // self._plan.block_size)
 
     def _seal(self, tracker: RequestTracker, computed: int) -> list[int]:
-        """Boundaries in blocks that the step reached, where no state tells."""
+        """Boundaries in blocks that the step reached, without waiting for vLLM to say so.
+
+        With states it may hand them off only in the request's next step, which is to end at the
+        next boundary already.
+        """
         size, sealed = self._plan.block_size, []
         # Tokens still in flight and drafts have no hash.
         known = len(tracker.request.block_hashes) // self._hashes_per_block * size
         while 0 < tracker.seal <= min(computed, known):
             sealed.append(tracker.seal // size)
             self._reach(tracker, tracker.seal)
+        if self._plan.states:
+            return []  # what is stored there comes with the state
         # A resumed request may be past its prompt, where nothing is stored unless asked for.
         return [boundary for boundary in sealed if boundary <= len(tracker.prefix.hashes)]
 
@@ -214,16 +222,24 @@ class SavePlanner:
         # vLLM may have given up a page that drafts have passed: then there is no hit here.
         return tuple(page for page in pages if page[2] != NULL_BLOCK)
 
-    def _keep(self, tracker: RequestTracker, sealed: Iterable[int]) -> tuple[int, ...]:
-        """Boundaries in tokens to evict last, when there is a new one."""
+    def _keep(
+        self,
+        tracker: RequestTracker,
+        sealed: Iterable[int],
+        attention: Sequence[tuple[int, tuple[Block, ...]]],
+    ) -> tuple[int, ...]:
+        """Boundaries in tokens to evict last, when records that are stored now change that."""
         size, checkpoints = self._plan.block_size, tracker.checkpoints
         new = [boundary for boundary in sealed if checkpoints.lasting(boundary)]
-        if not new:
+        # Pages that a prompt's last step leaves behind its last state would outlive it.
+        first = attention[0][0] * size if attention else checkpoints.known
+        behind = checkpoints.end in tracker.kept and checkpoints.end <= first < checkpoints.known
+        if not new and not behind:
             return ()
         tracker.kept.update(new)
         # Of boundaries in generated tokens the next turn needs the deepest only.
         whole = {b for b in tracker.kept if b % size == 0}
-        tracker.kept.difference_update(sorted(b for b in whole if b > checkpoints.end)[:-1])
+        tracker.kept.difference_update(sorted(b for b in whole if b > checkpoints.last)[:-1])
         # One inside a block is needed until there is a deeper one, or where prompts part.
         inner = tracker.kept - whole - {checkpoints.junction}
         tracker.kept.difference_update(inner - {max(tracker.kept)})

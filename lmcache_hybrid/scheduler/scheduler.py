@@ -18,7 +18,7 @@ from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata, LoadSpe
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.accounts import count_hit
 from lmcache_hybrid.scheduler.admission import Admission
-from lmcache_hybrid.scheduler.checkpoints import Checkpoints
+from lmcache_hybrid.scheduler.checkpoints import Checkpoints, Drafter
 from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.granularity import Granularity
 from lmcache_hybrid.scheduler.load_planner import load_of
@@ -47,6 +47,7 @@ class HybridScheduler:
         events: as given.
         blocks: vLLM's. Until they are known no state is stored.
         empty_steps: says when a step may wait for loads.
+        drafter: the engine's; none by default.
         closed: nothing is looked up and stored, because a reset failed or is under way.
     """
 
@@ -94,9 +95,7 @@ class HybridScheduler:
         # Of these, what ranks have said of their failures.
         self._failures = FailedLoads({})
         self._epoch = 0
-        # See Checkpoints; with drafters of several MTP modules.
-        self.runway = 0
-        self.closed = False
+        self.drafter, self.closed = Drafter(), False
         self.ledger = Ledger("scheduler", SchedulerCounts())
         self._planner = SavePlanner(plan, options, self._hashes_per_block, self.ledger)
         self._granularity = Granularity(plan, self.ledger)
@@ -185,7 +184,7 @@ class HybridScheduler:
             unit = self._plan.unit
             if prefix is not None:
                 self._granularity.add(request)
-            # vLLM ends a step at the last boundary before the last token.
+            # No hit is deeper than the last boundary before the last token.
             inner = (request.num_prompt_tokens - 1) // unit * unit if prefix and unit else 0
             if unsaved or not (prefix and prefix.hashes or inner):
                 with self.ledger as counts:
@@ -195,7 +194,7 @@ class HybridScheduler:
                 self._options.checkpoint_tokens,
                 self._options.save_decode,
                 offered=bool(self._plan.states),
-                runway=self.runway,
+                drafter=self.drafter,
             )
             tracker = RequestTracker(
                 request, prefix or Prefix(()), unsaved is None, checkpoints, inner=inner

@@ -129,7 +129,8 @@ class RequestTracker:
         background: lookup of what is stored already; admission does not wait for it.
         stored: what need not be stored again.
         kept: boundaries in tokens that later requests are likeliest to need.
-        seal: without state groups: the next boundary in tokens whose windows are stored.
+        seal: the next boundary in tokens that a step reaches without vLLM saying so: of known
+            tokens, and without state groups any.
         logged: whether its first lookup has been logged.
         delayed: whether a lookup of it had to wait for those of others.
         may_load: False once a load failed, or a reset came after its first step: what the

@@ -41,6 +41,8 @@ AT_START: Signatures = {
         BaseModelLoader.load_weights(model, model_config)""",
     "vllm.renderers.base": """
         BaseRenderer._process_multimodal(prompt, mm_data, mm_uuids, mm_processor_kwargs)""",
+    "vllm.v1.core.kv_cache_coordinator": """
+        KVCacheCoordinator.cache_blocks(request, num_computed_tokens)""",
     "vllm.v1.core.sched.scheduler": """
         Scheduler.__init__(...)
         Scheduler._handle_blocked_waiting_request(request)

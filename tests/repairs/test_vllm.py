@@ -17,6 +17,7 @@ from sim.setup import Setup
 from sim.shrunk import SHRUNK
 from sim.storage import N, Pool, close_storage
 from unit.helpers import STATE_SPEC, engine_config
+from vllm.config import SpeculativeConfig
 from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -43,9 +44,9 @@ def simulation(monkeypatch):
 
 
 @contextmanager
-def new_engine() -> Iterator[SimEngine]:
+def new_engine(**setup) -> Iterator[SimEngine]:
     pool = Pool()
-    yield SimEngine(Setup(groups="sas", blocks=120, batch=200), pool)
+    yield SimEngine(Setup(groups="sas", blocks=120, batch=200, **setup), pool)
     pool.reset()
 
 
@@ -152,6 +153,24 @@ def test_a_restored_state_is_loaded_again(simulation):
         found = ask(engine, "branch", A[: 4 * N] + B[: 4 * N])
     assert sum(found) == 4 * N
     return found == (4 * N, 0)
+
+
+@shows_bug_of(compat.publish_where_steps_ended)
+def test_a_state_is_published_where_the_next_step_ends(simulation):
+    """Of several MTP modules: checkpoints are lost, or a restored state is loaded again."""
+    without(simulation, compat.publish_where_steps_ended)
+    simulation.setattr(SpeculativeConfig, "use_multi_module_mtp", lambda self: True)
+    with new_engine(drafts=3, mtp=True, checkpoint=2 * N) as engine:
+        ask(engine, "first", A[: 8 * N])
+        engine.reset_prefix_cache(False)
+        lost = ask(engine, "branch", A[: 4 * N] + B[: 4 * N]) != (4 * N, 0)
+    with new_engine(drafts=3, mtp=True) as engine:
+        ask(engine, "first", A[: 4 * N])
+        engine.reset_prefix_cache(False)
+        assert ask(engine, "longer", A[: 10 * N]) == (3 * N, 0), "nothing is restored"
+        again = ask(engine, "branch", A[: 4 * N] + B[: 4 * N])
+    assert sum(again) == 3 * N
+    return lost or again == (3 * N, 0)
 
 
 @shows_bug_of(compat.finish_resets)

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 import lmcache_hybrid.connector
 from lmcache_hybrid.protocol.metadata import NOTHING
+from lmcache_hybrid.scheduler.checkpoints import Drafter
 from lmcache_hybrid.scheduler.load_policy import Faster, Verdict
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.pins import Pins
@@ -80,7 +81,7 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
                 policy if engine.setup.faster else None,
                 pins=Pins(engine.plan, records, pool_gib),
             )
-            self.scheduler.runway = vllm_config.num_prefill_lookahead_tokens
+            self.scheduler.drafter = Drafter.of(vllm_config)
             self._client, self._queue = self, self  # what a reset asks of both
         else:
             rank = engine.ranks[SimConnector.rank]

@@ -1,29 +1,101 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters of several MTP modules, for which vLLM keeps known tokens behind a prefill's steps."""
+"""Where the steps of a prefill end beside a drafter.
+
+For one of several MTP modules vLLM keeps known tokens behind them, and publishes their last tokens
+a step late.
+"""
 
 import pytest
 from vllm.config import SpeculativeConfig
 
+from .engine import SimEngine
 from .program import TRUNKS, Run, Tally
 from .setup import Setup
 from .storage import N
 
 DRAFTS = 3
+A, B, _ = TRUNKS
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """Each MTP drafter has several modules."""
+    monkeypatch.setattr(
+        SpeculativeConfig, "use_multi_module_mtp", lambda self: self.method == "mtp"
+    )
+
+
+def hit_tokens(engine: SimEngine, name: str, prompt: list[int]) -> int:
+    """What a prompt takes from the store when vLLM's own cache is empty."""
+    engine.reset_prefix_cache(False)
+    engine.add(name, prompt, 3)
+    stats = engine.requests[name].prefill_stats
+    engine.drain()
+    return stats.num_external_cached_tokens
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("drafts, mtp", [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize("tokens", [N, 2 * N - 1, 2 * N, 5 * N - 1, 5 * N, 5 * N + 1])
+def test_a_prompts_last_state_is_where_vllm_leaves_it(runner, drafts, mtp, tokens):
+    run = Run(Setup(blocks=60, batch=20 * N, drafts=drafts, mtp=mtp, runner=runner), Tally())
+    (engine,) = run.engines
+    engine.add("r", A[:tokens], 3)
+    engine.step()
+    end = engine.hybrid._trackers["r"].checkpoints.end
+    assert engine.requests["r"].num_computed_tokens == end or (not end and tokens < 2 * N)
+    run.play([])
 
 
 @pytest.mark.parametrize("more", [1, 2, DRAFTS])
 @pytest.mark.parametrize("blocks, checkpoint", [(2, 2 * N), (8, 0)], ids=["checkpoint", "again"])
-def test_no_step_is_to_end_where_vllm_ends_none(monkeypatch, blocks, checkpoint, more):
+def test_no_step_is_to_end_where_vllm_ends_none(modules, blocks, checkpoint, more):
     """It would be shortened to no token at all, for ever."""
-    monkeypatch.setattr(
-        SpeculativeConfig, "use_multi_module_mtp", lambda self: self.method == "mtp"
-    )
     shape = dict(groups="sa", blocks=120, batch=20 * N, drafts=DRAFTS, mtp=True, runner="v2")
     run = Run(Setup(**shape, checkpoint=checkpoint), tally := Tally())
     (engine,) = run.engines
     for name in ("first", "again"):
-        engine.add(name, TRUNKS[0][: blocks * N + more], 3)
+        engine.add(name, A[: blocks * N + more], 3)
         engine.drain()
         engine.reset_prefix_cache(False)
     run.play([])
     assert tally.events["hits"]
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("retention", [0, None])
+def test_states_that_are_handed_off_late_cost_no_checkpoint(modules, runner, overlap, retention):
+    """The step that hands one off has to end at the next one already."""
+    shape = dict(blocks=120, batch=20 * N, drafts=DRAFTS, mtp=True, checkpoint=2 * N)
+    setup = Setup(**shape, runner=runner, overlap=overlap, retention=retention)
+    run = Run(setup, Tally())
+    (engine,) = run.engines
+    assert not hit_tokens(engine, "first", A[: 8 * N + DRAFTS])
+    worker = engine.ranks[0].connector._hybrid.worker
+    assert worker.counts.saved_states == 5  # at 2, 4, 6, 7, where vLLM ends a step, and 8
+    for block in (8, 6, 4, 2):
+        assert hit_tokens(engine, f"branch{block}", A[: block * N] + B[: N + 5]) == block * N
+    run.play([])
+
+
+def test_a_checkpoint_may_follow_where_prompts_part(modules):
+    """Nothing of the second prompt is new to the store up to there."""
+    shape = dict(blocks=120, batch=20 * N, drafts=DRAFTS, mtp=True, checkpoint=2 * N)
+    run = Run(Setup(**shape), Tally())
+    (engine,) = run.engines
+    branch = A[: 5 * N] + B[: 3 * N + DRAFTS]
+    assert not hit_tokens(engine, "first", A[: 8 * N])
+    assert hit_tokens(engine, "second", branch) == 4 * N
+    assert hit_tokens(engine, "part", A[: 5 * N] + B[20 * N : 22 * N]) == 5 * N
+    assert hit_tokens(engine, "checkpoint", branch[: 6 * N] + B[20 * N : 22 * N]) == 6 * N
+    run.play([])
+
+
+@pytest.mark.parametrize("more", [1, DRAFTS])
+def test_windows_are_stored_where_no_step_ends(modules, more):
+    run = Run(Setup(groups="aw", blocks=120, batch=20 * N, drafts=DRAFTS, mtp=True), Tally())
+    (engine,) = run.engines
+    assert not hit_tokens(engine, "first", A[: 8 * N + more])
+    assert hit_tokens(engine, "again", A[: 8 * N + more]) == 8 * N
+    run.play([])

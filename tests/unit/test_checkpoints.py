@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from lmcache_hybrid.scheduler.checkpoints import Checkpoints
+from lmcache_hybrid.scheduler.checkpoints import Checkpoints, Drafter
 
 N = 16
+MTP, MODULES = Drafter(drops_block=True, runway=1), Drafter(drops_block=True, runway=3)
 
 
 def stops(num_tokens: int, junction: int = 0, **options) -> Checkpoints:
@@ -55,3 +56,35 @@ def test_admitted_again_with_more_tokens():
     made = stops(10 * N, junction=4 * N)
     made.begin(13 * N)
     assert (made.junction, made.end) == (0, 12 * N)
+
+
+@pytest.mark.parametrize(
+    "tokens, end",
+    [(N, 0), (2 * N - 1, 0), (2 * N, N), (9 * N + 1, 8 * N), (10 * N - 1, 8 * N), (10 * N, 9 * N)],
+)
+def test_beside_mtp_the_last_state_of_a_prompt_lies_a_block_earlier(tokens, end):
+    made = stops(tokens, drafter=MTP)
+    boundaries = range(N, 12 * N, N)
+    assert [b for b in boundaries if made.lasting(b)] == [b for b in boundaries if b >= end]
+
+
+def test_beside_mtp_the_block_behind_that_state_may_have_one_too():
+    """A hit may end there: what the store returns is not shortened by a block."""
+    assert walk(stops(10 * N + 1, drafter=MTP)) == []
+    assert walk(stops(10 * N + 1, junction=10 * N, drafter=MTP)) == [10 * N]
+    assert walk(stops(10 * N + 1, interval=5 * N, drafter=MTP)) == [5 * N, 10 * N]
+    assert walk(stops(10 * N + 1, decode=True, drafter=MTP), count=2) == [11 * N, 12 * N]
+
+
+@pytest.mark.parametrize("more, last", [(1, 8 * N), (2, 8 * N), (3, 10 * N), (N, 10 * N)])
+def test_no_step_ends_where_modules_need_what_follows(more, last):
+    found = walk(stops(10 * N + more, interval=2 * N, drafter=MODULES))
+    assert found == list(range(2 * N, last + 1, 2 * N))
+
+
+@pytest.mark.parametrize("more", [1, 3, N])
+@pytest.mark.parametrize("drafter", [MTP, MODULES])
+def test_what_is_stored_without_a_state_needs_no_end_of_a_step(drafter, more):
+    made = stops(10 * N + more, offered=False, drafter=drafter)
+    assert walk(made) == [10 * N]
+    assert made.lasting(10 * N) and not made.lasting(9 * N)

@@ -265,3 +265,24 @@ def test_a_chunk_that_starts_inside_a_block_ends_with_it(
         args, more = computed
         found = Scheduler._mamba_block_aligned_split(scheduler, request, count, *args, **more)
         assert found == (expected if ours else count)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_boundary_that_was_reached_counts_until_its_state_is_published(monkeypatch, late):
+    """Only where vLLM publishes the last ``late`` tokens of a step with the next one."""
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+
+    def original(self, request, num_computed_tokens):
+        published.append((num_computed_tokens, request.shared_prefix_boundary))
+
+    published: list[tuple[int, int]] = []
+    monkeypatch.setattr(KVCacheCoordinator, "cache_blocks", original)
+    compat.publish_where_steps_ended()
+    coordinator = SimpleNamespace(num_reprefillable_tokens=late)
+    request = SimpleNamespace(num_computed_tokens=0, shared_prefix_boundary=32)
+    for end, following in ((16, 32), (32, 64), (64, 64), (80, 96), (96, 0)):
+        KVCacheCoordinator.cache_blocks(coordinator, request, end)
+        request.num_computed_tokens, request.shared_prefix_boundary = end, following
+    reached = [(16, 32), (32, 32), (64, 32 if late else 64), (80, 64), (96, 96)]
+    assert published == reached
+    assert request.shared_prefix_boundary == 0

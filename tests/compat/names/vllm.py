@@ -7,6 +7,7 @@ _CONFIGURATION = "vllm_patch/configuration.py"
 _COMPAT = "vllm_patch/compat.py"
 _SESSIONS = "vllm_patch/sessions.py"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
+_COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
 _OUTPUT = "vllm.v1.core.sched.output"
 _REQUEST = "vllm.v1.request"
 _CONFIG = "vllm.config"
@@ -46,6 +47,17 @@ VLLM = (
     Hook(_REQUEST, "Request.shared_prefix_boundary", replaced_in=_COMPAT),
     Hook(_REQUEST, "Request.num_computed_tokens", replaced_in=_COMPAT),
     Hook(_SPECS, "MambaSpec.mamba_cache_mode"),
+    # lmcache_hybrid/scheduler/checkpoints.py
+    Hook(
+        _SCHEDULER,
+        "Scheduler._mamba_block_aligned_split",
+        holds=("last_cache_position = get_mamba_prefill_checkpoint_position(",),
+    ),
+    Hook(
+        _SPECS,
+        "get_mamba_prefill_checkpoint_position",
+        ("num_tokens", "hash_block_size", "drop_eagle_block"),
+    ),
     # vllm_patch/connector.py
     Hook(
         _LMCACHE,
@@ -278,6 +290,13 @@ VLLM = (
         holds=("start % block_size != 0 and (not use_internal_checkpoint)",),
         replaced_in=_COMPAT,
     ),
+    Hook(
+        _COORDINATOR,
+        "KVCacheCoordinator.cache_blocks",
+        holds=("self.get_num_cacheable_tokens(num_computed_tokens, group_id)",),
+        replaced_in=_COMPAT,
+    ),
+    Hook(_COORDINATOR, "KVCacheCoordinator.num_reprefillable_tokens"),
     *attributes("vllm.v1.core.block_pool", "BlockPool", "evict_blocks get_num_free_blocks"),
     *attributes(
         _SCHEDULER,

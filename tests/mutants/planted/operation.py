@@ -138,8 +138,20 @@ DEFECTS = (
     one(
         "a chunk that starts inside a block runs past it",
         COMPAT,
-        "    stop_at_the_next_boundary()\n    if current",
-        "    if current",
+        "    stop_at_the_next_boundary()\n",
+        "",
+    ),
+    one(
+        "a state that is published late must lie where the next step is to end",
+        COMPAT,
+        "    publish_where_steps_ended()\n",
+        "",
+    ),
+    one(
+        "what counts until a state is published counts for ever",
+        COMPAT,
+        "        finally:\n            request.shared_prefix_boundary = boundary\n",
+        "        finally:\n            pass\n",
     ),
     one(
         "a repair does not say when it can go",

@@ -17,8 +17,44 @@ DEFECTS = (
     one(
         "a step is to end where vLLM keeps tokens for a drafter of several modules",
         "lmcache_hybrid/scheduler/checkpoints.py",
-        "        return not 0 < self.known - boundary < self.runway\n",
+        "        return not (self.offered and 0 < self.known - boundary < self.drafter.runway)\n",
         "        return True\n",
+    ),
+    one(
+        "windows need the end of a step, as states do",
+        "lmcache_hybrid/scheduler/checkpoints.py",
+        "return not (self.offered and 0 < ",
+        "return not (0 < ",
+    ),
+    one(
+        "the block that vLLM gives up for a drafter does not count",
+        "lmcache_hybrid/scheduler/checkpoints.py",
+        "        drops = self.offered and self.drafter.drops_block\n",
+        "        drops = False\n",
+    ),
+    one(
+        "a drafter for which vLLM gives up a block is not known",
+        "lmcache_hybrid/scheduler/checkpoints.py",
+        "speculative is not None and speculative.use_eagle_block_drop(),",
+        "False,",
+    ),
+    one(
+        "beside a drafter nothing is wanted behind the prompt's last state",
+        "lmcache_hybrid/scheduler/checkpoints.py",
+        "self.interval)) <= self.last:",
+        "self.interval)) <= self.end:",
+    ),
+    one(
+        "a page behind the prompt's last state outlives it",
+        "lmcache_hybrid/scheduler/save_planner.py",
+        "        if not new and not behind:\n",
+        "        if not new:\n",
+    ),
+    one(
+        "the next boundary is wanted only once vLLM has handed the last state off",
+        "lmcache_hybrid/scheduler/save_planner.py",
+        "        said = bool(self._plan.states) and boundary >= tracker.checkpoints.known\n",
+        "        said = bool(self._plan.states)\n",
     ),
     # What is stored
     one(
