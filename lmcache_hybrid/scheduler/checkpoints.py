@@ -21,6 +21,7 @@ class Checkpoints:
         offered: whether vLLM offers the last boundary by itself, as it does with states.
         junction: where the request leaves what other requests computed, 0 for nowhere.
         end: the last boundary before the last known token; vLLM ends a step there anyway.
+        chunk_ends: whether the ends of the prefill's steps are wanted where they are boundaries.
         runway: known tokens that vLLM keeps behind the end of a step of a prefill, for a drafter
             of several MTP modules. It shortens a step that leaves fewer, to no token at all.
         known: tokens that were known at the start.
@@ -32,6 +33,7 @@ class Checkpoints:
     offered: bool = True
     junction: int = 0
     end: int = 0
+    chunk_ends: bool = False
     runway: int = 0
     known: int = 0
 
@@ -47,6 +49,13 @@ class Checkpoints:
         A checkpoint waits for a branch that may never come.
         """
         return boundary == self.junction or boundary >= self.end
+
+    def wants_end(self, computed: int) -> bool:
+        """Whether the state is wanted where a step of the prefill ends at ``computed`` tokens.
+
+        With a runway vLLM may compute the last tokens of a step once more, in the next one.
+        """
+        return self.chunk_ends and not self.runway and computed < self.known
 
     def after(self, computed: int) -> int:
         """Return the next boundary past ``computed`` tokens where a state is wanted, 0 for none."""

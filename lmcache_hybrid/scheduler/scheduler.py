@@ -191,6 +191,7 @@ class HybridScheduler:
                 self._options.checkpoint_tokens,
                 self._options.save_decode,
                 offered=bool(self._plan.states),
+                chunk_ends=self._options.chunk_ends,
                 runway=self.runway,
             )
             tracker = RequestTracker(
