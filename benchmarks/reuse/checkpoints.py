@@ -23,10 +23,11 @@ import typer
 from rich.progress import track
 
 from benchmarks.reuse import report
+from lmcache_hybrid.config.options import CHUNK_ENDS
 from lmcache_hybrid.tools.tiny_models import make_model
 
 BLOCKS = 20
-INTERVALS = (0, 8, 4, 2, 1)  # T in blocks
+CHOICES: tuple[int | str, ...] = (CHUNK_ENDS, 0, 8, 4, 2, 1)  # T in blocks
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "0,1",
@@ -63,13 +64,16 @@ class Engine:
 
         self._scheduler.step = counted
 
-    def prefill(self, ids: list[int], interval: int) -> dict:
-        """Seconds, steps, states and bytes of one cold prompt with T = ``interval`` tokens."""
+    def prefill(self, ids: list[int], choice: int | str) -> dict:
+        """Seconds, steps, states and bytes of one cold prompt with one of CHOICES."""
         from vllm import SamplingParams
 
         self._core.scheduler.reset_prefix_cache(reset_connector=True)
+        chunk_ends = choice == CHUNK_ENDS
         self._scheduler._options = dataclasses.replace(
-            self._scheduler._options, checkpoint_tokens=interval
+            self._scheduler._options,
+            checkpoint_tokens=0 if chunk_ends else int(choice) * self.block_size,
+            chunk_ends=chunk_ends,
         )
         before, counts = self._steps, dataclasses.replace(self._worker.counts)
         started = time.perf_counter()
@@ -98,17 +102,17 @@ def main(
         str, typer.Option(help="One of lmcache_hybrid.tools.tiny_models.")
     ] = "qwen3_next",
 ) -> None:
-    """Measure prefills with checkpoints every so many tokens."""
+    """Measure prefills with a state at each chunk's end, with none and every so many tokens."""
     os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine(make_model(family, Path(folder, family)))
         size, rng = engine.block_size, random.Random(0)
         ids = [rng.randrange(32, 127) for _ in range(BLOCKS * size + 1)]
         engine.prefill(ids, 0)
-        asks: dict[int, list[dict]] = {interval: [] for interval in INTERVALS}
+        asks: dict[int | str, list[dict]] = {choice: [] for choice in CHOICES}
         for _ in track(range(rounds), "rounds"):
-            for interval in rng.sample(INTERVALS, len(INTERVALS)):
-                asks[interval].append(engine.prefill(ids, interval * size))
+            for choice in rng.sample(CHOICES, len(CHOICES)):
+                asks[choice].append(engine.prefill(ids, choice))
         engine.close()
     base = statistics.median(ask["seconds"] for ask in asks[0])
     figures = {
@@ -120,12 +124,12 @@ def main(
         "rounds": rounds,
         "rows": [
             {
-                "interval": interval,
+                "interval": choice,
                 "time_ratio": statistics.median(ask["seconds"] for ask in of) / base,
                 "spread": [min(ask["seconds"] for ask in of), max(ask["seconds"] for ask in of)],
                 **{name: of[-1][name] for name in ("steps", "states", "bytes")},
             }
-            for interval, of in asks.items()
+            for choice, of in asks.items()
         ],
         "base_seconds": base,
     }

@@ -49,7 +49,7 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 import lmcache_hybrid.connector
 import vllm_patch
-from lmcache_hybrid.config.options import read_options, settle_lmcache_config
+from lmcache_hybrid.config.options import CHECKPOINT_KEY, read_options, settle_lmcache_config
 from lmcache_hybrid.core.groups import plan_groups
 from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.protocol.metadata import NOTHING
@@ -82,7 +82,7 @@ class Setup:
         pool: blocks of vLLM's own pool.
         store: pages that LMCache's RAM store holds, None for vLLM without a connector.
         batch: most tokens per step.
-        checkpoint: ``lmcache.hybrid_checkpoint_tokens``.
+        checkpoint: ``lmcache.hybrid_checkpoint_tokens``, None where it is not set.
         save_decode: LMCache's ``save_decode_cache``.
         state_groups: state groups before the one attention group.
         plain: LMCache's own eviction, which knows of no prefixes and states.
@@ -93,7 +93,7 @@ class Setup:
     pool: int
     store: int | None
     batch: int = 8_192
-    checkpoint: int = 0
+    checkpoint: int | None = None
     save_decode: bool = False
     state_groups: int = 3
     plain: bool = False
@@ -249,9 +249,8 @@ class ReplayEngine:
             config.kv_transfer_config = None
         else:
             config.kv_transfer_config = transfer = copy.copy(config.kv_transfer_config)
-            transfer.kv_connector_extra_config = {
-                "lmcache.hybrid_checkpoint_tokens": setup.checkpoint
-            }
+            chosen = {} if setup.checkpoint is None else {CHECKPOINT_KEY: setup.checkpoint}
+            transfer.kv_connector_extra_config = chosen
         return config
 
     def _kv_cache_config(self) -> KVCacheConfig:

@@ -25,6 +25,7 @@ from rich.table import Table  # noqa: E402
 
 from benchmarks.reuse import traces  # noqa: E402
 from benchmarks.reuse.engine import ReplayEngine, Setup  # noqa: E402
+from lmcache_hybrid.config.options import CHECKPOINT_KEY  # noqa: E402
 from lmcache_hybrid.tools.tiny_models import make_model  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "e2e"))
@@ -35,8 +36,8 @@ SCALE = BLOCK_SIZE / 784
 VOCABULARY = (32, 127)  # printable, as the model's own answers
 BATCH = 2_048
 STORE = 100_000  # pages, more than all requests have
-# (tokens between checkpoints, generated tokens too)
-SETTINGS = ((0, False), (4 * BLOCK_SIZE, True))
+# (lmcache.hybrid_checkpoint_tokens, None where it is not set; generated tokens too)
+SETTINGS = ((None, False), (0, False), (4 * BLOCK_SIZE, True))
 
 
 def parts() -> list[traces.Trace]:
@@ -74,12 +75,13 @@ def replayed(
 
 
 def on_engine(
-    model: Path, checkpoint: int, save_decode: bool, made: Sequence[traces.Trace]
+    model: Path, checkpoint: int | None, save_decode: bool, made: Sequence[traces.Trace]
 ) -> tuple[Hits, dict[str, list[int]]]:
     """The same on a real engine, and what it answered by name of the answer's span."""
     hits, known = [], {}
     lmcache = {"local_cpu": True, "save_decode_cache": save_decode}
-    extra = {"kv_connector_extra_config": {"lmcache.hybrid_checkpoint_tokens": checkpoint}}
+    chosen = {} if checkpoint is None else {CHECKPOINT_KEY: checkpoint}
+    extra = {"kv_connector_extra_config": chosen}
     with Engine(model, lmcache, extra, max_num_batched_tokens=BATCH) as engine:
         assert engine.info["block_size"] == BLOCK_SIZE, engine.info
         for trace in made:
@@ -100,6 +102,7 @@ def main() -> None:
         model = make_model(FAMILY, Path(folder, FAMILY))
         made = parts()
         for checkpoint, save_decode in SETTINGS:
+            named = "defaults" if checkpoint is None else f"T = {checkpoint or 'none'}"
             real, known = on_engine(model, checkpoint, save_decode, made)
             logging.disable(logging.WARNING)
             pool = max(trace.longest for trace in made) // BLOCK_SIZE + 32
@@ -117,7 +120,7 @@ def main() -> None:
                 wrong = sum(r != s for r, s in pairs)
                 different += wrong
                 table.add_row(
-                    f"T = {checkpoint or 'none'}, generated {'too' if save_decode else 'not'}",
+                    f"{named}, generated {'too' if save_decode else 'not'}",
                     trace.name,
                     str(len(pairs)),
                     str(sum(r[1] + r[2] for r, _ in pairs)),

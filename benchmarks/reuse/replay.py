@@ -50,7 +50,7 @@ class Arm:
     """One way to remember.
 
     Attributes:
-        interval: T in blocks, 0 for none.
+        interval: T in blocks, 0 for none; None for the default, a state at each chunk's end.
         beside: vLLM's own cache is not emptied.
         room: whether vLLM's pool has working room besides the store's bytes.
         plain: LMCache's own eviction, see :class:`benchmarks.reuse.engine.Setup`.
@@ -61,7 +61,7 @@ class Arm:
     name: str
     title: str
     store: bool = True
-    interval: int = 0
+    interval: int | None = None
     save_decode: bool = False
     beside: bool = False
     room: bool = True
@@ -74,6 +74,7 @@ ARMS = (
     Arm("vllm", "vLLM alone", store=False),
     Arm("vllm-bare", "vLLM alone, no working room", store=False, room=False, only=FULL),
     Arm("default", "LMCache, defaults"),
+    Arm("last", "LMCache, last boundary only", interval=0),
     Arm("decode", "LMCache, generated tokens too", save_decode=True, only=CHATS),
     Arm("T16", "LMCache, T = 16 N", interval=16),
     Arm("T4", "LMCache, T = 4 N", interval=4),
@@ -206,7 +207,7 @@ def setup_of(job: Job) -> Setup:
         room + ROOM_BESIDE * (arm.beside and job.store == "unlimited"),
         job.capacity,
         BATCH,
-        arm.interval * job.block_size,
+        None if arm.interval is None else arm.interval * job.block_size,
         arm.save_decode,
         plain=arm.plain,
         unit=arm.unit,

@@ -11,11 +11,11 @@ def tables(figures: dict) -> str:
 
 
 def checkpoints(figures: dict) -> str:
-    """Markdown: what each T costs a prefill."""
+    """Markdown: what a state at each chunk's end, none and each T cost a prefill."""
     head = ["T", "Time of a cold prefill", "Steps", "States", "MB stored"]
     rows = [
         [
-            f"{row['interval']} N" if row["interval"] else "none",
+            _interval(row["interval"]),
             f"{row['time_ratio']:.2f}x",
             str(row["steps"]),
             str(row["states"]),
@@ -24,6 +24,12 @@ def checkpoints(figures: dict) -> str:
         for row in figures["rows"]
     ]
     return _table(head, rows)
+
+
+def _interval(blocks: int | str) -> str:
+    if isinstance(blocks, str):
+        return "chunk ends"
+    return f"{blocks} N" if blocks else "none"
 
 
 def page_of(out: Path) -> Path:

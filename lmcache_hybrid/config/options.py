@@ -43,6 +43,8 @@ CHECKPOINT_KEY = "lmcache.hybrid_checkpoint_tokens"
 KEY_FILE_KEY = "lmcache.hybrid_key_file"
 POLICY_KEY = "lmcache.hybrid_load_policy"
 POLICIES = ("always", "faster")
+# What CHECKPOINT_KEY is by default: a state where each chunk of a prefill ends.
+CHUNK_ENDS = "chunk"
 DEFAULT_CHUNK_SIZE = 256
 STABLE_HASH = "sha256_cbor"
 
@@ -94,6 +96,7 @@ class Options:
         min_retrieve_tokens: hits of fewer tokens are not loaded.
         max_tokens_per_load: 0 for no limit.
         checkpoint_tokens: T; a long prefill stores a state every T tokens, 0 for none.
+        chunk_ends: whether it stores one where a step of it ends at a boundary anyway.
         save_decode: whether boundaries in generated tokens are stored.
         digester: keyed when a key file is configured.
         load_policy: one of :data:`POLICIES`; "faster" loads only what would take longer to compute.
@@ -108,6 +111,7 @@ class Options:
     min_retrieve_tokens: int
     max_tokens_per_load: int
     checkpoint_tokens: int = 0
+    chunk_ends: bool = False
     save_decode: bool = False
     digester: Digester = PLAIN
     load_policy: str = POLICIES[0]
@@ -151,6 +155,7 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
     if policy not in POLICIES:
         raise ConfigError(f"{POLICY_KEY}={policy!r} is no policy; write one of {POLICIES}.")
     key_file = transfer.get_from_extra_config(KEY_FILE_KEY, None)
+    chunk_ends = transfer.get_from_extra_config(CHECKPOINT_KEY, CHUNK_ENDS) == CHUNK_ENDS
     return Options(
         attention_group=whole(ATTENTION_GROUP_KEY, None),
         save=transfer.kv_role != "kv_consumer" and not os.environ.get("LMCACHE_FORCE_SKIP_SAVE"),
@@ -159,7 +164,8 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
             "LMCache option min_retrieve_tokens", config.min_retrieve_tokens
         ),
         max_tokens_per_load=tokens(LOAD_LIMIT_KEY, whole(LOAD_LIMIT_KEY, 0) or 0),
-        checkpoint_tokens=whole(CHECKPOINT_KEY, 0) or 0,
+        checkpoint_tokens=0 if chunk_ends else whole(CHECKPOINT_KEY, 0) or 0,
+        chunk_ends=chunk_ends,
         save_decode=bool(config.save_decode_cache),
         digester=PLAIN if key_file is None else read_key(KEY_FILE_KEY, str(key_file)),
         load_policy=policy,
@@ -209,7 +215,8 @@ def check_lengths(options: Options, block_size: int) -> None:
         nearest = max(1, round(tokens / block_size)) * block_size
         raise ConfigError(
             f"{CHECKPOINT_KEY}={tokens} is not a multiple of this model's block size "
-            f"{block_size}; set it to {nearest}, or to 0 for no checkpoints."
+            f"{block_size}; set it to {nearest}, to 0 for no checkpoints, or remove it for one at "
+            "each chunk's end."
         )
 
 

@@ -51,6 +51,7 @@ class Checkpoints:
         offered: whether vLLM offers the last boundary by itself, as it does with states.
         junction: where the request leaves what other requests computed, 0 for nowhere.
         drafter: the engine's.
+        chunk_ends: whether the ends of the prefill's steps are wanted where they are boundaries.
         known: tokens that were known at the start.
         last: the last boundary before the last known token.
         end: where vLLM ends the prefill's last step but one anyway: there, or a block before.
@@ -62,6 +63,7 @@ class Checkpoints:
     offered: bool = True
     junction: int = 0
     drafter: Drafter = Drafter()
+    chunk_ends: bool = False
     known: int = 0
     last: int = 0
     end: int = 0
@@ -79,6 +81,13 @@ class Checkpoints:
         A checkpoint waits for a branch that may never come.
         """
         return boundary == self.junction or boundary >= self.end
+
+    def wants_end(self, computed: int) -> bool:
+        """Whether the state is wanted where a step of the prefill ends at ``computed`` tokens.
+
+        With a runway vLLM may compute the last tokens of a step once more, in the next one.
+        """
+        return self.chunk_ends and not self.drafter.runway and computed < self.end
 
     def after(self, computed: int) -> int:
         """Return the next boundary past ``computed`` tokens where a state is wanted, 0 for none."""

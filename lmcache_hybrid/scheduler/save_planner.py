@@ -58,6 +58,7 @@ class SavePlanner:
         # Inside a block it counts until a deeper boundary is stored, see _keep.
         whole = len(tracker.prefix.hashes) * size
         tracker.kept = {b for b in started if 0 < b <= whole and b % size == 0}
+        tracker.chunks = tracker.save and checkpoints.wants_end(computed + gain)
 
     def extend(self, tracker: RequestTracker, blocks: int) -> None:
         """Take generated tokens into the prefix, ``blocks`` blocks in all."""
@@ -86,6 +87,9 @@ class SavePlanner:
         if offers:
             self._reach(tracker, max(tokens for _, _, tokens in offers))
         sealed = self._seal(tracker, computed) if tracker.seal else []
+        if tracker.chunks:
+            ended, offers = self._end_chunk(tracker, computed, offers, block_state)
+            sealed += ended
         attention = self._attention(tracker, computed, block_state)
         offered, size = self._states(tracker, computed, offers), self._plan.block_size
         states = tuple((end // size, blocks) for end, blocks in offered if end % size == 0)
@@ -132,6 +136,35 @@ class SavePlanner:
             return []  # what is stored there comes with the state
         # A resumed request may be past its prompt, where nothing is stored unless asked for.
         return [boundary for boundary in sealed if boundary <= len(tracker.prefix.hashes)]
+
+    def _end_chunk(
+        self,
+        tracker: RequestTracker,
+        computed: int,
+        offers: Sequence[Offer],
+        block_state: "KVConnectorBlockState",
+    ) -> tuple[list[int], Sequence[Offer]]:
+        """Where a step of a prefill ends at a boundary that nobody asked for, store it as well.
+
+        vLLM hands off only what its own cache keeps. But it writes a state where a step ends, and
+        where that is a boundary, the block before it in the table holds it until the next step
+        (``Scheduler._mamba_block_aligned_split``, "Invariant").
+
+        Returns:
+            The boundary in blocks where no state tells, and ``offers`` with its states.
+        """
+        tracker.chunks = tracker.checkpoints.wants_end(computed)
+        boundary, rest = divmod(computed, self._plan.block_size)
+        if not tracker.chunks:
+            return [], offers
+        if not self._plan.states:
+            return [boundary] if boundary else [], offers
+        if rest or any(tokens == computed for _, _, tokens in offers):
+            return [], offers
+        block_ids = block_state.get_block_ids(tracker.request.request_id)
+        assert block_ids is not None
+        blocks = ((g, self._plan.state_block(block_ids[g], g, boundary)) for g in self._plan.states)
+        return [], [*offers, *((group, block, computed) for group, block in blocks)]
 
     # What is stored
 

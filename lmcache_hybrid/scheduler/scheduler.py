@@ -195,6 +195,7 @@ class HybridScheduler:
                 self._options.save_decode,
                 offered=bool(self._plan.states),
                 drafter=self.drafter,
+                chunk_ends=self._options.chunk_ends,
             )
             tracker = RequestTracker(
                 request, prefix or Prefix(()), unsaved is None, checkpoints, inner=inner

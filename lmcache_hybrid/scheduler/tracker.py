@@ -131,6 +131,7 @@ class RequestTracker:
         kept: boundaries in tokens that later requests are likeliest to need.
         seal: the next boundary in tokens that a step reaches without vLLM saying so: of known
             tokens, and without state groups any.
+        chunks: whether steps of its prefill are still to come whose ends are stored.
         logged: whether its first lookup has been logged.
         delayed: whether a lookup of it had to wait for those of others.
         may_load: False once a load failed, or a reset came after its first step: what the
@@ -147,6 +148,7 @@ class RequestTracker:
     stored: Stored = field(default_factory=Stored)
     kept: set[int] = field(default_factory=set)
     seal: int = 0
+    chunks: bool = False
     logged: bool = False
     delayed: bool = False
     may_load: bool = True
@@ -252,7 +254,9 @@ class RequestTracker:
     @property
     def unsaved(self) -> bool:
         """Whether it has blocks to store."""
-        return self.save and (self.stored.attention < len(self.prefix.hashes) or self.seal > 0)
+        if not self.save:
+            return False
+        return self.stored.attention < len(self.prefix.hashes) or self.seal > 0 or self.chunks
 
     def check_integrity(self) -> None:
         """Assert what holds between two calls of vLLM."""

@@ -17,10 +17,16 @@ from bucket import CREDENTIALS, EXTRA, Bucket
 from engine import Answer, Engine
 from proxy import Proxy
 
+from lmcache_hybrid.config.options import CHECKPOINT_KEY
+
 N = 128
 # The last bits depend on where a prefill is cut, and where a store has lost a part of a
-# prompt there is one cut more. Cut at every block, all computations are the same.
-CUTS = {"max_num_batched_tokens": N}
+# prompt there is one cut more. Cut at every block, all computations are the same. A state at
+# each cut would be hit where a deeper one is broken.
+CUTS = {
+    "max_num_batched_tokens": N,
+    "transfer": {"kv_connector_extra_config": {CHECKPOINT_KEY: 0}},
+}
 POOL = {"local_cpu": False, "max_local_cpu_size": 0.05}
 REDIS = {
     **POOL,

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from broken_store import CUTS, N
 from engine import Engine
 from servers import Cluster
 
@@ -14,7 +15,6 @@ from lmcache_hybrid.tools.tiny_models import make_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-N = 128
 CONFIG = {
     "local_cpu": False,
     "max_local_cpu_size": 0.05,
@@ -32,10 +32,7 @@ def test_a_node_is_killed_between_a_lookup_and_its_load(model_dir: Path, tmp_pat
     model = make_model("lfm2", model_dir / "lfm2")
     cluster = Cluster(tmp_path)
     try:
-        # Cut at every block, a computation that starts at a boundary has the same last bits.
-        with Engine(
-            model, {**CONFIG, "remote_url": cluster.url}, max_num_batched_tokens=N
-        ) as engine:
+        with Engine(model, {**CONFIG, "remote_url": cluster.url}, **CUTS) as engine:
             expected = [engine.ask(prompt).output for prompt in prompts[:1]]
             engine.settle()
             # A node that the load of the first prompt needs.

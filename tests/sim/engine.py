@@ -99,6 +99,7 @@ class SimEngine:
             min_retrieve_tokens=0,
             max_tokens_per_load=setup.load_limit,
             checkpoint_tokens=setup.checkpoint,
+            chunk_ends=setup.chunk_ends,
             save_decode=setup.save_decode,
         )
         block_size, self.hash_size = resolve_kv_cache_block_sizes(kv_cache_config, config)

@@ -73,6 +73,7 @@ def setups(draw) -> Setup:
         priority=draw(st.booleans()),
         load_limit=draw(st.sampled_from((0, 0, 0, 2 * N))),
         checkpoint=draw(st.sampled_from((0, 0, N, 2 * N, 3 * N))) * (1 + wide),
+        chunk_ends=draw(st.booleans()),
         save_decode=draw(st.booleans()),
         window=draw(st.sampled_from((2, N, N + 1, N + 2, 2 * N, 3 * N + 3))),
         part_bytes=draw(st.sampled_from((1, 1 << 20))),

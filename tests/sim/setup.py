@@ -48,6 +48,7 @@ class Setup:
         retention: ``prefix_cache_retention_interval``.
         drafts: speculative tokens per step; ``mtp`` makes them count as MTP's.
         overlap: asynchronous scheduling.
+        chunk_ends: ``lmcache.hybrid_checkpoint_tokens=chunk``, its default.
         load_limit: ``lmcache.max_tokens_per_load``.
         part_bytes: bytes of records held at once while loading.
         answers: lookups are answered every so many steps; 0 for at once.
@@ -77,6 +78,7 @@ class Setup:
     priority: bool = False
     load_limit: int = 0
     checkpoint: int = 0
+    chunk_ends: bool = False
     save_decode: bool = False
     part_bytes: int = 1 << 20
     window: int = N

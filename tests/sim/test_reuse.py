@@ -128,6 +128,25 @@ def test_checkpoints_after_a_hit_off_their_grid(pool):
     assert story.ask(A[: 7 * N] + B[: 3 * N]) == (6 * N, 0)
 
 
+@pytest.mark.parametrize("groups", ["sa", "ssa", "asw", "aw", "as"])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_the_first_branch_hits_where_a_chunk_ended(pool, groups, overlap, runner):
+    shape = {"groups": groups, "window": 2 * N + 1, "overlap": overlap, "runner": runner}
+    story = Story(pool, chunk_ends=True, batch=3 * N + 2, **shape)
+    story.ask(A[: 11 * N])
+    assert story.ask(A[: 7 * N] + B[: 3 * N]) == (6 * N, 0)
+
+
+def test_ends_of_chunks_cost_no_step(pool):
+    steps = []
+    for chunk_ends in (False, True):
+        story = Story(pool, chunk_ends=chunk_ends, batch=3 * N)
+        story.ask(A[: 11 * N + 3])
+        steps.append(story.engine.steps)
+    assert steps[0] == steps[1]
+
+
 def test_without_checkpoints_the_first_branch_is_computed(pool):
     story = Story(pool)
     story.ask(A[: 11 * N])

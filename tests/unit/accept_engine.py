@@ -41,6 +41,7 @@ FACTS = {
     "enforce_eager": False,
     "ranks": 1,
     "checkpoint_tokens": 0,
+    "chunk_budget": 0,
     "eagle_drop": False,
     "save_decode": False,
     "versions": {"vllm": "0.32.0"},
@@ -93,16 +94,20 @@ class Engine:
         assert not (save and self._lost is not None), "what is lost would be stored"
         found = [self._find(tuple(ids), salt) for ids in asked]
         external = sum(brought for _, brought in found)
-        size = self.facts["block_size"]
         for ids in asked:
-            keys = {(salt, tuple(ids[:end])) for end in range(size, len(ids) + 1, size)}
-            self._local |= keys
+            kept, stored = self._ends(tuple(ids), salt)
+            self._local |= {(salt, tuple(ids[:end])) for end in kept}
             for held in self._tiers.values() if save else ():
-                held |= keys
+                held |= {(salt, tuple(ids[:end])) for end in stored}
         return [
             self._answer(tuple(ids), salt, cached, brought, external)
             for ids, (cached, brought) in zip(asked, found)
         ]
+
+    def _ends(self, ids: tuple, salt: str) -> tuple[Sequence[int], Sequence[int]]:
+        """Boundaries of a prompt that vLLM's cache keeps, and those that the tiers do."""
+        every = range(self.facts["block_size"], len(ids) + 1, self.facts["block_size"])
+        return every, every
 
     def _find(self, ids: tuple, salt: str) -> tuple[int, int]:
         """(tokens cached, of these external)."""

@@ -16,6 +16,7 @@ from lmcache_hybrid.tools.accept import prompts
 from lmcache_hybrid.tools.accept.compare import (
     BAD,
     Answer,
+    Check,
     Noise,
     Outcome,
     Verdict,
@@ -24,6 +25,7 @@ from lmcache_hybrid.tools.accept.compare import (
 )
 from lmcache_hybrid.tools.accept.drafts import drafts_of
 from lmcache_hybrid.tools.accept.report import as_json
+from lmcache_hybrid.tools.accept.result import Result
 from lmcache_hybrid.tools.accept.run import Run
 
 from .accept_engine import RAM, Engine, run, shown
@@ -233,6 +235,53 @@ def test_another_tier_that_answers_is_a_problem() -> None:
     assert "records came from ['RemoteBackend'], not from LocalCPUBackend only" in str(
         result.problems
     )
+
+
+class Sparse(Engine):
+    """vLLM's cache keeps last boundaries and junctions; the tiers chunk ends as well."""
+
+    def __init__(self, *arguments, **options) -> None:
+        super().__init__(*arguments, **options)
+        self._asked: set = set()
+
+    def forget(self) -> None:
+        super().forget()
+        self._asked = set()
+
+    def _ends(self, ids: tuple, salt: str) -> tuple[Sequence[int], Sequence[int]]:
+        every, size = super()._ends(ids, salt)[0], self.facts["block_size"]
+        shared = [end for end in every if (salt, ids[:end]) in self._asked]
+        self._asked |= {(salt, ids[:end]) for end in every}
+        kept = [(len(ids) - 1) // size * size, *shared[-1:]]
+        return kept, [*kept, *range(2 * size, len(ids), 2 * size)]
+
+
+def told_of_branches(**options) -> tuple[Result, Check]:
+    """Of an engine alone, and the check of its first branch."""
+    asking = Run(lambda text: None)
+    result = asking.first(Sparse({"LocalCPUBackend": set()}, tiers=[RAM], **options))
+    return result, next(c for c in result.checks if (c.case, c.step) == ("branch", 1))
+
+
+def test_a_first_branch_that_hits_where_a_chunk_ended_is_compared_with_the_cold_prompt() -> None:
+    result, branch = told_of_branches(chunk_budget=47)
+    assert (branch.boundary, branch.cached, branch.external) == (0, 32, 32)
+    assert result.verdict is Verdict.PASS and branch.outcome(0) is Outcome.EQUAL
+    result, branch = told_of_branches(chunk_budget=47, wrong=16)
+    assert result.verdict is Verdict.FAIL and branch.outcome(0) is Outcome.DIFFERS
+
+
+@pytest.mark.parametrize("budget", [0, 48])
+def test_a_hit_where_no_chunk_ended_is_a_fault(budget: int) -> None:
+    result, branch = told_of_branches(chunk_budget=budget)
+    assert result.verdict is Verdict.FAIL and branch.outcome(0) is Outcome.BOUNDARY
+
+
+def test_a_hit_deeper_than_vllms_own_is_a_fault_where_chunks_end_too() -> None:
+    result, branch = told_of_branches(chunk_budget=32)
+    deeper = dataclasses.replace(branch, boundary=16)
+    assert deeper.outcome(0) is Outcome.BOUNDARY
+    assert dataclasses.replace(deeper, drops=True).outcome(0) is Outcome.UNCOMPARED
 
 
 @pytest.mark.parametrize("checkpoint", [0, 32])

@@ -99,7 +99,8 @@ def test_an_engine_that_was_killed_is_noticed_though_its_workers_hold_the_pipe(t
     os.close(write)
 
 
-def test_without_a_tokenizer_ids_come_from_the_middle_of_the_vocabulary() -> None:
+def facts_of(extra: dict, **scheduler) -> dict:
+    """Of an engine with these settings of the connector and the scheduler, without a tokenizer."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             architectures=["A"],
@@ -110,10 +111,12 @@ def test_without_a_tokenizer_ids_come_from_the_middle_of_the_vocabulary() -> Non
             get_vocab_size=lambda: 1000,
         ),
         scheduler_config=SimpleNamespace(
-            max_num_batched_tokens=1, max_num_seqs=1, async_scheduling=True
+            **{"max_num_batched_tokens": 1, "max_num_scheduled_tokens": None, **scheduler},
+            max_num_seqs=1,
+            async_scheduling=True,
         ),
         speculative_config=SimpleNamespace(method="mtp", use_eagle_block_drop=lambda: True),
-        kv_transfer_config=SimpleNamespace(get_from_extra_config=lambda key, default: default),
+        kv_transfer_config=SimpleNamespace(get_from_extra_config=extra.get),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         device_config=SimpleNamespace(device_type="cpu"),
@@ -122,5 +125,24 @@ def test_without_a_tokenizer_ids_come_from_the_middle_of_the_vocabulary() -> Non
     child = Child()
     # As --skip-tokenizer-init leaves an engine: get_tokenizer() would raise.
     child._engine = SimpleNamespace(vllm_config=config, tokenizer=None)
-    facts = child._facts()
+    return child._facts()
+
+
+def test_without_a_tokenizer_ids_come_from_the_middle_of_the_vocabulary() -> None:
+    facts = facts_of({})
     assert facts["ordinary"] == list(range(250, 500)) and facts["eagle_drop"] is True
+
+
+@pytest.mark.parametrize(
+    "chosen, checkpoint, chunk",
+    [(None, 0, 2048), ("chunk", 0, 2048), (0, 0, 0), (1568, 1568, 0), ("1568", 1568, 0)],
+)
+def test_states_on_the_way_are_those_of_the_option(chosen, checkpoint, chunk) -> None:
+    extra = {} if chosen is None else {"lmcache.hybrid_checkpoint_tokens": chosen}
+    facts = facts_of(extra, max_num_batched_tokens=2048)
+    assert (facts["checkpoint_tokens"], facts["chunk_budget"]) == (checkpoint, chunk)
+
+
+def test_a_chunk_is_what_the_scheduler_takes_in_a_step() -> None:
+    facts = facts_of({}, max_num_batched_tokens=2048, max_num_scheduled_tokens=2000)
+    assert facts["chunk_budget"] == 2000

@@ -72,6 +72,15 @@ def test_checkpoints_take_room_too() -> None:
     assert limits_of(cache).together == 10 * 16
 
 
+def test_ends_of_chunks_take_room_in_the_pool_only() -> None:
+    small = {**FACTS, "pool_bytes": 50_000}
+    # A chunk is what fits in a step, in whole blocks, and one block at least.
+    for budget, checkpoint in ((1, 16), (16, 16), (31, 16), (47, 32)):
+        room = limits_of({**small, "checkpoint_tokens": checkpoint})
+        assert limits_of({**small, "chunk_budget": budget}) == room
+    assert limits_of({**FACTS, "num_blocks": 104, "chunk_budget": 16}).together == 40 * 16
+
+
 def test_another_prefix_leaves_the_rest_alone() -> None:
     ids = tuple(random.Random(0).choices(ORDINARY, k=100))
     other = prompts.other_prefix(ids, 64, ORDINARY)

@@ -21,6 +21,7 @@ def test_default_options():
         priority_limit=None,
         min_retrieve_tokens=0,
         max_tokens_per_load=0,
+        chunk_ends=True,
     )
 
 
@@ -29,7 +30,7 @@ def test_options_come_from_extra_config_and_from_lmcache():
         lmcache=lmcache_config(priority_limit=3, min_retrieve_tokens=512),
         **{"lmcache.hybrid_attention_group": "3", "lmcache.max_tokens_per_load": 4096},
     )
-    assert found == Options(3, True, 3, 512, 4096)
+    assert found == Options(3, True, 3, 512, 4096, chunk_ends=True)
 
 
 @pytest.mark.parametrize(
@@ -75,18 +76,25 @@ def test_checkpoints_off_the_block_grid_are_refused(tokens, nearest):
         check_lengths(chosen, 384)
     assert_one_sentence(str(error.value))
     assert str(error.value).startswith(f"lmcache.hybrid_checkpoint_tokens={tokens} is not a multip")
-    assert f"set it to {nearest}," in str(error.value)
+    assert f"set it to {nearest}, to 0 for no checkpoints, or remove it" in str(error.value)
 
 
 @pytest.mark.parametrize("tokens", [0, 384, 1152])
 def test_checkpoints_on_the_block_grid(tokens):
     chosen = options(**{"lmcache.hybrid_checkpoint_tokens": tokens})
     check_lengths(chosen, 384)
-    assert chosen.checkpoint_tokens == tokens
+    assert (chosen.checkpoint_tokens, chosen.chunk_ends) == (tokens, False)
 
 
-def test_checkpoints_and_generated_tokens_are_off_by_default():
-    assert (options().checkpoint_tokens, options().save_decode) == (0, False)
+@pytest.mark.parametrize("chosen", [{}, {"lmcache.hybrid_checkpoint_tokens": "chunk"}])
+def test_states_at_chunk_ends_are_on_by_default(chosen):
+    found = options(**chosen)
+    check_lengths(found, 384)
+    assert (found.checkpoint_tokens, found.chunk_ends) == (0, True)
+
+
+def test_generated_tokens_are_off_by_default():
+    assert not options().save_decode
     assert options(lmcache=lmcache_config(save_decode_cache=True)).save_decode
 
 

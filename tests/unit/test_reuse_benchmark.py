@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.reuse import report, traces  # noqa: E402
+from benchmarks.reuse import replay, report, traces  # noqa: E402
 from benchmarks.reuse.engine import ReplayEngine, Setup  # noqa: E402
 from benchmarks.reuse.reference import (  # noqa: E402
     LruReference,
@@ -17,6 +17,7 @@ from benchmarks.reuse.reference import (  # noqa: E402
     chain_of,
 )
 from benchmarks.reuse.traces import Span, tokens  # noqa: E402
+from lmcache_hybrid.config.options import CHUNK_ENDS  # noqa: E402
 
 N = 16
 A, B, C, D, E = (Span(name, length) for name, length in zip("ABCDE", (20, 30, 30, 30, 30)))
@@ -104,11 +105,13 @@ PROMPTS = ([A, B], [A, B], [A, C], [A, D], [A, B, E])
         # 50 tokens: pages to 48 and a state there. The third prompt finds a page and no
         # state, so it leaves one at 16 for the fourth.
         (Setup(N, 64, 100), [0, 48, 0, 16, 48]),
-        (Setup(N, 64, 100, batch=N), [0, 48, 0, 16, 48]),
+        # Each step of one block leaves a state, so the first branch hits as well.
+        (Setup(N, 64, 100, batch=N), [0, 48, 16, 16, 48]),
+        (Setup(N, 64, 100, batch=N, checkpoint=0), [0, 48, 0, 16, 48]),
         (Setup(N, 64, 100, checkpoint=N), [0, 48, 16, 16, 48]),
         (Setup(N, 64, None), [0, 48, 0, 16, 48]),
     ],
-    ids=["default", "one block a step", "a state every block", "vLLM alone"],
+    ids=["default", "one block a step", "last boundary", "a state every block", "vLLM alone"],
 )
 def test_five_replayed_requests_hit_as_counted_by_hand(setup: Setup, hits: list[int]) -> None:
     with ReplayEngine(setup) as engine:
@@ -120,6 +123,18 @@ def test_five_replayed_requests_hit_as_counted_by_hand(setup: Setup, hits: list[
         assert [outcome.local + outcome.external for outcome in outcomes] == hits
         assert all(outcome.local == 0 for outcome in outcomes) == (setup.store is not None)
         assert engine.held_pages == engine.saved_pages
+
+
+@pytest.mark.parametrize(
+    "name, chunk_ends, interval",
+    [("default", True, 0), ("beside", True, 0), ("last", False, 0), ("T4", False, 4 * N)],
+)
+def test_an_arm_sets_what_its_title_says(name: str, chunk_ends: bool, interval: int) -> None:
+    trace = traces.repeat(scale=N / 784, prompts=1, times=2)
+    (job,) = [job for job in replay.jobs([trace], N) if job.name == name]
+    with ReplayEngine(replay.setup_of(job)) as engine:
+        chosen = engine.options
+        assert (chosen.chunk_ends, chosen.checkpoint_tokens) == (chunk_ends, interval)
 
 
 @pytest.mark.parametrize("store", [100, None], ids=["LMCache", "vLLM alone"])
@@ -146,6 +161,17 @@ def test_generated_blocks_are_found_in_the_next_turn() -> None:
             engine.forget()
             outcome = engine.run(tokens([A, B, answer, C]), tokens([D]))
             assert outcome.external == hit
+
+
+def test_each_choice_of_checkpoints_has_a_row() -> None:
+    cost = {"time_ratio": 1.0, "steps": 5, "states": 1, "bytes": 8_700_000}
+    rows = [{"interval": interval, **cost} for interval in (CHUNK_ENDS, 0, 4)]
+    (*_, chunk, none, four) = report.checkpoints({"rows": rows}).splitlines()
+    assert [row.split(" | ")[0] for row in (chunk, none, four)] == [
+        "| chunk ends",
+        "| none",
+        "| 4 N",
+    ]
 
 
 def test_the_tables_go_between_the_markers(tmp_path: Path) -> None:

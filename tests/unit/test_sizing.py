@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What prompts and checkpoints take, what plan prints, and what its page says."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from lmcache_hybrid.config import options
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.storage.record import record_bytes
 from lmcache_hybrid.tools.cli import app
@@ -16,7 +18,7 @@ from lmcache_hybrid.tools.cli.plan import BackendName, PlatformName, tokens
 from lmcache_hybrid.tools.sizing import catalogue, storage
 from lmcache_hybrid.tools.sizing.blocks import PLATFORMS, Sizes, compute, grouped
 from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE, read_shape
-from lmcache_hybrid.tools.sizing.storage import BACKENDS, Workload
+from lmcache_hybrid.tools.sizing.storage import BACKENDS, CHUNK_ENDS, Workload
 from lmcache_hybrid.tools.tiny_families import COMMON, FAMILIES
 
 ROOT = Path(__file__).parents[2]
@@ -46,11 +48,36 @@ def test_states_steps_and_bytes_of_a_real_prefill(measured):
     n, context = figures["block_size"], figures["prompt_tokens"]
     assert sizes.block_size == n
     for row in figures["rows"]:
-        interval = row["interval"] * n
-        assert len(storage.boundaries(context, n, interval)) == row["states"]
-        assert storage.prefill_steps(context, n, interval, 2048) == row["steps"]
-        found = storage.stored(sizes, Workload(context, 1, checkpoint=interval), BACKENDS["ram"])
-        assert found.payload == row["bytes"]
+        chunk_ends = row["interval"] == CHUNK_ENDS
+        checkpoint = CHUNK_ENDS if chunk_ends else row["interval"] * n
+        work = Workload(context, 1, checkpoint=checkpoint, step_tokens=2048)
+        assert len(storage.boundaries(context, n, work.interval(n))) == row["states"]
+        assert storage.prefill_steps(context, n, work.interval(n), 2048) == row["steps"]
+        assert storage.stored(sizes, work, BACKENDS["ram"]).payload == row["bytes"]
+
+
+@pytest.mark.parametrize("context", [1, 16, 17, 48, 49, 100, 161])
+@pytest.mark.parametrize("budget", [1, 15, 16, 40, 48, 100])
+def test_chunks_end_where_vllm_ends_them_and_cost_no_step(context, budget):
+    """Against walking: each step takes the budget, and ends at a multiple of N before the end."""
+    chunk, last = storage.chunk_tokens(budget, 16), (context - 1) // 16 * 16
+    place, ends = 0, []
+    while place < last:
+        place = min(max((place + budget) // 16 * 16, place + 16), last)
+        ends.append(place)
+    assert storage.boundaries(context, 16, chunk) == ends
+    steps = [storage.prefill_steps(context, 16, interval, budget) for interval in (chunk, 0)]
+    assert steps[0] == steps[1]
+
+
+def test_chunks_of_later_prompts_begin_where_they_leave_the_shared_prefix():
+    sizes, ram = compute(LFM2, GPU), BACKENDS["ram"]
+    n = sizes.block_size
+    work = Workload(20 * n + 1, 5, shared=7 * n + 3, checkpoint=CHUNK_ENDS, step_tokens=5 * n)
+    # The first leaves 5, 10, 15 and 20 N, the second 7 N, and each later one 12, 17 and 20 N.
+    assert storage.stored(sizes, work, ram).states == 4 + 1 + 4 * 3
+    assert storage.stored(sizes, dataclasses.replace(work, checkpoint=5 * n), ram).states == 2 + 15
+    assert storage.stored(sizes, dataclasses.replace(work, prompts=1), ram).states == 4
 
 
 @pytest.mark.parametrize("context", [1, 15, 16, 17, 32, 33, 100])
@@ -265,11 +292,17 @@ def test_json_of_a_named_model():
     assert found["state_bytes_per_boundary"] == 153_944_064
     redis = found["backends"].pop("redis")
     assert not found["backends"]
-    assert redis["records"] == 500 * (127 + 3)
+    # Steps of 8,192 tokens end every 10 N, and at the last boundary, 127 N.
+    assert redis["records"] == 500 * (127 + 13 * 3)
     assert redis["taken"] > redis["payload"] == 500 * found["bytes_per_prompt"]
-    none, *others = found["checkpoints"]
+    chunk, none, *others = found["checkpoints"]
     assert none["tokens"] == 0 and [row["tokens"] // 784 for row in others] == [16, 8, 4, 2, 1]
     assert all(row["recomputed_at_most"] == row["tokens"] - 1 for row in others)
+    assert (chunk["tokens"], chunk["interval"], chunk["states"]) == ("chunk", 10 * 784, 13)
+    assert chunk["recomputed_at_most"] == 10 * 784 - 1
+    assert chunk["bytes_per_prompt"] == found["bytes_per_prompt"]
+    assert chunk["bytes_per_prompt"] - none["bytes_per_prompt"] == 12 * 153_944_064
+    assert chunk["prefill_steps"] == none["prefill_steps"]
 
 
 @pytest.mark.parametrize("inside", ["", "config.json"])
@@ -284,17 +317,35 @@ def test_a_folder_and_its_config(tmp_path, inside):
     assert found["block_size"] == compute(known.shape, GPU).block_size
 
 
+def test_chunk_ends_are_the_default_of_the_option():
+    assert CHUNK_ENDS == options.CHUNK_ENDS
+    plain, chunk, none = (
+        json.loads(run("Qwen3.6-27B", *words, "--json").output)
+        for words in ((), ("--checkpoint-tokens", "chunk"), ("--checkpoint-tokens", "0"))
+    )
+    assert plain == chunk and none["checkpoints"] == plain["checkpoints"]
+    assert none["bytes_per_prompt"] < plain["bytes_per_prompt"]
+    shorter = json.loads(run("Qwen3.6-27B", "--step-tokens", "2048", "--json").output)
+    assert shorter["checkpoints"][0]["interval"] == 2 * 784
+    assert shorter["bytes_per_prompt"] > plain["bytes_per_prompt"]
+    for row in ("chunk: 7,840 (10 N)", "0: none", "12,544 (16 N)"):
+        assert f"│ {row} " in run("Qwen3.6-27B").output
+
+
 def test_an_interval_of_your_own_is_a_row_and_counts():
     answer = json.loads(run("Qwen3.6-27B", "--checkpoint-tokens", "2352", "--json").output)
     assert 2352 in [row["tokens"] for row in answer["checkpoints"]]
     plain = json.loads(run("Qwen3.6-27B", "--json").output)
     assert answer["bytes_per_prompt"] > plain["bytes_per_prompt"]
+    printed = run("Qwen3.6-27B", "--checkpoint-tokens", "2352").output
+    assert "100 prompts of 32,000 tokens, T = 2,352" in printed and "│ 2,352 (3 N) " in printed
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["Qwen3.6-27B", "--checkpoint-tokens", "1000"], "is not a multiple of N=784; use 784"),
+        (["Qwen3.6-27B", "--checkpoint-tokens", "often"], "write 100000 or 100k, or chunk"),
         (["Qwen3.6-27B", "--prefix-match-unit", "100"], "does not divide N=784; use 112"),
         (["LFM2-350M", "--prefix-match-unit", "10"], "does not divide N=16; leave it out"),
         (["Qwen3.6-27B", "--prefill-rate", "0"], "Input should be greater than or equal to 1"),

@@ -85,6 +85,9 @@ class Check:
         others: differences of further attempts, made because the first may be an outlier.
         drops: whether vLLM drops the last block of its own hits for a drafter; the store's
             hit is then deeper, which is no fault but cannot be compared.
+        chunk: the store holds a state every so many tokens of a prompt, where a step of its
+            prefill ended, and vLLM's own cache does not keep it; 0 for none. A hit there is
+            compared with the answer to the cold prompt, whose steps ended there as well.
     """
 
     case: str
@@ -101,6 +104,7 @@ class Check:
     shows: float = math.inf
     others: tuple[float, ...] = ()
     drops: bool = False
+    chunk: int = 0
 
     def outcome(self, allowed: float) -> Outcome:
         """Judge the comparison.
@@ -111,7 +115,10 @@ class Check:
         if min(self.cached, self.external) < self.boundary:
             return Outcome.MISSED
         if self.cached > self.boundary:
-            return Outcome.UNCOMPARED if self.drops else Outcome.BOUNDARY
+            if self.drops:
+                return Outcome.UNCOMPARED
+            if self.boundary or not self.chunk or self.cached % self.chunk:
+                return Outcome.BOUNDARY
         if self.same:
             return Outcome.EQUAL
         if MARGIN * allowed > self.shows and self.difference <= allowed:

@@ -59,6 +59,12 @@ class Plan:
     left_out: tuple[str, ...]
 
 
+def chunk_of(facts: dict) -> int:
+    """Tokens from one end of a chunk that leaves a state to the next, 0 where none does."""
+    block, budget = facts["block_size"], facts["chunk_budget"]
+    return max(1, budget // block) * block if budget else 0
+
+
 def limits_of(facts: dict, longest: int = 0) -> Limits:
     """What fits in the engine's context, in its KV cache and in LMCache's pool.
 
@@ -72,10 +78,11 @@ def limits_of(facts: dict, longest: int = 0) -> Limits:
     block = facts["block_size"]
     usable = facts["num_blocks"] // 2 - 4 * facts["groups"]["state"]
     pool = facts["pool_bytes"] // 2 - 3 * facts["state_bytes"]
-    # States that a long prefill leaves behind, per block.
-    states = block / facts["checkpoint_tokens"] if facts["checkpoint_tokens"] else 0
-    blocks = usable / (facts["paged_blocks"] + states * facts["groups"]["state"])
-    records = pool / (facts["block_bytes"] + states * facts["state_bytes"])
+    # States that a long prefill leaves behind, per block; vLLM does not keep those of chunk ends.
+    kept = block / facts["checkpoint_tokens"] if facts["checkpoint_tokens"] else 0
+    stored = kept + (block / chunk_of(facts) if chunk_of(facts) else 0)
+    blocks = usable / (facts["paged_blocks"] + kept * facts["groups"]["state"])
+    records = pool / (facts["block_bytes"] + stored * facts["state_bytes"])
     room = max(0, int(min(blocks, records))) * block
     wanted = max(longest or LONGEST.get(facts["device_type"], LONGEST_ELSEWHERE), 4 * block)
     return Limits(block, min(wanted, facts["max_model_len"], room), room, facts["unit"])

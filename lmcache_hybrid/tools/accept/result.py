@@ -92,7 +92,10 @@ class Result:
 
     @property
     def save_own(self) -> bool:
-        """Whether prompts are stored that are not loaded: saves can split a prefill."""
+        """Whether prompts are stored that are not loaded: saves can split a prefill.
+
+        Those of chunk ends split none.
+        """
         return bool(self.facts["checkpoint_tokens"] or self.facts["save_decode"])
 
     @property

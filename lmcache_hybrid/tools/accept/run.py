@@ -27,6 +27,7 @@ from lmcache_hybrid.tools.accept.engine import Engine
 from lmcache_hybrid.tools.accept.prompts import (
     Case,
     Ids,
+    chunk_of,
     length_of,
     limits_of,
     other_prefix,
@@ -304,8 +305,9 @@ class Run:
         """Add a check of ``answer`` against vLLM's own; ``fields`` of the check go first."""
         made = check(told.case.name, step, where, len(told.prompts[step]), told.own[step], answer)
         shows = told.shows if made.boundary else math.inf
-        drops, restarted = self.result.facts["eagle_drop"], RESTART in where
-        made = replace(made, drops=drops, restarted=restarted, shows=shows, **fields)
+        facts, restarted = self.result.facts, RESTART in where
+        made = replace(made, drops=facts["eagle_drop"], chunk=chunk_of(facts), restarted=restarted)
+        made = replace(made, shows=shows, **fields)
         self.result.checks.append(made)
         if not fields:  # asked alone
             self.result.draft_pairs.append((told.own[step], answer))

@@ -20,7 +20,7 @@ from lmcache_hybrid.tools.cli.units import HEAD, RATES, Unit, units
 from lmcache_hybrid.tools.sizing import catalogue, storage
 from lmcache_hybrid.tools.sizing.blocks import PLATFORMS, Platform, Sizes, compute
 from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE, ModelShape
-from lmcache_hybrid.tools.sizing.storage import BACKENDS, Workload
+from lmcache_hybrid.tools.sizing.storage import BACKENDS, CHUNK_ENDS, Workload
 
 INTERVALS = (16, 8, 4, 2, 1)  # T in blocks, as in docs/reuse.md
 
@@ -70,7 +70,15 @@ def some_tokens(text: str | int) -> int:
     return number
 
 
-def _tokens(what: str, parser: Callable[[str | int], int] = tokens) -> Any:
+def checkpoints(text: str | int) -> str | int:
+    """CHUNK_ENDS, or :func:`tokens`."""
+    try:
+        return text if text == CHUNK_ENDS else tokens(text)
+    except typer.BadParameter as error:
+        raise typer.BadParameter(f"{error.message}, or {CHUNK_ENDS}") from None
+
+
+def _tokens(what: str, parser: Callable[[str | int], str | int] = tokens) -> Any:
     return typer.Option(help=what, parser=parser, metavar="TOKENS")
 
 
@@ -88,6 +96,12 @@ KernelBlockOption = Annotated[
 GdnPrefillOption = Annotated[
     GdnPrefill, typer.Option(help="For Qwen, vLLM's; 0.33 takes flashinfer on Hopper and newer.")
 ]
+CheckpointOption = Annotated[
+    Any,
+    _tokens(
+        "lmcache.hybrid_checkpoint_tokens: chunk, T, or 0 for the last boundary only.", checkpoints
+    ),
+]
 UnitOption = Annotated[int, _tokens("vLLM's --prefix-match-unit; 0: not set.")]
 RateOption = Annotated[
     int, typer.Option(help="Prompt tokens that your engine computes a second.", min=1)
@@ -104,7 +118,6 @@ class Plan:
     Attributes:
         raised: whether N is more than the block size that vLLM starts from.
         hopper: N with FlashInfer's prefill of gated delta nets, which is for GPUs only.
-        step_tokens: ``max_num_batched_tokens``.
         prefill_rate: tokens a second.
         backends: names in BACKENDS.
     """
@@ -116,7 +129,6 @@ class Plan:
     raised: bool
     hopper: int
     work: Workload
-    step_tokens: int
     prefill_rate: int
     backends: tuple[str, ...]
 
@@ -129,17 +141,19 @@ class Plan:
         alone = dataclasses.replace(self.work, prompts=1, shared=0)
         return storage.stored(self.sizes, alone, BACKENDS["ram"]).payload
 
-    def intervals(self) -> list[int]:
-        """T of each row of the table of checkpoints; 0 for none."""
-        n = self.sizes.block_size
+    def checkpoints(self) -> list[int | str]:
+        """``lmcache.hybrid_checkpoint_tokens`` in each row of its table."""
+        n, own = self.sizes.block_size, self.work.checkpoint
         chosen = {blocks * n for blocks in INTERVALS if blocks * n < self.work.context}
-        return [0, *sorted(chosen | ({self.work.checkpoint} - {0}), reverse=True)]
+        if isinstance(own, int) and own:
+            chosen.add(own)
+        return [CHUNK_ENDS, 0, *sorted(chosen, reverse=True)]
 
     def units(self) -> list[Unit]:
-        return units(self.sizes, self.work, self.step_tokens, self.prefill_rate)
+        return units(self.sizes, self.work, self.prefill_rate)
 
-    def with_checkpoint(self, interval: int) -> "Plan":
-        return dataclasses.replace(self, work=dataclasses.replace(self.work, checkpoint=interval))
+    def with_checkpoint(self, tokens: int | str) -> "Plan":
+        return dataclasses.replace(self, work=dataclasses.replace(self.work, checkpoint=tokens))
 
 
 def plan(
@@ -148,7 +162,7 @@ def plan(
     prompts: Annotated[int, typer.Option(help="Prompts to keep.", min=1)] = 100,
     shared: Annotated[int, _tokens("Leading tokens that all prompts share.")] = 0,
     backend: BackendOption = None,
-    checkpoint_tokens: Annotated[int, _tokens("lmcache.hybrid_checkpoint_tokens; 0: none.")] = 0,
+    checkpoint_tokens: CheckpointOption = CHUNK_ENDS,
     tp: Annotated[int, typer.Option(help="Tensor parallel size.", min=1)] = 1,
     dtype: Annotated[str, typer.Option(help="vLLM's --dtype.")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="vLLM's --kv-cache-dtype.")] = "auto",
@@ -186,15 +200,13 @@ def plan(
         sizes = sized(shape, where)
         rounding = where.with_gdn_prefill(GdnPrefill.flashinfer.value)
         hopper = sizes if platform is PlatformName.cpu else sized(shape, rounding)
-        work = Workload(context, prompts, shared, checkpoint_tokens, prefix_match_unit)
+        work = Workload(context, prompts, shared, checkpoint_tokens, prefix_match_unit, step_tokens)
         work.check(sizes.block_size)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
     raised = sizes.block_size > (block_size or where.block_size)
     names = tuple(each.value for each in backend or BackendName)
-    made = Plan(
-        name, shape, where, sizes, raised, hopper.block_size, work, step_tokens, prefill_rate, names
-    )
+    made = Plan(name, shape, where, sizes, raised, hopper.block_size, work, prefill_rate, names)
     if as_json:
         print(json.dumps(as_dict(made), indent=1))
     else:
@@ -234,21 +246,24 @@ def as_dict(plan: Plan) -> dict:
             }
             for name in plan.backends
         },
-        "checkpoints": [_checkpoint(plan, interval) for interval in plan.intervals()],
+        "checkpoints": [_checkpoint(plan, tokens) for tokens in plan.checkpoints()],
         "units": [dataclasses.asdict(unit) for unit in plan.units()],
     }
 
 
-def _checkpoint(plan: Plan, interval: int) -> dict:
+def _checkpoint(plan: Plan, tokens: int | str) -> dict:
+    plan = plan.with_checkpoint(tokens)
     context, n, unit = plan.work.context, plan.sizes.block_size, plan.work.unit
+    interval = plan.work.interval(n)
     branch = storage.after_branch(context, n, interval)
     return {
-        "tokens": interval,
+        "tokens": tokens,
+        "interval": interval,
         "states": len(storage.boundaries(context, n, interval, unit)),
-        "bytes_per_prompt": plan.with_checkpoint(interval).per_prompt,
+        "bytes_per_prompt": plan.per_prompt,
         "recomputed_at_most": branch.at_most,
         "recomputed_expected": round(branch.expected),
-        "prefill_steps": storage.prefill_steps(context, n, interval, plan.step_tokens, unit),
+        "prefill_steps": storage.prefill_steps(context, n, interval, plan.work.step_tokens, unit),
     }
 
 
@@ -303,11 +318,18 @@ def _print(console: Console, plan: Plan) -> None:
             f"{work.unit or n}.[/]\n"
         )
     _print_backends(console, plan)
-    rows = []
-    for row in (_checkpoint(plan, interval) for interval in plan.intervals()):
+    _print_checkpoints(console, plan)
+    _print_units(console, plan)
+
+
+def _print_checkpoints(console: Console, plan: Plan) -> None:
+    n, rows = plan.sizes.block_size, []
+    for row in (_checkpoint(plan, tokens) for tokens in plan.checkpoints()):
+        name = f"{row['interval']:,} ({row['interval'] // n} N)"
+        name = f"{CHUNK_ENDS}: {name}" if row["tokens"] == CHUNK_ENDS else name
         rows.append(
             [
-                f"{row['tokens']:,} ({row['tokens'] // n} N)" if row["tokens"] else "none",
+                name if row["interval"] else "0: none",
                 str(row["states"]),
                 f"{row['bytes_per_prompt'] / 1e9:.3f}",
                 _more(row["bytes_per_prompt"], plan.with_checkpoint(0).per_prompt, 0),
@@ -319,7 +341,6 @@ def _print(console: Console, plan: Plan) -> None:
     head = ("T", "States", "GB per prompt", "More", "Recomputed: at most", "expected", "Steps")
     title = "lmcache.hybrid_checkpoint_tokens: per prompt, and for the first to branch off from it"
     console.print(_table(title, head, rows))
-    _print_units(console, plan)
 
 
 def _print_units(console: Console, plan: Plan) -> None:
@@ -360,7 +381,7 @@ def _print_backends(console: Console, plan: Plan) -> None:
     title = f"{work.prompts:,} prompts of {work.context:,} tokens"
     if work.shared:
         title += f", the first {work.shared:,} shared"
-    if work.checkpoint:
+    if isinstance(work.checkpoint, int):
         title += f", T = {work.checkpoint:,}"
     head = ("Backend", "Records", "GB in all", "Overhead", "LMCache setting (GiB a rank)")
     console.print(_table(title, head, rows))

@@ -53,14 +53,14 @@ class Unit:
         ]
 
 
-def units(sizes: Sizes, work: Workload, step_tokens: int, prefill_rate: float) -> list[Unit]:
+def units(sizes: Sizes, work: Workload, prefill_rate: float) -> list[Unit]:
     """N, and the units worth a look, the user's included; the largest first."""
     n = sizes.block_size
     chosen = {n, suggested_unit(n), suggested_unit(n, n // 8), suggested_unit(n, 16), work.unit}
-    return [_unit(sizes, work, u, step_tokens, prefill_rate) for u in sorted(chosen - {0})[::-1]]
+    return [_unit(sizes, work, u, prefill_rate) for u in sorted(chosen - {0})[::-1]]
 
 
-def _unit(sizes: Sizes, work: Workload, unit: int, step_tokens: int, prefill_rate: float) -> Unit:
+def _unit(sizes: Sizes, work: Workload, unit: int, prefill_rate: float) -> Unit:
     n = sizes.block_size
     alone = replace(work, prompts=1, shared=0, unit=unit if unit < n else 0)
     return Unit(
@@ -68,6 +68,6 @@ def _unit(sizes: Sizes, work: Workload, unit: int, step_tokens: int, prefill_rat
         unit + 1,
         unit,
         storage.stored(sizes, alone, BACKENDS["ram"]).payload,
-        storage.prefill_steps(work.context, n, work.checkpoint, step_tokens, alone.unit),
+        storage.prefill_steps(work.context, n, work.interval(n), work.step_tokens, alone.unit),
         {name: storage.break_even(sizes, unit, prefill_rate, rate) for name, rate in RATES.items()},
     )

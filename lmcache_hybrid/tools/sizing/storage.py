@@ -17,6 +17,8 @@ METADATA_BYTES = 28
 # with the model's name: 144 to 208 bytes.
 REDIS_KEYS_BYTES = 160
 REDIS_HEADER_BYTES = 10
+# ``config.options.CHUNK_ENDS``, which cannot be imported without vLLM.
+CHUNK_ENDS = "chunk"
 
 
 def _pages(size: int) -> int:
@@ -70,15 +72,23 @@ class Workload:
         context: tokens of a prompt.
         prompts: how many.
         shared: leading tokens that all of them share.
-        checkpoint: T in tokens, 0 for none.
+        checkpoint: T in tokens, 0 for none, or CHUNK_ENDS.
         unit: U in tokens, 0 for hits at multiples of N only.
+        step_tokens: ``max_num_batched_tokens``.
     """
 
     context: int
     prompts: int
     shared: int = 0
-    checkpoint: int = 0
+    checkpoint: int | str = 0
     unit: int = 0
+    step_tokens: int = 8192
+
+    def interval(self, block_size: int) -> int:
+        """Tokens from one state on the way to the next, 0 for none on the way."""
+        if isinstance(self.checkpoint, str):
+            return chunk_tokens(self.step_tokens, block_size)
+        return self.checkpoint
 
     def check(self, block_size: int) -> None:
         """Raises ConfigError where T is no multiple of N, U no divisor, or ``shared`` too much."""
@@ -88,7 +98,7 @@ class Workload:
             raise ConfigError(
                 f"--prefix-match-unit {self.unit} does not divide N={block_size}; {fix}."
             )
-        if self.checkpoint % block_size:
+        if isinstance(self.checkpoint, int) and self.checkpoint % block_size:
             nearest = max(1, round(self.checkpoint / block_size)) * block_size
             raise ConfigError(
                 f"--checkpoint-tokens {self.checkpoint} is not a multiple of N={block_size}; "
@@ -100,14 +110,21 @@ class Workload:
             )
 
 
-def boundaries(context: int, block_size: int, checkpoint: int, unit: int = 0) -> list[int]:
-    """List where a cold prefill of ``context`` tokens leaves states, in tokens, in order.
+def chunk_tokens(step_tokens: int, block_size: int) -> int:
+    """Tokens of a chunk of a prefill that is alone in the engine: each ends at a multiple of N."""
+    return max(1, step_tokens // block_size) * block_size
 
-    The last boundary before its last token, every ``checkpoint`` tokens up to there, and the
-    last multiple of ``unit``.
+
+def boundaries(
+    context: int, block_size: int, interval: int, unit: int = 0, start: int = 0
+) -> list[int]:
+    """List where a prefill of ``context`` tokens leaves states, in tokens, in order.
+
+    The last boundary before its last token, every ``interval`` tokens from ``start`` up to there,
+    and the last multiple of ``unit``.
     """
     end = (context - 1) // block_size * block_size
-    states = set(range(checkpoint, end + 1, checkpoint)) if checkpoint else set()
+    states = set(range(start + interval, end + 1, interval)) if interval else set()
     inner = (context - 1) // unit * unit if unit else 0
     return sorted((states | {end, inner}) - {0})
 
@@ -133,17 +150,22 @@ class Stored:
 
 def stored(sizes: Sizes, work: Workload, backend: Backend) -> Stored:
     """Count what is stored when every prompt is asked once and nothing is evicted."""
-    n = sizes.block_size
-    states = boundaries(work.context, n, work.checkpoint, work.unit)
+    n, shared = sizes.block_size, work.shared
+    interval = work.interval(n)
+    states = boundaries(work.context, n, interval, work.unit)
     # A page that is partly filled at the last boundary is a record of its own.
     blocks = work.context // n + sum(boundary % n > 0 for boundary in states)
-    common_blocks = work.shared // n
-    common_states = {boundary for boundary in states if boundary <= work.shared}
-    own_states = len(states) - len(common_states)
+    common_blocks = shared // n
+    junction = common_blocks * n  # where the second prompt branches off
+    common_states = {boundary for boundary in states if boundary <= shared}
+    own_states = later_states = len(states) - len(common_states)
     if work.prompts > 1 and common_blocks:
-        common_states.add(common_blocks * n)  # where the second prompt branches off
+        common_states.add(junction)
+        if work.checkpoint == CHUNK_ENDS:  # whose chunks begin there
+            later = boundaries(work.context, n, interval, work.unit, start=junction)
+            later_states = sum(boundary > shared for boundary in later)
     all_blocks = common_blocks + work.prompts * (blocks - common_blocks)
-    all_states = len(common_states) + work.prompts * own_states
+    all_states = len(common_states) + own_states + (work.prompts - 1) * later_states
     count = {ATTENTION: all_blocks, STATE: all_states}
     records = [
         (count[group.kind] * backend.copies(group, sizes.tp), group.bytes) for group in sizes.groups
@@ -170,24 +192,22 @@ class Branch:
     expected: float
 
 
-def after_branch(context: int, block_size: int, checkpoint: int) -> Branch:
+def after_branch(context: int, block_size: int, interval: int) -> Branch:
     """The first prompt that branches off somewhere in a stored one."""
-    starts = [0, *boundaries(context, block_size, checkpoint)]
+    starts = [0, *boundaries(context, block_size, interval)]
     lengths = [end - start for start, end in zip(starts, [*starts[1:], context], strict=True)]
     lost = sum(length * (length - 1) // 2 for length in lengths)
     return Branch(max(lengths) - 1, lost / context)
 
 
-def prefill_steps(
-    context: int, block_size: int, checkpoint: int, budget: int, unit: int = 0
-) -> int:
+def prefill_steps(context: int, block_size: int, interval: int, budget: int, unit: int = 0) -> int:
     """Count the steps of a cold prefill that has an engine to itself.
 
     ``budget`` is the engine's ``max_num_batched_tokens``, all arguments are in tokens.
     A step ends at each boundary that is kept, and otherwise at a multiple of N.
     """
-    step = max(1, budget // block_size) * block_size
-    ends = [0, *boundaries(context, block_size, checkpoint, unit)]
+    step = chunk_tokens(budget, block_size)
+    ends = [0, *boundaries(context, block_size, interval, unit)]
     steps = sum(-(-(end - start) // step) for start, end in zip(ends, ends[1:]))
     return steps + -(-(context - ends[-1]) // budget)
 
