@@ -82,7 +82,14 @@ def test_checkpoints_off_the_block_grid_are_refused(tokens, nearest):
 def test_checkpoints_on_the_block_grid(tokens):
     chosen = options(**{"lmcache.hybrid_checkpoint_tokens": tokens})
     check_lengths(chosen, 384)
-    assert chosen.checkpoint_tokens == tokens
+    assert chosen.checkpoint_tokens == tokens and not chosen.chunk_ends
+
+
+def test_ends_of_chunks_are_the_default_and_have_a_name():
+    for chosen in (options(), options(**{"lmcache.hybrid_checkpoint_tokens": "chunk"})):
+        assert chosen.chunk_ends and not chosen.checkpoint_tokens
+    with pytest.raises(ConfigError, match="='chunks' is not a whole number; write one, or 'chunk'"):
+        options(**{"lmcache.hybrid_checkpoint_tokens": "chunks"})
 
 
 def test_checkpoints_and_generated_tokens_are_off_by_default():
