@@ -111,7 +111,7 @@ class Options:
     min_retrieve_tokens: int
     max_tokens_per_load: int
     checkpoint_tokens: int = 0
-    chunk_ends: bool = False
+    chunk_ends: bool = True
     save_decode: bool = False
     digester: Digester = PLAIN
     load_policy: str = POLICIES[0]

@@ -53,9 +53,10 @@ class Checkpoints:
     def wants_end(self, computed: int) -> bool:
         """Whether the state is wanted where a step of the prefill ends at ``computed`` tokens.
 
-        With a runway vLLM may compute the last tokens of a step once more, in the next one.
+        Not at the last boundary, where vLLM ends a step by itself. With a runway vLLM may compute
+        the last tokens of a step once more, in the next one.
         """
-        return self.chunk_ends and not self.runway and computed < self.known
+        return self.chunk_ends and not self.runway and computed < self.end
 
     def after(self, computed: int) -> int:
         """Return the next boundary past ``computed`` tokens where a state is wanted, 0 for none."""

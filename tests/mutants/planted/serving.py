@@ -28,12 +28,6 @@ DEFECTS = (
         "blocks = ((g, self._plan.state_block(block_ids[g], g, max(1, boundary - 1)))",
     ),
     one(
-        "a chunk that ends inside a block is stored as ended at the boundary before",
-        CACHED_BLOCKS,
-        "if rest or any(tokens == computed",
-        "computed -= rest\n        if not computed or any(tokens == computed",
-    ),
-    one(
         "ends of chunks are not stored where all pages are stored already",
         "lmcache_hybrid/scheduler/tracker.py",
         "self.seal > 0 or self.chunks",
