@@ -111,7 +111,7 @@ class Options:
     min_retrieve_tokens: int
     max_tokens_per_load: int
     checkpoint_tokens: int = 0
-    chunk_ends: bool = False
+    chunk_ends: bool = True
     save_decode: bool = False
     digester: Digester = PLAIN
     load_policy: str = POLICIES[0]
@@ -137,14 +137,14 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
         if key.startswith(OWN_PREFIX) and key not in known and key != BESIDE_KEY:
             raise ConfigError(f"{key} is not a setting; the settings are {sorted(known)}.")
 
-    def whole(key: str, default: int | None) -> int | None:
+    def whole(key: str, default: int | None, instead: str = "") -> int | None:
         value = transfer.get_from_extra_config(key, default)
         try:
             if value is None or int(value) == float(value):
                 return default if value is None else int(value)
         except (TypeError, ValueError, OverflowError):
             pass
-        raise ConfigError(f"{key}={value!r} is not a whole number; write one.")
+        raise ConfigError(f"{key}={value!r} is not a whole number; write one{instead}.")
 
     def tokens(key: str, value: int | None) -> int:
         if value is None or value < 0:
@@ -164,7 +164,9 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
             "LMCache option min_retrieve_tokens", config.min_retrieve_tokens
         ),
         max_tokens_per_load=tokens(LOAD_LIMIT_KEY, whole(LOAD_LIMIT_KEY, 0) or 0),
-        checkpoint_tokens=0 if chunk_ends else whole(CHECKPOINT_KEY, 0) or 0,
+        checkpoint_tokens=(
+            0 if chunk_ends else whole(CHECKPOINT_KEY, 0, f", or '{CHUNK_ENDS}'") or 0
+        ),
         chunk_ends=chunk_ends,
         save_decode=bool(config.save_decode_cache),
         digester=PLAIN if key_file is None else read_key(KEY_FILE_KEY, str(key_file)),

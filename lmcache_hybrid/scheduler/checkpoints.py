@@ -85,7 +85,8 @@ class Checkpoints:
     def wants_end(self, computed: int) -> bool:
         """Whether the state is wanted where a step of the prefill ends at ``computed`` tokens.
 
-        With a runway vLLM may compute the last tokens of a step once more, in the next one.
+        Not at the last boundary, where vLLM ends a step by itself. With a runway vLLM may compute
+        the last tokens of a step once more, in the next one.
         """
         return self.chunk_ends and not self.drafter.runway and computed < self.end
 

@@ -8,6 +8,7 @@ INSIDE, JUNCTION = "offers inside a block", "offers at a junction inside a block
 LOADS, SHORT = "loads that end inside a block", "loads of prompts shorter than a block"
 MIXED = "loads that end inside a block beside local tokens"
 AT_THE_END = "states handed off by requests that end"
+CHUNKS = "states at the end of a chunk"
 
 
 def note_offers(engine: SimEngine) -> SimEngine:
@@ -35,6 +36,10 @@ def _note_loads(engine: SimEngine) -> None:
 
     def stepped(output):
         metadata = step(output)
+        for save in metadata.saves:
+            offers = output.kv_connector_block_state.boundary_state_offloads
+            offered = {tokens for _, _, tokens in offers.get(save.request_id, ())}
+            engine.events[CHUNKS] += sum(end * N not in offered for end, _ in save.states)
         for load in metadata.loads:
             engine.events[LOADS] += load.tail > 0
             engine.events[SHORT] += load.tail > 0 == load.boundary

@@ -8,7 +8,7 @@ the simulation checks every byte on the way.
 import pytest
 from vllm.v1.request import RequestStatus
 
-from lmcache_hybrid.core.keys import ATTENTION
+from lmcache_hybrid.core.keys import ATTENTION, STATE
 from lmcache_hybrid.protocol.prefix import Prefix, record_keys
 
 from .engine import SimEngine
@@ -53,12 +53,12 @@ class Story:
         """What was generated for the latest prompt."""
         return list(self.engine.requests[f"q{self.asked}"].output_token_ids)
 
-    def lose(self, group: int, block: int) -> None:
-        """Evict one page of the latest prompt."""
+    def lose(self, group: int, block: int, kind: int = ATTENTION) -> None:
+        """Evict one record of the latest prompt."""
         engine = self.engine
         hashes = engine.requests[f"q{self.asked}"].block_hashes
         prefix = Prefix(tuple(bytes(h) for h in hashes))
-        (key,) = record_keys(prefix, block, N, ATTENTION, (group,))
+        (key,) = record_keys(prefix, block, N, kind, (group,))
         assert engine.stores[0].manager.local_cpu_backend.remove(engine.stores[0].engine_key(key))
 
     @property
@@ -138,11 +138,20 @@ def test_the_first_branch_hits_where_a_chunk_ended(pool, groups, overlap, runner
     assert story.ask(A[: 7 * N] + B[: 3 * N]) == (6 * N, 0)
 
 
+def test_ends_of_chunks_are_stored_where_the_pages_are_already(pool):
+    story = Story(pool, chunk_ends=True, batch=3 * N)
+    story.ask(A[: 10 * N])
+    for boundary in (3, 6, 9):
+        story.lose(0, boundary - 1, STATE)
+    assert story.ask(A[: 10 * N]) == (0, 0)
+    assert story.ask(A[: 7 * N] + B[: 3 * N]) == (6 * N, 0)
+
+
 def test_ends_of_chunks_cost_no_step(pool):
     steps = []
-    for chunk_ends in (False, True):
+    for chunk_ends, prompt in ((False, A), (True, B)):
         story = Story(pool, chunk_ends=chunk_ends, batch=3 * N)
-        story.ask(A[: 11 * N + 3])
+        story.ask(prompt[: 11 * N + 3])
         steps.append(story.engine.steps)
     assert steps[0] == steps[1]
 

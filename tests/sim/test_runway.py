@@ -9,6 +9,7 @@ import pytest
 from vllm.config import SpeculativeConfig
 
 from .engine import SimEngine
+from .offers import CHUNKS
 from .program import TRUNKS, Run, Tally
 from .setup import Setup
 from .storage import N
@@ -99,3 +100,17 @@ def test_windows_are_stored_where_no_step_ends(modules, more):
     assert not hit_tokens(engine, "first", A[: 8 * N + more])
     assert hit_tokens(engine, "again", A[: 8 * N + more]) == 8 * N
     run.play([])
+
+
+@pytest.mark.parametrize("batch", [2 * N, 2 * N + DRAFTS, 3 * N - 1])
+def test_no_end_of_a_chunk_is_stored_that_is_computed_again(monkeypatch, batch):
+    monkeypatch.setattr(
+        SpeculativeConfig, "use_multi_module_mtp", lambda self: self.method == "mtp"
+    )
+    shape = dict(groups="sa", blocks=120, batch=batch, drafts=DRAFTS, mtp=True, runner="v2")
+    run = Run(Setup(**shape, chunk_ends=True), tally := Tally())
+    (engine,) = run.engines
+    engine.add("first", TRUNKS[0][: 12 * N + 5], 3)
+    engine.drain()
+    run.play([])
+    assert tally.events["states saved"] and not tally.events[CHUNKS]

@@ -20,7 +20,7 @@ import hypothesis
 import pytest
 from hypothesis import HealthCheck, Phase
 
-from .offers import AT_THE_END, JUNCTION, LOADS, MIXED, SHORT
+from .offers import AT_THE_END, CHUNKS, JUNCTION, LOADS, MIXED, SHORT
 from .program import Run, Tally, programs
 from .setup import Setup
 from .shrunk import SHRUNK
@@ -66,6 +66,7 @@ MET = (
     "device: loads of blocks that were saved",
     "device: parts side by side",
     LOADS,
+    CHUNKS,
 )
 # Too rare for 50,000 steps.
 MET_IN_LONG_RUNS = ("device: failed loads", JUNCTION, AT_THE_END, MIXED, SHORT)

@@ -86,6 +86,11 @@ def test_checkpoints_on_the_block_grid(tokens):
     assert (chosen.checkpoint_tokens, chosen.chunk_ends) == (tokens, False)
 
 
+def test_what_is_no_number_of_tokens_gets_the_words_to_write():
+    with pytest.raises(ConfigError, match="='chunks' is not a whole number; write one, or 'chunk'"):
+        options(**{"lmcache.hybrid_checkpoint_tokens": "chunks"})
+
+
 @pytest.mark.parametrize("chosen", [{}, {"lmcache.hybrid_checkpoint_tokens": "chunk"}])
 def test_states_at_chunk_ends_are_on_by_default(chosen):
     found = options(**chosen)

@@ -56,6 +56,43 @@ DEFECTS = (
         "        said = bool(self._plan.states) and boundary >= tracker.checkpoints.known\n",
         "        said = bool(self._plan.states)\n",
     ),
+    # Ends of chunks
+    one(
+        "the state in front of a chunk is stored as that of its end",
+        CACHED_BLOCKS,
+        "blocks = ((g, self._plan.state_block(block_ids[g], g, boundary))",
+        "blocks = ((g, self._plan.state_block(block_ids[g], g, max(1, boundary - 1)))",
+    ),
+    one(
+        "ends of chunks are not stored where all pages are stored already",
+        "lmcache_hybrid/scheduler/tracker.py",
+        "self.seal > 0 or self.chunks",
+        "self.seal > 0",
+    ),
+    one(
+        "ends of chunks are stored that a drafter of several modules computes again",
+        "lmcache_hybrid/scheduler/checkpoints.py",
+        "self.chunk_ends and not self.drafter.runway and",
+        "self.chunk_ends and",
+    ),
+    one(
+        "models with windows store no ends of chunks",
+        CACHED_BLOCKS,
+        "return [boundary] if boundary else [], offers",
+        "return [], offers",
+    ),
+    one(
+        "ends of chunks are stored by those who asked for the last boundary only",
+        "lmcache_hybrid/config/options.py",
+        "        chunk_ends=chunk_ends,\n",
+        "        chunk_ends=True,\n",
+    ),
+    one(
+        "by default no end of a chunk is stored",
+        "lmcache_hybrid/config/options.py",
+        "get_from_extra_config(CHECKPOINT_KEY, CHUNK_ENDS)",
+        "get_from_extra_config(CHECKPOINT_KEY, 0)",
+    ),
     # What is stored
     one(
         "a state is stored although vLLM has given its block away",
