@@ -6,6 +6,7 @@ from types import SimpleNamespace as Namespace
 import numpy as np
 import pytest
 from vllm import SamplingParams
+from vllm.entrypoints.generate.beam_search.utils import BeamSearchSequence
 from vllm.inputs.engine import mm_input
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.multimodal.parse import MultiModalDataParser
@@ -125,6 +126,23 @@ def test_a_clients_name_is_no_content(monkeypatch, kwargs):
     again = hashes(submit(config, rendered(config, 1, "img-1", **kwargs), monkeypatch, salt="a"))
     theirs = hashes(submit(config, rendered(config, 2, "img-1", **kwargs), monkeypatch, salt="b"))
     assert mine == again and not set(mine) & set(theirs)
+
+
+@pytest.mark.parametrize("uuid, salt", [(None, None), ("img-1", "a"), ("img-1", None)])
+def test_beams_are_cached_as_the_prompt_that_they_continue(monkeypatch, uuid, salt):
+    config = deployment()
+    prompt = rendered(config, 1, uuid)
+    beam = BeamSearchSequence(orig_prompt=prompt, tokens=[*TOKENS, 7], logprobs=[]).get_prompt()
+    assert beam["prompt_token_ids"] == [*TOKENS, 7]
+    asked = hashes(submit(config, prompt, monkeypatch, salt=salt))
+    assert hashes(submit(config, beam, monkeypatch, salt=salt)) == asked
+    assert (asked is None) == (uuid is not None and salt is None)
+
+
+def test_beams_of_text_are_left_alone():
+    text = {"type": "token", "prompt_token_ids": [1, 2, 3]}
+    beam = BeamSearchSequence(orig_prompt=text, tokens=[1, 2, 3, 7], logprobs=[])
+    assert beam.get_prompt() == {"type": "token", "prompt_token_ids": [1, 2, 3, 7]}
 
 
 def test_a_name_that_is_the_hash_of_another_item_stays_a_name(monkeypatch):

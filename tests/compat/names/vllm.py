@@ -277,6 +277,12 @@ VLLM = (
         ),
     ),
     Hook("vllm.renderers.base", "BaseRenderer.config"),
+    Hook(
+        "vllm.entrypoints.generate.beam_search.utils",
+        "BeamSearchSequence.get_prompt",
+        replaced_in=_MEDIA,
+    ),
+    Hook("vllm.entrypoints.generate.beam_search.utils", "BeamSearchSequence.orig_prompt"),
     Hook("vllm.v1.engine.input_processor", "InputProcessor.process_inputs", replaced_in=_MEDIA),
     Hook("vllm.v1.engine.input_processor", "InputProcessor.vllm_config"),
     *attributes("vllm.v1.engine", "EngineCoreRequest", "mm_features sampling_params"),

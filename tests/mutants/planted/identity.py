@@ -159,6 +159,12 @@ DEFECTS = (
         "    if envs.VLLM_USE_RUST_FRONTEND:\n",
         "    if False:\n",
     ),
+    one(
+        "beams with an image are taken for marked by nobody",
+        FRONTEND,
+        "        if MARK in rendered:\n",
+        "        if False:\n",
+    ),
     # Adapters
     one(
         "an adapter that was read for a lookup is taken although its files changed",
