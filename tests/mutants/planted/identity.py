@@ -165,6 +165,12 @@ DEFECTS = (
         "        if MARK in rendered:\n",
         "        if False:\n",
     ),
+    one(
+        "embeddings amid text are cached",
+        "lmcache_hybrid/scheduler/prompt.py",
+        'getattr(request, "prompt_embeds", None) is not None',
+        "request.prompt_token_ids is None",
+    ),
     # Adapters
     one(
         "an adapter that was read for a lookup is taken although its files changed",
