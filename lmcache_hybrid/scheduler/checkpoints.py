@@ -7,7 +7,12 @@ stops there, keeps the state and offers it. We set that attribute to the next bo
 and again whenever one is reached.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+
+def _none(tokens: int) -> bool:
+    return False
 
 
 @dataclass
@@ -18,12 +23,14 @@ class Checkpoints:
         block_size: N.
         interval: T, a multiple of N; a state every T tokens of a prefill. 0 for none.
         decode: whether boundaries in generated tokens are wanted.
-        offered: whether vLLM offers the last boundary by itself, as it does with states.
+        offered: whether vLLM ends a step at the last boundary and offers it by itself, as it does
+            with states.
         junction: where the request leaves what other requests computed, 0 for nowhere.
-        end: the last boundary before the last known token; vLLM ends a step there anyway.
+        end: the last boundary before the last known token that is not barred.
         runway: known tokens that vLLM keeps behind the end of a step of a prefill, for a drafter
             of several MTP modules. It shortens a step that leaves fewer, to no token at all.
         known: tokens that were known at the start.
+        is_barred: whether no request may start from a boundary, given in tokens.
     """
 
     block_size: int
@@ -34,11 +41,14 @@ class Checkpoints:
     end: int = 0
     runway: int = 0
     known: int = 0
+    is_barred: Callable[[int], bool] = _none
 
     def begin(self, num_tokens: int) -> None:
         """Start over for a request of ``num_tokens`` tokens. Keeps its settings only."""
         self.known = num_tokens
         self.end = (num_tokens - 1) // self.block_size * self.block_size
+        while self.end and self.is_barred(self.end):
+            self.end -= self.block_size
         self.junction = 0
 
     def lasting(self, boundary: int) -> bool:
@@ -53,18 +63,21 @@ class Checkpoints:
         wanted = []
         if computed < self.junction <= self.end:
             wanted.append(self.junction)
-        if self.interval and (checkpoint := _next(computed, self.interval)) <= self.end:
+        if self.interval and (checkpoint := self._next(computed, self.interval)) <= self.end:
             wanted.append(checkpoint)
-        if not self.offered and computed < self.end:
+        last = (self.known - 1) // self.block_size * self.block_size
+        if computed < self.end and not (self.offered and self.end == last):
             wanted.append(self.end)
         if self.decode:
-            wanted.append(_next(max(computed, self.end), self.block_size))
+            wanted.append(self._next(max(computed, self.end), self.block_size))
         return min((each for each in wanted if self._can_end(each)), default=0)
 
     def _can_end(self, boundary: int) -> bool:
-        """Whether vLLM would end a step there."""
-        return not 0 < self.known - boundary < self.runway
+        """Whether vLLM would end a step there, from which a request may start."""
+        return not (0 < self.known - boundary < self.runway or self.is_barred(boundary))
 
-
-def _next(tokens: int, step: int) -> int:
-    return (tokens // step + 1) * step
+    def _next(self, tokens: int, step: int) -> int:
+        boundary = (tokens // step + 1) * step
+        while self.is_barred(boundary):
+            boundary += step
+        return boundary

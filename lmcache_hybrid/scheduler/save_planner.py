@@ -12,6 +12,7 @@ from lmcache_hybrid.core.groups import Block, GroupPlan
 from lmcache_hybrid.protocol.metadata import SaveSpec
 from lmcache_hybrid.scheduler.prompt import extended, inner_hashes
 from lmcache_hybrid.scheduler.tracker import RequestTracker
+from lmcache_hybrid.scheduler.whole_items import is_barred
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -155,6 +156,9 @@ class SavePlanner:
             if tokens in tracker.stored.states or boundary > len(tracker.prefix.hashes):
                 continue  # stored already, or of generated tokens, which nobody asked for
             if inside and tokens > tracker.inner:
+                continue
+            if is_barred(tracker.request, tokens, self._plan):
+                self.drop_offers("inside_media", 1)
                 continue
             misfit = tokens % self._plan.unit if inside else rest
             if misfit or block == NULL_BLOCK or tokens > computed or tokens == 0:

@@ -46,9 +46,12 @@ def test_a_request_that_runs_across_a_reset_stores_nothing_any_more():
     rig, request = Rig(), make_request("r", 3 * N + 1)
     assert rig.admit(request) is None
     assert rig.forward(request, N).attention
+    done = make_request("done", 2 * N)
+    assert rig.prefill(done).attention  # stored as a whole: a reset takes nothing from it
     rig.scheduler.begin_reset()
     rig.scheduler.end_reset(True)
     assert rig.forward(request, 2 * N, [(group, 9, 3 * N) for group in STATES]) is None
+    assert rig.scheduler.counts.skipped_requests == {"reset": 1}
 
 
 def test_a_load_under_way_at_a_reset_is_not_taken_for_stored():

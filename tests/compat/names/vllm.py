@@ -148,7 +148,15 @@ VLLM = (
     ),
     *attributes(_CONFIG, "ParallelConfig", "enable_fault_tolerance all2all_backend"),
     *attributes(_CONFIG, "ParallelConfig", "distributed_executor_backend"),
-    *attributes(_CONFIG, "ModelConfig", "is_hybrid hf_text_config runner_type"),
+    *attributes(_CONFIG, "ModelConfig", "is_hybrid hf_text_config runner_type is_mm_prefix_lm"),
+    # lmcache_hybrid/scheduler/whole_items.py
+    Hook("vllm.multimodal.inputs", "MultiModalFeatureSpec.mm_position"),
+    *attributes("vllm.multimodal.inputs", "PlaceholderRange", "offset length"),
+    Hook(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler._try_schedule_encoder_inputs",
+        holds=("num_computed_tokens < start_pos",),
+    ),
     # vllm_patch/copy_on_write.py
     Hook(
         "vllm.v1.worker.utils",
