@@ -17,8 +17,8 @@ DEFECTS = (
     one(
         "a step is to end where vLLM keeps tokens for a drafter of several modules",
         "lmcache_hybrid/scheduler/checkpoints.py",
-        "        return not 0 < self.known - boundary < self.runway\n",
-        "        return True\n",
+        "0 < self.known - boundary < self.runway or ",
+        "",
     ),
     # What is stored
     one(
