@@ -5,6 +5,7 @@ One object per role and process. It answers the calls that vLLM's
 ``LMCacheConnectorV1`` passes on, see :mod:`vllm_patch.connector`.
 """
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +133,9 @@ class HybridConnector:
         self._options = options = read_options(vllm_config, config)
         plan = plan_groups(kv_cache_config, options.attention_group)
         _, unit = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-        self.plan = plan.with_unit(unit)
+        self.plan = dataclasses.replace(
+            plan.with_unit(unit), whole_items=vllm_config.model_config.is_mm_prefix_lm
+        )
         settle_lmcache_config(config, self.plan.block_size)
         check_lengths(options, self.plan.block_size)
         self._metadata: ConnectorMetadata = NOTHING

@@ -154,7 +154,10 @@ METRICS = (
         "scheduler.skipped_requests",
         "Requests that are not looked up or not stored, by reason.",
         "reason",
-        ("short", "uncacheable", "adapter", "read_only", "priority", "skip_save"),
+        (
+            *("short", "uncacheable", "adapter", "skip_reading", "read_only", "priority"),
+            *("skip_save", "reset"),
+        ),
     ),
     # Loads
     _total(
@@ -285,7 +288,7 @@ METRICS = (
         "scheduler.dropped_offers",
         "States of one group that vLLM handed off and that were not stored, by reason.",
         "reason",
-        ("not_running", "not_cached", "unusable", "incomplete", "beside_others"),
+        ("not_running", "not_cached", "unusable", "incomplete", "inside_media", "beside_others"),
     ),
     # Both sides
     _total(

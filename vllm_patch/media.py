@@ -8,13 +8,14 @@ mark in EngineCore. A request with media and without a mark is not cached.
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lmcache_hybrid.identity.media import CLIENT, CLIENT_PREFIX, CONTENT, MARK
 from vllm_patch.configuration import is_ours
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.entrypoints.generate.beam_search.utils import BeamSearchSequence
     from vllm.renderers.base import BaseRenderer
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.input_processor import InputProcessor
@@ -23,8 +24,9 @@ Uuids = Mapping[str, str | Sequence[str | None] | None]
 
 
 def install() -> None:
-    """Hook vLLM's renderer and input processor. Mutates both classes."""
+    """Hook vLLM's renderer, its beams and its input processor. Mutates these classes."""
     _mark_rendered()
+    _mark_beams()
     _mark_requests()
 
 
@@ -71,6 +73,22 @@ def _mark_rendered() -> None:
         return inputs
 
     BaseRenderer._process_multimodal = _process_multimodal
+
+
+def _mark_beams() -> None:
+    """Keep the mark of what was rendered: vLLM makes the prompt of each beam from parts of it."""
+    from vllm.entrypoints.generate.beam_search.utils import BeamSearchSequence
+
+    original = BeamSearchSequence.get_prompt
+
+    @functools.wraps(original)
+    def get_prompt(self: "BeamSearchSequence") -> Any:
+        prompt, rendered = original(self), cast(dict[str, Any], self.orig_prompt)
+        if MARK in rendered:
+            prompt[MARK] = rendered[MARK]
+        return prompt
+
+    BeamSearchSequence.get_prompt = get_prompt
 
 
 def _mark_requests() -> None:

@@ -54,7 +54,7 @@ class SchedulerCounts:
         granularity_tokens: of prompts that may be cached, past their last boundary and without
             the last token: no later request can hit them.
         dropped_offers: states that vLLM handed off and nobody stored, by reason.
-        skipped_requests: requests that are not looked up or not stored, by reason.
+        skipped_requests: requests that are not looked up, or not stored (any more), by reason.
         caught_errors: errors that nobody foresaw, by where they were caught: :mod:`.faults`.
     """
 

@@ -49,6 +49,8 @@ class GroupPlan:
         replicated: attention groups whose pages are equal on all tensor-parallel ranks.
         unit: U, tokens between two boundaries; divides N. 0 for N: no hits inside a block.
         split: (group, blocks in N tokens) of those groups with records that have more than one.
+        whole_items: whether tokens of an image, audio or video attend to each other in both
+            directions: no boundary inside one counts.
     """
 
     block_size: int
@@ -59,6 +61,7 @@ class GroupPlan:
     replicated: tuple[int, ...] = ()
     unit: int = 0
     split: tuple[tuple[int, int], ...] = ()
+    whole_items: bool = False
 
     def with_unit(self, unit: int) -> "GroupPlan":
         """Add hits every ``unit`` tokens, where vLLM makes them: beside states, without windows.

@@ -27,6 +27,7 @@ class LookupRequest(msgspec.Struct, frozen=True, array_like=True):
         again: whether this is a further round of the same lookup.
         number: of the lookup, higher than any before; a drop names it.
         limit_tail: tokens past ``limit`` that are allowed, too; less than N.
+        barred: boundaries, in tokens, that are not allowed.
     """
 
     request_id: str
@@ -37,6 +38,7 @@ class LookupRequest(msgspec.Struct, frozen=True, array_like=True):
     again: bool = False
     number: int = 0
     limit_tail: int = 0
+    barred: tuple[int, ...] = ()
 
 
 class LookupResult(msgspec.Struct, frozen=True, array_like=True):

@@ -14,6 +14,7 @@ from lmcache_hybrid.scheduler.lookup_queue import LookupQueue, PendingLookup
 from lmcache_hybrid.scheduler.patience import Patience
 from lmcache_hybrid.scheduler.pins import Pins
 from lmcache_hybrid.scheduler.tracker import Asked, Choice, NotAsked, Offered, RequestTracker
+from lmcache_hybrid.scheduler.whole_items import barred
 
 # The first question for a request.
 DEEPEST = Choice()
@@ -147,7 +148,14 @@ class Admission:
             return True
         prefix = asked_prefix(tracker, floor, self._plan)
         lookup = self._queue.submit(
-            LookupRequest(request.request_id, prefix, limit, floor, limit_tail=tail)
+            LookupRequest(
+                request.request_id,
+                prefix,
+                limit,
+                floor,
+                limit_tail=tail,
+                barred=barred(request, self._plan),
+            )
         )
         if nothing and len(prefix.hashes) <= floor and prefix.identified:
             # Nothing to load and nothing new: nobody waits to learn what is stored already.

@@ -7,6 +7,7 @@ earlier prompts share: it stops there, keeps the state and offers it. We set tha
 next boundary wanted, and again whenever one is reached.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,10 @@ class Drafter:
         )
 
 
+def _none(tokens: int) -> bool:
+    return False
+
+
 @dataclass
 class Checkpoints:
     """Boundaries of one request whose states are wanted, in tokens.
@@ -48,13 +53,16 @@ class Checkpoints:
         block_size: N.
         interval: T, a multiple of N; a state every T tokens of a prefill. 0 for none.
         decode: whether boundaries in generated tokens are wanted.
-        offered: whether vLLM offers the last boundary by itself, as it does with states.
+        offered: whether vLLM ends a step at the last boundary and offers it by itself, as it does
+            with states.
         junction: where the request leaves what other requests computed, 0 for nowhere.
         drafter: the engine's.
         chunk_ends: whether the ends of the prefill's steps are wanted where they are boundaries.
         known: tokens that were known at the start.
-        last: the last boundary before the last known token.
-        end: where vLLM ends the prefill's last step but one anyway: there, or a block before.
+        last: the last boundary before the last known token that is not barred.
+        stop: where vLLM ends the prefill's last step but one by itself.
+        end: the deepest boundary up to there that is not barred.
+        is_barred: whether no request may start from a boundary, given in tokens.
     """
 
     block_size: int
@@ -66,14 +74,17 @@ class Checkpoints:
     chunk_ends: bool = False
     known: int = 0
     last: int = 0
+    stop: int = 0
     end: int = 0
+    is_barred: Callable[[int], bool] = _none
 
     def begin(self, num_tokens: int) -> None:
         """Start over for a request of ``num_tokens`` tokens. Keeps its settings only."""
         size, self.known, self.junction = self.block_size, num_tokens, 0
-        self.last = (num_tokens - 1) // size * size
+        self.last = self._up_to((num_tokens - 1) // size * size)
         drops = self.offered and self.drafter.drops_block
-        self.end = get_mamba_prefill_checkpoint_position(num_tokens, size, drops)
+        self.stop = get_mamba_prefill_checkpoint_position(num_tokens, size, drops)
+        self.end = self._up_to(self.stop)
 
     def lasting(self, boundary: int) -> bool:
         """Whether later requests will want it: a junction, where the prefill ends, or past that.
@@ -95,18 +106,30 @@ class Checkpoints:
         wanted = []
         if computed < self.junction <= self.last:
             wanted.append(self.junction)
-        if self.interval and (checkpoint := _next(computed, self.interval)) <= self.last:
+        if self.interval and (checkpoint := self._next(computed, self.interval)) <= self.last:
             wanted.append(checkpoint)
-        if not self.offered and computed < self.last:
-            wanted.append(self.last)
+        if computed < self.end and not (self.offered and self.end == self.stop):
+            wanted.append(self.end)
         if self.decode:
-            wanted.append(_next(max(computed, self.last), self.block_size))
+            wanted.append(self._next(max(computed, self.last), self.block_size))
         return min((each for each in wanted if self._can_end(each)), default=0)
 
     def _can_end(self, boundary: int) -> bool:
-        """Whether vLLM would end a step there. What is stored without a state needs none."""
+        """Whether vLLM would end a step there, from which a request may start.
+
+        What is stored without a state needs no end of a step.
+        """
+        if self.is_barred(boundary):
+            return False
         return not (self.offered and 0 < self.known - boundary < self.drafter.runway)
 
+    def _up_to(self, boundary: int) -> int:
+        while boundary and self.is_barred(boundary):
+            boundary -= self.block_size
+        return boundary
 
-def _next(tokens: int, step: int) -> int:
-    return (tokens // step + 1) * step
+    def _next(self, tokens: int, step: int) -> int:
+        boundary = (tokens // step + 1) * step
+        while self.is_barred(boundary):
+            boundary += step
+        return boundary

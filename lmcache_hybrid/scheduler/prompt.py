@@ -65,6 +65,14 @@ def why_unsaved(request: "Request", prefix: Prefix | None, options: Options) -> 
     return "skip_save" if transfer_params(request).get("lmcache.skip_save", False) else None
 
 
+def why_unread(request: "Request") -> str | None:
+    """Return why a request is not looked up, as counters name it; None if it is.
+
+    Without a lookup nobody says what a LoRA adapter is, so with one nothing is stored either.
+    """
+    return "skip_reading" if request.skip_reading_prefix_cache else None
+
+
 def extended(prefix: Prefix, request: "Request", blocks: int, hashes_per_block: int) -> Prefix:
     """Lengthen ``prefix`` to the request's first ``blocks`` blocks."""
     if not may_cache(request):  # a later turn of a session may bring media

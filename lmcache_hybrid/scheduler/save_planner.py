@@ -12,6 +12,7 @@ from lmcache_hybrid.core.groups import Block, GroupPlan
 from lmcache_hybrid.protocol.metadata import SaveSpec
 from lmcache_hybrid.scheduler.prompt import extended, inner_hashes
 from lmcache_hybrid.scheduler.tracker import RequestTracker
+from lmcache_hybrid.scheduler.whole_items import is_barred
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -155,7 +156,7 @@ class SavePlanner:
         """
         tracker.chunks = tracker.checkpoints.wants_end(computed)
         boundary, rest = divmod(computed, self._plan.block_size)
-        if not tracker.chunks:
+        if not tracker.chunks or tracker.checkpoints.is_barred(boundary * self._plan.block_size):
             return [], offers
         if not self._plan.states:
             return [boundary] if boundary else [], offers
@@ -196,6 +197,9 @@ class SavePlanner:
             if tokens in tracker.stored.states or boundary > len(tracker.prefix.hashes):
                 continue  # stored already, or of generated tokens, which nobody asked for
             if inside and tokens > tracker.inner:
+                continue
+            if is_barred(tracker.request, tokens, self._plan):
+                self.drop_offers("inside_media", 1)
                 continue
             misfit = tokens % self._plan.unit if inside else rest
             if misfit or block == NULL_BLOCK or tokens > computed or tokens == 0:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduler side: which boundary a request starts from, and what its steps store."""
 
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -26,9 +27,10 @@ from lmcache_hybrid.scheduler.load_policy import LoadPolicy
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.patience import EmptySteps
 from lmcache_hybrid.scheduler.pins import Pins
-from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of, why_unsaved
+from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of, why_unread, why_unsaved
 from lmcache_hybrid.scheduler.save_planner import CachedBlocks, FinalSaves, Offer, SavePlanner
 from lmcache_hybrid.scheduler.tracker import Loading, RequestTracker
+from lmcache_hybrid.scheduler.whole_items import is_barred
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -186,9 +188,11 @@ class HybridScheduler:
                 self._granularity.add(request)
             # No hit is deeper than the last boundary before the last token.
             inner = (request.num_prompt_tokens - 1) // unit * unit if prefix and unit else 0
-            if unsaved or not (prefix and prefix.hashes or inner):
+            short = not (prefix and prefix.hashes or inner)
+            reason = unsaved or ("short" if short else why_unread(request))
+            if reason:
                 with self.ledger as counts:
-                    counts.skipped_requests[unsaved or "short"] += 1
+                    counts.skipped_requests[reason] += 1
             checkpoints = Checkpoints(
                 size,
                 self._options.checkpoint_tokens,
@@ -196,6 +200,7 @@ class HybridScheduler:
                 offered=bool(self._plan.states),
                 drafter=self.drafter,
                 chunk_ends=self._options.chunk_ends,
+                is_barred=functools.partial(is_barred, request, plan=self._plan),
             )
             tracker = RequestTracker(
                 request, prefix or Prefix(()), unsaved is None, checkpoints, inner=inner
@@ -276,6 +281,9 @@ class HybridScheduler:
             if not loading:
                 self._drop(tracker, tracker.withdraw())
             if loading or tracker.request.num_computed_tokens:
+                if tracker.unsaved:
+                    with self.ledger as counts:
+                        counts.skipped_requests["reset"] += 1
                 tracker.may_load = tracker.save = False
             else:
                 del self._trackers[request_id]

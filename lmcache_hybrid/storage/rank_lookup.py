@@ -236,8 +236,10 @@ class RankLookup:
         """Find the deepest boundary that can be claimed. Raises _UnwantedError."""
         prefix, plan, floor = request.prefix, self._plan, request.floor
         found = _Found(plan, request, functools.partial(self._locate, request))
-        attention = found.attention()
+        attention, barred = found.attention(), set(request.barred)
         for end in found.boundaries(attention):
+            if end in barred:
+                continue
             boundary, tail = divmod(end, plan.block_size)
             keys = load_keys(prefix, floor, boundary, plan, tail)
             self._check_wanted(request)

@@ -47,7 +47,8 @@ class WeightsGuard:
         self._say(
             "Weights were written into the running model: LMCache loads and stores nothing until "
             "all caches are reset (POST /pause?mode=keep, POST /reset_prefix_cache"
-            "?reset_running_requests=true&reset_external=true, POST /resume)."
+            "?reset_running_requests=true&reset_external=true, with images, audio or video POST "
+            "/reset_encoder_cache, too, and POST /resume)."
         )
         return False
 

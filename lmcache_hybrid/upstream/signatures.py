@@ -32,6 +32,7 @@ AT_START: Signatures = {
         LMCacheConnectorV1.__init__(vllm_config, role, kv_cache_config)
         LMCacheConnectorV1.get_num_new_matched_tokens(request, num_computed_tokens)
         LMCacheConnectorV1.update_state_after_alloc(request, blocks, num_external_tokens)""",
+    "vllm.entrypoints.generate.beam_search.utils": "BeamSearchSequence.get_prompt()",
     "vllm.lora.worker_manager": """
         WorkerLoRAManager.__init__(vllm_config, device, embedding_modules)
         WorkerLoRAManager._load_adapter(lora_request)""",

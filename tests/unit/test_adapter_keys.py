@@ -72,6 +72,7 @@ def test_a_request_that_asks_for_no_hit_is_not_stored_under_an_unknown_name():
     offers = [(group, 5, 3 * N) for group in STATES]
     assert rig.match(request) == (0, False)
     assert rig.forward(request, request.num_tokens, offers) is None
+    assert rig.scheduler.counts.skipped_requests == {"skip_reading": 1}
 
 
 def test_an_adapter_that_changed_since_the_first_answer_is_a_miss():

@@ -185,10 +185,12 @@ def test_a_failed_load_counts_what_it_promised_and_an_aborted_one_does_not():
         ("priority", {"priority": 5}, {"priority_limit": 4}),
         ("skip_save", {"params": {"lmcache.skip_save": True}}, {}),
         ("uncacheable", {"params": {"lmcache.tag.user": "a@b"}}, {}),
+        ("skip_reading", {}, {}),
     ],
 )
 def test_a_skipped_request_is_counted_once_by_reason(reason, request_, options):
     rig, request = SchedulerRig(**options), make_request(**request_)
+    request.skip_reading_prefix_cache = reason == "skip_reading"
     for _ in range(2):  # once per request
         rig.match(request)
     assert rig.scheduler.counts.skipped_requests == {reason: 1}

@@ -5,11 +5,14 @@ from types import SimpleNamespace as Namespace
 
 import numpy as np
 import pytest
+import torch
 from vllm import SamplingParams
+from vllm.entrypoints.generate.beam_search.utils import BeamSearchSequence
 from vllm.inputs.engine import mm_input
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.multimodal.parse import MultiModalDataParser
 from vllm.renderers.base import BaseRenderer
+from vllm.renderers.hf import HfRenderer, _build_prompt_embeds_updates
 from vllm.v1.engine.input_processor import InputProcessor
 
 import vllm_patch
@@ -25,12 +28,14 @@ PLACE = PlaceholderRange(offset=N + 2, length=4)
 
 def deployment(connector: str | None = CONNECTOR, encoder: bool = False, **cache) -> Namespace:
     """What vLLM's frontend reads of a VllmConfig."""
-    media = Namespace(mm_processor_cache_gb=cache.get("gb", 4))
+    media = Namespace(mm_processor_cache_gb=cache.get("gb", 4), mm_hasher_algorithm="blake3")
     transfer = Namespace(has_connector=lambda name: name == connector)
     return Namespace(
         kv_transfer_config=transfer if connector else None,
         ec_transfer_config=Namespace() if encoder else None,
-        model_config=Namespace(multimodal_config=media),
+        model_config=Namespace(
+            multimodal_config=media, get_multimodal_config=lambda: media, enable_prompt_embeds=True
+        ),
         cache_config=Namespace(enable_prefix_caching=cache.get("prefix", True)),
         parallel_config=Namespace(
             data_parallel_size=1, data_parallel_size_local=1, local_engines_only=False
@@ -94,7 +99,13 @@ def submit(config: Namespace, prompt: dict, monkeypatch, salt: str | None = None
     params = SamplingParams(max_tokens=1, extra_args=extra or None)
     made = processor.process_inputs("r", prompt, params, ())
     assert all(type(item.identifier) is str for item in made.mm_features or ())
-    request = make_request(tokens=TOKENS, mm_features=made.mm_features, cache_salt=salt)
+    request = make_request(
+        tokens=TOKENS,
+        mm_features=made.mm_features,
+        cache_salt=salt,
+        prompt_embeds=made.prompt_embeds,
+        prompt_is_token_ids=made.prompt_is_token_ids,
+    )
     request.sampling_params = made.sampling_params
     return request
 
@@ -127,6 +138,23 @@ def test_a_clients_name_is_no_content(monkeypatch, kwargs):
     assert mine == again and not set(mine) & set(theirs)
 
 
+@pytest.mark.parametrize("uuid, salt", [(None, None), ("img-1", "a"), ("img-1", None)])
+def test_beams_are_cached_as_the_prompt_that_they_continue(monkeypatch, uuid, salt):
+    config = deployment()
+    prompt = rendered(config, 1, uuid)
+    beam = BeamSearchSequence(orig_prompt=prompt, tokens=[*TOKENS, 7], logprobs=[]).get_prompt()
+    assert beam["prompt_token_ids"] == [*TOKENS, 7]
+    asked = hashes(submit(config, prompt, monkeypatch, salt=salt))
+    assert hashes(submit(config, beam, monkeypatch, salt=salt)) == asked
+    assert (asked is None) == (uuid is not None and salt is None)
+
+
+def test_beams_of_text_are_left_alone():
+    text = {"type": "token", "prompt_token_ids": [1, 2, 3]}
+    beam = BeamSearchSequence(orig_prompt=text, tokens=[1, 2, 3, 7], logprobs=[])
+    assert beam.get_prompt() == {"type": "token", "prompt_token_ids": [1, 2, 3, 7]}
+
+
 def test_a_name_that_is_the_hash_of_another_item_stays_a_name(monkeypatch):
     """Else vLLM's own caches would serve the client's image to everybody, and we store it."""
     config = deployment()
@@ -143,6 +171,47 @@ def test_one_name_among_hashes_is_enough(monkeypatch):
     data, uuids = {"image": [image(1), image(2)]}, {"image": [None, "img-1"]}
     prompt = renderer(config)._process_multimodal(TOKENS, data, uuids, {})
     assert hashes(submit(config, prompt, monkeypatch)) is None
+
+
+def embeddings(seed: int) -> torch.Tensor:
+    """Of one token, the first of the last block."""
+    return torch.full((1, 8), float(seed))
+
+
+def beside_an_image(config, seed: int, uuid: str | None = None) -> dict:
+    """A chat with an image and embeddings, as vLLM renders it."""
+    prompt, given = rendered(config, 1, uuid), [embeddings(seed)]
+    updates = _build_prompt_embeds_updates(given, TOKENS[3 * N])
+    HfRenderer._apply_prompt_embeds_to_engine_input(renderer(config), prompt, given, updates)
+    return prompt
+
+
+def test_embeddings_beside_an_image_are_cached_by_their_content(monkeypatch):
+    config = deployment()
+    one, same, other = (
+        hashes(submit(config, beside_an_image(config, seed), monkeypatch)) for seed in (1, 1, 2)
+    )
+    assert one == same and one[:3] == other[:3] and one[3] != other[3]
+    plain = hashes(submit(config, rendered(config, 1, None), monkeypatch))
+    assert plain[:3] == one[:3] and plain[3] not in (one[3], other[3])
+
+
+def test_embeddings_beside_an_image_that_a_client_named_need_a_salt(monkeypatch):
+    config = deployment()
+    prompt = beside_an_image(config, 1, "img-1")
+    assert hashes(submit(config, prompt, monkeypatch)) is None
+    assert hashes(submit(config, prompt, monkeypatch, salt="a")) is not None
+
+
+@pytest.mark.parametrize("amid_text", [False, True])
+def test_embeddings_without_media_are_not_cached(monkeypatch, amid_text):
+    config, prompt = deployment(), {"prompt_embeds": torch.ones(len(TOKENS), 8)}
+    if amid_text:
+        prompt = {"prompt_token_ids": TOKENS}
+        HfRenderer._apply_prompt_embeds_to_prompt(prompt, [embeddings(1)], TOKENS[3 * N])
+    request = submit(config, renderer(config)._process_embeds(prompt), monkeypatch)
+    assert request.prompt_embeds is not None and len(request.block_hashes) == 4
+    assert hashes(request) is None
 
 
 def test_hashes_that_a_client_sends_are_names(monkeypatch):

@@ -75,7 +75,7 @@ def test_every_reason_that_can_be_counted_exists_from_the_start():
     files = (f for f in ROOT.glob("lmcache_hybrid/**/*.py") if "tools" not in f.parts)
     code = "\n".join(file.read_text() for file in files)
     offers = set(re.findall(r'drop_offers\("(\w+)"', code))
-    assert len(offers) == 5 and offers == known["dropped_offers"]
+    assert len(offers) == 6 and offers == known["dropped_offers"]
     assert RecordError("checksum", "").kind == LoadError("").kind == "none"
     words = set(
         re.findall(r'(?:LoadError|__init__)\(\s*f?"[^"]*"(?:\s*f"[^"]*")*,\s*"(\w+)"', code)

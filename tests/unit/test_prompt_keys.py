@@ -89,13 +89,6 @@ def test_tagged_requests_hit_their_own_tags_only():
     assert rig.match(make_request("b", 3 * N + 1, params=tagged(user="b"))) == (0, False)
 
 
-def test_embeddings_are_not_cached():
-    """Block hashes cover token ids, and these prompts have none."""
-    request = make_request()
-    request.prompt_embeds = object()
-    assert prefix_of(request, N, 1) is None
-
-
 def test_refuses_hashes_that_end_elsewhere_than_blocks():
     """Also with python -O: a block would get another one's name."""
     with pytest.raises(ValueError, match="have no hash of their own"):

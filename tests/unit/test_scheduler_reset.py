@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler side takes back at a reset."""
 
+from types import SimpleNamespace as Namespace
+
+import pytest
+from vllm.v1.engine.core import EngineCore
+
 from .helpers import N, make_request
 from .scheduler_rig import STATES, Rig, table
 
@@ -41,9 +46,12 @@ def test_a_request_that_runs_across_a_reset_stores_nothing_any_more():
     rig, request = Rig(), make_request("r", 3 * N + 1)
     assert rig.admit(request) is None
     assert rig.forward(request, N).attention
+    done = make_request("done", 2 * N)
+    assert rig.prefill(done).attention  # stored as a whole: a reset takes nothing from it
     rig.scheduler.begin_reset()
     rig.scheduler.end_reset(True)
     assert rig.forward(request, 2 * N, [(group, 9, 3 * N) for group in STATES]) is None
+    assert rig.scheduler.counts.skipped_requests == {"reset": 1}
 
 
 def test_a_load_under_way_at_a_reset_is_not_taken_for_stored():
@@ -63,3 +71,26 @@ def test_steps_say_which_reset_they_follow():
     rig.scheduler.begin_reset()
     rig.scheduler.end_reset(True)
     assert rig.step().epoch == 1
+
+
+@pytest.mark.parametrize("asleep, left", [(False, True), (True, False)])
+def test_vllm_keeps_what_encoders_made_unless_it_sleeps(asleep, left):
+    """The docs ask for a call of its own after an encoder's weights were replaced."""
+    made = {"image": "by the old weights"}
+    scheduler = Namespace(
+        reset_prefix_cache=lambda *args: True,
+        reset_encoder_cache=lambda: None,
+        has_unfinished_requests=lambda: False,
+    )
+    core = object.__new__(EngineCore)
+    core.scheduler, core.mm_receiver_cache = scheduler, None
+    core.model_executor = Namespace(
+        reset_mm_cache=lambda: None,
+        reset_encoder_cache=made.clear,
+        collective_rpc=lambda name: None,
+    )
+    if asleep:
+        core._finish_pause(clear_cache=True)
+    else:
+        assert core.reset_prefix_cache(True, True)
+    assert bool(made) == left

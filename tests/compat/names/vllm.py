@@ -161,7 +161,15 @@ VLLM = (
     ),
     *attributes(_CONFIG, "ParallelConfig", "enable_fault_tolerance all2all_backend"),
     *attributes(_CONFIG, "ParallelConfig", "distributed_executor_backend"),
-    *attributes(_CONFIG, "ModelConfig", "is_hybrid hf_text_config runner_type"),
+    *attributes(_CONFIG, "ModelConfig", "is_hybrid hf_text_config runner_type is_mm_prefix_lm"),
+    # lmcache_hybrid/scheduler/whole_items.py
+    Hook("vllm.multimodal.inputs", "MultiModalFeatureSpec.mm_position"),
+    *attributes("vllm.multimodal.inputs", "PlaceholderRange", "offset length"),
+    Hook(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler._try_schedule_encoder_inputs",
+        holds=("num_computed_tokens < start_pos",),
+    ),
     # vllm_patch/copy_on_write.py
     Hook(
         "vllm.v1.worker.utils",
@@ -332,6 +340,12 @@ VLLM = (
         ),
     ),
     Hook("vllm.renderers.base", "BaseRenderer.config"),
+    Hook(
+        "vllm.entrypoints.generate.beam_search.utils",
+        "BeamSearchSequence.get_prompt",
+        replaced_in=_MEDIA,
+    ),
+    Hook("vllm.entrypoints.generate.beam_search.utils", "BeamSearchSequence.orig_prompt"),
     Hook("vllm.v1.engine.input_processor", "InputProcessor.process_inputs", replaced_in=_MEDIA),
     Hook("vllm.v1.engine.input_processor", "InputProcessor.vllm_config"),
     *attributes("vllm.v1.engine", "EngineCoreRequest", "mm_features sampling_params"),

@@ -244,7 +244,67 @@ DEFECTS = (
         "    if envs.VLLM_USE_RUST_FRONTEND:\n",
         "    if False:\n",
     ),
+    one(
+        "beams with an image are taken for marked by nobody",
+        FRONTEND,
+        "        if MARK in rendered:\n",
+        "        if False:\n",
+    ),
+    one(
+        "embeddings amid text are cached",
+        "lmcache_hybrid/scheduler/prompt.py",
+        'getattr(request, "prompt_embeds", None) is not None',
+        "request.prompt_token_ids is None",
+    ),
+    one(
+        "a hit ends inside an image that attends to itself in both directions",
+        "lmcache_hybrid/storage/rank_lookup.py",
+        "            if end in barred:\n",
+        "            if False:\n",
+    ),
+    one(
+        "a hit ends right at the first token of such an image",
+        "lmcache_hybrid/scheduler/whole_items.py",
+        "        for tokens in range(-(-place.offset // step) * step,",
+        "        for tokens in range((place.offset // step + 1) * step,",
+    ),
+    one(
+        "a state inside such an image is stored",
+        "lmcache_hybrid/scheduler/save_planner.py",
+        "            if is_barred(tracker.request, tokens, self._plan):\n",
+        "            if False:\n",
+    ),
+    one(
+        "windows are stored inside such an image instead of in front of it",
+        "lmcache_hybrid/scheduler/checkpoints.py",
+        "        while self.end and self.is_barred(self.end):\n",
+        "        while False:\n",
+    ),
+    one(
+        "vLLM is asked to end a step inside such an image",
+        "lmcache_hybrid/scheduler/scheduler.py",
+        "                is_barred=functools.partial(is_barred, request, plan=self._plan),\n",
+        "",
+    ),
+    one(
+        "no model's images attend to themselves in both directions",
+        CONNECTOR,
+        "whole_items=vllm_config.model_config.is_mm_prefix_lm",
+        "whole_items=vllm_config.model_config.is_hybrid and False",
+    ),
     # Adapters
+    one(
+        "a request that reads no cache is counted nowhere",
+        "lmcache_hybrid/scheduler/scheduler.py",
+        'unsaved or ("short" if short else why_unread(request))',
+        'unsaved or ("short" if short else None)',
+    ),
+    one(
+        "a request that stores nothing more after a reset is counted nowhere",
+        "lmcache_hybrid/scheduler/scheduler.py",
+        "                if tracker.unsaved:\n                    with",
+        "                if False:\n                    with",
+    ),
     one(
         "an adapter that was read for a lookup is taken although its files changed",
         ADAPTERS,
