@@ -73,11 +73,11 @@ def test_chunks_end_where_vllm_ends_them_and_cost_no_step(context, budget):
 def test_chunks_of_later_prompts_begin_where_they_leave_the_shared_prefix():
     sizes, ram = compute(LFM2, GPU), BACKENDS["ram"]
     n = sizes.block_size
-    work = Workload(20 * n + 1, 5, shared=7 * n + 3, checkpoint=CHUNK_ENDS, step_tokens=5 * n)
-    # The first leaves 5, 10, 15 and 20 N, the second 7 N, and each later one 12, 17 and 20 N.
-    assert storage.stored(sizes, work, ram).states == 4 + 1 + 4 * 3
-    assert storage.stored(sizes, dataclasses.replace(work, checkpoint=5 * n), ram).states == 2 + 15
-    assert storage.stored(sizes, dataclasses.replace(work, prompts=1), ram).states == 4
+    work = Workload(21 * n + 1, 5, shared=9 * n + 3, checkpoint=CHUNK_ENDS, step_tokens=5 * n)
+    # The first leaves 5, 10, 15, 20 and 21 N, the second 9 N, and each later one 14, 19 and 21 N.
+    assert storage.stored(sizes, work, ram).states == 5 + 1 + 4 * 3
+    assert storage.stored(sizes, dataclasses.replace(work, checkpoint=5 * n), ram).states == 2 + 20
+    assert storage.stored(sizes, dataclasses.replace(work, prompts=1), ram).states == 5
 
 
 @pytest.mark.parametrize("context", [1, 15, 16, 17, 32, 33, 100])
