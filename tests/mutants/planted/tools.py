@@ -9,6 +9,43 @@ REDIS_STORE = "lmcache_hybrid/tools/stored/redis_store.py"
 SUMMARY = "lmcache_hybrid/tools/stored/summary.py"
 
 DEFECTS = (
+    # Ends of chunks
+    one(
+        "plan counts no chunks of later prompts from where they leave the shared prefix",
+        "lmcache_hybrid/tools/sizing/storage.py",
+        "        if work.checkpoint == CHUNK_ENDS:  # whose",
+        "        if not work.checkpoint:  # whose",
+    ),
+    one(
+        "plan knows no chunk where a step is shorter than a block",
+        "lmcache_hybrid/tools/sizing/storage.py",
+        "max(1, step_tokens // block_size) * block_size",
+        "step_tokens // block_size * block_size",
+    ),
+    one(
+        "plan counts the last boundary only",
+        "lmcache_hybrid/tools/cli/plan.py",
+        "CheckpointOption = CHUNK_ENDS,",
+        "CheckpointOption = 0,",
+    ),
+    one(
+        "accept expects ends of chunks from engines that store none",
+        "lmcache_hybrid/tools/accept/child.py",
+        '"chunk_budget": budget if chunk_ends else 0,',
+        '"chunk_budget": budget,',
+    ),
+    one(
+        "accept takes any hit of a branch for one at a chunk's end",
+        "lmcache_hybrid/tools/accept/compare.py",
+        " or self.cached % self.chunk:",
+        ":",
+    ),
+    one(
+        "accept calls a hit at a chunk's end a fault",
+        "lmcache_hybrid/tools/accept/compare.py",
+        "            if self.boundary or not self.chunk or self.cached",
+        "            if self.cached or self.cached",
+    ),
     one(
         "accept takes no file of a number above 1023",
         "lmcache_hybrid/tools/accept/engine.py",
