@@ -277,7 +277,7 @@ DEFECTS = (
     one(
         "windows are stored inside such an image instead of in front of it",
         "lmcache_hybrid/scheduler/checkpoints.py",
-        "        while self.end and self.is_barred(self.end):\n",
+        "        while boundary and self.is_barred(boundary):\n",
         "        while False:\n",
     ),
     one(
