@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from lmcache_hybrid.config import s3
+from lmcache_hybrid.config.backends import in_the_clear
 from lmcache_hybrid.config.options import (
     Options,
     check_lengths,
@@ -27,7 +27,6 @@ from lmcache_hybrid.config.options import (
     settle_lmcache_config,
 )
 from lmcache_hybrid.config.parallel import check_parallelism, check_prefix_cache, settle_disk_folder
-from lmcache_hybrid.config.redis_credentials import unencrypted
 from lmcache_hybrid.core.errors import ConfigError, UnknownContentError
 from lmcache_hybrid.core.faults import caught, guarded
 from lmcache_hybrid.core.groups import layer_specs, page_bytes, plan_groups
@@ -45,7 +44,7 @@ from lmcache_hybrid.scheduler.patience import EmptySteps
 from lmcache_hybrid.scheduler.pins import Pins
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 from lmcache_hybrid.storage.disk.prompts_file import prompts_file_for
-from lmcache_hybrid.storage.folder.cleaner import FolderCleaner, start_cleaner
+from lmcache_hybrid.storage.folder.cleaner import FolderCleaner, start_cleaners
 from lmcache_hybrid.storage.notes import StoreNotes
 from lmcache_hybrid.storage.open_store import open_store
 from lmcache_hybrid.storage.rank_lookup import RankLookup
@@ -142,7 +141,7 @@ class HybridConnector:
         self._queue: LookupQueue | None = None
         self._server: LookupServer | None = None
         self._lookup: RankLookup | None = None
-        self._cleaner: FolderCleaner | None = None
+        self._cleaners: list[FolderCleaner] = []
         self._manager: LMCacheManager | None = None
         self._guard = WeightsGuard()
         self.kv_caches: dict[str, torch.Tensor] = {}
@@ -193,7 +192,7 @@ class HybridConnector:
                 logger.debug("%r", second, exc_info=True)
 
     def _start_scheduler(self, config: "LMCacheEngineConfig", options: Options, unit: int) -> None:
-        if url := unencrypted(config.remote_url) or s3.unencrypted(config):
+        for url in in_the_clear(config):
             logger.warning(
                 "Records go to %s unencrypted, and they are the prompts: use TLS or a network of "
                 "its own, see docs/security.md.",
@@ -364,9 +363,9 @@ class HybridConnector:
 
     def _clean_folders(self, worker: HybridWorker) -> None:
         assert self._manager is not None
-        url, limits = self._manager.config.remote_url, self._options.folder_limits
+        config, limits = self._manager.config, self._options.folder_limits
         try:
-            self._cleaner = start_cleaner(url, limits, worker.ledger)
+            self._cleaners = start_cleaners(config, limits, worker.ledger)
         except Exception as error:
             caught("start_cleaner", error, "this engine deletes no old records", worker.ledger)
 
@@ -379,7 +378,7 @@ class HybridConnector:
 
     def shutdown(self) -> None:
         """Stop threads, flush and close LMCache's backends."""
-        services = (self._cleaner, self._server, self._queue, self._client, self._events)
+        services = (*self._cleaners, self._server, self._queue, self._client, self._events)
         ends = [service.close for service in services if service is not None]
         if self.worker is not None:
             ends.append(self.worker.shutdown)

@@ -7,10 +7,21 @@ everything into buffers of one chunk of attention; some are replaced here by our
 """
 
 import re
+from typing import TYPE_CHECKING
 from urllib.parse import SplitResult
 
-from lmcache_hybrid.config.redis_credentials import SEVERAL_HOSTS, split_url, without_password
+from lmcache_hybrid.config import s3
+from lmcache_hybrid.config.redis_credentials import (
+    SEVERAL_HOSTS,
+    plugin_url,
+    split_url,
+    unencrypted,
+    without_password,
+)
 from lmcache_hybrid.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lmcache.v1.config import LMCacheEngineConfig
 
 # Schemes of LMCache's remote_url and types of its remote_storage_plugins that are tested.
 REMOTE_SCHEMES = (
@@ -39,10 +50,15 @@ REASONS = {
 }
 
 
+def kind_of(plugin: str) -> str:
+    """The type of one of LMCache's ``remote_storage_plugins``, which may have a name of its own."""
+    return plugin.split(".")[0]
+
+
 def check_plugins(plugins: list[str] | None) -> None:
     """Raises ConfigError when one of LMCache's ``remote_storage_plugins`` cannot hold records."""
     for plugin in plugins or ():
-        kind = plugin.split(".")[0]
+        kind = kind_of(plugin)
         if kind not in REMOTE_PLUGINS:
             raise ConfigError(
                 f"LMCache option remote_storage_plugins={plugins!r} names a store that cannot "
@@ -83,6 +99,21 @@ def check_remote_url(url: str) -> SplitResult:
             f"and LMCache would do without the store; write {parts.scheme}://host:port,host:port."
         )
     return parts
+
+
+def in_the_clear(config: "LMCacheEngineConfig") -> list[str]:
+    """URLs, fit to be shown, of the stores that records reach over a network without TLS."""
+    found = [unencrypted(url) for url in redis_urls(config)]
+    return list(dict.fromkeys(url for url in (*found, s3.unencrypted(config)) if url))
+
+
+def redis_urls(config: "LMCacheEngineConfig") -> list[str]:
+    """URLs of Redis: ``remote_url``, if it is one, and that of a plugin."""
+    url = config.remote_url or ""
+    urls = [] if not url or url.startswith(("fs://", f"{s3.SCHEME}://")) else [url]
+    if "redis" in map(kind_of, config.remote_storage_plugins or ()):
+        urls.append(plugin_url(config))
+    return urls
 
 
 def _because(kind: str) -> str:

@@ -6,12 +6,16 @@ import os
 import stat
 import tempfile
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
 from lmcache_hybrid.config.redis_credentials import without_password
+from lmcache_hybrid.config.shared_folders import shared_folders
 from lmcache_hybrid.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lmcache.v1.config import LMCacheEngineConfig
 
 logger = init_logger("vllm.lmcache_hybrid.config.folders")
 
@@ -36,15 +40,16 @@ class FolderLimits:
         return self != FolderLimits()
 
 
-def read_limits(extra: dict[str, Any], remote_url: str | None) -> FolderLimits:
+def read_limits(extra: dict[str, Any], config: "LMCacheEngineConfig") -> FolderLimits:
     """Read MAX_SIZE_KEY and MAX_AGE_KEY.
 
     Args:
         extra: ``kv_connector_extra_config``.
 
     Raises:
-        ConfigError: one is no number above 0, or ``remote_url`` is no ``fs://``.
+        ConfigError: one is no number above 0, or no store is in folders.
     """
+    remote_url = config.remote_url
 
     def limit(key: str, unit: str) -> float | None:
         value = extra.get(key)
@@ -55,7 +60,7 @@ def read_limits(extra: dict[str, Any], remote_url: str | None) -> FolderLimits:
             raise ConfigError(
                 f"{key}={value!r} is no limit; write a number of {unit} above 0, or remove it."
             )
-        if not (remote_url or "").startswith("fs://"):
+        if not shared_folders(config):
             raise ConfigError(
                 f"{key}={value!r} limits folders of fs:// only, and remote_url is "
                 f"{remote_url and without_password(remote_url)!r}; remove it, or set remote_url to "

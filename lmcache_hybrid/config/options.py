@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from lmcache_hybrid.config.backends import check_plugins, check_remote_url
+from lmcache_hybrid.config.backends import check_plugins, check_remote_url, redis_urls
 from lmcache_hybrid.config.folders import (
     MAX_AGE_KEY,
     MAX_SIZE_KEY,
@@ -26,6 +26,7 @@ from lmcache_hybrid.config.redis_credentials import (
 )
 from lmcache_hybrid.config.s3 import SCHEME as S3
 from lmcache_hybrid.config.s3 import check_s3
+from lmcache_hybrid.config.shared_folders import folders_in, shared_folders
 from lmcache_hybrid.core.digests import PLAIN, Digester, read_key
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import ATTENTION_GROUP_KEY, BESIDE_KEY
@@ -173,7 +174,7 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
         load_policy=policy,
         alone=not transfer.get_from_extra_config(BESIDE_KEY, False),
         events=bool(config.enable_kv_events) and _publishes(vllm_config),
-        folder_limits=read_limits(transfer.kv_connector_extra_config, config.remote_url),
+        folder_limits=read_limits(transfer.kv_connector_extra_config, config),
     )
 
 
@@ -378,16 +379,15 @@ def _settle_chunk_size(config: "LMCacheEngineConfig", block_size: int) -> None:
 
 def _check_remote(config: "LMCacheEngineConfig") -> None:
     check_plugins(config.remote_storage_plugins)
-    if not config.remote_url:
-        return
-    parts = check_remote_url(config.remote_url)
-    if parts.scheme == "fs":
-        for path in parts.path.split(","):
-            check_folder("remote_url", path)
-    elif parts.scheme == S3:
-        check_s3(parts, config.extra_config or {})
-    else:
-        connection_options(config.remote_url)
+    if config.remote_url:
+        parts = check_remote_url(config.remote_url)
+        if parts.scheme == S3:
+            check_s3(parts, config.extra_config or {})
+    for option, folders in shared_folders(config):
+        for folder in folders:
+            check_folder(option, folder)
+    for url in redis_urls(config):
+        connection_options(url)
 
 
 def _check_local(config: "LMCacheEngineConfig") -> None:
@@ -403,5 +403,5 @@ def _check_local(config: "LMCacheEngineConfig") -> None:
             f"LMCache option max_local_disk_size={config.max_local_disk_size} turns local_disk "
             "off; set it to the GB you want to use."
         )
-    for path in config.local_disk.split(","):
-        check_folder("local_disk", path.strip())
+    for folder in folders_in("local_disk", config.local_disk):
+        check_folder("local_disk", folder)

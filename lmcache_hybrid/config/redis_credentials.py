@@ -132,6 +132,13 @@ def hide_passwords(config: "LMCacheEngineConfig") -> None:
             extra[name] = _hide(extra[name])
 
 
+def plugin_url(config: "LMCacheEngineConfig") -> str:
+    """The URL of LMCache's Redis plugin, as LMCache's own adapter finds it."""
+    extra = config.extra_config or {}
+    found = next((extra[name] for name in PLUGIN_URLS if extra.get(name)), None)
+    return found or config.remote_url or "redis://localhost:6379"
+
+
 def with_login(url: str, user: str, password: str) -> str:
     """Return a URL that stands for ``url``, which has no login, with this one.
 

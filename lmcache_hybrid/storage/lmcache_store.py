@@ -96,6 +96,7 @@ class LMCacheStore:
             written = functools.partial(self._removal.written, name)
             if isinstance(backend, RemoteBackend):
                 remote.watch(backend, count, written)
+                remote.remove_what_checks_leave(backend)
             elif isinstance(backend, LocalDiskBackend):
                 disk = LocalDisk.instead_of(backend, count, written)
                 self.manager.storage_backends[name] = disk

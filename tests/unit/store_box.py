@@ -4,6 +4,7 @@
 import asyncio
 import gc
 import itertools
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -200,6 +201,12 @@ class Box:
     def metadata_bytes(self) -> int:
         """LMCache's own header in front of a value in fs://."""
         return get_remote_metadata_bytes() if self.kind == "fs" else 0
+
+    def names(self) -> list[str]:
+        """Of all values in a store outside."""
+        if self.kind == "redis":
+            return sorted(name.decode() for name in self.redis.keys())
+        return sorted(self.other.names() if self.other else os.listdir(self.folder))
 
     def overwrite(self, key: RecordKey, data: bytes) -> None:
         """Put other bytes where the record was, behind LMCache's back."""

@@ -86,7 +86,7 @@ def test_refused_values_are_options_of_this_lmcache(name):
         {"remote_url": "unix:///run/redis.sock"},
         {"remote_url": "redis-cluster://user:secret@one:7000,two:7001"},
         {"remote_url": "redis-sentinel://one:26379,two:26379/service"},
-        {"remote_storage_plugins": ["fs", "fs.second", "redis"]},
+        {"remote_storage_plugins": ["redis"]},
         {"local_cpu": False},
         {"cache_policy": "LFU"},
     ],

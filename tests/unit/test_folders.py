@@ -8,6 +8,7 @@ import pytest
 
 from lmcache_hybrid.config import folders
 from lmcache_hybrid.config.options import settle_lmcache_config
+from lmcache_hybrid.config.shared_folders import shared_folders
 
 from .lmcache_settings import BLOCK, assert_one_sentence, lmcache_config, refusal
 
@@ -94,3 +95,74 @@ def test_the_write_probe_leaves_nothing_and_shares_its_name_with_nobody(tmp_path
     (tmp_path / f".lmcache-hybrid-{os.getpid()}.tmp").mkdir()
     settle_lmcache_config(lmcache_config(local_disk=str(tmp_path), max_local_disk_size=1), 384)
     assert [p.is_dir() for p in tmp_path.iterdir()] == [True]
+
+
+def plugin(base_path, name="fs"):
+    return {
+        "remote_storage_plugins": [name],
+        "extra_config": {f"remote_storage_plugin.{name}.base_path": base_path},
+    }
+
+
+@pytest.mark.parametrize("name", ["fs", "fs.second"])
+def test_a_plugins_folder_is_made_and_checked_as_that_of_a_url(tmp_path, monkeypatch, name):
+    folder = tmp_path / "records"
+    settle_lmcache_config(lmcache_config(**plugin(str(folder), name)), BLOCK)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    theirs = tmp_path if tmp_path.stat().st_uid else other_users(tmp_path / "theirs")
+    monkeypatch.setattr(os, "geteuid", lambda: theirs.stat().st_uid + 1)
+    message = refusal(**plugin(str(theirs), name))
+    assert_one_sentence(message)
+    option = f"extra_config.remote_storage_plugin.{name}.base_path"
+    assert message.startswith(f"LMCache option {option}='{theirs}' belongs to user ")
+
+
+def test_a_plugin_without_a_folder_is_refused():
+    message = refusal(remote_storage_plugins=["fs.second"], extra_config={"fs": "/srv"})
+    assert_one_sentence(message)
+    option = "extra_config.remote_storage_plugin.fs.second.base_path"
+    assert message.endswith(f"names 'fs.second' without a folder; set {option} to its path.")
+
+
+@pytest.mark.parametrize("folders", ["{0}/a,", ",{0}/a", "{0}/a,,{0}/b", "{0}/a, "])
+def test_a_folder_without_a_name_is_refused(tmp_path, monkeypatch, folders):
+    """It was taken for the working directory, and LMCache then went on without the store."""
+    monkeypatch.chdir(tmp_path)
+    folders = folders.format(tmp_path)
+    for settings in (
+        {"remote_url": f"fs://localhost:0{folders}"} if folders[0] == "/" else plugin(folders),
+        plugin(folders),
+        {"local_disk": folders, "max_local_disk_size": 1.0},
+    ):
+        message = refusal(**settings)
+        assert_one_sentence(message)
+        assert f"={folders!r} has a folder without a name" in message
+
+
+@pytest.mark.parametrize("value", [5, ["/a"], ""])
+def test_what_is_no_path_is_refused(value):
+    assert "has a folder without a name" in refusal(**plugin(value))
+
+
+def test_spaces_around_a_folder_do_not_count(tmp_path):
+    """As in LMCache's connector: the check looked for '/working/directory/ /b'."""
+    for settings in (
+        {"remote_url": f"fs://localhost:0{tmp_path}/a , {tmp_path}/b"},
+        plugin(f" {tmp_path}/a,{tmp_path}/b "),
+    ):
+        config = lmcache_config(**settings)
+        settle_lmcache_config(config, BLOCK)
+        ((_, folders),) = shared_folders(config)
+        assert folders == (f"{tmp_path}/a", f"{tmp_path}/b")
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+def test_a_url_and_plugins_have_folders_side_by_side():
+    two = plugin("/srv/plugin")
+    two["remote_storage_plugins"] = ["redis", "fs"]
+    found = shared_folders(lmcache_config(remote_url="fs://localhost:0/srv/a;b", **two))
+    assert found == [
+        ("remote_url", ("/srv/a;b",)),
+        ("extra_config.remote_storage_plugin.fs.base_path", ("/srv/plugin",)),
+    ]
+    assert shared_folders(lmcache_config(remote_url="redis://localhost:1")) == []

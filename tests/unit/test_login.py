@@ -23,7 +23,7 @@ from lmcache_hybrid import connector
 from lmcache_hybrid.config import redis_credentials as login
 from lmcache_hybrid.config.backends import check_remote_url
 from lmcache_hybrid.config.options import load_lmcache_config, refusals
-from lmcache_hybrid.config.redis_credentials import connection_options, unencrypted
+from lmcache_hybrid.config.redis_credentials import PLUGIN_URLS, connection_options, unencrypted
 from lmcache_hybrid.core.errors import ConfigError, StoreError
 from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.tools.doctor.backends import check_backends, until
@@ -383,6 +383,9 @@ def test_what_leaves_the_machine_unencrypted_is_told(url, warned):
     assert bool(shown) == warned and ":p@" not in (shown or "")
 
 
+CLEAR, PLAIN = "redis://u:p@cache:1", "redis://cache:1"
+
+
 @pytest.fixture(scope="module")
 def lfm2() -> VllmConfig:
     """Made before a test listens: vLLM sets its loggers up when it is first asked for one."""
@@ -394,9 +397,12 @@ def lfm2() -> VllmConfig:
     [
         ({"remote_url": "redis://u:p@cache:1"}, "redis://cache:1"),
         ({"remote_url": "rediss://u:p@cache:1"}, ""),
+        ({"remote_storage_plugins": ["redis"], "extra_config": {PLUGIN_URLS[0]: CLEAR}}, PLAIN),
+        ({"remote_storage_plugins": ["redis.a"], "extra_config": {PLUGIN_URLS[1]: CLEAR}}, PLAIN),
+        ({"remote_storage_plugins": ["redis"]}, ""),
         ({}, ""),
     ],
-    ids=["in the clear", "TLS", "RAM"],
+    ids=["in the clear", "TLS", "plugin", "another plugin", "plugin without a URL", "RAM"],
 )
 def test_an_engine_says_once_what_it_serves_and_what_leaves_it_in_the_clear(
     monkeypatch, lfm2, hybrid_log, settings, warned

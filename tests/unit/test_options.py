@@ -140,6 +140,12 @@ def test_limits_of_folders():
     assert only == FolderLimits(None, 1800.0) and only
 
 
+def test_limits_hold_in_a_plugins_folders():
+    extra = {"remote_storage_plugin.fs.base_path": "/srv/records"}
+    lmcache = lmcache_config(remote_storage_plugins=["fs"], extra_config=extra)
+    assert options(lmcache=lmcache, **{AGE: 1}).folder_limits == FolderLimits(None, 3600.0)
+
+
 @pytest.mark.parametrize("key", [SIZE, AGE])
 @pytest.mark.parametrize("value", [0, -1, "", "much", "nan", float("inf"), True, [1], "1GB"])
 def test_refuses_what_is_no_limit(key, value):

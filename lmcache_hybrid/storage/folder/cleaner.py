@@ -6,16 +6,21 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from lmcache_hybrid.config.backends import check_remote_url
 from lmcache_hybrid.config.folders import FolderLimits
+from lmcache_hybrid.config.shared_folders import shared_folders
 from lmcache_hybrid.core.counts import Ledger, WorkerCounts
 from lmcache_hybrid.storage.folder.folder_lock import FolderLock
 from lmcache_hybrid.storage.folder.least_used import least_used
 from lmcache_hybrid.storage.folder.record_files import TEMPORARY, RecordFile, record_files
+
+if TYPE_CHECKING:
+    from lmcache.v1.config import LMCacheEngineConfig
 
 logger = init_logger("vllm.lmcache_hybrid.storage.folder.cleaner")
 
@@ -38,26 +43,31 @@ MOST_DELETED = 20_000
 Count = Callable[[str, int], None]
 
 
-def start_cleaner(
-    remote_url: str | None, limits: FolderLimits, ledger: Ledger[WorkerCounts]
-) -> "FolderCleaner | None":
-    """Keep the folders of an ``fs://`` URL within ``limits``; None for other stores.
+def start_cleaners(
+    config: "LMCacheEngineConfig", limits: FolderLimits, ledger: Ledger[WorkerCounts]
+) -> "list[FolderCleaner]":
+    """Keep each store in folders within ``limits``: ``fs://``, and those of plugins.
 
     Args:
         ledger: of this rank, where the deleted records are counted.
+
+    Raises:
+        RuntimeError: no thread could be started; none is left.
     """
-    if not (remote_url or "").startswith("fs://"):
-        return None
-    assert remote_url is not None
 
     def count(limit: str, size: int) -> None:
         with ledger as counts:
             counts.cleaned_records[limit] += 1
             counts.cleaned_bytes[limit] += size
 
-    folders = check_remote_url(remote_url).path.split(",")
-    stripped = [folder.strip() for folder in folders]
-    return FolderCleaner(stripped, limits, count, PAUSE_SECONDS if limits else SWEEP_SECONDS)
+    pause = PAUSE_SECONDS if limits else SWEEP_SECONDS
+    started: list[FolderCleaner] = []
+    with ExitStack() as stack:
+        for _, folders in shared_folders(config):
+            started.append(FolderCleaner(folders, limits, count, pause))
+            stack.callback(started[-1].close)
+        stack.pop_all()
+    return started
 
 
 @dataclass
@@ -67,6 +77,7 @@ class _Round:
     found: int = 0
     deleted: int = 0
     deleted_bytes: int = 0
+    kept_bytes: int = 0  # of files that may not be deleted
 
     @property
     def at_its_limit(self) -> bool:
@@ -79,7 +90,9 @@ class FolderCleaner:
     What an engine began to write and did not finish goes in any case, when it is old.
 
     Of all processes that clean a folder one at a time does, the one that holds the lock file in
-    it; the others only try the lock. A file that goes between a lookup and its load is a failed
+    it; the others only try the lock. In a folder with the sticky bit a user may delete only files
+    of his own: only those count, and the lock is released after each round, for the processes of
+    other users. A file that goes between a lookup and its load is a failed
     load, which vLLM computes.
     """
 
@@ -93,7 +106,7 @@ class FolderCleaner:
         """Start the thread.
 
         Args:
-            folders: of one ``remote_url``; the limit of bytes is of all together.
+            folders: of one store; the limit of bytes is of all together.
             count: called on the thread, once for each deleted record.
             pause: seconds between two rounds.
         """
@@ -101,6 +114,7 @@ class FolderCleaner:
         self._pause = pause
         self._lock = FolderLock(folders[0])
         self._skip = 0
+        self._told = False
         # Bytes of records, and of all files on their disks, after the last round that looked.
         self._last = 0, 0
         self._closing = threading.Event()
@@ -156,7 +170,10 @@ class FolderCleaner:
                 ",".join(self._folders),
                 done.found / (1 << 30),
             )
-        self._last = done.found - done.deleted_bytes, _used_bytes(self._folders)
+        left = done.found - done.deleted_bytes - done.kept_bytes
+        self._last = left, _used_bytes(self._folders)
+        if done.kept_bytes:
+            self._lock.release()
         # Some file systems free later what was deleted.
         self._skip = 0 if done.deleted else SKIPPED_ROUNDS
 
@@ -177,7 +194,10 @@ class FolderCleaner:
         before = -math.inf if seconds is None else time.time() - seconds
         for file in self._all_files():
             done.found += file.taken
-            if file.writing or done.at_its_limit:
+            if file.foreign:
+                done.kept_bytes += file.taken
+                self._tell(file.path)
+            if file.foreign or file.writing or done.at_its_limit:
                 continue
             if file.unfinished:
                 self._delete(file, "unfinished", done)
@@ -185,7 +205,8 @@ class FolderCleaner:
                 self._delete(file, "age", done)
 
     def _by_size(self, done: _Round) -> None:
-        limit, left = self._limits.max_bytes, done.found - done.deleted_bytes
+        limit = self._limits.max_bytes
+        left = done.found - done.deleted_bytes - done.kept_bytes
         if limit is None or left <= limit:
             return
         for file in least_used(self._files, left - int(LOW * limit)):
@@ -198,13 +219,9 @@ class FolderCleaner:
             os.unlink(file.path)
         except FileNotFoundError:
             return
-        except PermissionError as error:  # another user's, in a folder with the sticky bit
-            logger.warning_once(
-                "%s cannot be deleted (%s), and neither can files like it: the folder keeps them "
-                "until their owner, or an engine of that user, deletes them.",
-                file.path,
-                error.strerror,
-            )
+        except PermissionError:
+            done.kept_bytes += file.taken
+            self._tell(file.path)
             return
         done.deleted += 1
         done.deleted_bytes += file.taken
@@ -212,8 +229,17 @@ class FolderCleaner:
         if not done.deleted % DELETED:
             self._breathe()
 
+    def _tell(self, path: str) -> None:
+        if self._limits and not self._told:
+            self._told = True
+            logger.warning(
+                "%s may not be deleted by this user, and neither may files like it: they do not "
+                "count, and stay until their owner, or an engine of that user, deletes them.",
+                path,
+            )
+
     def _files(self) -> Iterator[RecordFile]:
-        return (file for file in self._all_files() if not file.writing)
+        return (file for file in self._all_files() if not file.foreign and not file.writing)
 
     def _all_files(self) -> Iterator[RecordFile]:
         only = () if self._limits else (TEMPORARY,)

@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Has one process at a time clean a folder."""
 
+import errno
 import fcntl
 import os
+import stat
 
-from lmcache_hybrid.storage.disk.files import GROUP_FILE, PRIVATE_FILE, is_shared
+from lmcache_hybrid.storage.disk.files import is_shared
+from lmcache_hybrid.storage.folder.record_io import MODE, SHARED_MODE
 
 LOCK_NAME = ".lmcache-hybrid-cleaner"
 
 
 class FolderLock:
-    """A lock file in a folder. The system releases it when the process ends. One thread."""
+    """A lock file in a folder. The system releases it when the process ends. One thread.
+
+    The users who share the folder's records share the file: it has the mode of a record.
+    """
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -21,7 +27,8 @@ class FolderLock:
         """Take the lock, or make sure that it is still held; False where another holds it.
 
         Raises:
-            OSError: the folder is away, or its file system has no locks.
+            OSError: the folder is away, its file system has no locks, or what has the lock's
+                name is no file of its own that this user may read.
         """
         if self._number is not None and not self._is_in_place(self._number):
             self.release()
@@ -30,12 +37,16 @@ class FolderLock:
         return self._number is not None
 
     def _take(self) -> int | None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        number = os.open(self._path, flags, PRIVATE_FILE)
+        try:
+            number = self._create()
+            if number is None:
+                number = self._open()
+        except FileNotFoundError:
+            if not os.path.isdir(self._folder):
+                raise
+            return None  # deleted between the two; the next call makes it anew
         taken = False
         try:
-            if os.fstat(number).st_uid == os.geteuid() and is_shared(os.stat(self._folder)):
-                os.fchmod(number, GROUP_FILE)
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Somebody may have emptied the folder since it was opened.
             taken = self._is_in_place(number)
@@ -45,6 +56,34 @@ class FolderLock:
             if not taken:
                 os.close(number)
         return number if taken else None
+
+    def _create(self) -> int | None:
+        """Make the file; None where something has its name."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            number = os.open(self._path, flags, MODE)
+        except FileExistsError:
+            return None
+        try:
+            if is_shared(os.stat(self._folder)):
+                os.fchmod(number, stat.S_IMODE(os.fstat(number).st_mode) | SHARED_MODE)
+        except BaseException:
+            os.close(number)
+            raise
+        return number
+
+    def _open(self) -> int:
+        """Open what has the name, which somebody else may have put there; it stays as it is."""
+        flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            number = os.open(self._path, flags | os.O_RDWR)  # NFS locks only what can be written
+        except PermissionError:
+            number = os.open(self._path, flags | os.O_RDONLY)
+        status = os.fstat(number)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            os.close(number)
+            raise OSError(errno.EINVAL, "this is no lock file, delete it", self._path)
+        return number
 
     def _is_in_place(self, number: int) -> bool:
         try:

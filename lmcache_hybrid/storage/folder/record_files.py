@@ -36,11 +36,13 @@ class RecordFile:
     Attributes:
         used: seconds since the epoch; engines set the time of a file that they hit.
         taken: its bytes.
+        foreign: another user's, which the folder's sticky bit keeps this one from deleting.
     """
 
     path: str
     used: float
     taken: int
+    foreign: bool = False
 
     def depth(self) -> Depth:
         try:
@@ -110,6 +112,8 @@ def record_files(folder: str, *suffixes: str) -> Iterator[RecordFile]:
     Raises:
         OSError: the folder cannot be read.
     """
+    here = os.stat(folder)
+    deletes_all = not here.st_mode & stat.S_ISVTX or os.geteuid() in (0, here.st_uid)
     with os.scandir(folder) as files:
         for file in files:
             wanted = suffixes or (DATA, TEMPORARY)
@@ -120,4 +124,5 @@ def record_files(folder: str, *suffixes: str) -> Iterator[RecordFile]:
             except FileNotFoundError:
                 continue
             if stat.S_ISREG(status.st_mode):
-                yield RecordFile(file.path, status.st_mtime, status.st_size)
+                foreign = not deletes_all and status.st_uid != os.geteuid()
+                yield RecordFile(file.path, status.st_mtime, status.st_size, foreign)

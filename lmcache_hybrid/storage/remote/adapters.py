@@ -10,12 +10,12 @@ from lmcache.v1.storage_backend.connector import (
     ConnectorContext,
     CreateConnector,
     extract_plugin_type,
-    parse_remote_url,
 )
 from lmcache.v1.storage_backend.connector.instrumented_connector import InstrumentedRemoteConnector
 from lmcache.v1.storage_backend.connector.s3_adapter import S3ConnectorAdapter
 
-from lmcache_hybrid.config.redis_credentials import PLUGIN_URLS
+from lmcache_hybrid.config.redis_credentials import plugin_url
+from lmcache_hybrid.config.shared_folders import folders_of_plugin, folders_of_url
 from lmcache_hybrid.storage.remote import clients
 from lmcache_hybrid.storage.remote.fs import HybridFSConnector
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector
@@ -41,10 +41,7 @@ class RedisAdapter(ConnectorAdapter):
     def create_connector(self, context: ConnectorContext) -> RecordConnector:
         url, config = context.url, context.config
         if url.startswith(PLUGIN):
-            # As LMCache's own adapter does.
-            extra = config.extra_config or {}
-            found = next((extra[name] for name in PLUGIN_URLS if extra.get(name)), None)
-            url = found or config.remote_url or "redis://localhost:6379"
+            url = plugin_url(config)
         return HybridRedisConnector(url, context)
 
 
@@ -61,14 +58,9 @@ class FSAdapter(ConnectorAdapter):
 
     def create_connector(self, context: ConnectorContext) -> RecordConnector:
         if context.plugin_name is None:
-            path = parse_remote_url(context.url).path
-        else:  # as LMCache's own connector does
-            extra = context.config.extra_config or {}
-            names = f"remote_storage_plugin.{context.plugin_name}.base_path", "fs_base_path"
-            path = next((extra[name] for name in names if extra.get(name) is not None), None)
-            if path is None:
-                raise ValueError(f"no folder: extra_config has neither {names[0]} nor {names[1]}")
-        folders = [part.strip() for part in path.split(",")] if "," in path else [path]
+            folders = folders_of_url(context.url)
+        else:
+            _, folders = folders_of_plugin(context.plugin_name, context.config.extra_config)
         return HybridFSConnector(folders, context)
 
 

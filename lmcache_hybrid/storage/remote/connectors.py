@@ -4,16 +4,19 @@
 Every backend's connector is one of this package's own, see :mod:`.adapters`.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lmcache.utils import CacheEngineKey
 
 from lmcache_hybrid.storage.folder.record_io import Fate
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector
 
 if TYPE_CHECKING:
+    from lmcache.v1.memory_management import MemoryObj
     from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
 # To wait for the removal of a damaged record; the server has just answered.
@@ -111,3 +114,21 @@ def watch(
 
     backend.init_connection = init_connection
     tell()
+
+
+def remove_what_checks_leave(backend: "RemoteBackend") -> None:
+    """Delete the value of LMCache's health check once it was read. Mutates ``backend``.
+
+    The check writes memory of the pool under a name of its own, and leaves it in the store.
+    """
+    get = backend.get_blocking
+
+    @functools.wraps(get)
+    def get_blocking(key: CacheEngineKey) -> "MemoryObj | None":
+        memory = get(key)
+        if key.dtype is not torch.uint8:  # that of every record
+            with contextlib.suppress(Exception):  # the next check replaces it
+                remove(backend, key)
+        return memory
+
+    backend.get_blocking = get_blocking

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
@@ -94,7 +95,7 @@ class HybridFSConnector(RecordConnector):
 
         Raises:
             OSError: a folder cannot be made.
-            RuntimeError: no threads could be started.
+            RuntimeError: not all threads could be started; none is left.
         """
         super().__init__(context)
         self._pool = context.local_cpu_backend
@@ -104,12 +105,17 @@ class HybridFSConnector(RecordConnector):
             os.makedirs(folder, exist_ok=True)
         self._prefix, self._numbers = temporary_prefix(), itertools.count()
         unbound = anywhere(cores())
-        self._readers = DaemonPool(READERS, "hybrid-fs-read", unbound)
-        self._writers = DaemonPool(WRITERS, "hybrid-fs-write", unbound)
-        self._askers = DaemonPool(ASKERS, "hybrid-fs-ask", unbound)
+        with ExitStack() as stack:  # LMCache tries again: where one fails, the others end
+            self._readers = DaemonPool(READERS, "hybrid-fs-read", unbound)
+            stack.callback(self._readers.close)
+            self._writers = DaemonPool(WRITERS, "hybrid-fs-write", unbound)
+            stack.callback(self._writers.close)
+            self._askers = DaemonPool(ASKERS, "hybrid-fs-ask", unbound)
+            stack.callback(self._askers.close)
+            self._uses = FileUses(self.path)
+            stack.pop_all()
         self._reading, self._put = BusyThreads(READERS), BusyThreads(WRITERS)
         self._asking = BusyThreads(ASKERS)
-        self._uses = FileUses(self.path)
         self._writes: set[Future[None]] = set()
         self._said: set[tuple[str, int | None]] = set()
 

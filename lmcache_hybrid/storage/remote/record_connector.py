@@ -4,11 +4,16 @@
 import abc
 from collections.abc import Callable, Sequence
 
+import torch
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.storage_backend.connector import ConnectorContext
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
+from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.storage.folder.record_io import Fate
+
+# LMCache's health check writes memory as it finds it: one byte says nothing of a prompt.
+CHECKED_BYTES = 1
 
 
 class RecordConnector(RemoteConnector):
@@ -24,6 +29,9 @@ class RecordConnector(RemoteConnector):
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context.config, context.metadata)
+        # A store that LMCache's health monitor has switched off stays off until the monitor has
+        # written and read a value of this shape and type.
+        self.meta_shapes, self.meta_dtypes = [record_shape(CHECKED_BYTES)], [torch.uint8]
         self.failed = lambda records: None
         self.written = lambda key: None
 

@@ -64,7 +64,7 @@ class HybridRedisConnector(RecordConnector):
         Raises:
             ConfigError: a file that the environment names cannot be read.
             ValueError: the URL cannot be read.
-            RuntimeError: no threads could be started.
+            RuntimeError: not all threads could be started; none is left.
         """
         super().__init__(context)
         self._pool = context.local_cpu_backend
@@ -80,9 +80,14 @@ class HybridRedisConnector(RecordConnector):
             },
         )
         unbound = anywhere(cores())
-        self._readers = started(READERS, "hybrid-redis-read", unbound)
-        self._writers = started(WRITERS, "hybrid-redis-write", unbound)
-        self._askers = started(ASKERS, "hybrid-redis-ask", unbound)
+        with ExitStack() as stack:  # LMCache tries again: where one fails, the others end
+            stack.callback(self._servers.close)
+            self._readers = started(READERS, "hybrid-redis-read", unbound)
+            stack.callback(self._readers.shutdown)
+            self._writers = started(WRITERS, "hybrid-redis-write", unbound)
+            stack.callback(self._writers.shutdown)
+            self._askers = started(ASKERS, "hybrid-redis-ask", unbound)
+            stack.pop_all()
         self._writes: set[Future[None]] = set()
         self._silent = -math.inf  # time.monotonic of the last write that failed so
 

@@ -3,6 +3,7 @@
 
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -11,6 +12,7 @@ import redis
 from lmcache import device_ops
 from rich.filesize import decimal
 
+from lmcache_hybrid.config.shared_folders import shared_folders
 from lmcache_hybrid.core.errors import ConfigError, StoreError
 from lmcache_hybrid.storage.host_memory import DONT_ROUND, compiled_part_missing, rounded
 from lmcache_hybrid.storage.remote.clients import SCHEMES, Client
@@ -55,9 +57,10 @@ def check_disks(context: Context) -> Iterator[Finding]:
     limit = int(config.max_local_disk_size * GIB)
     for path in _folders(config.local_disk or ""):
         yield _local_disk(path, limit)
-    if config.remote_url and urlsplit(config.remote_url).scheme == "fs":
-        for path in _folders(urlsplit(config.remote_url).path):
-            yield _shared_folder(path)
+    with suppress(ConfigError):  # those who check the options say so
+        for _, folders in shared_folders(config):
+            for folder in folders:
+                yield _shared_folder(Path(folder))
 
 
 def _folders(text: str) -> list[Path]:

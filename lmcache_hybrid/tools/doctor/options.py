@@ -99,7 +99,9 @@ def check_options(context: Context) -> Iterator[Finding]:
             "This engine stores nothing (kv_role kv_consumer or LMCACHE_FORCE_SKIP_SAVE).",
             "Set kv_role to kv_both, unless another engine fills the store.",
         )
-    elif not (config.local_cpu or config.local_disk or config.remote_url):
+    elif not any(
+        (config.local_cpu, config.local_disk, config.remote_url, config.remote_storage_plugins)
+    ):
         yield error(
             "options",
             "local_cpu, local_disk and remote_url are all off, so nothing is kept.",

@@ -178,7 +178,7 @@ LMCACHE = (
         holds=("not self.is_pinned and self.get_ref_count() == 1",),
     ),
     Hook(f"{_BACKENDS}.remote_backend", "RemoteBackend.init_connection", replaced_in=_REMOTE_PATCH),
-    Hook(f"{_BACKENDS}.remote_backend", "RemoteBackend.get_blocking"),
+    Hook(f"{_BACKENDS}.remote_backend", "RemoteBackend.get_blocking", replaced_in=_REMOTE_PATCH),
     *attributes(
         f"{_BACKENDS}.remote_backend",
         "RemoteBackend",
@@ -194,7 +194,14 @@ LMCACHE = (
     *attributes(
         f"{_BACKENDS}.connector.base_connector",
         "RemoteConnector",
-        "__init__ exists exists_sync get put batched_put support_batched_put list close",
+        "__init__ exists exists_sync get put batched_put support_batched_put list close "
+        "meta_shapes meta_dtypes",
+    ),
+    # What it writes and reads before a store that failed is used again.
+    Hook(
+        "lmcache.v1.health_monitor.checks.remote_backend_check",
+        "RemoteBackendHealthCheck._resource_manager",
+        holds=("shapes = connector.meta_shapes", "self.backend.get_blocking(key)"),
     ),
     Hook(_QUEUE, "AsyncPQExecutor.shutdown_async"),
     *attributes("lmcache.v1.memory_management", "MemoryObj", "data_ptr get_size"),

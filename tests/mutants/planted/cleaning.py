@@ -13,6 +13,54 @@ LIMITS = "lmcache_hybrid/config/folders.py"
 
 DEFECTS = (
     one(
+        "of several stores in folders only one is cleaned",
+        CLEANER,
+        "        for _, folders in shared_folders(config):\n",
+        "        for _, folders in shared_folders(config)[:1]:\n",
+    ),
+    one(
+        "another user's files cost this one's records",
+        FILES,
+        "foreign = not deletes_all and status.st_uid != os.geteuid()",
+        "foreign = False",
+    ),
+    one(
+        "each file of another user's is told of",
+        CLEANER,
+        "            self._told = True\n",
+        "",
+    ),
+    one(
+        "one user's engine keeps those of others from cleaning",
+        CLEANER,
+        "        if done.kept_bytes:\n",
+        "        if done.kept_bytes < 0:\n",
+    ),
+    one(
+        "files that may not be deleted keep a folder over its limit",
+        CLEANER,
+        "        except PermissionError:\n            done.kept_bytes += file.taken\n",
+        "        except PermissionError:\n",
+    ),
+    one(
+        "a private file that is linked to is opened for the group",
+        LOCK,
+        " or status.st_nlink > 1:\n",
+        ":\n",
+    ),
+    one(
+        "a lock file of another user's is made anew and refused",
+        LOCK,
+        "            number = os.open(self._path, flags | os.O_RDONLY)\n",
+        "            raise\n",
+    ),
+    one(
+        "who may lock is not who may read",
+        LOCK,
+        "            number = os.open(self._path, flags, MODE)\n",
+        "            number = os.open(self._path, flags, 0o600)\n",
+    ),
+    one(
         "what a killed engine had begun to write stays",
         CLEANER,
         "            if file.unfinished:\n",
@@ -27,8 +75,8 @@ DEFECTS = (
     one(
         "a file of another user's ends a round of the cleaner",
         CLEANER,
-        "        except PermissionError as error:",
-        "        except NotADirectoryError as error:",
+        "        except PermissionError:",
+        "        except NotADirectoryError:",
     ),
     one(
         "the newest records go first",
@@ -69,8 +117,8 @@ DEFECTS = (
     one(
         "what went by age is deleted by size once more",
         CLEANER,
-        "done.found - done.deleted_bytes\n        if",
-        "done.found\n        if",
+        "done.found - done.deleted_bytes - done.kept_bytes\n        if",
+        "done.found - done.kept_bytes\n        if",
     ),
     one(
         "foreign files are deleted",
@@ -161,7 +209,7 @@ DEFECTS = (
     one(
         "a limit of a folder is taken for a Redis",
         LIMITS,
-        '        if not (remote_url or "").startswith("fs://"):\n',
+        "        if not shared_folders(config):\n",
         "        if remote_url is None:\n",
     ),
     one(

@@ -6,7 +6,6 @@ from tests.mutants.defect import one
 DIGESTS = "lmcache_hybrid/core/digests.py"
 RECORD = "lmcache_hybrid/storage/record.py"
 STORE = "lmcache_hybrid/storage/lmcache_store.py"
-CONNECTOR = "lmcache_hybrid/connector.py"
 
 DEFECTS = (
     # Records sealed with a key
@@ -97,8 +96,14 @@ DEFECTS = (
     ),
     one(
         "records cross the network in the clear without a word",
-        CONNECTOR,
-        "if url := unencrypted(config.remote_url) or s3.unencrypted(config):",
-        "if url := s3.unencrypted(config):",
+        "lmcache_hybrid/config/backends.py",
+        "    found = [unencrypted(url) for url in redis_urls(config)]\n",
+        "    found: list[str] = []\n",
+    ),
+    one(
+        "a Redis plugin gets records in the clear without a word",
+        "lmcache_hybrid/config/backends.py",
+        "        urls.append(plugin_url(config))\n",
+        "        pass\n",
     ),
 )

@@ -11,6 +11,12 @@ THREADS = "lmcache_hybrid/core/threads.py"
 
 DEFECTS = (
     one(
+        "a connector to folders that cannot start all threads leaves some",
+        FS,
+        "            stack.callback(self._writers.close)\n",
+        "",
+    ),
+    one(
         "a planted link under a temporary name is written through",
         IO,
         "os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC",
@@ -114,9 +120,9 @@ DEFECTS = (
     ),
     one(
         "a plugin's own folder is not used",
-        ADAPTERS,
-        'names = f"remote_storage_plugin.{context.plugin_name}.base_path", "fs_base_path"',
-        'names = "fs_base_path", f"remote_storage_plugin.{context.plugin_name}.base_path"',
+        "lmcache_hybrid/config/shared_folders.py",
+        'names = f"remote_storage_plugin.{plugin}.base_path", "fs_base_path"',
+        'names = "fs_base_path", f"remote_storage_plugin.{plugin}.base_path"',
     ),
     one(
         "writes wait for ever behind those that hang",

@@ -15,6 +15,42 @@ SOCKETS = "lmcache_hybrid/storage/remote/sockets.py"
 
 DEFECTS = (
     one(
+        "a store that LMCache's health monitor has switched off stays off",
+        "lmcache_hybrid/storage/remote/record_connector.py",
+        "self.meta_shapes, self.meta_dtypes = [record_shape(CHECKED_BYTES)], [torch.uint8]",
+        "self.meta_shapes = [record_shape(CHECKED_BYTES)]",
+    ),
+    one(
+        "what LMCache's health check writes stays in the store",
+        STORE,
+        "                remote.remove_what_checks_leave(backend)\n",
+        "",
+    ),
+    one(
+        "a connector to Redis that cannot start all threads leaves some",
+        REDIS,
+        "            stack.callback(self._readers.shutdown)\n",
+        "",
+    ),
+    one(
+        "a folder without a name is the working directory",
+        "lmcache_hybrid/config/shared_folders.py",
+        "    if not all(folders):\n",
+        "    if not any(folders):\n",
+    ),
+    one(
+        "nobody checks the folder of a plugin",
+        "lmcache_hybrid/config/options.py",
+        "    for option, folders in shared_folders(config):\n",
+        "    for option, folders in shared_folders(config)[:1 if config.remote_url else 0]:\n",
+    ),
+    one(
+        "spaces around a folder are part of its name",
+        "lmcache_hybrid/config/shared_folders.py",
+        'tuple(part.strip() for part in value.split(","))',
+        'tuple(value.split(","))',
+    ),
+    one(
         "a silent cluster is waited for as long as all of its nodes are silent",
         SERVERS,
         "            return asking.result(self._seconds)\n",
@@ -306,9 +342,9 @@ DEFECTS = (
     one(
         "a thread to Redis is started when there is work for it",
         REDIS,
-        '        self._writers = started(WRITERS, "hybrid-redis-write", unbound)\n',
-        "        from concurrent.futures import ThreadPoolExecutor as lazy\n\n"
-        '        self._writers = lazy(WRITERS, "hybrid-redis-write", unbound)\n',
+        '            self._writers = started(WRITERS, "hybrid-redis-write", unbound)\n',
+        "            from concurrent.futures import ThreadPoolExecutor as lazy\n\n"
+        '            self._writers = lazy(WRITERS, "hybrid-redis-write", unbound)\n',
     ),
     one(
         "the thread that deletes is started when there is work for it",

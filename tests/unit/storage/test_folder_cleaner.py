@@ -14,7 +14,7 @@ from lmcache_hybrid.config.folders import FolderLimits
 from lmcache_hybrid.core.counts import Ledger, WorkerCounts
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.storage.folder import cleaner as module
-from lmcache_hybrid.storage.folder.cleaner import LOW, FolderCleaner, start_cleaner
+from lmcache_hybrid.storage.folder.cleaner import LOW, FolderCleaner, start_cleaners
 from lmcache_hybrid.storage.folder.file_uses import FileUses
 from lmcache_hybrid.storage.folder.folder_lock import LOCK_NAME, FolderLock
 from lmcache_hybrid.storage.folder.record_files import (
@@ -27,7 +27,9 @@ from lmcache_hybrid.storage.folder.record_files import (
 from lmcache_hybrid.storage.remote.connectors import unwrapped
 
 from ..helpers import payload_of
-from ..store_box import KEYS, SIZE, Box, N, until
+from ..lmcache_settings import lmcache_config
+from ..other_users import ALICE, BOB, GROUP, as_user, needs_root, open_tmp  # noqa: F401
+from ..store_box import KEYS, SIZE, Box, N, assert_soon, until
 
 HOUR = 3600.0
 # Further prompts of one page and one state.
@@ -266,7 +268,8 @@ def test_several_folders_have_one_limit(box, tmp_path):
     Cleaning(folders, FolderLimits(max_bytes=max(sizes))).round()
     assert 0 < sum(map(taken, folders)) <= max(sizes)
     ledger = Ledger("worker", WorkerCounts())
-    started = start_cleaner(url, FolderLimits(max_bytes=1), ledger)
+    config = lmcache_config(remote_url=url)
+    (started,) = start_cleaners(config, FolderLimits(max_bytes=1), ledger)
     try:
         until(lambda: not sum(map(taken, folders)), "not cleaned")
         until(lambda: ledger.counts.cleaned_records["size"] > 0, "not counted")
@@ -277,14 +280,62 @@ def test_several_folders_have_one_limit(box, tmp_path):
 
 @pytest.mark.parametrize("url", [None, "redis://localhost:6379"])
 def test_other_stores_have_no_cleaner(url):
-    assert start_cleaner(url, FolderLimits(), Ledger("worker", WorkerCounts())) is None
+    config = lmcache_config(remote_url=url, remote_storage_plugins=["redis"])
+    assert start_cleaners(config, FolderLimits(), Ledger("worker", WorkerCounts())) == []
+
+
+def test_a_plugins_folders_are_cleaned_too(tmp_path):
+    config = lmcache_config(
+        remote_url=f"fs://localhost:0{tmp_path}/url",
+        remote_storage_plugins=["fs", "fs.second"],
+        extra_config={
+            "remote_storage_plugin.fs.second.base_path": f"{tmp_path}/second",
+            "fs_base_path": f"{tmp_path}/first, {tmp_path}/more",
+        },
+    )
+    names = {name: tmp_path / name for name in ("url", "first", "second")}
+    for folder in (*names.values(), tmp_path / "more"):
+        folder.mkdir()
+        left = folder / f"{temporary_prefix()}1{TEMPORARY}"
+        left.touch()
+        os.utime(left, (0, 0))
+    cleaners = start_cleaners(config, FolderLimits(), Ledger("worker", WorkerCounts()))
+    try:
+        until(lambda: not list(tmp_path.glob(f"*/*{TEMPORARY}")), "not cleaned")
+        assert len(cleaners) == 3
+        assert all((folder / LOCK_NAME).exists() for folder in names.values())
+    finally:
+        for cleaner in cleaners:
+            cleaner.close()
+            cleaner._thread.join()
+
+
+def test_where_one_cleaner_cannot_start_none_is_left(tmp_path, monkeypatch):
+    """The engine then says that it deletes nothing."""
+    config = lmcache_config(
+        remote_url=f"fs://localhost:0{tmp_path}/url",
+        remote_storage_plugins=["fs"],
+        extra_config={"fs_base_path": f"{tmp_path}/plugin"},
+    )
+    started, start = [], threading.Thread.start
+
+    def start_one(thread):
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_one)
+        with pytest.raises(RuntimeError):
+            start_cleaners(config, FolderLimits(), Ledger("worker", WorkerCounts()))
+    assert_soon(lambda: not started[0].is_alive(), "a cleaner is left")
 
 
 def test_without_limits_a_round_comes_once_an_hour(tmp_path, hybrid_log):
     """A file system without locks is no fault then."""
-    started = start_cleaner(
-        f"fs://localhost:0{tmp_path}/away", FolderLimits(), Ledger("worker", WorkerCounts())
-    )
+    config = lmcache_config(remote_url=f"fs://localhost:0{tmp_path}/away")
+    (started,) = start_cleaners(config, FolderLimits(), Ledger("worker", WorkerCounts()))
     assert started._pause == module.SWEEP_SECONDS
     started.close()
     started._thread.join()
@@ -373,8 +424,49 @@ def test_a_folder_that_is_away_ends_nothing(box, tmp_path, monkeypatch):
         cleaner._thread.join()
 
 
-def test_files_that_only_another_user_may_delete_stay_and_end_no_round(box, monkeypatch):
-    """A folder with the sticky bit; the user of these tests may delete everything."""
+def write(folder: Path, first: int, count: int, age: float) -> None:
+    """Files of SIZE bytes with records' names, last used ``age`` seconds ago."""
+    for number in range(first, first + count):
+        path = folder / f"m@1@0@{number:x}@uint8@hybrid%a0-0123456789abcdef.data"
+        path.write_bytes(bytes(SIZE))
+        then = time.time() - age
+        os.utime(path, (then, then))
+
+
+@needs_root
+def test_in_a_sticky_folder_each_user_cleans_what_is_his(open_tmp):  # noqa: F811
+    """What others wrote earlier neither costs a user his own records nor is told of each time."""
+    os.chown(open_tmp, 0, GROUP)
+    open_tmp.chmod(0o3770)
+    limits = FolderLimits(max_bytes=20 * SIZE, max_seconds=10 * HOUR)
+    told: list[str] = []
+
+    def rounds(first: int) -> list[int]:
+        module.logger.warning = lambda text, *args: told.append(text)  # in this child only
+        cleaning, left = Cleaning([open_tmp], limits), []
+        for number in range(4):
+            write(open_tmp, first + 8 * number, 8, HOUR - number)
+            cleaning.cleaner._skip = 0
+            cleaning.cleaner.round()
+            other = FolderLock(str(open_tmp))
+            assert other.hold(), "nobody else's turn comes"
+            other.release()
+            left.append(len([p for p in open_tmp.iterdir() if p.stat().st_uid == os.geteuid()]))
+        return [*left, len(told), cleaning.cleaner._last[0]]
+
+    as_user(ALICE, lambda: write(open_tmp, 0, 30, 5 * HOUR) or True)
+    as_user(ALICE, lambda: write(open_tmp, 500, 10, 20 * HOUR) or True)
+    *own, warnings, counted = as_user(BOB, lambda: rounds(1000))
+    # The lock file is his, too.
+    assert own == [9, 17, 20, 20] and warnings == 1 and counted == 19 * SIZE
+    assert len(list(open_tmp.glob("*.data"))) == 40 + 19
+    # Once it is her turn, hers go down to the limit, by age first.
+    *_, warnings, counted = as_user(ALICE, lambda: rounds(2000))
+    assert warnings == 1 and counted == 19 * SIZE
+
+
+def test_files_that_may_not_be_deleted_stay_and_end_no_round(box, monkeypatch, hybrid_log):
+    """As in a folder of root's on NFS; the user of these tests may delete everything."""
     filled = box("fs").write(OTHERS)
     age(filled, OTHERS[::2], HOUR)
     foreign = {str(filled.path(key)) for key in OTHERS[:6:2]}
@@ -395,6 +487,10 @@ def test_files_that_only_another_user_may_delete_stay_and_end_no_round(box, monk
     cleaning.round()
     assert left(filled, OTHERS) == sorted(OTHERS[:6:2] + OTHERS[1::2], key=OTHERS.index)
     assert cleaning.counts == {"age": 5}
+    cleaning.round()
+    told = [line for line in hybrid_log.messages if "may not be deleted" in line]
+    assert len(told) == 1, "one warning, not one for each file"
+    assert cleaning.cleaner._last[0] == taken(filled.folder) - 3 * (taken(filled.folder) // 11)
 
 
 def test_closed_in_the_middle_it_deletes_no_more(box, monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 
 from lmcache_hybrid.storage.folder.folder_lock import LOCK_NAME, FolderLock
 
+from ..other_users import ALICE, BOB, GROUP, as_user, needs_root, open_tmp  # noqa: F401
 from ..store_box import until
 
 ROOT = Path(__file__).parents[3]
@@ -130,12 +131,62 @@ def test_a_lock_file_that_was_deleted_is_no_lock(tmp_path):
     assert one.hold() and not other.hold()
 
 
-@pytest.mark.parametrize("mode, expected", [(0o700, 0o600), (0o2770, 0o660)], ids=oct)
-def test_who_may_lock(tmp_path, mode, expected):
-    """In a folder of a group its members, elsewhere this user."""
+@pytest.mark.parametrize(
+    "mode, umask, expected",
+    [(0o700, 0o077, 0o600), (0o770, 0o002, 0o664), (0o770, 0o027, 0o640), (0o2770, 0o077, 0o660)],
+    ids=oct,
+)
+def test_who_may_lock(tmp_path, mode, umask, expected):
+    """Whoever may read records: in a folder of a group its members, elsewhere by the umask."""
     tmp_path.chmod(mode)
-    assert FolderLock(str(tmp_path)).hold()
+    before = os.umask(umask)
+    try:
+        assert FolderLock(str(tmp_path)).hold()
+    finally:
+        os.umask(before)
     assert stat.S_IMODE((tmp_path / LOCK_NAME).stat().st_mode) == expected
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o444], ids=oct)
+def test_a_lock_file_that_is_there_stays_as_it_is(tmp_path, mode):
+    tmp_path.chmod(0o2770)
+    (tmp_path / LOCK_NAME).touch()
+    (tmp_path / LOCK_NAME).chmod(mode)
+    assert FolderLock(str(tmp_path)).hold()
+    assert stat.S_IMODE((tmp_path / LOCK_NAME).stat().st_mode) == mode
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o770, 0o2770, 0o3770], ids=oct)
+@pytest.mark.parametrize("umask", [0o002, 0o027], ids=oct)
+def test_users_who_share_a_folder_take_turns(open_tmp, mode, umask):  # noqa: F811
+    os.chown(open_tmp, 0, GROUP)
+    open_tmp.chmod(mode)
+    for user in (ALICE, BOB, ALICE):
+        assert as_user(user, FolderLock(str(open_tmp)).hold, umask)
+    mine = FolderLock(str(open_tmp))
+    assert mine.hold() and as_user(BOB, lambda: [FolderLock(str(open_tmp)).hold()]) == [False]
+
+
+@pytest.mark.parametrize("make", [os.link, os.mkfifo, os.mkdir], ids=lambda make: make.__name__)
+def test_what_is_no_file_of_its_own_is_no_lock_and_stays_as_it_is(tmp_path, make):
+    """Another member of the group may have linked a private file there."""
+    tmp_path.chmod(0o2770)
+    private, there = tmp_path / "private", tmp_path / LOCK_NAME
+    private.touch(0o600)
+    make(private, there) if make is os.link else make(there, 0o600)
+    before = [path.stat().st_mode for path in (private, there)]
+    with pytest.raises(OSError):
+        FolderLock(str(tmp_path)).hold()
+    assert [path.stat().st_mode for path in (private, there)] == before
+
+
+def test_a_lock_file_deleted_before_it_is_opened_is_made_by_the_next_call(tmp_path, monkeypatch):
+    one, made = FolderLock(str(tmp_path)), []
+    with monkeypatch.context() as patch:
+        patch.setattr(one, "_create", lambda: made.append(None))
+        assert not one.hold() and made
+    assert one.hold()
 
 
 def test_a_link_is_no_lock(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lmcache.v1.storage_backend.connector.fs_connector import FSConnector
 
-from lmcache_hybrid.core.errors import LoadError
+from lmcache_hybrid.core.errors import ConfigError, LoadError
 from lmcache_hybrid.storage.folder import record_io
 from lmcache_hybrid.storage.folder.record_files import TEMPORARY, WRAPPER_BYTES
 from lmcache_hybrid.storage.remote import adapters, connectors, fs
@@ -106,7 +106,7 @@ def test_a_plugin_says_its_folder_as_in_lmcache(box, tmp_path):
         assert connector._folders == (f"{tmp_path}/{name}",) and (tmp_path / name).is_dir()
         run(box, connector.close())
     config.extra_config = {}
-    with pytest.raises(ValueError, match="fs_base_path"):
+    with pytest.raises(ConfigError, match="'fs' without a folder; set "):
         adapters.FSAdapter().create_connector(
             adapters.ConnectorContext("plugin://fs", None, None, config, None, "fs")
         )

@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """LMCache's switches and a reset: clear, freeze, health, locations."""
 
+import asyncio
 import math
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from lmcache_hybrid.core.errors import LoadError, RecordError
+from lmcache_hybrid.storage.remote.connectors import unwrapped
 from lmcache_hybrid.upstream.lmcache_home import take
 
 from ..helpers import put
-from ..store_box import KEYS, SIZE, every_kind
+from ..store_box import DEADLINE, KEYS, SIZE, assert_soon, every_kind, until
+
+HealthMonitor = take("v1.health_monitor.base", "HealthMonitor")
 
 
 @every_kind
@@ -81,6 +88,67 @@ def test_lmcaches_health_monitor_waits_as_long_as_the_docs_say():
     names = "GET_BLOCKING_FAILED_THRESHOLD", "PING_INTERVAL", "WAITING_TIME_FOR_RECOVERY"
     found = [take("v1.health_monitor.constants", f"DEFAULT_{name}") for name in names]
     assert found == [10, 30, 300]
+
+
+@pytest.mark.parametrize("kind", ["fs", "redis", "s3"])
+def test_a_store_that_was_switched_off_comes_back(box, kind, hybrid_log):
+    """LMCache switches it on again once its own check has written and read a value there."""
+    box = box(kind, local_cpu=True)
+    put(box.store, KEYS, SIZE)
+    writing = unwrapped(box.backend.connection)
+    until(lambda: len(box.names()) == len(KEYS) and not writing.writing, "not written")
+    extra = box.backend.config.extra_config or {}
+    box.backend.config.extra_config = {**extra, "waiting_time_for_recovery": 0}
+    monitor = HealthMonitor(SimpleNamespace(lmcache_engine=box.engine, config=box.engine.config))
+    box.engine.set_health_monitor(monitor)
+    before, used, failed = box.names(), box.used(), dict(box.store.failed_writes)
+    missing = box.store.engine_key(replace(KEYS[0], block_hash=b"m" * 32))
+    for _ in range(10):
+        assert box.backend.get_blocking(missing) is None
+    hybrid_log.clear()
+    monitor._execute()
+    assert not box.store.readable() and not box.store.writable()
+    monitor._execute()
+    assert box.store.readable() and box.store.writable()
+    ours = [each.getMessage() for each in hybrid_log.records if each.name.startswith("vllm")]
+    assert ours == [], "nobody else has written to the store"
+    assert_soon(lambda: box.names() == before, "the check's value stays in the store")
+    assert_soon(lambda: box.used() == used, "the check's memory stays taken")
+    assert box.store.failed_writes == failed
+    for tier in ("LocalCPUBackend", "RemoteBackend"):
+        assert set(box.store.locate(KEYS).values()) == {tier}
+        box.read()
+        box.manager.clear(["LocalCPUBackend"])
+
+
+@pytest.mark.parametrize("kind", ["fs", "redis"])
+def test_a_connector_that_cannot_start_all_threads_leaves_none(box, kind, monkeypatch):
+    """LMCache's health monitor makes it anew, again and again."""
+    before = set(threading.enumerate())
+    box, start = box(kind), threading.Thread.start
+    threads = [t for t in set(threading.enumerate()) - before if f"hybrid-{kind}" in t.name]
+    close = box.backend.connection.close()
+    asyncio.run_coroutine_threadsafe(close, box.manager.loop).result(DEADLINE)
+    for most in range(len(threads)):
+        begun: list[threading.Thread] = []
+
+        def start_some(thread, most=most, begun=begun):
+            if thread.name.startswith("hybrid-"):
+                if len(begun) == most:
+                    raise RuntimeError("can't start new thread")
+                begun.append(thread)
+            start(thread)
+
+        box.backend.connection, box.backend.failure_time = None, -math.inf
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start_some)
+            box.backend.init_connection()
+        assert box.backend.connection is None and len(begun) == most
+        assert_soon(lambda begun=begun: not any(t.is_alive() for t in begun), "threads are left")
+    box.backend.failure_time = -math.inf
+    box.backend.init_connection()
+    box.write()
+    box.read()
 
 
 def test_store_location_is_kept(box):
