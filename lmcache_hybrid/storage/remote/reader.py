@@ -87,6 +87,13 @@ class RemoteReader:
             )
         return memories
 
+    def close(self) -> None:
+        """End the threads once their reads have ended; a later read starts new ones."""
+        with self._lock:
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=False)
+
     def _pool(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._threads is None:

@@ -13,7 +13,7 @@ from lmcache_hybrid.core.errors import SlowError
 from lmcache_hybrid.core.pace import Pace
 from lmcache_hybrid.storage.record import record_bytes
 
-from ..store_box import KEYS, SIZE, Box, until
+from ..store_box import KEYS, SIZE, Box, assert_soon, until
 
 SECONDS = 2.0
 
@@ -138,3 +138,15 @@ def test_the_time_to_connect_is_told_apart(box, tmp_path):
                 buffer.release()
         assert pace._connecting >= server.greets
         other.assert_pool_is_free()
+
+
+def test_the_threads_of_reads_end_with_their_worker(box, worker_rig):
+    box, worker = box("fs").write(), worker_rig().worker
+    before = set(threading.enumerate())
+    box.read()
+    made = {each for each in threading.enumerate() if each.name.startswith("hybrid-read")} - before
+    assert made
+    worker.store = box.store
+    worker.shutdown()
+    assert_soon(lambda: not any(each.is_alive() for each in made), "a thread is left")
+    box.read()
