@@ -97,7 +97,7 @@ class HybridScheduler:
         # See Checkpoints; with drafters of several MTP modules.
         self.runway = 0
         self.closed = False
-        self.ledger = Ledger("scheduler", SchedulerCounts())
+        self.ledger = queue.ledger = Ledger("scheduler", SchedulerCounts())
         self._planner = SavePlanner(plan, options, self._hashes_per_block, self.ledger)
         self._granularity = Granularity(plan, self.ledger)
         self._admission = Admission(
