@@ -28,10 +28,11 @@ from .program import Refused, make_folder, play
 
 # Seconds after which a run is stuck; several times what one takes on a busy machine.
 LIMIT = 90
-# What an engine says that loads nothing from then on.
+# What an engine says that loads nothing from then on, or until LMCache connects anew (the last).
 OFF = re.compile(
     "LMCache is off on this rank|LMCache could not open its store|"
-    "LMCache loads and stores nothing on this rank"
+    "LMCache loads and stores nothing on this rank|"
+    "Failed to initialize/re-establish remote connection"
 )
 
 

@@ -55,6 +55,7 @@ class RemoteReader:
             SlowError: the load will end too late.
             LoadError: since then the store did not answer a read in time.
             RuntimeError: no threads could be started.
+            Exception: whatever the backend raised; no buffer of the others is kept.
         """
 
         def read(key: CacheEngineKey) -> MemoryObj | None:
@@ -67,19 +68,30 @@ class RemoteReader:
                 self._silent = now
             return memory
 
+        errors: list[Exception] = []
+
+        def tried(key: CacheEngineKey) -> MemoryObj | None:
+            try:
+                return here.copy().run(read, key)
+            except Exception as error:  # raised once it is known what the others have read
+                errors.append(error)
+                return None
+
         memories: list[MemoryObj | None] = []
         pool, patience = self._pool(), backend.config.blocking_timeout_secs
         pace, here = reading().pace, contextvars.copy_context()
         for start in range(0, len(keys), READERS):
             some = keys[start : start + READERS]
-            memories += pool.map(lambda key: here.copy().run(read, key), some)
+            memories += pool.map(tried, some)
             if None in memories or pace.late:
                 break
         late, silent = pace.late, None in memories and self._silent >= promised
-        if late or silent:
+        if errors or late or silent:
             for memory in memories:
                 if memory is not None:
                     memory.ref_count_down()
+            if errors:
+                raise errors[0]
             pace.check()
             raise LoadError(
                 f"the remote store did not answer within {patience} s (blocking_timeout_secs)",

@@ -213,6 +213,12 @@ DEFECTS = (
         "PRIVATE_FILE = 0o644\n",
     ),
     one(
+        "a read that raises keeps the buffers of those beside it",
+        "lmcache_hybrid/storage/remote/reader.py",
+        "            memories += pool.map(tried, some)\n",
+        "            memories += pool.map(lambda key: here.copy().run(read, key), some)\n",
+    ),
+    one(
         "threads of reads outlive their engine",
         "lmcache_hybrid/worker/worker.py",
         "        self.store.close()\n",

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from lmcache_hybrid.core.errors import SlowError
+from lmcache_hybrid.core.errors import LoadError, SlowError
 from lmcache_hybrid.core.pace import Pace
 from lmcache_hybrid.storage.record import record_bytes
 
@@ -150,3 +150,18 @@ def test_the_threads_of_reads_end_with_their_worker(box, worker_rig):
     worker.shutdown()
     assert_soon(lambda: not any(each.is_alive() for each in made), "a thread is left")
     box.read()
+
+
+def test_a_read_that_raises_keeps_no_buffer_of_those_beside_it(box, monkeypatch):
+    box = box("fs").write()
+    real, broken = box.backend.get_blocking, box.store.engine_key(KEYS[0])
+
+    def read(key):
+        if key == broken:
+            raise OSError("from outside")
+        return real(key)
+
+    monkeypatch.setattr(box.backend, "get_blocking", read)
+    with pytest.raises(LoadError, match="from outside"):
+        box.read()
+    box.assert_pool_is_free()
