@@ -359,7 +359,8 @@ class HybridConnector:
         self._guard = WeightsGuard()
         self._clean_folders(self.worker)
         # Last: from now on this rank makes promises.
-        self._server.serve(GuardedLookup(self._lookup, self._guard), self._reset)
+        guarded_lookup = GuardedLookup(self._lookup, self._guard)
+        self._server.serve(guarded_lookup, self._reset, self.worker.ledger)
 
     def _clean_folders(self, worker: HybridWorker) -> None:
         assert self._manager is not None

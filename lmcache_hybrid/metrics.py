@@ -39,6 +39,8 @@ BOTH_PLACES = ("get_kv_connector_stats", "shutdown")
 SCHEDULER_PLACES = (
     *BOTH_PLACES,
     "get_num_new_matched_tokens",
+    "ask_ranks",
+    "release_claims",
     "update_state_after_alloc",
     "build_connector_meta",
     "plan_save",
@@ -54,6 +56,11 @@ SCHEDULER_PLACES = (
 RANK_PLACES = (
     *BOTH_PLACES,
     "start_cleaner",
+    "serve_lookup",
+    "answer_lookup",
+    "refresh_records",
+    "adapter_content",
+    "reset_store",
     "bind_connector_metadata",
     "drop_claim",
     "start_load",

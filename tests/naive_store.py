@@ -126,3 +126,6 @@ class NaiveStore:
 
     def clear(self, epoch: int) -> None:
         self.records.clear()
+
+    def close(self) -> None:
+        pass

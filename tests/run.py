@@ -147,12 +147,24 @@ def parse_shard(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def verdict(codes: Sequence[int], results: Results) -> int:
+    """What a run ends with: 0 if there were tests and none failed.
+
+    Args:
+        codes: pytest's, of each pass; one of them may have selected nothing.
+    """
+    failed = [code for code in codes if code not in (0, NO_TESTS)]
+    if failed:
+        return abs(failed[0])
+    return 0 if results.counts.total() else NO_TESTS
+
+
 def main(
     everything: Annotated[bool, typer.Option("--all", help="Tests marked slow, too.")] = False,
     part: Annotated[str, typer.Option("--shard", help="Only part i/n, such as 1/4.")] = "1/1",
     record: Annotated[bool, typer.Option(help=f"Write {DURATIONS.relative_to(ROOT)}.")] = False,
 ) -> None:
-    """Run the tests that answer in ten minutes, or all. Ends with 0 if none failed."""
+    """Run the tests that answer in ten minutes, or all. Ends with 0 if some ran and none failed."""
     index, count = parse_shard(part)
     if problem := no_compiler():
         print(problem, file=sys.stderr)
@@ -174,10 +186,10 @@ def main(
             if codes[-1] == INTERRUPTED or codes[-1] < 0:
                 break
     seconds = time.monotonic() - began
-    failed = [code for code in codes if code not in (0, NO_TESTS)]
+    code = verdict(codes, results)
     LAST.parent.mkdir(exist_ok=True)
     LAST.write_text(json.dumps(results.seconds, indent=1) + "\n")
-    if record and everything and count == 1 and not failed:
+    if record and everything and count == 1 and not code:
         table = {
             "command": "python -m tests.run --all --record",
             "seconds": round(seconds),
@@ -186,7 +198,9 @@ def main(
         }
         DURATIONS.write_text(json.dumps(table, indent=1) + "\n")
     print(results.summary(title, seconds), flush=True)
-    raise typer.Exit(abs(failed[0]) if failed else 0)
+    if code == NO_TESTS:
+        print(f"{title} selects no test.", file=sys.stderr)
+    raise typer.Exit(code)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def _serve(engine_id: str, rank_: int, lengths: Sequence[int], pipe: Connection)
             one.save(f"save {tokens}", _prefix(tokens))
         timed = _Timed(one.lookup, one.store._names._keys.cache_clear)
         server = LookupServer(_config(engine_id, 1, rank_))
-        server.serve(timed, lambda epoch: None)
+        server.serve(timed, lambda epoch: None, one.worker.ledger)
         try:
             pipe.send([])
             while True:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks folders for records before an engine writes into them, and reads their limits."""
 
+import contextlib
 import math
 import os
 import stat
@@ -108,7 +109,8 @@ def check_folder(option: str, path: str) -> None:
             "mounted; mount it, or choose another folder."
         )
     try:
-        if not os.path.isdir(path):
+        # Ranks and engines that start together all make it.
+        with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
         status = os.stat(path)
         # A unique name: engines that share the folder probe it at the same time.

@@ -23,6 +23,7 @@ logger = init_logger("vllm.lmcache_hybrid.core.faults")
 STRICT = "LMCACHE_HYBRID_STRICT"
 # How often each place has caught an error in this process.
 COUNTS: Counter[str] = Counter()
+COUNTED = "only counted (vllm:lmcache_hybrid_*_errors_total)"
 _lock = threading.Lock()
 
 P = ParamSpec("P")
@@ -37,7 +38,7 @@ def caught(
     Args:
         place: one name, for the counter; its first error is logged with a traceback.
         consequence: what happens instead, as a part of a sentence.
-        ledger: of the side that it happened on, where that has one.
+        ledger: of the side that it happened on; None where that side is off, which counts nothing.
 
     Raises:
         Exception: ``error`` itself, in tests (:data:`STRICT`).
@@ -52,11 +53,11 @@ def caught(
         raise error
     if first:
         logger.warning(
-            "%s failed (%r), so %s. Further errors there are only counted "
-            "(vllm:lmcache_hybrid_*_errors_total); please report this one.",
+            "%s failed (%r), so %s. Further errors there are %s; please report this one.",
             place,
             error,
             consequence,
+            "not logged" if ledger is None else COUNTED,
             exc_info=error,
         )
 

@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -81,10 +81,12 @@ class LoadedAdapters:
             spread over more ranks, the content is unknown.
         stages: of the pipeline. With several nothing is known: each would have to know whether
             the others still hold an adapter, before it saves, and they are at other steps.
+        ledger: of this rank, which counts errors; None until its store is open.
     """
 
     def __init__(self) -> None:
         self.rank, self.ranks, self.stages = 0, 1, 1
+        self.ledger: Ledger[Any] | None = None
         self._manager: WorkerLoRAManager | None = None
         self._read: Callable[[WorkerLoRAManager, LoRARequest], LoRAModel] | None = None
         self._contents: dict[int, bytes] = {}
@@ -140,7 +142,8 @@ class LoadedAdapters:
         try:
             return self._content(lora)
         except Exception as error:
-            caught("adapter_content", error, "requests of this LoRA adapter are computed")
+            what = "requests of this LoRA adapter are computed"
+            caught("adapter_content", error, what, self.ledger)
             return UNKNOWN
 
     def _content(self, lora: LoRARequest) -> bytes:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.protocol.changes import RankReport, RecordName, Tier
 
-# Blocks to remember at most that were to be stored and are nowhere yet.
+# Blocks to remember at most that were to be stored and are nowhere yet; more until the next settle.
 KEPT_UNHELD = 1 << 14
 
 # Block hash and digest of the tags.
@@ -102,7 +102,7 @@ class Boundaries:
         """Say what comes before a block, and what events say of it.
 
         Args:
-            parent: learned before; None for the first block of a prompt.
+            parent: learned before and known; None for the first block of a prompt.
         """
         node = self._node(key)
         if node.block is not None:
@@ -115,8 +115,6 @@ class Boundaries:
         self._changed[node] = None
         if not node.tiers:
             self._unheld[node] = None
-            if len(self._unheld) > KEPT_UNHELD:
-                self._prune(self._unheld.popitem(last=False)[0])
 
     def take(self, report: RankReport) -> None:
         """Take what one rank reports."""
@@ -173,6 +171,9 @@ class Boundaries:
             node.announced[group] = tier
         for node in changed:
             self._prune(node)
+        # Not while blocks are learned: the next one's parent may be the oldest.
+        while len(self._unheld) > KEPT_UNHELD:
+            self._prune(self._unheld.popitem(last=False)[0])
         return removed, stored
 
     # What holds of a block

@@ -9,13 +9,12 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 
 import msgspec
-from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
+from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
+from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.core.threads import started
 from lmcache_hybrid.protocol.lookup import MISS, UNAVAILABLE, LookupRequest, LookupResult, agree
-
-logger = init_logger("vllm.lmcache_hybrid.scheduler.lookup_queue")
 
 
 class PendingLookup:
@@ -94,6 +93,7 @@ class LookupQueue:
     Attributes:
         unreleased: (request, number of the lookup) of cancelled lookups whose ranks may
             still hold a claim. The queue's thread appends, the scheduler's takes.
+        ledger: of the scheduler's side, which counts errors; None until there is one.
     """
 
     def __init__(
@@ -114,6 +114,7 @@ class LookupQueue:
                 did not answer.
         """
         self.unreleased: deque[tuple[str, int]] = deque()
+        self.ledger: Ledger[SchedulerCounts] | None = None
         self._numbers = itertools.count(1)
         self._ask = ask
         self._contents = contents
@@ -136,11 +137,8 @@ class LookupQueue:
             return
         try:
             result = self._look_up(lookup.request)
-        except Exception:
-            logger.exception(
-                "Reqid: %s, its lookup failed and counts as a miss: the prompt is computed.",
-                lookup.request.request_id,
-            )
+        except Exception as error:
+            caught("ask_ranks", error, "it is a miss and its prompt is computed", self.ledger)
             result = UNAVAILABLE
         if lookup.settle(result):
             return
@@ -152,11 +150,9 @@ class LookupQueue:
         """Ask the ranks to drop a lookup's claims; False where one may still hold one."""
         try:
             return bool(self._ask(msgspec.structs.replace(request, limit=0, limit_tail=0)))
-        except Exception:
-            logger.exception(
-                "Reqid: %s, the claims of its cancelled lookup are dropped with the next step.",
-                request.request_id,
-            )
+        except Exception as error:
+            later = "the claims of a cancelled lookup are dropped with the next step"
+            caught("release_claims", error, later, self.ledger)
             return False
 
     def _look_up(self, request: LookupRequest) -> LookupResult:

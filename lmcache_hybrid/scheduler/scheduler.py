@@ -98,7 +98,7 @@ class HybridScheduler:
         self._failures = FailedLoads({})
         self._epoch = 0
         self.drafter, self.closed = Drafter(), False
-        self.ledger = Ledger("scheduler", SchedulerCounts())
+        self.ledger = queue.ledger = Ledger("scheduler", SchedulerCounts())
         self._planner = SavePlanner(plan, options, self._hashes_per_block, self.ledger)
         self._granularity = Granularity(plan, self.ledger)
         self._admission = Admission(

@@ -314,7 +314,10 @@ class LMCacheStore:
             ours = [record for record in records if self._names.is_written_here(record[0])]
             others = [record for record in records if not self._names.is_written_here(record[0])]
             self._submit(ours, [self._engine.store_location])
-            self._submit(others, self._private_locations())
+            self._submit(others, self._locations(shared=False))
+            for name in self._locations(shared=True):
+                for key, _ in others:
+                    self._removal.written_elsewhere(name, self.engine_key(key))
         finally:
             for _, buffer in records:
                 buffer.release()
@@ -323,13 +326,13 @@ class LMCacheStore:
             written = [self.engine_key(key) for key, _ in records]
             self._notes.written(written, self._engine.store_location)
 
-    def _private_locations(self) -> list[str]:
-        """The backends that only this rank sees, of those that it may write to."""
+    def _locations(self, shared: bool) -> list[str]:
+        """The backends that all ranks see, or this one alone, of those that are written to."""
         backends, wanted = self.manager.storage_backends, self._engine.store_location
         return [
             name
             for name, backend in backends.items()
-            if not self.is_shared(backend) and wanted in (None, "", name)
+            if self.is_shared(backend) == shared and wanted in (None, "", name)
         ]
 
     @staticmethod
@@ -374,6 +377,10 @@ class LMCacheStore:
             "Reset: records of this rank have the fingerprint %s until it is restarted.",
             self.fingerprint[:8].hex(),
         )
+
+    def close(self) -> None:
+        """See :meth:`.Store.close`."""
+        self._remote.close()
 
     def check_integrity(self) -> None:
         """Assert what holds while no write is in flight. Walks every index: for tests."""

@@ -27,7 +27,7 @@ HIDDEN_SECONDS = 600.0
 
 
 class HiddenRecords:
-    """Records of one backend that are not looked up for a while, or until this rank writes them.
+    """Records of one backend that are not looked up for a while, or until the engine writes them.
 
     Any thread may call it.
     """
@@ -36,6 +36,8 @@ class HiddenRecords:
         self._lock = threading.Lock()
         # ``time.monotonic`` at which each is looked up again.
         self._until: dict[CacheEngineKey, float] = {}
+        # And until which nobody's word is taken for it that another rank has written it.
+        self._doubted: dict[CacheEngineKey, float] = {}
 
     def __contains__(self, key: Any) -> bool:
         until = self._until.get(key) if self._until else None
@@ -43,18 +45,36 @@ class HiddenRecords:
 
     def hide(self, key: CacheEngineKey) -> None:
         with self._lock:
-            self._until.pop(key, None)
-            if len(self._until) >= MAX_HIDDEN:
-                del self._until[next(iter(self._until))]
-            self._until[key] = time.monotonic() + HIDDEN_SECONDS
+            _remember(self._until, key)
 
     def show(self, key: CacheEngineKey) -> None:
         with self._lock:
             self._until.pop(key, None)
 
+    def show_once(self, key: CacheEngineKey) -> None:
+        """Look a record up again that another rank is to write, which may fail there.
+
+        Once in HIDDEN_SECONDS: else it would fail every second request of its prefix.
+        """
+        if key not in self._until:
+            return
+        with self._lock:
+            if time.monotonic() >= self._doubted.get(key, 0.0):
+                self._until.pop(key, None)
+                _remember(self._doubted, key)
+
     def clear(self) -> None:
         with self._lock:
             self._until.clear()
+            self._doubted.clear()
+
+
+def _remember(times: dict[CacheEngineKey, float], key: CacheEngineKey) -> None:
+    """Set the end of HIDDEN_SECONDS for a key, the last of MAX_HIDDEN."""
+    times.pop(key, None)
+    if len(times) >= MAX_HIDDEN:
+        del times[next(iter(times))]
+    times[key] = time.monotonic() + HIDDEN_SECONDS
 
 
 class Removal:
@@ -76,6 +96,10 @@ class Removal:
     def written(self, backend: str, key: CacheEngineKey) -> None:
         """Look a record up again, which has been written to a backend."""
         self._hidden[backend].show(key)
+
+    def written_elsewhere(self, backend: str, key: CacheEngineKey) -> None:
+        """Look a record up again, which another rank writes to a backend; once in a while."""
+        self._hidden[backend].show_once(key)
 
     def clear(self) -> None:
         """Hide nothing: all records have new names."""

@@ -5,7 +5,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm import envs
@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
 from lmcache_hybrid.core.faults import caught
-from lmcache_hybrid.identity.adapters import ADAPTERS, UNKNOWN
+from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.weights_guard import GuardedLookup
@@ -25,6 +25,8 @@ from lmcache_hybrid.upstream.lmcache_home import (
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from lmcache_hybrid.core.counts import Ledger
 
 logger = init_logger("vllm.lmcache_hybrid.storage.rpc")
 
@@ -128,6 +130,7 @@ class LookupServer:
         )
         self._lookup: RankLookup | GuardedLookup | None = None
         self._clear: Callable[[int], None] | None = None
+        self._ledger: Ledger[Any] | None = None
         self._unserved_epoch = 0
         self._lock = threading.Lock()  # serving thread, main thread
         self._verbs: dict[str, Callable[[bytes], LookupResult | bool | bytes]] = {
@@ -138,9 +141,20 @@ class LookupServer:
         self._thread = threading.Thread(target=self._loop, name="hybrid-lookup", daemon=True)
         self._thread.start()
 
-    def serve(self, lookup: RankLookup | GuardedLookup, clear: Callable[[int], None]) -> None:
-        """Answer from ``lookup`` from now on; ``clear`` empties the store for a reset."""
+    def serve(
+        self,
+        lookup: RankLookup | GuardedLookup,
+        clear: Callable[[int], None],
+        ledger: "Ledger[Any]",
+    ) -> None:
+        """Answer from ``lookup`` from now on.
+
+        Args:
+            clear: empties the store for a reset.
+            ledger: of this rank, which counts errors from now on.
+        """
         with self._lock:
+            self._ledger = ledger
             if self._unserved_epoch:
                 clear(self._unserved_epoch)
             self._clear, self._lookup = clear, lookup
@@ -154,7 +168,8 @@ class LookupServer:
                 logger.warning("A message that is no lookup was dropped: %r", error)
             except Exception as error:
                 if self._running:  # else its socket was closed
-                    caught("serve_lookup", error, "a lookup may get no answer, which is a miss")
+                    lost = "a lookup may get no answer, which is a miss"
+                    caught("serve_lookup", error, lost, self._ledger)
                     time.sleep(RETRY_SECONDS)
 
     def _serve_one(self) -> None:
@@ -167,42 +182,38 @@ class LookupServer:
         self._refresh()
 
     def _answer(self, body: bytes) -> LookupResult:
+        request = msgspec.msgpack.decode(body, type=LookupRequest)
         try:
             if self._lookup is not None:
-                return self._lookup.answer(msgspec.msgpack.decode(body, type=LookupRequest))
-        except Exception:
-            logger.exception("A cache lookup failed and counts as a miss: its prompt is computed.")
+                return self._lookup.answer(request)
+        except Exception as error:
+            caught("answer_lookup", error, "it is a miss and its prompt is computed", self._ledger)
         return UNAVAILABLE
 
     def _refresh(self) -> None:
         try:
             if self._lookup is not None:
                 self._lookup.refresh()
-        except Exception:
-            logger.exception("What a cache lookup found is evicted as if it had not been used.")
+        except Exception as error:
+            late = "what a lookup found is evicted as if it had not been used"
+            caught("refresh_records", error, late, self._ledger)
 
     def _content(self, body: bytes) -> bytes:
-        try:
-            return ADAPTERS.content(msgspec.msgpack.decode(body, type=LoRARequest))
-        except Exception:
-            logger.exception("A LoRA adapter cannot be identified: its prompts are computed.")
-            return UNKNOWN
+        return ADAPTERS.content(msgspec.msgpack.decode(body, type=LoRARequest))
 
     def _reset(self, body: bytes) -> bool:
         """Clear the store; True once nothing stored before can be served by this rank."""
+        epoch = msgspec.msgpack.decode(body, type=int)
         try:
-            epoch = msgspec.msgpack.decode(body, type=int)
             with self._lock:
                 if self._clear is None:  # no store yet, or none at all
                     self._unserved_epoch = epoch
                 else:
                     self._clear(epoch)
             return True
-        except Exception:
-            logger.exception(
-                "The store of this rank could not be reset: the reset fails. Repeat it, or restart "
-                "the engine."
-            )
+        except Exception as error:
+            what = "the reset fails: repeat it, or restart the engine"
+            caught("reset_store", error, what, self._ledger)
             return False
 
     def close(self) -> None:

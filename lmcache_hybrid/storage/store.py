@@ -126,3 +126,6 @@ class Store(Protocol[C, B]):
         Args:
             epoch: number of the reset, the same on all ranks.
         """
+
+    def close(self) -> None:
+        """End its threads. Its backends are LMCache's."""

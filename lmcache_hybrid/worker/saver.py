@@ -48,7 +48,8 @@ class Saver:
         self._adapters = adapters
         # Completes what a device has not copied when its step ends, in the order of the steps.
         self._finisher = started_thread(1, "hybrid-finish")
-        self._warned_save = False
+        # Whether failed saves were logged for want of room (True), and for other errors (False).
+        self._warned: set[bool] = set()
         # Saves handed to that thread, and those that it has ended.
         self._queued = self._ended = 0
         self._epoch = 0
@@ -94,16 +95,18 @@ class Saver:
         try:
             yield
         except Exception as error:
+            full = isinstance(error, MemoryError)
             with self._ledger as counts:
-                full = isinstance(error, MemoryError)
                 counts.skipped_saves["no_room" if full else "error"] += 1
-                warned, self._warned_save = self._warned_save, True
+                warned = full in self._warned
+                self._warned.add(full)
             if not warned:
                 logger.warning(
                     "Reqid: %s, storing failed, so later requests compute what is missing; further "
                     "failures are only counted (vllm:lmcache_hybrid_skipped_saves_total): %r",
                     save.request_id,
                     error,
+                    exc_info=None if full else error,
                 )
 
     def _save(self, save: SaveSpec) -> None:

@@ -57,6 +57,7 @@ class HybridWorker:
         self.plan, self.pages, self.store = plan, pages, store
         self._lookup, self._notes = lookup, notes
         self.ledger = Ledger("worker", WorkerCounts(failed_writes=store.failed_writes))
+        adapters.ledger = self.ledger
         # Not the threads of loads, which may be waiting for a store while a step saves.
         self._threads = Threads("hybrid-save")
         copies = copies_for(device, self._threads)
@@ -174,6 +175,7 @@ class HybridWorker:
         self.saves.close()
         if self._notes is not None:
             self._notes.close()
+        self.store.close()
         self._threads.close()
 
     def check_integrity(self) -> None:

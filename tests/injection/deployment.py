@@ -114,6 +114,10 @@ class Deployment:
         self._name_engines(patch)
         self.ranks = [self._make_rank(number) for number in range(SETUP.ranks)]
         self._meeting.run(self._start_rank)
+        # Of LMCache's pool, by rank: bytes that are given out while nothing is stored.
+        self._at_rest = {
+            number: self._used(worker.store.manager) for number, worker in self._serving()
+        }
         self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, SETUP.ranks)
 
     def _settings(self, base: Any, folder: Path, store: dict[str, Any], events: bool) -> Any:
@@ -166,11 +170,26 @@ class Deployment:
     def _hybrid(self, number: int) -> Any:
         return self.ranks[number].connector._hybrid
 
+    def _serving(self) -> list[tuple[int, Any]]:
+        """Number and worker of each rank that serves."""
+        workers = [(number, self._hybrid(number).worker) for number in range(SETUP.ranks)]
+        return [(number, worker) for number, worker in workers if worker is not None]
+
+    @property
+    def off(self) -> bool:
+        """Whether a side could not start, so that no prompt is loaded."""
+        scheduler = self.scheduler.connector._hybrid.scheduler
+        return scheduler is None or len(self._serving()) < SETUP.ranks
+
     @property
     def stores(self) -> list[Any]:
         """LMCache's StorageManager of each rank that serves."""
-        workers = [self._hybrid(number).worker for number in range(SETUP.ranks)]
-        return [worker.store.manager for worker in workers if worker is not None]
+        return [worker.store.manager for _, worker in self._serving()]
+
+    @staticmethod
+    def _used(manager: Any) -> int:
+        allocator = manager.local_cpu_backend.memory_allocator.pin_allocator
+        return allocator.address_manager.total_allocated_size
 
     # Requests
 
@@ -265,20 +284,20 @@ class Deployment:
     # The end
 
     def check_empty(self) -> None:
-        """Raises AssertionError when ended requests left something behind."""
+        """Raises AssertionError when ended requests left something behind. Empties RAM."""
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are leaked"
         hybrid = self.scheduler.connector._hybrid.scheduler
         if hybrid is not None:
             assert hybrid.num_tracked == 0, "requests are still tracked"
             assert not hybrid._loading and not hybrid._loads, "loads are under way"
-        for number in range(SETUP.ranks):
-            worker = self._hybrid(number).worker
-            if worker is None:
-                continue
+        self.evict("LocalCPUBackend")
+        for number, worker in self._serving():
             assert not worker.loads._running, "loads are not reported"
             assert worker._lookup.num_claims == 0, f"rank {number} holds claims"
             self._check_pins(number, worker.store.manager)
+            kept = self._used(worker.store.manager) - self._at_rest[number]
+            assert not kept, f"rank {number} keeps {kept} bytes of LMCache's pool"
 
     def _check_pins(self, number: int, manager: Any) -> None:
         for name, backend in manager.storage_backends.items():

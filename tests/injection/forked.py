@@ -5,6 +5,7 @@ import faulthandler
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -27,6 +28,12 @@ from .program import Refused, make_folder, play
 
 # Seconds after which a run is stuck; several times what one takes on a busy machine.
 LIMIT = 90
+# What an engine says that loads nothing from then on, or until LMCache connects anew (the last).
+OFF = re.compile(
+    "LMCache is off on this rank|LMCache could not open its store|"
+    "LMCache loads and stores nothing on this rank|"
+    "Failed to initialize/re-establish remote connection"
+)
 
 
 @dataclass
@@ -38,6 +45,7 @@ class Outcome:
         refused: why the engine did not start, in one sentence.
         raised: whether the error was injected.
         hits: prompts that were loaded.
+        loads: whether prompts were loaded at the end of both lives.
         caught: errors that :mod:`lmcache_hybrid.core.faults` caught, by place.
         calls: every (place, function, name), and how often it was reached.
         output: what it printed.
@@ -47,10 +55,18 @@ class Outcome:
     refused: str = ""
     raised: bool = False
     hits: int = 0
+    loads: bool = False
     caught: dict[str, int] = field(default_factory=dict)
     calls: list[tuple[tuple[str, str, str], int]] = field(default_factory=list)
     output: str = ""
     seconds: float = 0.0
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with it; "" for nothing."""
+        if self.error or self.refused or self.loads or OFF.search(self.output):
+            return self.error
+        return "no prompt is loaded any more, and no warning says why"
 
 
 def warm_up() -> None:
@@ -118,10 +134,10 @@ def _in_child(folder: Path, store: str, injection: Injection) -> None:
     patch = pytest.MonkeyPatch()
     patch.setenv("VLLM_RPC_BASE_PATH", str(folder))
     make_folder(folder / "files")
-    outcome: dict[str, Any] = {"error": "", "refused": "", "hits": 0}
+    outcome: dict[str, Any] = {"error": "", "refused": ""}
     injection.install()
     try:
-        outcome["hits"] = play(folder / "files", store, patch)
+        outcome["hits"], outcome["loads"] = play(folder / "files", store, patch)
     except Refused as refusal:
         outcome["refused"] = str(refusal)
     except BaseException:

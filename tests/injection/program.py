@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine does in a run: start, save, load from each tier, reset, sleep, stop, restart."""
 
+import itertools
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,12 @@ from .deployment import Deployment
 PROMPT = TRUNKS[0][: 4 * N + 3]
 OTHER = TRUNKS[1][: 3 * N + 1]
 RAM, DISK = "LocalCPUBackend", "LocalDiskBackend"
+# Seconds after which an engine with a whole store must load again.
+RECOVERY = 15.0
+# Seconds after which what ends must have ended.
+REST = 5.0
+# Threads of this package.
+OURS = "hybrid-"
 
 
 class Refused(Exception):
@@ -56,8 +64,12 @@ def start(folder: Path, store: str, patch: Any) -> Deployment:
         raise Refused(text) from error
 
 
-def play(folder: Path, store: str, patch: Any) -> int:
-    """Two lives of an engine; returns how many prompts were loaded. Raises Refused."""
+def play(folder: Path, store: str, patch: Any) -> tuple[int, bool]:
+    """Two lives of an engine. Raises Refused.
+
+    Returns:
+        How many prompts were loaded, and whether prompts are loaded at the end of both lives.
+    """
     engine = start(folder, store, patch)
     lora = LoRARequest("adapter", 1, f"{folder}/adapter")
     engine.add("first", PROMPT, 3)
@@ -76,12 +88,29 @@ def play(folder: Path, store: str, patch: Any) -> int:
     for name in ("new", "new again"):
         engine.ask(name, PROMPT)
         engine.settle()
+    loads = _loads_again(engine)
     _end(engine)
     hits = engine.hits
     engine = start(folder, store, patch)
     engine.ask("after a restart", PROMPT)
+    loads = _loads_again(engine) and loads
     _end(engine)
-    return hits + engine.hits
+    return hits + engine.hits, loads
+
+
+def _loads_again(engine: Deployment) -> bool:
+    """Whether a prompt that comes now is stored and loaded, from below RAM where it is kept."""
+    until = time.monotonic() + RECOVERY
+    for number in itertools.count():
+        before, prompt = engine.hits, TRUNKS[2][number % 300 :][: 3 * N + 1]
+        engine.ask(f"later {number}", prompt)
+        engine.settle()
+        engine.evict(RAM)
+        engine.ask(f"later {number} again", prompt)
+        if engine.hits > before:
+            return True
+        if engine.off or time.monotonic() > until:
+            return False
 
 
 def _abort(engine: Deployment) -> None:
@@ -103,7 +132,7 @@ def _end(engine: Deployment) -> None:
     """Raises AssertionError where something is left."""
     engine.drain()
     # A claim of a lookup that was cancelled is dropped with a later step.
-    until = time.monotonic() + 5.0
+    until = time.monotonic() + REST
     while True:
         try:
             engine.check_empty()
@@ -114,3 +143,7 @@ def _end(engine: Deployment) -> None:
             engine.step()
             time.sleep(0.01)
     engine.stop()
+    until = time.monotonic() + REST
+    while left := [each.name for each in threading.enumerate() if each.name.startswith(OURS)]:
+        assert time.monotonic() < until, f"threads outlive the engine: {left}"
+        time.sleep(0.01)

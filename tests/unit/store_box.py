@@ -238,6 +238,7 @@ class Box:
         if self.kind == "disk":
             self.rest()
             self.store.check_integrity()
+        self.store.close()
         LMCacheEngineBuilder.destroy(self.name)
 
     def rest(self) -> None:

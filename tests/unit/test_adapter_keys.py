@@ -173,18 +173,20 @@ def test_a_load_of_another_adapter_fails(worker_rig, monkeypatch, answers):
     rig.assert_clean()
 
 
-def test_ranks_name_their_contents_in_order(monkeypatch):
+def test_ranks_name_their_contents_in_order(worker_rig, lenient, monkeypatch):
+    worker = worker_rig().worker
     wire = test_rpc.Wire(2, 5000)
     try:
         contents = iter([b"1", b"2", UNKNOWN, b"2"])
-        monkeypatch.setattr(ADAPTERS, "content", lambda lora: next(contents))
+        monkeypatch.setattr(ADAPTERS, "_content", lambda lora: next(contents))
         assert sorted(wire.client.contents(LORA)) == [b"1", b"2"]
         assert sorted(wire.client.contents(LORA)) == [UNKNOWN, b"2"]
 
         def broken(lora):
             raise RuntimeError
 
-        monkeypatch.setattr(ADAPTERS, "content", broken)
+        monkeypatch.setattr(ADAPTERS, "_content", broken)
         assert wire.client.contents(LORA) == (UNKNOWN, UNKNOWN)
+        assert worker.counts.caught_errors == lenient == {"adapter_content": 2}
     finally:
         wire.close()

@@ -209,11 +209,25 @@ def test_blocks_that_nobody_holds_are_forgotten(monkeypatch) -> None:
     told.everywhere(*pages(2), *states(1)).settle()
     for branch in range(1, 20):
         told.learn(3, branch, root=2)
+    told.settle()
     assert told.boundaries.num_blocks == 2 + 8
     told.everywhere(*pages(2, tier=None), *states(1, tier=None)).settle()
     assert told.boundaries.num_blocks == 2 + 8  # the branches build on them
     told.everywhere((block(2, 19), PAGES, RAM), (block(2, 19), PAGES, None)).settle()
     assert told.boundaries.num_blocks == 2 + 7
+
+
+def test_what_a_prompt_builds_on_stays_while_it_is_learned(monkeypatch) -> None:
+    """Boundaries inside blocks: nothing builds yet on the block before the second one."""
+    monkeypatch.setattr(boundaries, "KEPT_UNHELD", 2)
+    told = Told(blocks=1)
+    told.learn(1, branch=1)
+    oldest = block(0), TAGS
+    told.boundaries.learn((b"inside the first block", TAGS), None, "first")
+    told.boundaries.learn((b"inside the second block", TAGS), oldest, "second")
+    told.settle()
+    assert told.boundaries.knows(oldest), "a block that something builds on"
+    assert told.boundaries.num_blocks == 3
 
 
 @pytest.mark.parametrize("plan", [PLAN, WIDE, WINDOWS], ids=["states", "wide", "windows"])

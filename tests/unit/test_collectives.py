@@ -138,4 +138,5 @@ def test_an_adapter_that_fails_on_one_rank_is_held_by_none(meeting, lenient, hyb
     ranks[1]._manager.list_adapters = broken
     assert held() == [[False], [False]]
     assert lenient == {"adapter_content": 1}
+    assert "errors_total" not in hybrid_log.text, "no rank counts it yet"
     assert "a folder that is gone" in hybrid_log.text

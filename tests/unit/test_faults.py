@@ -42,6 +42,14 @@ def test_the_first_error_of_a_place_is_logged_with_its_traceback_and_all_are_cou
     (record,) = [r for r in hybrid_log.records if r.levelno >= logging.WARNING]
     assert record.exc_info and "so a prompt is computed" in record.getMessage()
     assert "OSError('from outside')" in record.getMessage()
+    assert "only counted (vllm:lmcache_hybrid_*_errors_total)" in record.getMessage()
+
+
+def test_an_error_of_a_side_that_is_off_is_not_said_to_be_counted(lenient, hybrid_log):
+    for _ in range(3):
+        caught("start", OSError("from outside"), "LMCache is off")
+    (record,) = [r for r in hybrid_log.records if r.levelno >= logging.WARNING]
+    assert record.exc_info and "Further errors there are not logged" in record.getMessage()
 
 
 def test_tests_see_every_error(lenient, monkeypatch):

@@ -61,6 +61,25 @@ def test_a_new_folder_is_for_this_user_alone(tmp_path):
     assert stat.S_IMODE((tmp_path / "records").stat().st_mode) == 0o700
 
 
+def test_ranks_that_make_one_folder_at_once_all_start(tmp_path, monkeypatch):
+    path, make = str(tmp_path / "records"), os.mkdir
+
+    def after_another_rank(name, mode=0o777):
+        make(name, mode)
+        return make(name, mode)
+
+    monkeypatch.setattr(os, "mkdir", after_another_rank)
+    folders.check_folder("local_disk", path)
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o700
+
+
+def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    message = refusal(local_disk=f"{tmp_path}/file", max_local_disk_size=1.0)
+    assert_one_sentence(message)
+    assert "cannot be written (Not a directory)" in message
+
+
 def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
     theirs = tmp_path if tmp_path.stat().st_uid else other_users(tmp_path / "theirs")

@@ -105,7 +105,7 @@ def raise_error():
 
 
 @pytest.mark.parametrize("fails", [list, raise_error], ids=["silence", "an error"])
-def test_a_claim_that_could_not_be_dropped_is_dropped_with_the_next_step(rig, fails):
+def test_a_claim_that_could_not_be_dropped_is_dropped_with_the_next_step(rig, lenient, fails):
     ask = rig.ranks.queue._ask
 
     def ask_once(question):
@@ -284,14 +284,19 @@ def test_an_engine_whose_requests_have_ended_is_idle(rig, waits):
     assert waits == [patience.IDLE_SECONDS]
 
 
-def test_an_exception_is_a_miss():
+def test_an_exception_is_a_miss_and_counted(lenient, hybrid_log):
     def broken(question):
         raise OSError("no socket")
 
     queue = LookupQueue(broken, 1000)
-    pending = queue.submit(LookupRequest("r", Prefix((b"x" * 32,)), 1, 0))
-    assert pending.poll(10) == UNAVAILABLE
+    scheduler = HybridScheduler(PLAN, OPTIONS, N, queue)
+    for _ in range(3):
+        pending = queue.submit(LookupRequest("r", Prefix((b"x" * 32,)), 1, 0))
+        assert pending.poll(10) == UNAVAILABLE
     queue.close()
+    assert scheduler.counts.caught_errors == lenient == {"ask_ranks": 3}
+    (warning,) = [record for record in hybrid_log.records if record.levelname == "WARNING"]
+    assert warning.exc_info and "only counted" in warning.getMessage()
 
 
 def test_the_thread_asks_in_order_and_one_at_a_time():
@@ -313,7 +318,7 @@ def test_the_thread_asks_in_order_and_one_at_a_time():
     queue.close()
 
 
-def test_a_drop_that_cannot_even_be_sent_is_sent_with_the_next_step(rig):
+def test_a_drop_that_cannot_even_be_sent_is_sent_with_the_next_step(rig, lenient):
     """Nobody could know of the claims, which would stay pinned."""
     ask = rig.ranks.queue._ask
 
@@ -330,3 +335,4 @@ def test_a_drop_that_cannot_even_be_sent_is_sent_with_the_next_step(rig):
     assert rig.ranks.num_claims == [1, 1]
     rig.step()
     assert rig.ranks.num_claims == [0, 0] and not rig.ranks.queue.unreleased
+    assert rig.scheduler.counts.caught_errors == lenient == {"release_claims": 1}

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.config import KVTransferConfig
 
+from lmcache_hybrid.core.counts import Ledger, WorkerCounts
 from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
 from lmcache_hybrid.storage import rpc
 from lmcache_hybrid.storage.rank_lookup import RankLookup
@@ -62,10 +63,11 @@ class Wire:
         self.config = config[0]
         self.client = LookupClient(config[0], timeout_ms)
         self.epochs: list[int] = []
+        self.ledger = Ledger("worker", WorkerCounts())
 
     def serve(self) -> None:
         for server, lookup, store in zip(self.servers, self.lookups, self.stores):
-            server.serve(lookup, partial(self.cleared, store))
+            server.serve(lookup, partial(self.cleared, store), self.ledger)
 
     def cleared(self, store: NaiveStore, epoch: int) -> None:
         store.clear(epoch)
@@ -113,7 +115,7 @@ def test_ranks_are_reached_in_a_folder_with_a_long_path(monkeypatch):
 
 
 @pytest.mark.parametrize("wire", [(1, 10_000)], indirect=True)
-def test_what_a_lookup_found_is_marked_as_used_behind_the_answer(wire, hybrid_log):
+def test_what_a_lookup_found_is_marked_as_used_behind_the_answer(wire, lenient, hybrid_log):
     wire.serve()
     store, order = wire.stores[0], list(wire.stores[0].records)
     assert wire.client.ask(QUESTION) == [HIT]
@@ -124,6 +126,7 @@ def test_what_a_lookup_found_is_marked_as_used_behind_the_answer(wire, hybrid_lo
     assert wire.client.ask(QUESTION) == [HIT]
     assert wire.client.clear(1), "the server has died"
     assert "evicted as if it had not been used" in hybrid_log.text
+    assert wire.ledger.counts.caught_errors == lenient == {"refresh_records": 1}
 
 
 @pytest.mark.parametrize("name", ["recv_request", "send_response"])
@@ -145,15 +148,17 @@ def test_a_rank_whose_socket_failed_once_answers_again(wire, lenient, name, monk
     assert broke.wait(20)
     wire.client._paused_until = 0.0
     assert wire.client.ask(QUESTION) == [HIT]
-    assert lenient == {"serve_lookup": 1}
+    assert wire.ledger.counts.caught_errors == lenient == {"serve_lookup": 1}
 
 
 @pytest.mark.parametrize("wire", [(2, 10_000)], indirect=True)
-def test_a_reset_that_fails_on_one_rank_is_no_success(wire):
+def test_a_reset_that_fails_on_one_rank_is_no_success(wire, lenient, hybrid_log):
     wire.serve()
     wire.stores[1].clear = None
     assert not wire.client.clear(1)
     assert wire.stores[1].records
+    assert wire.ledger.counts.caught_errors == lenient == {"reset_store": 1}
+    assert "so the reset fails: repeat it, or restart the engine" in hybrid_log.text
 
 
 @pytest.mark.parametrize("wire", [(2, 200)], indirect=True)
@@ -187,12 +192,17 @@ def test_a_reset_goes_through_while_lookups_pause(wire, monkeypatch):
 
 
 @pytest.mark.parametrize("wire", [(1, 10_000)], indirect=True)
-def test_a_lookup_that_raises_is_a_miss(wire):
+def test_a_lookup_that_raises_is_a_miss(wire, lenient, hybrid_log):
+    """Each is counted, and the first one is logged with its traceback: a busy engine has many."""
     wire.serve()
     wire.stores[0].locate = None
-    assert wire.client.ask(QUESTION) == [UNAVAILABLE]
+    for _ in range(3):
+        assert wire.client.ask(QUESTION) == [UNAVAILABLE]
     del wire.stores[0].locate
     assert wire.client.ask(QUESTION) == [HIT], "the server has died"
+    assert wire.ledger.counts.caught_errors == lenient == {"answer_lookup": 3}
+    (warning,) = [record for record in hybrid_log.records if record.levelname == "WARNING"]
+    assert warning.exc_info and "only counted" in warning.getMessage()
 
 
 @pytest.mark.parametrize("wire", [(1, 10_000)], indirect=True)
@@ -201,10 +211,13 @@ def test_a_lookup_that_raises_is_a_miss(wire):
     [
         [b"\xc1"] * 3,
         [b"\xa3ask", b"\xc4\x00", b"\x00", b"\x00"],
+        [b"\xa3ask", b"\xc4\x00", b"\x00"],
+        [b"\xa7adapter", b"\xc4\x00", b"\x00"],
+        [b"\xa5clear", b"\xc4\x00", b"\x00"],
         [b"\x90", b"\xc4\x00", b"\x00"],  # a list for a verb
         [b"\x91" * 10_000 + b"\x90", b"\xc4\x00", b"\x00"],  # lists in lists
     ],
-    ids=["bytes", "four", "list", "deep"],
+    ids=["bytes", "four", "ask", "adapter", "clear", "list", "deep"],
 )
 def test_a_message_that_is_none_does_not_end_the_server(wire, hybrid_log, frames):
     wire.serve()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from servers import wait_for
-from typer import BadParameter
+from typer import BadParameter, Exit
 
 from tests import run
 
@@ -79,6 +79,32 @@ def test_a_pass_is_summed_up_with_its_slowest_tests(tmp_path: Path):
     first, slowest, *others = results.summary("make test", 544.6).splitlines()
     assert first == "make test: 7 passed, 1 failed, 1 skipped in 9 min 5 s. The slowest:"
     assert slowest.split()[1:] == ["s", "test_it.py::test_slow"] and len(others) == 4
+
+
+@pytest.mark.parametrize(
+    "codes, tests, code",
+    [
+        ([0, 0], 2, 0),
+        ([run.NO_TESTS, 0], 2, 0),
+        ([0, run.NO_TESTS], 2, 0),
+        ([run.NO_TESTS, 1], 2, 1),
+        ([-signal.SIGTERM], 0, signal.SIGTERM),
+        ([run.NO_TESTS, run.NO_TESTS], 0, run.NO_TESTS),
+        ([], 0, run.NO_TESTS),
+    ],
+)
+def test_a_run_is_good_if_there_were_tests_and_none_failed(codes, tests, code):
+    results = run.Results()
+    results.counts["passed"] = tests
+    assert run.verdict(codes, results) == code
+
+
+def test_a_part_without_files_is_no_success(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "LAST", tmp_path / "tests.json")
+    with pytest.raises(Exit) as ended:
+        run.main(everything=False, part="900/900", record=False)
+    assert ended.value.exit_code == run.NO_TESTS
+    assert capsys.readouterr().err == "make test 900/900 selects no test.\n"
 
 
 def test_a_run_that_is_ended_ends_its_pytest(tmp_path: Path):

@@ -106,6 +106,18 @@ def test_a_failed_save_does_not_raise_and_leaks_nothing(rig, hybrid_log, damage,
     rig.assert_clean()
 
 
+def test_what_breaks_a_save_is_logged_although_the_pool_was_full_before(rig, hybrid_log):
+    rig = rig()
+    refuse_reserve(rig.store, 0)
+    rig.saved().saved()
+    raise_in(rig.store, "reserve")
+    rig.saved().saved()
+    assert rig.worker.counts.skipped_saves == {"no_room": 2, "error": 2}
+    full, broken = [r for r in hybrid_log.records if r.levelname == "WARNING"]
+    assert not full.exc_info and "broken store" in broken.getMessage()
+    assert broken.exc_info, "nobody could find out where"
+
+
 def test_a_failed_save_does_not_stop_the_others(rig):
     rig = rig()
     bad = SaveSpec("bad", PREFIX, ((0, (0,)),), ())  # the null block

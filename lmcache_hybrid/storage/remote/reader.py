@@ -56,6 +56,7 @@ class RemoteReader:
             SlowError: the load will end too late.
             LoadError: since then the store did not answer a read in time.
             RuntimeError: no threads could be started.
+            Exception: whatever the backend raised; no buffer of the others is kept.
         """
 
         def read(key: CacheEngineKey) -> MemoryObj | None:
@@ -68,6 +69,15 @@ class RemoteReader:
                 self._silent = now
             return memory
 
+        errors: list[Exception] = []
+
+        def tried(key: CacheEngineKey) -> MemoryObj | None:
+            try:
+                return here.copy().run(read, key)
+            except Exception as error:  # raised once it is known what the others have read
+                errors.append(error)
+                return None
+
         jobs: list[Future[MemoryObj | None]] = []
         running: set[Future[MemoryObj | None]] = set()
         pool, patience = self._pool(), backend.config.blocking_timeout_secs
@@ -77,20 +87,29 @@ class RemoteReader:
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 if pace.late or any(job.result() is None for job in done):
                     break
-            jobs.append(pool.submit(here.copy().run, read, key))
+            jobs.append(pool.submit(tried, key))
             running.add(jobs[-1])
         memories = [job.result() for job in jobs]
         late, silent = pace.late, None in memories and self._silent >= promised
-        if late or silent:
+        if errors or late or silent:
             for memory in memories:
                 if memory is not None:
                     memory.ref_count_down()
+            if errors:
+                raise errors[0]
             pace.check()
             raise LoadError(
                 f"the remote store did not answer within {patience} s (blocking_timeout_secs)",
                 "unreachable",
             )
         return memories
+
+    def close(self) -> None:
+        """End the threads once their reads have ended; a later read starts new ones."""
+        with self._lock:
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=False)
 
     def _pool(self) -> ThreadPoolExecutor:
         with self._lock:

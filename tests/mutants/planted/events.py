@@ -89,8 +89,16 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "blocks that nobody holds are remembered for ever",
         BOUNDARIES,
-        "            if len(self._unheld) > KEPT_UNHELD:\n",
-        "            if len(self._unheld) > 1 << 40:\n",
+        "        while len(self._unheld) > KEPT_UNHELD:\n",
+        "        while len(self._unheld) > 1 << 40:\n",
+    ),
+    one(
+        "a block is forgotten while what follows it is learned",
+        BOUNDARIES,
+        "            self._unheld[node] = None\n",
+        "            self._unheld[node] = None\n"
+        "            if len(self._unheld) > KEPT_UNHELD:\n"
+        "                self._prune(self._unheld.popitem(last=False)[0])\n",
     ),
     one(
         "a block is announced by the hash of the one before",

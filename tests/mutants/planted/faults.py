@@ -46,8 +46,8 @@ DEFECTS = (
     one(
         "an adapter that one rank cannot identify leaves the others waiting",
         ADAPTERS,
-        '        except Exception as error:\n            caught("adapter_content"',
-        '        except ZeroDivisionError as error:\n            caught("adapter_content"',
+        '        except Exception as error:\n            what = "requests of',
+        '        except ZeroDivisionError as error:\n            what = "requests of',
     ),
     # Files
     one(
@@ -180,6 +180,50 @@ DEFECTS = (
         "lmcache_hybrid/storage/rpc.py",
         "            except Exception as error:\n                if self._running:",
         "            except ZeroDivisionError as error:\n                if self._running:",
+    ),
+    one(
+        "an error of one lookup is logged each time and counted nowhere",
+        "lmcache_hybrid/scheduler/lookup_queue.py",
+        '            caught("ask_ranks", error, "it is a miss and its prompt is computed", '
+        "self.ledger)\n",
+        "",
+    ),
+    one(
+        "errors of lookups on a rank are in no metric",
+        "lmcache_hybrid/storage/rpc.py",
+        "            self._ledger = ledger\n",
+        "            pass\n",
+    ),
+    one(
+        "errors of adapters are in no metric",
+        WORKER,
+        "        adapters.ledger = self.ledger\n",
+        "",
+    ),
+    one(
+        "errors of the scheduler's lookups are in no metric",
+        SCHEDULER,
+        "self.ledger = queue.ledger = Ledger(",
+        "self.ledger = Ledger(",
+    ),
+    one(
+        "an error that nothing counts is said to be counted",
+        FAULTS,
+        '            "not logged" if ledger is None else COUNTED,\n',
+        "            COUNTED,\n",
+    ),
+    # Saves
+    one(
+        "a full pool hides why a save failed",
+        "lmcache_hybrid/worker/saver.py",
+        "                warned = full in self._warned\n",
+        "                warned = bool(self._warned)\n",
+    ),
+    one(
+        "a save that fails is logged without its traceback",
+        "lmcache_hybrid/worker/saver.py",
+        "                    exc_info=None if full else error,\n",
+        "",
     ),
     # Never silent
     one("an error is kept from vLLM in silence", FAULTS, "    if first:\n", "    if False:\n"),

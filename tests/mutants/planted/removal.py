@@ -51,6 +51,24 @@ DEFECTS = (
         "        pass\n",
     ),
     one(
+        "a page that another rank wrote anew stays hidden",
+        STORE,
+        "                    self._removal.written_elsewhere(name, self.engine_key(key))\n",
+        "                    pass\n",
+    ),
+    one(
+        "a page that another rank cannot write fails every second request",
+        REMOVAL,
+        "                _remember(self._doubted, key)\n",
+        "",
+    ),
+    one(
+        "a page stays hidden for ever where another rank failed to write it once",
+        REMOVAL,
+        "            if time.monotonic() >= self._doubted.get(key, 0.0):\n",
+        "            if key not in self._doubted:\n",
+    ),
+    one(
         "a damaged record of one store is hidden in all of them",
         "lmcache_hybrid/storage/tier_lookup.py",
         "        skipped = hidden(name)\n",

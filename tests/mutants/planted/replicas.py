@@ -102,12 +102,12 @@ DEFECTS = (
         "nobody writes what all share",
         STORE,
         "            self._submit(ours, [self._engine.store_location])\n",
-        "            self._submit(ours, self._private_locations())\n",
+        "            self._submit(ours, self._locations(shared=False))\n",
     ),
     one(
         "only one rank keeps what all hold alike in its RAM",
         STORE,
-        "            self._submit(others, self._private_locations())\n",
+        "            self._submit(others, self._locations(shared=False))\n",
         "",
     ),
     one(

@@ -249,6 +249,24 @@ DEFECTS = (
         "PRIVATE_FILE = 0o644\n",
     ),
     one(
+        "a read that raises keeps the buffers of those beside it",
+        "lmcache_hybrid/storage/remote/reader.py",
+        "            memories += pool.map(tried, some)\n",
+        "            memories += pool.map(lambda key: here.copy().run(read, key), some)\n",
+    ),
+    one(
+        "threads of reads outlive their engine",
+        "lmcache_hybrid/worker/worker.py",
+        "        self.store.close()\n",
+        "",
+    ),
+    one(
+        "of ranks that make a folder at once one is refused",
+        "lmcache_hybrid/config/folders.py",
+        "        with contextlib.suppress(FileExistsError):\n",
+        "        with contextlib.suppress(FileNotFoundError):\n",
+    ),
+    one(
         "a folder of another user is taken",
         "lmcache_hybrid/config/folders.py",
         "    if status.st_uid not in (os.geteuid(), 0):\n",

@@ -2,6 +2,8 @@
 """Pages that all ranks hold alike: once in stores that ranks share, per rank everywhere else."""
 
 import dataclasses
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.protocol.lookup import LookupRequest, agree
 from lmcache_hybrid.protocol.prefix import Prefix
+from lmcache_hybrid.storage import removal
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.record import digests_of
 from lmcache_hybrid.storage.record_names import Replicas
@@ -112,6 +115,54 @@ def test_only_the_first_rank_writes_pages(ranks, kind):
     for one in (first, second):
         assert list(one.store.locate(KEYS)) == KEYS
         one.assert_pool_is_free()
+
+
+def could_not_read(one: Box, key: RecordKey = PAGE_KEYS[1]) -> None:
+    one.store._removal.unreadable(one.store.engine_key(key), "RemoteBackend")
+    assert key not in one.store.locate(KEYS)
+
+
+@shared
+def test_a_page_that_no_rank_could_read_is_hit_once_the_engine_has_written_it(ranks, kind):
+    made = ranks(kind)
+    for one in made:
+        save(one)
+    for one in made:
+        could_not_read(one)
+        save(one)
+    for one in made:
+        assert list(one.store.locate(KEYS)) == KEYS, "only the rank that writes looks for it"
+        assert_reads(one)
+
+
+@shared
+def test_a_page_that_its_writer_cannot_write_fails_no_second_load(ranks, kind, monkeypatch):
+    """Another rank does not know of its writes: it believes in one for a while."""
+    later = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later[0])
+    monkeypatch.setattr(removal, "time", clock)
+    first, second = ranks(kind)
+    save(first)
+    save(second)
+    for _ in range(2):
+        could_not_read(second)
+        save(second)
+        assert PAGE_KEYS[1] in second.store.locate(KEYS)
+        for _ in range(2):
+            could_not_read(second)
+            save(second)
+            assert PAGE_KEYS[1] not in second.store.locate(KEYS), "every second request fails"
+        later[0] += removal.HIDDEN_SECONDS
+
+
+@shared
+def test_a_page_that_is_not_written_to_a_store_stays_hidden_there(ranks, kind):
+    first, second = ranks(kind)
+    save(first)
+    could_not_read(second)
+    second.engine.store_location = "LocalCPUBackend"
+    save(second)
+    assert PAGE_KEYS[1] not in second.store.locate(KEYS)
 
 
 @private

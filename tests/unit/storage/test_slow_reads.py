@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from lmcache_hybrid.core.errors import SlowError
+from lmcache_hybrid.core.errors import LoadError, SlowError
 from lmcache_hybrid.core.pace import Pace
 from lmcache_hybrid.storage.record import record_bytes
 
-from ..store_box import KEYS, SIZE, Box, until
+from ..store_box import KEYS, SIZE, Box, assert_soon, until
 
 SECONDS = 2.0
 
@@ -138,3 +138,30 @@ def test_the_time_to_connect_is_told_apart(box, tmp_path):
                 buffer.release()
         assert pace._connecting >= server.greets
         other.assert_pool_is_free()
+
+
+def test_the_threads_of_reads_end_with_their_worker(box, worker_rig):
+    box, worker = box("fs").write(), worker_rig().worker
+    before = set(threading.enumerate())
+    box.read()
+    made = {each for each in threading.enumerate() if each.name.startswith("hybrid-read")} - before
+    assert made
+    worker.store = box.store
+    worker.shutdown()
+    assert_soon(lambda: not any(each.is_alive() for each in made), "a thread is left")
+    box.read()
+
+
+def test_a_read_that_raises_keeps_no_buffer_of_those_beside_it(box, monkeypatch):
+    box = box("fs").write()
+    real, broken = box.backend.get_blocking, box.store.engine_key(KEYS[0])
+
+    def read(key):
+        if key == broken:
+            raise OSError("from outside")
+        return real(key)
+
+    monkeypatch.setattr(box.backend, "get_blocking", read)
+    with pytest.raises(LoadError, match="from outside"):
+        box.read()
+    box.assert_pool_is_free()
