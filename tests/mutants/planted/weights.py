@@ -109,8 +109,8 @@ DEFECTS = (
     one(
         "an identity is found by the number of an object that is gone",
         WEIGHTS,
-        "return identity if owner() is model_config else None",
-        "return identity",
+        "if loaded is not None and loaded.owner() is model_config else None",
+        "if loaded is not None else None",
     ),
     one(
         "the weights of other ranks do not count",
@@ -151,8 +151,8 @@ DEFECTS = (
     one(
         "a model named by its weight file has no configuration",
         WEIGHTS,
-        "_files_in(path.parent if path.is_file() else path)",
-        "_files_in(path)",
+        "return path.parent if path.is_file() else path",
+        "return path",
     ),
     one(
         "a load that shows nothing keeps the identity of the one before",
