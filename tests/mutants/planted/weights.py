@@ -109,8 +109,8 @@ DEFECTS = (
     one(
         "an identity is found by the number of an object that is gone",
         WEIGHTS,
-        "return loaded if loaded is not None and loaded.owner() is model_config else None",
-        "return loaded",
+        "if loaded is not None and loaded.owner() is model_config else None",
+        "if loaded is not None else None",
     ),
     one(
         "the weights of other ranks do not count",

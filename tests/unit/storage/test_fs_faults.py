@@ -298,8 +298,17 @@ def test_a_slow_read_does_not_hold_up_those_behind_it(box, monkeypatch):
 def test_after_a_read_that_failed_no_more_begin(box, monkeypatch):
     box = box("fs").write(MANY)
     box.remove(MANY[0])
-    get, asked = box.backend.get_blocking, []
-    monkeypatch.setattr(box.backend, "get_blocking", lambda key: (asked.append(key), get(key))[1])
+    get, asked, failed_first = box.backend.get_blocking, [], threading.Event()
+
+    def asks(key):
+        asked.append(key)
+        memory = get(key)
+        if memory is None:
+            failed_first.set()
+        failed_first.wait(20)
+        return memory
+
+    monkeypatch.setattr(box.backend, "get_blocking", asks)
     claim = box.store.claim(dict.fromkeys(MANY, "RemoteBackend"))
     with pytest.raises(LoadError) as failed:
         box.fetch(claim, MANY)
