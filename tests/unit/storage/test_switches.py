@@ -4,7 +4,6 @@
 import asyncio
 import math
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -102,7 +101,7 @@ def test_a_store_that_was_switched_off_comes_back(box, kind, hybrid_log):
     monitor = HealthMonitor(SimpleNamespace(lmcache_engine=box.engine, config=box.engine.config))
     box.engine.set_health_monitor(monitor)
     before, used, failed = box.names(), box.used(), dict(box.store.failed_writes)
-    missing = box.store.engine_key(replace(KEYS[0], block_hash=b"m" * 32))
+    missing = box.store.engine_key(KEYS[0]._replace(block_hash=b"m" * 32))
     for _ in range(10):
         assert box.backend.get_blocking(missing) is None
     hybrid_log.clear()
