@@ -281,8 +281,9 @@ def test_a_boundary_that_was_reached_counts_until_its_state_is_published(monkeyp
     coordinator = SimpleNamespace(num_reprefillable_tokens=late)
     request = SimpleNamespace(num_computed_tokens=0, shared_prefix_boundary=32)
     for end, following in ((16, 32), (32, 64), (64, 64), (80, 96), (96, 0)):
+        wanted = request.shared_prefix_boundary
         KVCacheCoordinator.cache_blocks(coordinator, request, end)
+        assert request.shared_prefix_boundary == wanted
         request.num_computed_tokens, request.shared_prefix_boundary = end, following
     reached = [(16, 32), (32, 32), (64, 32 if late else 64), (80, 64), (96, 96)]
     assert published == reached
-    assert request.shared_prefix_boundary == 0
