@@ -270,7 +270,6 @@ VLLM = (
     Hook(
         _SCHEDULER,
         "Scheduler._update_request_as_session",
-        ("session", "update"),
         holds=("session.status = RequestStatus.WAITING",),
         replaced_in=_SESSIONS,
     ),
@@ -278,7 +277,6 @@ VLLM = (
     Hook(
         "vllm.v1.worker.mamba_utils",
         "cleanup_mamba_state_idx",
-        ("scheduler_output", "mamba_state_idx"),
         replaced_in=_SESSIONS,
     ),
     *attributes(
@@ -287,11 +285,12 @@ VLLM = (
         "_free_request_blocks aux_output_connector encoder_cache_manager kv_cache_config "
         "kv_holding_waiting",
     ),
-    *attributes(
-        _REQUEST,
-        "Request",
-        "resumable spec_token_ids is_prefill_chunk",
+    Hook(_REQUEST, "Request.resumable"),
+    *(
+        Hook(_REQUEST, f"Request.{name}", replaced_in=_SESSIONS)
+        for name in ("num_computed_tokens", "spec_token_ids", "is_prefill_chunk", "num_preemptions")
     ),
+    Hook(_REQUEST, "RequestStatus.WAITING_FOR_STREAMING_REQ"),
     Hook(
         _SCHEDULER,
         "Scheduler._mamba_block_aligned_split",
@@ -471,7 +470,11 @@ VLLM = (
     *attributes("vllm.v1.metrics.stats", "RequestStateStats", "first_token_latency"),
     *attributes("vllm.outputs", "RequestOutput", "request_id num_cached_tokens metrics finished"),
     *attributes(_CONFIG, "VllmConfig", "use_v2_model_runner"),
-    *attributes(_CONFIG, "SchedulerConfig", "async_scheduling max_num_seqs max_num_batched_tokens"),
+    *attributes(
+        _CONFIG,
+        "SchedulerConfig",
+        "async_scheduling max_num_seqs max_num_batched_tokens max_num_scheduled_tokens",
+    ),
     Hook(_CONFIG, "SpeculativeConfig.use_eagle_block_drop", ()),
     *attributes("vllm.v1.worker.worker_base", "WorkerBase", "vllm_config device"),
 )

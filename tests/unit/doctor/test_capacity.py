@@ -30,7 +30,10 @@ def test_disk_space(monkeypatch, tmp_path, free, held, limit, status):
     usage = SimpleNamespace(free=free << 30, total=100 << 30)
     monkeypatch.setattr(capacity.shutil, "disk_usage", lambda path: usage)
     config = SimpleNamespace(
-        local_disk=str(tmp_path), max_local_disk_size=float(limit), remote_url=None
+        local_disk=str(tmp_path),
+        max_local_disk_size=float(limit),
+        remote_url=None,
+        remote_storage_plugins=None,
     )
     found = only(assert_sentences(check_disks(Context(None, config, None, None, ()))))
     assert found.status == status
