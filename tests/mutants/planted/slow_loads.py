@@ -115,8 +115,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "the threads that read do not know their load",
         READER,
-        "pool.map(lambda key: here.copy().run(read, key), some)",
-        "pool.map(lambda key: here and read(key), some)",
+        "return here.copy().run(read, key)",
+        "return here and read(key)",
     ),
     one(
         "a load that was given up counts as one that failed",
