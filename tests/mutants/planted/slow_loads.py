@@ -115,8 +115,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "the threads that read do not know their load",
         READER,
-        "pool.submit(here.copy().run, read, key)",
-        "pool.submit(read, key)",
+        "return here.copy().run(read, key)",
+        "return here and read(key)",
     ),
     one(
         "one slow read holds up those behind it",

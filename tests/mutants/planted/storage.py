@@ -251,8 +251,8 @@ DEFECTS = (
     one(
         "a read that raises keeps the buffers of those beside it",
         "lmcache_hybrid/storage/remote/reader.py",
-        "            memories += pool.map(tried, some)\n",
-        "            memories += pool.map(lambda key: here.copy().run(read, key), some)\n",
+        "pool.submit(tried, key)",
+        "pool.submit(here.copy().run, read, key)",
     ),
     one(
         "threads of reads outlive their engine",
