@@ -250,28 +250,23 @@ VLLM = (
     Hook(
         _SCHEDULER,
         "Scheduler._update_request_as_session",
-        ("session", "update"),
         holds=("session.status = RequestStatus.WAITING",),
         replaced_in=_SESSIONS,
     ),
     Hook(_SCHEDULER, "Scheduler._preempt_request", replaced_in=_SESSIONS),
-    Hook(
-        "vllm.v1.worker.mamba_utils",
-        "cleanup_mamba_state_idx",
-        ("scheduler_output", "mamba_state_idx"),
-        replaced_in=_SESSIONS,
-    ),
+    Hook("vllm.v1.worker.mamba_utils", "cleanup_mamba_state_idx", replaced_in=_SESSIONS),
     *attributes(
         _SCHEDULER,
         "Scheduler",
         "_free_request_blocks aux_output_connector encoder_cache_manager kv_cache_config "
         "kv_holding_waiting",
     ),
-    *attributes(
-        _REQUEST,
-        "Request",
-        "resumable spec_token_ids is_prefill_chunk",
-    ),
+    Hook(_REQUEST, "Request.resumable"),
+    Hook(_REQUEST, "RequestStatus.WAITING_FOR_STREAMING_REQ"),
+    Hook(_REQUEST, "Request.spec_token_ids", replaced_in=_SESSIONS),
+    Hook(_REQUEST, "Request.is_prefill_chunk", replaced_in=_SESSIONS),
+    Hook(_REQUEST, "Request.num_computed_tokens", replaced_in=_SESSIONS),
+    Hook(_REQUEST, "Request.num_preemptions", replaced_in=_SESSIONS),
     Hook(
         _SCHEDULER,
         "Scheduler._mamba_block_aligned_split",
