@@ -301,7 +301,7 @@ def test_a_plugins_folders_are_cleaned_too(tmp_path):
         os.utime(left, (0, 0))
     cleaners = start_cleaners(config, FolderLimits(), Ledger("worker", WorkerCounts()))
     try:
-        until(lambda: not list(tmp_path.glob(f"*/*{TEMPORARY}")), "not cleaned")
+        assert_soon(lambda: not list(tmp_path.glob(f"*/*{TEMPORARY}")), "not cleaned")
         assert len(cleaners) == 3
         assert all((folder / LOCK_NAME).exists() for folder in names.values())
     finally:
