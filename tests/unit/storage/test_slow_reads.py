@@ -154,7 +154,7 @@ def test_the_threads_of_reads_end_with_their_worker(box, worker_rig):
 
 def test_a_read_that_raises_keeps_no_buffer_of_those_beside_it(box, monkeypatch):
     box = box("fs").write()
-    real, broken = box.backend.get_blocking, box.store.engine_key(KEYS[0])
+    real, broken = box.backend.get_blocking, box.store.engine_key(KEYS[-1])
 
     def read(key):
         if key == broken:
