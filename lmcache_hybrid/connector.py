@@ -7,6 +7,7 @@ One object per role and process. It answers the calls that vLLM's
 
 import dataclasses
 import functools
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -339,22 +340,27 @@ class HybridConnector:
         from lmcache_hybrid.storage.host_memory import report_pool
 
         assert self._server is not None
-        notes = StoreNotes(self._vllm_config.parallel_config.rank) if self._options.events else None
-        store = open_store(
-            engine,
-            self._vllm_config.model_config.model,
-            name,
-            replicas,
-            max(group.block_bytes for group in pages.values()),
-            self._options.digester,
-            notes,
-        )
-        monitor = LMCacheMonitor(engine.stats_monitor)
-        self._lookup = RankLookup(self.plan, store, monitor)
-        first = next(iter(self.kv_caches.values()))
-        self.worker = HybridWorker(
-            self.plan, pages, store, self._lookup, first.device, monitor=monitor, notes=notes
-        )
+        with ExitStack() as undo:
+            notes = None
+            if self._options.events:
+                notes = StoreNotes(self._vllm_config.parallel_config.rank)
+                undo.callback(notes.close)
+            store = open_store(
+                engine,
+                self._vllm_config.model_config.model,
+                name,
+                replicas,
+                max(group.block_bytes for group in pages.values()),
+                self._options.digester,
+                notes,
+            )
+            monitor = LMCacheMonitor(engine.stats_monitor)
+            self._lookup = RankLookup(self.plan, store, monitor)
+            first = next(iter(self.kv_caches.values()))
+            self.worker = HybridWorker(
+                self.plan, pages, store, self._lookup, first.device, monitor=monitor, notes=notes
+            )
+            undo.pop_all()
         report_pool(engine.storage_manager.local_cpu_backend, first.device)
         self._guard = WeightsGuard()
         self._clean_folders(self.worker)

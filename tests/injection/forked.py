@@ -4,6 +4,7 @@
 import faulthandler
 import gc
 import json
+import logging
 import os
 import re
 import shutil
@@ -123,6 +124,10 @@ def _in_child(folder: Path, store: str, injection: Injection) -> None:
     os.dup2(number, 1)
     os.dup2(number, 2)
     sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1)  # pytest has its own
+    for name in (None, *logging.root.manager.loggerDict):
+        for handler in logging.getLogger(name).handlers:
+            if type(handler) is logging.StreamHandler:  # made with the one of before
+                handler.setStream(sys.stderr)
     faulthandler.enable(file=2)
     faulthandler.dump_traceback_later(LIMIT - 5, file=2)
     torch.set_num_threads(1)

@@ -202,7 +202,8 @@ def main(
 
     A test finds a defect when it fails; a NameError, SyntaxError or ImportError, or something
     that does not end, is no find. The test that found it last time runs first. A run that was
-    broken off goes on where it was, as long as code and tests are the same. A complete one
+    broken off goes on where it was, as long as code and tests are the same. A later one begins
+    with the tests that found something (docs/generated/mutants-seen.json). A complete one
     writes docs/generated/mutants.json and its row in docs/reliability.md.
 
     Ends with 0 when every defect is found, with 2 when the unchanged tree fails.
@@ -222,7 +223,10 @@ def main(
             suite |= check_unchanged(slots[0], list(suite), 60 * minutes)
             progress.files |= suite
             progress.save()
-        run_all(slots, queue, suite, 60 * minutes, progress)
+        try:
+            run_all(slots, queue, suite, 60 * minutes, progress)
+        finally:
+            table.note(results)
     lost = [defect.name for defect in chosen if not results[defect.name]["test"]]
     console.print(f"{len(chosen) - len(lost)} of {len(chosen)} found")
     if not only and not tests:

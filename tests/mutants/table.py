@@ -12,6 +12,8 @@ from tests.mutants.defect import Defect
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs/generated/mutants.json"
 PAGE = ROOT / "docs/reliability.md"
+# Tests by name of the defect that they found in runs that were broken off or had no need of all.
+SEEN = TABLE.with_stem("mutants-seen")
 ROW = re.compile(r"^\| \[Planted defects\].*$", re.M)
 COMMAND = "make mutants"
 
@@ -21,8 +23,17 @@ Results = dict[str, dict[str, Any]]
 
 
 def load() -> Results:
-    """What the last complete run found."""
-    return json.loads(TABLE.read_text())["defects"] if TABLE.exists() else {}
+    """What the last complete run found, and those since."""
+    found = json.loads(TABLE.read_text())["defects"] if TABLE.exists() else {}
+    seen = json.loads(SEEN.read_text()) if SEEN.exists() else {}
+    return found | {name: {"test": test} for name, test in seen.items()}
+
+
+def note(results: Results) -> None:
+    """Keep what a run has found so far, so that the next one begins with these tests."""
+    seen = json.loads(SEEN.read_text()) if SEEN.exists() else {}
+    seen |= {name: each["test"] for name, each in results.items() if each["test"]}
+    SEEN.write_text(json.dumps(dict(sorted(seen.items())), indent=1) + "\n")
 
 
 def row(results: Results) -> str:
@@ -48,6 +59,7 @@ def write(results: Results) -> None:
         "defects": results,
     }
     TABLE.write_text(json.dumps(table, indent=1) + "\n")
+    SEEN.unlink(missing_ok=True)
     PAGE.write_text(ROW.sub(lambda _: row(results), PAGE.read_text()))
 
 
