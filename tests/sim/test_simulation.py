@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, Phase
 
 from .offers import AT_THE_END, JUNCTION, LOADS, MIXED, SHORT
 from .program import Run, Tally, programs
+from .sessions import CUT_SHORT, NEXT
 from .setup import Setup
 from .shrunk import SHRUNK
 
@@ -66,6 +67,8 @@ MET = (
     "device: loads of blocks that were saved",
     "device: parts side by side",
     LOADS,
+    NEXT,
+    CUT_SHORT,
 )
 # Too rare for 50,000 steps.
 MET_IN_LONG_RUNS = ("device: failed loads", JUNCTION, AT_THE_END, MIXED, SHORT)
