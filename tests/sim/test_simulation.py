@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, Phase
 
 from .offers import AT_THE_END, CHUNKS, JUNCTION, LOADS, MIXED, SHORT
 from .program import Run, Tally, programs
+from .sessions import CUT_SHORT, NEXT
 from .setup import Setup
 from .shrunk import SHRUNK
 
@@ -67,6 +68,8 @@ MET = (
     "device: parts side by side",
     LOADS,
     CHUNKS,
+    NEXT,
+    CUT_SHORT,
 )
 # Too rare for 50,000 steps.
 MET_IN_LONG_RUNS = ("device: failed loads", JUNCTION, AT_THE_END, MIXED, SHORT)
