@@ -59,7 +59,7 @@ def write(results: Results) -> None:
         "defects": results,
     }
     TABLE.write_text(json.dumps(table, indent=1) + "\n")
-    SEEN.unlink(missing_ok=True)
+    SEEN.write_text("{}\n")
     PAGE.write_text(ROW.sub(lambda _: row(results), PAGE.read_text()))
 
 
