@@ -13,8 +13,9 @@ from types import FunctionType
 
 import xxhash
 
-# Files that decide what a package does; kernels are compiled.
-_CODE = (".py", ".so", ".pyd")
+# What Python writes beside what it imports. All other files count: kernels may be compiled from
+# any of them at run time.
+_CACHE = "__pycache__"
 # Given out by Python itself, or made up on the spot.
 _NO_PACKAGE = ("builtins", "__main__", "__mp_main__")
 
@@ -40,15 +41,15 @@ def code_identity(module: str) -> str | None:
         module: dotted name of a module that is, or can be, imported.
 
     Returns:
-        Distribution and version. Where there is none, or the distribution's files are those of
-        a checkout (an editable install), also a digest of all code of the outermost package.
-        None where nobody can tell: the module has no files, or is the program that was started.
+        Distribution and version. Where none has installed the module's file (a checkout, an
+        editable install), also a digest of all files of the outermost package. None where nobody
+        can tell: the module has no files, or is the program that was started.
     """
     top = module.partition(".")[0]
     if top in _NO_PACKAGE:
         return None
-    names, editable = _distributions(top)
-    if names and not editable:
+    names, installed = _distributions(top, module)
+    if installed:
         return " ".join(names)
     try:
         content = _content(top)
@@ -57,9 +58,11 @@ def code_identity(module: str) -> str | None:
     return content and " ".join([*names, content])
 
 
-def _distributions(top: str) -> tuple[list[str], bool]:
-    """Names and versions of those that hold a package, and whether one is of a checkout."""
-    found, editable = [], False
+def _distributions(top: str, module: str) -> tuple[list[str], bool]:
+    """Names and versions of those that hold a package, and whether one installed the module."""
+    spec = _spec(module) or _spec(top)
+    file = Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
+    found, installed, editable = [], False, False
     for name in sorted(set(packages_distributions().get(top, ()))):
         try:
             distribution = Distribution.from_name(name)
@@ -67,7 +70,18 @@ def _distributions(top: str) -> tuple[list[str], bool]:
             continue
         found.append(f"{name}=={distribution.version}")
         editable = editable or _is_editable(distribution)
-    return found, editable
+        installed = installed or file is not None and _has_installed(distribution, file)
+    return found, installed and not editable
+
+
+def _has_installed(distribution: Distribution, file: Path) -> bool:
+    """Whether the file is one that came with the distribution, and is not in front of it."""
+    if distribution.read_text("RECORD") is None:  # a checkout of setuptools' ``develop``
+        return False
+    root = Path(str(distribution.locate_file("")))
+    return file.is_relative_to(root) and file.relative_to(root) in map(
+        Path, map(str, distribution.files or ())
+    )
 
 
 def _is_editable(distribution: Distribution) -> bool:
@@ -80,7 +94,7 @@ def _is_editable(distribution: Distribution) -> bool:
 
 
 def _content(top: str) -> str | None:
-    """Digest of all code of a package or module. Raises OSError."""
+    """Digest of all files of a package or module. Raises OSError."""
     spec = _spec(top)
     if spec is None:
         return None
@@ -99,15 +113,19 @@ def _spec(top: str) -> ModuleSpec | None:
 
 
 def _files(spec: ModuleSpec) -> Iterator[tuple[str, Path]]:
-    """Files of code with their names in the package, in one order."""
+    """Files with their names in the package, in one order; links are followed."""
     folders = sorted(spec.submodule_search_locations or ())
     if not folders:
         if spec.has_location and spec.origin is not None:
             yield Path(spec.origin).name, Path(spec.origin)
         return
     for folder in folders:
-        for path, inner, names in os.walk(folder):
-            inner.sort()
-            for name in sorted(name for name in names if name.endswith(_CODE)):
+        seen = {os.path.realpath(folder)}
+        for path, inner, names in os.walk(folder, followlinks=True):
+            real = {name: os.path.realpath(os.path.join(path, name)) for name in sorted(inner)}
+            inner[:] = [name for name in real if name != _CACHE and real[name] not in seen]
+            seen.update(real[name] for name in inner)
+            for name in sorted(names):
                 file = Path(path, name)
-                yield file.relative_to(folder).as_posix(), file
+                if file.is_file():
+                    yield file.relative_to(folder).as_posix(), file

@@ -68,9 +68,49 @@ def test_code_of_no_distribution_counts_by_the_content_of_its_package(site):
     found.add(again("plugged.backend"))
     (folder / "kernels.so").write_bytes(b"\x7fELF")  # beside the module, and used by it
     found.add(again("plugged.backend"))
-    assert len(found) == 3 and all(name.startswith("code ") for name in found)
-    (folder / "notes.txt").write_text("not code")
+    (folder / "kernel.cu").write_text("compiled when it is needed")
+    found.add(again("plugged.backend"))
+    assert len(found) == 4 and all(name.startswith("code ") for name in found)
+    (folder / "__pycache__").mkdir()
+    (folder / "__pycache__/backend.pyc").write_bytes(b"compiled")
     assert again("plugged.backend") in found
+
+
+def test_what_a_link_leads_to_counts(site):
+    folder = package(site)
+    (site / "elsewhere").mkdir()
+    (site / "elsewhere/kernels.py").write_text("SCALE = 1")
+    (folder / "linked").symlink_to(site / "elsewhere")
+    (site / "elsewhere/back").symlink_to(folder)  # walked once
+    first = again("plugged.backend")
+    (site / "elsewhere/kernels.py").write_text("SCALE = 2")
+    assert first and again("plugged.backend") != first
+
+
+def test_a_checkout_in_front_of_the_installed_package_counts_by_its_content(site, monkeypatch):
+    """``PYTHONPATH``: the version is that of files which nobody imports."""
+    package(site)
+    distribution(site, "1.2")
+    front = site / "front"
+    front.mkdir()
+    package(front, content="SCALE = 2")
+    monkeypatch.syspath_prepend(front)
+    first = again("plugged.backend")
+    package(front, content="SCALE = 3")
+    assert first.startswith("plugged-kit==1.2 code ") and again("plugged.backend") != first
+
+
+def test_a_checkout_of_setuptools_develop_counts_by_its_content(site):
+    package(site)
+    info = site / "plugged_kit.egg-info"
+    info.mkdir()
+    (info / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: plugged-kit\nVersion: 1.2\n")
+    (info / "top_level.txt").write_text("plugged\n")
+    (info / "SOURCES.txt").write_text("plugged/__init__.py\nplugged/backend.py\n")
+    importlib.invalidate_caches()
+    first = again("plugged.backend")
+    package(site, content="SCALE = 2")
+    assert first.startswith("plugged-kit==1.2 code ") and again("plugged.backend") != first
 
 
 def test_a_single_file_counts_by_its_content(site):

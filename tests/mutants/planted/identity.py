@@ -15,6 +15,31 @@ PAGE_FACTS = "lmcache_hybrid/worker/page_facts.py"
 MODEL_CODE = "lmcache_hybrid/identity/model_code.py"
 
 DEFECTS = (
+    # Code from outside vLLM
+    one(
+        "a checkout in front of an installed package counts as that package's version",
+        "lmcache_hybrid/identity/code.py",
+        "file is not None and _has_installed(distribution, file)",
+        "True",
+    ),
+    one(
+        "a checkout of setuptools' develop counts by its version",
+        "lmcache_hybrid/identity/code.py",
+        '    if distribution.read_text("RECORD") is None:',
+        "    if False:",
+    ),
+    one(
+        "code that a link leads to does not count",
+        "lmcache_hybrid/identity/code.py",
+        "os.walk(folder, followlinks=True)",
+        "os.walk(folder)",
+    ),
+    one(
+        "code that is compiled when it is needed does not count",
+        "lmcache_hybrid/identity/code.py",
+        "                if file.is_file():\n",
+        '                if file.is_file() and name.endswith((".py", ".so", ".pyd")):\n',
+    ),
     one(
         "how tokens of a video are chosen does not count",
         "lmcache_hybrid/worker/fingerprint.py",
@@ -156,8 +181,8 @@ DEFECTS = (
     one(
         "a checkout of a plugin counts by its version",
         "lmcache_hybrid/identity/code.py",
-        "    if names and not editable:\n",
-        "    if names:\n",
+        "    return found, installed and not editable\n",
+        "    return found, installed\n",
     ),
     one(
         "code in subfolders of a model's folder does not count",
