@@ -414,8 +414,10 @@ def publish_where_steps_ended() -> None:
     def cache_blocks(
         self: KVCacheCoordinator, request: "Request", num_computed_tokens: int
     ) -> None:
+        if not self.num_reprefillable_tokens:
+            return original(self, request, num_computed_tokens)
         boundary, ended = request.shared_prefix_boundary, getattr(request, "_hybrid_ended", 0)
-        if self.num_reprefillable_tokens and num_computed_tokens == boundary:
+        if num_computed_tokens == boundary:
             request._hybrid_ended = boundary
         if 0 < ended == request.num_computed_tokens:  # where this step begins
             request.shared_prefix_boundary = ended

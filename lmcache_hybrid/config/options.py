@@ -33,7 +33,7 @@ from lmcache_hybrid.core.groups import ATTENTION_GROUP_KEY, BESIDE_KEY
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
 
 logger = init_logger("vllm.lmcache_hybrid.config.options")
 
@@ -156,7 +156,7 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
     if policy not in POLICIES:
         raise ConfigError(f"{POLICY_KEY}={policy!r} is no policy; write one of {POLICIES}.")
     key_file = transfer.get_from_extra_config(KEY_FILE_KEY, None)
-    chunk_ends = transfer.get_from_extra_config(CHECKPOINT_KEY, CHUNK_ENDS) == CHUNK_ENDS
+    chunk_ends = stores_chunk_ends(transfer)
     return Options(
         attention_group=whole(ATTENTION_GROUP_KEY, None),
         save=transfer.kv_role != "kv_consumer" and not os.environ.get("LMCACHE_FORCE_SKIP_SAVE"),
@@ -176,6 +176,11 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
         events=bool(config.enable_kv_events) and _publishes(vllm_config),
         folder_limits=read_limits(transfer.kv_connector_extra_config, config),
     )
+
+
+def stores_chunk_ends(transfer: "KVTransferConfig") -> bool:
+    """Whether CHECKPOINT_KEY has its default: no number of tokens, nor 0 for none."""
+    return transfer.get_from_extra_config(CHECKPOINT_KEY, None) in (None, CHUNK_ENDS)
 
 
 def _publishes(vllm_config: "VllmConfig") -> bool:

@@ -78,7 +78,9 @@ def _has_installed(distribution: Distribution, file: Path) -> bool:
     """Whether the file is one that came with the distribution, and is not in front of it."""
     if distribution.read_text("RECORD") is None:  # a checkout of setuptools' ``develop``
         return False
-    root = Path(str(distribution.locate_file("")))
+    # Folders may be links (lib64), and so may the files of an installation themselves.
+    root = Path(os.path.realpath(str(distribution.locate_file(""))))
+    file = Path(os.path.realpath(file.parent), file.name)
     return file.is_relative_to(root) and file.relative_to(root) in map(
         Path, map(str, distribution.files or ())
     )

@@ -232,7 +232,7 @@ class Run:
         prompt, salt = TRUNKS[x % len(TRUNKS)][:length], SALTS[(x >> 12) % len(SALTS)]
         if length + output <= engine.setup.longest:
             name, priority = f"session{self._added}", (y >> 10) % 3
-            engine.sessions.begin(name, prompt, output, salt, priority, STOPS)
+            engine.sessions.begin(name, prompt, output, salt=salt, priority=priority, stops=STOPS)
 
     def _part(self, engine: SimEngine, x: int, y: int) -> None:
         """A session's next part, while the last one runs or when it has ended."""

@@ -6,6 +6,7 @@ a new :class:`Truth`, made when the next part begins.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
@@ -41,18 +42,10 @@ class Sessions:
     def live(self) -> list[str]:
         return [each for each in self._engine.live if each in self.asked]
 
-    def begin(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        output: int,
-        salt: str = "",
-        priority: int = 0,
-        stops: Sequence[int] = (),
-    ) -> None:
-        """A new session and its first part, which ends at ``output`` tokens or one of ``stops``."""
+    def begin(self, request_id: str, prompt: Sequence[int], output: int, **options: Any) -> None:
+        """A new session and its first part; ``options`` are those of :meth:`.SimEngine.add`."""
         self.asked[request_id] = len(prompt) + output
-        self._engine.add(request_id, prompt, output, salt, priority, stops, resumable=True)
+        self._engine.add(request_id, prompt, output, resumable=True, **options)
 
     def go_on(
         self, request_id: str, prompt: Sequence[int], output: int, stops: Sequence[int] = ()

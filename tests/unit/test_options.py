@@ -91,7 +91,9 @@ def test_what_is_no_number_of_tokens_gets_the_words_to_write():
         options(**{"lmcache.hybrid_checkpoint_tokens": "chunks"})
 
 
-@pytest.mark.parametrize("chosen", [{}, {"lmcache.hybrid_checkpoint_tokens": "chunk"}])
+@pytest.mark.parametrize(
+    "chosen", [{}, *({"lmcache.hybrid_checkpoint_tokens": value} for value in ("chunk", None))]
+)
 def test_states_at_chunk_ends_are_on_by_default(chosen):
     found = options(**chosen)
     check_lengths(found, 384)

@@ -22,7 +22,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from lmcache_hybrid.config.options import CHECKPOINT_KEY, CHUNK_ENDS
+from lmcache_hybrid.config.options import CHECKPOINT_KEY, stores_chunk_ends
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.tools.accept.prompts import ANSWER_TOKENS
 from lmcache_hybrid.tools.doctor.context import CONNECTOR, DEFAULT_TRANSFER
@@ -139,8 +139,8 @@ class Child:
         model, scheduler = config.model_config, config.scheduler_config
         speculative, transfer = config.speculative_config, config.kv_transfer_config
         assert transfer is not None
-        checkpoint = transfer.get_from_extra_config(CHECKPOINT_KEY, CHUNK_ENDS)
-        chunk_ends = checkpoint == CHUNK_ENDS
+        chunk_ends = stores_chunk_ends(transfer)
+        interval = 0 if chunk_ends else int(transfer.get_from_extra_config(CHECKPOINT_KEY, 0))
         budget = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
         return {
             "architecture": (model.architectures or ["?"])[0],
@@ -156,7 +156,7 @@ class Child:
             "speculative": speculative and speculative.method,
             # vLLM gives up the last block of its own hits, so that the drafter has its input.
             "eagle_drop": bool(speculative and speculative.use_eagle_block_drop()),
-            "checkpoint_tokens": 0 if chunk_ends else int(checkpoint or 0),
+            "checkpoint_tokens": interval,
             # Most tokens of a chunk whose end leaves a state, 0 where none does.
             "chunk_budget": budget if chunk_ends else 0,
             "device_type": config.device_config.device_type,

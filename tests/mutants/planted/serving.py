@@ -90,8 +90,8 @@ DEFECTS = (
     one(
         "by default no end of a chunk is stored",
         "lmcache_hybrid/config/options.py",
-        "get_from_extra_config(CHECKPOINT_KEY, CHUNK_ENDS)",
-        "get_from_extra_config(CHECKPOINT_KEY, 0)",
+        "get_from_extra_config(CHECKPOINT_KEY, None) in",
+        "get_from_extra_config(CHECKPOINT_KEY, 0) in",
     ),
     # What is stored
     one(
