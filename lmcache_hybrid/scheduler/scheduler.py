@@ -97,7 +97,8 @@ class HybridScheduler:
         # Of these, what ranks have said of their failures.
         self._failures = FailedLoads({})
         self._epoch = 0
-        self.drafter, self.closed = Drafter(), False
+        self.drafter = Drafter()
+        self.closed = False
         self.ledger = queue.ledger = Ledger("scheduler", SchedulerCounts())
         self._planner = SavePlanner(plan, options, self._hashes_per_block, self.ledger)
         self._granularity = Granularity(plan, self.ledger)
