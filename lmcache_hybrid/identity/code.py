@@ -4,7 +4,8 @@
 import importlib.util
 import json
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, PackageNotFoundError, packages_distributions
@@ -58,12 +59,24 @@ def code_identity(module: str) -> str | None:
     return content and " ".join([*names, content])
 
 
+@cache
+def _packages() -> Mapping[str, list[str]]:
+    """Names of distributions by the package that they hold."""
+    return packages_distributions()
+
+
+def forget() -> None:
+    """Look at all packages anew: for tests, which change them."""
+    for each in (code_identity, _packages, _files_installed, _content):
+        each.cache_clear()
+
+
 def _distributions(top: str, module: str) -> tuple[list[str], bool]:
     """Names and versions of those that hold a package, and whether one installed the module."""
     spec = _spec(module) or _spec(top)
     file = Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
     found, installed, editable = [], False, False
-    for name in sorted(set(packages_distributions().get(top, ()))):
+    for name in sorted(set(_packages().get(top, ()))):
         try:
             distribution = Distribution.from_name(name)
         except PackageNotFoundError:
@@ -76,13 +89,21 @@ def _distributions(top: str, module: str) -> tuple[list[str], bool]:
 
 def _has_installed(distribution: Distribution, file: Path) -> bool:
     """Whether the file is one that came with the distribution, and is not in front of it."""
-    if distribution.read_text("RECORD") is None:  # a checkout of setuptools' ``develop``
-        return False
+    return os.path.join(os.path.realpath(file.parent), file.name) in _files_installed(
+        distribution.name
+    )
+
+
+@cache
+def _files_installed(name: str) -> frozenset[str]:
+    """Files that came with a distribution; none of a checkout of setuptools' ``develop``."""
+    distribution = Distribution.from_name(name)
+    if distribution.read_text("RECORD") is None:
+        return frozenset()
     # Folders may be links (lib64), and so may the files of an installation themselves.
-    root = Path(os.path.realpath(str(distribution.locate_file(""))))
-    file = Path(os.path.realpath(file.parent), file.name)
-    return file.is_relative_to(root) and file.relative_to(root) in map(
-        Path, map(str, distribution.files or ())
+    root = os.path.realpath(str(distribution.locate_file("")))
+    return frozenset(
+        os.path.normpath(os.path.join(root, file)) for file in distribution.files or ()
     )
 
 
@@ -95,13 +116,16 @@ def _is_editable(distribution: Distribution) -> bool:
         return True
 
 
+@cache
 def _content(top: str) -> str | None:
     """Digest of all files of a package or module. Raises OSError."""
     spec = _spec(top)
     if spec is None:
         return None
     digest, empty = xxhash.xxh3_128(), True
-    for name, file in _files(spec):
+    # A package may have folders that only its import has found (``pkgutil.extend_path``).
+    imported = getattr(sys.modules.get(top), "__path__", ())
+    for name, file in _files(spec, {*(spec.submodule_search_locations or ()), *imported}):
         content, empty = file.read_bytes(), False
         digest.update(f"{name} {len(content)}\n".encode(errors="surrogateescape") + content)
     return None if empty else f"code {digest.hexdigest()}"
@@ -114,14 +138,17 @@ def _spec(top: str) -> ModuleSpec | None:
         return None
 
 
-def _files(spec: ModuleSpec) -> Iterator[tuple[str, Path]]:
-    """Files with their names in the package, in one order; links are followed."""
-    folders = sorted(spec.submodule_search_locations or ())
+def _files(spec: ModuleSpec, folders: set[str]) -> Iterator[tuple[str, Path]]:
+    """Files with their names in the package, in one order; links are followed.
+
+    Args:
+        folders: of the package; none of a module that is a single file.
+    """
     if not folders:
         if spec.has_location and spec.origin is not None:
             yield Path(spec.origin).name, Path(spec.origin)
         return
-    for folder in folders:
+    for folder in sorted(folders):
         seen = {os.path.realpath(folder)}
         for path, inner, names in os.walk(folder, followlinks=True):
             real = {name: os.path.realpath(os.path.join(path, name)) for name in sorted(inner)}

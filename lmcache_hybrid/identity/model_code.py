@@ -75,7 +75,7 @@ def _commits(config: Any) -> Iterator[str | None]:
 def _names(config: Any, known: Collection[str | None]) -> set[str]:
     """Names for one model."""
     names: set[str] = set()
-    packages: dict[str, str] = {}
+    modules: dict[str, str] = {}
     computing = set(_homes(LOADED.classes_of(config)))
     # What configurations of transformers' own hold is in the fingerprint, whatever reads it.
     reading = {
@@ -88,11 +88,11 @@ def _names(config: Any, known: Collection[str | None]) -> set[str]:
         if top == _REMOTE:
             names |= _remote(module, code, config, known)
         elif top not in _VLLM and module != _ACTIVATIONS:
-            packages[top] = code
+            modules[module] = code
     if config.multimodal_config is not None and config.trust_remote_code:
         names |= set(_processors(config, known))
-    for top, code in packages.items():
-        identity = code_identity(top)
+    for module, code in modules.items():
+        identity = code_identity(module)
         if identity is None:
             raise UnknownCodeError(
                 f"the code of {code}, which {config.model} is made of, belongs to no package and "
@@ -145,8 +145,11 @@ def _remote(module: str, code: str, config: Any, known: Collection[str | None]) 
     if found := _OF_REPOSITORY.match(module):
         return set() if found[2] in known else {f"{found[1]}@{found[2]}"}
     folder = os.path.basename(os.path.normpath(config.model))
-    # A configuration's own folder (--hf-config-path) may have the same name.
-    if config.hf_config_path is None and module.startswith(f"{_REMOTE}.{_module_name(folder)}."):
+    # Another folder, of the configuration (--hf-config-path) or named with "--", may have the
+    # same name.
+    references = (getattr(config.hf_config, "auto_map", None) or {}).values()
+    elsewhere = config.hf_config_path is not None or any("--" in str(each) for each in references)
+    if not elsewhere and module.startswith(f"{_REMOTE}.{_module_name(folder)}."):
         return set()
     if found := _OF_FOLDER.match(module):
         return {f"code {found[2]}"}

@@ -177,13 +177,20 @@ class HybridScheduler:
     def _track(self, request: "Request") -> RequestTracker:
         tracker = self._trackers.get(request.request_id)
         size = self._plan.block_size
+        before = None
         if tracker is not None and tracker.prompt_tokens != request.num_prompt_tokens:
             # The next part of a session has started over, see vllm_patch/sessions.py.
             self.finished(request)
-            tracker = None
+            before, tracker = tracker, None
         if tracker is None:
             prefix = prefix_of(request, size, self._hashes_per_block)
+            # vLLM knows a session by its last part's parameters; what was asked for the parts
+            # before holds for their tokens.
+            if before is not None and (prefix is None or before.tags != prefix.tags):
+                prefix = None
             unsaved = why_unsaved(request, prefix, self._options)
+            if before is not None and before.skip_save:
+                unsaved = unsaved or "skip_save"
             unit = self._plan.unit
             if prefix is not None:
                 self._granularity.add(request)
@@ -206,6 +213,8 @@ class HybridScheduler:
             tracker = RequestTracker(
                 request, prefix or Prefix(()), unsaved is None, checkpoints, inner=inner
             )
+            tracker.tags = None if prefix is None else prefix.tags
+            tracker.skip_save = unsaved == "skip_save"
             self._trackers[request.request_id] = tracker
         elif self._options.save_decode:
             self._planner.extend(tracker, len(request.block_hashes) // self._hashes_per_block)

@@ -122,6 +122,8 @@ class RequestTracker:
         prefix: the prompt's whole blocks, and those of generated tokens as far as they
             are stored; empty where nothing may be cached.
         inner: tokens of the prompt up to its last boundary inside a block; 0 where none counts.
+        tags: the user's; None where nothing may be cached.
+        skip_save: whether the user asked that nothing is stored.
         save: whether this request's blocks are stored.
         checkpoints: where its steps end so that a state can be stored.
         phase: of its lookup and load.
@@ -153,6 +155,8 @@ class RequestTracker:
     delayed: bool = False
     may_load: bool = True
     inner: int = 0
+    tags: tuple[tuple[str, str], ...] | None = None
+    skip_save: bool = False
     prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -15,9 +15,9 @@ from lmcache_hybrid.identity.code import code_identity
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that Python imports from."""
     monkeypatch.syspath_prepend(tmp_path)
-    code_identity.cache_clear()
+    code.forget()
     yield tmp_path
-    code_identity.cache_clear()
+    code.forget()
 
 
 def package(site: Path, name: str = "plugged", content: str = "SCALE = 1") -> Path:
@@ -46,7 +46,7 @@ def distribution(site: Path, version: str, name: str = "plugged", url: str = "")
 
 def again(module: str) -> str | None:
     """As a process that starts now."""
-    code_identity.cache_clear()
+    code.forget()
     for name in [name for name in sys.modules if name.partition(".")[0] == "plugged"]:
         del sys.modules[name]
     return code_identity(module)
@@ -146,3 +146,31 @@ def test_code_that_cannot_be_read_has_no_name(site, monkeypatch):
 
     monkeypatch.setattr(code.Path, "read_bytes", denied)
     assert again("plugged.backend") is None
+
+
+def test_a_file_that_was_put_into_an_installed_package_counts_by_content(site):
+    folder = package(site)
+    distribution(site, "1.2")
+    (folder / "patched.py").write_text("SCALE = 1")
+    first = again("plugged.patched")
+    (folder / "patched.py").write_text("SCALE = 2")
+    assert first.startswith("plugged-kit==1.2 code ") and again("plugged.patched") != first
+
+
+def test_folders_that_a_package_takes_in_when_it_is_imported_count(site, monkeypatch):
+    folder = package(site)
+    extended = "__path__ = __import__('pkgutil').extend_path(__path__, __name__)"
+    (folder / "__init__.py").write_text(extended)
+    distribution(site, "1.2")
+    other = site / "checkout"
+    (other / "plugged").mkdir(parents=True)
+    (other / "plugged/__init__.py").write_text("")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(other)])
+    found = set()
+    for content in ("SCALE = 1", "SCALE = 2"):
+        (other / "plugged/model.py").write_text(content)
+        again("plugged.model")
+        importlib.import_module("plugged.model")
+        code.forget()
+        found.add(code_identity("plugged.model"))
+    assert len(found) == 2 and all(name.startswith("plugged-kit==1.2 code ") for name in found)

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.weight_cache.ipc_loader import IpcModelLoader
 
 from lmcache_hybrid.core.errors import UnknownCodeError, UnknownWeightsError
-from lmcache_hybrid.identity.code import code_identity
+from lmcache_hybrid.identity import code
 from lmcache_hybrid.identity.model_code import classes_of, model_code
 from lmcache_hybrid.identity.weights import LOADED, weights_identity
 
@@ -50,7 +50,7 @@ def plugged(folder: Path, scale: int = 1) -> type[nn.Module]:
     package(folder, content=MODEL.replace("1", str(scale)))
     for name in [name for name in sys.modules if name.partition(".")[0] == "plugged"]:
         del sys.modules[name]
-    code_identity.cache_clear()
+    code.forget()
     return importlib.import_module("plugged.backend").Model
 
 
@@ -74,6 +74,17 @@ def test_a_model_class_of_a_plugin_counts_with_its_version(site, config):  # noq
     model = plugged(site)
     distribution(site, "1.3")
     assert code_of(config, model) == ["plugged-kit==1.3"]
+
+
+def test_a_file_that_was_put_into_an_installed_package_counts(site, config):  # noqa: F811
+    found = set()
+    for scale in (1, 2):
+        model = plugged(site, scale)
+        distribution(site, "1.2")
+        (record,) = site.glob("*.dist-info/RECORD")
+        record.write_text("plugged/__init__.py,,\n")
+        found.update(code_of(config, model))
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize("url", [None, EDITABLE])
@@ -267,6 +278,16 @@ def test_code_in_the_models_folder_counts_with_its_files_only(config, imported, 
     config.model_config.hf_config_path = None
     other = imported(tmp_path / "other")
     assert model_code(configured(config, other)) == {"model": [found[0]]}
+
+
+def test_code_of_another_folder_that_auto_map_names_counts(config, imported, tmp_path):
+    """Though it has the name of the model's."""
+    elsewhere, found = tmp_path / "elsewhere" / "model", []
+    for scale in (1, 2):
+        configured(config, imported(elsewhere, scale=scale), model=str(tmp_path / "model"))
+        config.model_config.hf_config.auto_map = {"AutoConfig": f"{elsewhere}--code.Config"}
+        found += model_code(config)["model"]
+    assert found[0] != found[1]
 
 
 @pytest.mark.parametrize("kind", ["AutoProcessor", "AutoImageProcessor"])

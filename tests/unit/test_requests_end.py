@@ -194,3 +194,29 @@ def test_what_is_cached_locally_past_the_prompt_has_no_name():
     request.append_output_token_ids([1] * (2 * N))
     rig.match(request, 5 * N)
     assert rig.scheduler._trackers["r"].kept == set()
+
+
+@pytest.mark.parametrize(
+    "first, then",
+    [
+        ({"lmcache.skip_save": True}, None),
+        ({"lmcache.tag.of": "a"}, None),
+        (None, {"lmcache.tag.of": "a"}),
+    ],
+)
+def test_what_was_asked_for_a_part_of_a_session_holds_for_its_tokens(first, then):
+    """vLLM gives the session the parameters of its last part."""
+    rig = Rig()
+    rig.match(make_request(tokens=3 * N + 1, params=first))
+    rig.match(make_request(tokens=6 * N + 1, params=then))
+    tracker = rig.scheduler._trackers["r"]
+    assert tracker.prompt_tokens == 6 * N + 1 and not tracker.save
+    rig.match(make_request(tokens=9 * N + 1))
+    assert not rig.scheduler._trackers["r"].save, "nor with the part after that"
+
+
+def test_parts_of_a_session_with_the_same_tags_are_stored():
+    rig, params = Rig(), {"lmcache.tag.of": "a"}
+    for tokens in (3 * N + 1, 6 * N + 1):
+        rig.match(make_request(tokens=tokens, params=params))
+        assert rig.scheduler._trackers["r"].save

@@ -163,8 +163,38 @@ DEFECTS = (
     one(
         "code of another folder of the same name is the model's own",
         MODEL_CODE,
-        "config.hf_config_path is None and module",
-        "module",
+        "elsewhere = config.hf_config_path is not None or",
+        "elsewhere =",
+    ),
+    one(
+        "code of another folder that auto_map names is the model's own",
+        MODEL_CODE,
+        ' or any("--" in str(each) for each in references)',
+        "",
+    ),
+    one(
+        "a file that was put into an installed package counts by the package's version",
+        MODEL_CODE,
+        "identity = code_identity(module)",
+        'identity = code_identity(module.partition(".")[0])',
+    ),
+    one(
+        "folders that a package takes in when it is imported do not count",
+        "lmcache_hybrid/identity/code.py",
+        "{*(spec.submodule_search_locations or ()), *imported}",
+        "{*(spec.submodule_search_locations or ())}",
+    ),
+    one(
+        "what was not to be stored of a session is, with its next part",
+        "lmcache_hybrid/scheduler/scheduler.py",
+        "            if before is not None and before.skip_save:\n",
+        "            if False:\n",
+    ),
+    one(
+        "a session's parts count with the last one's tags",
+        "lmcache_hybrid/scheduler/scheduler.py",
+        "(prefix is None or before.tags != prefix.tags)",
+        "prefix is None",
     ),
     one(
         "code of configurations within a configuration does not count",
