@@ -23,7 +23,7 @@ OTHERS = {
     "_unfinished_tasks",  # asyncio.Queue
     "all_special_ids",  # transformers
     "hip",  # torch.version
-    "layer_types",  # transformers
+    *("auto_map", "layer_types"),  # transformers
     "cuDriverGetVersion",  # CUDA, through ctypes
     "_C_cache_ops",  # torch.ops, see the hook of swap_blocks_batch
     "cuda_stream",  # torch.cuda.Stream, in C++
