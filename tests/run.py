@@ -4,6 +4,7 @@
 Tests that want both cores come last and run alone.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Annotated
 from xml.etree import ElementTree
 
+import psutil
 import typer
 
 ROOT = Path(__file__).parents[1]
@@ -120,12 +122,26 @@ def run_pass(arguments: list[str], report: Path) -> int:
     # xunit1 has each test's file.
     command = [sys.executable, "-m", "pytest", f"--junitxml={report}", "-o", "junit_family=xunit1"]
     process = subprocess.Popen([*command, *arguments], cwd=ROOT)
-    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+
+    def end(*_: object) -> None:
+        print(f"\nEnded while it ran: {', '.join(under_way(process.pid)) or 'no test'}", flush=True)
+        process.terminate()
+
+    signal.signal(signal.SIGTERM, end)
     while True:
         try:
             return process.wait()
         except KeyboardInterrupt:
             continue
+
+
+def under_way(pid: int) -> list[str]:
+    """The tests that workers of a pass are in, from the titles that pytest-xdist gives them."""
+    running = "[pytest-xdist running] "
+    with contextlib.suppress(psutil.Error):
+        titles = [" ".join(each.cmdline()) for each in psutil.Process(pid).children()]
+        return [title.removeprefix(running) for title in titles if title.startswith(running)]
+    return []
 
 
 def no_compiler() -> str | None:

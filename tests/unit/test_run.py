@@ -118,10 +118,31 @@ def test_a_run_that_is_ended_ends_its_pytest(tmp_path: Path):
         "    time.sleep(60)\n"
     )
     arguments = [f"--rootdir={tmp_path}", f"--basetemp={tmp_path / 'files'}", str(tmp_path)]
+    arguments += ["--numprocesses=1"]
     code = "from pathlib import Path; from tests.run import run_pass\n"
     code += f"raise SystemExit(-run_pass({arguments}, Path({str(tmp_path)!r}, 'report')))"
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=run.ROOT)
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=run.ROOT, stdout=subprocess.PIPE)
     wait_for(lambda: pid.is_symlink() or process.poll() is not None, "no test runs", 60)
     process.terminate()
-    assert process.wait() == signal.SIGTERM
-    assert not Path("/proc", os.readlink(pid)).exists()
+    said, _ = process.communicate()
+    assert process.returncode == signal.SIGTERM
+    assert b"Ended while it ran: test_it.py::test_long" in said
+    wait_for(lambda: not Path("/proc", os.readlink(pid)).exists(), "its worker goes on", 20)
+
+
+def test_a_test_that_its_timeout_cannot_end_fails_and_others_go_on(tmp_path: Path):
+    """As a call into C that never returns: no handler of a signal runs."""
+    (tmp_path / "test_it.py").write_text(
+        "import signal, time\n"
+        "def test_stuck():\n"
+        "    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\n"
+        "    time.sleep(60)\n"
+        "def test_next(): pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-c", run.ROOT / "pyproject.toml"]
+    command += [f"--rootdir={tmp_path}", "--numprocesses=1", "--timeout=1"]
+    command += ["--override-ini=faulthandler_timeout=3", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=50)
+    assert "crashed while running 'test_it.py::test_stuck'" in ended.stdout
+    assert "1 failed, 1 passed" in ended.stdout
+    assert "in test_stuck" in ended.stderr  # where it was
