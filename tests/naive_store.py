@@ -122,7 +122,10 @@ class NaiveStore:
             if key in self.records:
                 self.records[key] = self.records.pop(key)
 
-    arrange = refresh
+    def arrange(
+        self, keys: Sequence[RecordKey], passing: Sequence[RecordKey] = (), owner: str = ""
+    ) -> None:
+        self.refresh(keys)
 
     def clear(self, epoch: int) -> None:
         self.records.clear()

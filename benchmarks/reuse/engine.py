@@ -85,7 +85,8 @@ class Setup:
         checkpoint: ``lmcache.hybrid_checkpoint_tokens``, None where it is not set.
         save_decode: LMCache's ``save_decode_cache``.
         state_groups: state groups before the one attention group.
-        plain: LMCache's own eviction, which knows of no prefixes and states.
+        plain: LMCache's own order of eviction, which knows of no prefixes and states.
+        policy: LMCache's ``cache_policy``, "" where it is not set.
         unit: ``--prefix-match-unit``, 0 where it is not set.
     """
 
@@ -97,6 +98,7 @@ class Setup:
     save_decode: bool = False
     state_groups: int = 3
     plain: bool = False
+    policy: str = ""
     unit: int = 0
 
 
@@ -148,7 +150,8 @@ class _PlainStore(LMCacheStore):
     def refresh(self, keys) -> None:
         return
 
-    arrange = refresh
+    def arrange(self, keys, passing=(), owner="") -> None:
+        return
 
     def claim(self, located):
         claim = super().claim(located)
@@ -282,6 +285,7 @@ class ReplayEngine:
             max_local_cpu_size=setup.store * RECORD_BYTES / (1 << 30),
             save_decode_cache=setup.save_decode,
             extra_config={"local_cpu.pinned_align_bytes": RECORD_BYTES},
+            **({"cache_policy": setup.policy} if setup.policy else {}),
         )
         settle_lmcache_config(lmcache, setup.block_size)
         self.options = read_options(config, lmcache)

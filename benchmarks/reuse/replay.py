@@ -39,7 +39,7 @@ ATTENTION_BYTES = 65_536  # per token: 16 layers, keys and values of 4 heads of 
 BATCH = 8_192
 ROOM_BESIDE = 256  # more blocks in vLLM's pool beside an unlimited store
 # Traces that are replayed with a full store too.
-FULL = ("documents", "popular")
+FULL = ("documents", "popular", "one-offs")
 CHATS = ("chat", "short chats")
 # Boundaries of the finer oracle, in tokens.
 FINE = 16
@@ -53,7 +53,8 @@ class Arm:
         interval: T in blocks, 0 for none; None for the default, a state at each chunk's end.
         beside: vLLM's own cache is not emptied.
         room: whether vLLM's pool has working room besides the store's bytes.
-        plain: LMCache's own eviction, see :class:`benchmarks.reuse.engine.Setup`.
+        plain: LMCache's own order, see :class:`benchmarks.reuse.engine.Setup`.
+        policy: LMCache's ``cache_policy``, "" where it is not set.
         unit: ``--prefix-match-unit``, a divisor of N; 0 where it is not set.
         only: traces it is run on, empty for all.
     """
@@ -66,6 +67,7 @@ class Arm:
     beside: bool = False
     room: bool = True
     plain: bool = False
+    policy: str = ""
     unit: int = 0
     only: tuple[str, ...] = ()
 
@@ -83,8 +85,16 @@ ARMS = (
         "T4-decode", "LMCache, T = 4 N, generated too", interval=4, save_decode=True, only=("chat",)
     ),
     Arm("T1", "LMCache, T = N", interval=1),
-    Arm("plain", "LMCache, its own eviction", plain=True, only=FULL),
-    Arm("T4-plain", "LMCache, T = 4 N, its own eviction", interval=4, plain=True, only=FULL),
+    Arm("lru", "LMCache, cache_policy LRU", policy="LRU", only=FULL),
+    Arm("plain", "LMCache, its own eviction", plain=True, policy="LRU", only=FULL),
+    Arm(
+        "T4-plain",
+        "LMCache, T = 4 N, its own eviction",
+        interval=4,
+        plain=True,
+        policy="LRU",
+        only=FULL,
+    ),
     Arm("beside", "LMCache beside vLLM's cache", beside=True),
     Arm("vllm-U56", "vLLM alone, U = 56", store=False, unit=56),
     Arm("U16", "LMCache, U = 16", unit=16),
@@ -133,11 +143,13 @@ def jobs(traces: Sequence[Trace], block_size: int) -> list[Job]:
             for arm in ARMS
             if trace.name in (arm.only or (trace.name,)) and block_size % (arm.unit or 1) == 0
         ]
+        if trace.name == "one-offs":  # long, and what T and U bring is seen on the others
+            arms = [arm for arm in arms if not arm.interval and not arm.unit]
         unlimited = _pages_at_most(trace, block_size)
         made += [
             Job(trace, "unlimited", unlimited, block_size, a)
             for a in arms
-            if a.room and not a.plain
+            if a.room and not a.policy
         ]
         if trace.contents:
             third = _pages_of_contents(trace, block_size) // 3
@@ -170,7 +182,7 @@ def run(job: Job, advance: Callable[[], None] = lambda: None) -> dict:
         Its figures, in tokens and bytes, ready for JSON.
     """
     started = time.perf_counter()
-    saved = None
+    saved = held = None
     if job.arm is None:
         store = REFERENCES[job.reference][1](job.block_size, job.capacity)
         outcomes = []
@@ -181,8 +193,8 @@ def run(job: Job, advance: Callable[[], None] = lambda: None) -> dict:
     else:
         with ReplayEngine(setup_of(job)) as engine:
             outcomes = replay(engine, job, advance)
-            saved = engine.saved_pages
-            assert job.store != "unlimited" or engine.held_pages == saved, "a page was evicted"
+            saved, held = engine.saved_pages, engine.held_pages
+            assert job.store != "unlimited" or held == saved, "a page was evicted"
     return {
         "trace": job.trace.name,
         "store": job.store,
@@ -190,6 +202,7 @@ def run(job: Job, advance: Callable[[], None] = lambda: None) -> dict:
         "title": job.title,
         "capacity_pages": job.capacity,
         **_figures(job, outcomes, saved),
+        "held_pages": held,
         "seconds": round(time.perf_counter() - started, 1),
     }
 
@@ -210,6 +223,7 @@ def setup_of(job: Job) -> Setup:
         None if arm.interval is None else arm.interval * job.block_size,
         arm.save_decode,
         plain=arm.plain,
+        policy=arm.policy,
         unit=arm.unit,
     )
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 def tables(figures: dict) -> str:
     """Markdown: shares by arm and trace, then each arm's cost, then the labels."""
-    parts = _traces(figures), _shares(figures), _finest(figures), _costs(figures), _labels(figures)
-    return "\n\n".join(parts)
+    tables = _traces, _shares, _finest, _costs, _bytes, _labels
+    return "\n\n".join(table(figures) for table in tables)
 
 
 def checkpoints(figures: dict) -> str:
@@ -150,6 +150,25 @@ def _cost(run: dict | None) -> str:
     if "bytes_per_prompt_token" not in run:
         return f"-; {steps}"
     return f"{run['bytes_per_prompt_token'] / 1e3:.0f}; {steps}"
+
+
+def _bytes(figures: dict) -> str:
+    """What was written, and what is held at the end."""
+    scenarios, rows = _scenarios(figures), []
+    for arm, title in _arms(figures).items():
+        runs = [_run(figures, arm, scenario) for scenario in scenarios]
+        if any(run and run["saved_pages"] for run in runs):
+            rows.append([title, *(_written(run, figures["page_bytes"]) for run in runs)])
+    return "GB written; GB kept at the end:\n\n" + _table(
+        ["", *(_scenario(*scenario) for scenario in scenarios)], rows
+    )
+
+
+def _written(run: dict | None, page: int) -> str:
+    if run is None or not run["saved_pages"]:
+        return ""
+    written, kept = (run[name] * page / 1e9 for name in ("saved_pages", "held_pages"))
+    return f"{written:.0f}; {kept:.0f}"
 
 
 def _labels(figures: dict) -> str:

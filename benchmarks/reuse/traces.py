@@ -263,6 +263,16 @@ def popular(seed: int = 0, scale: float = 1.0, count: int = 60, questions: int =
     return _documents("popular", seed, scale, questions, [1 / (k + 1) for k in range(count)])
 
 
+def one_offs(seed: int = 0, scale: float = 1.0, count: int = 60, questions: int = 360) -> Trace:
+    """Those of ``popular``, among prompts that come once: 70 % of all."""
+    asked, draw = popular(seed, scale, count, questions), _Draw("one-offs", seed, scale)
+    others = []
+    for i in range(round(questions * 0.7 / 0.3)):
+        spans = draw.wide_span(f"prompt{i}", 3_000, 16_000), draw.span(f"question{i}", 30, 200)
+        others.append(Request(spans, draw.span(f"answer{i}", SHORT_ANSWER), "once"))
+    return Trace("one-offs", seed, draw.mixed([asked.requests, others]), asked.contents)
+
+
 def _documents(
     name: str, seed: int, scale: float, questions: int, weights: Sequence[float]
 ) -> Trace:
@@ -287,4 +297,5 @@ TRACES: dict[str, Callable[..., Trace]] = {
     "growing": growing,
     "documents": documents,
     "popular": popular,
+    "one-offs": one_offs,
 }

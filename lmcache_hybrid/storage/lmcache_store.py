@@ -18,7 +18,6 @@ import torch
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.storage_backend.cache_policy.base_policy import BaseCachePolicy
-from lmcache.v1.storage_backend.cache_policy.lru import LRUCachePolicy
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 from lmcache.v1.storage_backend.remote_backend import RemoteBackend
@@ -27,7 +26,7 @@ from vllm.logger import init_logger
 from lmcache_hybrid.core.digests import PLAIN, Digester
 from lmcache_hybrid.core.errors import DamagedError, LoadError, NoRoomError, RecordError
 from lmcache_hybrid.core.keys import RecordKey
-from lmcache_hybrid.storage import tier_lookup
+from lmcache_hybrid.storage import arc, tier_lookup
 from lmcache_hybrid.storage.buffer import LMCacheBuffer, record_shape
 from lmcache_hybrid.storage.claims import LMCacheClaim
 from lmcache_hybrid.storage.disk.backend import LocalDisk
@@ -97,7 +96,10 @@ class LMCacheStore:
             if isinstance(backend, RemoteBackend):
                 remote.watch(backend, count, written)
                 remote.remove_what_checks_leave(backend)
+            elif isinstance(backend, LocalCPUBackend):
+                backend.cache_policy = arc.policy_for(backend.cache_policy, engine.config)
             elif isinstance(backend, LocalDiskBackend):
+                backend.cache_policy = arc.policy_for(backend.cache_policy, engine.config)
                 disk = LocalDisk.instead_of(backend, count, written)
                 self.manager.storage_backends[name] = disk
                 told = (notes.restored,) if notes is not None else ()
@@ -161,19 +163,17 @@ class LMCacheStore:
                                 error,
                             )
 
-    def arrange(self, keys: Sequence[RecordKey]) -> None:
-        engine_keys = [self.engine_key(key) for key in reversed(keys)]
+    def arrange(
+        self, keys: Sequence[RecordKey], passing: Sequence[RecordKey] = (), owner: str = ""
+    ) -> None:
+        ordered = [self.engine_key(key) for key in reversed(keys)]
+        first = [self.engine_key(key) for key in passing]
         for backend in self.manager.storage_backends.values():
             if isinstance(backend, LocalDisk):
-                backend.arrange(engine_keys)
-            # Other policies have an order of their own, or count uses.
-            elif isinstance(backend, LocalCPUBackend) and isinstance(
-                backend.cache_policy, LRUCachePolicy
-            ):
+                backend.arrange(ordered, first, owner)
+            elif isinstance(backend, LocalCPUBackend):
                 with backend.cpu_lock:
-                    for key in engine_keys:
-                        if key in backend.hot_cache:
-                            backend.hot_cache.move_to_end(key)
+                    arc.arrange(backend.cache_policy, backend.hot_cache, ordered, first, owner)
 
     def _evicting(self) -> Iterator[tuple[BaseCachePolicy, threading.Lock, Any]]:
         """(policy, lock, records by key) of each backend that evicts by LMCache's policies."""

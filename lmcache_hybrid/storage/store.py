@@ -117,8 +117,16 @@ class Store(Protocol[C, B]):
     def refresh(self, keys: Sequence[RecordKey]) -> None:
         """Mark as recently used, first key most recent."""
 
-    def arrange(self, keys: Sequence[RecordKey]) -> None:
-        """Set the eviction order of new records without counting an access."""
+    def arrange(
+        self, keys: Sequence[RecordKey], passing: Sequence[RecordKey] = (), owner: str = ""
+    ) -> None:
+        """Set the eviction order of new records without counting an access.
+
+        Args:
+            keys: of a prompt up to where it is stored, the most worth keeping first.
+            passing: states that are worth less than all else unless they are hit.
+            owner: the request that stored them.
+        """
 
     def clear(self, epoch: int) -> None:
         """Forget all records of this rank, in-flight saves included.

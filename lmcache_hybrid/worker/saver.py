@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 
 from lmcache_hybrid.core.counts import Ledger, WorkerCounts
 from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.core.keys import STATE
 from lmcache_hybrid.core.lmcache_stats import Monitor
 from lmcache_hybrid.core.threads import started as started_thread
 from lmcache_hybrid.identity.adapters import LoadedAdapters
@@ -144,10 +145,13 @@ class Saver:
         """Hand copied records to the store, which takes their buffers over."""
         size = sum(self._pages[key.group].block_bytes for key, _ in records)
         self._store.put(records)
-        if save.boundaries or save.inner:
-            # In the order of writing the first pages of a prefix would be evicted first.
-            used = used_keys(save.prefix, save.boundaries, self._plan, save.inner)
-            self._store.arrange(used)
+        # In the order of writing the first pages of a prefix would be evicted first.
+        used = used_keys(save.prefix, save.boundaries, self._plan, save.inner)
+        lasting = set(used)
+        # Where a chunk ended, or every T tokens: a later prompt may part there, or none ever.
+        passing = [key for key, _ in records if key.kind == STATE and key not in lasting]
+        if used or passing:
+            self._store.arrange(used, passing, save.request_id)
         seconds = time.perf_counter() - started
         with self._ledger as counts:
             save.count(counts, size)

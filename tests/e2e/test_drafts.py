@@ -96,7 +96,7 @@ def test_drafts_behind_a_restored_prefix_are_those_behind_vllms_own_hit(
     ) as engine:
         assert engine.info["runner"] == "vllm.v1.worker.gpu.model_runner"
         size, rng = engine.info["block_size"], random.Random(5)
-        prompts = [[rng.randrange(32, 127) for _ in range(2 * size + 30)] for _ in range(2)]
+        prompts = [[rng.randrange(32, 127) for _ in range(2 * size + 30)] for _ in range(4)]
         hit, own = drafter.blocks * size, []
         for prompt in prompts:
             assert ask(engine, prompt).answer.cached == 0

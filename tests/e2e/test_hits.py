@@ -126,19 +126,29 @@ def test_prefix_half_in_vllm_and_half_in_the_store(model: Path) -> None:
         assert engine.counts()["worker"] == after | {"saved_bytes": after["saved_bytes"]}
 
 
-def test_a_batch_that_hits_extends_and_misses_answers_as_one_by_one(model: Path) -> None:
-    """A batch that hits, extends and misses side by side; nothing is left over."""
+def test_a_batch_that_hits_extends_and_misses_answers_as_behind_vllms_own_hits(
+    model: Path,
+) -> None:
+    """Side by side, and nothing is left over.
+
+    Not compared with one prompt at a time: in a batch chunks are cut elsewhere, and without
+    AVX512-BF16 vLLM alone then differs by up to 0.6.
+    """
+    with Engine(model) as plain:
+        chosen = cases(plain.info["block_size"], seed=7)[::2]
+        for case in chosen:
+            plain.ask(list(case.asked))
+        own = plain.ask_many([list(case.asked) for case in chosen])
     with Engine(model, {"local_cpu": True}) as engine:
         size = engine.info["block_size"]
-        chosen = cases(size, seed=7)[::2]
-        alone = []
         for case in chosen:
             engine.forget()
-            alone.append(engine.ask(list(case.asked)))
+            engine.ask(list(case.asked))
         engine.forget()
         answers = engine.ask_many([list(case.asked) for case in chosen])
         assert answers[0].external > size * len(chosen)
-        for case, one, many in zip(chosen, alone, answers):
+        for case, one, many in zip(chosen, own, answers):
+            assert one.cached == many.cached
             assert_close(one, many, case.name)
         live = engine.counts()["live"]
         assert live["tracked"] == live["claims"] == live["pinned"] == live["held"] == 0

@@ -106,6 +106,7 @@ class Box:
         for name, value in settings.items():
             assert hasattr(config, name)
             setattr(config, name, value)
+            config._user_set_keys.add(name)
         self.name = f"unit-{next(_names)}"
         self.engine = make_engine(self.name, config, model, rank, ranks)
         self.engine.post_init()

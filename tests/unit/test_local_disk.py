@@ -26,7 +26,12 @@ SIZE = payload_bytes(EACH)
 GIB = 1 << 30
 OTHERS = [key._replace(block_hash=b"x" + key.block_hash[1:]) for key in KEYS]
 STRANGER = bytes(reversed(FINGERPRINT))
-POLICIES = ["LRU", "LFU", "FIFO", "MRU"]
+# None: nobody chose one.
+POLICIES = [None, "LRU", "LFU", "FIFO", "MRU"]
+
+
+def chosen(policy: str | None) -> dict[str, str]:
+    return {} if policy is None else {"cache_policy": policy}
 
 
 def age(files: list[Path]) -> None:
@@ -142,8 +147,8 @@ def test_a_damaged_file_only_takes_room_until_it_is_written_anew(box):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_over_a_restart_on_a_full_disk(box, policy):
-    written(box, cache_policy=policy)
-    one = box("disk", cache_policy=policy, max_local_disk_size=records(4))
+    written(box, **chosen(policy))
+    one = box("disk", **chosen(policy), max_local_disk_size=records(4))
     one.store.refresh(KEYS)
     one.read()
     one.store.arrange(KEYS)
@@ -159,7 +164,7 @@ def test_every_policy_over_a_restart_on_a_full_disk(box, policy):
 @pytest.mark.parametrize("fails", [None, 1, 3])
 def test_a_save_is_arranged_when_its_last_write_ends(box, fails):
     """Ends of prefixes go first, in whatever order the writes end; one of them may fail."""
-    one = box("disk", max_local_disk_size=records(4))
+    one = box("disk", cache_policy="LRU", max_local_disk_size=records(4))
     go_on, write_file = threading.Event(), one.backend.write_file
 
     def slow(buffer, path):
@@ -191,7 +196,7 @@ class NotAsked(list):
 
 
 def test_arranging_a_save_does_not_search_the_writes_for_each_record(box):
-    one = write(box("disk"), KEYS[:1])
+    one = write(box("disk", cache_policy="LRU"), KEYS[:1])
     worker, engine_keys = one.backend.disk_worker, [one.store.engine_key(key) for key in KEYS]
     worker.put_tasks = NotAsked(engine_keys[:3])  # the first is indexed and not yet taken off
     one.store.arrange(KEYS)
@@ -202,7 +207,7 @@ def test_arranging_a_save_does_not_search_the_writes_for_each_record(box):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_evicts_beside_a_write_and_after_a_loss(box, policy):
-    one = write(box("disk", cache_policy=policy, max_local_disk_size=records(4)))
+    one = write(box("disk", **chosen(policy), max_local_disk_size=records(4)))
     one.path(KEYS[1]).unlink()
     with pytest.raises((LoadError, RecordError)):
         one.read(KEYS[:2])
@@ -264,7 +269,7 @@ def reached(tmp_path: Path, count: int) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_files_that_somebody_deleted_fail_no_save(box, tmp_path, policy):
-    one = box("disk", cache_policy=policy, max_local_disk_size=records(4), **behind(tmp_path))
+    one = box("disk", **chosen(policy), max_local_disk_size=records(4), **behind(tmp_path))
     write(one)
     reached(tmp_path, 4)
     for file in held(one.folder):

@@ -174,9 +174,22 @@ def test_each_choice_of_checkpoints_has_a_row() -> None:
     ]
 
 
+def test_prompts_that_come_once_do_not_push_out_what_is_asked_for():
+    """As in docs/reuse.md, with blocks of 64 tokens and a tenth of the trace's sizes."""
+    trace, size = traces.one_offs(0, 64 / replay.BLOCK_SIZE, count=20, questions=120), 64
+    assert sum(each.label == "once" for each in trace.requests) == 0.7 * len(trace.requests)
+    third = replay._pages_of_contents(trace, size) // 3
+    shares = {}
+    for arm in replay.ARMS:
+        if arm.name in ("default", "lru"):
+            shares[arm.name] = replay.run(replay.Job(trace, "a third", third, size, arm))["share"]
+    assert shares["default"] > 1.3 * shares["lru"]
+
+
 def test_the_tables_go_between_the_markers(tmp_path: Path) -> None:
     figures = {
         "batch_tokens": 8192,
+        "page_bytes": 10**9,
         "traces": {
             "chat": {
                 "requests": 2,
@@ -198,6 +211,8 @@ def test_the_tables_go_between_the_markers(tmp_path: Path) -> None:
                 "by_label": {"later turns": {"share": 0.25, "oracle": 40}},
                 "bytes_per_prompt_token": 15_200.0,
                 "extra_steps_per_request": 0.5,
+                "saved_pages": 3,
+                "held_pages": 2,
             }
         ],
     }
@@ -209,6 +224,7 @@ def test_the_tables_go_between_the_markers(tmp_path: Path) -> None:
     assert text.startswith("Before\n") and text.endswith("\nAfter\n") and "old" not in text
     for cell in (
         "| LMCache | 50.0 % |",
+        "| LMCache | 3; 2 |",
         "| LMCache | 31.2 % |",
         "| LMCache | 15; 0.50 |",
         "| LMCache | 25.0 % |",

@@ -21,6 +21,7 @@ from lmcache.v1.storage_backend.cache_policy.lru import LRUCachePolicy
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 from vllm.logger import init_logger
 
+from lmcache_hybrid.storage import arc
 from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.storage.disk.deleter import Deleter
 from lmcache_hybrid.storage.disk.eviction import Room, SteadyLFU
@@ -153,6 +154,8 @@ class LocalDisk(LocalDiskBackend):
         shape = record_shape(file.size)
         self.insert_key(file.key, file.size, shape, torch.uint8, MemoryFormat.KV_2LTD)
         self.cache_policy.update_on_put(file.key)
+        if isinstance(self.cache_policy, arc.ARC):
+            self.cache_policy.update_on_hit(file.key, self.dict)
         self.current_cache_size += file.size
         self.usage += file.size
         return True
@@ -334,17 +337,20 @@ class LocalDisk(LocalDiskBackend):
         self._written(key)
         self._arrive(key)
 
-    def arrange(self, keys: Sequence[CacheEngineKey]) -> None:
-        """Set the eviction order of records, once those in flight are indexed. Thread-safe.
+    def arrange(
+        self,
+        keys: Sequence[CacheEngineKey],
+        passing: Sequence[CacheEngineKey] = (),
+        owner: str = "",
+    ) -> None:
+        """Set the eviction order of records, as :func:`.arc.arrange`. Thread-safe.
 
-        Policies other than LRU keep their own order.
-
-        Args:
-            keys: of one save, the first to be evicted first.
+        LMCache's LRU orders what is indexed, so it waits until those in flight are.
         """
-        if not isinstance(self.cache_policy, LRUCachePolicy):
-            return
         with self.disk_lock:
+            if type(self.cache_policy) is not LRUCachePolicy:
+                arc.arrange(self.cache_policy, self.dict, keys, passing, owner)
+                return
             writing = self._being_written()
             pending = {key for key in keys if key not in self.dict and key in writing}
             self._arranged.update(dict.fromkeys(pending, (keys, pending)))

@@ -154,6 +154,12 @@ LMCACHE = (
         _DISK, "LocalDiskBackend.async_save_bytes_to_disk", holds=("self.write_file(buffer, path)",)
     ),
     *attributes(
+        f"{_BACKENDS}.cache_policy.lru",
+        "LRUCachePolicy",
+        "update_on_hit update_on_put update_on_force_evict get_evict_candidates "
+        "update_chunk_hash_dict",
+    ),
+    *attributes(
         f"{_BACKENDS}.cache_policy.lfu",
         "LFUCachePolicy",
         "update_on_hit update_on_put update_on_force_evict get_evict_candidates key_to_freq",

@@ -78,7 +78,7 @@ DEFECTS = (
     one(
         "the beginning of a prefix is evicted first",
         "lmcache_hybrid/worker/saver.py",
-        "            self._store.arrange(used)\n",
+        "            self._store.arrange(used, passing, save.request_id)\n",
         "            pass\n",
     ),
     one(

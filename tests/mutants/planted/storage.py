@@ -5,6 +5,7 @@ from tests.mutants.defect import one
 
 STAGING = "lmcache_hybrid/storage/read_memory.py"
 STORE = "lmcache_hybrid/storage/lmcache_store.py"
+ARC = "lmcache_hybrid/storage/arc.py"
 DISK = "lmcache_hybrid/storage/disk/backend.py"
 ROOM = "lmcache_hybrid/storage/disk/eviction.py"
 ADAPTERS = "lmcache_hybrid/storage/remote/adapters.py"
@@ -145,6 +146,68 @@ DEFECTS = (
         DISK,
         "        for ranked in (strangers, own):\n",
         "        for ranked in (own, strangers):\n",
+    ),
+    one(
+        "prompts that come once push out what was hit",
+        ARC,
+        "chain(islice(self._once, over), self._main, islice(self._once, over, None))",
+        "chain(self._main, self._once)",
+    ),
+    one(
+        "the newest prompt is evicted before it can be asked again",
+        ARC,
+        "(key for key in older if key not in self._newest)",
+        "older",
+    ), self._newest)",
+        "int(self._share)",
+    ),
+    one(
+        "a chunk's end outlives the pages of all prompts",
+        ARC,
+        "                self._once.move_to_end(key, last=False)\n",
+        "",
+    ),
+    one(
+        "a prefix that two requests computed counts as seen once",
+        ARC,
+        " or self._once.get(key, owner) != owner]",
+        "]",
+    ),
+    one(
+        "a request that stores twice counts as two",
+        ARC,
+        "self._once.get(key, owner) != owner]",
+        "key in self._once]",
+    ),
+    one(
+        "what is stored again after its eviction counts as new",
+        ARC,
+        "        self._main[key] = again\n",
+        "        self._main[key] = False\n",
+    ),
+    one(
+        "new turns of a conversation count as seen once",
+        ARC,
+        "for key in keys if len(known) >= KNOWN * len(keys) else known:",
+        "for key in known:",
+    ),
+    one(
+        "new prompts never get more room",
+        ARC,
+        "            self._share += max(1.0, main / once)\n",
+        "",
+    ),
+    one(
+        "new prompts never give room back",
+        ARC,
+        "            self._share -= max(1.0, once / main)\n",
+        "",
+    ),
+    one(
+        "an eviction policy that somebody chose is replaced",
+        ARC,
+        " and not chosen else policy",
+        " else policy",
     ),
     one(
         "records that are still being written are not arranged",

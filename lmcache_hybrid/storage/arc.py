@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evicts what was stored once and never asked for again before what was hit."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.storage_backend.cache_policy.lru import LRUCachePolicy
+
+if TYPE_CHECKING:
+    from lmcache.v1.config import LMCacheEngineConfig
+
+# Share of a prompt that must have been known before, for what it adds to count as used, too.
+KNOWN = 0.5
+
+
+class ARC(LRUCachePolicy):
+    """ARC (Megiddo and Modha, FAST 2003) in place of LMCache's LRU.
+
+    Two queues, each evicted by last use. The records of a prompt that nobody asked before join the
+    first once all of it is stored. When they are hit, or another request computes the same prefix,
+    they move to the second. The first gives way while it holds more than a share that adapts:
+    records that are stored again after they left the first raise it, those that left the second
+    lower it. So prompts that never come back push out one another and not what is used.
+
+    Other than in ARC a prompt comes and goes as a whole. Where half of it was known before, as in a
+    conversation that goes on, all of it counts as used. The newest prompt and what was stored
+    since are evicted last, the end of a prompt before its beginning. States that only a branch
+    could want go first.
+
+    Call with the backend's lock held, as LMCache's policies.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The request that stored each record that nobody hit, the next to be evicted first.
+        self._once: OrderedDict[CacheEngineKey, str] = OrderedDict()
+        # Whether each other record was asked for twice; else its prompt is still being stored.
+        self._main: OrderedDict[CacheEngineKey, bool] = OrderedDict()
+        # Keys of what was evicted from either.
+        self._once_lost: OrderedDict[CacheEngineKey, None] = OrderedDict()
+        self._main_lost: OrderedDict[CacheEngineKey, None] = OrderedDict()
+        # Records that the first queue may hold.
+        self._share = 0.0
+        # Records of the newest prompt that is stored, and those of prompts being computed since.
+        self._newest: set[CacheEngineKey] = set()
+
+    def update_on_put(self, key: CacheEngineKey) -> None:
+        super().update_on_put(key)
+        self._once.pop(key, None)
+        once, main = len(self._once_lost), len(self._main_lost)
+        again = key in self._once_lost or key in self._main_lost
+        if key in self._once_lost:
+            self._share += max(1.0, main / once)
+            del self._once_lost[key]
+        elif key in self._main_lost:
+            self._share -= max(1.0, once / main)
+            del self._main_lost[key]
+        self._share = min(max(0.0, self._share), len(self._once) + len(self._main))
+        self._main[key] = again
+        self._main.move_to_end(key)
+        self._newest.add(key)
+
+    def update_on_hit(self, key: CacheEngineKey, cache_dict: Any) -> None:
+        self.update_chunk_hash_dict(key)
+        self._promote(key)
+
+    def update_on_force_evict(self, key: CacheEngineKey) -> None:
+        self._once.pop(key, None)
+        self._main.pop(key, None)
+        self._newest.discard(key)
+
+    def _promote(self, key: CacheEngineKey) -> None:
+        self._once.pop(key, None)
+        self._main[key] = True
+        self._main.move_to_end(key)
+
+    def arrange(
+        self, keys: Sequence[CacheEngineKey], passing: Iterable[CacheEngineKey], owner: str
+    ) -> None:
+        """Set the order of a prompt's records.
+
+        Args:
+            keys: of the prompt up to where it is stored, the first to be evicted first.
+            passing: states that are evicted before all others unless they are hit.
+            owner: the request that stored them.
+        """
+        known = [key for key in keys if self._main.get(key) or self._once.get(key, owner) != owner]
+        for key in keys if len(known) >= KNOWN * len(keys) else known:
+            if key in self._main or key in self._once:
+                self._promote(key)
+        for key in keys:
+            if self._main.get(key) is False:
+                del self._main[key]
+                self._once[key] = owner
+            if key in self._once:
+                self._once.move_to_end(key)
+        if keys:
+            self._newest = set(keys)
+        for key in passing:
+            if self._main.get(key) is False:
+                del self._main[key]
+                self._once[key] = ""
+                self._once.move_to_end(key, last=False)
+            self._newest.discard(key)
+
+    def get_evict_candidates(
+        self, cache_dict: Any, num_candidates: int = 1
+    ) -> list[CacheEngineKey]:
+        over = max(0, len(self._once) - int(self._share))
+        older = chain(islice(self._once, over), self._main)
+        order = chain((key for key in older if key not in self._newest), self._once, self._main)
+        candidates: dict[CacheEngineKey, None] = {}
+        for key in order:
+            # One that is being written is not in it yet.
+            if key in cache_dict and cache_dict[key].can_evict:
+                candidates[key] = None
+            if len(candidates) == num_candidates:
+                break
+        for key in candidates:
+            self._newest.discard(key)
+            if self._once.pop(key, ""):
+                self._once_lost[key] = None
+            elif self._main.pop(key, False):
+                self._main_lost[key] = None
+        held = len(self._once) + len(self._main)
+        while len(self._once) + len(self._once_lost) > held and self._once_lost:
+            self._once_lost.popitem(last=False)
+        while len(self._once_lost) + len(self._main_lost) > held and self._main_lost:
+            self._main_lost.popitem(last=False)
+        return list(candidates)
+
+
+def arrange(
+    policy: Any,
+    index: Any,
+    keys: Sequence[CacheEngineKey],
+    passing: Iterable[CacheEngineKey],
+    owner: str,
+) -> None:
+    """Set the order of a prompt's records in a backend; call with its lock held.
+
+    LMCache's own LRU keeps it in ``index``; other policies have an order of their own, or count.
+    For the rest see :meth:`ARC.arrange`.
+    """
+    if isinstance(policy, ARC):
+        policy.arrange(keys, passing, owner)
+    elif isinstance(policy, LRUCachePolicy):
+        for key in keys:
+            if key in index:
+                index.move_to_end(key)
+
+
+def policy_for(policy: Any, config: "LMCacheEngineConfig") -> Any:
+    """LMCache's policy of an empty backend, or :class:`ARC` where nobody chose one."""
+    chosen = "cache_policy" in config._user_set_keys
+    return ARC() if type(policy) is LRUCachePolicy and not chosen else policy
