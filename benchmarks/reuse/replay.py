@@ -85,7 +85,7 @@ ARMS = (
         "T4-decode", "LMCache, T = 4 N, generated too", interval=4, save_decode=True, only=("chat",)
     ),
     Arm("T1", "LMCache, T = N", interval=1),
-    Arm("lru", "LMCache, cache_policy LRU", policy="LRU", only=FULL),
+    Arm("policy-lru", "LMCache, cache_policy LRU", policy="LRU", only=FULL),
     Arm("plain", "LMCache, its own eviction", plain=True, policy="LRU", only=FULL),
     Arm(
         "T4-plain",

@@ -181,9 +181,9 @@ def test_prompts_that_come_once_do_not_push_out_what_is_asked_for():
     third = replay._pages_of_contents(trace, size) // 3
     shares = {}
     for arm in replay.ARMS:
-        if arm.name in ("default", "lru"):
+        if arm.name in ("default", "policy-lru"):
             shares[arm.name] = replay.run(replay.Job(trace, "a third", third, size, arm))["share"]
-    assert shares["default"] > 1.3 * shares["lru"]
+    assert shares["default"] > 1.3 * shares["policy-lru"]
 
 
 def test_the_tables_go_between_the_markers(tmp_path: Path) -> None:

@@ -150,16 +150,14 @@ DEFECTS = (
     one(
         "prompts that come once push out what was hit",
         ARC,
-        "chain(islice(self._once, over), self._main, islice(self._once, over, None))",
-        "chain(self._main, self._once)",
+        "older = chain(islice(self._once, over), self._main)",
+        "older = chain(self._main, self._once)",
     ),
     one(
         "the newest prompt is evicted before it can be asked again",
         ARC,
         "(key for key in older if key not in self._newest)",
         "older",
-    ), self._newest)",
-        "int(self._share)",
     ),
     one(
         "a chunk's end outlives the pages of all prompts",
