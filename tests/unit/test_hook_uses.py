@@ -19,6 +19,7 @@ OURS = ("lmcache_hybrid", "vllm_patch")
 OTHERS = {
     "__tensor_flatten__",  # torch, of tensors that wrap others
     "_commit_hash",  # transformers
+    "_user_set_keys",  # of LMCache's configuration, see the hook of _update_config_from_env
     *("HF_HUB_CACHE", "blob_id", "lfs"),  # huggingface_hub
     "_unfinished_tasks",  # asyncio.Queue
     "all_special_ids",  # transformers

@@ -33,7 +33,7 @@ LMCACHE = (
     Hook(f"{_BACKENDS}.connector.base_connector", "RemoteConnector.remove_sync"),
     Hook(f"{_BACKENDS}.connector", "parse_remote_url"),
     Hook(_DISK, "LocalDiskBackend.exists_in_put_tasks"),
-    Hook("lmcache.v1.config", "_update_config_from_env"),
+    Hook("lmcache.v1.config", "_update_config_from_env", holds=("self._user_set_keys.add(name)",)),
     # lmcache_hybrid/storage/remote, lmcache_hybrid/tools/stored
     Hook("redis", "RedisError"),
     Hook("redis", "ResponseError"),

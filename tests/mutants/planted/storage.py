@@ -208,6 +208,12 @@ DEFECTS = (
         " else policy",
     ),
     one(
+        "an eviction policy of extra config is taken for a default",
+        "lmcache_hybrid/config/options.py",
+        "        config._user_set_keys.add(field)",
+        "        field",
+    ),
+    one(
         "records that are still being written are not arranged",
         DISK,
         "            self._arranged.update(dict.fromkeys(pending, (keys, pending)))\n",
