@@ -35,6 +35,8 @@ UNKNOWN_SECONDS = 10.0
 SLOWEST = 5
 # Steps of the simulation with ``--all``; test_simulation.py has the number without.
 ALL_STEPS = "200000"
+# Workers are looked at so often, and a test that takes longer than the second one is stuck.
+LOOK_SECONDS, STUCK_SECONDS = 10.0, 1200.0
 # pytest's exit codes: nothing was selected; somebody pressed Ctrl-C.
 NO_TESTS, INTERRUPTED = 5, 2
 
@@ -123,25 +125,60 @@ def run_pass(arguments: list[str], report: Path) -> int:
     command = [sys.executable, "-m", "pytest", f"--junitxml={report}", "-o", "junit_family=xunit1"]
     process = subprocess.Popen([*command, *arguments], cwd=ROOT)
 
+    watch = Watch(process.pid)
+
     def end(*_: object) -> None:
-        print(f"\nEnded while it ran: {', '.join(under_way(process.pid)) or 'no test'}", flush=True)
+        print(f"\nEnded while it ran: {', '.join(watch.tests()) or 'no test'}", flush=True)
         process.terminate()
 
     signal.signal(signal.SIGTERM, end)
     while True:
         try:
-            return process.wait()
+            return process.wait(LOOK_SECONDS)
+        except subprocess.TimeoutExpired:
+            watch.end_stuck()
         except KeyboardInterrupt:
             continue
 
 
-def under_way(pid: int) -> list[str]:
-    """The tests that workers of a pass are in, from the titles that pytest-xdist gives them."""
-    running = "[pytest-xdist running] "
-    with contextlib.suppress(psutil.Error):
-        titles = [" ".join(each.cmdline()) for each in psutil.Process(pid).children()]
-        return [title.removeprefix(running) for title in titles if title.startswith(running)]
-    return []
+class Watch:
+    """Ends workers of pytest-xdist whose test does not end, where its timeout is stuck as well.
+
+    Such a worker prints all its stacks and aborts; pytest-xdist says that the test crashed, and
+    goes on. A timer in the worker itself would lock up its forks.
+    """
+
+    def __init__(self, pid: int, limit: float = STUCK_SECONDS) -> None:
+        """Watch the children of process ``pid``."""
+        self._pid, self._limit = pid, limit
+        # By worker: its test, and since when it runs.
+        self._since: dict[int, tuple[str, float]] = {}
+
+    def tests(self) -> list[str]:
+        """Those that the workers are in."""
+        return sorted(self._running().values())
+
+    def _running(self) -> dict[int, str]:
+        """The test of each worker, from the title that pytest-xdist gives it."""
+        running, found = "[pytest-xdist running] ", {}
+        with contextlib.suppress(psutil.Error):
+            for worker in psutil.Process(self._pid).children():
+                title = " ".join(worker.cmdline())
+                if title.startswith(running):
+                    found[worker.pid] = title.removeprefix(running)
+        return found
+
+    def end_stuck(self) -> None:
+        """Look at the workers; call it again and again."""
+        now, before = time.monotonic(), self._since
+        self._since = {}
+        for pid, test in self._running().items():
+            test_before, since = before.get(pid, ("", now))
+            self._since[pid] = test, since if test_before == test else now
+            if now - self._since[pid][1] > self._limit:
+                print(f"\n{test} does not end: its worker is aborted", flush=True)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGABRT)
 
 
 def no_compiler() -> str | None:

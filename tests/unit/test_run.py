@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -139,10 +140,19 @@ def test_a_test_that_its_timeout_cannot_end_fails_and_others_go_on(tmp_path: Pat
         "    time.sleep(60)\n"
         "def test_next(): pass\n"
     )
-    command = [sys.executable, "-m", "pytest", "-c", run.ROOT / "pyproject.toml"]
-    command += [f"--rootdir={tmp_path}", "--numprocesses=1", "--timeout=1"]
-    command += ["--override-ini=faulthandler_timeout=3", str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=50)
-    assert "crashed while running 'test_it.py::test_stuck'" in ended.stdout
-    assert "1 failed, 1 passed" in ended.stdout
-    assert "in test_stuck" in ended.stderr  # where it was
+    command = [sys.executable, "-m", "pytest", f"--rootdir={tmp_path}", "--timeout=1"]
+    process = subprocess.Popen(
+        [*command, "--numprocesses=1", str(tmp_path)],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    watch = run.Watch(process.pid, limit=2.0)
+    while process.poll() is None:
+        watch.end_stuck()
+        time.sleep(0.1)
+    said, stacks = process.communicate()
+    assert "crashed while running 'test_it.py::test_stuck'" in said
+    assert "1 failed, 1 passed" in said
+    assert "in test_stuck" in stacks  # where it was
