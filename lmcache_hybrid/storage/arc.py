@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # Share of a prompt that must have been known before, for what it adds to count as used, too.
 KNOWN = 0.5
+# In place of the request that stored a record before the start.
+BEFORE = "before"
 
 
 class ARC(LRUCachePolicy):
@@ -62,6 +64,10 @@ class ARC(LRUCachePolicy):
         self._main[key] = again
         self._main.move_to_end(key)
         self._newest.add(key)
+
+    def found_again(self, key: CacheEngineKey) -> None:
+        """Count a record that was there before the start: nobody has asked for it since."""
+        self._once[key] = BEFORE
 
     def update_on_hit(self, key: CacheEngineKey, cache_dict: Any) -> None:
         self.update_chunk_hash_dict(key)

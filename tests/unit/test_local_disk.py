@@ -161,6 +161,19 @@ def test_every_policy_over_a_restart_on_a_full_disk(box, policy):
     assert torch.equal(one.read(OTHERS[3:])[0], payload_of(OTHERS[3], SIZE))
 
 
+def test_new_prompts_push_out_what_nobody_asked_for_since_the_start(box):
+    """And not one another; what was hit since stays."""
+    written(box)
+    one = box("disk", max_local_disk_size=records(4))
+    one.store.refresh(KEYS[:1])
+    for key in OTHERS[:2]:
+        write(one, [key])
+        settled(one, 4)
+        one.store.arrange([key], (), str(key))
+    left = {one.store.engine_key(key) for key in (KEYS[0], KEYS[3], *OTHERS[:2])}
+    assert set(one.backend.dict) == left
+
+
 @pytest.mark.parametrize("fails", [None, 1, 3])
 def test_a_save_is_arranged_when_its_last_write_ends(box, fails):
     """Ends of prefixes go first, in whatever order the writes end; one of them may fail."""

@@ -153,9 +153,10 @@ class LocalDisk(LocalDiskBackend):
             return False
         shape = record_shape(file.size)
         self.insert_key(file.key, file.size, shape, torch.uint8, MemoryFormat.KV_2LTD)
-        self.cache_policy.update_on_put(file.key)
         if isinstance(self.cache_policy, arc.ARC):
-            self.cache_policy.update_on_hit(file.key, self.dict)
+            self.cache_policy.found_again(file.key)
+        else:
+            self.cache_policy.update_on_put(file.key)
         self.current_cache_size += file.size
         self.usage += file.size
         return True

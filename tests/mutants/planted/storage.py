@@ -214,6 +214,12 @@ DEFECTS = (
         "        field",
     ),
     one(
+        "after a restart new prompts push out one another only",
+        DISK,
+        "            self.cache_policy.found_again(file.key)\n",
+        "            self.cache_policy.update_on_hit(file.key, self.dict)\n",
+    ),
+    one(
         "records that are still being written are not arranged",
         DISK,
         "            self._arranged.update(dict.fromkeys(pending, (keys, pending)))\n",
@@ -240,8 +246,8 @@ DEFECTS = (
     one(
         "records found again are not counted by LFU",
         DISK,
-        "        self.cache_policy.update_on_put(file.key)\n",
-        "",
+        "            self.cache_policy.update_on_put(file.key)\n",
+        "            pass\n",
     ),
     one(
         "an error of the disk keeps a record from the remote store",
