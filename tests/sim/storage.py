@@ -35,7 +35,12 @@ def storage():
 
 
 def close_storage() -> None:
-    """End LMCache's threads; the next program starts it anew."""
+    """End LMCache's threads; the next program starts it anew.
+
+    LMCache gives back the pool before its records: nobody may write into these any more.
+    """
+    if storage.cache_info().currsize:
+        vars(storage().storage_manager.local_cpu_backend.memory_allocator).pop("free", None)
     LMCacheEngineBuilder.destroy("simulation")
     storage.cache_clear()
 

@@ -8,7 +8,11 @@ import pytest
 
 from lmcache_hybrid.storage.claims import _unpin_memory
 
+from .engine import SimEngine
 from .integrity import check
+from .setup import Setup
+from .storage import Pool, close_storage
+from .warm import PROMPT
 
 
 class Memory:
@@ -70,3 +74,15 @@ def test_a_claim_whose_memory_was_given_back_is_found(place):
     memory.ref_count_down()
     with pytest.raises(AssertionError, match="given back"):
         check(engine(**{place: [claim(memory)]}))
+
+
+def test_the_end_of_the_storage_writes_into_no_record():
+    """LMCache gives back their memory first: what is written there damages the heap."""
+    pool = Pool()
+    engine = SimEngine(Setup(groups="sas", answers=0), pool)
+    engine.add("first", PROMPT, 2)
+    engine.drain()
+    assert pool.records
+    before = pool.reuses.copy()
+    close_storage()
+    assert pool.reuses == before
