@@ -78,7 +78,7 @@ soak-events: venv  ## 1,000 prompts whose hits are foreseen from KV events; figu
 	$(BIN)/python -u tests/soak/kv_events.py --out docs/generated/events.json; status=$$?; \
 	$(BIN)/python -m tests.soak.report && exit $$status
 
-bench-reuse: venv  ## replay traces of prompts: six minutes; figures go to docs/generated/reuse.json
+bench-reuse: venv  ## replay traces of prompts: twelve minutes; figures go to docs/generated/reuse.json
 	$(BIN)/lmcache-hybrid bench reuse --out docs/generated/reuse.json
 
 bench: venv  ## times and bandwidths beside their limits, then bench-serve: an hour; to docs/generated/performance.json

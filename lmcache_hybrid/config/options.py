@@ -274,7 +274,8 @@ def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
                 f"{key}={value!r} is not a value that LMCache's {field} takes; correct it or "
                 "remove it from kv_connector_extra_config."
             )
-        config._user_set_keys.add(field)  # as LMCache does for its file and the environment
+        # As LMCache does for its file and the environment.
+        getattr(config, "_user_set_keys", set()).add(field)
         if holds_password(value):
             logger.warning(
                 "%s holds a password, which this machine's users see in the list of processes; "

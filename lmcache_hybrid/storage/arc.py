@@ -70,8 +70,9 @@ class ARC(LRUCachePolicy):
         self._once[key] = BEFORE
 
     def update_on_hit(self, key: CacheEngineKey, cache_dict: Any) -> None:
-        self.update_chunk_hash_dict(key)
-        self._promote(key)
+        if key in cache_dict:
+            self.update_chunk_hash_dict(key)
+            self._promote(key)
 
     def update_on_force_evict(self, key: CacheEngineKey) -> None:
         self._once.pop(key, None)
@@ -117,7 +118,9 @@ class ARC(LRUCachePolicy):
     ) -> list[CacheEngineKey]:
         over = max(0, len(self._once) - int(self._share))
         older = chain(islice(self._once, over), self._main)
-        order = chain((key for key in older if key not in self._newest), self._once, self._main)
+        newest_last = (key for key in older if key not in self._newest)
+        # What it was not told of can be evicted, too.
+        order = chain(newest_last, self._once, self._main, cache_dict)
         candidates: dict[CacheEngineKey, None] = {}
         for key in order:
             # One that is being written is not in it yet.
@@ -161,5 +164,5 @@ def arrange(
 
 def policy_for(policy: Any, config: "LMCacheEngineConfig") -> Any:
     """LMCache's policy of an empty backend, or :class:`ARC` where nobody chose one."""
-    chosen = "cache_policy" in config._user_set_keys
+    chosen = "cache_policy" in getattr(config, "_user_set_keys", ())
     return ARC() if type(policy) is LRUCachePolicy and not chosen else policy

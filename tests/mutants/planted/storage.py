@@ -156,8 +156,8 @@ DEFECTS = (
     one(
         "the newest prompt is evicted before it can be asked again",
         ARC,
-        "(key for key in older if key not in self._newest)",
-        "older",
+        "newest_last = (key for key in older if key not in self._newest)",
+        "newest_last = older",
     ),
     one(
         "a chunk's end outlives the pages of all prompts",
@@ -210,8 +210,14 @@ DEFECTS = (
     one(
         "an eviction policy of extra config is taken for a default",
         "lmcache_hybrid/config/options.py",
-        "        config._user_set_keys.add(field)",
-        "        field",
+        '        getattr(config, "_user_set_keys", set()).add(field)\n',
+        "",
+    ),
+    one(
+        "a record that the eviction policy was not told of stays for ever",
+        ARC,
+        "chain(newest_last, self._once, self._main, cache_dict)",
+        "chain(newest_last, self._once, self._main)",
     ),
     one(
         "after a restart new prompts push out one another only",
