@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures shared by all tests."""
 
+import gc
 import os
 import resource
 import socket
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import leftovers
 import pytest
 from hypothesis import settings
+from marks import COLLECTED
 
 if TYPE_CHECKING:
     from bucket import Bucket
@@ -38,6 +40,18 @@ if 0 <= _soft < 8192:
 # A loaded machine is no failure.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
+    session.stash[COLLECTED] = {
+        item.nodeid: item.get_closest_marker("slow") is not None for item in items
+    }
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is imported by now stays: LMCache's engine looks at all objects when it is made."""
+    gc.freeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

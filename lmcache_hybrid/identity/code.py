@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, cached_property, partialmethod
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, PackageNotFoundError, packages_distributions
 from pathlib import Path
@@ -19,19 +19,51 @@ import xxhash
 _CACHE = "__pycache__"
 # Given out by Python itself, or made up on the spot.
 _NO_PACKAGE = ("builtins", "__main__", "__mp_main__")
+# Packages whose functions are around others without changing what these compute.
+_DECORATORS = frozenset(
+    {"huggingface_hub", "torch", "lmcache_hybrid", "vllm_patch", *sys.stdlib_module_names}
+)
+# What a class holds functions in.
+_HOLDERS = (
+    FunctionType,
+    staticmethod,
+    classmethod,
+    property,
+    cached_property,
+    partialmethod,
+    type(cache(len)),
+)
 
 
 def homes(code: type) -> set[str]:
-    """Modules that a class is written in.
+    """Modules that a class is written in, its bases' not included.
 
     One that was derived on the spot, as vLLM does with ``type()``, says ``abc``: it is written
-    where its base and its own functions are.
+    where its base and its own functions are. A plugin may have put a function of its own in the
+    place of one of the class's, so other packages' functions count, but for those that only
+    decorate, and for classes of torch, whose functions transformers replaces.
     """
-    if code.__module__ != "abc":
-        return {code.__module__}
-    kinds = (FunctionType, staticmethod, classmethod)
-    own = {each.__module__ for each in vars(code).values() if isinstance(each, kinds)}
-    return own | (homes(code.__mro__[1]) if len(code.__mro__) > 1 else set())
+    top, on_the_spot = code.__module__.partition(".")[0], code.__module__ == "abc"
+    own = {function.__globals__.get("__name__", "") for function in _functions(code)}
+    own = {name for name in own if name.partition(".")[0] not in (top, *_DECORATORS)}
+    if on_the_spot:
+        return own | (homes(code.__mro__[1]) if len(code.__mro__) > 1 else set())
+    return {code.__module__} | (set() if top in _DECORATORS else own)
+
+
+def _functions(code: type) -> Iterator[FunctionType]:
+    """The functions in a class's body, and those within decorators and descriptors.
+
+    By what they are, not by ``__module__``, which ``functools.wraps`` copies.
+    """
+    within = [*vars(code).values()]
+    while within:
+        each = within.pop()
+        if isinstance(each, FunctionType):
+            yield each
+        if isinstance(each, _HOLDERS):
+            names = ("__func__", "__wrapped__", "fget", "fset", "fdel", "func")
+            within += [getattr(each, name) for name in names if hasattr(each, name)]
 
 
 @cache

@@ -8,6 +8,7 @@ outside vLLM counts by its distribution and version.
 
 import importlib.util
 import platform
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib.resources import files
@@ -93,14 +94,15 @@ def _impl_classes(layer: Any) -> list[type]:
 
 
 def _origin(code: type) -> str | None:
-    """Name the package of a class from outside vLLM; None for vLLM's own.
+    """Name the packages from outside vLLM that wrote a class; None for one that is all vLLM's.
 
     Raises:
         UnknownPagesError: nobody can tell.
     """
     names = []
-    for module in sorted(homes(code)):
-        if module.partition(".")[0] == "vllm":
+    inherited = set[str]().union(*map(homes, code.__mro__[1:])) - sys.stdlib_module_names
+    for module in sorted(homes(code) | inherited):
+        if module.partition(".")[0] in ("vllm", "torch"):
             continue
         identity = code_identity(module)
         if identity is None:
@@ -122,21 +124,37 @@ def reviewed() -> Mapping[str, tuple[str, ...]]:
 
 
 def _reviewed_facts(code: type, outside: bool) -> tuple[str, ...]:
-    """Facts of the nearest class that was looked at; vLLM derives some on the spot.
+    """Facts of the first class of vLLM's with pages that ``code`` is, or is derived from.
+
+    Not those of a further base: a class that overrides how its base writes needs its own line.
+    Classes that vLLM derives on the spot have no module of their own.
 
     Raises:
-        UnknownPagesError: a class of vLLM that was not.
+        UnknownPagesError: nobody has looked at that class.
     """
     for base in code.__mro__:
-        names = reviewed().get(f"{base.__module__}.{base.__qualname__}")
-        if names is not None:
-            return names
+        path = f"{base.__module__}.{base.__name__}"
+        if path in reviewed():
+            return reviewed()[path]
+        if path.startswith("vllm.") and _has_pages(base):
+            code, outside = base, False
+            break
     if outside:
         return ()
     raise UnknownPagesError(
         f"nobody has looked at how {code.__module__}.{code.__qualname__} of this vLLM lays out "
         "pages; choose another --attention-backend, or a vLLM that this release was tested with"
     )
+
+
+def _has_pages(code: type) -> bool:
+    """Whether a class is a layer with pages or their backend, and not only the root of those."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+    from vllm.v1.attention.backend import AttentionBackend
+
+    roots = (AttentionLayerBase, MambaBase, AttentionBackend)
+    return issubclass(code, roots) and code not in roots
 
 
 # Facts

@@ -33,6 +33,7 @@ def test_a_bad_setting_is_refused_at_start_in_one_sentence(
         pass
 
 
+@pytest.mark.slow  # README's first command is run without a configuration, too (test_command.py)
 def test_no_configuration_at_all_uses_ram(model: Path) -> None:
     """``{}``: the connector's command with nothing else, as the mission has it."""
     with Engine(model, {}) as engine:

@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,13 +48,26 @@ def read(table: Path) -> list[Promise]:
     return found
 
 
+def files_named(promises: list[Promise]) -> set[str]:
+    """The test files of all promises."""
+    return {test.partition("::")[0] for each in promises for test in each.tests}
+
+
+def of_session(collected: Mapping[str, bool], promises: list[Promise]) -> Collected | None:
+    """What a session has collected itself; None if it is one of fewer files than are named."""
+    if not files_named(promises) <= {test.partition("::")[0] for test in collected}:
+        return None
+    quick = frozenset(test for test, is_slow in collected.items() if not is_slow)
+    return Collected(frozenset(collected), quick)
+
+
 def collect(promises: list[Promise], root: Path) -> Collected:
     """Let pytest collect the files that are named, where they exist.
 
     Raises:
         RuntimeError: one of them cannot be collected.
     """
-    named = sorted({test.partition("::")[0] for each in promises for test in each.tests})
+    named = sorted(files_named(promises))
     files = [file for file in named if (root / file).is_file()]
     if not files:
         return Collected(frozenset(), frozenset())

@@ -4,16 +4,18 @@
 from pathlib import Path
 
 import pytest
-from promises import Collected, Promise, collect, problems, read
+from marks import COLLECTED
+from promises import Collected, Promise, collect, of_session, problems, read
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests/promises.toml"
 PAGES = ["README.md", "docs/reliability.md", "docs/security.md"]
 
 
-def test_each_promise_has_a_test_that_make_test_runs() -> None:
+def test_each_promise_has_a_test_that_make_test_runs(request: pytest.FixtureRequest) -> None:
     promises = read(TABLE)
-    assert list(problems(promises, ROOT, collect(promises, ROOT))) == []
+    tests = of_session(request.session.stash[COLLECTED], promises) or collect(promises, ROOT)
+    assert list(problems(promises, ROOT, tests)) == []
 
 
 def test_the_table_is_of_these_pages() -> None:
@@ -57,6 +59,14 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def collected(checkout: Path) -> Collected:
     return collect([Promise("page.md", "It is blue.", (QUICK,))], checkout)
+
+
+def test_a_session_of_all_named_files_need_not_collect_them_again() -> None:
+    promises = [Promise("page.md", "It is blue.", (QUICK, SLOW))]
+    assert of_session({}, promises) is of_session({"tests/other.py::test": False}, promises) is None
+    assert of_session({QUICK: False, SLOW: True}, promises) == Collected(
+        frozenset({QUICK, SLOW}), frozenset({QUICK})
+    )
 
 
 def table_of(checkout: Path, words: str, *tests: str) -> list[Promise]:

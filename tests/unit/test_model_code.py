@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
@@ -110,6 +110,18 @@ def test_bases_parts_and_quantisation_methods_count(site, config):  # noqa: F811
     of_plugin = {"__module__": model.__module__, "model_type": "mine"}
     config.model_config.hf_config = type("Config", (transformers.PretrainedConfig,), of_plugin)()
     assert code_of(config) == ["plugged-kit==1.2"]
+
+
+def test_a_function_that_a_plugin_puts_into_a_class_of_vllm_counts(site, config, monkeypatch):  # noqa: F811
+    module = sys.modules[plugged(site).__module__]
+    distribution(site, "1.2")
+    part = object.__new__(SiluAndMul)
+    nn.Module.__init__(part)
+    assert code_of(config, part) == []
+    monkeypatch.setattr(
+        SiluAndMul, "forward", FunctionType((lambda self, x: x).__code__, vars(module))
+    )
+    assert code_of(config, part) == ["plugged-kit==1.2"]
 
 
 def test_what_vllm_ships_counts_with_vllm_only(config):

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What counts of attention backends: vLLM's own classes, and its CPU kernels."""
 
+import importlib
 import importlib.metadata
 import sys
-from types import ModuleType, SimpleNamespace
+from functools import cached_property, partialmethod
+from types import FunctionType, ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -114,17 +116,30 @@ def test_a_class_that_vllm_derives_on_the_spot_counts_as_its_base():
     assert facts(one) == facts(turboquant(True))
 
 
-def test_what_is_derived_on_the_spot_with_functions_from_outside_counts(monkeypatch):
-    def writes(layer):
-        return None
+def function_of(name: str) -> FunctionType:
+    """A function that was written in another module."""
+    scope: dict = {"__name__": name}
+    exec("def writes(*arguments): return None", scope)
+    return scope["writes"]
 
-    writes.__module__ = "plugged.backend"
+
+def test_what_is_derived_on_the_spot_with_functions_from_outside_counts(monkeypatch):
     monkeypatch.setattr(module, "code_identity", lambda of: f"{of}==1")
-    overrides = {"writes": writes}
+    overrides = {"writes": function_of("plugged.backend")}
     derived = subclass_attention_backend_with_overrides("Own", FlashAttentionBackend, overrides)
     assert "plugged.backend==1" in facts(attention(derived)).values()
     derived = subclass_attention_backend("Own", FlashAttentionBackend, type)
     assert facts(attention(derived)) == {}
+
+
+def test_a_class_that_vllm_derives_in_its_source_needs_its_own_line():
+    """It may override how its base writes; its base's line says nothing of that."""
+    kind = {"__module__": "vllm.v1.attention.backends.flash_attn"}
+    new = type("NewBackend", (FlashAttentionBackend,), kind)
+    outside = type("OutsideBackend", (new,), {"__module__": "xxhash.backend"})
+    for backend in (new, subclass_attention_backend("Chunked", new, type), outside):
+        with pytest.raises(UnknownPagesError, match="looked at how .*flash_attn.NewBackend of"):
+            facts(attention(backend))
 
 
 def test_a_layout_that_vllm_does_not_tell_is_refused():
@@ -287,6 +302,67 @@ def test_layers_and_impls_from_outside_count(monkeypatch, part):
     if part == "layer":
         object.__setattr__(one, "attn_backend", FlashAttentionBackend)
     assert "plugged-kit==1" in facts(one).values()
+
+
+def plain(written):
+    return written
+
+
+def wrapped(written):
+    """As with functools.wraps, which makes it look like vLLM's own."""
+    written.__module__ = "vllm.v1.attention.backends.flash_attn"
+    written.__wrapped__ = FlashAttentionBackend.get_name
+    return written
+
+
+@pytest.mark.parametrize("where", [Attention, FlashAttentionBackend, AttentionBackend])
+@pytest.mark.parametrize(
+    "put", [plain, wrapped, staticmethod, classmethod, property, cached_property, partialmethod]
+)
+def test_a_function_that_a_plugin_puts_into_a_class_of_vllm_counts(monkeypatch, where, put):
+    monkeypatch.setattr(where, "writes", put(function_of("xxhash.plugin")), raising=False)
+    version = importlib.metadata.version("xxhash")
+    assert f"xxhash=={version}" in facts(attention(FlashAttentionBackend)).values()
+
+
+def test_the_original_under_a_decorator_of_a_known_package_counts(monkeypatch):
+    written = torch.no_grad()(function_of("xxhash.plugin"))
+    monkeypatch.setattr(FlashAttentionBackend, "writes", written, raising=False)
+    assert facts(attention(FlashAttentionBackend))
+
+
+def test_functions_of_packages_that_only_decorate_do_not_count(monkeypatch):
+    for name in ("functools", "torch.autograd", "lmcache_hybrid.worker", "vllm_patch.media"):
+        monkeypatch.setattr(FlashAttentionBackend, "writes", function_of(name), raising=False)
+        assert facts(attention(FlashAttentionBackend)) == {}
+
+
+def test_a_function_that_nobody_knows_is_refused(monkeypatch):
+    monkeypatch.setattr(FlashAttentionBackend, "writes", function_of("__main__"), raising=False)
+    with pytest.raises(UnknownPagesError, match="the code of .*FlashAttentionBackend.*no package"):
+        facts(attention(FlashAttentionBackend))
+
+
+def test_a_base_from_a_second_package_counts(monkeypatch):
+    base = type("Base", (AttentionBackend,), {"__module__": "xxhash.backend"})
+    monkeypatch.setattr(module, "code_identity", lambda of: f"{of}==1")
+    derived = type("Derived", (base,), {"__module__": "plugged.backend"})
+    found = facts(attention(derived)).values()
+    assert "plugged.backend==1 xxhash.backend==1" in found
+
+
+def test_every_reviewed_class_of_this_vllm_is_all_vllms():
+    """Otherwise records would lose their names with a release of some other package."""
+    seen = 0
+    for path in module.reviewed():
+        place, _, name = path.rpartition(".")
+        try:
+            code = getattr(importlib.import_module(place), name)
+        except (ImportError, AttributeError, RuntimeError, AssertionError):
+            continue  # of another release, or of a device that is not here
+        assert module._origin(code) is None, path
+        seen += 1
+    assert seen > 60
 
 
 def test_a_platform_from_outside_counts(monkeypatch):

@@ -23,13 +23,22 @@ FOLDERS = ("v1/attention", "model_executor/layers/attention", "model_executor/la
 @cache
 def sources() -> dict[str, ast.Module]:
     """Modules of vLLM by dotted name that may define such a class."""
-    found = {}
-    for file in ROOT.rglob("*.py"):
-        text = file.read_text()
-        if re.search(r"\bclass \w+", text) and re.search(r"Attention|Mamba|Backend|Cache", text):
-            name = ".".join(("vllm", *file.relative_to(ROOT).with_suffix("").parts))
-            found[name] = ast.parse(text)
-    return found
+    texts = {file: file.read_text() for file in ROOT.rglob("*.py")}
+    heads = {file: re.findall(r"\bclass (\w+)\(([^:]*)", text) for file, text in texts.items()}
+    kinds, before = set(BASES), 0
+    while before != len(kinds):
+        before = len(kinds)
+        kinds |= {
+            name
+            for head in heads.values()
+            for name, bases in head
+            if kinds & set(re.findall(r"\w+", bases))
+        }
+    return {
+        ".".join(("vllm", *file.relative_to(ROOT).with_suffix("").parts)): ast.parse(texts[file])
+        for file, head in heads.items()
+        if kinds & {name for name, _ in head}
+    }
 
 
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:

@@ -108,6 +108,7 @@ def test_a_part_without_files_is_no_success(tmp_path: Path, monkeypatch, capsys)
     assert capsys.readouterr().err == "make test 900/900 selects no test.\n"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_ended_ends_its_pytest(tmp_path: Path):
     """As ``make`` does with SIGTERM."""
     pid = tmp_path / "pid"
@@ -131,6 +132,7 @@ def test_a_run_that_is_ended_ends_its_pytest(tmp_path: Path):
     wait_for(lambda: not Path("/proc", os.readlink(pid)).exists(), "its worker goes on", 20)
 
 
+@pytest.mark.slow
 def test_a_test_that_its_timeout_cannot_end_fails_and_others_go_on(tmp_path: Path):
     """As a call into C that never returns: no handler of a signal runs."""
     (tmp_path / "test_it.py").write_text(

@@ -29,6 +29,36 @@ DEFECTS = (
         "    if False:",
     ),
     one(
+        "a function that a plugin puts into a class of vLLM does not count",
+        "lmcache_hybrid/identity/code.py",
+        "    return {code.__module__} | (set() if top in _DECORATORS else own)",
+        "    return {code.__module__}",
+    ),
+    one(
+        "a function counts as the one that it says it wraps",
+        "lmcache_hybrid/identity/code.py",
+        'function.__globals__.get("__name__", "")',
+        "function.__module__",
+    ),
+    one(
+        "functions within decorators do not count",
+        "lmcache_hybrid/identity/code.py",
+        "        if isinstance(each, _HOLDERS):\n",
+        "        if False:\n",
+    ),
+    one(
+        "a base from a second package does not count among what writes pages",
+        PAGE_FACTS,
+        "sorted(homes(code) | inherited)",
+        "sorted(homes(code))",
+    ),
+    one(
+        "a new class of vLLM passes as the one that it is derived from",
+        PAGE_FACTS,
+        '        if path.startswith("vllm.") and _has_pages(base):\n',
+        "        if False:\n",
+    ),
+    one(
         "code that a link leads to does not count",
         "lmcache_hybrid/identity/code.py",
         "os.walk(folder, followlinks=True)",

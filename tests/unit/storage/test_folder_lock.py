@@ -18,23 +18,21 @@ from ..store_box import until
 ROOT = Path(__file__).parents[3]
 SIZE = 1000
 START_SECONDS = 100
-IMPORT_SECONDS = 60
-# Prints a line for each look at the folder, and for each deleted record.
+# Prints a line for each look at the folder, and for each deleted record. Its threads write whole
+# lines: print() writes the end of a line after the line.
 CLEANER = """
-import faulthandler, sys
-faulthandler.dump_traceback_later(45)
+import os, sys
 from lmcache_hybrid.config.folders import FolderLimits
 from lmcache_hybrid.storage.folder import cleaner
 
+say = lambda word: os.write(1, word + b"\\n")
 files = cleaner.record_files
-cleaner.record_files = lambda folder: print("look", flush=True) or files(folder)
+cleaner.record_files = lambda folder: say(b"look") and files(folder)
 folder, limit = sys.argv[1], int(sys.argv[2])
-print("imported", flush=True)
 running = cleaner.FolderCleaner(
-    [folder], FolderLimits(max_bytes=limit), lambda *_: print("deleted", flush=True), pause=0.02
+    [folder], FolderLimits(max_bytes=limit), lambda *_: say(b"deleted"), pause=0.02
 )
-print("ready", flush=True)
-faulthandler.cancel_dump_traceback_later()
+say(b"ready")
 sys.stdin.read()
 """
 
@@ -43,14 +41,6 @@ class Process:
     """One process that cleans, and what it printed so far."""
 
     def __init__(self, folder: Path, limit: int) -> None:
-        self._start(folder, limit)
-        # It imports vLLM's logger, and with it vLLM, which once did not end. Stacks are printed.
-        if not self._imported.wait(IMPORT_SECONDS):
-            self.kill()
-            self._start(folder, limit)
-        assert self._ready.wait(START_SECONDS), f"the cleaner does not start: {self.lines}"
-
-    def _start(self, folder: Path, limit: int) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", CLEANER, str(folder), str(limit)],
             cwd=ROOT,
@@ -59,16 +49,15 @@ class Process:
             text=True,
         )
         self.lines: list[str] = []
-        self._imported, self._ready = threading.Event(), threading.Event()
+        self._ready = threading.Event()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
+        assert self._ready.wait(START_SECONDS), f"the cleaner does not start: {self.lines[:9]}"
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in map(str.strip, self.process.stdout):
             self.lines.append(line)
-            if line == "imported":
-                self._imported.set()
             if line == "ready":
                 self._ready.set()
 

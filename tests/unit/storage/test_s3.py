@@ -50,6 +50,7 @@ def test_an_object_of_several_parts_comes_back(box):
     box.assert_pool_is_free()
 
 
+@pytest.mark.slow  # AWS tries again for ten seconds
 def test_a_server_that_went_away_is_a_miss_until_it_is_back(own_bucket, tmp_path):
     box = Box("s3", tmp_path, own_bucket, blocking_timeout_secs=2)
     try:
