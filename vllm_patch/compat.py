@@ -40,6 +40,7 @@ def install() -> None:
     forget_what_did_not_run()
     stop_at_the_next_boundary()
     publish_where_steps_ended()
+    leave_no_chunk_empty()
     if current_platform.is_cpu():
         keep_cpu_block_size()
         no_cpu_prefill_checkpoints()
@@ -427,3 +428,35 @@ def publish_where_steps_ended() -> None:
             request.shared_prefix_boundary = boundary
 
     KVCacheCoordinator.cache_blocks = cache_blocks
+
+
+def leave_no_chunk_empty() -> None:
+    """A chunk that is shortened for MTP modules must end at a boundary, and must not be empty.
+
+    Bug: for a drafter of several MTP modules vLLM shortens a chunk that leaves fewer known tokens
+    than there are drafts. It no longer ends at a boundary; the next one must end there, and is
+    shortened to nothing.
+    Symptom: a prompt that is a few tokens longer than whole blocks is never finished, where the
+    last step had room for its last whole block and no more, with or without a connector.
+    Seen in: vLLM 0.32.0 and 0.33.0.
+    Remove when: ``Scheduler._reserve_prefill_lookahead`` knows ``_mamba_block_aligned_split``.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    original = Scheduler._reserve_prefill_lookahead
+
+    @functools.wraps(original)
+    def _reserve_prefill_lookahead(
+        self: Scheduler, request: "Request", num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        count = original(self, request, num_computed_tokens, num_new_tokens)
+        if count == num_new_tokens or not is_ours(self.vllm_config):
+            return count
+        if not self.need_mamba_block_aligned_split:
+            return count
+        size = self.cache_config.block_size
+        end = (num_computed_tokens + count) // size * size
+        # The drafter's guess at the last tokens costs less than to wait for a step with more room.
+        return end - num_computed_tokens if end > num_computed_tokens else num_new_tokens
+
+    Scheduler._reserve_prefill_lookahead = _reserve_prefill_lookahead

@@ -51,6 +51,7 @@ AT_START: Signatures = {
             num_new_local_computed_tokens, num_external_computed_tokens)
         Scheduler._preempt_request(request, timestamp)
         Scheduler._request_remaining_blocks(request)
+        Scheduler._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         Scheduler._update_from_kv_xfer_finished(kv_connector_output)
         Scheduler._update_request_as_session(session, update)
         Scheduler._update_waiting_for_remote_kv(request)

@@ -3,6 +3,7 @@
 
 import atexit
 import contextlib
+import copy
 import faulthandler
 import gc
 import json
@@ -144,6 +145,63 @@ class Child:
                     outputs[output.request_id] = output
             steps += 1
         return [outputs[name] for name in names if name not in going]
+
+    def session(self, parts: list[list[int]], max_tokens: int) -> list[dict]:
+        """Answer a session of streaming input as ``AsyncLLM.generate`` does with a generator.
+
+        Each part is sent as soon as the one before has its answer.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine, name = self._llm.llm_engine, "session"
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            logprobs=5,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+        def send(part: list[int], name: str, **more):
+            return engine.input_processor.process_inputs(
+                name,
+                {"prompt_token_ids": part},
+                params,
+                supported_tasks=engine.get_supported_tasks(),
+                **more,
+            )
+
+        end = send([0], name)
+        engine.input_processor.assign_request_id(end)
+        answers = []
+        for part in parts:
+            request = send(part, end.request_id, resumable=True)
+            request.external_req_id = name
+            engine.output_processor.add_request(request, None, None, 0)
+            # Both sides lengthen its lists; a socket would have copied them.
+            engine.engine_core.add_request(copy.deepcopy(request))
+            before, outputs = self._external(), []
+            while sum(len(output.outputs[0].token_ids) for output in outputs) < max_tokens:
+                outputs += engine.step()
+            answers.append(
+                {
+                    "tokens": [t for output in outputs for t in output.outputs[0].token_ids],
+                    "logprobs": [
+                        {str(token): entry.logprob for token, entry in step.items()}
+                        for output in outputs
+                        for step in output.outputs[0].logprobs or ()
+                    ],
+                    "cached": outputs[-1].num_cached_tokens or 0,
+                    "external": self._external() - before,
+                    "seconds": 0.0,
+                }
+            )
+        engine.output_processor.add_request(end, None, None, 0)
+        engine.engine_core.add_request(end)
+        while engine.has_unfinished_requests():
+            engine.step()
+        return answers
 
     def _external(self) -> int:
         """vLLM's own counter of tokens that the connector brought."""

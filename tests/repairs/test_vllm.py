@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from sim.engine import SimEngine, install
+from sim.engine import SimEngine, Stuck, install
 from sim.model import WrongBytes
 from sim.program import TRUNKS, Run, Tally
 from sim.reset import replace_weights, reset_all
@@ -171,6 +171,20 @@ def test_a_state_is_published_where_the_next_step_ends(simulation):
         again = ask(engine, "branch", A[: 4 * N] + B[: 4 * N])
     assert sum(again) == 3 * N
     return lost or again == (3 * N, 0)
+
+
+@shows_bug_of(compat.leave_no_chunk_empty)
+def test_a_prompt_of_whole_blocks_and_a_few_tokens_is_never_finished(simulation):
+    without(simulation, compat.leave_no_chunk_empty)
+    simulation.setattr(SpeculativeConfig, "use_multi_module_mtp", lambda self: True)
+    run = Run(Setup(groups="sa", blocks=80, batch=N, drafts=3, mtp=True, runner="v2"), Tally())
+    (engine,) = run.engines
+    engine.add("r", A[: 4 * N + 1], 3)
+    try:
+        engine.drain()
+    except Stuck:
+        return True
+    return False
 
 
 @shows_bug_of(compat.finish_resets)

@@ -64,6 +64,23 @@ def test_no_step_is_to_end_where_vllm_ends_none(modules, blocks, checkpoint, mor
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("batch", [N, N + 2, 2 * N, 2 * N + 1])
+@pytest.mark.parametrize("more", range(DRAFTS + 1))
+def test_a_prompt_ends_whatever_room_its_last_steps_have(modules, runner, batch, more):
+    shape = dict(groups="sa", blocks=120, batch=batch, drafts=DRAFTS, mtp=True, runner=runner)
+    run = Run(Setup(**shape, seqs=2), tally := Tally())
+    (engine,) = run.engines
+    engine.add("first", A[: 5 * N + more], 3)
+    engine.add("beside", B[: 4 * N + more], 3)
+    engine.drain()
+    engine.reset_prefix_cache(False)
+    engine.add("again", A[: 5 * N + more], 3)
+    engine.drain()
+    run.play([])
+    assert tally.events["hits"]
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("retention", [0, None])
 def test_states_that_are_handed_off_late_cost_no_checkpoint(modules, runner, overlap, retention):

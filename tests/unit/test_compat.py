@@ -267,6 +267,29 @@ def test_a_chunk_that_starts_inside_a_block_ends_with_it(
         assert found == (expected if ours else count)
 
 
+@pytest.mark.parametrize(
+    "start, count, shortened, expected",
+    [
+        (16, 40, 40, 40),  # enough is left
+        (16, 48, 46, 32),  # ends at a boundary, with more left
+        (48, 16, 14, 16),  # cannot: the drafter guesses
+        (62, 2, 0, 2),
+    ],
+)
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_no_chunk_is_shortened_to_nothing(monkeypatch, start, count, shortened, expected, hybrid):
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    monkeypatch.setattr(Scheduler, "_reserve_prefill_lookahead", lambda *arguments: shortened)
+    compat.leave_no_chunk_empty()
+    for name in ("LMCacheConnectorV1", "NixlConnector"):
+        scheduler = scheduler_of(name, cache_config=SimpleNamespace(block_size=16))
+        scheduler.need_mamba_block_aligned_split = hybrid
+        found = Scheduler._reserve_prefill_lookahead(scheduler, None, start, count)
+        ours = hybrid and name == "LMCacheConnectorV1"
+        assert found == (expected if ours else shortened)
+
+
 @pytest.mark.parametrize("late", [0, 2])
 def test_a_boundary_that_was_reached_counts_until_its_state_is_published(monkeypatch, late):
     """Only where vLLM publishes the last ``late`` tokens of a step with the next one."""

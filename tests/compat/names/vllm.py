@@ -298,6 +298,12 @@ VLLM = (
         replaced_in=_COMPAT,
     ),
     Hook(
+        _SCHEDULER,
+        "Scheduler._reserve_prefill_lookahead",
+        replaced_in=_COMPAT,
+    ),
+    *attributes(_SCHEDULER, "Scheduler", "need_mamba_block_aligned_split"),
+    Hook(
         _COORDINATOR,
         "KVCacheCoordinator.cache_blocks",
         holds=("self.get_num_cacheable_tokens(num_computed_tokens, group_id)",),
@@ -473,7 +479,8 @@ VLLM = (
     *attributes(
         _CONFIG,
         "SchedulerConfig",
-        "async_scheduling max_num_seqs max_num_batched_tokens max_num_scheduled_tokens",
+        "async_scheduling max_num_seqs max_num_batched_tokens max_num_scheduled_tokens "
+        "long_prefill_token_threshold",
     ),
     Hook(_CONFIG, "SpeculativeConfig.use_eagle_block_drop", ()),
     *attributes("vllm.v1.worker.worker_base", "WorkerBase", "vllm_config device"),

@@ -148,6 +148,12 @@ DEFECTS = (
         "",
     ),
     one(
+        "a chunk that is shortened for MTP modules may be empty",
+        COMPAT,
+        "    leave_no_chunk_empty()\n",
+        "",
+    ),
+    one(
         "what counts until a state is published counts for ever",
         COMPAT,
         "        finally:\n            request.shared_prefix_boundary = boundary\n",
