@@ -44,6 +44,7 @@ from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.patience import EmptySteps
 from lmcache_hybrid.scheduler.pins import Pins
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
+from lmcache_hybrid.scheduler.shared_prefills import step_tokens_of
 from lmcache_hybrid.storage.disk.prompts_file import prompts_file_for
 from lmcache_hybrid.storage.folder.cleaner import FolderCleaner, start_cleaners
 from lmcache_hybrid.storage.notes import StoreNotes
@@ -217,6 +218,8 @@ class HybridConnector:
         )
         self.scheduler.empty_steps = EmptySteps.of(parallel)
         self.scheduler.drafter = Drafter.of(self._vllm_config)
+        if options.share_prefills:
+            self.scheduler.prefills.step_tokens = step_tokens_of(self._vllm_config.scheduler_config)
         logger.info(
             "LMCache serves hybrid groups: blocks of %d tokens, attention groups %s, "
             "window groups %s, state groups %s.",

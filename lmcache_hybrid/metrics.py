@@ -128,6 +128,16 @@ METRICS = (
         "Requests whose lookup waited until others held less of LMCache's RAM.",
     ),
     _total(
+        "shared_prefills",
+        "scheduler.shared_prefills",
+        "Requests that waited for a prefix which another request was computing.",
+    ),
+    _total(
+        "shared_prefill_tokens",
+        "scheduler.shared_prefill_tokens",
+        "Prompt tokens that these requests did not compute because of it.",
+    ),
+    _total(
         "hits",
         "scheduler.hits",
         "Requests that started from LMCache, by the backend of their deepest block.",

@@ -43,6 +43,7 @@ LOAD_LIMIT_KEY = "lmcache.max_tokens_per_load"
 CHECKPOINT_KEY = "lmcache.hybrid_checkpoint_tokens"
 KEY_FILE_KEY = "lmcache.hybrid_key_file"
 POLICY_KEY = "lmcache.hybrid_load_policy"
+SHARE_KEY = "lmcache.hybrid_share_prefills"
 POLICIES = ("always", "faster")
 # What CHECKPOINT_KEY is by default: a state where each chunk of a prefill ends.
 CHUNK_ENDS = "chunk"
@@ -101,6 +102,7 @@ class Options:
         save_decode: whether boundaries in generated tokens are stored.
         digester: keyed when a key file is configured.
         load_policy: one of :data:`POLICIES`; "faster" loads only what would take longer to compute.
+        share_prefills: whether a request waits for a prefix that another one is computing.
         alone: whether no other connector is beside this one.
         events: whether KV cache events are published of what is stored.
         folder_limits: to which this engine cleans the folders of ``fs://``.
@@ -116,6 +118,7 @@ class Options:
     save_decode: bool = False
     digester: Digester = PLAIN
     load_policy: str = POLICIES[0]
+    share_prefills: bool = True
     alone: bool = True
     events: bool = False
     folder_limits: FolderLimits = FolderLimits()
@@ -126,11 +129,12 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
 
     Raises:
         ConfigError: an unknown setting of ours, a number that is not whole, a negative length,
-            an unknown policy, a limit without ``fs://``, or a key file that cannot be used.
+            an unknown policy, what is neither true nor false, a limit without ``fs://``, or a key
+            file that cannot be used.
     """
     transfer = vllm_config.kv_transfer_config
     known = {
-        *(ATTENTION_GROUP_KEY, CHECKPOINT_KEY, KEY_FILE_KEY, POLICY_KEY),
+        *(ATTENTION_GROUP_KEY, CHECKPOINT_KEY, KEY_FILE_KEY, POLICY_KEY, SHARE_KEY),
         *(MAX_SIZE_KEY, MAX_AGE_KEY),
         "lmcache.hybrid_load_failure_policy",
     }
@@ -155,6 +159,9 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
     policy = transfer.get_from_extra_config(POLICY_KEY, POLICIES[0])
     if policy not in POLICIES:
         raise ConfigError(f"{POLICY_KEY}={policy!r} is no policy; write one of {POLICIES}.")
+    share = transfer.get_from_extra_config(SHARE_KEY, True)
+    if not isinstance(share, bool):
+        raise ConfigError(f"{SHARE_KEY}={share!r} is neither true nor false; write one of them.")
     key_file = transfer.get_from_extra_config(KEY_FILE_KEY, None)
     chunk_ends = stores_chunk_ends(transfer)
     return Options(
@@ -172,6 +179,7 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
         save_decode=bool(config.save_decode_cache),
         digester=PLAIN if key_file is None else read_key(KEY_FILE_KEY, str(key_file)),
         load_policy=policy,
+        share_prefills=share,
         alone=not transfer.get_from_extra_config(BESIDE_KEY, False),
         events=bool(config.enable_kv_events) and _publishes(vllm_config),
         folder_limits=read_limits(transfer.kv_connector_extra_config, config),

@@ -40,6 +40,8 @@ class SchedulerCounts:
         lookup_seconds: from the request to its result.
         delayed_lookups: requests that were looked up later than vLLM asked, because those that
             waited with a hit pinned too much of LMCache's RAM.
+        shared_prefills: requests that waited for a prefix which another one was computing.
+        shared_prefill_tokens: that they did not compute because of it.
         hits: requests that started from LMCache, by the backend of their last block.
         hit_tokens: tokens loaded for them, by the backend where rank 0 found them.
         lost_hits: lookups whose attention pages reach deeper than any boundary that can
@@ -61,6 +63,8 @@ class SchedulerCounts:
     lookups: Counter[str] = _split()
     lookup_seconds: list[float] = _observed()
     delayed_lookups: int = 0
+    shared_prefills: int = 0
+    shared_prefill_tokens: int = 0
     hits: Counter[str] = _split()
     hit_tokens: Counter[str] = _split()
     lost_hits: int = 0

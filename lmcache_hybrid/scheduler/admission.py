@@ -94,6 +94,12 @@ class Admission:
             return 0
         return gain if choice.judged else self._judge(tracker, floor, num_computed_tokens, gain)
 
+    def ask_again(self, tracker: RequestTracker, num_computed_tokens: int) -> int | None:
+        """Ask the ranks anew for a request that waits; returns as :meth:`gain` does."""
+        if isinstance(tracker.phase, Offered):
+            self._ask(tracker, num_computed_tokens // self._plan.block_size)
+        return self.gain(tracker, num_computed_tokens)
+
     def _judge(
         self, tracker: RequestTracker, floor: int, num_computed_tokens: int, gain: int
     ) -> int | None:

@@ -8,7 +8,7 @@ next boundary wanted, and again whenever one is reached.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import get_mamba_prefill_checkpoint_position
@@ -56,6 +56,7 @@ class Checkpoints:
         offered: whether vLLM ends a step at the last boundary and offers it by itself, as it does
             with states.
         junction: where the request leaves what other requests computed, 0 for nowhere.
+        meetings: where other requests wait for this one's state.
         drafter: the engine's.
         chunk_ends: whether the ends of the prefill's steps are wanted where they are boundaries.
         known: tokens that were known at the start.
@@ -70,6 +71,7 @@ class Checkpoints:
     decode: bool
     offered: bool = True
     junction: int = 0
+    meetings: set[int] = field(default_factory=set)
     drafter: Drafter = Drafter()
     chunk_ends: bool = False
     known: int = 0
@@ -81,17 +83,24 @@ class Checkpoints:
     def begin(self, num_tokens: int) -> None:
         """Start over for a request of ``num_tokens`` tokens. Keeps its settings only."""
         size, self.known, self.junction = self.block_size, num_tokens, 0
+        self.meetings.clear()
         self.last = self._up_to((num_tokens - 1) // size * size)
         drops = self.offered and self.drafter.drops_block
         self.stop = get_mamba_prefill_checkpoint_position(num_tokens, size, drops)
         self.end = self._up_to(self.stop)
 
     def lasting(self, boundary: int) -> bool:
-        """Whether later requests will want it: a junction, where the prefill ends, or past that.
+        """Whether later requests will want it: where prompts part, where the prefill ends, or past.
 
         A checkpoint waits for a branch that may never come.
         """
-        return boundary == self.junction or boundary >= self.end
+        return boundary in (self.junction, *self.meetings) or boundary >= self.end
+
+    def ends_at(self, boundary: int) -> bool:
+        """Whether a step of the prefill will end there."""
+        known = (self.junction, self.end, *self.meetings)
+        wanted = boundary in known or bool(self.interval) and boundary % self.interval == 0
+        return wanted and self._can_end(boundary)
 
     def wants_end(self, computed: int) -> bool:
         """Whether the state is wanted where a step of the prefill ends at ``computed`` tokens.
@@ -106,6 +115,7 @@ class Checkpoints:
         wanted = []
         if computed < self.junction <= self.last:
             wanted.append(self.junction)
+        wanted += (meeting for meeting in self.meetings if computed < meeting <= self.last)
         if self.interval and (checkpoint := self._next(computed, self.interval)) <= self.last:
             wanted.append(checkpoint)
         if computed < self.end and not (self.offered and self.end == self.stop):

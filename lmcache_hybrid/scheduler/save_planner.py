@@ -108,6 +108,14 @@ class SavePlanner:
 
     # Where steps end
 
+    def meet(self, tracker: RequestTracker, boundary: int) -> None:
+        """Let a running request end a step at ``boundary`` (tokens), where another waits for it.
+
+        It lies past what the step at hand computes.
+        """
+        tracker.checkpoints.meetings.add(boundary)
+        self._aim(tracker, tracker.request.num_computed_tokens)
+
     def _aim(self, tracker: RequestTracker, computed: int) -> None:
         """Let vLLM end a step at the next boundary wanted past ``computed`` tokens."""
         boundary = tracker.request.shared_prefix_boundary = tracker.checkpoints.after(computed)

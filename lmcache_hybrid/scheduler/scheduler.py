@@ -29,6 +29,7 @@ from lmcache_hybrid.scheduler.patience import EmptySteps
 from lmcache_hybrid.scheduler.pins import Pins
 from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of, why_unread, why_unsaved
 from lmcache_hybrid.scheduler.save_planner import CachedBlocks, FinalSaves, Offer, SavePlanner
+from lmcache_hybrid.scheduler.shared_prefills import SharedPrefills
 from lmcache_hybrid.scheduler.tracker import Loading, RequestTracker
 from lmcache_hybrid.scheduler.whole_items import is_barred
 
@@ -50,6 +51,7 @@ class HybridScheduler:
         blocks: vLLM's. Until they are known no state is stored.
         empty_steps: says when a step may wait for loads.
         drafter: the engine's; none by default.
+        prefills: whose prefixes others wait for.
         closed: nothing is looked up and stored, because a reset failed or is under way.
     """
 
@@ -101,6 +103,7 @@ class HybridScheduler:
         self.closed = False
         self.ledger = queue.ledger = Ledger("scheduler", SchedulerCounts())
         self._planner = SavePlanner(plan, options, self._hashes_per_block, self.ledger)
+        self.prefills = SharedPrefills(plan.block_size, self.ledger, self._planner.meet)
         self._granularity = Granularity(plan, self.ledger)
         self._admission = Admission(
             plan, options, queue, self._policy, self._pins, self.ledger, self._watch, self._found
@@ -133,6 +136,12 @@ class HybridScheduler:
             return 0, False
         tracker = self._track(request)
         gain = self._admission.gain(tracker, num_computed_tokens)
+        if gain is not None and tracker.may_load and not request.skip_reading_prefix_cache:
+            wait = self.prefills.wait(tracker, num_computed_tokens + gain)
+            if wait is None:
+                gain = self._admission.ask_again(tracker, num_computed_tokens)
+            elif wait:
+                return None, False
         if gain is None:
             return None, False
         if gain:
@@ -157,6 +166,7 @@ class HybridScheduler:
             return
         if num_external_tokens == 0:
             self._drop(tracker, tracker.admit())
+            self.prefills.begin(tracker)
             return
         size = self._plan.block_size
         result = tracker.load(num_external_tokens, size, time.monotonic())
@@ -298,6 +308,7 @@ class HybridScheduler:
             else:
                 del self._trackers[request_id]
         self._unsaved.clear()
+        self.prefills.clear()
         self._final.forget()
         if self.events is not None:
             self.events.reset(self._epoch)
@@ -321,6 +332,7 @@ class HybridScheduler:
         block_state = output.kv_connector_block_state
         if block_state is not None and (self._unsaved or block_state.boundary_state_offloads):
             saves = list(self._saves(output.num_scheduled_tokens, block_state))
+        self.prefills.step()
         self._policy.scheduled(
             self._trackers[new.req_id].request
             for new in output.scheduled_new_reqs
@@ -471,6 +483,7 @@ class HybridScheduler:
         """Forget the request. A load under way goes on until the worker reports it."""
         tracker = self._trackers.pop(request.request_id, None)
         self._unsaved.pop(request.request_id, None)
+        self.prefills.forget(request.request_id)
         if tracker is not None:
             # The worker's load holds the claim itself and drops it when it ends.
             if not isinstance(tracker.phase, Loading):
@@ -490,5 +503,6 @@ class HybridScheduler:
             loading = isinstance(tracker.phase, Loading)
             assert not loading or request_id in self._loading
         assert self.counts.loads_in_flight == len(self._loading)
+        self.prefills.check_integrity()
         claims = {rid: tracker.claim for rid, tracker in self._trackers.items() if tracker.claim}
         self._pins.check_integrity(claims)

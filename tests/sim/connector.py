@@ -16,6 +16,7 @@ from lmcache_hybrid.scheduler.load_policy import Faster, Verdict
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.pins import Pins
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
+from lmcache_hybrid.scheduler.shared_prefills import step_tokens_of
 from lmcache_hybrid.storage.weights_guard import WeightsGuard
 from lmcache_hybrid.worker.pages import GroupPages
 from lmcache_hybrid.worker.worker import HybridWorker
@@ -82,6 +83,9 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
                 pins=Pins(engine.plan, records, pool_gib),
             )
             self.scheduler.drafter = Drafter.of(vllm_config)
+            if engine.setup.share:
+                most = step_tokens_of(vllm_config.scheduler_config)
+                self.scheduler.prefills.step_tokens = most
             self._client, self._queue = self, self  # what a reset asks of both
         else:
             rank = engine.ranks[SimConnector.rank]

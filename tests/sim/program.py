@@ -74,6 +74,7 @@ def setups(draw) -> Setup:
         load_limit=draw(st.sampled_from((0, 0, 0, 2 * N))),
         checkpoint=draw(st.sampled_from((0, 0, N, 2 * N, 3 * N))) * (1 + wide),
         chunk_ends=draw(st.booleans()),
+        share=draw(st.booleans()),
         save_decode=draw(st.booleans()),
         window=draw(st.sampled_from((2, N, N + 1, N + 2, 2 * N, 3 * N + 3))),
         part_bytes=draw(st.sampled_from((1, 1 << 20))),
@@ -97,6 +98,7 @@ _VERBS = (
     + ["add"] * 8
     + ["again"] * 14
     + ["part"] * 8
+    + ["fan"] * 6
     + ["open"] * 3
     + ["load", "begin", "hold", "abort"] * 2
     + ["reset"] * 3
@@ -155,6 +157,7 @@ class Run:
                 "hits not loaded": counts.skipped_loads.total(),
                 "offers dropped": counts.dropped_offers.total(),
                 "lookups that waited for others": counts.delayed_lookups,
+                "shared prefills": counts.shared_prefills,
             }
         )
         self.tally.events["preempted"] += sum(
@@ -217,6 +220,15 @@ class Run:
         more = TRUNKS[0][: (x >> 8) % 20] if y & 128 else []
         prompt = (prompt[: max(1, len(prompt) - cut)] + more)[: engine.setup.longest - output]
         self._submit(engine, prompt, output, x, y)
+
+    def _fan(self, engine: SimEngine, x: int, y: int) -> None:
+        """Prompts with one prefix arrive together."""
+        output = 1 + y % 8
+        shared = min((x >> 2) % 12 * N + y % 3, engine.setup.longest - output - 1)
+        for number in range(2 + y % 2):
+            more = TRUNKS[1][number * 90 :][: 1 + (y >> 4) % (3 * N)]
+            prompt = TRUNKS[x % len(TRUNKS)][: max(0, shared)] + more
+            self._submit(engine, prompt[: engine.setup.longest - output], output, x, y)
 
     def _submit(self, engine: SimEngine, prompt: list[int], output: int, x: int, y: int) -> None:
         self._added += 1

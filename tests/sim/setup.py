@@ -49,6 +49,7 @@ class Setup:
         drafts: speculative tokens per step; ``mtp`` makes them count as MTP's.
         overlap: asynchronous scheduling.
         chunk_ends: ``lmcache.hybrid_checkpoint_tokens=chunk``, its default.
+        share: ``lmcache.hybrid_share_prefills``.
         load_limit: ``lmcache.max_tokens_per_load``.
         part_bytes: bytes of records held at once while loading.
         answers: lookups are answered every so many steps; 0 for at once.
@@ -79,6 +80,7 @@ class Setup:
     load_limit: int = 0
     checkpoint: int = 0
     chunk_ends: bool = False
+    share: bool = False
     save_decode: bool = False
     part_bytes: int = 1 << 20
     window: int = N

@@ -61,6 +61,7 @@ MET = (
     "resumed as new requests",
     "steps of pipelines",
     "lookups that waited for others",
+    "shared prefills",
     "device: loads",
     "device: pages saved",
     "device: loads beside a forward",

@@ -35,6 +35,22 @@ def test_a_junction_past_the_last_boundary_is_not():
     assert walk(stops(10 * N, junction=10 * N)) == []
 
 
+def test_where_others_wait_a_step_ends_and_the_state_lasts():
+    made = stops(10 * N, junction=4 * N)
+    made.meetings |= {2 * N, 6 * N, 10 * N}
+    assert walk(made) == [2 * N, 4 * N, 6 * N]
+    assert [made.lasting(end * N) for end in (2, 3, 4, 6)] == [True, False, True, True]
+    made.begin(10 * N)
+    assert walk(made) == [], "another admission, other waits"
+
+
+def test_where_steps_end_is_known():
+    made = stops(10 * N + 1, junction=4 * N, interval=3 * N)
+    made.meetings.add(5 * N)
+    assert [end for end in range(1, 11) if made.ends_at(end * N)] == [3, 4, 5, 6, 9, 10]
+    assert not stops(10 * N + 1, junction=4 * N, is_barred=(4 * N).__eq__).ends_at(4 * N)
+
+
 def test_an_interval_ends_at_the_last_boundary():
     assert walk(stops(10 * N, interval=3 * N)) == [3 * N, 6 * N, 9 * N]
     assert walk(stops(9 * N, interval=3 * N)) == [3 * N, 6 * N]

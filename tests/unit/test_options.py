@@ -60,6 +60,15 @@ def test_the_load_policy_is_one_of_two():
         options(**{"lmcache.hybrid_load_policy": "fast"})
 
 
+def test_sharing_prefills_is_on_or_off():
+    assert options().share_prefills is True
+    assert options(**{"lmcache.hybrid_share_prefills": False}).share_prefills is False
+    with pytest.raises(
+        ConfigError, match="^lmcache.hybrid_share_prefills='no' is neither true nor"
+    ):
+        options(**{"lmcache.hybrid_share_prefills": "no"})
+
+
 def test_refuses_unknown_settings_of_ours():
     with pytest.raises(ConfigError, match="^lmcache.hybrid_atention_group is not a setting; the"):
         options(**{"lmcache.hybrid_atention_group": 1})

@@ -87,6 +87,7 @@ READ = (
     Hook(_STATE, "destroy_distributed_environment"),
     Hook("vllm.v1.core.sched.request_queue", "SchedulingPolicy.FCFS"),
     Hook("vllm.v1.request", "RequestStatus.WAITING_FOR_REMOTE_KVS"),
+    Hook("vllm.v1.request", "RequestStatus.RUNNING"),
     Hook("vllm.v1.request", "Request.prompt_embeds"),
     Hook("vllm.v1.core.kv_cache_utils", "KVCacheBlock.block_id"),
     # lmcache_hybrid/scheduler/save_planner.py
