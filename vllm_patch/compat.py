@@ -8,6 +8,7 @@ otherwise. A method that upstream renamed raises AttributeError when the plugin 
 import dataclasses
 import functools
 import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -16,6 +17,7 @@ from vllm_patch.configuration import is_ours
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
@@ -41,6 +43,7 @@ def install() -> None:
     stop_at_the_next_boundary()
     publish_where_steps_ended()
     leave_no_chunk_empty()
+    copy_what_is_computed()
     if current_platform.is_cpu():
         keep_cpu_block_size()
         no_cpu_prefill_checkpoints()
@@ -460,3 +463,78 @@ def leave_no_chunk_empty() -> None:
         return end - num_computed_tokens if end > num_computed_tokens else num_new_tokens
 
     Scheduler._reserve_prefill_lookahead = _reserve_prefill_lookahead
+
+
+def copy_what_is_computed() -> None:
+    """A hit inside an attention block must wait for the step that computes this block.
+
+    Bug: with ``--prefix-match-unit`` a hit can end inside a block, of which the request then gets
+    a copy. Blocks get their hash when they are allocated, and copies are made before the step's
+    forward: of a block that another request computes in this step nothing is there yet. vLLM's
+    states wait for the next step, its attention does not.
+    Symptom: of two requests that arrive together and share more than the cached state has seen,
+    the second one gets wrong tokens, with or without a connector. A connector stores them too.
+    Seen in: vLLM 0.32.0 and 0.33.0.
+    Remove when: ``FullAttentionManager`` has ``cached_blocks_this_step``, as ``MambaManager``.
+    """
+    from vllm.v1.core.single_type_kv_cache_manager import (
+        FullAttentionManager,
+        SingleTypeKVCacheManager,
+    )
+
+    start, cache, count = (
+        SingleTypeKVCacheManager.new_step_starts,
+        FullAttentionManager.cache_blocks,
+        SingleTypeKVCacheManager.get_num_blocks_to_allocate,
+    )
+
+    @functools.wraps(start)
+    def new_step_starts(self: SingleTypeKVCacheManager) -> None:
+        start(self)
+        vars(self).pop("_hybrid_uncomputed", None)
+
+    @functools.wraps(cache)
+    def cache_blocks(
+        self: FullAttentionManager, request: "Request", *args: Any, **kwargs: Any
+    ) -> None:
+        if self.block_size == self.block_pool.hash_block_size:
+            return cache(self, request, *args, **kwargs)
+        first = self.num_cached_block.get(request.request_id, 0)
+        before = [block.block_hash for block in self.req_to_blocks[request.request_id][first:]]
+        cache(self, request, *args, **kwargs)
+        after = self.req_to_blocks[request.request_id][first:]
+        fresh = {block.block_id for block, had in zip(after, before) if block.block_hash != had}
+        vars(self).setdefault("_hybrid_uncomputed", set()).update(fresh)
+
+    @functools.wraps(count)
+    def get_num_blocks_to_allocate(
+        self: SingleTypeKVCacheManager,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: "Sequence[KVCacheBlock]",
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> int:
+        uncomputed = vars(self).get("_hybrid_uncomputed", ())
+        if (
+            uncomputed
+            and self._has_partial_local_hit(new_computed_blocks, num_local_computed_tokens)
+            and new_computed_blocks[-1].block_id in uncomputed
+        ):
+            return self.block_pool.num_gpu_blocks + 1  # more than there are: not in this step
+        return count(
+            self,
+            request_id,
+            num_tokens,
+            new_computed_blocks,
+            total_computed_tokens,
+            num_local_computed_tokens,
+            *args,
+            **kwargs,
+        )
+
+    SingleTypeKVCacheManager.new_step_starts = new_step_starts
+    FullAttentionManager.cache_blocks = cache_blocks
+    SingleTypeKVCacheManager.get_num_blocks_to_allocate = get_num_blocks_to_allocate

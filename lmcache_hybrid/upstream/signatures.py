@@ -56,6 +56,12 @@ AT_START: Signatures = {
         Scheduler._update_request_as_session(session, update)
         Scheduler._update_waiting_for_remote_kv(request)
         Scheduler.reset_prefix_cache(reset_running_requests, reset_connector)""",
+    "vllm.v1.core.single_type_kv_cache_manager": """
+        FullAttentionManager.cache_blocks(...)
+        SingleTypeKVCacheManager.get_num_blocks_to_allocate(request_id, num_tokens, \
+            new_computed_blocks, total_computed_tokens, num_local_computed_tokens, \
+            num_tokens_main_model, apply_admission_cap, prefill_end)
+        SingleTypeKVCacheManager.new_step_starts()""",
     "vllm.v1.engine.input_processor": """
         InputProcessor.process_inputs(request_id, prompt, params, supported_tasks)""",
 }

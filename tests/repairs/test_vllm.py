@@ -187,6 +187,21 @@ def test_a_prompt_of_whole_blocks_and_a_few_tokens_is_never_finished(simulation)
     return False
 
 
+@shows_bug_of(compat.copy_what_is_computed)
+def test_a_block_is_copied_before_it_is_computed(simulation):
+    without(simulation, compat.copy_what_is_computed)
+    with new_engine(hash_size=N // 2) as engine:
+        ask(engine, "short", A[: N // 2 + 1])
+        engine.clear_store()
+        for name in ("first", "second"):
+            engine.add(name, A[: 4 * N + 1], 1)
+        try:
+            engine.drain()
+        except WrongBytes:
+            return True
+    return False
+
+
 @shows_bug_of(compat.finish_resets)
 def test_a_reset_leaves_something_behind(simulation):
     """The repair can go when neither does."""

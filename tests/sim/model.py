@@ -215,6 +215,14 @@ class ToyRank:
 
         self._queue(copy)
 
+    def _copy_blocks(self, sources: list[int], targets: list[int]) -> None:
+        """As ``copy_kv_cache_blocks_inplace``: all are read before one is written."""
+
+        def copy() -> None:
+            self.pages[targets] = self.pages[sources]
+
+        self._queue(copy)
+
     def _update(self, output: SchedulerOutput, truths: dict[str, Truth]) -> None:
         gone = output.finished_req_ids
         if not isinstance(self.order, V1):
@@ -223,8 +231,8 @@ class ToyRank:
             self.requests.pop(request_id, None)
         if fresh := output.new_block_ids_to_zero:
             self._queue(lambda: self.pages.__setitem__(fresh, 0))
-        for source, target in output.kv_cache_block_copies or ():
-            self._copy_page(source, target, self.pages.shape[1])
+        if copies := output.kv_cache_block_copies:
+            self._copy_blocks(*map(list, zip(*copies)))
         for new in output.scheduled_new_reqs:
             known = len(new.prefill_token_ids or new.prompt_token_ids)
             self.resumed += known > len(new.prompt_token_ids)

@@ -8,6 +8,7 @@ _COMPAT = "vllm_patch/compat.py"
 _SESSIONS = "vllm_patch/sessions.py"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
+_MANAGER = "vllm.v1.core.single_type_kv_cache_manager"
 _OUTPUT = "vllm.v1.core.sched.output"
 _REQUEST = "vllm.v1.request"
 _CONFIG = "vllm.config"
@@ -310,7 +311,11 @@ VLLM = (
         replaced_in=_COMPAT,
     ),
     Hook(_COORDINATOR, "KVCacheCoordinator.num_reprefillable_tokens"),
-    *attributes("vllm.v1.core.block_pool", "BlockPool", "evict_blocks get_num_free_blocks"),
+    *attributes(
+        "vllm.v1.core.block_pool",
+        "BlockPool",
+        "evict_blocks get_num_free_blocks hash_block_size num_gpu_blocks",
+    ),
     *attributes(
         _SCHEDULER,
         "Scheduler",
@@ -322,10 +327,19 @@ VLLM = (
         "RequestQueue",
         "remove_requests prepend_requests",
     ),
+    Hook(_MANAGER, "SingleTypeKVCacheManager.new_step_starts", replaced_in=_COMPAT),
+    Hook(_MANAGER, "SingleTypeKVCacheManager.get_num_blocks_to_allocate", replaced_in=_COMPAT),
+    Hook(
+        _MANAGER,
+        "FullAttentionManager.cache_blocks",
+        holds=("self._cache_partial_tail_block(request, num_tokens)",),
+        replaced_in=_COMPAT,
+    ),
     *attributes(
-        "vllm.v1.core.single_type_kv_cache_manager",
+        _MANAGER,
         "SingleTypeKVCacheManager",
-        "max_admission_blocks_per_request req_to_blocks block_size block_pool",
+        "max_admission_blocks_per_request req_to_blocks block_size block_pool num_cached_block "
+        "_has_partial_local_hit",
     ),
     Hook("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator.single_type_managers"),
     Hook("vllm.v1.core.kv_cache_utils", "KVCacheBlock.is_null"),

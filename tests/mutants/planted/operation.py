@@ -154,6 +154,24 @@ DEFECTS = (
         "",
     ),
     one(
+        "a hit inside a block copies it before it is computed",
+        COMPAT,
+        "    copy_what_is_computed()\n",
+        "",
+    ),
+    one(
+        "a block that is being computed counts as uncomputed for ever",
+        COMPAT,
+        "        vars(self).pop(\"_hybrid_uncomputed\", None)\n",
+        "        pass\n",
+    ),
+    one(
+        "every block that a request holds counts as uncomputed",
+        COMPAT,
+        " if block.block_hash != had}",
+        "}",
+    ),
+    one(
         "what counts until a state is published counts for ever",
         COMPAT,
         "        finally:\n            request.shared_prefix_boundary = boundary\n",
