@@ -162,7 +162,7 @@ DEFECTS = (
     one(
         "a block that is being computed counts as uncomputed for ever",
         COMPAT,
-        "        vars(self).pop(\"_hybrid_uncomputed\", None)\n",
+        '        vars(self).pop("_hybrid_uncomputed", None)\n',
         "        pass\n",
     ),
     one(
