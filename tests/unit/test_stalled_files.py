@@ -9,7 +9,7 @@ import torch
 from . import store_box as stores
 from .helpers import payload_of
 from .storage.test_fs_faults import hangs, load_fails
-from .store_box import KEYS, SIZE, assert_soon
+from .store_box import KEYS, SIZE, until
 
 box = stores.box
 
@@ -30,5 +30,5 @@ def test_a_read_that_timed_out_keeps_its_memory_until_it_ends_and_no_longer(
     with hangs(monkeypatch, "readv"):
         assert load_fails(one, KEYS[:1]) == "unreachable"
         assert one.used() > one.start
-    assert_soon(lambda: one.used() == one.start, "the read kept its memory")
+    until(lambda: one.used() == one.start, "the read kept its memory")
     assert torch.equal(one.read(KEYS[:1])[0], payload_of(KEYS[0], SIZE))

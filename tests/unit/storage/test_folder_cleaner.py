@@ -29,7 +29,7 @@ from lmcache_hybrid.storage.remote.connectors import unwrapped
 from ..helpers import payload_of
 from ..lmcache_settings import lmcache_config
 from ..other_users import ALICE, BOB, GROUP, as_user, needs_root, open_tmp  # noqa: F401
-from ..store_box import KEYS, SIZE, Box, N, assert_soon, until
+from ..store_box import KEYS, SIZE, Box, N, until
 
 HOUR = 3600.0
 # Further prompts of one page and one state.
@@ -301,7 +301,7 @@ def test_a_plugins_folders_are_cleaned_too(tmp_path):
         os.utime(left, (0, 0))
     cleaners = start_cleaners(config, FolderLimits(), Ledger("worker", WorkerCounts()))
     try:
-        assert_soon(lambda: not list(tmp_path.glob(f"*/*{TEMPORARY}")), "not cleaned")
+        until(lambda: not list(tmp_path.glob(f"*/*{TEMPORARY}")), "not cleaned")
         assert len(cleaners) == 3
         assert all((folder / LOCK_NAME).exists() for folder in names.values())
     finally:
@@ -329,7 +329,7 @@ def test_where_one_cleaner_cannot_start_none_is_left(tmp_path, monkeypatch):
         patch.setattr(threading.Thread, "start", start_one)
         with pytest.raises(RuntimeError):
             start_cleaners(config, FolderLimits(), Ledger("worker", WorkerCounts()))
-    assert_soon(lambda: not started[0].is_alive(), "a cleaner is left")
+    until(lambda: not started[0].is_alive(), "a cleaner is left")
 
 
 def test_without_limits_a_round_comes_once_an_hour(tmp_path, hybrid_log):

@@ -17,7 +17,7 @@ from lmcache_hybrid.storage.folder.record_files import TEMPORARY, WRAPPER_BYTES
 from lmcache_hybrid.storage.remote import adapters, connectors, fs
 
 from ..helpers import payload_of, put
-from ..store_box import KEYS, SIZE, Box, assert_soon
+from ..store_box import KEYS, SIZE, Box, until
 
 
 def connector_of(box: Box) -> fs.HybridFSConnector:
@@ -39,7 +39,7 @@ def run(box: Box, job):
 
 def settled(*boxes: Box) -> None:
     for box in boxes:
-        assert_soon(lambda box=box: box.used() == box.start, "writes keep their buffers")
+        until(lambda box=box: box.used() == box.start, "writes keep their buffers")
 
 
 def assert_whole(box: Box, keys=KEYS) -> None:
@@ -142,7 +142,7 @@ def test_two_engines_may_store_one_prompt_at_the_same_time(box):
 
     def store(one: Box) -> None:
         for _ in range(1000):
-            assert_soon(lambda: connector_of(one).writing < 200, "writes do not end")
+            until(lambda: connector_of(one).writing < 200, "writes do not end")
             put(one.store, KEYS, SIZE)
 
     with ThreadPoolExecutor(2) as threads:
@@ -151,7 +151,7 @@ def test_two_engines_may_store_one_prompt_at_the_same_time(box):
             assert_whole(reader)
     settled(*engines)
     for one in (*engines, reader):
-        assert_soon(lambda one=one: not connector_of(one).writing, "writes do not end")
+        until(lambda one=one: not connector_of(one).writing, "writes do not end")
         assert not one.store.failed_writes
         assert_whole(one)
     assert len(list(reader.folder.iterdir())) == len(KEYS)
@@ -177,10 +177,10 @@ def test_links_under_temporary_names_are_not_followed(box, victim, planted):
         Path(box.folder, f"{connector._prefix}{number}{TEMPORARY}").symlink_to(victim)
     put(box.store, KEYS[:1], SIZE)
     if planted < fs.TRIES:
-        assert_soon(lambda: box.path(KEYS[0]).exists(), "it was not written under another name")
+        until(lambda: box.path(KEYS[0]).exists(), "it was not written under another name")
         assert_whole(box, KEYS[:1])
     else:
-        assert_soon(lambda: box.store.failed_writes["RemoteBackend"] == 1, "it was not counted")
+        until(lambda: box.store.failed_writes["RemoteBackend"] == 1, "it was not counted")
         assert box.store.locate(KEYS[:1]) == {}
     settled(box)
     assert victim.read_bytes() == b"precious"
@@ -221,7 +221,7 @@ def test_a_folder_under_a_records_name_fails_its_writes(box, hybrid_log):
     box.path(KEYS[0]).mkdir()
     for _ in range(2):
         put(box.store, KEYS[:1], SIZE)
-    assert_soon(lambda: box.store.failed_writes["RemoteBackend"] == 2, "it was not counted")
+    until(lambda: box.store.failed_writes["RemoteBackend"] == 2, "it was not counted")
     assert box.store.locate(KEYS[:1]) == {}
     assert [path.name for path in box.folder.iterdir()] == [box.path(KEYS[0]).name]
     assert len([r for r in hybrid_log.records if "cannot be written" in r.getMessage()]) == 1
@@ -246,11 +246,11 @@ def test_lmcaches_own_questions_are_answered(box):
 def test_closing_waits_for_queued_writes(box, monkeypatch):
     replace = os.replace
     monkeypatch.setattr(
-        os, "replace", lambda *paths: (assert_soon(lambda: closing, "no end"), replace(*paths))
+        os, "replace", lambda *paths: (until(lambda: closing, "no end"), replace(*paths))
     )
     box, closing = box("fs"), []
     put(box.store, KEYS, SIZE)
-    assert_soon(lambda: connector_of(box).writing == len(KEYS), "nothing is written")
+    until(lambda: connector_of(box).writing == len(KEYS), "nothing is written")
     closing.append(1)
     box.close()
     assert len(list(box.folder.iterdir())) == len(KEYS)

@@ -25,7 +25,7 @@ from lmcache_hybrid.storage.folder.record_files import WRAPPER_BYTES, wrapper_of
 from lmcache_hybrid.storage.remote import fs
 
 from ..helpers import put
-from ..store_box import KEYS, SIZE, Box, N, assert_soon
+from ..store_box import KEYS, SIZE, Box, N, until
 from .test_fs_connector import assert_whole, connector_of
 
 MANY = [RecordKey(ATTENTION, 3, bytes([i]) * 32, (i + 1) * N) for i in range(32)]
@@ -208,8 +208,8 @@ def test_a_full_disk_is_counted_and_costs_no_record(box, monkeypatch, hybrid_log
     with monkeypatch.context() as patch:
         patch.setattr(os, function, full)
         put(box.store, KEYS, SIZE)
-        assert_soon(lambda: box.store.failed_writes["RemoteBackend"] == len(KEYS), "not counted")
-    assert_soon(lambda: box.used() == box.start, "failed writes keep their buffers")
+        until(lambda: box.store.failed_writes["RemoteBackend"] == len(KEYS), "not counted")
+    until(lambda: box.used() == box.start, "failed writes keep their buffers")
     assert [path.name for path in box.folder.iterdir()] == [box.path(KEYS[0]).name]
     assert_whole(box, KEYS[:1])
     assert len([r for r in hybrid_log.records if "cannot be written" in r.getMessage()]) == 1
@@ -249,7 +249,7 @@ def test_lookups_that_hang_miss_and_keep_a_fixed_number_of_threads(box, monkeypa
         assert len(inside) == fs.ASKERS
         assert connector_of(box)._askers._jobs.qsize() <= fs.ASKERS, "questions pile up"
     assert "did not answer a cache lookup in time" in hybrid_log.text
-    assert_soon(lambda: len(box.store.locate(KEYS)) == len(KEYS), "lookups do not recover")
+    until(lambda: len(box.store.locate(KEYS)) == len(KEYS), "lookups do not recover")
     assert_whole(box)
 
 
@@ -265,12 +265,12 @@ def test_reads_that_hang_keep_a_fixed_number_of_buffers_and_lookups_miss(box, mo
                 assert failed.value.reason == "unreachable"
             claim.made = time.monotonic()  # as if it had been promised just now
         assert len(inside) == fs.READERS
-        assert_soon(lambda: connector_of(box)._reading.stuck(0.2), "nobody notices")
+        until(lambda: connector_of(box)._reading.stuck(0.2), "nobody notices")
         assert box.store.locate(MANY) == {}, "promised, although no read ends"
         held = box.used() - box.start
         assert 0 < held <= fs.READERS * (1 << 13)
-    assert_soon(lambda: box.used() == box.start, "late reads keep their memory")
-    assert_soon(lambda: len(box.store.locate(MANY)) == len(MANY), "lookups do not recover")
+    until(lambda: box.used() == box.start, "late reads keep their memory")
+    until(lambda: len(box.store.locate(MANY)) == len(MANY), "lookups do not recover")
     assert_whole(box, MANY)
     assert all(box.path(key).exists() for key in MANY)
 
@@ -322,22 +322,18 @@ def test_writes_behind_those_that_hang_fail_and_release_their_buffers(box, monke
     box = box("fs").write(KEYS[:1])
     with hangs(monkeypatch, "writev") as inside:
         put(box.store, MANY[: fs.WRITERS], SIZE)
-        assert_soon(lambda: len(inside) == fs.WRITERS, "nothing hangs")
+        until(lambda: len(inside) == fs.WRITERS, "nothing hangs")
         put(box.store, MANY[fs.WRITERS :], SIZE)
         waiting = len(MANY) - fs.WRITERS
-        assert_soon(
-            lambda: box.store.failed_writes["RemoteBackend"] == waiting, "nothing is given up"
-        )
-        assert_soon(
-            lambda: 0 < box.used() - box.start <= fs.WRITERS * (1 << 13), "memory stays taken"
-        )
+        until(lambda: box.store.failed_writes["RemoteBackend"] == waiting, "nothing is given up")
+        until(lambda: 0 < box.used() - box.start <= fs.WRITERS * (1 << 13), "memory stays taken")
         put(box.store, MANY, SIZE)  # and those that come later, at once
-        assert_soon(
+        until(
             lambda: box.store.failed_writes["RemoteBackend"] == waiting + len(MANY),
             "later ones wait",
         )
         assert_whole(box, KEYS[:1])
-    assert_soon(lambda: box.used() == box.start, "late writes keep their memory")
+    until(lambda: box.used() == box.start, "late writes keep their memory")
     box.write(MANY)
     assert_whole(box, MANY)
 
@@ -380,11 +376,11 @@ def test_marks_that_hang_hold_up_nobody(box, monkeypatch):
     with hangs(monkeypatch, "utime") as inside:
         for _ in range(3):
             box.store.refresh(KEYS)
-        assert_soon(lambda: inside, "nothing is marked")
+        until(lambda: inside, "nothing is marked")
         assert_whole(box)
         box.write(MANY)
         assert len(inside) == 1
-    assert_soon(lambda: not connector_of(box)._uses._running, "marks do not end")
+    until(lambda: not connector_of(box)._uses._running, "marks do not end")
 
 
 def test_a_load_that_is_late_stops_reading(box, monkeypatch):

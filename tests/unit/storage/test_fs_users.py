@@ -14,7 +14,7 @@ from lmcache_hybrid.storage.record import HEADER_BYTES
 
 from ..helpers import payload_of, put
 from ..other_users import ALICE, BOB, GROUP, as_user, needs_root, open_tmp  # noqa: F401
-from ..store_box import KEYS, SIZE, Box, assert_soon, flip
+from ..store_box import KEYS, SIZE, Box, flip, until
 
 pytestmark = needs_root
 
@@ -39,7 +39,7 @@ def requests(folder: Path, count: int) -> Counter[str]:
         if len(located) < len(KEYS):
             seen["miss"] += 1
             put(box.store, KEYS, SIZE)
-            assert_soon(lambda: box.used() == box.start, "writes do not end")
+            until(lambda: box.used() == box.start, "writes do not end")
             continue
         try:
             for key, payload in zip(KEYS, box.read(), strict=True):
@@ -113,8 +113,8 @@ def test_a_folder_that_cannot_be_written_is_read(folder):
         seen = requests(folder, 2)
         box = Box("fs", folder, None)
         put(box.store, KEYS, SIZE)
-        assert_soon(lambda: box.store.failed_writes["RemoteBackend"] == len(KEYS), "not counted")
-        assert_soon(lambda: box.used() == box.start, "failed writes keep their buffers")
+        until(lambda: box.store.failed_writes["RemoteBackend"] == len(KEYS), "not counted")
+        until(lambda: box.used() == box.start, "failed writes keep their buffers")
         return seen, len(box.store.locate(KEYS))
 
     assert as_user(BOB, use) == ({"hit": 2}, len(KEYS))

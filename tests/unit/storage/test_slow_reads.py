@@ -13,7 +13,7 @@ from lmcache_hybrid.core.errors import LoadError, SlowError
 from lmcache_hybrid.core.pace import Pace
 from lmcache_hybrid.storage.record import record_bytes
 
-from ..store_box import KEYS, SIZE, Box, assert_soon, until
+from ..store_box import KEYS, SIZE, Box, until
 
 SECONDS = 2.0
 
@@ -148,7 +148,7 @@ def test_the_threads_of_reads_end_with_their_worker(box, worker_rig):
     assert made
     worker.store = box.store
     worker.shutdown()
-    assert_soon(lambda: not any(each.is_alive() for each in made), "a thread is left")
+    until(lambda: not any(each.is_alive() for each in made), "a thread is left")
     box.read()
 
 

@@ -13,7 +13,7 @@ from lmcache_hybrid.storage.remote.connectors import unwrapped
 from lmcache_hybrid.upstream.lmcache_home import take
 
 from ..helpers import put
-from ..store_box import DEADLINE, KEYS, SIZE, assert_soon, every_kind, until
+from ..store_box import DEADLINE, KEYS, SIZE, every_kind, until
 
 HealthMonitor = take("v1.health_monitor.base", "HealthMonitor")
 
@@ -111,8 +111,8 @@ def test_a_store_that_was_switched_off_comes_back(box, kind, hybrid_log):
     assert box.store.readable() and box.store.writable()
     ours = [each.getMessage() for each in hybrid_log.records if each.name.startswith("vllm")]
     assert ours == [], "nobody else has written to the store"
-    assert_soon(lambda: box.names() == before, "the check's value stays in the store")
-    assert_soon(lambda: box.used() == used, "the check's memory stays taken")
+    until(lambda: box.names() == before, "the check's value stays in the store")
+    until(lambda: box.used() == used, "the check's memory stays taken")
     assert box.store.failed_writes == failed
     for tier in ("LocalCPUBackend", "RemoteBackend"):
         assert set(box.store.locate(KEYS).values()) == {tier}
@@ -143,7 +143,7 @@ def test_a_connector_that_cannot_start_all_threads_leaves_none(box, kind, monkey
             patch.setattr(threading.Thread, "start", start_some)
             box.backend.init_connection()
         assert box.backend.connection is None and len(begun) == most
-        assert_soon(lambda begun=begun: not any(t.is_alive() for t in begun), "threads are left")
+        until(lambda begun=begun: not any(t.is_alive() for t in begun), "threads are left")
     box.backend.failure_time = -math.inf
     box.backend.init_connection()
     box.write()
