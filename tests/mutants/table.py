@@ -14,6 +14,8 @@ TABLE = ROOT / "docs/generated/mutants.json"
 PAGE = ROOT / "docs/reliability.md"
 # Tests by name of the defect that they found in runs that were broken off or had no need of all.
 SEEN = TABLE.with_stem("mutants-seen")
+# Defects before and after one in the list that are likely to be found by the same tests.
+BESIDE = 4
 ROW = re.compile(r"^\| \[Planted defects\].*$", re.M)
 COMMAND = "make mutants"
 
@@ -72,14 +74,17 @@ def order(
         defect: what was planted.
         files: all test files and how many seconds they take.
         known: what was found before.
-        sources: by name of a defect, the file that it changes.
+        sources: by name of a defect, the file that it changes; in the order of the list.
     """
+    names = list(sources)
+    place = names.index(defect.name) if defect.name in sources else 0
+    beside = set(names[max(0, place - BESIDE) : place + BESIDE + 1])
     changed = {file for file, _, _ in defect.edits}
-    found = Counter(
-        each["test"].partition("::")[0]
-        for name, each in known.items()
-        if each["test"] and sources.get(name) in changed
-    )
+    found: Counter[str] = Counter()
+    for name, each in known.items():
+        if each["test"]:
+            likely = (sources.get(name) in changed) + BESIDE * (name in beside)
+            found[each["test"].partition("::")[0]] += likely
     stems = {Path(file).stem for file in changed}
 
     def rank(file: str) -> tuple[bool, int, bool, float]:

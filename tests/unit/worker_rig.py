@@ -70,7 +70,7 @@ class Rig:
             if results.finished_recving:
                 return results
             timer.wait(0.001)
-        raise TimeoutError
+        raise AssertionError("no load ended")
 
     def run(self, *loads: LoadSpec):
         self.start(*loads)
