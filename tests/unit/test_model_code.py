@@ -151,6 +151,7 @@ def test_code_that_belongs_to_nothing_is_refused(config, place):
 
 def test_the_program_itself_is_no_package_though_it_has_a_file(config, monkeypatch):
     """As with python -m."""
+    code.forget()
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", pytest.__spec__)
     with pytest.raises(UnknownCodeError):
         code_of(config, type("MadeUp", (nn.Module,), {"__module__": "__main__"}))
