@@ -102,7 +102,8 @@ class Options:
         save_decode: whether boundaries in generated tokens are stored.
         digester: keyed when a key file is configured.
         load_policy: one of :data:`POLICIES`; "faster" loads only what would take longer to compute.
-        share_prefills: whether a request waits for a prefix that another one is computing.
+        share_prefills: whether a request waits for a prefix that another one is computing; not
+            beside another connector, which may have it.
         alone: whether no other connector is beside this one.
         events: whether KV cache events are published of what is stored.
         folder_limits: to which this engine cleans the folders of ``fs://``.
@@ -156,6 +157,7 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
             raise ConfigError(f"{key}={value} is no number of tokens; write one, or 0.")
         return value
 
+    alone = not transfer.get_from_extra_config(BESIDE_KEY, False)
     policy = transfer.get_from_extra_config(POLICY_KEY, POLICIES[0])
     if policy not in POLICIES:
         raise ConfigError(f"{POLICY_KEY}={policy!r} is no policy; write one of {POLICIES}.")
@@ -179,8 +181,8 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
         save_decode=bool(config.save_decode_cache),
         digester=PLAIN if key_file is None else read_key(KEY_FILE_KEY, str(key_file)),
         load_policy=policy,
-        share_prefills=share,
-        alone=not transfer.get_from_extra_config(BESIDE_KEY, False),
+        share_prefills=share and alone,
+        alone=alone,
         events=bool(config.enable_kv_events) and _publishes(vllm_config),
         folder_limits=read_limits(transfer.kv_connector_extra_config, config),
     )

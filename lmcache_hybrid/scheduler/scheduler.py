@@ -103,7 +103,7 @@ class HybridScheduler:
         self.closed = False
         self.ledger = queue.ledger = Ledger("scheduler", SchedulerCounts())
         self._planner = SavePlanner(plan, options, self._hashes_per_block, self.ledger)
-        self.prefills = SharedPrefills(plan.block_size, self.ledger, self._planner.meet)
+        self.prefills = SharedPrefills(plan.block_size, self.ledger, self._meet)
         self._granularity = Granularity(plan, self.ledger)
         self._admission = Admission(
             plan, options, queue, self._policy, self._pins, self.ledger, self._watch, self._found
@@ -164,6 +164,7 @@ class HybridScheduler:
         tracker = self._trackers.get(request.request_id)
         if tracker is None:
             return
+        self.prefills.start(tracker)
         if num_external_tokens == 0:
             self._drop(tracker, tracker.admit())
             self.prefills.begin(tracker)
@@ -237,6 +238,11 @@ class HybridScheduler:
             self._unsaved[tracker.request.request_id] = tracker
         else:
             self._unsaved.pop(tracker.request.request_id, None)
+
+    def _meet(self, tracker: RequestTracker, boundary: int) -> None:
+        """Let a running request end a step at ``boundary`` (tokens), where another waits for it."""
+        self._planner.meet(tracker, boundary)
+        self._watch(tracker)
 
     def _found(self, tracker: RequestTracker, result: LookupResult) -> None:
         """Describe what the ranks hold of a request, for events."""

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # Passes for which a request waits at most while the other one does not move, and once it has
 # reached the boundary: vLLM knows the state there a step later, with steps in flight two.
 STILL, LATE = 16, 4
+# Requests that wait at most: in each pass vLLM looks for each of them in its own cache.
+WAITERS = 16
 # How often one request waits at most for another that ends, or is preempted, before the boundary.
 TRIES = 3
 
@@ -37,6 +39,8 @@ class Wait:
         at: tokens that the leader had computed when it was last looked at.
         still: passes since it moved.
         late: passes since it reached the boundary.
+        reached: the request can start at the boundary.
+        over: the leader has started over and ends no step there.
     """
 
     leader: RequestTracker
@@ -45,6 +49,8 @@ class Wait:
     at: int = 0
     still: int = 0
     late: int = 0
+    reached: bool = False
+    over: bool = False
 
 
 class SharedPrefills:
@@ -77,10 +83,20 @@ class SharedPrefills:
         self._looked: dict[str, tuple[int, int]] = {}
         self._begun = 0
 
+    def start(self, tracker: RequestTracker) -> None:
+        """A request has blocks: it waits no longer."""
+        wait = self._waits.get(tracker.request.request_id)
+        if wait is not None and wait.reached:
+            with self._ledger as counts:
+                counts.shared_prefills += 1
+                counts.shared_prefill_tokens += wait.boundary - wait.start
+        self.forget(tracker.request.request_id)
+
     def begin(self, tracker: RequestTracker) -> None:
         """A request computes its prompt from here on."""
-        self._waits.pop(tracker.request.request_id, None)
-        self._looked.pop(tracker.request.request_id, None)
+        for wait in self._waits.values():
+            if wait.leader is tracker:
+                wait.over = True
         checkpoints, hashes = tracker.checkpoints, tracker.prefix.hashes
         drafter = checkpoints.drafter
         # Beside such drafters vLLM's own hits end elsewhere than steps.
@@ -122,18 +138,18 @@ class SharedPrefills:
         if wait is None:
             return self._find(tracker, start)
         leader, computed = wait.leader, wait.leader.request.num_computed_tokens
-        if start >= wait.boundary:
-            self.forget(request_id)
-            if leader.prefix.tags == tracker.prefix.tags:  # the leader has stored it
+        wait.reached = start >= wait.boundary
+        if wait.reached:
+            if leader.saving and leader.prefix.tags == tracker.prefix.tags:  # it has stored it
                 blocks = wait.boundary // self._size
                 tracker.stored.attention = max(tracker.stored.attention, blocks)
-            with self._ledger as counts:
-                counts.shared_prefills += 1
-                counts.shared_prefill_tokens += wait.boundary - wait.start
             return False
         wait.still = 0 if computed > wait.at else wait.still + 1
         wait.late += computed >= wait.boundary
         wait.at = computed
+        if wait.over:
+            del self._waits[request_id]
+            return self._find(tracker, start)
         gone = computed < wait.boundary and not _runs(leader)
         if gone or wait.still > STILL or wait.late > LATE:
             del self._waits[request_id]
@@ -144,7 +160,7 @@ class SharedPrefills:
         """Choose whom to wait for, if anybody."""
         request_id, hashes = tracker.request.request_id, tracker.prefix.hashes
         leaders = self._leaders.get(hashes[0]) if hashes else None
-        if not leaders:
+        if not leaders or len(self._waits) >= WAITERS:
             return False
         begun, tries = self._looked.get(request_id, (0, TRIES))
         if begun == self._begun or not tries:
@@ -153,7 +169,9 @@ class SharedPrefills:
         for leader in leaders.values():
             boundary, computed = self._meeting(leader, tracker), leader.request.num_computed_tokens
             # Computing less than half a step is quicker than a step more.
-            if boundary - start <= self.step_tokens / 2 or computed < start or not _runs(leader):
+            if boundary - start <= self.step_tokens / 2 or not start <= computed < boundary:
+                continue
+            if not (_runs(leader) and leader.saving):
                 continue
             # Where the leader's next step ends may be settled already.
             if boundary - computed <= self.step_tokens and not leader.checkpoints.ends_at(boundary):
@@ -181,7 +199,10 @@ class SharedPrefills:
         boundary = low * self._size
         while boundary and any(each.checkpoints.is_barred(boundary) for each in (leader, follower)):
             boundary -= self._size
-        return boundary
+        # Each further one may cost the leader a step.
+        near = [m for m in leader.checkpoints.meetings if 0 <= boundary - m <= self.step_tokens / 2]
+        near = [meeting for meeting in near if not follower.checkpoints.is_barred(meeting)]
+        return max(near, default=boundary)
 
     def check_integrity(self) -> None:
         """Assert what holds between two calls of vLLM."""
@@ -197,4 +218,6 @@ def _runs(leader: RequestTracker) -> bool:
 def step_tokens_of(config: "SchedulerConfig") -> float:
     """Tokens of one request in one step at most."""
     most = config.max_num_scheduled_tokens or config.max_num_batched_tokens
-    return min(most, config.long_prefill_token_threshold or math.inf)
+    # An adaptive threshold rises up to that.
+    fixed = not config.long_prefill_token_threshold_adaptive and config.long_prefill_token_threshold
+    return min(most, fixed or math.inf)

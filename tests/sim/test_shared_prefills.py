@@ -119,3 +119,54 @@ def test_a_request_that_may_not_read_the_cache_waits_for_none():
     engine.drain()
     assert second() == WHOLE
     run.play([])
+
+
+def test_who_waits_for_a_request_that_was_preempted_waits_anew():
+    run = run_of()
+    (engine,) = run.engines
+    add(engine, 0), (second := add(engine, 1))
+    engine.step()
+    engine.step()
+    leader = engine.requests["r0"]
+    engine.scheduler.running.remove(leader)
+    engine.scheduler._preempt_request(leader, 0.0)
+    engine.step()  # vLLM takes it up again before it asks for the other one
+    assert leader.status == RequestStatus.RUNNING
+    engine.drain()
+    assert second() == REST
+    run.play([])
+
+
+def test_what_its_leader_did_not_store_is_stored():
+    run = run_of()
+    (engine,) = run.engines
+    add(engine, 0), (second := add(engine, 1))
+    engine.step()
+    engine.hybrid.give_up("r0")
+    engine.drain()
+    assert second() == REST
+    engine.reset_prefix_cache(False)
+    engine.add("again", list(engine.requests["r1"].prompt_token_ids), 1)
+    stats = engine.requests["again"].prefill_stats
+    engine.drain()
+    assert stats.num_external_cached_tokens == (SHARED + REST) // N * N
+    run.play([])
+
+
+def test_a_leader_all_of_whose_pages_are_stored_is_watched_again():
+    """Its state has gone from the store, so that it computes them."""
+    run = run_of(blocks=200)
+    (engine,) = run.engines
+    prompt = TRUNKS[0][: 12 * N]
+    engine.add("first", prompt, 1)
+    engine.drain()
+    shortest = min(len(memory.byte_array) for _, memory in run.pool.records)
+    for key, memory in run.pool.records:
+        if len(memory.byte_array) == shortest:
+            run.pool._backend.remove(key)
+    engine.reset_prefix_cache(False)
+    engine.add("leader", prompt, 2)
+    engine.add("follower", prompt[:SHARED] + TRUNKS[1][:N], 2)
+    engine.drain()
+    assert engine.hybrid.counts.shared_prefills == 1
+    run.play([])

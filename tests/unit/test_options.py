@@ -7,6 +7,7 @@ from lmcache_hybrid.config.folders import FolderLimits
 from lmcache_hybrid.config.options import Options, check_lengths
 from lmcache_hybrid.config.parallel import check_prefix_cache
 from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.core.groups import BESIDE_KEY
 
 from .helpers import engine_config
 from .lmcache_settings import assert_one_sentence, lmcache_config, options
@@ -63,6 +64,7 @@ def test_the_load_policy_is_one_of_two():
 def test_sharing_prefills_is_on_or_off():
     assert options().share_prefills is True
     assert options(**{"lmcache.hybrid_share_prefills": False}).share_prefills is False
+    assert options(**{BESIDE_KEY: True}).share_prefills is False
     with pytest.raises(
         ConfigError, match="^lmcache.hybrid_share_prefills='no' is neither true nor"
     ):

@@ -13,6 +13,7 @@ from lmcache_hybrid.scheduler.shared_prefills import (
     LATE,
     STILL,
     TRIES,
+    WAITERS,
     SharedPrefills,
     step_tokens_of,
 )
@@ -65,11 +66,77 @@ def test_a_request_waits_for_the_last_boundary_that_both_have():
     assert prompts.met == [("a", SHARED)]
     leader.request.num_computed_tokens = SHARED
     assert prompts.waits(follower) is True, "vLLM knows the state a step later"
-    assert prompts.waits(follower, SHARED) is False
+    for _ in range(2):  # vLLM has no room at first
+        assert prompts.waits(follower, SHARED) is False
+        assert not prompts.ledger.counts.shared_prefills
+    prompts.prefills.start(follower)
     counts = prompts.ledger.counts
     assert (counts.shared_prefills, counts.shared_prefill_tokens) == (1, SHARED)
     assert follower.stored.attention == SHARED // N
     assert prompts.waits(follower, SHARED) is False
+    prompts.prefills.start(follower)
+    assert counts.shared_prefills == 1
+
+
+def test_who_starts_elsewhere_is_not_counted():
+    prompts = Prompts()
+    leader, follower = prompts.run(prompts.make("a")), prompts.make("b")
+    assert prompts.waits(follower)
+    leader.request.num_computed_tokens = SHARED
+    assert prompts.waits(follower, SHARED) is False
+    assert prompts.waits(follower) is True, "vLLM has lost it again"
+    prompts.prefills.start(follower)
+    assert not prompts.ledger.counts.shared_prefills
+
+
+def test_so_many_wait_at_once():
+    prompts = Prompts()
+    prompts.run(prompts.make("a"))
+    followers = [prompts.make(f"r{number}") for number in range(WAITERS + 1)]
+    assert [prompts.waits(each) for each in followers] == [True] * WAITERS + [False]
+    prompts.prefills.forget("r3")
+    assert prompts.waits(followers[-1]) is True
+
+
+def test_steps_end_where_others_wait_already():
+    """Each further boundary may cost the leader a step."""
+    prompts = Prompts()
+    prompts.run(prompts.make("a"))
+    for name, shared in (("b", 9 * N), ("c", SHARED), ("d", 7 * N)):
+        assert prompts.waits(prompts.make(name, shared))
+    assert [boundary for _, boundary in prompts.met] == [9 * N, 9 * N, 7 * N]
+    barred = prompts.make("e", is_barred={9 * N}.__contains__)
+    assert prompts.waits(barred)
+    assert prompts.met[-1] == ("a", SHARED)
+
+
+def test_who_has_passed_a_boundary_is_not_waited_for():
+    prompts = Prompts()
+    leader = prompts.run(prompts.make("a"), 11 * N)
+    leader.checkpoints.meetings.add(SHARED)
+    assert prompts.waits(prompts.make("b")) is False
+
+
+def test_who_starts_over_is_waited_for_anew():
+    """Preempted and resumed in between: its steps do not end where others wait any more."""
+    prompts = Prompts()
+    leader, follower = prompts.run(prompts.make("a"), N), prompts.make("b")
+    assert prompts.waits(follower)
+    leader.checkpoints.begin(leader.request.num_tokens)
+    prompts.run(leader, 2 * N)
+    assert prompts.waits(follower) is True
+    assert prompts.met == [("a", SHARED)] * 2
+
+
+def test_who_stores_nothing_any_more_is_not_waited_for():
+    prompts = Prompts()
+    leader, follower = prompts.run(prompts.make("a")), prompts.make("b")
+    assert prompts.waits(follower)
+    leader.save = False
+    assert prompts.waits(prompts.make("c")) is False
+    leader.request.num_computed_tokens = SHARED
+    assert prompts.waits(follower, SHARED) is False
+    assert not follower.stored.attention, "nobody has stored it"
 
 
 def test_what_was_stored_under_another_tag_is_stored_anew():
@@ -236,6 +303,14 @@ def test_a_reset_ends_all_waits():
         ({"max_num_batched_tokens": 8192}, 8192),
         ({"max_num_batched_tokens": 8192, "max_num_scheduled_tokens": 4096}, 4096),
         ({"max_num_batched_tokens": 8192, "long_prefill_token_threshold": 1024}, 1024),
+        (
+            {
+                "max_num_batched_tokens": 8192,
+                "long_prefill_token_threshold": 1024,
+                "long_prefill_token_threshold_adaptive": True,
+            },
+            8192,
+        ),
     ],
 )
 def test_a_steps_tokens_are_vllms(config, tokens):

@@ -494,7 +494,7 @@ VLLM = (
         _CONFIG,
         "SchedulerConfig",
         "async_scheduling max_num_seqs max_num_batched_tokens max_num_scheduled_tokens "
-        "long_prefill_token_threshold",
+        "long_prefill_token_threshold long_prefill_token_threshold_adaptive",
     ),
     Hook(_CONFIG, "SpeculativeConfig.use_eagle_block_drop", ()),
     *attributes("vllm.v1.worker.worker_base", "WorkerBase", "vllm_config device"),
