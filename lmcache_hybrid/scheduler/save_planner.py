@@ -167,7 +167,8 @@ class SavePlanner:
         if not tracker.chunks or tracker.checkpoints.is_barred(boundary * self._plan.block_size):
             return [], offers
         if not self._plan.states:
-            return [boundary] if boundary else [], offers
+            # A resumed request may be past its prompt, as in _seal.
+            return [boundary] if 0 < boundary <= len(tracker.prefix.hashes) else [], offers
         if rest or any(tokens == computed for _, _, tokens in offers):
             return [], offers
         block_ids = block_state.get_block_ids(tracker.request.request_id)

@@ -46,3 +46,17 @@ def test_after_a_reset_of_the_store_nothing_of_it_is_saved():
     engine.add("again", prompt, 4)
     run.play([])
     assert not tally.events[AT_THE_END] and not tally.events[SHORT]
+
+
+@pytest.mark.parametrize("groups", ["aw", "saw"])
+def test_what_a_resumed_request_had_generated_is_not_stored(groups):
+    """Its steps may end at boundaries past its prompt."""
+    run = Run(Setup(groups=groups, batch=N // 2, chunk_ends=True, blocks=60), Tally())
+    (engine,) = run.engines
+    engine.add("r", TRUNKS[0][:N], 2 * N + 2)
+    while engine.requests["r"].num_computed_tokens < 3 * N:
+        engine.step()
+    engine.reset_prefix_cache(True)
+    run.play([])  # no save meets an error
+    assert engine.requests["r"].num_preemptions == 1
+    assert engine.ranks[0].connector._hybrid.worker.counts.saved_attention == 1

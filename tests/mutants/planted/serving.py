@@ -78,8 +78,14 @@ DEFECTS = (
     one(
         "models with windows store no ends of chunks",
         CACHED_BLOCKS,
-        "return [boundary] if boundary else [], offers",
+        "return [boundary] if 0 < boundary <= len(tracker.prefix.hashes) else [], offers",
         "return [], offers",
+    ),
+    one(
+        "a resumed request stores windows past its prompt",
+        CACHED_BLOCKS,
+        "return [boundary] if 0 < boundary <= len(tracker.prefix.hashes) else [], offers",
+        "return [boundary] if boundary else [], offers",
     ),
     one(
         "ends of chunks are stored by those who asked for the last boundary only",
