@@ -20,7 +20,7 @@ import hypothesis
 import pytest
 from hypothesis import HealthCheck, Phase
 
-from .offers import AT_THE_END, CHUNKS, JUNCTION, LOADS, MIXED, SHORT
+from .offers import CHUNKS, JUNCTION, LOADS, MIXED, SHORT
 from .program import Run, Tally, programs
 from .sessions import CUT_SHORT, NEXT
 from .setup import Setup
@@ -72,8 +72,9 @@ MET = (
     NEXT,
     CUT_SHORT,
 )
-# Too rare for 50,000 steps.
-MET_IN_LONG_RUNS = ("device: failed loads", JUNCTION, AT_THE_END, MIXED, SHORT)
+# Too rare for 50,000 steps; what a request hands off at its end is too rare for long runs, too, see
+# test_ends.py.
+MET_IN_LONG_RUNS = ("device: failed loads", JUNCTION, MIXED, SHORT)
 
 
 @pytest.fixture(autouse=True)
