@@ -44,14 +44,12 @@ MET = (
     "records rejected",
     "saves skipped",
     "failed loads",
-    "loads of aborted requests",
     "loads after preemption",
     "preempted",
     "ranks disagree",
     "pages of another rank",
     "accepted drafts",
     "accepted drafts of steps ahead",
-    "aborted WAITING_FOR_REMOTE_KVS",
     "aborted RUNNING",
     "reset",
     "weights replaced",
@@ -74,7 +72,14 @@ MET = (
 )
 # Too rare for 50,000 steps; what a request hands off at its end is too rare for long runs, too, see
 # test_ends.py.
-MET_IN_LONG_RUNS = ("device: failed loads", JUNCTION, MIXED, SHORT)
+MET_IN_LONG_RUNS = (
+    "loads of aborted requests",
+    "aborted WAITING_FOR_REMOTE_KVS",
+    "device: failed loads",
+    JUNCTION,
+    MIXED,
+    SHORT,
+)
 
 
 @pytest.fixture(autouse=True)
