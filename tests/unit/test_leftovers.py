@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -104,6 +104,13 @@ def end(session: subprocess.Popen, ending: str) -> None:
     session.wait(SECONDS)
 
 
+def soon(condition: Callable[[], bool], what: str) -> None:
+    """Fail unless it comes true soon."""
+    with suppress(TimeoutError):
+        wait_for(condition, what)
+    assert condition(), what
+
+
 @pytest.mark.parametrize(
     ("ending", "workers"),
     [
@@ -125,11 +132,11 @@ def test_nothing_is_left_after(ending: str, workers: int, temporary: Path, tmp_p
             assert not running(pids) and not list(temporary.iterdir())
             said = (tmp_path / "output").read_text()
             assert "The tests left processes, which were killed: " in said
-        wait_for(lambda: not running(pids), "a process is left")
-        wait_for(lambda: not list(temporary.iterdir()), "the temporary folder holds something")
-        wait_for(lambda: not Path("/dev/shm", shared).exists(), "shared memory is left")
+        soon(lambda: not running(pids), "a process is left")
+        soon(lambda: not list(temporary.iterdir()), "the temporary folder holds something")
+        soon(lambda: not Path("/dev/shm", shared).exists(), "shared memory is left")
         assert f"{temporary}/" not in Path("/proc/net/unix").read_text()
-        wait_for(lambda: not tmp_path.joinpath("prometheus").exists(), "LMCache's folder is left")
+        soon(lambda: not tmp_path.joinpath("prometheus").exists(), "LMCache's folder is left")
     finally:
         for pid in (session.pid, *pids):
             with suppress(ProcessLookupError):
