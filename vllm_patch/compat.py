@@ -500,10 +500,10 @@ def copy_what_is_computed() -> None:
         if self.block_size == self.block_pool.hash_block_size:
             return cache(self, request, *args, **kwargs)
         first = self.num_cached_block.get(request.request_id, 0)
-        before = [block.block_hash for block in self.req_to_blocks[request.request_id][first:]]
+        blocks = self.req_to_blocks.get(request.request_id, ())[first:]
+        before = [block.block_hash for block in blocks]
         cache(self, request, *args, **kwargs)
-        after = self.req_to_blocks[request.request_id][first:]
-        fresh = {block.block_id for block, had in zip(after, before) if block.block_hash != had}
+        fresh = {block.block_id for block, had in zip(blocks, before) if block.block_hash != had}
         vars(self).setdefault("_hybrid_uncomputed", set()).update(fresh)
 
     @functools.wraps(count)

@@ -164,7 +164,7 @@ class HybridScheduler:
         tracker = self._trackers.get(request.request_id)
         if tracker is None:
             return
-        self.prefills.start(tracker)
+        self.prefills.end_wait(tracker)
         if num_external_tokens == 0:
             self._drop(tracker, tracker.admit())
             self.prefills.begin(tracker)

@@ -83,7 +83,7 @@ class SharedPrefills:
         self._looked: dict[str, tuple[int, int]] = {}
         self._begun = 0
 
-    def start(self, tracker: RequestTracker) -> None:
+    def end_wait(self, tracker: RequestTracker) -> None:
         """A request has blocks: it waits no longer."""
         wait = self._waits.get(tracker.request.request_id)
         if wait is not None and wait.reached:

@@ -38,6 +38,11 @@ def computed(engine: SimEngine, count: int) -> list[int]:
     return [tokens() for tokens in added]
 
 
+def preempt(engine: SimEngine, request) -> None:
+    engine.scheduler.running.remove(request)
+    engine.scheduler._preempt_request(request, 0.0)
+
+
 @pytest.mark.parametrize("runner, overlap", ENGINES)
 def test_one_of_four_computes_what_they_share(runner, overlap):
     run = run_of(runner=runner, overlap=overlap)
@@ -78,8 +83,7 @@ def test_who_waits_goes_on_when_the_other_one_does_not(how):
     if how == "abort":
         engine.abort("r0")
     else:
-        engine.scheduler.running.remove(leader)
-        engine.scheduler._preempt_request(leader, 0.0)
+        preempt(engine, leader)
     engine.drain()
     assert second() <= WHOLE and third() == REST
     run.play([])
@@ -128,8 +132,7 @@ def test_who_waits_for_a_request_that_was_preempted_waits_anew():
     engine.step()
     engine.step()
     leader = engine.requests["r0"]
-    engine.scheduler.running.remove(leader)
-    engine.scheduler._preempt_request(leader, 0.0)
+    preempt(engine, leader)
     engine.step()  # vLLM takes it up again before it asks for the other one
     assert leader.status == RequestStatus.RUNNING
     engine.drain()

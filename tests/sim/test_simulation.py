@@ -146,6 +146,17 @@ def test_a_failed_load_reserves_nothing():
     assert tally.events["failed loads"] == 1 and tally.events["hits"] == 2
 
 
+def test_a_request_is_aborted_while_it_loads():
+    """Random programs do so too seldom to rely on it."""
+    step, hold = ("step", 0, 15, 0), ("hold", 0, 0, 0)
+    operations = [("add", 0, 6, 0), step, ("reset", 0, 0, 0), hold, ("again", 0, 0, 0)]
+    operations += [("step", 0, 0, 0), ("abort", 0, 0, 1), hold, step]
+    tally = Tally()
+    Run(Setup(groups="as", blocks=40), tally).play(operations)
+    assert tally.events["aborted WAITING_FOR_REMOTE_KVS"] == 1
+    assert tally.events["loads of aborted requests"] == 1
+
+
 def report(tally: Tally, seed: int, seconds: float, part: int, capsys) -> None:
     figures = {
         "seed": seed,

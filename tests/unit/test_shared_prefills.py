@@ -69,12 +69,12 @@ def test_a_request_waits_for_the_last_boundary_that_both_have():
     for _ in range(2):  # vLLM has no room at first
         assert prompts.waits(follower, SHARED) is False
         assert not prompts.ledger.counts.shared_prefills
-    prompts.prefills.start(follower)
+    prompts.prefills.end_wait(follower)
     counts = prompts.ledger.counts
     assert (counts.shared_prefills, counts.shared_prefill_tokens) == (1, SHARED)
     assert follower.stored.attention == SHARED // N
     assert prompts.waits(follower, SHARED) is False
-    prompts.prefills.start(follower)
+    prompts.prefills.end_wait(follower)
     assert counts.shared_prefills == 1
 
 
@@ -85,7 +85,7 @@ def test_who_starts_elsewhere_is_not_counted():
     leader.request.num_computed_tokens = SHARED
     assert prompts.waits(follower, SHARED) is False
     assert prompts.waits(follower) is True, "vLLM has lost it again"
-    prompts.prefills.start(follower)
+    prompts.prefills.end_wait(follower)
     assert not prompts.ledger.counts.shared_prefills
 
 
