@@ -114,7 +114,10 @@ def shard(files: Sequence[str], known: Mapping[str, float], index: int, count: i
 def passes(files: Sequence[str], everything: bool) -> Iterator[list[str]]:
     """pytest's arguments for each pass."""
     chosen = "" if everything else " and not slow"
+    # pytest-xdist 3.8 replaces a worker that crashed and then waits for ever: with files that the
+    # worker had done, which have no test left to run. So the run ends with its first crash.
     side_by_side = ["--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder"]
+    side_by_side.append("--max-worker-restart=0")
     yield [f"-m=not two_cores{chosen}", *side_by_side, *files]
     yield [f"-m=two_cores{chosen}", *(file for file in files if file.startswith("tests/e2e/"))]
 
@@ -144,8 +147,8 @@ def run_pass(arguments: list[str], report: Path) -> int:
 class Watch:
     """Ends workers of pytest-xdist whose test does not end, where its timeout is stuck as well.
 
-    Such a worker prints all its stacks and aborts; pytest-xdist says that the test crashed, and
-    goes on. A timer in the worker itself would lock up its forks.
+    Such a worker prints all its stacks and aborts; pytest-xdist says that the test crashed. A timer
+    in the worker itself would lock up its forks.
     """
 
     def __init__(self, pid: int, limit: float = STUCK_SECONDS) -> None:

@@ -351,8 +351,11 @@ def test_a_base_from_a_second_package_counts(monkeypatch):
     assert "plugged.backend==1 xxhash.backend==1" in found
 
 
-def test_every_reviewed_class_of_this_vllm_is_all_vllms():
+def test_every_reviewed_class_of_this_vllm_is_all_vllms(monkeypatch):
     """Otherwise records would lose their names with a release of some other package."""
+    # Code for AMD's GPUs imports vLLM's kernels by the name of those for the newest processors; a
+    # second set of kernels aborts the process.
+    monkeypatch.setitem(sys.modules, "vllm._C", sys.modules.get("vllm._C"))
     seen = 0
     for path in module.reviewed():
         place, _, name = path.rpartition(".")
