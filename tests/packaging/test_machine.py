@@ -196,7 +196,7 @@ def test_half_an_environment_is_made_anew(
 
 
 def test_what_was_broken_off_is_made_anew(machine: Machine) -> None:
-    machine.script(machine.folder.parent / "uv", "touch build/runs; sleep 60\n")
+    machine.script(machine.folder.parent / "uv", ": > build/runs; exec sleep 60\n")
     make = machine.start("demo")
     wait_for(machine.folder.joinpath("build/runs").exists, "uv does not run")
     os.killpg(make.pid, signal.SIGINT)
