@@ -231,6 +231,8 @@ def main(
     title = ("make test-all" if everything else "make test") + (f" {part}" if count > 1 else "")
     if everything:
         os.environ.setdefault("SIM_STEPS", ALL_STEPS)
+    # Dozens of interpreters would compile everything again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     results, codes, began = Results(), [], time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         for number, arguments in enumerate(passes(files, everything)):

@@ -25,7 +25,7 @@ DENSE = {"prefix_cache_retention_interval": None}
 
 @pytest.fixture(scope="module")
 def model(model_dir: Path) -> Path:
-    return make_model("qwen3_next", model_dir / "qwen3_next")
+    return make_model("granite4", model_dir / "granite4")
 
 
 @pytest.mark.parametrize("family", ["granite4", *slow("qwen3_next")])

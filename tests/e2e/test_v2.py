@@ -109,7 +109,8 @@ def repeated(own: Own) -> list[Case]:
     return [case for case in own.cases if case.asked == case.stored]
 
 
-@pytest.mark.parametrize("family", [FAMILIES[0], *slow(*FAMILIES[1:])])
+# LFM2 is quick everywhere; Qwen3-Next answers the tests below.
+@pytest.mark.parametrize("family", ["lfm2", *slow(*sorted({*FAMILIES} - {"lfm2"}))])
 def test_ram_and_fs_after_a_restart(family: str, model_dir: Path, tmp_path: Path) -> None:
     model = make_model(family, model_dir / family)
     config = {"local_cpu": True, "remote_url": f"fs://localhost:0{tmp_path}"}
