@@ -6,8 +6,7 @@ from pathlib import Path
 
 from engine import Answer, Engine
 from prompts import Case, cases
-
-from lmcache_hybrid.tools.tiny_models import make_model
+from short_models import make_short_model
 
 FAMILIES = ("qwen3_next", "granite4", "lfm2", "falcon_h1")
 
@@ -32,7 +31,7 @@ class Golden:
 
 
 def record_golden(family: str, model_dir: Path, **options) -> Golden:
-    model = make_model(family, model_dir / family)
+    model = make_short_model(family, model_dir)
     with Engine(model, **options) as engine:
         size = engine.info["block_size"]
         golden = Golden(family, model, size, engine.info["groups"], cases(size))

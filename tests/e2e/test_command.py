@@ -15,6 +15,7 @@ from api_server import ApiServer
 from blocks import block_size
 from hub import MODEL, Hub
 from processes import own_core
+from short_models import make_short_model
 
 from lmcache_hybrid.tools.tiny_models import make_model
 
@@ -56,7 +57,7 @@ def ask(server: ApiServer) -> list[dict]:
 
 def test_the_first_command_hits_what_it_computed_before(model_dir: Path, tmp_path: Path) -> None:
     """Nothing is set but what this machine needs, so LMCache keeps its records in RAM."""
-    model = make_model("lfm2", model_dir / "lfm2")
+    model = make_short_model("lfm2", model_dir)
     # Opens the endpoint that empties vLLM's own cache.
     development = {"VLLM_SERVER_DEV_MODE": "1"}
     with (

@@ -71,7 +71,7 @@ def test_code_of_no_distribution_counts_by_the_content_of_its_package(site):
     (folder / "kernel.cu").write_text("compiled when it is needed")
     found.add(again("plugged.backend"))
     assert len(found) == 4 and all(name.startswith("code ") for name in found)
-    (folder / "__pycache__").mkdir()
+    (folder / "__pycache__").mkdir(exist_ok=True)  # there unless PYTHONDONTWRITEBYTECODE is set
     (folder / "__pycache__/backend.pyc").write_bytes(b"compiled")
     assert again("plugged.backend") in found
 
