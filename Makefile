@@ -81,7 +81,7 @@ soak-events: venv  ## 1,000 prompts whose hits are foreseen from KV events; figu
 bench-reuse: venv  ## replay traces of prompts: twelve minutes; figures go to docs/generated/reuse.json
 	$(BIN)/lmcache-hybrid bench reuse --out docs/generated/reuse.json
 
-bench: venv  ## times and bandwidths beside their limits, then bench-serve: an hour; to docs/generated/performance.json
+bench: venv  ## times and bandwidths beside their limits, an hour, and then bench-serve; to docs/generated/performance.json
 	$(BIN)/lmcache-hybrid bench performance --out docs/generated/performance.json
 	$(MAKE) bench-serve
 
@@ -103,7 +103,8 @@ bench-scale: venv  ## what one Valkey serves of one engine, and of a thousand; t
 bench-steps: venv  ## the scheduler side's time in each step of long prompts: half a minute; to docs/generated/steps.json
 	$(BIN)/lmcache-hybrid bench steps --out docs/generated/steps.json
 
-bench-serve: venv  ## servers asked by vLLM's own client: twenty minutes; to docs/generated/serve.json
+bench-serve: venv  ## servers asked by vLLM's own client, new prefixes first: hours; to docs/generated/cold.json and serve.json
+	$(BIN)/python -m benchmarks.serve.cold
 	$(BIN)/lmcache-hybrid bench serve --arms unlimited,ram --prefixes 32 --prompts 1 --share 0.54
 
 lint: venv  ## ruff over everything, mypy over both packages, who may import whom

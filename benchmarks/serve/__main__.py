@@ -24,8 +24,11 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElaps
 from benchmarks.machine import machine, versions  # noqa: E402
 from benchmarks.serve import report  # noqa: E402
 from benchmarks.serve.client import Workload, ask  # noqa: E402
-from benchmarks.serve.servers import ARMS, Server  # noqa: E402
+from benchmarks.serve.servers import Arm, Server  # noqa: E402
 
+ARMS = ("unlimited", "quarter", "ram")
+LMCACHE = {"local_cpu": True, "max_local_cpu_size": 4}
+OPTIONS = {"max-model-len": 16_384, "max-num-batched-tokens": 2_048}
 CONCURRENCY = (1, 4, 16)
 WARM_UP = 4
 # Of 640 tokens: six pages, and states of three groups at 1,920 and at 3,840.
@@ -110,8 +113,15 @@ def _measure(
         folder = Path(temporary)
         task = progress.add_task("starting servers", total=len(arms) * (1 + rounds * len(at_once)))
         model = make_model(folder)
+        settings = {
+            "unlimited": Arm(),
+            "quarter": Arm(blocks),
+            "ram": Arm(blocks, LMCACHE),
+        }
+        options = {"dtype": model.dtype, **OPTIONS}
         servers = {
-            arm: stack.enter_context(Server(arm, model.folder, folder, blocks)) for arm in arms
+            arm: stack.enter_context(Server(arm, settings[arm], model.folder, folder, options))
+            for arm in arms
         }
         for server in servers.values():
             server.wait()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ratios to the arm "unlimited" within each round, and the table of them."""
+"""Ratios to the arm "unlimited" within each round, and the tables of them."""
 
 import statistics
 from pathlib import Path
@@ -38,7 +38,7 @@ def ratios(runs: dict) -> dict:
     return {
         arm: {
             concurrency: {
-                name: _spread([a / b for a, b in zip(values[name], runs[BASE][concurrency][name])])
+                name: spread([a / b for a, b in zip(values[name], runs[BASE][concurrency][name])])
                 for name in FIGURES
             }
             for concurrency, values in by_concurrency.items()
@@ -48,7 +48,8 @@ def ratios(runs: dict) -> dict:
     }
 
 
-def _spread(values: list[float]) -> dict[str, float]:
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, lowest and highest."""
     return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
 
 

