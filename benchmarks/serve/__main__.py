@@ -24,12 +24,20 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElaps
 from benchmarks.machine import machine, versions  # noqa: E402
 from benchmarks.serve import report  # noqa: E402
 from benchmarks.serve.client import Workload, ask  # noqa: E402
+from benchmarks.serve.options import (  # noqa: E402
+    CONCURRENCY,
+    Arms,
+    Concurrency,
+    RenderOnly,
+    Rounds,
+    chosen,
+)
 from benchmarks.serve.servers import Arm, Server  # noqa: E402
 
 ARMS = ("unlimited", "quarter", "ram")
+ALL_ARMS = ",".join(ARMS)
 LMCACHE = {"local_cpu": True, "max_local_cpu_size": 4}
 OPTIONS = {"max-model-len": 16_384, "max-num-batched-tokens": 2_048}
-CONCURRENCY = (1, 4, 16)
 WARM_UP = 4
 # Of 640 tokens: six pages, and states of three groups at 1,920 and at 3,840.
 BLOCKS_PER_PREFIX = 12
@@ -39,19 +47,15 @@ LEAST_BLOCKS = 36
 
 def main(
     out: Annotated[Path, typer.Option(help="JSON file.")] = Path("docs/generated/serve.json"),
-    arms: Annotated[str, typer.Option(help="Which arms, separated by commas.")] = ",".join(ARMS),
-    concurrency: Annotated[
-        str, typer.Option(help="Requests in flight at most, separated by commas.")
-    ] = ",".join(map(str, CONCURRENCY)),
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each arm, taken in turns.")] = 5,
+    arms: Arms = ALL_ARMS,
+    concurrency: Concurrency = CONCURRENCY,
+    rounds: Rounds = 5,
     prefixes: Annotated[int, typer.Option(min=1, help="Prefixes of 4,096 tokens.")] = 12,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of each prefix.")] = 4,
     share: Annotated[
         float, typer.Option(help="Of the prefixes, how many the small pools hold.")
     ] = 0.25,
-    render_only: Annotated[
-        bool, typer.Option("--render-only", help="Only print the tables of the JSON file.")
-    ] = False,
+    render_only: RenderOnly = False,
 ) -> None:
     """Measure first tokens and throughput of servers whose cache holds more or less.
 
@@ -72,9 +76,7 @@ def _write(
     out: Path, arms: str, concurrency: str, rounds: int, workload: Workload, share: float
 ) -> None:
     """Measure, and write the JSON file."""
-    asked = tuple(dict.fromkeys(arms.split(",")))
-    if unknown := set(asked) - set(ARMS):
-        raise typer.BadParameter(f"there is no arm {', '.join(sorted(unknown))}")
+    asked = chosen(arms, ARMS, "arm")
     blocks = max(LEAST_BLOCKS, round(share * workload.prefixes * BLOCKS_PER_PREFIX))
     at_once = [int(count) for count in concurrency.split(",")]
     model, runs = _measure(asked, at_once, rounds, workload, blocks)

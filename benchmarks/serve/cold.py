@@ -33,6 +33,14 @@ from benchmarks.machine import machine, versions  # noqa: E402
 from benchmarks.serve import cold_report, report  # noqa: E402
 from benchmarks.serve.client import Workload, ask  # noqa: E402
 from benchmarks.serve.hits import check, computed_again  # noqa: E402
+from benchmarks.serve.options import (  # noqa: E402
+    CONCURRENCY,
+    Arms,
+    Concurrency,
+    RenderOnly,
+    Rounds,
+    chosen,
+)
 from benchmarks.serve.servers import Arm, Server  # noqa: E402
 
 if TYPE_CHECKING:
@@ -40,7 +48,7 @@ if TYPE_CHECKING:
 
 FAMILIES = ("granite4", "qwen3_next")
 ARMS = ("unlimited", "small", "ram", "disk", "redis", "apart")
-CONCURRENCY = (1, 4, 16)
+ALL_ARMS = ",".join(ARMS)
 # Requests in flight from which on there are four times as many prefixes.
 MANY = 16
 PREFIX, SUFFIX, OUTPUT = 4096, 128, 16
@@ -55,16 +63,12 @@ OPTIONS = {"max-model-len": 4_608, "max-num-batched-tokens": 2_048}
 def main(
     out: Annotated[Path, typer.Option(help="JSON file.")] = Path("docs/generated/cold.json"),
     families: Annotated[str, typer.Option(help="Which, separated by commas.")] = ",".join(FAMILIES),
-    arms: Annotated[str, typer.Option(help="Which, separated by commas.")] = ",".join(ARMS),
-    concurrency: Annotated[
-        str, typer.Option(help="Requests in flight at most, separated by commas.")
-    ] = ",".join(map(str, CONCURRENCY)),
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each arm, taken in turns.")] = 5,
+    arms: Arms = ALL_ARMS,
+    concurrency: Concurrency = CONCURRENCY,
+    rounds: Rounds = 5,
     prefixes: Annotated[int, typer.Option(min=1, help="Prefixes; four times as many at 16.")] = 12,
     prompts: Annotated[int, typer.Option(min=2, help="Prompts of each prefix.")] = 6,
-    render_only: Annotated[
-        bool, typer.Option("--render-only", help="Only print the tables of the JSON file.")
-    ] = False,
+    render_only: RenderOnly = False,
 ) -> None:
     """Measure first tokens and throughput where shared prefixes are new.
 
@@ -73,15 +77,12 @@ def main(
     for a prefix that another one computes.
     """
     if not render_only:
-        asked = {"family": FAMILIES, "arm": ARMS}
-        for kind, text in (("family", families), ("arm", arms)):
-            if unknown := set(text.split(",")) - set(asked[kind]):
-                raise typer.BadParameter(f"there is no {kind} {', '.join(sorted(unknown))}")
+        asked = chosen(arms, ARMS, "arm")
         counts = [int(count) for count in concurrency.split(",")]
         runs = {}
         with _progress() as progress:
-            for family in families.split(","):
-                plan = _Plan(family, arms.split(","), counts, rounds, prefixes, prompts)
+            for family in chosen(families, FAMILIES, "family"):
+                plan = _Plan(family, asked, counts, rounds, prefixes, prompts)
                 runs[family] = plan.measure(progress)
         figures = {
             "command": shlex.join(["python", "-m", "benchmarks.serve.cold", *sys.argv[1:]]),
@@ -210,7 +211,7 @@ def _settings(folder: Path, blocks: int, port: int) -> dict[str, Arm]:
         "ram": Arm(blocks, ram),
         "disk": Arm(blocks, other | disk),
         "redis": Arm(blocks, other | {"remote_url": f"redis://127.0.0.1:{port}"}),
-        "apart": Arm(blocks, ram | {"extra_config": {"lmcache.hybrid_share_prefills": False}}),
+        "apart": Arm(blocks, ram, {"lmcache.hybrid_share_prefills": False}),
     }
 
 

@@ -14,12 +14,14 @@ def computed_again(counts: Mapping[str, float], workload: Workload, block_size: 
 
 
 def check(arm: str, counts: Mapping[str, float], workload: Workload) -> None:
-    """Hits came from where they are meant to. Raises AssertionError."""
+    """The arm was what it is meant to be, and hits came from there. Raises AssertionError."""
     assert counts["recomputed_tokens"] == 0, f"{arm}: loads failed"
     external = counts["external_hit_tokens"]
     if arm in ("unlimited", "small"):
         assert external == 0, f"{arm} has no connector"
     else:
         assert external >= workload.prefix_tokens, f"LMCache brought {external} tokens to {arm}"
+    if arm == "apart":
+        assert counts["shared_prefills"] == 0, "a request waited for a prefix of another"
     if arm == "unlimited":
         assert counts["vllm_hit_tokens"] >= workload.prefix_tokens, "vLLM's own cache hit nothing"

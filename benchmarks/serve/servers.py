@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -61,10 +61,12 @@ class Arm:
     Attributes:
         blocks: of the KV cache pool; None: all that fit.
         lmcache: LMCache's YAML; None for vLLM alone.
+        ours: this package's settings.
     """
 
     blocks: int | None = None
     lmcache: Mapping[str, Any] | None = None
+    ours: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Server(ApiServer):
@@ -89,7 +91,8 @@ class Server(ApiServer):
         if arm.blocks is not None:
             arguments += ["--num-gpu-blocks-override", str(arm.blocks)]
         if arm.lmcache is not None:
-            arguments += ["--kv-transfer-config", json.dumps(CONNECTOR)]
+            connector = {**CONNECTOR, "kv_connector_extra_config": dict(arm.ours)}
+            arguments += ["--kv-transfer-config", json.dumps(connector)]
             config = folder / f"{name}.yaml"
             config.write_text(yaml.safe_dump(dict(arm.lmcache)))
             environment["LMCACHE_CONFIG_FILE"] = str(config)

@@ -129,9 +129,9 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
     """Read the options.
 
     Raises:
-        ConfigError: an unknown setting of ours, a number that is not whole, a negative length,
-            an unknown policy, what is neither true nor false, a limit without ``fs://``, or a key
-            file that cannot be used.
+        ConfigError: a setting of ours that is unknown or stands in LMCache's ``extra_config``, a
+            number that is not whole, a negative length, an unknown policy, what is neither true
+            nor false, a limit without ``fs://``, or a key file that cannot be used.
     """
     transfer = vllm_config.kv_transfer_config
     known = {
@@ -142,6 +142,12 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
     for key in transfer.kv_connector_extra_config:
         if key.startswith(OWN_PREFIX) and key not in known and key != BESIDE_KEY:
             raise ConfigError(f"{key} is not a setting; the settings are {sorted(known)}.")
+    for key in config.extra_config or {}:
+        if key.startswith((OWN_PREFIX, OWN_PREFIX.removeprefix("lmcache."))):
+            raise ConfigError(
+                f"{key} stands in LMCache's extra_config, where nothing reads it; move it to "
+                "kv_connector_extra_config of --kv-transfer-config."
+            )
 
     def whole(key: str, default: int | None, instead: str = "") -> int | None:
         value = transfer.get_from_extra_config(key, default)

@@ -41,6 +41,14 @@ def test_hits_from_elsewhere_end_the_run(arm: str, local: int, external: int) ->
         hits.check(arm, counts, WORKLOAD)
 
 
+def test_an_arm_that_shares_is_not_apart() -> None:
+    counts = {"recomputed_tokens": 0, "vllm_hit_tokens": 0, "external_hit_tokens": 9000}
+    hits.check("ram", counts | {"shared_prefills": 1}, WORKLOAD)
+    hits.check("apart", counts | {"shared_prefills": 0}, WORKLOAD)
+    with pytest.raises(AssertionError, match="waited for a prefix"):
+        hits.check("apart", counts | {"shared_prefills": 1}, WORKLOAD)
+
+
 def test_the_page_gets_a_table_for_each_family(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("Before.\n<!-- cold:begin -->\nstale\n<!-- cold:end -->\nAfter.\n")

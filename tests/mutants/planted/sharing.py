@@ -117,6 +117,12 @@ DEFECTS: tuple[Defect, ...] = (
         "        share_prefills=share,\n",
     ),
     one(
+        "a setting of ours in LMCache's extra_config is ignored without a word",
+        "lmcache_hybrid/config/options.py",
+        "    for key in config.extra_config or {}:\n        if key.startswith((OWN_PREFIX",
+        "    for key in ():\n        if key.startswith((OWN_PREFIX",
+    ),
+    one(
         "a leader ends no step where others wait",
         CHECKPOINTS,
         "        wanted += (meeting for meeting in self.meetings if computed",
