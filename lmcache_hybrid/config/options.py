@@ -143,7 +143,7 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
         if key.startswith(OWN_PREFIX) and key not in known and key != BESIDE_KEY:
             raise ConfigError(f"{key} is not a setting; the settings are {sorted(known)}.")
     for key in config.extra_config or {}:
-        if key.startswith((OWN_PREFIX, OWN_PREFIX.removeprefix("lmcache."))):
+        if str(key).startswith((OWN_PREFIX, OWN_PREFIX.removeprefix("lmcache."))):
             raise ConfigError(
                 f"{key} stands in LMCache's extra_config, where nothing reads it; move it to "
                 "kv_connector_extra_config of --kv-transfer-config."

@@ -82,7 +82,7 @@ def test_refuses_settings_of_ours_where_nothing_reads_them(key):
     with pytest.raises(ConfigError, match=f"^{key} stands in LMCache's extra_config") as refused:
         options(lmcache=lmcache_config(extra_config={key: "value"}))
     assert_one_sentence(str(refused.value))
-    options(lmcache=lmcache_config(extra_config={"save_chunk_meta": True}))
+    options(lmcache=lmcache_config(extra_config={"save_chunk_meta": True, 1: 2}))
 
 
 def test_the_load_failure_policy_is_a_known_setting():

@@ -119,8 +119,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a setting of ours in LMCache's extra_config is ignored without a word",
         "lmcache_hybrid/config/options.py",
-        "    for key in config.extra_config or {}:\n        if key.startswith((OWN_PREFIX",
-        "    for key in ():\n        if key.startswith((OWN_PREFIX",
+        "    for key in config.extra_config or {}:\n        if str(key)",
+        "    for key in ():\n        if str(key)",
     ),
     one(
         "a leader ends no step where others wait",
