@@ -50,12 +50,14 @@ class Rank:
         blocks: int,
         local_cpu: bool | None = None,
         full: bool = False,
+        device: str = "cpu",
     ) -> None:
         """Start LMCache's engine and its backend.
 
         Args:
             local_cpu: as LMCache's setting; None for a store in RAM only.
             full: the disk takes one prompt, so that each save evicts the one before it.
+            device: where the pages lie.
         """
         from lmcache.v1.config import LMCacheEngineConfig
 
@@ -89,13 +91,13 @@ class Rank:
         engine.post_init()
         # As many blocks to save from as to load into, and block 0.
         self.first_target = 1 + blocks + shape.states
-        self.pages = shape.pages(2 * self.first_target)
+        self.pages = shape.pages(2 * self.first_target, device)
         largest = max(pages.block_bytes for pages in self.pages.values())
         self.store = LMCacheStore(engine, shape.name, bytes(16), largest)
         self._epoch = 0
         self.lookup = RankLookup(self.plan, self.store)
         self.worker = HybridWorker(
-            self.plan, self.pages, self.store, self.lookup, torch.device("cpu")
+            self.plan, self.pages, self.store, self.lookup, torch.device(device)
         )
         stack.callback(self.worker.shutdown)
 

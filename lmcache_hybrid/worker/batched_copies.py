@@ -2,32 +2,31 @@
 """Queues copies between a device's KV cache and pinned host memory.
 
 One asynchronous copy costs the host some five microseconds, and a long prompt has hundreds.
-vLLM's own batched copy hands them to the driver in one call; it is used where this
-release, CUDA and its driver have it and it has shown at start-up that it copies right.
+vLLM's own batched copy hands them to the driver in one call; it is used for large pieces, where
+this release, CUDA and its driver have it and it has shown at start-up that it copies right.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from itertools import compress
+from operator import not_
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from vllm.logger import init_logger
 
 logger = init_logger("vllm.lmcache_hybrid.worker.batched_copies")
 
-# (target, source): one is device memory, the other host memory.
+# (bytes of the KV cache, as many bytes of host memory), both dense uint8 views.
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-# Queues copies (target, source) on the device's current stream and returns at once. One of
-# each pair is device memory, the other pinned host memory, both dense uint8 of one size. All
-# must stay as they are until the stream has passed the copies; targets must not overlap, for
-# the copies of one call have no order among themselves.
-Transfer = Callable[[Sequence[Pair]], None]
 
 # cuMemcpyBatchAsync came with CUDA 12.8, as the driver counts its versions.
 BATCHES_SINCE = 12080
-# Drivers were seen to crash on 50,000 copies in one call; a call costs next to nothing.
-MAX_BATCH = 1024
+# What drivers get wrong in batches, see queue_batched(): smaller pieces, in bytes, and more of
+# them in one call, which costs next to nothing.
+MIN_BATCHED = 64 << 10
+MAX_BATCH = 256
 # The streams that the driver calls "legacy default": it refuses batches there.
 DEFAULT_STREAMS = (0, 1)
 # Bytes of the pieces that are copied at start-up, and between them.
@@ -35,139 +34,161 @@ CHECKED_SIZES = (1, 255, 4096, 4097, 65_537, 100_001)
 CHECKED_GAP = 13
 
 
-def copy_one_by_one(copies: Sequence[Pair]) -> None:
-    """The plain Transfer: one asynchronous copy per pair."""
-    for target, source in copies:
-        target.copy_(source, non_blocking=True)
+class Spans(NamedTuple):
+    """Where pieces of memory lie: int64 [pieces] each, so that thousands cost no more than one.
+
+    A tensor for each piece would cost the host some 25 us, and the GIL each time.
+
+    Attributes:
+        pages: addresses in the KV cache.
+        host: addresses in host memory.
+        sizes: bytes.
+        memory: of the KV cache, that a piece lies in; copies never span two.
+    """
+
+    pages: np.ndarray
+    host: np.ndarray
+    sizes: np.ndarray
+    memory: np.ndarray
 
 
-def copy_joined(copies: Sequence[Pair]) -> None:
-    """The plain Transfer with what lies side by side in one copy."""
-    copy_one_by_one(join(copies))
+NOTHING = Spans(*[np.empty(0, np.int64)] * 4)
 
 
-def join(copies: Sequence[Pair]) -> list[Pair]:
-    """Make one copy of neighbours whose targets and sources both continue each other.
+class Pieces(Protocol):
+    """What is copied: pieces of the KV cache, each to or from pinned host memory."""
 
-    Args:
-        copies: dense uint8 views.
+    @property
+    def payload(self) -> torch.Tensor:
+        """The host memory that all pieces are part of."""
+
+    def pieces(self) -> list[Pair]:
+        """The pieces as tensors."""
+
+    def spans(self) -> Spans:
+        """The same as addresses."""
+
+
+class Transfer(Protocol):
+    def __call__(self, items: Sequence[Pieces], to_host: bool) -> None:
+        """Queue copies on the device's current stream and return at once.
+
+        All memory must stay as it is until the stream has passed the copies; targets must not
+        overlap, for the copies of one call have no order among themselves.
+        """
+
+
+def copy_one_by_one(items: Sequence[Pieces], to_host: bool) -> None:
+    """The plain Transfer: one asynchronous copy per piece."""
+    for item in items:
+        for page, part in item.pieces():
+            if to_host:
+                part.copy_(page, non_blocking=True)
+            else:
+                page.copy_(part, non_blocking=True)
+
+
+def join(spans: Sequence[Spans]) -> Spans:
+    """Make one copy of neighbours whose pages and host memory both continue each other.
 
     Returns:
-        The same bytes to the same places in the same order, without empty copies. Memory
-        that is adjacent by accident, of two allocations, stays apart: no copy may span two.
-
-    Raises:
-        ValueError: a pair that is not two dense runs of equally many bytes.
+        The same bytes in the same order, without empty copies. Pages that are adjacent by
+        accident, of two allocations, stay apart; host memory is of one pool.
     """
-    runs: list[tuple[Pair, int]] = []
-    for target, source in copies:
-        size = _size_of(target, source)
-        if not size:
-            continue
-        if runs:
-            (first_target, first_source), length = runs[-1]
-            if _continues(first_target, length, target) and _continues(
-                first_source, length, source
-            ):
-                runs[-1] = (first_target, first_source), length + size
-                continue
-        runs.append(((target, source), size))
-    return [(_stretch(target, size), _stretch(source, size)) for (target, source), size in runs]
-
-
-def _size_of(target: torch.Tensor, source: torch.Tensor) -> int:
-    for tensor in (target, source):
-        if tensor.dtype != torch.uint8 or not tensor.is_contiguous():
-            raise ValueError(
-                f"{tensor.dtype} of strides {tensor.stride()} is no dense run of bytes"
-            )
-    if target.numel() != source.numel():
-        raise ValueError(f"{source.numel()} bytes cannot be copied to {target.numel()}")
-    return target.numel()
-
-
-def _continues(first: torch.Tensor, length: int, following: torch.Tensor) -> bool:
-    return (
-        following.data_ptr() == first.data_ptr() + length
-        and following.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+    if not spans:
+        return NOTHING
+    pages, host, sizes, memory = (np.concatenate(each) for each in zip(*spans, strict=True))
+    some = sizes > 0
+    if not some.any():
+        return NOTHING
+    pages, host, sizes, memory = pages[some], host[some], sizes[some], memory[some]
+    goes_on = (
+        (pages[1:] == pages[:-1] + sizes[:-1])
+        & (host[1:] == host[:-1] + sizes[:-1])
+        & (memory[1:] == memory[:-1])
     )
-
-
-def _stretch(first: torch.Tensor, size: int) -> torch.Tensor:
-    """``size`` bytes from where ``first`` starts."""
-    if first.numel() == size:
-        return first
-    return first.as_strided((size,), (1,), first.storage_offset())
+    first = np.flatnonzero(np.concatenate(([True], ~goes_on)))
+    return Spans(pages[first], host[first], np.add.reduceat(sizes, first), memory[first])
 
 
 class BatchedTransfer:
     """The Transfer over vLLM's batched copy. May be called by several threads.
 
-    It copies one by one what the driver does not take in batches: on the legacy default
-    stream, and from or to memory that is not pinned. There vLLM's op would loop over copies
-    whose errors it ignores, and a save that fails unseen stores other bytes than it says.
+    It copies one by one what the driver gets wrong, small pieces, and what it does not take in
+    batches: on the legacy default stream, and from or to memory that is not pinned. There vLLM's
+    op would loop over copies whose errors it ignores, and a save that fails unseen stores other
+    bytes than it says.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._given_up = False
 
-    def __call__(self, copies: Sequence[Pair]) -> None:
-        joined = join(copies)
-        if len(joined) < 2 or self._given_up or not _takes_batches(self._device, joined[0]):
-            copy_one_by_one(joined)
+    def __call__(self, items: Sequence[Pieces], to_host: bool) -> None:
+        if not items:
             return
+        if self._given_up or not _takes_batches(self._device, items[0].payload):
+            copy_one_by_one(items, to_host)
+            return
+        spans = [item.spans() for item in items]
+        large = [each.sizes.min(initial=MIN_BATCHED) >= MIN_BATCHED for each in spans]
+        copy_one_by_one(list(compress(items, map(not_, large))), to_host)
         try:
-            queue_batched(joined)
+            queue_batched(join(list(compress(spans, large))), to_host)
         except Exception as error:
             self._given_up = True
             logger.warning(
                 "vLLM's batched copy failed; from now on copies are queued one by one: %r", error
             )
             # The same bytes again, behind what may have been queued: no harm.
-            copy_one_by_one(joined)
+            copy_one_by_one(items, to_host)
 
 
-def _takes_batches(device: torch.device, pair: Pair) -> bool:
-    """Whether the driver takes a batch now, on this thread, of pairs like this one."""
-    # The pool is one piece of memory, so one pair of a call speaks for all.
-    host = next(tensor for tensor in pair if tensor.device.type == "cpu")
+def _takes_batches(device: torch.device, host: torch.Tensor) -> bool:
+    """Whether the driver takes a batch now, on this thread, of this host memory."""
     return (
         # vLLM's op takes the stream of the current device, whatever the pointers say.
         torch.cuda.current_device() == (device.index or 0)
         and torch.cuda.current_stream(device).cuda_stream not in DEFAULT_STREAMS
+        # The pool is one piece of memory, so one item speaks for all.
         and host.is_pinned()
     )
 
 
-def queue_batched(copies: Sequence[Pair]) -> None:
+def queue_batched(spans: Spans, to_host: bool) -> None:
     """Queue copies on the current stream of the current device with vLLM's op.
 
+    Bug: ``cuMemcpyBatchAsync`` breaks on valid batches of many small copies to the device.
+    Symptom: 4 copies of 256 to 2,048 bytes and 1,020 of 8,192 in one call end in "unspecified
+    launch failure", and so does the engine, or now and then **in other bytes without an error**.
+    With 512 copies in a call, or with 4,096 bytes and more in each, all were right.
+    Seen in: driver 580.159.04 (CUDA 13.0) on an H100 (``python -m benchmarks.gpu.batches``);
+    vLLM's issue 49276 has crashes and hangs on another GPU.
+    Remove when: that program finds nothing with the oldest supported driver. Until then a batch
+    has no piece below :data:`MIN_BATCHED` and no more than :data:`MAX_BATCH`.
+
     Args:
-        copies: at least one, none of them empty, as of :func:`join`.
+        spans: none of them empty, as of :func:`join`.
 
     Raises:
         RuntimeError: the driver refuses them; some may have been queued.
     """
     from vllm import _custom_ops
 
-    # A save reads what the forward queued before it writes, so its source must be read in the
-    # order of the stream. A load reads host memory that the host wrote, checked, and leaves
-    # alone until the stream has been waited for: it may be read before the stream gets there.
-    any_order = all(source.device.type == "cpu" for _, source in copies)
-    for start in range(0, len(copies), MAX_BATCH):
-        part = copies[start : start + MAX_BATCH]
+    source, target = (spans.pages, spans.host) if to_host else (spans.host, spans.pages)
+    for start in range(0, len(spans.sizes), MAX_BATCH):
+        part = slice(start, start + MAX_BATCH)
         # The driver has read these three when the call returns.
         _custom_ops.swap_blocks_batch(
-            src_ptrs=_int64([source.data_ptr() for _, source in part]),
-            dst_ptrs=_int64([target.data_ptr() for target, _ in part]),
-            sizes=_int64([target.numel() for target, _ in part]),
-            is_src_access_order_any=any_order,
+            src_ptrs=torch.from_numpy(source[part]),
+            dst_ptrs=torch.from_numpy(target[part]),
+            sizes=torch.from_numpy(spans.sizes[part]),
+            # A save reads what the forward queued before it writes, so its source must be read
+            # in the order of the stream. A load reads host memory that the host wrote, checked,
+            # and leaves alone until the stream has been waited for: it may be read before the
+            # stream gets there.
+            is_src_access_order_any=not to_host,
         )
-
-
-def _int64(values: list[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 # Choice
@@ -181,7 +202,7 @@ def transfer_for(device: torch.device) -> Transfer:
     reason = _why_not_batched(device)
     if reason is None:
         try:
-            reason = _difference(device, queue_batched)
+            reason = _difference(device)
         except Exception as error:  # of whatever kind: the plain path needs none of this
             reason = f"it fails here: {error!r}"
         if reason is not None:
@@ -190,7 +211,7 @@ def transfer_for(device: torch.device) -> Transfer:
         logger.info("Copies of the KV cache are handed to the driver in batches.")
         return BatchedTransfer(device)
     logger.info("Copies of the KV cache are queued one by one (%s).", reason)
-    return copy_joined
+    return copy_one_by_one
 
 
 def _why_not_batched(device: torch.device) -> str | None:
@@ -230,22 +251,29 @@ def _driver_version() -> int:
     return version.value
 
 
-def _difference(device: torch.device, transfer: Transfer) -> str | None:
-    """Copy pieces of odd sizes both ways with ``transfer``; what is wrong, None when nothing.
+def _spans(pages: torch.Tensor, host: torch.Tensor, cuts: Sequence[tuple[int, int]]) -> Spans:
+    """The same cuts, (start, end), of both; each of them is one piece of memory."""
+    starts, ends = np.array(cuts, np.int64).T
+    memory = np.zeros_like(starts)
+    return Spans(pages.data_ptr() + starts, host.data_ptr() + starts, ends - starts, memory)
+
+
+def _difference(device: torch.device) -> str | None:
+    """Copy pieces of odd sizes both ways in batches; what is wrong, None when nothing.
 
     The plain path does the other half of each way, so that no two mistakes cancel out.
     """
-    spans, end = _checked_spans()
+    cuts, end = _checked_cuts()
     data, back = _pinned(end), _pinned(end)
     data.copy_(torch.randint(1, 256, (end,), generator=torch.Generator().manual_seed(0)))
     expected = torch.zeros(end, dtype=torch.uint8, device="cpu")
-    for start, stop in spans:
+    for start, stop in cuts:
         expected[start:stop] = data[start:stop]
     stream = _stream(device)
     with stream:
         there = torch.zeros(end, dtype=torch.uint8, device=device)
         try:
-            transfer([(there[start:stop], data[start:stop]) for start, stop in spans])
+            queue_batched(join([_spans(there, data, cuts)]), False)
             back.copy_(there, non_blocking=True)
             stream.synchronize()
             if not torch.equal(back, expected):
@@ -254,14 +282,14 @@ def _difference(device: torch.device, transfer: Transfer) -> str | None:
             there.zero_()
             # Not waited for: a copy that is out of order reads zeros.
             there.copy_(data, non_blocking=True)
-            transfer([(back[start:stop], there[start:stop]) for start, stop in spans])
+            queue_batched(join([_spans(there, back, cuts)]), True)
         finally:
             # Nothing of this may be freed while a copy is in flight.
             stream.synchronize()
     return None if torch.equal(back, expected) else "device to host it copies other bytes"
 
 
-def _checked_spans() -> tuple[list[tuple[int, int]], int]:
+def _checked_cuts() -> tuple[list[tuple[int, int]], int]:
     """(start, end) of the pieces, the last of which continues the one before, and all bytes."""
     spans, at = [], CHECKED_GAP
     for size in CHECKED_SIZES:

@@ -21,7 +21,13 @@ from lmcache_hybrid.core.threads import anywhere, started
 from lmcache_hybrid.core.threads import cores as _cores
 from lmcache_hybrid.storage.record import digests_of
 from lmcache_hybrid.storage.store import Buffer, Store
-from lmcache_hybrid.worker.batched_copies import Transfer, copy_one_by_one, transfer_for
+from lmcache_hybrid.worker.batched_copies import (
+    Pair,
+    Spans,
+    Transfer,
+    copy_one_by_one,
+    transfer_for,
+)
 from lmcache_hybrid.worker.pages import GroupPages
 
 logger = init_logger("vllm.lmcache_hybrid.worker.copies")
@@ -57,9 +63,17 @@ class Item(NamedTuple):
             buffer = self.buffer
             self.pages.check_payload(buffer.payload, buffer.digests, buffer.digester)
 
-    def pieces(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    @property
+    def payload(self) -> torch.Tensor:
+        return self.buffer.payload
+
+    def pieces(self) -> list[Pair]:
         """(bytes of the KV cache, bytes of the buffer), see :meth:`GroupPages.pieces`."""
         return self.pages.pieces(self.block, self.buffer.payload)
+
+    def spans(self) -> Spans:
+        """See :meth:`GroupPages.spans`."""
+        return self.pages.spans(self.block, self.buffer.payload)
 
     @contextmanager
     def _damage_named(self) -> Iterator[None]:
@@ -244,7 +258,7 @@ class StreamCopies:
 
     def gather(self, items: Sequence[Item]) -> Callable[[], None]:
         try:
-            self._transfer([(part, page) for item in items for page, part in item.pieces()])
+            self._transfer(items, to_host=True)
         except BaseException:
             # The buffers are about to be released and must not be written to later.
             self._wait(self.mark())
@@ -267,7 +281,7 @@ class StreamCopies:
         stream.wait_event(after.event)
         try:
             with self._module.stream(stream):
-                self._transfer([pair for item in items for pair in item.pieces()])
+                self._transfer(items, to_host=False)
         finally:
             # Also after an error: what was queued before it reads the buffers.
             self._wait(self._record(stream))

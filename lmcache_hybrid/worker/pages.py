@@ -15,6 +15,7 @@ from lmcache_hybrid.core.errors import ConfigError, LoadError
 from lmcache_hybrid.core.groups import Block
 from lmcache_hybrid.core.keys import RecordKey
 from lmcache_hybrid.storage.record import CHUNK_BYTES, check
+from lmcache_hybrid.worker.batched_copies import Pair, Spans
 from lmcache_hybrid.worker.layout import merge, runs_of
 
 
@@ -73,6 +74,11 @@ class GroupPages:
         # Not Tensor.copy_ on CPU, which starts OpenMP threads beside those of the forward.
         host = all(row.device.type == "cpu" for row in self.rows)
         self._host = [row.numpy() for row in self.rows] if host else None
+        self._address = np.array([row.data_ptr() for row in self.rows], np.int64)
+        self._stride = np.array([row.stride(0) for row in self.rows], np.int64)
+        self._memory = np.array([row.untyped_storage().data_ptr() for row in self.rows], np.int64)
+        self._lengths = np.array(self._sizes, np.int64)
+        self._offsets = np.cumsum(self._lengths) - self._lengths
 
     def unmap(self) -> None:
         """Let go of the KV cache, whose memory is about to be freed; all copies fail from now on.
@@ -158,7 +164,7 @@ class GroupPages:
         expected = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
         check(source[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES], expected, digester)
 
-    def pieces(self, block: Block, data: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def pieces(self, block: Block, data: torch.Tensor) -> list[Pair]:
         """Pair the bytes of a record's blocks with their place in ``data``, for a device's copies.
 
         Args:
@@ -171,6 +177,13 @@ class GroupPages:
         blocks = self._check(block, data)
         pages = (row[each] for each in blocks for row in self.rows)
         return list(zip(pages, data.split(self._sizes), strict=True))
+
+    def spans(self, block: Block, data: torch.Tensor) -> Spans:
+        """The same as addresses, see :meth:`pieces`."""
+        blocks = self._check(block, data)
+        pages = self._address + np.array(blocks, np.int64)[:, None] * self._stride
+        host = data.data_ptr() + self._offsets
+        return Spans(pages.reshape(-1), host, self._lengths, np.tile(self._memory, self.count))
 
     def takes(self, block: Block) -> bool:
         """Whether these are as many of vLLM's blocks as a record has."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
@@ -252,6 +253,31 @@ def test_rows_that_end_anywhere_in_a_chunk(rows):
     scatter(pages, 2, out)
     for cache in caches.values():
         assert torch.equal(cache[1], cache[2])
+
+
+@pytest.mark.parametrize("block", [1, (1, 4), (4, 2, 3)])
+def test_spans_are_the_addresses_of_the_pieces(block):
+    """One layer lies in two pieces in every block, two others in memory of their own."""
+    split = torch.zeros(2, BLOCKS, PAGE, dtype=torch.uint8).transpose(0, 1)
+    caches = {"a": split, "b": torch.zeros(BLOCKS, 7, dtype=torch.uint8), "c": attention_cache()}
+    pages = GroupPages(list(caches), caches, count=1 if block == 1 else len(block))
+    data = torch.empty(pages.block_bytes, dtype=torch.uint8)
+    spans, pieces = pages.spans(block, data), pages.pieces(block, data)
+    assert len(pieces) == 4 * pages.count
+    assert spans.pages.tolist() == [page.data_ptr() for page, _ in pieces]
+    assert spans.host.tolist() == [part.data_ptr() for _, part in pieces]
+    assert spans.sizes.tolist() == [part.numel() for _, part in pieces]
+    assert spans.memory.tolist() == [page.untyped_storage().data_ptr() for page, _ in pieces]
+    assert {each.dtype for each in spans} == {np.dtype(np.int64)}
+
+
+@pytest.mark.parametrize("block", [0, BLOCKS, -1])
+def test_spans_never_leave_the_blocks(block):
+    pages = GroupPages(["a"], {"a": torch.zeros(BLOCKS, PAGE, dtype=torch.uint8)})
+    with pytest.raises(ValueError, match="cannot be copied"):
+        pages.spans(block, torch.empty(PAGE, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="are no block of"):
+        pages.spans(1, torch.empty(PAGE + 1, dtype=torch.uint8))
 
 
 def test_no_byte_of_a_damaged_chunk_reaches_a_page():

@@ -6,6 +6,7 @@ import random
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from lmcache_hybrid.worker import batched_copies as transfers
 from lmcache_hybrid.worker import copies
 from lmcache_hybrid.worker.batched_copies import (
     BatchedTransfer,
-    copy_joined,
+    Spans,
     copy_one_by_one,
     join,
     queue_batched,
@@ -100,6 +101,7 @@ def gpu(monkeypatch):
         torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=state.stream)
     )
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: state.pinned)
+    monkeypatch.setattr(transfers, "MIN_BATCHED", 0)
     monkeypatch.setattr(transfers, "_stream", lambda device: Stream())
     monkeypatch.setattr(transfers, "_pinned", lambda size: torch.zeros(size, dtype=torch.uint8))
     zeros = torch.zeros
@@ -113,26 +115,48 @@ def gpu(monkeypatch):
     return state
 
 
-def random_pairs(seed: int, count: int, to_device: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+class Item:
+    """Pieces as a test wants them: pairs of (page, its place in ``payload``)."""
+
+    def __init__(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._pairs, self.payload = pairs, pairs[0][1]
+
+    def pieces(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return self._pairs
+
+    def spans(self) -> Spans:
+        rows = [
+            (page.data_ptr(), part.data_ptr(), page.numel(), page.untyped_storage().data_ptr())
+            for page, part in self._pairs
+        ]
+        return Spans(*np.array(rows, np.int64).T.copy())
+
+
+def items_of(pairs: list[tuple[torch.Tensor, torch.Tensor]], count: int = 3) -> list[Item]:
+    """Some items of as many pieces, or one more."""
+    cuts = [len(pairs) * number // count for number in range(count + 1)]
+    return [Item(pairs[start:end]) for start, end in zip(cuts, cuts[1:]) if start < end]
+
+
+def random_pairs(seed: int, count: int, to_host: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Pieces of odd sizes at odd places, some side by side on one side or on both."""
     dice = random.Random(seed)
     sizes = [dice.choice((0, 1, 3, 255, 256, 1000, dice.randrange(5000))) for _ in range(count)]
     gaps = [(dice.choice((0, 0, 7)), dice.choice((0, 0, 5))) for _ in sizes]
     total = sum(sizes) + 7 * count + 16
     device, host = on_device(total), torch.zeros(total, dtype=torch.uint8)
-    (host if to_device else device).copy_(noise(total, seed))
+    (device if to_host else host).copy_(noise(total, seed))
     pairs, there, here = [], 3, 1
     for size, (gap_there, gap_here) in zip(sizes, gaps):
-        pair = device[there : there + size], host[here : here + size]
-        pairs.append(pair if to_device else pair[::-1])
+        pairs.append((device[there : there + size], host[here : here + size]))
         there, here = there + size + gap_there, here + size + gap_here
     return pairs
 
 
-def result(transfer, pairs) -> list[torch.Tensor]:
+def result(transfer, pairs, to_host: bool) -> list[torch.Tensor]:
     """All of the targets' memory after the copies."""
-    transfer(pairs)
-    wholes = {t.untyped_storage().data_ptr(): t for t, _ in pairs}
+    transfer(items_of(pairs), to_host)
+    wholes = {t.untyped_storage().data_ptr(): t for t in (pair[to_host] for pair in pairs)}
     return [
         torch.zeros(0, dtype=torch.uint8).set_(each.untyped_storage()).clone()
         for each in wholes.values()
@@ -145,96 +169,98 @@ def result(transfer, pairs) -> list[torch.Tensor]:
 def test_neighbours_on_both_sides_are_one_copy():
     there, here = on_device(100), noise(100)
     cuts = [(0, 10), (10, 30), (30, 31), (31, 31), (31, 60)]
-    ((target, source),) = join([(there[a:b], here[20 + a : 20 + b]) for a, b in cuts])
-    assert (target.numel(), source.numel()) == (60, 60)
-    assert target.data_ptr() == there.data_ptr() and source.data_ptr() == here.data_ptr() + 20
-    assert isinstance(target, OnDevice)
+    items = items_of([(there[a:b], here[20 + a : 20 + b]) for a, b in cuts])
+    joined = join([item.spans() for item in items])
+    assert [each.tolist() for each in joined[:3]] == [
+        [there.data_ptr()],
+        [here.data_ptr() + 20],
+        [60],
+    ]
 
 
-@pytest.mark.parametrize("target_gap, source_gap", [(1, 0), (0, 1), (-10, 0), (0, -10), (-20, 0)])
-def test_pieces_that_do_not_adjoin_stay_apart(target_gap, source_gap):
+@pytest.mark.parametrize("there_gap, here_gap", [(1, 0), (0, 1), (-10, 0), (0, -10), (-20, 0)])
+def test_pieces_that_do_not_adjoin_stay_apart(there_gap, here_gap):
     there, here = on_device(100), noise(100)
-    to, of = 40 + target_gap, 40 + source_gap
-    pairs = [(there[30:40], here[30:40]), (there[to : to + 10], here[of : of + 10])]
-    assert len(join(pairs)) == 2
+    to, of = 40 + there_gap, 40 + here_gap
+    item = Item([(there[30:40], here[30:40]), (there[to : to + 10], here[of : of + 10])])
+    assert join([item.spans()]).sizes.tolist() == [10, 10]
 
 
-def test_adjacent_memory_of_two_allocations_stays_apart():
-    """No copy may span two allocations, nor two registrations of host memory."""
+def test_adjacent_pages_of_two_allocations_stay_apart():
     memory = (ctypes.c_char * 100)()
     first, second = (
         torch.frombuffer(memory, dtype=torch.uint8, count=50, offset=at) for at in (0, 50)
     )
     assert second.data_ptr() == first.data_ptr() + 50
-    there = on_device(100)
-    assert len(join([(there[:50], first), (there[50:], second)])) == 2
-    assert len(join([(first, there[:50]), (second, there[50:])])) == 2
+    here = noise(100)
+    item = Item([(first, here[:50]), (second, here[50:])])
+    assert join([item.spans()]).sizes.tolist() == [50, 50]
 
 
-def test_copying_nothing_does_nothing():
-    assert join([]) == [] and join([(on_device(0), noise(0))]) == []
-    for transfer in (copy_one_by_one, copy_joined, BatchedTransfer(GPU)):
-        transfer([])
-
-
-@pytest.mark.parametrize(
-    "target, source",
-    [
-        (torch.zeros(4, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)),
-        (torch.zeros(4, dtype=torch.int8), torch.zeros(4, dtype=torch.uint8)),
-        (torch.zeros(8, dtype=torch.uint8)[::2], torch.zeros(4, dtype=torch.uint8)),
-    ],
-    ids=("sizes", "dtype", "strides"),
-)
-def test_what_is_no_run_of_bytes_is_refused(target, source):
-    """``copy_`` would broadcast or convert the first two."""
-    with pytest.raises(ValueError):
-        copy_joined([(target, source)])
+def test_copying_nothing_does_nothing(op, gpu):
+    nothing = Item([(on_device(0), noise(0))])
+    assert not len(join([]).sizes) and not len(join([nothing.spans()]).sizes)
+    for transfer in (copy_one_by_one, BatchedTransfer(GPU)):
+        transfer([], True)
+        transfer([nothing], False)
+    assert not op.calls
 
 
 # Copying
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("to_device", [True, False])
-def test_every_path_copies_the_same_bytes(op, gpu, seed, to_device):
-    pairs, copied = (random_pairs(seed, 30, to_device) for _ in range(2))
-    ours = random_pairs(seed, 30, to_device)
-    expected = result(copy_one_by_one, pairs)
+@pytest.mark.parametrize("to_host", [False, True])
+def test_every_path_copies_the_same_bytes(op, gpu, seed, to_host):
+    pairs, ours = (random_pairs(seed, 30, to_host) for _ in range(2))
+    expected = result(copy_one_by_one, pairs, to_host)
     assert any(whole.any() for whole in expected)
-    assert all(map(torch.equal, result(copy_joined, copied), expected))
-    assert all(map(torch.equal, result(BatchedTransfer(GPU), ours), expected))
-    assert op.copies == len(join(ours))
-    assert {any_order for _, any_order in op.calls} == {to_device}
+    assert all(map(torch.equal, result(BatchedTransfer(GPU), ours, to_host), expected))
+    assert op.copies == len(join([item.spans() for item in items_of(ours)]).sizes)
+    assert {any_order for _, any_order in op.calls} == {not to_host}
 
 
-def test_seven_hundred_pages_are_one_call(op, gpu):
-    there, here = on_device(700 * 20), noise(700 * 20)
-    spans = [(20 * i, 20 * i + 17) for i in range(700)]
-    BatchedTransfer(GPU)([(there[a:b], here[a:b]) for a, b in spans])
-    assert len(op.calls) == 1 and op.copies == 700
-    assert all(torch.equal(there[a:b], here[a:b]) for a, b in spans)
+def apart(count: int, size: int = 17) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pieces that join with none of their neighbours."""
+    there, here = on_device(count * (size + 3)), noise(count * (size + 3))
+    starts = range(0, count * (size + 3), size + 3)
+    return [(there[at : at + size], here[at : at + size]) for at in starts]
 
 
-def test_a_batch_has_an_end(op, gpu, monkeypatch):
-    monkeypatch.setattr(transfers, "MAX_BATCH", 300)
-    there, here = on_device(1400), noise(1400)
-    BatchedTransfer(GPU)([(there[a : a + 1], here[a : a + 1]) for a in range(0, 1400, 2)])
-    assert [len(batch) for batch, _ in op.calls] == [300, 300, 100]
-    assert torch.equal(there[::2], here[::2])
+def test_two_hundred_pages_are_one_call(op, gpu):
+    pairs = apart(200)
+    BatchedTransfer(GPU)(items_of(pairs, 50), False)
+    assert len(op.calls) == 1 and op.copies == 200
+    assert all(torch.equal(*pair) for pair in pairs)
 
 
-def test_one_copy_needs_no_batch(op, gpu):
-    there, here = on_device(10), noise(10)
-    BatchedTransfer(GPU)([(there, here)])
-    assert not op.calls and torch.equal(there, here)
+def test_a_batch_has_an_end(op, gpu):
+    """Drivers break on more than some hundreds."""
+    pairs = apart(700)
+    BatchedTransfer(GPU)(items_of(pairs), False)
+    assert [len(batch) for batch, _ in op.calls] == [256, 256, 188]
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("to_host", [False, True])
+def test_small_pieces_are_not_batched(op, gpu, monkeypatch, to_host):
+    """Drivers copy other bytes now and then where such are in a batch."""
+    monkeypatch.setattr(transfers, "MIN_BATCHED", 20)
+    small, large, both = (apart(4, size) for size in (19, 20, 21))
+    both[2] = small[3]
+    kept = [small[:3], large, both]
+    expected = [pair[1 - to_host].clone() for pairs in kept for pair in pairs]
+    BatchedTransfer(GPU)([Item(pairs) for pairs in kept], to_host)
+    assert {size for batch, _ in op.calls for *_, size in batch} == {20}
+    done = [pair[to_host] for pairs in kept for pair in pairs]
+    assert all(map(torch.equal, done, expected))
 
 
 def test_pages_are_read_in_the_order_of_the_stream(op, gpu):
-    """The forward that writes them may only be queued; and one such copy binds its batch."""
-    there, here = on_device(100), noise(100)
-    queue_batched([(there[:10], here[:10]), (here[50:60], there[50:60])])
-    queue_batched([(there[:10], here[:10])])
+    """The forward that writes them may only be queued."""
+    spans = Item(apart(2)).spans()
+    queue_batched(spans, to_host=True)
+    queue_batched(spans, to_host=False)
     assert [any_order for _, any_order in op.calls] == [False, True]
 
 
@@ -243,17 +269,18 @@ def test_pages_are_read_in_the_order_of_the_stream(op, gpu):
 )
 def test_what_the_driver_does_not_batch_is_copied_one_by_one(op, gpu, change):
     vars(gpu).update(change)
-    pairs = random_pairs(1, 30, True)
-    expected = result(copy_one_by_one, random_pairs(1, 30, True))
-    assert all(map(torch.equal, result(BatchedTransfer(GPU), pairs), expected))
+    expected = result(copy_one_by_one, random_pairs(1, 30, True), True)
+    got = result(BatchedTransfer(GPU), random_pairs(1, 30, True), True)
+    assert all(map(torch.equal, got, expected))
     assert not op.calls
 
 
 def test_after_an_error_the_plain_path_goes_on(op, gpu, hybrid_log):
     transfer, op.error = BatchedTransfer(GPU), RuntimeError("cuMemcpyBatchAsync failed")
     for seed in (1, 2):
-        expected = result(copy_one_by_one, random_pairs(seed, 30, True))
-        assert all(map(torch.equal, result(transfer, random_pairs(seed, 30, True)), expected))
+        expected = result(copy_one_by_one, random_pairs(seed, 30, True), True)
+        got = result(transfer, random_pairs(seed, 30, True), True)
+        assert all(map(torch.equal, got, expected))
     assert len(op.calls) == 1
     assert hybrid_log.text.count("one by one") == 1
 
@@ -269,7 +296,7 @@ def test_the_batched_copy_is_chosen(op, gpu, hybrid_log):
 
 
 def plain(hybrid_log, why: str) -> None:
-    assert transfer_for(GPU) is copy_joined
+    assert transfer_for(GPU) is copy_one_by_one
     assert why in hybrid_log.text and "one by one" in hybrid_log.text
 
 
@@ -291,9 +318,9 @@ def test_an_op_that_copies_other_bytes(op, gpu, hybrid_log, monkeypatch, to_host
     """The last byte of each piece is missing, on one of the ways."""
     real = queue_batched
 
-    def queue(pairs):
-        op.spoil = int((pairs[0][1].device.type != "cpu") == to_host)
-        real(pairs)
+    def queue(spans, way):
+        op.spoil = int(way == to_host)
+        real(spans, way)
 
     monkeypatch.setattr(transfers, "queue_batched", queue)
     plain(hybrid_log, "other bytes")
@@ -342,8 +369,8 @@ def test_the_version_of_the_driver(monkeypatch):
         assert transfers._driver_version() == (installed or 0)
 
 
-def test_a_device_that_is_no_gpu_copies_joined_pieces(hybrid_log):
-    assert transfer_for(torch.device("xpu", 0)) is copy_joined
+def test_a_device_that_is_no_gpu_copies_one_by_one(hybrid_log):
+    assert transfer_for(torch.device("xpu", 0)) is copy_one_by_one
     assert "this is xpu" in hybrid_log.text
 
 

@@ -13,7 +13,7 @@ from lmcache_hybrid.core.keys import ATTENTION, STATE
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
 from lmcache_hybrid.storage.record import HEADER_BYTES, digests_of
 from lmcache_hybrid.storage.weights_guard import WeightsGuard
-from lmcache_hybrid.worker import copies
+from lmcache_hybrid.worker import copies, loads
 from lmcache_hybrid.worker.loads import PART_BYTES
 from tests.naive_store import NaiveStore
 
@@ -84,6 +84,35 @@ def test_parts_hold_no_more_than_allowed(rig, part_bytes, fetches):
     rig.run(rig.load())
     assert len(seen) == fetches
     assert all(size <= max(part_bytes, 1024) for size in seen)  # one record at least
+
+
+@pytest.mark.parametrize("fewest, parts", [(1, 2), (2, 3), (8, 5)])
+def test_a_long_load_has_larger_parts(rig, monkeypatch, fewest, parts):
+    """Up to four times as large; three records of 1,024 bytes and three states of 680 together."""
+    monkeypatch.setattr(loads, "FEWEST", fewest)
+    rig = rig(part_bytes=512).saved()
+    fetch, seen = rig.store.fetch, []
+    rig.store.fetch = lambda claim, keys: seen.append(len(keys)) or fetch(claim, keys)
+    rig.run(rig.load())
+    assert len(seen) == parts
+
+
+def test_a_large_part_that_finds_no_room_goes_in_small_ones(rig, monkeypatch):
+    monkeypatch.setattr(copies, "WORTH_A_THREAD", 0)
+    monkeypatch.setattr(loads, "FEWEST", 1)
+    rig = rig(part_bytes=1024).saved()
+    fetch, seen = rig.store.fetch, []
+
+    def crowded(claim, keys):
+        seen.append(sum(rig.pages[key.group].block_bytes for key in keys))
+        if seen[-1] > 1024:
+            raise NoRoomError("no room")
+        return fetch(claim, keys)
+
+    rig.store.fetch = crowded
+    assert not rig.run(rig.load()).failed_recving
+    assert max(seen) > 1024
+    rig.assert_clean()
 
 
 @pytest.mark.parametrize("always", [False, True])

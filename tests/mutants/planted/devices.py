@@ -19,29 +19,62 @@ DEFECTS = (
     one(
         "a save may read pages before the forward has written them",
         TRANSFERS,
-        "is_src_access_order_any=any_order",
+        "is_src_access_order_any=not to_host",
         "is_src_access_order_any=True",
     ),
     one(
-        "copies are joined although their sources lie apart",
+        "copies are joined although their host memory lies apart",
         TRANSFERS,
-        """            if _continues(first_target, length, target) and _continues(
-                first_source, length, source
-            ):
-""",
-        "            if _continues(first_target, length, target):\n",
+        "        & (host[1:] == host[:-1] + sizes[:-1])\n",
+        "",
+    ),
+    one(
+        "copies are joined although their pages lie apart",
+        TRANSFERS,
+        "        (pages[1:] == pages[:-1] + sizes[:-1])\n        & (host",
+        "        (host",
     ),
     one(
         "one copy spans two allocations",
         TRANSFERS,
-        "following.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()",
-        "True",
+        "        & (memory[1:] == memory[:-1])\n",
+        "",
+    ),
+    one(
+        "small pieces are copied in batches, which drivers get wrong",
+        TRANSFERS,
+        "large = [each.sizes.min(initial=MIN_BATCHED) >= MIN_BATCHED for each in spans]",
+        "large = [True for each in spans]",
+    ),
+    one(
+        "small pieces are not copied at all",
+        TRANSFERS,
+        "        copy_one_by_one(list(compress(items, map(not_, large))), to_host)\n",
+        "",
+    ),
+    one(
+        "a batch is larger than drivers take",
+        TRANSFERS,
+        "MAX_BATCH = 256",
+        "MAX_BATCH = 1024",
+    ),
+    one(
+        "the pages of a block lie where those of block 0 do",
+        "lmcache_hybrid/worker/pages.py",
+        "self._address + np.array(blocks, np.int64)[:, None] * self._stride",
+        "self._address + 0 * np.array(blocks, np.int64)[:, None] * self._stride",
+    ),
+    one(
+        "a large part that finds no room is not tried in small ones",
+        "lmcache_hybrid/worker/loads.py",
+        "for piece in in_parts(part, self._pages, most):",
+        "for piece in (part,):",
     ),
     one(
         "a batched copy that was seen to be wrong is used",
         TRANSFERS,
-        "            reason = _difference(device, queue_batched)\n",
-        "            _difference(device, queue_batched)\n",
+        "            reason = _difference(device)\n",
+        "            _difference(device)\n",
     ),
     one(
         "batches are queued on a stream where vLLM's op ignores errors",
@@ -52,8 +85,8 @@ DEFECTS = (
     one(
         "after a failed batch its copies are missing",
         TRANSFERS,
-        "            copy_one_by_one(joined)\n\n\ndef _takes",
-        "            copy_one_by_one(joined[:0])\n\n\ndef _takes",
+        "            copy_one_by_one(items, to_host)\n\n\ndef _takes",
+        "            copy_one_by_one(items[:0], to_host)\n\n\ndef _takes",
     ),
     # Memory of the pool
     one(
@@ -148,10 +181,9 @@ DEFECTS = (
         (
             (
                 COPIES,
-                "            self._transfer([(part, page) for item in items for page, part in "
-                "item.pieces()])\n",
+                "            self._transfer(items, to_host=True)\n",
                 "            with self._module.stream(self._stream()):\n"
-                "                self._transfer([(b, a) for i in items for a, b in i.pieces()])\n",
+                "                self._transfer(items, to_host=True)\n",
             ),
             (
                 COPIES,

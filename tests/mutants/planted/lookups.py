@@ -124,8 +124,9 @@ DEFECTS = (
     one(
         "the load of an aborted request retries parts that found no room",
         "lmcache_hybrid/worker/loads.py",
-        "        for part in crowded_out:\n            self._check_wanted(load)\n",
-        "        for part in crowded_out:\n",
+        "                self._check_wanted(load)\n                pace.check()\n"
+        "                self._restore_part(claim, piece, after, pace)\n",
+        "                pace.check()\n                self._restore_part(claim, piece, after, pace)\n",
     ),
     one(
         "a request's next load is stopped with the one before",

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/gpu.md says what the reports of a GPU say."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu.__main__ import TABLE, table
+
+ROOT = Path(__file__).parents[2]
+REPORTS = sorted((ROOT / "docs" / "generated" / "gpu").glob("*.json"))
+
+
+def test_the_table_is_that_of_the_reports():
+    found = TABLE.search((ROOT / "docs" / "gpu.md").read_text())
+    assert found is not None
+    assert found[0] == table([json.loads(path.read_text()) for path in REPORTS])
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.stem)
+def test_every_report_is_of_a_gpu_and_passed(path):
+    report = json.loads(path.read_text())
+    assert report["verdict"] == "PASS" and report["facts"]["device_type"] == "cuda"
+    assert [rank["wrong"] for rank in report["copies"]] == [0]
+    hits = [check for check in report["checks"] if check["external"]]
+    assert {check["where"].split(",")[0] for check in hits} == {"RAM", "local disk after a restart"}
+    # What the page says of those that are not equal.
+    others = {check["where"] for check in report["checks"] if check["outcome"] != "equal"}
+    assert others <= {"RAM, at once"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver to try")
+def test_without_a_gpu_the_drivers_test_says_so():
+    command = [sys.executable, "-m", "benchmarks.gpu.batches"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith("There is no CUDA device here")
