@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m benchmarks.gpu: the table of docs/gpu.md, from the reports of `lmcache-hybrid accept`."""
+"""python -m benchmarks.gpu: the table of docs/gpu.md, from reports of `lmcache-hybrid accept`."""
 
 import json
 import re

@@ -126,7 +126,8 @@ DEFECTS = (
         "lmcache_hybrid/worker/loads.py",
         "                self._check_wanted(load)\n                pace.check()\n"
         "                self._restore_part(claim, piece, after, pace)\n",
-        "                pace.check()\n                self._restore_part(claim, piece, after, pace)\n",
+        "                pace.check()\n"
+        "                self._restore_part(claim, piece, after, pace)\n",
     ),
     one(
         "a request's next load is stopped with the one before",
