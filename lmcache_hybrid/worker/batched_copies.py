@@ -23,14 +23,15 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 # cuMemcpyBatchAsync came with CUDA 12.8, as the driver counts its versions.
 BATCHES_SINCE = 12080
-# What drivers get wrong in batches, see queue_batched(): smaller pieces, in bytes, and more of
-# them in one call, which costs next to nothing.
+# What drivers get wrong, see queue_batched(): batches to the device with smaller pieces, in bytes,
+# and with more of them in a call, which costs next to nothing.
 MIN_BATCHED = 64 << 10
 MAX_BATCH = 256
 # The streams that the driver calls "legacy default": it refuses batches there.
 DEFAULT_STREAMS = (0, 1)
-# Bytes of the pieces that are copied at start-up, and between them.
-CHECKED_SIZES = (1, 255, 4096, 4097, 65_537, 100_001)
+# Pieces that are copied at start-up, and bytes between them. They have the sizes that are batched:
+# a driver that breaks on others would end the engine.
+CHECKED_PIECES = 40
 CHECKED_GAP = 13
 
 
@@ -114,10 +115,10 @@ def join(spans: Sequence[Spans]) -> Spans:
 class BatchedTransfer:
     """The Transfer over vLLM's batched copy. May be called by several threads.
 
-    It copies one by one what the driver gets wrong, small pieces, and what it does not take in
-    batches: on the legacy default stream, and from or to memory that is not pinned. There vLLM's
-    op would loop over copies whose errors it ignores, and a save that fails unseen stores other
-    bytes than it says.
+    It copies one by one what the driver gets wrong, small pieces to the device, and what it does
+    not take in batches: on the legacy default stream, and from or to memory that is not pinned.
+    There vLLM's op would loop over copies whose errors it ignores, and a save that fails unseen
+    stores other bytes than it says.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -131,7 +132,7 @@ class BatchedTransfer:
             copy_one_by_one(items, to_host)
             return
         spans = [item.spans() for item in items]
-        large = [each.sizes.min(initial=MIN_BATCHED) >= MIN_BATCHED for each in spans]
+        large = [to_host or each.sizes.min(initial=MIN_BATCHED) >= MIN_BATCHED for each in spans]
         copy_one_by_one(list(compress(items, map(not_, large))), to_host)
         try:
             queue_batched(join(list(compress(spans, large))), to_host)
@@ -160,12 +161,13 @@ def queue_batched(spans: Spans, to_host: bool) -> None:
 
     Bug: ``cuMemcpyBatchAsync`` breaks on valid batches of many small copies to the device.
     Symptom: 4 copies of 256 to 2,048 bytes and 1,020 of 8,192 in one call end in "unspecified
-    launch failure", and so does the engine, or now and then **in other bytes without an error**.
-    With 512 copies in a call, or with 4,096 bytes and more in each, all were right.
+    launch failure", and so does the engine, or now and then **in other bytes without an error**,
+    in either order of the source. With 512 copies in a call, with 4,096 bytes and more in each,
+    and to the host all were right.
     Seen in: driver 580.159.04 (CUDA 13.0) on an H100 (``python -m benchmarks.gpu.batches``);
     vLLM's issue 49276 has crashes and hangs on another GPU.
     Remove when: that program finds nothing with the oldest supported driver. Until then a batch
-    has no piece below :data:`MIN_BATCHED` and no more than :data:`MAX_BATCH`.
+    to the device has no piece below :data:`MIN_BATCHED`, and none more than :data:`MAX_BATCH`.
 
     Args:
         spans: none of them empty, as of :func:`join`.
@@ -291,13 +293,14 @@ def _difference(device: torch.device) -> str | None:
 
 def _checked_cuts() -> tuple[list[tuple[int, int]], int]:
     """(start, end) of the pieces, the last of which continues the one before, and all bytes."""
-    spans, at = [], CHECKED_GAP
-    for size in CHECKED_SIZES:
-        spans.append((at, at + size))
-        at += size + CHECKED_GAP
-    end = spans[-1][1]
-    spans.append((end, end + CHECKED_GAP))
-    return spans, end + 2 * CHECKED_GAP
+    cuts, at = [], CHECKED_GAP
+    for number in range(CHECKED_PIECES):
+        end = at + MIN_BATCHED + number * number % 4097
+        cuts.append((at, end))
+        at = end + CHECKED_GAP
+    end = cuts[-1][1]
+    cuts.append((end, end + MIN_BATCHED))
+    return cuts, end + MIN_BATCHED + CHECKED_GAP
 
 
 def _pinned(size: int) -> torch.Tensor:

@@ -44,8 +44,8 @@ IDLE_WAIT_SECONDS = 0.005
 # Bytes to read, check and copy at once, one record at least; as many parts run side by side
 # as there are copying threads.
 PART_BYTES = 8 << 20
-# A long load has parts so many times as large, and no more of them than these: each part costs
-# its thread a dozen turns at the GIL, of 75 us each beside three others on an H100's host.
+# A long load has parts up to so many times as large, but no fewer than these: each part costs its
+# thread a dozen turns at the GIL, of some 75 us each beside three others on an H100's host.
 LARGER, FEWEST = 4, 8
 
 Restore = Callable[[LoadSpec, Claim | None, Mark], int]

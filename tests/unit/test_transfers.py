@@ -5,11 +5,13 @@ import ctypes
 import random
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
+from lmcache_hybrid.core.errors import LoadError
 from lmcache_hybrid.worker import batched_copies as transfers
 from lmcache_hybrid.worker import copies
 from lmcache_hybrid.worker.batched_copies import (
@@ -20,6 +22,7 @@ from lmcache_hybrid.worker.batched_copies import (
     queue_batched,
     transfer_for,
 )
+from lmcache_hybrid.worker.pages import GroupPages
 
 GPU = torch.device("cuda", 0)
 SCHEMA = (
@@ -243,7 +246,7 @@ def test_a_batch_has_an_end(op, gpu):
 
 
 @pytest.mark.parametrize("to_host", [False, True])
-def test_small_pieces_are_not_batched(op, gpu, monkeypatch, to_host):
+def test_small_pieces_are_not_batched_to_the_device(op, gpu, monkeypatch, to_host):
     """Drivers copy other bytes now and then where such are in a batch."""
     monkeypatch.setattr(transfers, "MIN_BATCHED", 20)
     small, large, both = (apart(4, size) for size in (19, 20, 21))
@@ -251,16 +254,82 @@ def test_small_pieces_are_not_batched(op, gpu, monkeypatch, to_host):
     kept = [small[:3], large, both]
     expected = [pair[1 - to_host].clone() for pairs in kept for pair in pairs]
     BatchedTransfer(GPU)([Item(pairs) for pairs in kept], to_host)
-    assert {size for batch, _ in op.calls for *_, size in batch} == {20}
+    batched = {size for batch, _ in op.calls for *_, size in batch}
+    assert batched == ({19, 20, 21} if to_host else {20})
     done = [pair[to_host] for pairs in kept for pair in pairs]
     assert all(map(torch.equal, done, expected))
 
 
+def test_batches_are_such_as_were_seen_to_be_right():
+    """Of ``benchmarks.gpu.batches``: no piece below 4,096 bytes, no more than 512 in a call."""
+    assert transfers.MIN_BATCHED >= 4096 and transfers.MAX_BATCH <= 512
+    cuts, _ = transfers._checked_cuts()
+    assert all(end - start >= transfers.MIN_BATCHED for start, end in cuts)
+
+
+class Record(NamedTuple):
+    """As :class:`.copies.Item`: blocks of a group in a buffer, which starts within the pool."""
+
+    pages: GroupPages
+    block: tuple[int, ...]
+    payload: torch.Tensor
+
+    def pieces(self):
+        return self.pages.pieces(self.block, self.payload)
+
+    def spans(self):
+        return self.pages.spans(self.block, self.payload)
+
+
+def kv_cache(seed: int) -> dict[str, torch.Tensor]:
+    """Layers with padding behind a block, in two pieces a block, and not from the start on."""
+    padded = noise(10 * 64, seed).view(10, 64)[:, :50]
+    apart = noise(2 * 10 * 24, seed + 1).view(2, 10, 24).transpose(0, 1)
+    late = noise(7 + 10 * 9, seed + 2)[7:].view(10, 9)
+    return {"padded": padded, "apart": apart, "late": late}
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("to_host", [False, True])
+def test_blocks_of_a_kv_cache_get_their_own_bytes(op, gpu, to_host, moved):
+    """Through addresses as through tensors; after a sleep, too, when the memory is another."""
+    caches = kv_cache(0)
+    pages = GroupPages(list(caches), caches, count=2)
+    if moved:
+        pages.unmap()
+        with pytest.raises(LoadError, match="freed"):
+            pages.spans((1, 2), torch.empty(pages.block_bytes, dtype=torch.uint8))
+        old, caches = caches, kv_cache(10)
+        before = {name: cache.clone() for name, cache in old.items()}
+        pages.map(caches)
+    size = pages.block_bytes
+    pool = noise(3 * (size + 192), 5)
+    blocks = [(3, 1), (8, 9), (2, 7)]
+    records = [
+        Record(pages, block, pool[192 + number * (size + 192) :][:size])
+        for number, block in enumerate(blocks)
+    ]
+    expected = []
+    for record in records:
+        pairs = record.pieces()
+        expected += [pair[1 - to_host].clone() for pair in pairs]
+    rest = pool[:192].clone(), caches["padded"].clone()
+    BatchedTransfer(GPU)(records, to_host)
+    assert op.copies
+    done = [pair[to_host] for record in records for pair in record.pieces()]
+    assert len(done) == 3 * 2 * 4 and all(map(torch.equal, done, expected))
+    assert torch.equal(pool[:192], rest[0])
+    others = [block for block in range(10) if block not in sum(blocks, ())]
+    assert torch.equal(caches["padded"][others], rest[1][others])
+    if moved:
+        assert all(torch.equal(old[name], before[name]) for name in old)
+
+
 def test_pages_are_read_in_the_order_of_the_stream(op, gpu):
     """The forward that writes them may only be queued."""
-    spans = Item(apart(2)).spans()
-    queue_batched(spans, to_host=True)
-    queue_batched(spans, to_host=False)
+    item = Item(apart(2))  # holds the memory
+    queue_batched(item.spans(), to_host=True)
+    queue_batched(item.spans(), to_host=False)
     assert [any_order for _, any_order in op.calls] == [False, True]
 
 

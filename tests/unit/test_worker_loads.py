@@ -3,6 +3,7 @@
 
 import dataclasses
 import threading
+import time
 
 import pytest
 import torch
@@ -86,6 +87,20 @@ def test_parts_hold_no_more_than_allowed(rig, part_bytes, fetches):
     assert all(size <= max(part_bytes, 1024) for size in seen)  # one record at least
 
 
+def restored(rig) -> bool:
+    """Load into zeros; whether it is said to be there. If so, every byte is."""
+    (attention,), states = rig.plan.attention, rig.plan.states
+    saved = [(attention, 1 + i) for i in range(3)] + [(g, 4 + i) for i, g in enumerate(states)]
+    expected = [rig.bytes_of(*place) for place in saved]
+    load = dataclasses.replace(rig.load(), attention_blocks=((9, 10, 11),), state_blocks=(7, 8, 6))
+    places = [(attention, block) for block in (9, 10, 11)] + list(zip(states, (7, 8, 6)))
+    rig.buffer.zero_()
+    if rig.run(load).failed_recving:
+        return False
+    assert [rig.bytes_of(*place) for place in places] == expected
+    return True
+
+
 @pytest.mark.parametrize("fewest, parts", [(1, 2), (2, 3), (8, 5)])
 def test_a_long_load_has_larger_parts(rig, monkeypatch, fewest, parts):
     """Up to four times as large; three records of 1,024 bytes and three states of 680 together."""
@@ -93,8 +108,16 @@ def test_a_long_load_has_larger_parts(rig, monkeypatch, fewest, parts):
     rig = rig(part_bytes=512).saved()
     fetch, seen = rig.store.fetch, []
     rig.store.fetch = lambda claim, keys: seen.append(len(keys)) or fetch(claim, keys)
-    rig.run(rig.load())
-    assert len(seen) == parts
+    assert restored(rig) and len(seen) == parts
+
+
+def test_a_load_with_a_deadline_goes_record_by_record(rig):
+    """So that it is given up in time."""
+    rig = rig().saved()
+    fetch, seen = rig.store.fetch, []
+    rig.store.fetch = lambda claim, keys: seen.append(len(keys)) or fetch(claim, keys)
+    rig.run(dataclasses.replace(rig.load(), deadline=time.monotonic() + 60))
+    assert seen == [1] * 6
 
 
 def test_a_large_part_that_finds_no_room_goes_in_small_ones(rig, monkeypatch):
@@ -110,7 +133,7 @@ def test_a_large_part_that_finds_no_room_goes_in_small_ones(rig, monkeypatch):
         return fetch(claim, keys)
 
     rig.store.fetch = crowded
-    assert not rig.run(rig.load()).failed_recving
+    assert restored(rig)
     assert max(seen) > 1024
     rig.assert_clean()
 
@@ -129,9 +152,8 @@ def test_parts_that_find_no_room_go_one_by_one(rig, monkeypatch, always):
         return fetch(claim, keys)
 
     rig.store.fetch = crowded
-    results = rig.run(rig.load())
+    assert restored(rig) is not always
     assert len(refused) == 6
-    assert bool(results.failed_recving) is always
     rig.assert_clean()
 
 

@@ -43,7 +43,7 @@ DEFECTS = (
     one(
         "small pieces are copied in batches, which drivers get wrong",
         TRANSFERS,
-        "large = [each.sizes.min(initial=MIN_BATCHED) >= MIN_BATCHED for each in spans]",
+        "large = [to_host or each.sizes.min(initial=MIN_BATCHED) >= MIN_BATCHED for each in spans]",
         "large = [True for each in spans]",
     ),
     one(
@@ -63,6 +63,36 @@ DEFECTS = (
         "lmcache_hybrid/worker/pages.py",
         "self._address + np.array(blocks, np.int64)[:, None] * self._stride",
         "self._address + 0 * np.array(blocks, np.int64)[:, None] * self._stride",
+    ),
+    one(
+        "copies go to where the buffer's pool begins",
+        "lmcache_hybrid/worker/pages.py",
+        "        host = data.data_ptr() + self._offsets\n",
+        "        host = data.untyped_storage().data_ptr() + self._offsets\n",
+    ),
+    one(
+        "blocks are taken to lie back to back",
+        "lmcache_hybrid/worker/pages.py",
+        "[row.stride(0) for row in self.rows]",
+        "[row.shape[1] for row in self.rows]",
+    ),
+    one(
+        "pieces of any size are copied in batches",
+        TRANSFERS,
+        "MIN_BATCHED = 64 << 10",
+        "MIN_BATCHED = 256",
+    ),
+    one(
+        "a load with a deadline goes by large parts",
+        "lmcache_hybrid/worker/loads.py",
+        "most = self._part_bytes if load.deadline == math.inf else 1",
+        "most = self._part_bytes",
+    ),
+    one(
+        "of a part that found no room only the beginning is restored",
+        "lmcache_hybrid/worker/loads.py",
+        "for piece in in_parts(part, self._pages, most):",
+        "for piece in list(in_parts(part, self._pages, most))[:1]:",
     ),
     one(
         "a large part that finds no room is not tried in small ones",
