@@ -23,8 +23,13 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 # cuMemcpyBatchAsync came with CUDA 12.8, as the driver counts its versions.
 BATCHES_SINCE = 12080
-# What drivers get wrong, see queue_batched(): batches to the device with smaller pieces, in bytes,
-# and with more of them in a call, which costs next to nothing.
+# cuMemcpyBatchAsync breaks on valid batches of many small copies to the device. Driver 580.159.04
+# (CUDA 13.0) on an H100: four pieces of 256 to 2,048 bytes and 1,020 of 8,192 in one call end in
+# "unspecified launch failure", and so does the engine, or now and then in OTHER BYTES WITHOUT AN
+# ERROR, in either order of the source. All were right with 512 pieces a call, with 4,096 bytes and
+# more in each, and to the host. vLLM's issue 49276 has crashes and hangs on another GPU.
+# So a batch to the device has no smaller pieces than these, in bytes, and no batch has more of
+# them. Lift that when `python -m benchmarks.gpu.batches` finds nothing with any driver in use.
 MIN_BATCHED = 64 << 10
 MAX_BATCH = 256
 # The streams that the driver calls "legacy default": it refuses batches there.
@@ -158,16 +163,6 @@ def _takes_batches(device: torch.device, host: torch.Tensor) -> bool:
 
 def queue_batched(spans: Spans, to_host: bool) -> None:
     """Queue copies on the current stream of the current device with vLLM's op.
-
-    Bug: ``cuMemcpyBatchAsync`` breaks on valid batches of many small copies to the device.
-    Symptom: 4 copies of 256 to 2,048 bytes and 1,020 of 8,192 in one call end in "unspecified
-    launch failure", and so does the engine, or now and then **in other bytes without an error**,
-    in either order of the source. With 512 copies in a call, with 4,096 bytes and more in each,
-    and to the host all were right.
-    Seen in: driver 580.159.04 (CUDA 13.0) on an H100 (``python -m benchmarks.gpu.batches``);
-    vLLM's issue 49276 has crashes and hangs on another GPU.
-    Remove when: that program finds nothing with the oldest supported driver. Until then a batch
-    to the device has no piece below :data:`MIN_BATCHED`, and none more than :data:`MAX_BATCH`.
 
     Args:
         spans: none of them empty, as of :func:`join`.

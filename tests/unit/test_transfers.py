@@ -189,7 +189,7 @@ def test_pieces_that_do_not_adjoin_stay_apart(there_gap, here_gap):
     assert join([item.spans()]).sizes.tolist() == [10, 10]
 
 
-def test_adjacent_pages_of_two_allocations_stay_apart():
+def test_adjacent_memory_of_two_allocations_stays_apart():
     memory = (ctypes.c_char * 100)()
     first, second = (
         torch.frombuffer(memory, dtype=torch.uint8, count=50, offset=at) for at in (0, 50)
