@@ -83,7 +83,7 @@ def copy(first: int, batch: int, to_host: bool) -> int:
             host.copy_(torch.zeros_like(data) if to_host else data)
             device.zero_()
             if to_host:
-                for start, slot, size in zip(*_lists(starts, slots, sizes), strict=True):
+                for start, slot, size in torch.stack((starts, slots, sizes), 1).tolist():
                     device[slot : slot + size].copy_(data[start : start + size])
             torch.cuda.synchronize()
             for at in range(0, PIECES, batch):
@@ -97,10 +97,6 @@ def copy(first: int, batch: int, to_host: bool) -> int:
                 got = host[start : start + size] if to_host else copied[slot : slot + size]
                 wrong += not torch.equal(got, data[start : start + size])
     return wrong
-
-
-def _lists(*tensors):
-    return [each.tolist() for each in tensors]
 
 
 if __name__ == "__main__":

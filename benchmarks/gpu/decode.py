@@ -17,13 +17,10 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, Any
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("LMCACHE_LOG_LEVEL", "CRITICAL")
-os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+import typer
 
-import typer  # noqa: E402
-
-from benchmarks.machine import versions  # noqa: E402
+import benchmarks.quiet  # noqa: F401  # before vLLM
+from benchmarks.machine import versions
 
 HITS = "vllm:external_prefix_cache_hits"
 # Tokens of each prompt beyond its length, which no hit covers.

@@ -3,7 +3,6 @@
 
 import json
 import logging
-import os
 import shlex
 import sys
 import tempfile
@@ -12,15 +11,11 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated
 
-# Before vLLM and LMCache are imported: a line for each request would bury the progress.
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("LMCACHE_LOG_LEVEL", "CRITICAL")
-os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+import typer
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
 
-import typer  # noqa: E402
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn  # noqa: E402
-
-from benchmarks.machine import machine, versions  # noqa: E402
+import benchmarks.quiet  # noqa: F401  # before vLLM
+from benchmarks.machine import machine, versions
 
 STORE_QUESTIONS = ("restore", "save", "memory", "profile", "lookup")
 ENGINE_QUESTIONS = ("repeats", "whole_blocks", "colds", "decodes", "beside_restores", "mixed")

@@ -13,15 +13,12 @@ from pathlib import Path
 from typing import Annotated
 
 # Before LMCache is imported.
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("LMCACHE_LOG_LEVEL", "CRITICAL")
-os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+import typer
 
-import typer  # noqa: E402
-
-from benchmarks.reuse.report import page_of  # noqa: E402
-from benchmarks.scale import report  # noqa: E402
-from benchmarks.scale.model import Sizes, Stream  # noqa: E402
+import benchmarks.quiet  # noqa: F401  # before vLLM
+from benchmarks.reuse.report import page_of
+from benchmarks.scale import report
+from benchmarks.scale.model import Sizes, Stream
 
 BLOCKS = 14  # of 784 tokens: 10,976
 LOCAL = 2  # a system prompt of 1,568 tokens

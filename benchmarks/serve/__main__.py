@@ -2,7 +2,6 @@
 """python -m benchmarks.serve: ask servers in turns with ``vllm bench serve``."""
 
 import json
-import os
 import random
 import shlex
 import sys
@@ -12,27 +11,16 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated
 
-# Before vLLM is imported.
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("LMCACHE_LOG_LEVEL", "CRITICAL")
-os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+import typer
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
 
-import typer  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn  # noqa: E402
-
-from benchmarks.machine import machine, versions  # noqa: E402
-from benchmarks.serve import report  # noqa: E402
-from benchmarks.serve.client import Workload, ask  # noqa: E402
-from benchmarks.serve.options import (  # noqa: E402
-    CONCURRENCY,
-    Arms,
-    Concurrency,
-    RenderOnly,
-    Rounds,
-    chosen,
-)
-from benchmarks.serve.servers import Arm, Server  # noqa: E402
+import benchmarks.quiet  # noqa: F401  # before vLLM
+from benchmarks.machine import machine, versions
+from benchmarks.serve import report
+from benchmarks.serve.client import Workload, ask
+from benchmarks.serve.options import CONCURRENCY, Arms, Concurrency, RenderOnly, Rounds, chosen
+from benchmarks.serve.servers import Arm, Server
 
 ARMS = ("unlimited", "quarter", "ram")
 ALL_ARMS = ",".join(ARMS)

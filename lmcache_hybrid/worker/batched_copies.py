@@ -8,18 +8,15 @@ this release, CUDA and its driver have it and it has shown at start-up that it c
 
 import ctypes
 from collections.abc import Sequence
-from itertools import compress
-from operator import not_
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
 
-logger = init_logger("vllm.lmcache_hybrid.worker.batched_copies")
+from lmcache_hybrid.worker.pages import Pair, Spans
 
-# (bytes of the KV cache, as many bytes of host memory), both dense uint8 views.
-Pair = tuple[torch.Tensor, torch.Tensor]
+logger = init_logger("vllm.lmcache_hybrid.worker.batched_copies")
 
 # cuMemcpyBatchAsync came with CUDA 12.8, as the driver counts its versions.
 BATCHES_SINCE = 12080
@@ -38,24 +35,6 @@ DEFAULT_STREAMS = (0, 1)
 # a driver that breaks on others would end the engine.
 CHECKED_PIECES = 40
 CHECKED_GAP = 13
-
-
-class Spans(NamedTuple):
-    """Where pieces of memory lie: int64 [pieces] each, so that thousands cost no more than one.
-
-    A tensor for each piece would cost the host some 25 us, and the GIL each time.
-
-    Attributes:
-        pages: addresses in the KV cache.
-        host: addresses in host memory.
-        sizes: bytes.
-        memory: of the KV cache, that a piece lies in; copies never span two.
-    """
-
-    pages: np.ndarray
-    host: np.ndarray
-    sizes: np.ndarray
-    memory: np.ndarray
 
 
 NOTHING = Spans(*[np.empty(0, np.int64)] * 4)
@@ -136,11 +115,16 @@ class BatchedTransfer:
         if self._given_up or not _takes_batches(self._device, items[0].payload):
             copy_one_by_one(items, to_host)
             return
-        spans = [item.spans() for item in items]
-        large = [to_host or each.sizes.min(initial=MIN_BATCHED) >= MIN_BATCHED for each in spans]
-        copy_one_by_one(list(compress(items, map(not_, large))), to_host)
+        batched, small = [], []
+        for item in items:
+            spans = item.spans()
+            if to_host or spans.sizes.min(initial=MIN_BATCHED) >= MIN_BATCHED:
+                batched.append(spans)
+            else:
+                small.append(item)
+        copy_one_by_one(small, to_host)
         try:
-            queue_batched(join(list(compress(spans, large))), to_host)
+            queue_batched(join(batched), to_host)
         except Exception as error:
             self._given_up = True
             logger.warning(

@@ -21,14 +21,8 @@ from lmcache_hybrid.core.threads import anywhere, started
 from lmcache_hybrid.core.threads import cores as _cores
 from lmcache_hybrid.storage.record import digests_of
 from lmcache_hybrid.storage.store import Buffer, Store
-from lmcache_hybrid.worker.batched_copies import (
-    Pair,
-    Spans,
-    Transfer,
-    copy_one_by_one,
-    transfer_for,
-)
-from lmcache_hybrid.worker.pages import GroupPages
+from lmcache_hybrid.worker.batched_copies import Transfer, copy_one_by_one, transfer_for
+from lmcache_hybrid.worker.pages import GroupPages, Pair, Spans
 
 logger = init_logger("vllm.lmcache_hybrid.worker.copies")
 

@@ -6,6 +6,7 @@ its bytes mean; the layout is part of the fingerprint.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +16,28 @@ from lmcache_hybrid.core.errors import ConfigError, LoadError
 from lmcache_hybrid.core.groups import Block
 from lmcache_hybrid.core.keys import RecordKey
 from lmcache_hybrid.storage.record import CHUNK_BYTES, check
-from lmcache_hybrid.worker.batched_copies import Pair, Spans
 from lmcache_hybrid.worker.layout import merge, runs_of
+
+# (bytes of the KV cache, as many bytes of host memory), both dense uint8 views.
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Spans(NamedTuple):
+    """Where pieces of memory lie: int64 [pieces] each, so that thousands cost no more than one.
+
+    A tensor for each piece would cost the host some 25 us, and the GIL each time.
+
+    Attributes:
+        pages: addresses in the KV cache.
+        host: addresses in host memory.
+        sizes: bytes.
+        memory: of the KV cache, that a piece lies in; copies never span two.
+    """
+
+    pages: np.ndarray
+    host: np.ndarray
+    sizes: np.ndarray
+    memory: np.ndarray
 
 
 class GroupPages:

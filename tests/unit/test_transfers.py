@@ -16,13 +16,12 @@ from lmcache_hybrid.worker import batched_copies as transfers
 from lmcache_hybrid.worker import copies
 from lmcache_hybrid.worker.batched_copies import (
     BatchedTransfer,
-    Spans,
     copy_one_by_one,
     join,
     queue_batched,
     transfer_for,
 )
-from lmcache_hybrid.worker.pages import GroupPages
+from lmcache_hybrid.worker.pages import GroupPages, Spans
 
 GPU = torch.device("cuda", 0)
 SCHEMA = (

@@ -43,13 +43,13 @@ DEFECTS = (
     one(
         "small pieces are copied in batches, which drivers get wrong",
         TRANSFERS,
-        "large = [to_host or each.sizes.min(initial=MIN_BATCHED) >= MIN_BATCHED for each in spans]",
-        "large = [True for each in spans]",
+        "            if to_host or spans.sizes.min(initial=MIN_BATCHED) >= MIN_BATCHED:\n",
+        "            if True:\n",
     ),
     one(
         "small pieces are not copied at all",
         TRANSFERS,
-        "        copy_one_by_one(list(compress(items, map(not_, large))), to_host)\n",
+        "        copy_one_by_one(small, to_host)\n",
         "",
     ),
     one(
