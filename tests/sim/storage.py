@@ -113,11 +113,16 @@ class Pool:
             self._backend.remove(records[index % len(records)])
 
     def damage(self, index: int, how: str) -> None:
-        """Change a record's bytes behind everybody's back."""
+        """Change a record's bytes behind everybody's back, unless a load copies them.
+
+        A device copies them after they were checked: what changes in between nobody can see.
+        """
         records = self.records
         if not records:
             return
         key, memory = records[index % len(records)]
+        if memory.get_ref_count() > 2:  # LMCache's, a claim's, and the load's
+            return
         self.damaged.add(key)
         view = memoryview(memory.byte_array).cast("B")
         if how == "flip":

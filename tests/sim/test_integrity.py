@@ -76,6 +76,25 @@ def test_a_claim_whose_memory_was_given_back_is_found(place):
         check(engine(**{place: [claim(memory)]}))
 
 
+@pytest.mark.parametrize("how", ["flip", "header", "swap"])
+def test_what_a_load_copies_is_not_damaged(how):
+    """A device copies it after its check. What is only claimed is damaged."""
+    pool = Pool()
+    engine = SimEngine(Setup(groups="sas", answers=0), pool)
+    engine.add("first", PROMPT, 2)
+    engine.drain()
+    _, memory = pool.records[0]
+    memory.ref_count_up()  # as a claim
+    memory.ref_count_up()  # as a load
+    before = bytes(memory.byte_array)
+    pool.damage(0, how)
+    assert bytes(memory.byte_array) == before and not pool.damaged
+    memory.ref_count_down()
+    pool.damage(0, how)
+    assert bytes(memory.byte_array) != before and pool.damaged
+    memory.ref_count_down()
+
+
 def test_the_end_of_the_storage_writes_into_no_record():
     """LMCache gives back their memory first: what is written there damages the heap."""
     pool = Pool()
