@@ -393,12 +393,18 @@ class HybridConnector:
         if self.worker is not None:
             ends.append(self.worker.shutdown)
         if self._manager is not None:
-            ends.append(self._manager.stop_services)
+            ends += (self._manager.stop_services, self._close_engine)
         for end in ends:
             try:
                 end()
             except Exception as error:
                 caught("shutdown", error, "a part of LMCache was not ended", self.ledger)
+
+    def _close_engine(self) -> None:
+        """LMCache does it on a thread of its own, which it may not be able to start."""
+        engine = self._manager and self._manager.lmcache_engine
+        if engine and engine.storage_manager and engine.storage_manager.thread.is_alive():
+            engine.close()
 
     # Worker side
 

@@ -48,7 +48,7 @@ NO_MONITOR: Monitor = _NoMonitor()
 
 
 @contextmanager
-def _only_logged() -> Iterator[None]:
+def only_logged() -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -66,19 +66,19 @@ class LMCacheMonitor:
         self._monitor = monitor
 
     def looked_up(self, tokens: int, found: int, started: float) -> None:
-        with _only_logged():
+        with only_logged():
             stats = self._monitor.on_lookup_request(tokens)
             stats.start_time = started
             self._monitor.on_lookup_finished(stats, found)
 
     def retrieved(self, tokens: int, loaded: int, started: float) -> None:
-        with _only_logged():
+        with only_logged():
             stats = self._monitor.on_retrieve_request(tokens)
             stats.start_time = started
             self._monitor.on_retrieve_finished(stats, loaded)
 
     def stored(self, tokens: int, started: float) -> None:
-        with _only_logged():
+        with only_logged():
             stats = self._monitor.on_store_request(tokens)
             stats.start_time = started
             self._monitor.on_store_finished(stats, tokens)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.storage_backend.cache_policy.lru import LRUCachePolicy
 
+from lmcache_hybrid.core.lmcache_stats import only_logged
+
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
 
@@ -71,8 +73,9 @@ class ARC(LRUCachePolicy):
 
     def update_on_hit(self, key: CacheEngineKey, cache_dict: Any) -> None:
         if key in cache_dict:
-            self.update_chunk_hash_dict(key)
             self._promote(key)
+            with only_logged():  # a read that raised here would keep its memory
+                self.update_chunk_hash_dict(key)
 
     def update_on_force_evict(self, key: CacheEngineKey) -> None:
         self._once.pop(key, None)

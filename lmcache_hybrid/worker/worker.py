@@ -2,6 +2,7 @@
 """Worker side of one rank: joins loads and saves to the connector's calls."""
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -64,7 +65,10 @@ class HybridWorker:
         self.loads = LoadQueue(
             plan, pages, store, copies, self.ledger, monitor, adapters, part_bytes
         )
-        self.saves = Saver(plan, pages, store, copies, self.ledger, monitor, adapters)
+        with ExitStack() as on_error:
+            on_error.callback(self.loads.close)
+            self.saves = Saver(plan, pages, store, copies, self.ledger, monitor, adapters)
+            on_error.pop_all()
 
     @property
     def counts(self) -> WorkerCounts:

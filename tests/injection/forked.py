@@ -33,6 +33,7 @@ LIMIT = 90
 OFF = re.compile(
     "LMCache is off on this rank|LMCache could not open its store|"
     "LMCache loads and stores nothing on this rank|"
+    "A reset of all caches failed: this engine computes every prompt|"
     "Failed to initialize/re-establish remote connection"
 )
 

@@ -406,3 +406,19 @@ def test_two_that_find_a_record_damaged_remove_it_once(box, monkeypatch):
     one.backend.forget(engine_key)
     other.join()
     assert one.backend.current_cache_size == EACH * (len(KEYS) - 1)
+
+
+def test_a_disk_that_lmcache_cannot_close_ends_its_own_thread(box, monkeypatch):
+    one = box("disk")
+    backend = one.store.manager.storage_backends["LocalDiskBackend"]
+    (deleter,) = [each for each in threading.enumerate() if each.name.startswith("hybrid-delete")]
+
+    def fails(self):
+        raise OSError("of the test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(backend).__mro__[1], "close", fails)
+        with pytest.raises(OSError, match="of the test"):
+            backend.close()
+    deleter.join(10)
+    assert not deleter.is_alive()

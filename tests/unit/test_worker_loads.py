@@ -4,6 +4,7 @@
 import dataclasses
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from lmcache_hybrid.core.keys import ATTENTION, STATE
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
 from lmcache_hybrid.storage.record import HEADER_BYTES, digests_of
 from lmcache_hybrid.storage.weights_guard import WeightsGuard
-from lmcache_hybrid.worker import copies, loads
+from lmcache_hybrid.worker import copies, loads, worker
 from lmcache_hybrid.worker.loads import PART_BYTES
 from tests.naive_store import NaiveStore
 
@@ -399,6 +400,34 @@ def test_shutdown_drops_loads_that_did_not_start(rig):
     results = rig.worker.results(set(), False)
     assert results.finished_recving == {"first", "second"}
     rig.assert_clean()
+
+
+def test_a_worker_that_cannot_start_leaves_no_thread(rig, monkeypatch):
+    def fails(*args):
+        raise RuntimeError("can't start new thread")
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(worker, "Saver", fails)
+    with pytest.raises(RuntimeError, match="start new thread"):
+        rig()
+    for each in set(threading.enumerate()) - before:
+        each.join(DEADLINE)
+        assert not each.is_alive()
+
+
+@pytest.mark.parametrize("open_", [True, False])
+def test_an_engine_that_lmcache_could_not_close_is_closed(open_):
+    """LMCache starts a thread for it."""
+    thread, closed = SimpleNamespace(is_alive=lambda: open_), []
+    engine = SimpleNamespace(
+        storage_manager=SimpleNamespace(thread=thread), close=lambda: closed.append(True)
+    )
+    connector = object.__new__(HybridConnector)
+    connector.worker = connector._queue = connector._client = connector._server = None
+    connector._events, connector._cleaners = None, ()
+    connector._manager = SimpleNamespace(lmcache_engine=engine, stop_services=lambda: None)
+    connector.shutdown()
+    assert closed == [True] * open_
 
 
 def test_a_save_does_not_wait_for_a_load(rig, monkeypatch):

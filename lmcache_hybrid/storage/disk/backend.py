@@ -457,8 +457,10 @@ class LocalDisk(LocalDiskBackend):
                 self.current_cache_size -= entry.size
 
     def close(self) -> None:
-        super().close()
-        self._deleter.close()
+        try:
+            super().close()
+        finally:
+            self._deleter.close()
 
     def check_integrity(self) -> None:
         """Assert what holds while no write is in flight."""

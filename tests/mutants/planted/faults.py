@@ -11,6 +11,32 @@ SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
 WORKER = "lmcache_hybrid/worker/worker.py"
 
 DEFECTS = (
+    one(
+        "a worker that cannot start leaves its loading thread",
+        "lmcache_hybrid/worker/worker.py",
+        "            on_error.callback(self.loads.close)\n",
+        "",
+    ),
+    one(
+        "an engine that LMCache could not close stays open",
+        "lmcache_hybrid/connector.py",
+        "            ends += (self._manager.stop_services, self._close_engine)\n",
+        "            ends.append(self._manager.stop_services)\n",
+    ),
+    one(
+        "a disk that LMCache cannot close keeps its thread",
+        "lmcache_hybrid/storage/disk/backend.py",
+        "        try:\n            super().close()\n        finally:\n"
+        "            self._deleter.close()\n",
+        "        super().close()\n        self._deleter.close()\n",
+    ),
+    one(
+        "a hit fails where LMCache cannot count it",
+        "lmcache_hybrid/storage/arc.py",
+        "            with only_logged():  # a read that raised here would keep its memory\n"
+        "                self.update_chunk_hash_dict(key)\n",
+        "            self.update_chunk_hash_dict(key)\n",
+    ),
     # Ranks
     one(
         "a rank with a file that it cannot read leaves the others waiting",

@@ -72,6 +72,22 @@ def test_prompts_that_come_once_leave_what_was_hit():
     assert not plain.has(prompt("a"))
 
 
+def test_a_hit_counts_where_lmcaches_own_count_fails(monkeypatch):
+    """The read that is under way would fail, and its memory not come back."""
+
+    def fails(self, key):
+        raise OSError("of the test")
+
+    store, other = Backend(), strangers()
+    store.store(prompt("used"))
+    with monkeypatch.context() as patch:
+        patch.setattr(LRUCachePolicy, "update_chunk_hash_dict", fails)
+        store.hit(prompt("used"))
+    for _ in range(3 * ROOM):
+        store.store(next(other))
+    assert store.has(prompt("used"))
+
+
 def test_what_was_hit_is_evicted_by_last_use():
     store = Backend(room=12)
     for name in "abc":
