@@ -406,12 +406,15 @@ def test_a_worker_that_cannot_start_leaves_no_thread(rig, monkeypatch):
     def fails(*args):
         raise RuntimeError("can't start new thread")
 
+    made, make = [], loads.LoadQueue
+    monkeypatch.setattr(worker, "LoadQueue", lambda *args: made.append(make(*args)) or made[0])
     before = set(threading.enumerate())
     monkeypatch.setattr(worker, "Saver", fails)
     with pytest.raises(RuntimeError, match="start new thread"):
         rig()
+    assert made, "it ends by itself where nobody holds it"
     for each in set(threading.enumerate()) - before:
-        each.join(DEADLINE)
+        each.join(1.0)
         assert not each.is_alive()
 
 
