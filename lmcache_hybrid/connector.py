@@ -34,7 +34,7 @@ from lmcache_hybrid.core.groups import layer_specs, page_bytes, plan_groups
 from lmcache_hybrid.core.lmcache_stats import LMCacheMonitor
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.metrics import HybridStats
-from lmcache_hybrid.protocol.changes import RankReports
+from lmcache_hybrid.protocol.changes import RankReport, RankReports
 from lmcache_hybrid.protocol.failures import FailedLoads
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata
 from lmcache_hybrid.scheduler.checkpoints import Drafter
@@ -102,6 +102,7 @@ class HybridConnector:
     _events: KVEvents | None = None
     _client: LookupClient | None = None
     _problem: str | None = None  # why this side is off
+    _last_report: RankReport | None = None  # of a rank that is off: the scheduler waits for one
     scheduler: HybridScheduler | None = None
     worker: HybridWorker | None = None
 
@@ -182,6 +183,9 @@ class HybridConnector:
         known = isinstance(error, UnknownContentError)
         self._problem = str(error) if known else f"it could not start: {error!r}"
         worker, self.scheduler, self.worker = self.worker, None, None
+        if self._options.events:
+            rank = self._vllm_config.parallel_config.rank
+            self._last_report = RankReport(rank, 0, (), serving=False, writing=False)
         off = "LMCache is off on this rank, which computes every prompt"
         if known:
             logger.warning("%s, because %s.", off, error)
@@ -472,7 +476,9 @@ class HybridConnector:
 
     @guarded("KV cache events may miss what changed in a store", _nothing)
     def get_kv_connector_kv_cache_events(self) -> RankReports | None:
-        report = self.worker.report(self._guard.stands) if self.worker is not None else None
+        report, self._last_report = self._last_report, None
+        if self.worker is not None:
+            report = self.worker.report(self._guard.stands)
         return RankReports([report]) if report else None
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:

@@ -6,13 +6,14 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import leftovers
 import pytest
+import turns
 from hypothesis import settings
 from marks import COLLECTED
 
@@ -52,6 +53,12 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What is imported by now stays: LMCache's engine looks at all objects when it is made."""
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    with turns.turn(alone=item.get_closest_marker(turns.MARK) is not None):
+        return (yield)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

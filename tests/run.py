@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the tests in two passes, says how long they took and which were slowest: ``make test``.
+"""Runs the tests, says how long they took and which were slowest: ``make test``."""
 
-Tests that want both cores come last and run alone.
-"""
-
+import bisect
 import contextlib
 import json
 import os
@@ -16,7 +14,7 @@ import sysconfig
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +22,8 @@ from xml.etree import ElementTree
 
 import psutil
 import typer
+
+from . import turns
 
 ROOT = Path(__file__).parents[1]
 # Seconds of each test file, written by ``--record``.
@@ -37,13 +37,13 @@ SLOWEST = 5
 ALL_STEPS = "200000"
 # Workers are looked at so often, and a test that takes longer than the second one is stuck.
 LOOK_SECONDS, STUCK_SECONDS = 10.0, 1200.0
-# pytest's exit codes: nothing was selected; somebody pressed Ctrl-C.
-NO_TESTS, INTERRUPTED = 5, 2
+# pytest's exit code where nothing was selected.
+NO_TESTS = 5
 
 
 @dataclass
 class Results:
-    """What the passes of a run said, from pytest's JUnit files.
+    """What a run said, from pytest's JUnit file.
 
     Attributes:
         seconds: of each test, its fixtures included.
@@ -54,7 +54,7 @@ class Results:
     counts: Counter[str] = field(default_factory=Counter)
 
     def read(self, report: Path) -> None:
-        """Add what one pass wrote; a pass that was killed wrote nothing."""
+        """Take what pytest wrote, which is nothing if it was killed."""
         if not report.exists():
             return
         for case in ElementTree.parse(report).iter("testcase"):
@@ -111,22 +111,32 @@ def shard(files: Sequence[str], known: Mapping[str, float], index: int, count: i
     return parts[index - 1]
 
 
-def passes(files: Sequence[str], everything: bool) -> Iterator[list[str]]:
-    """pytest's arguments for each pass."""
-    chosen = "" if everything else " and not slow"
+def in_order(files: Iterable[str]) -> list[str]:
+    """The files as they are dealt to workers: engines first, short tests at the end.
+
+    So both cores are busy to the last. Files with tests that run alone come before the last of
+    the short ones: no worker waits for long then until the other one has ended its test.
+    """
+    alone = [file for file in sorted(files) if f"mark.{turns.MARK}" in (ROOT / file).read_text()]
+    rest = sorted(set(files) - set(alone))
+    at = bisect.bisect(rest, "tests/unit/test_")
+    return [*rest[:at], *alone, *rest[at:]]
+
+
+def arguments(files: Sequence[str], everything: bool) -> list[str]:
+    """pytest's."""
     # pytest-xdist 3.8 replaces a worker that crashed and then waits for ever: with files that the
     # worker had done, which have no test left to run. So the run ends with its first crash.
     side_by_side = ["--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder"]
     side_by_side.append("--max-worker-restart=0")
-    yield [f"-m=not two_cores{chosen}", *side_by_side, *files]
-    yield [f"-m=two_cores{chosen}", *(file for file in files if file.startswith("tests/e2e/"))]
+    return [*([] if everything else ["-m=not slow"]), *side_by_side, *files]
 
 
-def run_pass(arguments: list[str], report: Path) -> int:
+def run_pytest(given: list[str], report: Path) -> int:
     """pytest's exit code. Ctrl-C reaches pytest too, so it is waited for; SIGTERM is handed on."""
     # xunit1 has each test's file.
     command = [sys.executable, "-m", "pytest", f"--junitxml={report}", "-o", "junit_family=xunit1"]
-    process = subprocess.Popen([*command, *arguments], cwd=ROOT)
+    process = subprocess.Popen([*command, *given], cwd=ROOT)
 
     watch = Watch(process.pid)
 
@@ -203,18 +213,6 @@ def parse_shard(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def verdict(codes: Sequence[int], results: Results) -> int:
-    """What a run ends with: 0 if there were tests and none failed.
-
-    Args:
-        codes: pytest's, of each pass; one of them may have selected nothing.
-    """
-    failed = [code for code in codes if code not in (0, NO_TESTS)]
-    if failed:
-        return abs(failed[0])
-    return 0 if results.counts.total() else NO_TESTS
-
-
 def main(
     everything: Annotated[bool, typer.Option("--all", help="Tests marked slow, too.")] = False,
     part: Annotated[str, typer.Option("--shard", help="Only part i/n, such as 1/4.")] = "1/1",
@@ -226,25 +224,19 @@ def main(
         print(problem, file=sys.stderr)
         raise typer.Exit(1)
     known = json.loads(DURATIONS.read_text())["files"] if DURATIONS.exists() else {}
-    # Engines first; short tests at the end keep both cores busy to the last.
-    files = sorted(shard(test_files(), known, index, count))
+    files = in_order(shard(test_files(), known, index, count))
     title = ("make test-all" if everything else "make test") + (f" {part}" if count > 1 else "")
     if everything:
         os.environ.setdefault("SIM_STEPS", ALL_STEPS)
     # Dozens of interpreters would compile everything again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    results, codes, began = Results(), [], time.monotonic()
+    results, began = Results(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        for number, arguments in enumerate(passes(files, everything)):
-            if not any(argument.endswith(".py") for argument in arguments):
-                continue
-            report = Path(folder, f"{number}.xml")
-            codes.append(run_pass(arguments, report))
-            results.read(report)
-            if codes[-1] == INTERRUPTED or codes[-1] < 0:
-                break
+        report = Path(folder, "report.xml")
+        # Without files pytest would take all that there are.
+        code = abs(run_pytest(arguments(files, everything), report)) if files else NO_TESTS
+        results.read(report)
     seconds = time.monotonic() - began
-    code = verdict(codes, results)
     LAST.parent.mkdir(exist_ok=True)
     LAST.write_text(json.dumps(results.seconds, indent=1) + "\n")
     if record and everything and count == 1 and not code:

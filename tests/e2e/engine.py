@@ -27,6 +27,8 @@ import yaml
 from processes import FORKS, own_core
 
 CONNECTOR = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+# Bytes of vLLM's KV cache and of LMCache's pool: each engine's start writes zeros to all of them.
+KV_BYTES, POOL_GB = 1 << 28, 0.2
 
 
 class EngineDied(RuntimeError):
@@ -92,7 +94,6 @@ class Engine:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             # One core each: the reduction order, and with it the last bits, depend on it.
             "VLLM_CPU_OMP_THREADS_BIND": own_core(),
-            "VLLM_CPU_KVCACHE_SPACE": "1",
             "LMCACHE_TRACK_USAGE": "false",
             **(v2.ENVIRONMENT if runner == "v2" else {}),
             **(env or {}),
@@ -103,6 +104,7 @@ class Engine:
             "max_model_len": 8192,
             "max_num_batched_tokens": 2048,
             "enforce_eager": True,
+            "kv_cache_memory_bytes": KV_BYTES,
             "seed": 0,
             "disable_log_stats": False,
             **(v2.OPTIONS if runner == "v2" else {}),
@@ -112,7 +114,7 @@ class Engine:
             arguments["kv_transfer_config"] = {**CONNECTOR, **(transfer or {})}
             if lmcache:
                 config = Path(self._folder.name, "lmcache.yaml")
-                config.write_text(yaml.safe_dump({"max_local_cpu_size": 0.5, **lmcache}))
+                config.write_text(yaml.safe_dump({"max_local_cpu_size": POOL_GB, **lmcache}))
                 environment["LMCACHE_CONFIG_FILE"] = str(config)
         child_in, to_child = FORKS.Pipe(duplex=False)
         from_child, child_out = FORKS.Pipe(duplex=False)

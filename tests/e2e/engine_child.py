@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TextIO
 
-from processes import fork_what_is_spawned, inspect_models_here
+from processes import compile_nothing, fork_what_is_spawned, inspect_models_here
 
 
 def text_file(end: Connection, mode: str) -> TextIO:
@@ -447,6 +447,8 @@ def main(
     if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") != "spawn":
         fork_what_is_spawned(str(log))
     inspect_models_here()
+    if arguments["enforce_eager"]:
+        compile_nothing()
     if prepare is not None:
         prepare()
     child = Child(arguments, text_file(requests, "r"), text_file(answers, "w"))

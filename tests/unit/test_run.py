@@ -5,14 +5,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from servers import wait_for
 from typer import BadParameter, Exit
 
-from tests import run
+from tests import run, turns
 
 KNOWN = {"a": 100.0, "b": 60.0, "c": 50.0, "d": 1.0, "e": 1.0}
 
@@ -42,20 +45,51 @@ def test_what_is_no_part_is_refused_in_one_sentence(text):
 
 def test_all_leaves_out_no_mark_and_the_quick_run_leaves_out_slow():
     files = ["tests/unit/test_run.py", "tests/e2e/test_hits.py"]
-    (quick, *_, one, other), (quick_two, *alone) = run.passes(files, everything=False)
-    assert (quick, quick_two) == ("-m=not two_cores and not slow", "-m=two_cores and not slow")
-    assert [one, other] == files and alone == files[1:]
-    (side_by_side, *_), (both_cores, *_) = run.passes(files, everything=True)
-    assert (side_by_side, both_cores) == ("-m=not two_cores", "-m=two_cores")
+    mark, *quick = run.arguments(files, everything=False)
+    assert mark == "-m=not slow" and quick == run.arguments(files, everything=True)
+    assert quick[-2:] == files
 
 
-def test_tests_that_want_both_cores_are_where_the_second_pass_looks():
-    files = (file for file in run.test_files() if file != "tests/unit/test_run.py")
-    marked = [f for f in files if "mark.two_cores" in (run.ROOT / f).read_text()]
-    assert marked and all(file.startswith("tests/e2e/") for file in marked)
+def test_those_that_run_alone_come_when_others_are_short():
+    files = run.in_order(run.test_files())
+    mark = f"mark.{turns.MARK}"
+    alone = [at for at, file in enumerate(files) if mark in (run.ROOT / file).read_text()]
+    assert sorted(files) == run.test_files() and "tests/e2e/test_scale.py" in files[alone[0] :]
+    assert alone == list(range(alone[0], alone[-1] + 1))
+    assert files[alone[0] - 1] < "tests/unit/test_" <= files[alone[-1] + 1]
 
 
-def test_a_pass_is_summed_up_with_its_slowest_tests(tmp_path: Path):
+@pytest.mark.timeout(60)
+def test_nothing_runs_beside_a_test_that_runs_alone(tmp_path: Path, monkeypatch):
+    """Nor does that wait for ever while others come one after the other."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    running: Counter[str] = Counter()
+    over = threading.Event()
+
+    def run_others(worker: str) -> None:
+        while not over.is_set():
+            with turns.turn(alone=False):
+                running[worker] = 1
+                time.sleep(0.01)
+                running[worker] = 0
+
+    workers = [threading.Thread(target=run_others, args=(name,)) for name in "abc"]
+    for worker in workers:
+        worker.start()
+    try:
+        for _ in range(5):
+            wait_for(lambda: running.total() > 1, "others do not run side by side", 20)
+            with turns.turn(alone=True):
+                before = running.total()
+                time.sleep(0.05)
+                assert before == running.total() == 0
+    finally:
+        over.set()
+        for worker in workers:
+            worker.join()
+
+
+def test_a_run_is_summed_up_with_its_slowest_tests(tmp_path: Path):
     """From what pytest-xdist really writes: fixtures count, and so do tests that fail."""
     (tmp_path / "test_it.py").write_text(
         "import time, pytest\n"
@@ -74,30 +108,12 @@ def test_a_pass_is_summed_up_with_its_slowest_tests(tmp_path: Path):
     subprocess.run([*command, "."], cwd=tmp_path, capture_output=True)
     results = run.Results()
     results.read(report)
-    results.read(tmp_path / "of a pass that was killed")
+    results.read(tmp_path / "of a run that was killed")
     assert results.counts == {"passed": 7, "failed": 1, "skipped": 1}
     assert results.by_file().keys() == {"test_it.py"}
     first, slowest, *others = results.summary("make test", 544.6).splitlines()
     assert first == "make test: 7 passed, 1 failed, 1 skipped in 9 min 5 s. The slowest:"
     assert slowest.split()[1:] == ["s", "test_it.py::test_slow"] and len(others) == 4
-
-
-@pytest.mark.parametrize(
-    "codes, tests, code",
-    [
-        ([0, 0], 2, 0),
-        ([run.NO_TESTS, 0], 2, 0),
-        ([0, run.NO_TESTS], 2, 0),
-        ([run.NO_TESTS, 1], 2, 1),
-        ([-signal.SIGTERM], 0, signal.SIGTERM),
-        ([run.NO_TESTS, run.NO_TESTS], 0, run.NO_TESTS),
-        ([], 0, run.NO_TESTS),
-    ],
-)
-def test_a_run_is_good_if_there_were_tests_and_none_failed(codes, tests, code):
-    results = run.Results()
-    results.counts["passed"] = tests
-    assert run.verdict(codes, results) == code
 
 
 def test_a_part_without_files_is_no_success(tmp_path: Path, monkeypatch, capsys):
@@ -121,8 +137,8 @@ def test_a_run_that_is_ended_ends_its_pytest(tmp_path: Path):
     )
     arguments = [f"--rootdir={tmp_path}", f"--basetemp={tmp_path / 'files'}", str(tmp_path)]
     arguments += ["--numprocesses=1"]
-    code = "from pathlib import Path; from tests.run import run_pass\n"
-    code += f"raise SystemExit(-run_pass({arguments}, Path({str(tmp_path)!r}, 'report')))"
+    code = "from pathlib import Path; from tests.run import run_pytest\n"
+    code += f"raise SystemExit(-run_pytest({arguments}, Path({str(tmp_path)!r}, 'report')))"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=run.ROOT, stdout=subprocess.PIPE)
     wait_for(lambda: pid.is_symlink() or process.poll() is not None, "no test runs", 60)
     process.terminate()
@@ -133,12 +149,12 @@ def test_a_run_that_is_ended_ends_its_pytest(tmp_path: Path):
 
 
 def run_files(tmp_path: Path, files: dict[str, str], *more: str) -> subprocess.Popen[str]:
-    """pytest on these files, as in the first pass of a run."""
+    """pytest on these files, as in a run."""
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    arguments = next(iter(run.passes(sorted(files), everything=True)))
+    given = run.arguments(sorted(files), everything=True)
     return subprocess.Popen(
-        [sys.executable, "-m", "pytest", f"--rootdir={tmp_path}", *more, *arguments],
+        [sys.executable, "-m", "pytest", f"--rootdir={tmp_path}", *more, *given],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -239,6 +239,12 @@ DEFECTS: tuple[Defect, ...] = (
         "        if False:\n",
     ),
     one(
+        "an idle engine makes steps for a rank that is off",
+        "lmcache_hybrid/connector.py",
+        "            self._last_report = RankReport(rank, 0, (), serving=False, writing=False)\n",
+        "            self._last_report = None\n",
+    ),
+    one(
         "vLLM gets no events of the store",
         CONNECTOR,
         "        return self._events.take() if self._events else []\n",
