@@ -10,7 +10,7 @@ import pytest
 
 from lmcache_hybrid.upstream.versions import Pair
 from tests.compat import cells, moved, newest, run
-from tests.compat.cells import STAGES, Cell, Outcome, _environment, source_of, torch_of
+from tests.compat.cells import STAGES, Cell, Outcome, _environment, joined, source_of, torch_of
 from tests.compat.names.resolver import Hook
 
 ROOT = Path(__file__).parents[2]
@@ -166,6 +166,20 @@ def test_a_row_takes_the_place_of_what_it_makes_old(cell: tuple, left: list[tupl
         if not run._replaces(Cell(*cell), {"vllm": pair[0], "lmcache": pair[1]})
     ]
     assert kept == left
+
+
+@pytest.mark.parametrize(
+    "first, second, state",
+    [
+        ("yes", "yes", "yes"),
+        ("no", "yes", "no"),
+        ("yes", "no", "no"),
+        ("not run", "yes", "not run"),
+    ],
+)
+def test_the_whole_suite_passes_where_all_of_it_does(first: str, second: str, state: str) -> None:
+    whole = joined([Outcome(first, "5 passed", 1.5), Outcome(second, "2 passed", 1.0)])
+    assert whole == Outcome(state, "whole suite: 5 passed + 2 passed", 2.5)
 
 
 def pack(wheel: Path, *asks: str) -> Path:
