@@ -88,8 +88,11 @@ class Engine:
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="engine-")
         self.log_path = Path(self._folder.name, "engine.log")
+        # vLLM's CPU platform sets it in each process that has made a configuration.
+        inherited = {**os.environ}
+        inherited.pop("VLLM_WORKER_MULTIPROC_METHOD", None)
         environment = {
-            **os.environ,
+            **inherited,
             "LMCACHE_LOG_LEVEL": "INFO",  # commands of ours that ran in this process lower it
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             # One core each: the reduction order, and with it the last bits, depend on it.

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import gc
 import logging
-import os
 import shutil
 from pathlib import Path
 
@@ -22,16 +21,6 @@ def hybrid_log(caplog, monkeypatch):
     monkeypatch.setattr(logger, "propagate", True)
     with caplog.at_level(logging.INFO, logger="vllm"):
         yield caplog
-
-
-@pytest.fixture(autouse=True)
-def environment_as_before():
-    """Commands of ours and vLLM's platform set variables; engines of other tests would get them."""
-    before = dict(os.environ)
-    yield
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
 
 
 @pytest.fixture(scope="session", autouse=True)
