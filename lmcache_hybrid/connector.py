@@ -24,6 +24,7 @@ from lmcache_hybrid.config.options import (
     check_pool,
     load_lmcache_config,
     log_events,
+    log_sharing,
     read_options,
     settle_lmcache_config,
 )
@@ -216,6 +217,7 @@ class HybridConnector:
         if options.events:
             self._events = KVEvents(plan, groups, parallel.world_size, known)
         log_events(self._vllm_config, config)
+        log_sharing(self._vllm_config, options)
         pins = Pins(plan, sizes, config.max_local_cpu_size if config.local_cpu else None)
         self.scheduler = HybridScheduler(
             plan, options, unit, self._queue, policy, self._events, pins

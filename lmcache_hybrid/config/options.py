@@ -204,6 +204,17 @@ def _publishes(vllm_config: "VllmConfig") -> bool:
     return events is not None and events.enable_kv_cache_events
 
 
+def log_sharing(vllm_config: "VllmConfig", options: Options) -> None:
+    """Say so where requests are told to share prefills, and cannot."""
+    asked = vllm_config.kv_transfer_config.get_from_extra_config(SHARE_KEY, False)
+    if asked and not options.alone:
+        logger.warning(
+            "%s=true does nothing beside other connectors of a MultiConnector: each request "
+            "computes what it does not find.",
+            SHARE_KEY,
+        )
+
+
 def log_events(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> None:
     """Say so where only one of vLLM and LMCache was told to publish KV cache events."""
     if _publishes(vllm_config) and not config.enable_kv_events:

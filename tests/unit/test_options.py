@@ -4,13 +4,13 @@
 import pytest
 
 from lmcache_hybrid.config.folders import FolderLimits
-from lmcache_hybrid.config.options import Options, check_lengths
+from lmcache_hybrid.config.options import Options, check_lengths, log_sharing, read_options
 from lmcache_hybrid.config.parallel import check_prefix_cache
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import BESIDE_KEY
 
-from .helpers import engine_config
-from .lmcache_settings import assert_one_sentence, lmcache_config, options
+from .helpers import engine_config, vllm_config
+from .lmcache_settings import assert_one_sentence, lmcache_config, options, transfer
 
 pytestmark = pytest.mark.usefixtures("no_lmcache_settings")
 
@@ -69,6 +69,19 @@ def test_sharing_prefills_is_on_or_off():
         ConfigError, match="^lmcache.hybrid_share_prefills='no' is neither true nor"
     ):
         options(**{"lmcache.hybrid_share_prefills": "no"})
+
+
+@pytest.mark.parametrize("share", [None, False, True])
+@pytest.mark.parametrize("beside", [False, True])
+def test_sharing_that_is_asked_for_in_vain_is_said(share, beside, hybrid_log):
+    extra = {"lmcache.hybrid_share_prefills": share, BESIDE_KEY: beside}
+    config = vllm_config(
+        transfer(**{key: value for key, value in extra.items() if value is not None})
+    )
+    log_sharing(config, read_options(config, lmcache_config()))
+    said = [each.message for each in hybrid_log.records if each.levelname == "WARNING"]
+    assert bool(said) is (share is True and beside)
+    assert all("lmcache.hybrid_share_prefills=true does nothing beside" in each for each in said)
 
 
 def test_refuses_unknown_settings_of_ours():

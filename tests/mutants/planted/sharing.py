@@ -117,6 +117,12 @@ DEFECTS: tuple[Defect, ...] = (
         "        share_prefills=share,\n",
     ),
     one(
+        "prefills that are to be shared are not, without a word",
+        "lmcache_hybrid/config/options.py",
+        "    if asked and not options.alone:\n",
+        "    if False:\n",
+    ),
+    one(
         "a setting of ours in LMCache's extra_config is ignored without a word",
         "lmcache_hybrid/config/options.py",
         "    for key in config.extra_config or {}:\n        if str(key)",
