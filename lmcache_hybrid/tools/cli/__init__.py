@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lmcache-hybrid`` on the command line."""
 
+from typing import Annotated
+
 import typer
+from rich.console import Console
+from rich.padding import Padding
 
 from lmcache_hybrid import __version__
 from lmcache_hybrid.tools.cli.accept import accept
@@ -29,13 +33,37 @@ app.add_typer(bench, name="bench")
 
 
 @app.command()
-def version() -> None:
+def version(
+    repairs: Annotated[
+        bool, typer.Option("--repairs", help="List what is replaced in vLLM and LMCache, and why.")
+    ] = False,
+) -> None:
     """Print the versions of this package, vLLM and LMCache, and whether they fit."""
     from lmcache_hybrid.upstream import versions
 
     vllm, lmcache = (found or "not installed" for found in versions.found())
     print(f"lmcache-hybrid {__version__}, vLLM {vllm}, LMCache {lmcache}")
+    if repairs:
+        _list_repairs(Console(highlight=False))
     problem = versions.unsupported() or versions.changed()
     if problem is not None:
         print(problem)
         raise typer.Exit(1)
+
+
+def _list_repairs(console: Console) -> None:
+    """What is replaced at run time, and how to switch it off."""
+    from lmcache_hybrid.tools import repairs
+
+    def say(text: str, indent: int) -> None:
+        console.print(Padding(text, (0, 0, 0, indent), expand=False))
+
+    console.print("\nReplaced in vLLM, in each process of an engine:")
+    for module, what in repairs.places():
+        say(f"vllm_patch.{module}: {what}", 2)
+    console.print("\nRepairs of bugs of vLLM and LMCache:")
+    for repair in repairs.repairs():
+        say(repair.name, 2)
+        say(repair.does, 4)
+        say(f"Remove when: {repair.remove_when}", 4)
+    console.print("\nA VLLM_PLUGINS that does not name lmcache_hybrid switches all of it off.\n")

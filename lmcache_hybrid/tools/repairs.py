@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this package replaces in vLLM and LMCache, read from its own code without running it."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+PACKAGES = ("vllm_patch", "lmcache_hybrid")
+ROOT = Path(__file__).parents[2]
+_ROW = re.compile(r"^\| ``(\w+)`` \| (.+) \|$", re.MULTILINE)
+_END = re.compile(r"Remove when: (.+?)(?:\n\n|$)", re.DOTALL)
+
+
+class Repair(NamedTuple):
+    """A function that stands in for one of vLLM's or LMCache's with a bug.
+
+    Attributes:
+        name: with its module.
+        does: what it sees to, in one sentence.
+        remove_when: what makes it needless.
+    """
+
+    name: str
+    does: str
+    remove_when: str
+
+
+def places() -> list[tuple[str, str]]:
+    """(module of ``vllm_patch``, what it replaces in vLLM)."""
+    text = ast.get_docstring(ast.parse((ROOT / "vllm_patch/__init__.py").read_text())) or ""
+    return [(module, _plain(what)) for module, what in _ROW.findall(text)]
+
+
+def repairs() -> Iterator[Repair]:
+    """All repairs, by file."""
+    for package in PACKAGES:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+            yield from _repairs_in(ast.parse(file.read_text()), module)
+
+
+def _repairs_in(node: ast.AST, name: str) -> Iterator[Repair]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            text = ast.get_docstring(child) or ""
+            if end := _END.search(text):
+                yield Repair(f"{name}.{child.name}", _plain(text.splitlines()[0]), _plain(end[1]))
+            yield from _repairs_in(child, f"{name}.{child.name}")
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.replace("``", "").split())
