@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs of this package in an engine that does not use its connector."""
+
+import sys
+from pathlib import Path
+from types import FrameType
+
+import engine_child
+import pytest
+from engine import Engine
+
+from lmcache_hybrid.tools.tiny_models import make_model
+
+pytestmark = pytest.mark.engine
+
+PACKAGES = ("vllm_patch", "lmcache_hybrid")
+# Each stands in for one of vLLM's functions, calls it, and looks whether its bug shows.
+ENTERED = {
+    "vllm_patch.compat.copy_what_is_computed",
+    "vllm_patch.compat.leave_no_chunk_empty",
+    "vllm_patch.compat.publish_where_steps_ended",
+    "vllm_patch.compat.stop_at_the_next_boundary",
+    "vllm_patch.media._mark_requests",
+    "vllm_patch.configuration.is_ours",  # which they ask
+}
+
+
+def note_calls() -> None:
+    """Have the engine note which functions of ours are called while it answers. In its process."""
+    ask, called = engine_child.Child.ask, set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename).with_suffix("").parts
+        for package in PACKAGES:
+            if event == "call" and package in path:
+                module = ".".join(path[len(path) - path[::-1].index(package) - 1 :])
+                called.add(f"{module}.{frame.f_code.co_qualname}")
+
+    def ask_and_note(self: engine_child.Child, *args, **kwargs):
+        sys.setprofile(note)
+        try:
+            return ask(self, *args, **kwargs)
+        finally:
+            sys.setprofile(None)
+
+    engine_child.Child.ask = ask_and_note
+    engine_child.Child.called = lambda self: sorted(called)
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_only_the_named_hooks_are_entered(model_dir: Path, family: str) -> None:
+    model = make_model(family, model_dir / family)
+    with Engine(model, prepare=note_calls) as engine:
+        prompt = [32 + 7 * i % 90 for i in range(700)]
+        engine.ask(prompt)
+        assert engine.ask(prompt).cached > 0
+        engine.ask_many([prompt + [40] * 300, prompt[:300]])
+        called = engine.call("called")
+    assert {name.partition(".<locals>")[0] for name in called} <= ENTERED and called
