@@ -324,13 +324,22 @@ def services_of(chart: dict[str, Any]) -> set[str]:
 
 
 def test_helm_values_are_keys_of_the_chart() -> None:
-    """Of production-stack's values.yaml (chart 0.1.9); a key that it lacks would be ignored."""
+    """Of production-stack's values.yaml (chart 0.1.12); a key that it lacks would be ignored."""
     assert values().keys() <= {"servingEngineSpec", "routerSpec", "extraObjects"}
     assert model_spec().keys() <= {
         *("name", "repository", "tag", "modelURL", "replicaCount", "pvcStorage", "pvcAccessMode"),
         "env",
         *("requestCPU", "requestMemory", "requestGPU", "vllmConfig"),
     }
+
+
+def test_helm_waits_for_a_first_start_and_asks_for_no_gpus_beside_those_it_has() -> None:
+    """An 80B model is downloaded and read; the chart's probe is asked every ten seconds."""
+    engines = values()["servingEngineSpec"]
+    assert engines["startupProbe"]["failureThreshold"] * 10 >= 3600
+    rolling = engines["strategy"]["rollingUpdate"]
+    assert engines["strategy"]["type"] == "RollingUpdate"
+    assert rolling["maxSurge"] == 0 < rolling["maxUnavailable"] < model_spec()["replicaCount"]
 
 
 def test_connector_json_in_the_docs() -> None:
