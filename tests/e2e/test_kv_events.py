@@ -67,11 +67,13 @@ def test_disk_takes_over_what_ram_evicts_and_a_restart_announces_it(
         assert asks.wrong == [] and asks.hits >= 8
         assert router.settled().media()["STORAGE"] > 0 < router.settled().media()["CPU"]
         asks.ask(engine, asks.trunks[0])
+    before = router.settled()
     with publishing(ports, model, config) as engine:
         # Nobody has asked it for anything.
         deadline = time.monotonic() + 20
-        while not router.settled().media() and time.monotonic() < deadline:
-            pass
+        while router.index is before or not router.settled().media():
+            assert time.monotonic() < deadline, "it announces nothing"
+            time.sleep(0.05)
         index = router.settled()
         assert isinstance(index.seen[0], AllBlocksCleared) and index.media().keys() == {"STORAGE"}
         assert asks.ask(engine, asks.trunks[0]) == (4 * asks.size, 4 * asks.size)
