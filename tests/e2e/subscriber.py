@@ -97,6 +97,8 @@ class Subscriber:
     def __init__(self, port: int, replay_port: int) -> None:
         context = zmq.Context.instance()
         self.socket = context.socket(zmq.SUB)
+        # As soon as a new engine listens: what is published before is lost, and nothing may follow.
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 5)
         self.socket.connect(f"tcp://127.0.0.1:{port}")
         self.socket.setsockopt(zmq.SUBSCRIBE, b"")
         self.replay = context.socket(zmq.DEALER)
