@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.padding import Padding
+from rich.text import Text
 
 from lmcache_hybrid import __version__
 from lmcache_hybrid.tools.cli.accept import accept
@@ -56,7 +57,7 @@ def _list_repairs(console: Console) -> None:
     from lmcache_hybrid.tools import repairs
 
     def say(text: str, indent: int) -> None:
-        console.print(Padding(text, (0, 0, 0, indent), expand=False))
+        console.print(Padding(Text(text), (0, 0, 0, indent), expand=False))
 
     console.print("\nReplaced in vLLM, in each process of an engine:")
     for module, what in repairs.places():
