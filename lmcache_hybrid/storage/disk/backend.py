@@ -315,9 +315,9 @@ class LocalDisk(LocalDiskBackend):
                 self.dict.pop(key, None)
                 self.cache_policy.update_on_force_evict(key)
             self.usage -= length
+            self._discard(self._key_to_path(key))  # before another write of this key may begin
             self.disk_worker.remove_put_task(key)
             self._arrive(key)
-            self._discard(self._key_to_path(key))
             if key not in self._given_back:
                 memory_obj.ref_count_down()
         finally:

@@ -106,6 +106,13 @@ DEFECTS = (
         "            if key not in self._given_back:\n                memory_obj",
         "            if True:\n                memory_obj",
     ),
+    one(
+        "what a failed write left is deleted after another write of the record may have begun",
+        "lmcache_hybrid/storage/disk/backend.py",
+        "            self._discard(self._key_to_path(key))  # before another",
+        "            self.disk_worker.remove_put_task(key)\n"
+        "            self._discard(self._key_to_path(key))  # before another",
+    ),
     # Loads and claims
     one(
         "a load that cannot be queued is reported never",

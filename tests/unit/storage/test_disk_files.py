@@ -223,3 +223,25 @@ def test_a_write_that_ends_with_any_error_leaves_nothing(box, monkeypatch, name)
     one.assert_pool_is_free()
     assert not list(one.folder.glob("*.pt"))
     one.write().read()
+
+
+def test_what_a_failed_write_left_goes_before_another_write_of_the_key_begins(box, monkeypatch):
+    """It would delete the other one's file, which the index goes on to offer."""
+    one = box("disk")
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("nobody foresaw it")
+
+    left, end = [], one.backend.disk_worker.remove_put_task
+
+    def watched(key):
+        left.extend(one.folder.glob("*.pt"))
+        end(key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalDiskBackend, "insert_key", broken)
+        patch.setattr(one.backend.disk_worker, "remove_put_task", watched)
+        put(one.store, KEYS[:1])
+        one.settle()
+    assert one.store.failed_writes == {"LocalDiskBackend": 1}
+    assert not left
