@@ -184,9 +184,7 @@ class HybridConnector:
         known = isinstance(error, UnknownContentError)
         self._problem = str(error) if known else f"it could not start: {error!r}"
         worker, self.scheduler, self.worker = self.worker, None, None
-        if self._options.events:
-            rank = self._vllm_config.parallel_config.rank
-            self._last_report = RankReport(rank, 0, (), serving=False, writing=False)
+        self._report_off()
         off = "LMCache is off on this rank, which computes every prompt"
         if known:
             logger.warning("%s, because %s.", off, error)
@@ -197,6 +195,12 @@ class HybridConnector:
                 worker.shutdown()
             except Exception as second:
                 logger.debug("%r", second, exc_info=True)
+
+    def _report_off(self) -> None:
+        """Let the scheduler side wait for nothing of this rank, in whose store nobody looks."""
+        if self._options.events:
+            rank = self._vllm_config.parallel_config.rank
+            self._last_report = RankReport(rank, 0, (), serving=False, writing=False)
 
     def _start_scheduler(self, config: "LMCacheEngineConfig", options: Options, unit: int) -> None:
         for url in in_the_clear(config):
@@ -314,6 +318,7 @@ class HybridConnector:
                 "LMCache could not open its store (see above): this rank computes every prompt "
                 "until the engine is restarted with a working store."
             )
+            self._report_off()
             return
         self._open_store(engine, pages, name, replicas)
 

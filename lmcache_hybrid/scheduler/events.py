@@ -163,7 +163,8 @@ class KVEvents:
             self._boundaries.take(report)
             self._until = time.monotonic() + FLUSH_SECONDS
             (self._writing.add if report.writing else self._writing.discard)(report.rank)
-            self._reported(report.rank)
+            if report.serving:  # one that is off has not looked what lies on disk
+                self._reported(report.rank)
 
     def _reported(self, rank: int) -> None:
         """Ask what the blocks are that were found at the start, once all ranks have said it."""

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from blocks import block_size
-from engine import CONNECTOR, Engine
+from blocks import block_size, described
+from engine import Engine
 from subscriber import ATTENTION, Subscriber
 
 from lmcache_hybrid.storage.record import record_bytes
-from lmcache_hybrid.tools.doctor.model import read_model
 
 # Blocks of a whole conversation.
 BLOCKS = 4
@@ -26,7 +25,7 @@ def free_ports() -> tuple[int, int]:
 
 def room_for(model: Path, conversations: int) -> float:
     """Gigabytes that so many conversations take, each with the states of one boundary."""
-    found = read_model(str(model), CONNECTOR)
+    found = described(model)
     states = len(found.states) * record_bytes(found.state_bytes // len(found.states))
     return conversations * (BLOCKS * record_bytes(found.attention_bytes) + states) / 1024**3
 

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-from blocks import block_size
-from engine import CONNECTOR, Answer, Engine
+from blocks import block_size, described
+from engine import Answer, Engine
 from golden import assert_close
 from marks import slow
 from prompts import cases, shortened
@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from lmcache_hybrid.storage.record import record_bytes
 from lmcache_hybrid.tools.cli import app
-from lmcache_hybrid.tools.doctor.model import read_model
 from lmcache_hybrid.tools.tiny_models import make_model
 
 pytestmark = pytest.mark.engine
@@ -90,7 +89,7 @@ def test_two_engines_share_one_redis(model: Path, redis_url: str) -> None:
     assert (row["model"], row["rank"]) == (model.name, "0/1")
     assert row["states"] == 3 * row["resumable"] > 0 < row["prompts"]
     # Of the sizes that `doctor` tells of this model.
-    found = read_model(str(model), CONNECTOR)
+    found = described(model)
     attention = record_bytes(found.attention_bytes)
     state = record_bytes(found.state_bytes // len(found.states))
     pages = row["records"] - row["states"]

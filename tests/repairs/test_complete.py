@@ -14,6 +14,7 @@ from lmcache_hybrid.storage import host_memory as pinned
 from lmcache_hybrid.storage import read_memory as staging
 from lmcache_hybrid.storage.disk import backend as local_disk
 from lmcache_hybrid.storage.remote import adapters
+from lmcache_hybrid.tools import repairs as listed
 from tests.compat.names import HOOKS
 from vllm_patch import compat
 
@@ -58,6 +59,12 @@ def test_every_repair_of_vllm_says_when_it_can_go():
 def test_every_repair_has_a_test_that_says_delete_me():
     repairs = {name for name, _ in documented()} - CHOICES
     assert repairs | overrides() <= TESTED
+
+
+def test_every_repair_with_a_test_is_told_to_users():
+    """By ``lmcache-hybrid version --repairs``, of a class at least the class."""
+    told = {repair.name for repair in listed.repairs()} | {name for name, _ in listed.stand_ins()}
+    assert {name for name in TESTED if not told & {name, name.rpartition(".")[0]}} == set()
 
 
 # Of LMCache's stores, besides what local_disk overrides.

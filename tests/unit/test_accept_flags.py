@@ -16,6 +16,8 @@ from lmcache_hybrid.tools.accept.child import Child, engine_arguments
 from lmcache_hybrid.tools.accept.engine import Engine as AcceptEngine
 from lmcache_hybrid.tools.accept.engine import EngineError, cause_in, redacted, sentence_in, tail
 
+from .helpers import model
+
 
 def test_a_command_line_of_vllm_serve_is_taken(tmp_path) -> None:
     file = tmp_path / "serve.yaml"
@@ -26,6 +28,12 @@ def test_a_command_line_of_vllm_serve_is_taken(tmp_path) -> None:
     assert made.kv_transfer_config.kv_connector == "LMCacheConnectorV1"
     assert made.kv_transfer_config.kv_role == "kv_both" and made.disable_log_stats is False
     assert made.worker_extension_cls.endswith("AcceptExtension")
+
+
+def test_without_a_network_no_other_model_is_looked_for(monkeypatch) -> None:
+    """vLLM's default is one, and it would look for it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert engine_arguments(model("lfm2"), []).model == model("lfm2")
 
 
 def test_settings_of_the_connector_are_kept() -> None:

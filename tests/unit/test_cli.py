@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands say where vLLM or LMCache is not installed; what ``bench`` passes on."""
+"""Versions, also where vLLM or LMCache is not installed; what ``bench`` passes on."""
+
+import json
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -44,6 +46,23 @@ def test_version_says_what_is_not_installed(
     assert result.exit_code == 1 and found.startswith(f"lmcache-hybrid {__version__}, vLLM ")
     assert f"{absent} not installed" in found and "None" not in found
     assert problem.startswith(f"{absent} is not installed; run `pip install ")
+
+
+@pytest.mark.parametrize("absent", [*NAMES, ""])
+def test_versions_for_scripts(absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if absent:
+        result = invoke(monkeypatch, absent, "version", "--json")
+    else:
+        result = CliRunner().invoke(app, ["version", "--json"])
+    told = json.loads(result.output)
+    assert told["lmcache-hybrid"] == __version__ and result.exit_code == bool(told["problem"])
+    assert [name for name in NAMES if told[NAMES[name]] is None] == [absent] * bool(absent)
+    assert told["problem"] or not absent
+
+
+def test_the_version_alone_needs_neither() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"lmcache-hybrid {__version__}\n")
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

@@ -16,7 +16,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from lmcache_hybrid.core.digests import PLAIN, KeyedDigester
 from lmcache_hybrid.identity.media import CONTENT, MARK
 from lmcache_hybrid.protocol.blocks import Block
-from lmcache_hybrid.protocol.changes import DISK
+from lmcache_hybrid.protocol.changes import DISK, RankReport, RankReports
 from lmcache_hybrid.protocol.prefix import record_keys
 from lmcache_hybrid.scheduler import boundaries
 from lmcache_hybrid.scheduler.events import KVEvents
@@ -112,6 +112,20 @@ def test_what_is_found_is_announced_before_anybody_asks(tmp_path) -> None:
     assert said(restarted(tmp_path, one, two)) == said(before)
     assert said(restarted(tmp_path, one)) == said(before, 1) != []
     assert restarted(tmp_path, two) == []  # not found by the third
+
+
+def test_a_start_with_a_rank_that_is_off_costs_nothing_of_the_file(tmp_path) -> None:
+    """It has not looked what lies on disk, so nothing is gone for it."""
+    one, two = prompt(1), prompt(2)
+    life, before = first_life(tmp_path, one)
+    life.events.close()
+    off = Life(tmp_path)
+    off.events.receive(RankReports([RankReport(0, 0, (), serving=False, writing=False)]))
+    assert not off.events.pending
+    saved(off, two, 3)
+    off.settled()
+    off.events.close()
+    assert said(restarted(tmp_path, one)) == said(before)
 
 
 def test_the_file_never_says_that_a_block_is_held(tmp_path) -> None:

@@ -18,11 +18,22 @@ def test_every_repair_is_listed_with_its_end():
         *repairs.ROOT.glob("vllm_patch/*.py"),
         *repairs.ROOT.glob("lmcache_hybrid/[!t]*/**/*.py"),
     ]
-    said = sum(file.read_text().count("Remove when:") for file in files)
-    assert len(listed) == said > 20
+    texts = "".join(file.read_text() for file in files)
+    assert len(listed) == texts.count("Remove when:") - texts.count("No bug:") > 20
     kept = listed["vllm_patch.compat.keep_cpu_block_size"]
     assert kept.remove_when == "vLLM >= 0.33 is the oldest supported version."
     assert all(repair.does.endswith(".") and repair.remove_when for repair in listed.values())
+
+
+def test_what_stands_in_lmcaches_places_is_listed():
+    """What replaces something without a bug, too."""
+    listed = dict(repairs.stand_ins())
+    parts = "arc.ARC", "disk.backend.LocalDisk", "disk.eviction.SteadyLFU"
+    assert {f"lmcache_hybrid.storage.{part}" for part in parts} < listed.keys()
+    for module in ("storage.remote.adapters", "upstream.lmcache_home"):
+        assert listed[f"lmcache_hybrid.{module}.install"].startswith(("Have ", "Let "))
+    assert not listed.keys() & {repair.name for repair in repairs.repairs()}
+    assert all("`" not in what for what in listed.values())
 
 
 def test_every_module_that_replaces_something_is_named():
@@ -41,6 +52,7 @@ def test_the_list_can_be_read(columns, monkeypatch):
     assert (
         "A VLLM_PLUGINS that does not name lmcache_hybrid switches all of it off." in result.stdout
     )
+    assert "lmcache_hybrid.storage.disk.backend.LocalDisk\n" in result.stdout
     listed = result.stdout.split("\n", 1)[1]
     assert max(map(len, listed.splitlines())) <= columns
     assert "--repairs" not in CliRunner().invoke(app, ["version"]).stdout

@@ -10,6 +10,7 @@ import errno
 import itertools
 import os
 import stat
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +59,8 @@ class LocalDisk(LocalDiskBackend):
     _kept: dict[str, int]
     # By record in flight: the order to put it in, and which others of that order are in flight.
     _arranged: dict[CacheEngineKey, tuple[Sequence[CacheEngineKey], set[CacheEngineKey]]]
-    # Records in flight whose buffers LMCache's writer has given back.
-    _given_back: set[CacheEngineKey]
+    # Threads whose write has come so far that LMCache's writer has given its buffer back.
+    _given_back: set[int]
     # Makes room on a full disk; whether a full disk, and a failed write, were logged.
     _room: Room
     _said_full: bool
@@ -305,7 +306,8 @@ class LocalDisk(LocalDiskBackend):
         """
         self._deleter.wait_for_queueing()
         size, length = memory_obj.get_physical_size(), len(memory_obj.byte_array)
-        self._given_back.discard(key)  # the start has indexed it, too
+        here = threading.get_ident()
+        self._given_back.discard(here)
         try:
             super().async_save_bytes_to_disk(key=key, memory_obj=memory_obj, **kwargs)
         except Exception as error:
@@ -315,16 +317,17 @@ class LocalDisk(LocalDiskBackend):
                 self.dict.pop(key, None)
                 self.cache_policy.update_on_force_evict(key)
             self.usage -= length
-            self._discard(self._key_to_path(key))  # before another write of this key may begin
+            self._discard(self._key_to_path(key))
+            if here not in self._given_back:
+                memory_obj.ref_count_down()
+            # From here on another write of this record may begin.
             self.disk_worker.remove_put_task(key)
             self._arrive(key)
-            if key not in self._given_back:
-                memory_obj.ref_count_down()
-        finally:
-            self._given_back.discard(key)
 
     def _discard(self, path: str) -> None:
         """Delete what a failed write has left, or count it."""
+        with self.disk_lock:
+            self._kept.pop(path, None)
         try:
             os.unlink(path)
         except (FileNotFoundError, ValueError):
@@ -333,7 +336,9 @@ class LocalDisk(LocalDiskBackend):
             self._stays(path, error)
 
     def insert_key(self, key: CacheEngineKey, *args: Any, **kwargs: Any) -> None:
-        self._given_back.add(key)  # LMCache's writer has done so before
+        self._given_back.add(threading.get_ident())  # LMCache's writer has done so before
+        with self.disk_lock:
+            self._kept.pop(self._key_to_path(key), None)  # replaced
         super().insert_key(key, *args, **kwargs)
         self._written(key)
         self._arrive(key)
@@ -366,7 +371,6 @@ class LocalDisk(LocalDiskBackend):
     def _arrive(self, key: CacheEngineKey) -> None:
         """Note the end of a write; the last one of its save sets the save's order."""
         with self.disk_lock:
-            self._kept.pop(self._key_to_path(key), None)  # replaced
             keys, pending = self._arranged.pop(key, ((), set()))
             pending.discard(key)
             if not pending:

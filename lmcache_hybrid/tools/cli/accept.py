@@ -19,7 +19,7 @@ from lmcache_hybrid.tools.accept.engine import Engine, EngineError, tail
 from lmcache_hybrid.tools.accept.report import as_json, print_verdict
 from lmcache_hybrid.tools.accept.result import Result
 from lmcache_hybrid.tools.accept.run import Run
-from lmcache_hybrid.tools.cli.terminal import Say, live_line, need_host
+from lmcache_hybrid.tools.cli.terminal import Say, check_model, live_line, need_host
 
 EXIT_CODES = {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.UNDECIDED: 3}
 NO_RESULT = 2
@@ -34,9 +34,7 @@ def accept(
     ],
     vllm_flags: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[-- VLLM FLAGS]", help="Flags of vllm serve, after --.", show_default=False
-        ),
+        typer.Argument(metavar="[-- VLLM FLAGS]", help="Flags of vllm serve.", show_default=False),
     ] = None,
     lmcache_config: Annotated[
         Path | None,
@@ -62,6 +60,7 @@ def accept(
     Each run has a cache salt of its own: its prompts never hit records of others,
     nor do others hit its own. The records stay until the store evicts them.
     """
+    check_model(model)
     if lmcache_config is not None and not lmcache_config.is_file():
         raise typer.BadParameter(f"--lmcache-config {str(lmcache_config)!r} is not a file")
     if out is not None and not out.absolute().parent.is_dir():

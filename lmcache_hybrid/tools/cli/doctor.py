@@ -8,7 +8,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lmcache_hybrid.storage.key_names import printable
+from lmcache_hybrid.tools.cli.terminal import check_model
 from lmcache_hybrid.tools.doctor.finding import Finding, Status, error
 from lmcache_hybrid.tools.subprocesses import start_module
 
@@ -39,6 +40,10 @@ def doctor(
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="Name or folder; no weights are read.")
     ] = None,
+    vllm_flags: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- VLLM FLAGS]", help="Flags of vllm serve.", show_default=False),
+    ] = None,
     lmcache_config: Annotated[
         Path | None,
         typer.Option("--lmcache-config", help="LMCache's YAML; LMCACHE_CONFIG_FILE by default."),
@@ -54,10 +59,18 @@ def doctor(
 ) -> None:
     """Check installation, settings, stores and a model, each finding with its fix.
 
+    lmcache-hybrid doctor MODEL --lmcache-config lmcache.yaml -- --tensor-parallel-size 4
+
     Run it in the engine's environment. Exit code 0 when nothing is wrong (warnings
     included), 1 for errors, 2 for wrong arguments.
     """
-    transfer = _transfer(kv_transfer_config)
+    if model is not None:
+        check_model(model)
+    flags = [*(vllm_flags or ())]
+    if kv_transfer_config is not None:
+        flags += ["--kv-transfer-config", kv_transfer_config]
+    if prefix_match_unit:
+        flags += ["--prefix-match-unit", str(prefix_match_unit)]
     if lmcache_config is not None:
         if not lmcache_config.is_file():
             raise typer.BadParameter(f"--lmcache-config {str(lmcache_config)!r} is not a file")
@@ -65,7 +78,7 @@ def doctor(
     found = []
     with (
         Console(stderr=True).status("Loading vLLM and LMCache") as status,
-        contextlib.closing(diagnose(model, transfer, prefix_match_unit)) as findings,
+        contextlib.closing(diagnose(model, flags)) as findings,
     ):
         for finding in findings:
             found.append(finding)
@@ -77,21 +90,7 @@ def doctor(
     raise typer.Exit(1 if any(finding.status == Status.ERROR for finding in found) else 0)
 
 
-def _transfer(text: str | None) -> dict | None:
-    if text is None:
-        return None
-    try:
-        transfer = json.loads(text)
-    except ValueError as failure:
-        raise typer.BadParameter(f"--kv-transfer-config is no JSON: {failure}") from failure
-    if not isinstance(transfer, dict):
-        raise typer.BadParameter("--kv-transfer-config is no JSON object")
-    return transfer
-
-
-def diagnose(
-    model: str | None, transfer: dict | None, unit: int = 0
-) -> Generator[Finding, None, None]:
+def diagnose(model: str | None, flags: Sequence[str] = ()) -> Generator[Finding, None, None]:
     """Run the checks in a process of their own, see :mod:`lmcache_hybrid.tools.doctor.__main__`.
 
     Closed early, it stops them and waits until they have cleaned up.
@@ -105,9 +104,7 @@ def diagnose(
         watchdog.start()
         try:
             with contextlib.suppress(BrokenPipeError):  # it died; its exit code says so below
-                process.stdin.write(
-                    json.dumps({"model": model, "transfer": transfer, "unit": unit})
-                )
+                process.stdin.write(json.dumps({"model": model, "flags": flags}))
                 process.stdin.close()
             with lines:
                 for line in lines:

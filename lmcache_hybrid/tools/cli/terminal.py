@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several commands share: live progress, and the refusal where no engine can start."""
+"""What several commands share: live progress, MODEL and vLLM's flags, no engine without vLLM."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,22 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from lmcache_hybrid.upstream import versions
 
 Say = Callable[[str], None]
+
+
+# Of a command with vLLM's flags: what it does not know itself is one of them, with and without --.
+TAKES_VLLM_FLAGS = {"ignore_unknown_options": True}
+
+
+def check_model(model: str) -> None:
+    """Refuse what stands for a MODEL and is none; a name is for vLLM to find.
+
+    Raises:
+        typer.BadParameter: a flag, or a path that does not exist.
+    """
+    if model.startswith("-"):
+        raise typer.BadParameter(f"{model!r} is no MODEL, which comes before vLLM's flags")
+    if model.startswith(("/", "./", "../", "~")) and not os.path.exists(model):
+        raise typer.BadParameter(f"MODEL {model!r} does not exist")
 
 
 def need_host(code: int) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks, in a process of their own: ``python -m lmcache_hybrid.tools.doctor FD``.
 
-Reads ``{"model": ..., "transfer": ..., "unit": ...}`` from standard input and writes one JSON line
-per finding to the file descriptor. So vLLM's and LMCache's output stays apart, what was
+Reads ``{"model": ..., "flags": [...]}`` from standard input and writes one JSON line per finding
+to the file descriptor. So vLLM's and LMCache's output stays apart, what was
 found stays found when a check hangs or dies, and nothing is left running.
 """
 
@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from typing import Any
@@ -20,9 +20,7 @@ from lmcache_hybrid.tools.doctor.finding import Finding, error, one_line
 from lmcache_hybrid.tools.doctor.installation import check_compiled, check_plugin, check_versions
 
 
-def findings(
-    model: str | None, transfer: dict | None, unit: int = 0
-) -> Generator[Finding, None, None]:
+def findings(model: str | None, flags: Sequence[str] = ()) -> Generator[Finding, None, None]:
     """All checks in the order in which their answers help."""
     yield from check_versions()
     from lmcache_hybrid.upstream import versions
@@ -36,18 +34,24 @@ def findings(
     yield from guarded(check_plugin)
     yield from guarded(check_compiled)
     from lmcache_hybrid.tools.doctor.backends import check_backends
-    from lmcache_hybrid.tools.doctor.capacity import check_disks, check_memory, check_redis
+    from lmcache_hybrid.tools.doctor.capacity import (
+        check_disks,
+        check_memory,
+        check_prompts,
+        check_redis,
+    )
     from lmcache_hybrid.tools.doctor.context import read_context
     from lmcache_hybrid.tools.doctor.hashing import check_hash
     from lmcache_hybrid.tools.doctor.options import check_chunk_size, check_model, check_options
 
     yield from guarded(check_hash, other_hash)
-    context = read_context(model, transfer, unit)
+    context = read_context(model, flags)
     for check in (
         check_model,
         check_options,
         check_chunk_size,
         check_memory,
+        check_prompts,
         check_disks,
         check_redis,
         check_backends,

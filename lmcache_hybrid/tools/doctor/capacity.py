@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether RAM, disks and Redis have the room that the configuration counts on."""
+"""Whether RAM, disks and Redis have the room that the configuration counts on, and for what."""
 
 import shutil
 from collections.abc import Iterator
@@ -12,17 +12,23 @@ import redis
 from lmcache import device_ops
 from rich.filesize import decimal
 
+from lmcache_hybrid.config.folders import MAX_AGE_KEY, MAX_SIZE_KEY, FolderLimits
+from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.config.shared_folders import shared_folders
 from lmcache_hybrid.core.errors import ConfigError, StoreError
 from lmcache_hybrid.storage.host_memory import DONT_ROUND, compiled_part_missing, rounded
 from lmcache_hybrid.storage.remote.clients import SCHEMES, Client
 from lmcache_hybrid.tools.doctor.context import Context
-from lmcache_hybrid.tools.doctor.finding import Finding, Status, error, ok, skipped, warning
+from lmcache_hybrid.tools.doctor.finding import Finding, error, ok, skipped, warning
+from lmcache_hybrid.tools.doctor.model import Model
+from lmcache_hybrid.tools.sizing.storage import boundaries, chunk_tokens
 from lmcache_hybrid.tools.stored.redis_client import connect
 
 GIB = 1 << 30
 # Less than this is as good as full.
 FULL_BYTES = 64 << 20
+# A store that holds fewer of the longest prompts keeps hardly anything until it is asked again.
+FEW = 4
 EVICTING = ("allkeys-lru", "allkeys-lfu", "allkeys-random", "allkeys-lrm")
 
 
@@ -49,6 +55,75 @@ def check_memory(context: Context) -> Iterator[Finding]:
         yield ok("memory", f"{message}.")
 
 
+def check_prompts(context: Context) -> Iterator[Finding]:
+    """How many of the longest prompts RAM, local disk and folders hold."""
+    config = context.config
+    if config is None:
+        return
+    remote = config.remote_url or config.remote_storage_plugins
+    if config.local_cpu:
+        limit = int(config.max_local_cpu_size * GIB)
+        # Before a larger tier it holds what is asked for again soon.
+        yield from _prompts(
+            context, "RAM", "max_local_cpu_size", limit, few=not (config.local_disk or remote)
+        )
+    if config.local_disk:
+        limit = int(config.max_local_disk_size * GIB)
+        yield from _prompts(context, "local_disk", "max_local_disk_size", limit, few=not remote)
+    if bound := _limits(context).max_bytes:
+        yield from _prompts(context, "fs://", MAX_SIZE_KEY, bound, shared=True)
+
+
+def _prompts(
+    context: Context, tier: str, setting: str, limit: int, *, few: bool = True, shared: bool = False
+) -> Iterator[Finding]:
+    """
+    Args:
+        limit: bytes of each rank, or of all where they are ``shared``.
+        few: whether less than :data:`FEW` is worth a warning.
+    """
+    model = context.model
+    if model is None or not model.served or model.windows or not model.longest:
+        return
+    try:
+        options = context.read_options()
+    except ConfigError:  # those who check the options say so
+        return
+    ranks = model.ranks if shared else 1
+    taken = _prompt_bytes(model, options) * ranks
+    held = limit / taken
+    message = (
+        f"{tier} holds about {held:,.{held < 10:d}f} prompts of max_model_len={model.longest:,} "
+        f"tokens, which take {decimal(taken)}{'' if shared else ' per rank'}"
+    )
+    if limit >= FEW * taken or not few:
+        yield ok("prompts", f"{message}.")
+        return
+    yield warning(
+        "prompts",
+        f"{message}, so a few of them push all others out.",
+        f"Set {setting} to {FEW * taken / GIB:,.1f} or more, or --max-model-len to what you serve.",
+    )
+
+
+def _prompt_bytes(model: Model, options: Options) -> int:
+    """Of all pages and states that the longest prompt leaves on a rank."""
+    size = model.block_size
+    interval = (
+        chunk_tokens(model.step_tokens, size) if options.chunk_ends else options.checkpoint_tokens
+    )
+    states = boundaries(model.longest, size, interval, model.unit)
+    blocks = model.longest // size + sum(end % size > 0 for end in states)
+    return max(1, blocks * model.attention_bytes + len(states) * model.state_bytes)
+
+
+def _limits(context: Context) -> FolderLimits:
+    """Those of ``fs://``; none where an option is refused, as those who check the options say."""
+    with suppress(ConfigError):
+        return context.read_options().folder_limits
+    return FolderLimits()
+
+
 def check_disks(context: Context) -> Iterator[Finding]:
     """Free space against what may still be written."""
     config = context.config
@@ -60,7 +135,7 @@ def check_disks(context: Context) -> Iterator[Finding]:
     with suppress(ConfigError):  # those who check the options say so
         for _, folders in shared_folders(config):
             for folder in folders:
-                yield _shared_folder(Path(folder))
+                yield _shared_folder(Path(folder), _limits(context))
 
 
 def _folders(text: str) -> list[Path]:
@@ -88,16 +163,27 @@ def _local_disk(path: Path, limit: int) -> Finding:
     )
 
 
-def _shared_folder(path: Path) -> Finding:
+def _shared_folder(path: Path, limits: FolderLimits) -> Finding:
     try:
         usage = shutil.disk_usage(path)
     except OSError as failure:
         return skipped("disk space", f"{path} cannot be looked at ({failure.strerror}).")
-    fix = f"Run `lmcache-hybrid purge {path} --older-than 7d --yes` regularly."
     message = f"{path} has {decimal(usage.free)} of {decimal(usage.total)} free"
+    fix = f"Set {MAX_SIZE_KEY} in kv_connector_extra_config to what it may hold, in GB."
     if usage.free < FULL_BYTES:
-        return error("disk space", f"{message}: it is full, and fs:// never evicts.", fix)
-    return Finding("disk space", Status.OK, f"{message}; fs:// never evicts.", fix)
+        return error("disk space", f"{message}: it is full.", f"Free some space. {fix}")
+    if limits.max_bytes and limits.max_bytes > usage.total:
+        return warning(
+            "disk space",
+            f"{message}, and {MAX_SIZE_KEY} allows {decimal(limits.max_bytes)}: it is full before "
+            "anything is deleted.",
+            f"Set {MAX_SIZE_KEY} to less than {usage.total / GIB:,.1f}.",
+        )
+    if limits.max_bytes:
+        return ok("disk space", f"{message}; it holds {decimal(limits.max_bytes)} at most.")
+    if limits:
+        return ok("disk space", f"{message}; {MAX_AGE_KEY} empties it, without a limit in bytes.")
+    return warning("disk space", f"{message}, and nothing is ever deleted there.", fix)
 
 
 def check_redis(context: Context) -> Iterator[Finding]:
@@ -117,6 +203,8 @@ def check_redis(context: Context) -> Iterator[Finding]:
         return
     finally:
         client.close()
+    if limit := sum(int(memory.get("maxmemory", 0)) for _, memory in memories):
+        yield from _prompts(context, "Redis", "maxmemory (in GB)", limit, shared=True)
     for where, memory in memories:
         yield _redis_memory(
             where,

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The user's settings and model, read as an engine reads them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lmcache_hybrid.config.options import load_lmcache_config
+from lmcache_hybrid.config.options import Options, load_lmcache_config, read_options
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.tools.doctor.finding import Finding, error, listen, one_line, warning
 from lmcache_hybrid.tools.doctor.model import Model, ModelError, read_model
+from lmcache_hybrid.tools.flags import CONNECTOR, parse_flags
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
     from vllm.config import KVTransferConfig
-
-CONNECTOR = "LMCacheConnectorV1"
-DEFAULT_TRANSFER = {"kv_connector": CONNECTOR, "kv_role": "kv_both"}
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Context:
     """
     Attributes:
         transfer: ``kv_transfer_config``, ours of those in a ``MultiConnector``; None where vLLM
-            refuses it.
+            does not take the flags.
         config: LMCache's configuration, not settled yet; None where it cannot be read.
         model: groups and sizes; None where no model was named, or vLLM refuses it.
         named: the model's name, None where none was named.
@@ -41,50 +40,67 @@ class Context:
         """N in tokens, None where it is not known."""
         return self.model.block_size if self.model and self.model.served else None
 
+    def read_options(self) -> Options:
+        """This package's and LMCache's options, as an engine reads them; needs a ``config``.
 
-def read_context(model: str | None, transfer: dict[str, Any] | None, unit: int = 0) -> Context:
+        Raises:
+            ConfigError: the first that is refused.
+        """
+        # Whether vLLM publishes events is not asked here.
+        settings = SimpleNamespace(kv_transfer_config=self.transfer, kv_events_config=None)
+        return read_options(settings, self.config)
+
+
+def read_context(model: str | None, flags: Sequence[str] = ()) -> Context:
     """Read everything; what cannot be read becomes a finding, not an error.
 
     LMCache's file is the one that LMCACHE_CONFIG_FILE names.
+
+    Args:
+        flags: of ``vllm serve``.
     """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
     troubles: list[Finding] = []
-    settings = DEFAULT_TRANSFER if transfer is None else transfer
-    checked = _read_transfer(settings, troubles)
-    config = None if checked is None else _read_lmcache(checked, troubles)
+    try:
+        parsed = parse_flags(model, flags)
+    except ConfigError as failure:
+        told = error("vLLM's flags", str(failure), "Correct them.")
+        return Context(None, None, None, model, (told,))
+    transfer = _ours(parsed.kv_transfer_config, troubles)
+    config = _read_lmcache(transfer, troubles)
     found = None
-    if model is not None and checked is not None:
+    if model is not None:
         try:
-            found = read_model(model, settings, unit)
+            found = read_model(AsyncEngineArgs.from_cli_args(parsed))
         except ModelError as failure:
             troubles.append(error("model", str(failure), failure.fix))
-    return Context(checked, config, found, model, tuple(troubles))
+        except Exception as failure:  # made of the arguments themselves
+            troubles.append(error("model", f"vLLM refuses {model!r}: {one_line(failure)}."))
+    return Context(transfer, config, found, model, tuple(troubles))
 
 
-def _read_transfer(settings: dict[str, Any], troubles: list[Finding]) -> "KVTransferConfig | None":
-    from vllm.config import KVTransferConfig
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()  # a missing kv_role is filled in by the plugin
-    try:
-        checked = KVTransferConfig(**settings)
-        if checked.kv_connector == "MultiConnector":
-            beside = checked.kv_connector_extra_config.get("connectors", ())
-            ours = [each for each in beside if each.get("kv_connector") == CONNECTOR]
-            checked = KVTransferConfig(**ours[0]) if ours else checked
-    except (TypeError, ValueError) as failure:
-        troubles.append(
-            error("kv-transfer-config", f"vLLM refuses it: {one_line(failure)}.", "Correct it.")
-        )
-        return None
-    if checked.kv_connector != CONNECTOR:
+def _ours(transfer: "KVTransferConfig", troubles: list[Finding]) -> "KVTransferConfig":
+    """This package's connector, the one of a ``MultiConnector``'s that it is."""
+    if transfer.kv_connector == "MultiConnector":
+        try:
+            beside = transfer.kv_connector_extra_config.get("connectors", ())
+            for each in beside:
+                if each.get("kv_connector") == CONNECTOR:
+                    return type(transfer)(**each)
+        except (AttributeError, TypeError, ValueError) as failure:
+            told = f"vLLM refuses it: {one_line(failure)}."
+            troubles.append(error("kv-transfer-config", told, "Correct it."))
+            return transfer
+    if transfer.kv_connector != CONNECTOR:
         troubles.append(
             error(
                 "kv-transfer-config",
-                f"kv_connector is {checked.kv_connector!r}, so this package is not asked.",
+                f"kv_connector is {transfer.kv_connector!r}, so this package is not asked.",
                 f"Set kv_connector to {CONNECTOR}.",
             )
         )
-    return checked
+    return transfer
 
 
 def _read_lmcache(

@@ -5,12 +5,13 @@ The model is built on torch's meta device: no weights are read or allocated, and
 layers still say what they keep. The steps are those of vLLM's engine core.
 """
 
+import copy
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import ATTENTION_GROUP_KEY, is_served, page_bytes, plan_groups
@@ -18,6 +19,7 @@ from lmcache_hybrid.tools.doctor.finding import one_line
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 
@@ -40,12 +42,15 @@ class Model:
         served: whether its groups are this package's and not LMCache's own adapter's.
         block_size: N in tokens.
         attention, windows, states: group indices.
-        attention_bytes: of all attention pages of one block, without tensor parallelism.
+        attention_bytes: of all attention pages of one block, on one rank of all stages.
         window_bytes: of all window pages of one block.
         state_bytes: of all states at one boundary.
         largest: bytes of the largest group's block, the largest payload of a record.
         unit: ``--prefix-match-unit``, 0 where it is not set.
         whole: whether it hits at multiples of N only, whatever the unit.
+        ranks: ``--tensor-parallel-size``.
+        longest: ``max_model_len`` in tokens.
+        step_tokens: ``max_num_batched_tokens``.
     """
 
     served: bool
@@ -59,23 +64,29 @@ class Model:
     largest: int = 0
     unit: int = 0
     whole: bool = False
+    ranks: int = 1
+    longest: int = 0
+    step_tokens: int = 0
 
 
-def read_model(model: str, transfer: dict[str, Any], unit: int = 0) -> Model:
+def read_model(arguments: "EngineArgs") -> Model:
     """
     Args:
-        unit: ``--prefix-match-unit``, 0 where it is not set. Need not fit the model.
+        arguments: of the engine. A ``prefix_match_unit`` need not fit the model. Of a data
+            parallel engine one copy is looked at.
 
     Raises:
         ModelError: vLLM or this package refuses the model or its configuration.
     """
-    from vllm.config import KVTransferConfig
-    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
 
+    model, unit = arguments.model, arguments.prefix_match_unit or 0
+    one = copy.copy(arguments)
+    one.load_format, one.prefix_match_unit = "dummy", None
+    one.data_parallel_size, one.data_parallel_size_local, one.data_parallel_rank = 1, None, None
+    one.data_parallel_hybrid_lb = one.data_parallel_external_lb = False
     try:
-        config = EngineArgs(
-            model=model, load_format="dummy", kv_transfer_config=KVTransferConfig(**transfer)
-        ).create_engine_config()
+        config = one.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except Exception as failure:  # from the hub, transformers, pydantic, vLLM and us
         raise ModelError(f"vLLM refuses {model!r}: {one_line(failure)}.") from failure
     try:
@@ -109,6 +120,9 @@ def read_model(model: str, transfer: dict[str, Any], unit: int = 0) -> Model:
         max(sizes),
         unit,
         not plan.with_unit(1).unit,
+        config.parallel_config.tensor_parallel_size,
+        config.model_config.max_model_len,
+        config.scheduler_config.max_num_batched_tokens,
     )
 
 
@@ -123,7 +137,7 @@ def kv_cache_config(config: "VllmConfig") -> "KVCacheConfig":
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
     from vllm.v1.worker.worker_base import WorkerBase
 
-    with set_current_vllm_config(config), _one_rank():
+    with set_current_vllm_config(config), _one_of(config.parallel_config.tensor_parallel_size):
         with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
             initialize_model(config)
         current_platform.update_block_size_for_backend(config)
@@ -146,13 +160,14 @@ def _planned(config: "VllmConfig", specs: "dict[str, KVCacheSpec]") -> "KVCacheC
 
 
 @contextmanager
-def _one_rank() -> Iterator[None]:
-    """Layers ask for their rank when they are made."""
+def _one_of(ranks: int) -> Iterator[None]:
+    """Layers ask for their rank, and of how many, when they are made: here for the first's."""
     from vllm.distributed import parallel_state
 
     with tempfile.TemporaryDirectory() as folder:
         parallel_state.init_distributed_environment(1, 0, f"file://{folder}/group", 0, "gloo")
         parallel_state.ensure_model_parallel_initialized(1, 1)
+        parallel_state.get_tp_group().world_size = ranks  # none of the others is ever called
         try:
             yield
         finally:

@@ -2,13 +2,11 @@
 """What the model's groups mean for hits, and settings that will not do what they say."""
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 from lmcache_hybrid.config.options import (
     DEFAULT_CHUNK_SIZE,
     check_lengths,
     check_pool,
-    read_options,
     refusals,
 )
 from lmcache_hybrid.core.errors import ConfigError
@@ -33,6 +31,7 @@ def check_model(context: Context) -> Iterator[Finding]:
         )
         return
     windows = f", windows {model.windows}" if model.windows else ""
+    where = f"On each of {model.ranks} ranks" if model.ranks > 1 else "Without tensor parallelism"
     yield ok("groups", f"Attention groups {model.attention}{windows}, state groups {model.states}.")
     yield _unit(model)
     sizes = [f"{model.attention_bytes:,} bytes of attention"]
@@ -40,7 +39,7 @@ def check_model(context: Context) -> Iterator[Finding]:
         sizes.append(f"{model.window_bytes:,} of windows")
     yield ok(
         "bytes",
-        f"Without tensor parallelism a block has {' and '.join(sizes)}, the states at a boundary "
+        f"{where} a block has {' and '.join(sizes)}, the states at a boundary "
         f"{model.state_bytes:,} bytes.",
     )
 
@@ -81,9 +80,7 @@ def check_options(context: Context) -> Iterator[Finding]:
     refused = refusals(config, context.block_size)
     yield from (error("options", sentence) for sentence in refused)
     try:
-        # Whether vLLM publishes events is not asked here.
-        settings = SimpleNamespace(kv_transfer_config=context.transfer, kv_events_config=None)
-        options = read_options(settings, config)
+        options = context.read_options()
         if context.model is not None and context.block_size is not None:
             check_lengths(options, context.block_size)
             check_pool(config, context.model.largest)

@@ -239,6 +239,18 @@ DEFECTS: tuple[Defect, ...] = (
         "        if False:\n",
     ),
     one(
+        "a rank that is off empties the file of prompts",
+        "lmcache_hybrid/scheduler/events.py",
+        "            if report.serving:  # one that is off has not looked",
+        "            if True:  # one that is off has not looked",
+    ),
+    one(
+        "an idle engine makes steps for a rank whose store did not open",
+        "lmcache_hybrid/connector.py",
+        "            self._report_off()\n            return\n",
+        "            return\n",
+    ),
+    one(
         "an idle engine makes steps for a rank that is off",
         "lmcache_hybrid/connector.py",
         "            self._last_report = RankReport(rank, 0, (), serving=False, writing=False)\n",

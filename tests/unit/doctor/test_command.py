@@ -40,8 +40,10 @@ def run(*args: str, exit_code: int = 0) -> str:
 @pytest.mark.parametrize(
     "args",
     [
-        ["--kv-transfer-config", "{"],
-        ["--kv-transfer-config", "[1]"],
+        ["--", "--max-model-len", "4096"],
+        ["--max-model-len", "4096", "MODEL"],
+        ["/no/such/model"],
+        ["./no/such/model"],
         ["--lmcache-config", "/no/such/file"],
         ["--no-such-option"],
     ],
@@ -49,6 +51,28 @@ def run(*args: str, exit_code: int = 0) -> str:
 )
 def test_usage_errors(args):
     run(*args, exit_code=2)
+
+
+@pytest.mark.parametrize(
+    "args, flags",
+    [
+        ([], []),
+        (["--json", "--", "-tp", "2", "--enforce-eager"], ["-tp", "2", "--enforce-eager"]),
+        (["--max-model-len", "4k", "--json"], ["--max-model-len", "4k"]),
+        (
+            ["--kv-transfer-config", "{}", "--prefix-match-unit", "64", "--", "-tp", "2"],
+            ["-tp", "2", "--kv-transfer-config", "{}", "--prefix-match-unit", "64"],
+        ),
+    ],
+    ids=str,
+)
+def test_what_it_does_not_know_are_flags_of_vllm(monkeypatch, args, flags):
+    asked = []
+    monkeypatch.setattr(
+        cli_doctor, "diagnose", lambda *what: (each for each in asked.append(what) or ())
+    )
+    run("some/model", *args)
+    assert asked == [("some/model", flags)]
 
 
 @pytest.mark.parametrize("status, code", [(OK, 0), (WARNING, 0), (SKIPPED, 0), (ERROR, 1)])
@@ -97,7 +121,7 @@ from pathlib import Path
 from lmcache_hybrid.tools.doctor import __main__ as doctor
 from lmcache_hybrid.tools.doctor.finding import ok
 
-def findings(model, transfer, unit=0):
+def findings(model, flags):
     try:
         yield ok("first", "Fine.")
         {then}
@@ -131,7 +155,7 @@ def assert_no_watchdog() -> None:
 
 def test_who_does_not_want_to_wait_stops_the_checks_gently(tmp_path, monkeypatch):
     mark = checks_that("time.sleep(600)", tmp_path, monkeypatch)
-    found = cli_doctor.diagnose(None, None)
+    found = cli_doctor.diagnose(None)
     assert next(found).check == "first"
     assert not mark.exists()
     found.close()  # as Ctrl-C does
@@ -141,7 +165,7 @@ def test_who_does_not_want_to_wait_stops_the_checks_gently(tmp_path, monkeypatch
 
 def test_checks_that_hang_are_stopped_gently_and_told(tmp_path, monkeypatch):
     mark = checks_that("time.sleep(600)", tmp_path, monkeypatch)
-    found = cli_doctor.diagnose(None, None)
+    found = cli_doctor.diagnose(None)
     assert next(found).check == "first"
     (watchdog,) = (t for t in threading.enumerate() if isinstance(t, threading.Timer))
     watchdog.function(*watchdog.args)
@@ -156,7 +180,7 @@ def test_checks_that_cannot_be_stopped_are_killed(tmp_path, monkeypatch):
         monkeypatch,
     )
     monkeypatch.setattr(cli_doctor, "GRACE_SECONDS", 0.1)
-    found = cli_doctor.diagnose(None, None)
+    found = cli_doctor.diagnose(None)
     assert [next(found).check for _ in range(2)] == ["first", "deaf"]
     found.close()
     assert not mark.exists()
@@ -177,5 +201,5 @@ def test_checks_end_when_nobody_reads_them(tmp_path, monkeypatch):
     )
     os.close(write_fd)
     os.close(read_fd)
-    process.communicate('{"model": null, "transfer": null}', timeout=60)
+    process.communicate('{"model": null, "flags": []}', timeout=60)
     assert process.returncode == 1 and mark.exists()

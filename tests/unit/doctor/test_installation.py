@@ -52,7 +52,7 @@ def test_packages_that_are_missing(monkeypatch):
     found = assert_sentences(installation.check_versions())
     assert [f.check for f in of_status(found, ERROR)] == ["vLLM", "LMCache", "torch"]
     # Without vLLM nothing more can be said, and nothing crashes.
-    assert list(doctor.findings(None, None)) == found
+    assert list(doctor.findings(None)) == found
 
 
 def test_another_torch_than_vllms(monkeypatch):

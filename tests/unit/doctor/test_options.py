@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the doctor says of a model and of settings."""
 
+import json
 from dataclasses import replace
 
 import pytest
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from lmcache_hybrid.tools.doctor.context import Context, read_context
-from lmcache_hybrid.tools.doctor.model import Model, ModelError, kv_cache_config, read_model
+from lmcache_hybrid.tools.doctor.model import Model, ModelError, kv_cache_config
 from lmcache_hybrid.tools.doctor.options import check_chunk_size, check_model, check_options
 
 from ..helpers import model
@@ -19,6 +20,7 @@ from .findings import (
     TRANSFER,
     WARNING,
     assert_sentences,
+    described,
     of_status,
     only,
 )
@@ -37,7 +39,7 @@ from .findings import (
     ],
 )
 def test_a_models_groups_and_bytes(family, sizes, attention, states, token_bytes, state_bytes):
-    found = read_model(model(family), TRANSFER)
+    found = described(model(family))
     size = found.block_size
     assert found.served and size in sizes
     assert (found.attention, found.states) == (attention, states)
@@ -81,7 +83,8 @@ def test_a_unit_has_no_effect_beside_blocks_of_several_sizes(unit, monkeypatch):
         return groups
 
     monkeypatch.setattr("lmcache_hybrid.tools.doctor.model.kv_cache_config", of_two_sizes)
-    found = check_model(of(read_model(model("lfm2"), TRANSFER, unit)))
+    flags = ["--prefix-match-unit", str(unit)] if unit else []
+    found = check_model(of(described(model("lfm2"), *flags)))
     said = only(f for f in found if f.check == "block size")
     assert said.status == (ERROR if unit else OK)
     assert said.fix == ("Leave it out." if unit else "")
@@ -94,11 +97,57 @@ def test_a_unit_without_effect():
 
 
 def test_a_unit_is_read_with_the_model():
-    assert read_model(model("lfm2"), TRANSFER, 64).unit == 64
+    assert described(model("lfm2"), "--prefix-match-unit", "64").unit == 64
+
+
+def test_flags_of_vllm_decide_what_a_rank_holds():
+    """As the layers of that rank say; no other rank is started."""
+    one, half = (
+        described(model("qwen3_next"), *flags)
+        for flags in ([], ["--tensor-parallel-size", "2", "--max-model-len", "3k"])
+    )
+    assert (one.ranks, half.ranks, half.longest) == (1, 2, 3000)
+    assert half.attention_bytes / half.block_size == one.attention_bytes / one.block_size / 2
+    assert 2 * half.state_bytes == one.state_bytes
+    text = " ".join(f.message for f in assert_sentences(check_model(of(half))))
+    assert f"On each of 2 ranks a block has {half.attention_bytes:,} bytes" in text
+
+
+def test_one_copy_of_a_data_parallel_engine_is_looked_at():
+    flags = "--data-parallel-size", "2", "--data-parallel-size-local", "2"
+    assert described(model("lfm2"), *flags) == described(model("lfm2"))
+
+
+def test_vllm_is_asked_about_all_of_its_flags():
+    with pytest.raises(ModelError, match="enable_prefix_caching=False leaves no boundary"):
+        described(model("lfm2"), "--no-enable-prefix-caching")
+
+
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--max-model-len", "many"], "argument --max-model-len"),
+        (["--kv-transfer-config", "{"], "argument --kv-transfer-config"),
+        (["--kv-transfer-config", "[1]"], "argument --kv-transfer-config"),
+    ],
+    ids=str,
+)
+def test_flags_that_vllm_does_not_take(flags, told):
+    found = list(check_options(read_context(model("lfm2"), flags)))
+    assert [finding.status for finding in assert_sentences(found)] == [ERROR, SKIPPED]
+    assert found[0].message.startswith("vLLM does not take these flags: ")
+    assert told in found[0].message
+
+
+def test_without_a_network_no_other_model_is_looked_for(monkeypatch):
+    """vLLM's default is one, and its flags are read before the model of the user is put in."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert read_context(model("lfm2")).model == described(model("lfm2"))
 
 
 def test_a_model_that_is_not_served():
-    found = read_model(model("llama"), TRANSFER)
+    found = described(model("llama"))
     assert not found.served
     assert only(check_model(of(found))).status == WARNING
 
@@ -110,13 +159,13 @@ def test_no_model():
 def test_a_model_that_does_not_exist(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match="^vLLM refuses"):
-        read_model(str(tmp_path), TRANSFER)
+        described(str(tmp_path))
 
 
 def test_a_selection_that_is_no_attention_group():
     extra = {"kv_connector_extra_config": {"lmcache.hybrid_attention_group": 0}}
     with pytest.raises(ModelError, match="hybrid_attention_group=0 is not an attention group"):
-        read_model(model("lfm2"), TRANSFER | extra)
+        described(model("lfm2"), "--kv-transfer-config", json.dumps(TRANSFER | extra))
 
 
 # Options
@@ -200,7 +249,7 @@ def test_a_file_that_lmcache_cannot_read(context, text):
 
 def test_a_file_that_does_not_exist(monkeypatch):
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", "/no/such/file.yaml")
-    bad = only(of_status(assert_sentences(check_options(read_context(None, None))), ERROR))
+    bad = only(of_status(assert_sentences(check_options(read_context(None))), ERROR))
     assert "LMCACHE_CONFIG_FILE='/no/such/file.yaml' is not a file" in bad.message
 
 
@@ -208,8 +257,11 @@ def test_a_file_that_does_not_exist(monkeypatch):
     "transfer, told",
     [
         ({"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}, "is not asked"),
-        ({"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_many"}, "vLLM refuses it"),
-        ({"kv_conector": "LMCacheConnectorV1"}, "vLLM refuses it"),
+        ({"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_many"}, "kv_role Input should be"),
+        (
+            {"kv_conector": "LMCacheConnectorV1"},
+            "kv-transfer-config: kv_conector Unexpected keyword argument.",
+        ),
     ],
     ids=str,
 )

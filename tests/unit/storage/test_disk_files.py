@@ -18,7 +18,7 @@ from lmcache_hybrid.core.keys import STATE, RecordKey
 from lmcache_hybrid.storage.record import record_bytes
 
 from ..helpers import payload_of, put
-from ..store_box import KEYS, SIZE, N, until
+from ..store_box import DEADLINE, KEYS, SIZE, N, until
 
 
 def test_evicted_files_are_deleted(box):
@@ -245,3 +245,34 @@ def test_what_a_failed_write_left_goes_before_another_write_of_the_key_begins(bo
         one.settle()
     assert one.store.failed_writes == {"LocalDiskBackend": 1}
     assert not left
+
+
+def test_a_write_that_begins_as_a_failed_one_ends_changes_nothing_of_it(box, monkeypatch):
+    """Which of the two has given its buffer back is known of each."""
+    one, insert = box("disk"), LocalDiskBackend.insert_key
+    written, begun = [], threading.Event()
+
+    def fail_once(self, *args, **kwargs):
+        written.append(args)
+        if len(written) == 1:
+            raise RuntimeError("nobody foresaw it")
+        begun.set()
+        insert(self, *args, **kwargs)
+
+    end, ended = one.backend.disk_worker.remove_put_task, []
+
+    def again(key):
+        end(key)
+        ended.append(key)
+        if len(ended) == 1:
+            one.backend.submit_put_task(key, one.store.reserve(SIZE).memory)
+            assert begun.wait(DEADLINE)
+
+    monkeypatch.setattr(LocalDiskBackend, "insert_key", fail_once)
+    monkeypatch.setattr(one.backend.disk_worker, "remove_put_task", again)
+    memory = one.store.reserve(SIZE).memory
+    one.backend.submit_put_task(one.store.engine_key(KEYS[0]), memory)
+    until(lambda: len(ended) == 2, "the second write did not end")
+    one.settle()
+    assert memory.get_ref_count() == 1  # the caller's
+    memory.ref_count_down()

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's flags, read as ``vllm serve MODEL FLAGS`` reads them."""
+
+import re
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import NoReturn
+
+from vllm.config import KVTransferConfig
+from vllm.entrypoints.cli.serve import make_arg_parser
+from vllm.plugins import load_general_plugins
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from lmcache_hybrid.core.errors import ConfigError
+
+CONNECTOR = "LMCacheConnectorV1"
+DEFAULT_TRANSFER = {"kv_connector": CONNECTOR, "kv_role": "kv_both"}
+
+
+# What pydantic says around its complaints: how many, of which class, and an address for each.
+_PYDANTIC = re.compile(
+    r"\d+ validation errors? for \w+ | \[type=.*?\] For further information visit \S+"
+)
+
+
+class _Parser(FlexibleArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        told = _PYDANTIC.sub("", " ".join(message.split())).rstrip(".")
+        raise ConfigError(f"vLLM does not take these flags: {told}.")
+
+
+def parse_flags(model: str | None, flags: Sequence[str]) -> Namespace:
+    """What vLLM's parser makes of them, with our connector where they name none.
+
+    Flags of the server alone (``--port``, ``--api-key``) are accepted and have no effect.
+
+    Args:
+        model: name or folder; None where none was named. vLLM's default stays then, so make no
+            engine's arguments of it: that would look for a model that nobody asked for.
+
+    Raises:
+        ConfigError: vLLM does not take one of them. One sentence.
+    """
+    load_general_plugins()  # a missing kv_role is filled in by the plugin
+    named = [] if model is None else [model]
+    parsed = make_arg_parser(_Parser(prog="vllm serve")).parse_args([*named, *flags])
+    if parsed.kv_transfer_config is None:
+        parsed.kv_transfer_config = KVTransferConfig(**DEFAULT_TRANSFER)
+    if model is not None:
+        parsed.model = model
+    return parsed
