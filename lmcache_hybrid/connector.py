@@ -27,11 +27,12 @@ from lmcache_hybrid.config.options import (
     log_sharing,
     read_options,
     settle_lmcache_config,
+    without_hits,
 )
 from lmcache_hybrid.config.parallel import check_parallelism, check_prefix_cache, settle_disk_folder
 from lmcache_hybrid.core.errors import ConfigError, UnknownContentError
 from lmcache_hybrid.core.faults import caught, guarded
-from lmcache_hybrid.core.groups import layer_specs, page_bytes, plan_groups
+from lmcache_hybrid.core.groups import layer_specs, page_bytes, plan_groups, suggested_unit
 from lmcache_hybrid.core.lmcache_stats import LMCacheMonitor
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.metrics import HybridStats
@@ -222,6 +223,10 @@ class HybridConnector:
             self._events = KVEvents(plan, groups, parallel.world_size, known)
         log_events(self._vllm_config, config)
         log_sharing(self._vllm_config, options)
+        finer = suggested_unit(plan.block_size) if plan.with_unit(1).unit else 0
+        longest = self._vllm_config.model_config.max_model_len
+        for sentence in without_hits(config, longest, plan.unit or plan.block_size, finer):
+            logger.warning("LMCache will not serve hits: %s", sentence)
         pins = Pins(plan, sizes, config.max_local_cpu_size if config.local_cpu else None)
         self.scheduler = HybridScheduler(
             plan, options, unit, self._queue, policy, self._events, pins

@@ -18,6 +18,7 @@ from lmcache_hybrid.upstream import versions
 logger = init_logger("vllm.lmcache_hybrid.config.options")
 
 CONNECTOR = "LMCacheConnectorV1"
+MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
 # kv_connector_extra_config key: vLLM cannot tell a written "fail" from its default.
 LOAD_FAILURE_KEY = "lmcache.hybrid_load_failure_policy"
 
@@ -110,11 +111,62 @@ def _before_hma_check(settle: Callable[[VllmConfig], None]) -> None:
 
     @functools.wraps(original)
     def _post_init_kv_transfer_config(self: VllmConfig) -> None:
+        asked = is_ours(self)
         original(self)
-        if self.model_config is not None and is_ours(self):
+        if self.model_config is None:
+            return
+        if _is_hybrid(self):
+            _refuse_others_in_our_place(self, asked)
+        if is_ours(self):
             settle(self)
 
     VllmConfig._post_init_kv_transfer_config = _post_init_kv_transfer_config
+
+
+def _refuse_others_in_our_place(config: VllmConfig, asked: bool) -> None:
+    """Refuse what runs another class than :data:`CONNECTOR` although the user has named that.
+
+    Without this plugin, hybrid models with it end at start-up too.
+
+    Args:
+        asked: whether the user asked for it; vLLM's own flags may have put another there since.
+    """
+    transfer = config.kv_transfer_config
+    if asked and not is_ours(config):
+        raise ValueError(
+            f"kv_offloading_size={config.cache_config.kv_offloading_size} makes vLLM run "
+            f"{transfer.kv_connector} in place of {CONNECTOR}; remove --kv-offloading-size, or "
+            "--kv-transfer-config."
+        )
+    if transfer is None:
+        return
+    name, path = transfer.kv_connector, transfer.kv_connector_module_path
+    if name == CONNECTOR and path and path != MODULE:
+        raise ValueError(
+            f"kv_connector_module_path={path!r} runs another {CONNECTOR} than vLLM's, and that "
+            "does not serve hybrid models; remove it."
+        )
+    if not asked and (name == f"{CONNECTOR}Dynamic" or _names_ours(_children(transfer))):
+        raise ValueError(
+            f"kv_connector={name!r} runs {CONNECTOR} inside a class that lmcache-hybrid does not "
+            f"know; name {CONNECTOR}, or MultiConnector with it among its 'connectors'."
+        )
+
+
+def _children(transfer: KVTransferConfig) -> Any:
+    return transfer.kv_connector_extra_config.get("connectors", ())
+
+
+def _names_ours(connectors: Any) -> bool:
+    """Whether :data:`CONNECTOR` is among them, or inside one of them."""
+    return isinstance(connectors, (list, tuple)) and any(
+        isinstance(each, dict)
+        and (
+            each.get("kv_connector") == CONNECTOR
+            or _names_ours((each.get("kv_connector_extra_config") or {}).get("connectors", ()))
+        )
+        for each in connectors
+    )
 
 
 def _is_hybrid(config: VllmConfig) -> bool:
@@ -187,6 +239,11 @@ def _settle_hybrid(config: VllmConfig) -> None:
             "enable_prefix_caching=False leaves no boundary that LMCache could store "
             "for this hybrid model; remove --no-enable-prefix-caching, or add "
             "--enable-prefix-caching where it was not written: vllm bench latency turns it off."
+        )
+    if config.scheduler_config.disable_hybrid_kv_cache_manager is True and _is_hybrid(config):
+        raise ValueError(
+            "disable_hybrid_kv_cache_manager=True leaves states without blocks of their own; "
+            "remove --disable-hybrid-kv-cache-manager."
         )
     _refuse_unsound(config)
     own = _settle_neighbours(transfer)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads LMCache's options for a hybrid model: keeps, sets or refuses each."""
 
+import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,11 @@ from lmcache_hybrid.config.redis_credentials import (
 from lmcache_hybrid.config.s3 import SCHEME as S3
 from lmcache_hybrid.config.s3 import check_s3
 from lmcache_hybrid.config.shared_folders import folders_in, shared_folders
+from lmcache_hybrid.config.values import as_lmcache_reads, problems, read_values
 from lmcache_hybrid.core.digests import PLAIN, Digester, read_key
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import ATTENTION_GROUP_KEY, BESIDE_KEY
+from lmcache_hybrid.upstream.lmcache_home import take
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -215,6 +218,36 @@ def log_sharing(vllm_config: "VllmConfig", options: Options) -> None:
         )
 
 
+def without_hits(
+    config: "LMCacheEngineConfig", longest: int, unit: int, finer: int
+) -> Iterator[str]:
+    """A sentence for each setting for which no prompt is ever stored or hit.
+
+    Args:
+        longest: ``max_model_len`` in tokens.
+        unit: tokens at whose multiples prompts hit.
+        finer: a ``--prefix-match-unit`` with which more would, 0 where there is none.
+    """
+    if skip := os.environ.get("LMCACHE_FORCE_SKIP_SAVE"):
+        yield (
+            f"LMCACHE_FORCE_SKIP_SAVE={skip} lets this engine store nothing, whatever its value "
+            "is; unset it."
+        )
+    if not any(
+        (config.local_cpu, config.local_disk, config.remote_url, config.remote_storage_plugins)
+    ):
+        yield (
+            "local_cpu, local_disk and remote_url are all off, so nothing is kept; set local_cpu "
+            "to true, or name a disk or a remote store."
+        )
+    if longest <= unit:
+        fix = f"add --prefix-match-unit {finer}, or " if finer else ""
+        yield (
+            f"max_model_len={longest} is not above {unit} tokens, at whose multiples prompts hit, "
+            f"so none ever does; {fix}raise --max-model-len."
+        )
+
+
 def log_events(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> None:
     """Say so where only one of vLLM and LMCache was told to publish KV cache events."""
     if _publishes(vllm_config) and not config.enable_kv_events:
@@ -278,23 +311,29 @@ def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
     Without any, LMCache's default stands: 5 GB in RAM.
 
     Raises:
-        ConfigError: the file that LMCACHE_CONFIG_FILE names does not exist, or a value that its
-            option does not take.
+        ConfigError: the file that LMCACHE_CONFIG_FILE names does not exist, or values that their
+            options do not take, a sentence each.
     """
     from lmcache.integration.vllm.utils import lmcache_get_or_create_config
     from lmcache.v1.config_base import validate_and_set_config_value
 
-    path = os.environ.get("LMCACHE_CONFIG_FILE")
-    if path is not None and not os.path.isfile(path):
-        raise ConfigError(
-            f"LMCACHE_CONFIG_FILE={path!r} is not a file; write the path of an LMCache YAML "
-            "file, or unset it to use RAM with LMCache's defaults."
-        )
-    config = lmcache_get_or_create_config()
-    for key, value in vllm_config.kv_transfer_config.kv_connector_extra_config.items():
-        if not key.startswith("lmcache.") or key.startswith(OWN_PREFIX) or key == LOAD_LIMIT_KEY:
-            continue
-        field = key.removeprefix("lmcache.")
+    written = read_values(os.environ.get("LMCACHE_CONFIG_FILE"), os.environ)
+    extra = {
+        key.removeprefix("lmcache."): (key, value)
+        for key, value in vllm_config.kv_transfer_config.kv_connector_extra_config.items()
+        if key.startswith("lmcache.") and not key.startswith(OWN_PREFIX) and key != LOAD_LIMIT_KEY
+    }
+    if wrong := [*problems(written), *problems(extra)]:
+        raise ConfigError(" ".join(wrong))
+    try:
+        # LMCache has one for the process: what is set here is of this engine alone.
+        config = copy.deepcopy(lmcache_get_or_create_config())
+    except (AssertionError, ValueError) as error:
+        # Of options that are refused here, LMCache wants others beside them first.
+        if refused := list(_refused(as_lmcache_reads(written))):
+            raise ConfigError(" ".join(refused)) from error
+        raise
+    for field, (key, value) in extra.items():
         # LMCache itself warns of a field that does not exist.
         if not validate_and_set_config_value(config, field, value) and hasattr(config, field):
             raise ConfigError(
@@ -324,8 +363,8 @@ def settle_lmcache_config(config: "LMCacheEngineConfig", block_size: int) -> Non
     Raises:
         ConfigError: an option that cannot keep its meaning on a hybrid model.
     """
-    for check in _checks(config, block_size):
-        check()
+    if refused := refusals(config, block_size):
+        raise ConfigError(" ".join(refused))
     _settle_chunk_size(config, block_size)
     for name in _MOOT:
         if getattr(config, name):
@@ -372,8 +411,19 @@ def _checks(config: "LMCacheEngineConfig", block_size: int | None) -> Iterator[C
         yield partial(_check_positive, name, getattr(config, name), unit)
     yield partial(_check_remote, config)
     yield partial(_check_local, config)
+    yield partial(_check_policy, config)
+    yield partial(_check_locations, config)
     if block_size is not None:
         yield partial(_check_chunk_size, config, block_size)
+
+
+def _refused(values: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each option of :data:`_REFUSED` that is set."""
+    for name, (is_set, why) in _REFUSED.items():
+        try:
+            _refuse_if(name, values.get(name), is_set, why)
+        except ConfigError as error:
+            yield str(error)
 
 
 def _refuse_if(name: str, value: Any, is_set: Callable[[Any], bool], why: str) -> None:
@@ -411,8 +461,44 @@ def _settle_chunk_size(config: "LMCacheEngineConfig", block_size: int) -> None:
         config.chunk_size = block_size
 
 
+def _check_policy(config: "LMCacheEngineConfig") -> None:
+    known = take("v1.storage_backend.cache_policy", "POLICY_MAPPING")
+    if str(config.cache_policy).upper() not in known:
+        raise ConfigError(
+            f"LMCache option cache_policy={config.cache_policy!r} is none of {', '.join(known)}; "
+            "use one of them, or remove it for the one of this package."
+        )
+
+
+def _check_locations(config: "LMCacheEngineConfig") -> None:
+    """Refuse to store in, or read from, what no backend of this configuration is called."""
+    backends = [
+        name
+        for name, used in (
+            ("LocalCPUBackend", config.local_cpu),
+            ("LocalDiskBackend", config.local_disk),
+            ("RemoteBackend", config.remote_url),
+        )
+        if used
+    ]
+    locations = [config.store_location, *(config.retrieve_locations or ())]
+    for option, each in zip(
+        ("store_location", *["retrieve_locations"] * len(locations)), locations, strict=False
+    ):
+        plugin = config.remote_storage_plugins and str(each).startswith("RemoteBackend")
+        if each and each not in backends and not plugin:
+            raise ConfigError(
+                f"LMCache option {option}={each!r} is no backend that is configured; use one of "
+                f"{', '.join(backends) or 'RemoteBackend'}, or remove it."
+            )
+
+
 def _check_remote(config: "LMCacheEngineConfig") -> None:
     check_plugins(config.remote_storage_plugins)
+    if (config.remote_url or config.remote_storage_plugins) and config.remote_serde is None:
+        raise ConfigError(
+            "LMCache option remote_serde=None opens no remote store; remove it, or write naive."
+        )
     if config.remote_url:
         parts = check_remote_url(config.remote_url)
         if parts.scheme == S3:

@@ -97,3 +97,25 @@ def test_an_engine_and_the_commands_read_the_name(tmp_path, monkeypatch):
     monkeypatch.setattr("lmcache.integration.vllm.utils._config_instance", None)
     config = load_lmcache_config(vllm_config(transfer()))
     assert config.remote_url == "redis://cache:6379/3" == stores_of(file)[0]
+
+
+@pytest.mark.parametrize(
+    "text, stores",
+    [
+        ("remote_storage_plugins: [fs]\nextra_config: {fs_base_path: '/a,/b'}\n", ["/a", "/b"]),
+        (
+            "local_disk: /d\nremote_url: redis://h:1\nremote_storage_plugins: [fs.x]\n"
+            "extra_config: {remote_storage_plugin.fs.x.base_path: /c}\n",
+            ["/d", "redis://h:1", "/c"],
+        ),
+        (
+            "remote_storage_plugins: [redis]\nextra_config: {redis_url: 'redis://h:2'}\n",
+            ["redis://h:2"],
+        ),
+    ],
+    ids=["folders", "beside others", "redis"],
+)
+def test_the_commands_know_stores_of_plugins(tmp_path, text, stores):
+    file = tmp_path / "lmcache.yaml"
+    file.write_text(text)
+    assert stores_of(file) == stores

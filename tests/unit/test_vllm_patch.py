@@ -9,6 +9,7 @@ import torch
 from vllm.config import KVTransferConfig, MultiModalConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -19,7 +20,7 @@ import vllm_patch
 from lmcache_hybrid.core.groups import BESIDE_KEY
 from vllm_patch import configuration, connector
 
-from .helpers import LMCACHE, STATE_SPEC, engine_config
+from .helpers import LMCACHE, STATE_SPEC, engine_config, model
 
 vllm_patch.register()
 
@@ -248,6 +249,90 @@ def test_the_failure_policy_beside_others_is_the_one_of_ours():
 def test_connectors_that_cannot_be_beside_ours_are_refused(connectors, sentence):
     with pytest.raises(ValueError, match=sentence):
         beside(*connectors)
+
+
+def inside(name: str, *connectors: dict, **more) -> dict:
+    return {
+        "kv_connector": name,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": list(connectors)},
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    "transfer, args, sentence",
+    [
+        (
+            OURS,
+            {"kv_offloading_size": 1.0},
+            f"kv_offloading_size=1.0 makes vLLM run OffloadingConnector in place of {LMCACHE}; "
+            "remove --kv-offloading-size",
+        ),
+        (
+            OURS,
+            {"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"},
+            f"kv_offloading_size=1.0 makes vLLM run LMCacheMPConnector in place of {LMCACHE}; ",
+        ),
+        (
+            inside("MultiConnector", OURS, OFFLOADING),
+            {"kv_offloading_size": 1.0},
+            "makes vLLM run OffloadingConnector in place",
+        ),
+        (
+            OURS,
+            {"disable_hybrid_kv_cache_manager": True},
+            "leaves states without blocks of their own; remove --disable-hybrid-kv-cache-manager.",
+        ),
+        (inside("PdConnector", OURS), {}, "kv_connector='PdConnector' runs .* does not know; "),
+        (
+            inside("MultiConnector", OFFLOADING, inside("MultiConnector", OURS)),
+            {},
+            "kv_connector='MultiConnector' runs .* does not know; name ",
+        ),
+        (
+            {
+                **OURS,
+                "kv_connector": f"{LMCACHE}Dynamic",
+                "kv_connector_module_path": "lmcache.integration.vllm.lmcache_connector_v1",
+            },
+            {},
+            f"kv_connector='{LMCACHE}Dynamic' runs {LMCACHE} inside a class",
+        ),
+        (
+            {**OURS, "kv_connector_module_path": "lmcache.integration.vllm.lmcache_connector_v1"},
+            {},
+            "kv_connector_module_path='lmcache.integration.vllm.lmcache_connector_v1' runs another",
+        ),
+    ],
+    ids=str,
+)
+def test_whoever_runs_in_our_place_is_named_before_the_weights_are_loaded(transfer, args, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        EngineArgs(
+            model=model("qwen3_next"), kv_transfer_config=KVTransferConfig(**transfer), **args
+        ).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    "family, transfer, args, runs",
+    [
+        ("qwen3_next", None, {"kv_offloading_size": 1.0}, "OffloadingConnector"),
+        ("llama", OURS, {"kv_offloading_size": 1.0}, "OffloadingConnector"),
+        (
+            "qwen3_next",
+            {**OURS, "kv_connector_module_path": configuration.MODULE},
+            {},
+            LMCACHE,
+        ),
+        ("qwen3_next", inside("MultiConnector", OFFLOADING), {}, "MultiConnector"),
+    ],
+    ids=str,
+)
+def test_other_connectors_are_left_to_vllm(family, transfer, args, runs):
+    transfer = transfer and KVTransferConfig(**transfer)
+    made = EngineArgs(model=model(family), kv_transfer_config=transfer, **args)
+    assert made.create_engine_config().kv_transfer_config.kv_connector == runs
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}

@@ -8,6 +8,7 @@ from lmcache_hybrid.config.options import (
     check_lengths,
     check_pool,
     refusals,
+    without_hits,
 )
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import suggested_unit
@@ -90,20 +91,17 @@ def check_options(context: Context) -> Iterator[Finding]:
         return
     if not refused:
         yield ok("options", "Every option is accepted.")
-    if not options.save:
+    if context.transfer is not None and context.transfer.kv_role == "kv_consumer":
         yield warning(
             "options",
-            "This engine stores nothing (kv_role kv_consumer or LMCACHE_FORCE_SKIP_SAVE).",
+            "This engine stores nothing (kv_role kv_consumer).",
             "Set kv_role to kv_both, unless another engine fills the store.",
         )
-    elif not any(
-        (config.local_cpu, config.local_disk, config.remote_url, config.remote_storage_plugins)
-    ):
-        yield error(
-            "options",
-            "local_cpu, local_disk and remote_url are all off, so nothing is kept.",
-            "Set local_cpu to true, or name a disk or a remote store.",
-        )
+    model = context.model if context.block_size else None
+    longest, unit = (model.longest, model.unit or model.block_size) if model else (1, 0)
+    finer = suggested_unit(unit) if model and not model.whole else 0
+    for sentence in without_hits(config, longest, unit, finer):
+        yield error("options", sentence)
 
 
 def check_chunk_size(context: Context) -> Iterator[Finding]:

@@ -5,8 +5,10 @@ import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from lmcache_hybrid.config.backends import redis_urls
 from lmcache_hybrid.config.other_names import name_as_redis
 from lmcache_hybrid.config.s3 import SCHEME as S3
+from lmcache_hybrid.config.shared_folders import shared_folders
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.storage.remote.clients import SCHEMES
 from lmcache_hybrid.tools.stored.folder_store import FolderStore
@@ -63,6 +65,8 @@ def _path_of(url: str) -> str:
 def stores_of(path: Path) -> list[str]:
     """List the folders and URLs that an LMCache file names, local ones first. Imports LMCache.
 
+    Those of LMCache's ``remote_storage_plugins``, too.
+
     Raises:
         ConfigError: the file cannot be read, or names RAM only.
     """
@@ -73,7 +77,7 @@ def stores_of(path: Path) -> list[str]:
     try:
         config = LMCacheEngineConfig.from_file(str(path))
         config.update_config_from_env()
-    except (OSError, YAMLError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, YAMLError, ValueError, TypeError, AttributeError, AssertionError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"--lmcache-config {str(path)!r} cannot be read ({reason}); give an LMCache YAML file."
@@ -82,9 +86,13 @@ def stores_of(path: Path) -> list[str]:
     stores = [part.strip() for part in (config.local_disk or "").split(",") if part.strip()]
     if config.remote_url:
         stores.append(config.remote_url)
+    for option, folders in shared_folders(config):
+        if option != "remote_url":
+            stores += folders
+    stores += [url for url in redis_urls(config) if url != config.remote_url]
     if not stores:
         raise ConfigError(
-            f"--lmcache-config {str(path)!r} names neither local_disk nor remote_url: records in "
+            f"--lmcache-config {str(path)!r} names no disk and no remote store: records in "
             "RAM can only be seen by their engine, in its log and metrics."
         )
     return stores

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether each configuration ends in hits, or in a sentence."""
+
+from tests.mutants.defect import Defect, one
+
+CONFIGURATION = "vllm_patch/configuration.py"
+OPTIONS = "lmcache_hybrid/config/options.py"
+VALUES = "lmcache_hybrid/config/values.py"
+
+DEFECTS: tuple[Defect, ...] = (
+    one(
+        "vLLM's own offloading replaces the connector without a word",
+        CONFIGURATION,
+        "    if asked and not is_ours(config):\n",
+        "    if False:\n",
+    ),
+    one(
+        "other users of vLLM's own offloading are refused",
+        CONFIGURATION,
+        "        asked = is_ours(self)\n",
+        "        asked = True\n",
+    ),
+    one(
+        "a connector that runs ours inside it is found by its own children only",
+        CONFIGURATION,
+        "            or _names_ours((each.get",
+        "            or False and _names_ours((each.get",
+    ),
+    one(
+        "another class of the connector's name runs",
+        CONFIGURATION,
+        "    if name == CONNECTOR and path and path != MODULE:\n",
+        "    if False:\n",
+    ),
+    one(
+        "a switched off hybrid manager ends after the weights are loaded",
+        CONFIGURATION,
+        "    if config.scheduler_config.disable_hybrid_kv_cache_manager is True",
+        "    if False",
+    ),
+    one(
+        "a second model of a process gets the first one's settings",
+        OPTIONS,
+        "        config = copy.deepcopy(lmcache_get_or_create_config())\n",
+        "        config = lmcache_get_or_create_config()\n",
+    ),
+    one(
+        "only the first refused option is told",
+        OPTIONS,
+        '        raise ConfigError(" ".join(refused))\n    _settle',
+        "        raise ConfigError(refused[0])\n    _settle",
+    ),
+    one(
+        "what LMCache asserts ends the start without a word",
+        OPTIONS,
+        "    except (AssertionError, ValueError) as error:\n        # Of options",
+        "    except ZeroDivisionError as error:\n        # Of options",
+    ),
+    one(
+        "values of the connector's extra config are not looked at",
+        OPTIONS,
+        "[*problems(written), *problems(extra)]",
+        "[*problems(written)]",
+    ),
+    one(
+        "a remote store without a serde never opens",
+        OPTIONS,
+        " and config.remote_serde is None:\n",
+        " and False:\n",
+    ),
+    one(
+        "an unknown eviction policy never opens",
+        OPTIONS,
+        "    yield partial(_check_policy, config)\n",
+        "",
+    ),
+    one(
+        "a location that is no backend stores nothing",
+        OPTIONS,
+        "    yield partial(_check_locations, config)\n",
+        "",
+    ),
+    one(
+        "nobody learns that no prompt is long enough",
+        OPTIONS,
+        "    if longest <= unit:\n",
+        "    if False:\n",
+    ),
+    one(
+        "yes counts as false",
+        VALUES,
+        "        if isinstance(value, bool) or str(value).strip().lower() in _BOOLEANS:\n",
+        "        if True:\n",
+    ),
+    one(
+        "the number to write for a size with a unit is that of bytes",
+        VALUES,
+        'return f"; write {size / (1 << 30):.4g}." if option in SIZES',
+        'return f"; write {size:.4g}." if option in SIZES',
+    ),
+    one(
+        "the environment does not win over the file",
+        VALUES,
+        "        if variable in environment:\n",
+        "        if variable in environment and aliases.get(key, key) not in found:\n",
+    ),
+    one(
+        "the commands do not see folders of a plugin",
+        "lmcache_hybrid/tools/stored/opening.py",
+        "            stores += folders\n",
+        "            pass\n",
+    ),
+)

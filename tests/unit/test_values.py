@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A value that LMCache would read as another one ends the start with a sentence."""
+
+import json
+import os
+
+import pytest
+import yaml
+from lmcache.integration.vllm import utils as lmcache_utils
+from lmcache.v1.config import _CONFIG_DEFINITIONS, LMCacheEngineConfig
+
+from lmcache_hybrid.config.options import (
+    load_lmcache_config,
+    settle_lmcache_config,
+    without_hits,
+)
+from lmcache_hybrid.config.values import read_values
+from lmcache_hybrid.core.errors import ConfigError
+
+from .helpers import vllm_config
+from .lmcache_settings import BLOCK, assert_one_sentence, lmcache_config, refusal, transfer
+
+
+@pytest.fixture(autouse=True)
+def own_configuration(monkeypatch):
+    monkeypatch.setattr(lmcache_utils, "_config_instance", None)
+    monkeypatch.delenv("LMCACHE_CONFIG_FILE", raising=False)
+
+
+def load(monkeypatch, where: str, tmp_path, option: str, value) -> LMCacheEngineConfig:
+    """Read LMCache's configuration with this value in a file, the environment or extra config."""
+    extra = {}
+    if where == "file":
+        file = tmp_path / "lmcache.yaml"
+        file.write_text(yaml.safe_dump({option: value}))
+        monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
+    elif where == "extra":
+        extra = {f"lmcache.{option}": value}
+    else:
+        monkeypatch.setenv(f"LMCACHE_{option.upper()}", "" if value is None else str(value))
+    return load_lmcache_config(vllm_config(transfer(**extra)))
+
+
+WRONG = [
+    ("max_local_cpu_size", "2Gi", "is not a number of gigabytes (2^30 bytes); write 2."),
+    ("max_local_disk_size", "10GB", "is not a number of gigabytes (2^30 bytes); write 9.313."),
+    ("max_local_cpu_size", "512 MiB", "write 0.5."),
+    ("max_local_cpu_size", "much", "is not a number of gigabytes (2^30 bytes); write one"),
+    ("max_local_cpu_size", float("nan"), "is not a number"),
+    ("chunk_size", "256k", "is not a number; write 262144."),
+    ("chunk_size", 256.5, "is not a whole number; write one."),
+    ("min_retrieve_tokens", "some", "is not a number; write one"),
+    ("local_cpu", "yes", "counts as false in LMCache, whatever it says; write true or false."),
+    ("save_decode_cache", 2, "counts as false in LMCache"),
+    ("max_local_disk_size", float("inf"), "is not a number of gigabytes"),
+    ("chunk_size", None, "is empty; "),
+    ("local_cpu", None, "is empty; "),
+]
+
+
+@pytest.mark.parametrize("where", ["file", "environment", "extra"])
+@pytest.mark.parametrize("option, value, told", WRONG, ids=str)
+def test_a_value_that_is_none_of_its_option(monkeypatch, tmp_path, where, option, value, told):
+    with pytest.raises(ConfigError) as error:
+        load(monkeypatch, where, tmp_path, option, value)
+    message = str(error.value)
+    name = {"environment": f"LMCACHE_{option.upper()}", "extra": f"lmcache.{option}"}
+    assert message.startswith(name.get(where, option)) and told in message
+    assert_one_sentence(message)
+
+
+@pytest.mark.parametrize("where", ["file", "environment", "extra"])
+@pytest.mark.parametrize(
+    "option, value, read",
+    [
+        ("max_local_cpu_size", 2, 2.0),
+        ("max_local_cpu_size", "2.5", 2.5),
+        ("chunk_size", "768", 768),
+        ("local_cpu", "FALSE", False),
+        ("local_cpu", 1, True),
+        ("save_decode_cache", "true", True),
+        ("cache_policy", "lfu", "lfu"),
+    ],
+)
+def test_a_value_of_its_option_is_read(monkeypatch, tmp_path, where, option, value, read):
+    assert getattr(load(monkeypatch, where, tmp_path, option, value), option) == read
+
+
+@pytest.mark.parametrize("where", ["file", "extra"])
+@pytest.mark.parametrize("value", [True, False])
+def test_a_switch_is_not_a_folder(monkeypatch, tmp_path, where, value):
+    with pytest.raises(ConfigError, match=f"local_disk={value} is not a folder; write its path"):
+        load(monkeypatch, where, tmp_path, "local_disk", value)
+
+
+def test_all_defaults_written_out_are_taken(monkeypatch, tmp_path):
+    """As in a file that somebody made of LMCache's own list."""
+    file = tmp_path / "lmcache.yaml"
+    written = {name: each["default"] for name, each in _CONFIG_DEFINITIONS.items()}
+    file.write_text(json.dumps(written))
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
+    assert load_lmcache_config(vllm_config(transfer())).chunk_size == 256
+
+
+def test_the_environment_wins_over_the_file(monkeypatch, tmp_path):
+    """So a value of the file that nobody reads is nobody's mistake."""
+    monkeypatch.setenv("LMCACHE_CHUNK_SIZE", "768")
+    monkeypatch.setenv("LMCACHE_LOCAL_CPU", "'true'")
+    file = tmp_path / "lmcache.yaml"
+    file.write_text("chunk_size: 512\nlocal_cpu: false\n")
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
+    read = read_values(str(file), os.environ)
+    assert read == {
+        "chunk_size": ("LMCACHE_CHUNK_SIZE", "768"),
+        "local_cpu": ("LMCACHE_LOCAL_CPU", "true"),
+    }
+    config = load_lmcache_config(vllm_config(transfer()))
+    assert (config.chunk_size, config.local_cpu) == (768, True)
+
+
+def test_all_wrong_values_come_in_one_message(monkeypatch):
+    monkeypatch.setenv("LMCACHE_CHUNK_SIZE", "256k")
+    monkeypatch.setenv("LMCACHE_LOCAL_CPU", "on")
+    extra = transfer(**{"lmcache.max_local_cpu_size": "2Gi"})
+    with pytest.raises(ConfigError) as error:
+        load_lmcache_config(vllm_config(extra))
+    assert [part.split("=")[0] for part in str(error.value).split(". ")] == [
+        "LMCACHE_CHUNK_SIZE",
+        "LMCACHE_LOCAL_CPU",
+        "lmcache.max_local_cpu_size",
+    ]
+
+
+def test_all_refused_options_come_in_one_message():
+    message = refusal(enable_blending=True, save_unfull_chunk=True, max_local_cpu_size=0)
+    for name in ("enable_blending", "save_unfull_chunk", "max_local_cpu_size"):
+        assert f"LMCache option {name}=" in message
+
+
+@pytest.mark.parametrize("option", ["enable_p2p", "enable_pd", "enable_controller"])
+def test_what_is_refused_need_not_be_complete(monkeypatch, tmp_path, option):
+    """LMCache asserts that others are set beside it, without a word."""
+    with pytest.raises(ConfigError, match=f"LMCache option {option}=True does not work on a"):
+        load(monkeypatch, "file", tmp_path, option, True)
+
+
+@pytest.mark.parametrize("text", ["a: [", "- a\n- b", "just words"])
+def test_a_file_without_options_is_named(monkeypatch, tmp_path, text):
+    file = tmp_path / "lmcache.yaml"
+    file.write_text(text)
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
+    with pytest.raises(ConfigError, match=f"^{file} "):
+        load_lmcache_config(vllm_config(transfer()))
+
+
+def test_a_second_model_in_a_process_gets_settings_of_its_own():
+    """LMCache has one configuration for a process, which settling changes."""
+    first = load_lmcache_config(vllm_config(transfer(**{"lmcache.max_local_cpu_size": 1})))
+    settle_lmcache_config(first, BLOCK)
+    second = load_lmcache_config(vllm_config(transfer()))
+    assert (first.chunk_size, first.max_local_cpu_size) == (BLOCK, 1)
+    assert (second.chunk_size, second.max_local_cpu_size) == (256, 5)
+    settle_lmcache_config(second, 3 * BLOCK // 2)
+
+
+@pytest.mark.parametrize(
+    "settings, told",
+    [
+        ({"remote_serde": None, "remote_url": "redis://h:1"}, "remote_serde=None opens no remote"),
+        ({"cache_policy": "arc"}, "cache_policy='arc' is none of LRU, "),
+        ({"store_location": "disk"}, "store_location='disk' is no backend that is configured"),
+        ({"store_location": "RemoteBackend"}, "use one of LocalCPUBackend, or remove it."),
+        ({"retrieve_locations": ["LocalCPUBackend", "x"]}, "retrieve_locations='x' is no backend"),
+    ],
+    ids=str,
+)
+def test_a_store_that_can_never_open_or_be_read_is_refused(settings, told):
+    message = refusal(**settings)
+    assert told in message
+    assert_one_sentence(message)
+
+
+@pytest.mark.parametrize(
+    "settings, longest, finer, environment, told",
+    [
+        ({}, 4096, 64, None, []),
+        ({}, 385, 64, None, []),
+        ({}, 384, 64, None, ["so none ever does; add --prefix-match-unit 64, or raise"]),
+        ({}, 384, 0, None, ["so none ever does; raise --max-model-len."]),
+        ({}, 4096, 64, "0", ["LMCACHE_FORCE_SKIP_SAVE=0 lets this engine store nothing"]),
+        ({"local_cpu": False}, 4096, 64, None, ["are all off, so nothing is kept; set local_cpu"]),
+        ({"local_cpu": False, "remote_url": "redis://h:1"}, 4096, 64, None, []),
+    ],
+    ids=str,
+)
+def test_settings_for_which_nothing_ever_hits(
+    monkeypatch, settings, longest, finer, environment, told
+):
+    if environment is not None:
+        monkeypatch.setenv("LMCACHE_FORCE_SKIP_SAVE", environment)
+    said = list(without_hits(lmcache_config(**settings), longest, BLOCK, finer))
+    assert len(said) == len(told)
+    for sentence, part in zip(said, told, strict=True):
+        assert part in sentence
+        assert_one_sentence(sentence)
