@@ -14,10 +14,13 @@ TOKEN = re.compile(r'"[^"]*"|\[[^\]]*\]|[a-zA-Z_:][\w:]*|\d[\d.e+-]*|[=!]~|!=|\S
 NAME = re.compile(r"[a-zA-Z_:][\w:]*")
 FUNCTIONS = {
     *("sum", "min", "max", "rate", "increase", "clamp_min", "histogram_quantile"),
-    *("min_over_time", "label_values"),
+    *("min_over_time", "present_over_time", "label_values"),
 }
 GROUPING = {"by", "without", "on", "ignoring", "group_left", "group_right"}
 OPERATORS = {"and", "or", "unless", "bool", "offset"}
+# What Prometheus adds to a target's samples, the last two on Kubernetes only, and says of it.
+OF_TARGETS = {"job", "instance", "namespace", "pod"}
+OF_PROMETHEUS = {"up"}
 
 
 @dataclass
@@ -89,10 +92,12 @@ class Exported:
         found, problems, labels = names(expression), [], set[str]()
         for metric, matchers in found.selectors:
             samples = self.samples.get(metric, [])
-            if not samples:
+            if not samples and metric not in OF_PROMETHEUS:
                 problems.append(f"no metric {metric}")
             labels |= {label for sample in samples for label in sample}
             for label, operator, value in matchers:
+                if label in OF_TARGETS:
+                    continue
                 has = {sample[label] for sample in samples if label in sample}
                 # Each alternative by itself, and what is left out too: none may be misspelt.
                 wanted = value.split("|") if "~" in operator else [value]
@@ -100,7 +105,8 @@ class Exported:
                     wanted = []
                 gone = [each for each in wanted if samples and each not in has]
                 problems += [f"no {metric} with {label}={each}" for each in gone]
-        return problems + [f"no label {label}" for label in sorted(found.labels - labels)]
+        foreign = sorted(found.labels - labels - OF_TARGETS)
+        return problems + [f"no label {label}" for label in foreign]
 
 
 def of_dashboard(file: Path) -> dict[str, list[str]]:

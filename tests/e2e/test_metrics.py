@@ -32,6 +32,12 @@ SAMPLE = 'one_total{engine="0",reason="gone"} 1\ntwo{engine="0"} 2\n'
         ('one_total{cause="gone"}', ["no one_total with cause=gone"]),
         ("sum by (engine, rank) (two)", ["no label rank"]),
         ("sum by (reason) (two)", ["no label reason"]),
+        ("sum without (rank) (two)", ["no label rank"]),
+        ("one_total / ignoring (reason) group_left () two", []),
+        ("one_total / ignoring (cause) group_left () two", ["no label cause"]),
+        ('sum by (namespace, pod, instance) (two{instance=~"$instance"})', []),
+        ("up == 1 unless on (job, instance) two", []),
+        ("up == 1 unless on (job, rank) two", ["no label rank"]),
         ("two and three", ["no metric three"]),
     ],
 )
@@ -48,6 +54,18 @@ def test_the_check_does_not_pass_what_it_cannot_read(expression: str) -> None:
 def test_every_panel_and_alert_is_read() -> None:
     board, alerts = of_dashboard(BOARD), of_alerts(ALERTS)
     assert len(board) > 20 and all(board.values()) and len(alerts) > 5
+
+
+def test_panels_follow_the_variables_and_alerts_keep_the_replica() -> None:
+    """``sum`` alone, or by some labels, would make one alert of all replicas."""
+    for title, expressions in of_dashboard(BOARD).items():
+        for selector in (each for e in expressions for each in names(e).selectors):
+            values = {value for _, _, value in selector[1]}
+            is_variable = title in ("model", "instance", "engine")
+            assert is_variable or {"$model", "$instance"} <= values, (title, selector)
+    for alert, (expression,) in of_alerts(ALERTS).items():
+        assert names(expression).selectors  # of functions known, which delta() is not
+        assert not re.search(r"\b(sum|min|max|count)\b(?! without \()", expression), alert
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from lmcache_hybrid.tools.tiny_models import make_model  # noqa: E402
 
 DOCKER, WATCH = ROOT / "examples/docker", ROOT / "examples/observability"
 VALUES = ROOT / "examples/kubernetes/values.yaml"
+CASES = ROOT / "tests/packaging/alerts_test.yaml"
 SECRETS = dict.fromkeys(("MODEL", "VLLM_API_KEY", "GRAFANA_PASSWORD", "CACHE_PASSWORD"), "x")
 # What the run must show; other panels have nothing to show where nothing fails.
 SHOWN = ("Hit tokens by source", "Lookups by outcome", "Load duration", "Saved", "Loaded")
@@ -84,6 +85,12 @@ def rules_and_configuration(folder: Path) -> str:
     run(promtool, "check", "rules", str(WATCH / "alerts.yaml"))
     run(promtool, "check", "config", str(prometheus_config(folder)))
     return run(promtool, "--version").splitlines()[0]
+
+
+def alerts_minute_by_minute(folder: Path) -> str:
+    promtool = tool("promtool", "apt-get install prometheus")
+    run(promtool, "test", "rules", str(CASES))
+    return f"{len(yaml.safe_load(CASES.read_text())['tests'])} cases"
 
 
 def compose_by_its_schema(folder: Path) -> str:
@@ -230,7 +237,7 @@ def queried(url: str) -> dict[str, bool]:
     for title, expressions in of_dashboard(WATCH / "dashboard.json").items():
         found = []
         for expression in expressions:
-            for variable in ("$model", "$engine"):
+            for variable in ("$model", "$instance", "$engine"):
                 expression = expression.replace(variable, ".*")
             query = expression.replace("$__rate_interval", "10s")
             found += asked(url, "query", query=query)["result"]
@@ -247,6 +254,7 @@ def main(
     failed = 0
     for name, check in {
         "Prometheus' rules and configuration": rules_and_configuration,
+        "alerts, minute by minute": alerts_minute_by_minute,
         "alerts and dashboard, over a real engine": engine_seen_by_prometheus,
         "compose.yaml by its schema": compose_by_its_schema,
         "compose.yaml by docker compose": compose_by_docker,

@@ -27,6 +27,7 @@ from lmcache_hybrid.config.options import load_lmcache_config, read_options, set
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "examples/docker"
+WATCH = ROOT / "examples/observability"
 N = 384
 
 
@@ -118,6 +119,30 @@ def test_prometheus_and_grafana_find_their_files() -> None:
     (provider,) = load(DOCKER / "grafana/dashboards.yaml")["providers"]
     folder = provider["options"]["path"]
     assert any(Path(target).parent == Path(folder) for target in targets("grafana"))
+
+
+def test_each_alert_leads_to_its_part_of_the_runbook() -> None:
+    """One placeholder is replaced in all of them, and in the dashboard, by the command given."""
+    text = (WATCH / "alerts.yaml").read_text()
+    (page,) = re.findall(r"sed -i 's\|(.+?)\|", text)
+    parts = re.findall(r"^### (LMCacheHybrid\w+)$", (ROOT / "docs/metrics.md").read_text(), re.M)
+    urls = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in alerts()}
+    assert urls == {part: f"{page}#{part.lower()}" for part in parts}
+    assert [link["url"] for link in load(WATCH / "dashboard.json")["links"]] == [page]
+
+
+def test_each_alert_fires_in_a_case_of_promtool() -> None:
+    """And in no other: each case names all that fire. deployment_check.py runs them."""
+    cases = load(ROOT / "tests/packaging/alerts_test.yaml")["tests"]
+    asked = [each for case in cases for each in case.get("promql_expr_test", ())]
+    expected = [each["exp_samples"] for each in asked]
+    fired = {name for each in expected for name in re.findall(r'alertname="(\w+)"', str(each))}
+    assert fired == {rule["alert"] for rule in alerts()}
+    assert expected.count([]) > 5
+
+
+def alerts() -> list[dict[str, Any]]:
+    return [rule for group in load(WATCH / "alerts.yaml")["groups"] for rule in group["rules"]]
 
 
 def test_dockerfile_copies_all_that_the_wheel_needs() -> None:
