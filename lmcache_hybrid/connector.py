@@ -7,10 +7,12 @@ One object per role and process. It answers the calls that vLLM's
 
 import dataclasses
 import functools
+import weakref
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -34,6 +36,7 @@ from lmcache_hybrid.core.errors import ConfigError, UnknownContentError
 from lmcache_hybrid.core.faults import caught, guarded
 from lmcache_hybrid.core.groups import layer_specs, page_bytes, plan_groups, suggested_unit
 from lmcache_hybrid.core.lmcache_stats import LMCacheMonitor
+from lmcache_hybrid.core.threads import before_the_process_ends
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.metrics import HybridStats
 from lmcache_hybrid.protocol.changes import RankReport, RankReports
@@ -104,6 +107,7 @@ class HybridConnector:
     _events: KVEvents | None = None
     _client: LookupClient | None = None
     _problem: str | None = None  # why this side is off
+    _ended = False
     _last_report: RankReport | None = None  # of a rank that is off: the scheduler waits for one
     scheduler: HybridScheduler | None = None
     worker: HybridWorker | None = None
@@ -153,6 +157,9 @@ class HybridConnector:
         self._registered = self.kv_caches
         parallel = vllm_config.parallel_config
         settle_disk_folder(config, parallel)
+        if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:  # the engine lives in the user's script
+            shutdown = weakref.WeakMethod(self.shutdown)
+            before_the_process_ends(lambda: (shutdown() or int)())
         try:
             if role == KVConnectorRole.SCHEDULER:
                 self._start_scheduler(config, options, unit)
@@ -403,7 +410,10 @@ class HybridConnector:
         self._guard.reset()
 
     def shutdown(self) -> None:
-        """Stop threads, flush and close LMCache's backends."""
+        """Stop threads, flush and close LMCache's backends. Idempotent."""
+        if self._ended:
+            return
+        self._ended = True
         services = (*self._cleaners, self._server, self._queue, self._client, self._events)
         ends = [service.close for service in services if service is not None]
         if self.worker is not None:

@@ -113,7 +113,7 @@ def _before_hma_check(settle: Callable[[VllmConfig], None]) -> None:
     def _post_init_kv_transfer_config(self: VllmConfig) -> None:
         asked = is_ours(self)
         original(self)
-        if self.model_config is None:
+        if self.model_config is None or self.kv_transfer_config is None:
             return
         if _is_hybrid(self):
             _refuse_others_in_our_place(self, asked)
@@ -138,8 +138,6 @@ def _refuse_others_in_our_place(config: VllmConfig, asked: bool) -> None:
             f"{transfer.kv_connector} in place of {CONNECTOR}; remove --kv-offloading-size, or "
             "--kv-transfer-config."
         )
-    if transfer is None:
-        return
     name, path = transfer.kv_connector, transfer.kv_connector_module_path
     if name == CONNECTOR and path and path != MODULE:
         raise ValueError(

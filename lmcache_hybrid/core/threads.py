@@ -44,6 +44,23 @@ def started(
     return pool
 
 
+def before_the_process_ends(close: Callable[[], object]) -> None:
+    """Have ``close`` called when the main thread has ended and Python waits for other threads.
+
+    LMCache has threads for which Python waits and which nobody ends, so a script that ends
+    without closing its engine would never end. :mod:`atexit` comes after that wait.
+
+    Args:
+        close: called on a thread of its own; must not raise.
+    """
+
+    def wait() -> None:
+        threading.main_thread().join()
+        close()
+
+    threading.Thread(target=wait, name="hybrid-end", daemon=True).start()
+
+
 def cores() -> set[int]:
     """Union of all threads' CPU affinities: vLLM binds each to one, which new ones inherit."""
     found: set[int] = set()

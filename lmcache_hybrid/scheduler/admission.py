@@ -60,8 +60,10 @@ class Admission:
         request = tracker.request
         self._pins.consider(request.request_id)
         tracker.checkpoints.begin(request.num_tokens)
-        reads = tracker.may_load and not request.skip_reading_prefix_cache
-        if not (reads and (tracker.prefix.hashes or tracker.inner)):
+        reads = not request.skip_reading_prefix_cache
+        if not (tracker.may_load and (tracker.prefix.hashes or tracker.inner)):
+            return 0
+        if not (reads or tracker.save):
             return 0
         floor = num_computed_tokens // self._plan.block_size
         match tracker.phase:
@@ -83,6 +85,9 @@ class Admission:
         assert isinstance(tracker.phase, Offered)
         result = tracker.phase.result
         tracker.checkpoints.junction = result.attention * self._plan.block_size
+        if not reads:  # it was asked to learn what need not be stored again
+            self._know(tracker, result)
+            return 0
         choice = tracker.choice
         if choice.whole and result.boundary < choice.nearer:
             self._ask(tracker, floor, Choice(judged=True))
@@ -127,6 +132,12 @@ class Admission:
         # No need to store again what was just found.
         tracker.stored.states.add(end)
         count_skipped(self._ledger, result, max(0, end - num_computed_tokens))
+
+    def _know(self, tracker: RequestTracker, result: LookupResult) -> None:
+        """Store no state again up to the deepest that was found; some may be missing before it."""
+        size = self._plan.block_size
+        end = result.boundary * size + result.tail
+        tracker.stored.states.update(range(size, end, size), [end])
 
     def _ask(self, tracker: RequestTracker, floor: int, choice: Choice = DEEPEST) -> bool:
         """Ask the ranks, if there is anything to ask for.
@@ -180,6 +191,8 @@ class Admission:
             tracker.stored.attention = result.attention  # less than was sent, where a save failed
         self._watch(tracker)
         self._found(tracker, result)
+        if tracker.request.skip_reading_prefix_cache:
+            return  # nothing of it is loaded, whatever there is
         size, floor = self._plan.block_size, lookup.request.floor
         count_lookup(self._ledger, lookup, result, size, known)
         log_lookup(tracker.request, floor, result, size, first=not tracker.logged)

@@ -66,9 +66,9 @@ def why_unsaved(request: "Request", prefix: Prefix | None, options: Options) -> 
 
 
 def why_unread(request: "Request") -> str | None:
-    """Return why a request is not looked up, as counters name it; None if it is.
+    """Return why nothing is loaded for a request, as counters name it; None if it may be.
 
-    Without a lookup nobody says what a LoRA adapter is, so with one nothing is stored either.
+    It is looked up all the same, so that nothing is stored twice.
     """
     return "skip_reading" if request.skip_reading_prefix_cache else None
 

@@ -66,13 +66,20 @@ def test_what_a_rank_does_not_know_is_neither_hit_nor_stored(contents):
     assert dict(rig.scheduler.counts.lookups.items()) == {verdict: 1}
 
 
-def test_a_request_that_asks_for_no_hit_is_not_stored_under_an_unknown_name():
-    rig, request = Rig(), lora_request()
+@pytest.mark.parametrize("contents", [(), (b"1", UNKNOWN), (b"1", b"2")], ids=str)
+def test_a_request_that_asks_for_no_hit_is_stored_under_a_known_name_only(contents):
+    rig, request = Rig(2), lora_request()
+    rig.ranks.contents = contents
     request.skip_reading_prefix_cache = True
     offers = [(group, 5, 3 * N) for group in STATES]
     assert rig.match(request) == (0, False)
-    assert rig.forward(request, request.num_tokens, offers) is None
+    save = rig.forward(request, request.num_tokens, offers)
+    if contents == (b"1", b"2"):
+        assert save is not None and save.prefix.adapter.contents == contents
+    else:
+        assert save is None
     assert rig.scheduler.counts.skipped_requests == {"skip_reading": 1}
+    assert not rig.scheduler.counts.lookups.items()
 
 
 def test_an_adapter_that_changed_since_the_first_answer_is_a_miss():

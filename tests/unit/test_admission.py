@@ -122,14 +122,31 @@ def test_max_tokens_per_load(limit, computed, hit):
     assert rig.match(request, computed) == (hit * N - computed, True)
 
 
-def test_a_request_that_must_not_read_is_not_looked_up():
-    """Prompt log-probabilities and pooling need every token computed."""
+@pytest.mark.parametrize("held, stored", [(0, [0, 1, 2]), (2, [2]), (3, [])])
+def test_a_request_that_must_not_read_stores_what_is_missing(held, stored):
+    """Prompt log-probabilities and pooling need every token computed, and nothing stored twice."""
     request = make_request()
+    request.skip_reading_prefix_cache = True
+    rig = Rig()
+    if held:
+        rig.holds(request, held, held)
+    assert rig.match(request) == (0, False)
+    rig.scheduler.allocated(request, table(request), 0)
+    save = rig.forward(request, 2 * N, all_offers(2))
+    last = rig.forward(request, N + 1, all_offers(3))
+    assert attention_of(save) + attention_of(last) == stored
+    states = [end for each in (save, last) if each for end, _ in each.states]
+    assert states == [end for end in (2, 3) if end > held]
+    rig.step()
+    assert rig.ranks.pins == 0
+
+
+def test_a_request_that_neither_reads_nor_stores_is_not_looked_up():
+    request = make_request(params={"lmcache.skip_save": True})
     request.skip_reading_prefix_cache = True
     rig = Rig().holds(request, 3, 3)
     assert rig.match(request) == (0, False)
     assert not rig.ranks.questions
-    assert attention_of(rig.prefill(request)) == [0, 1, 2]  # but it is stored
 
 
 def test_a_rank_that_does_not_answer_is_a_miss_and_lets_go():

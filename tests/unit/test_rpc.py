@@ -3,17 +3,21 @@
 
 import math
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 import uuid
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from vllm.config import KVTransferConfig
 
 from lmcache_hybrid.core.counts import Ledger, WorkerCounts
+from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
 from lmcache_hybrid.storage import rpc
 from lmcache_hybrid.storage.rank_lookup import RankLookup
@@ -21,6 +25,7 @@ from lmcache_hybrid.storage.rpc import LookupClient, LookupServer
 from tests.naive_store import NaiveStore
 
 from .helpers import PLAN, fill, make_prefix
+from .lmcache_settings import assert_one_sentence
 
 PREFIX = make_prefix(3)
 QUESTION = LookupRequest("r", PREFIX, 3, 0)
@@ -112,6 +117,52 @@ def test_ranks_are_reached_in_a_folder_with_a_long_path(monkeypatch):
             assert wire.client.ask(QUESTION) == [HIT, HIT]
         finally:
             wire.close()
+
+
+@pytest.mark.parametrize("wire", [(2, 10_000)], indirect=True)
+def test_no_other_engine_gets_lookups_of_the_same_engine_id(wire):
+    """ZMQ takes an address from whoever listens there, without a word to either."""
+    wire.serve()
+    with pytest.raises(ConfigError) as error:
+        LookupServer(wire.config)
+    assert f"engine_id='{wire.config.kv_transfer_config.engine_id}' of" in str(error.value)
+    assert_one_sentence(str(error.value))
+    assert wire.client.ask(QUESTION) == [HIT, HIT]
+    wire.servers[0].close()
+    LookupServer(wire.config).close()
+    assert not os.path.exists(f"{wire.servers[0]._path}.lock")
+
+
+@pytest.mark.parametrize("wire", [(1, 10_000)], indirect=True)
+def test_an_engine_that_was_killed_leaves_its_address_to_the_next(wire):
+    wire.servers[0].close()
+    code = (
+        "import fcntl, os, sys; claim = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR, 0o600)\n"
+        "fcntl.flock(claim, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    )
+    lock = f"{wire.servers[0]._path}.lock"
+    command = [sys.executable, "-c", code, lock]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline()
+        with pytest.raises(ConfigError):
+            LookupServer(wire.config)
+        other.kill()
+    LookupServer(wire.config).close()
+    assert not os.path.exists(lock)
+
+
+@pytest.mark.parametrize("wire", [(1, 10_000)], indirect=True)
+@pytest.mark.parametrize("taken", ["a folder", "a link"])
+def test_an_address_without_a_lock_is_served_all_the_same(wire, taken, tmp_path):
+    wire.servers[0].close()
+    lock = Path(f"{wire.servers[0]._path}.lock")
+    if taken == "a folder":
+        lock.mkdir()
+    else:
+        lock.symlink_to(tmp_path / "elsewhere")
+    LookupServer(wire.config).close()
+    assert not (tmp_path / "elsewhere").exists()
+    lock.rmdir() if taken == "a folder" else lock.unlink()
 
 
 @pytest.mark.parametrize("wire", [(1, 10_000)], indirect=True)

@@ -17,7 +17,12 @@ from dataclasses import asdict
 from typing import Any
 
 from lmcache_hybrid.tools.doctor.finding import Finding, error, one_line
-from lmcache_hybrid.tools.doctor.installation import check_compiled, check_plugin, check_versions
+from lmcache_hybrid.tools.doctor.installation import (
+    check_allocator,
+    check_compiled,
+    check_plugin,
+    check_versions,
+)
 
 
 def findings(model: str | None, flags: Sequence[str] = ()) -> Generator[Finding, None, None]:
@@ -33,6 +38,7 @@ def findings(model: str | None, flags: Sequence[str] = ()) -> Generator[Finding,
     other_hash = in_another_process(STABLE_HASH)
     yield from guarded(check_plugin)
     yield from guarded(check_compiled)
+    yield from guarded(check_allocator)
     from lmcache_hybrid.tools.doctor.backends import check_backends
     from lmcache_hybrid.tools.doctor.capacity import (
         check_disks,

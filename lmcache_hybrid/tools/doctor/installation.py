@@ -94,6 +94,18 @@ def check_compiled() -> Iterator[Finding]:
         yield ok("LMCache compiled", message)
 
 
+def check_allocator() -> Iterator[Finding]:
+    """vLLM refuses every connector where PyTorch may move memory to other pages."""
+    chosen = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if "expandable_segments:True" in chosen:
+        yield warning(
+            "allocator",
+            f"With PYTORCH_CUDA_ALLOC_CONF={chosen} vLLM refuses every connector, unless its cumem "
+            "allocator is on.",
+            "Take expandable_segments:True out, or add --enable-cumem-allocator.",
+        )
+
+
 def check_plugin() -> Iterator[Finding]:
     """Whether vLLM finds, admits and loads the plugin, and whether that has its effect."""
     found = [point for point in entry_points(group=PLUGINS) if point.name == PLUGIN]

@@ -110,4 +110,28 @@ DEFECTS: tuple[Defect, ...] = (
         "            stores += folders\n",
         "            pass\n",
     ),
+    one(
+        "an engine takes the lookups of another one with its engine_id",
+        "lmcache_hybrid/storage/rpc.py",
+        "            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "            pass\n",
+    ),
+    one(
+        "a request that must not read stores states again",
+        "lmcache_hybrid/scheduler/admission.py",
+        "            self._know(tracker, result)\n",
+        "            pass\n",
+    ),
+    one(
+        "states that are missing behind those found are not stored by who must not read",
+        "lmcache_hybrid/scheduler/admission.py",
+        "        tracker.stored.states.update(range(size, end, size), [end])\n",
+        "        tracker.stored.states.update(range(size, 1 << 20, size), [end])\n",
+    ),
+    one(
+        "what must not be read is loaded",
+        "lmcache_hybrid/scheduler/admission.py",
+        "        if not reads:  # it was asked",
+        "        if False:  # it was asked",
+    ),
 )

@@ -62,6 +62,14 @@ def test_another_torch_than_vllms(monkeypatch):
     assert bad.message == "torch 1.0 is not what vLLM asks for."
 
 
+def test_an_allocator_with_which_vllm_refuses_every_connector(monkeypatch):
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    assert list(installation.check_allocator()) == []
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    found = only(assert_sentences(installation.check_allocator()))
+    assert found.status == WARNING and "Take expandable_segments:True out" in found.fix
+
+
 def test_a_torch_without_cuda_needs_no_compiled_part():
     assert list(installation.check_compiled()) == []
 
