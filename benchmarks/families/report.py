@@ -13,26 +13,31 @@ HEAD = ["Architecture", "Tiny model", "N", "State, attention groups", "V1", "V2"
 
 
 def table(figures: dict[str, Any]) -> str:
-    """One row for each tiny model, one for architectures without, and the reasons below."""
+    """One row for each tiny model; below it the reasons, and architectures without one."""
     reasons: list[str] = []
     known = {a["name"]: a["module"] for a in figures["architectures"]}
     results = {(r["family"], r["runner"]): r for r in figures["results"]}
-    rows, seen = [], set()
+    rows = []
     for family in PLAN:
         name = FAMILIES[family].model_class
-        seen.add(name)
         runs = [results.get((family, runner)) for runner in RUNNERS]
         rows.append([f"`{name}`", f"`{family}`", *_shape(runs)])
         rows[-1] += [_cell(run, reasons) for run in runs]
         rows[-1].append(", ".join(sorted({s for run in runs if run for s in run["standins"]})))
-    for name, module in known.items():
-        if name not in seen:
-            like = [f"`{s}`" for s in sorted(seen) if known.get(s) == module]
-            rows.append([f"`{name}`", f"none; module of {like[0]}" if like else "none"])
-            rows[-1] += [""] * (len(HEAD) - 2)
     lines = ["| " + " | ".join(row) + " |" for row in [HEAD, ["---"] * len(HEAD), *rows]]
     lines += ["", *(f"{number}. {text}" for number, text in enumerate(reasons, 1))]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", _untried(known)])
+
+
+def _untried(known: dict[str, str]) -> str:
+    """Architectures without a tiny model, with one of those above that has their module."""
+    tried = sorted({FAMILIES[family].model_class for family in PLAN})
+    named = []
+    for name, module in known.items():
+        if name not in tried:
+            like = [f" (module of `{t}`)" for t in tried if known.get(t) == module]
+            named.append(f"`{name}`{like[0] if like else ''}")
+    return f"No tiny model in this run: {', '.join(named)}."
 
 
 def _shape(runs: list[dict[str, Any] | None]) -> list[str]:
