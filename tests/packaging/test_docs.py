@@ -72,6 +72,14 @@ def test_every_refused_option_is_on_the_options_page() -> None:
         assert f"`{scheme}://" in text
 
 
+def test_every_setting_of_the_tuning_page_is_on_the_options_page() -> None:
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \|", (DOCS / "tuning.md").read_text(), re.M)
+    named = re.findall(r"`(lmcache\.hybrid_\w+|--[a-z-]+|[a-z]+_\w+)", " ".join(rows))
+    options = (DOCS / "options.md").read_text()
+    assert len(named) > 12
+    assert not [name for name in named if f"`{name}" not in options]
+
+
 def test_tested_families_have_a_page() -> None:
     """Each tiny model's class in ``transformers`` is named on a page, as vLLM names it."""
     pages = "".join(page.read_text() for page in (DOCS / "families").glob("*.md"))
