@@ -2,12 +2,23 @@
 """What pages say beside the code that knows better."""
 
 import ast
+import inspect
 import json
+import os
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import create_autospec
 
+import pytest
+import vllm
 import yaml
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine.core_client import EngineCoreClient
 
 from lmcache_hybrid.config import backends
 from lmcache_hybrid.config import options as config
@@ -29,6 +40,41 @@ def pages() -> dict[str, str]:
     """Text of every page by its path, README and the like among them."""
     files = [*ROOT.glob("*.md"), ROOT / "examples/README.md", *DOCS.rglob("*.md")]
     return {str(file.relative_to(ROOT)): file.read_text() for file in files}
+
+
+class RecordedLLM:
+    """``vllm.LLM`` without an engine: takes what the real one takes."""
+
+    started: list[KVTransferConfig] = []
+    init = vllm.LLM.__init__
+
+    def __init__(self, model: str, **options: Any) -> None:
+        inspect.signature(RecordedLLM.init).bind(self, model, **options)
+        assert options.keys() <= {field.name for field in fields(EngineArgs)}
+        self.started.append(KVTransferConfig(**options["kv_transfer_config"]))
+        self.llm_engine = SimpleNamespace(engine_core=create_autospec(EngineCoreClient))
+
+    def generate(self, prompts: list[str], params: vllm.SamplingParams) -> list[Any]:
+        assert isinstance(params, vllm.SamplingParams)
+        texts = [vllm.CompletionOutput(0, "text", [1], None, None)]
+        return [vllm.RequestOutput("1", p, [1], None, texts, True) for p in prompts]
+
+
+def test_python_of_the_pages_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the engine; examples/offline.py, which runs, takes the same connector."""
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", "")
+    monkeypatch.setattr(vllm, "LLM", RecordedLLM)
+    texts = pages().values()
+    blocks = [b for text in texts for b in re.findall(r"```python\n(.+?)```", text, re.S)]
+    assert blocks
+    for block in blocks:
+        RecordedLLM.started.clear()
+        exec(compile(block, "page", "exec"), {"__name__": "__main__"})
+        (transfer,) = RecordedLLM.started
+        written = {"kv_connector": transfer.kv_connector, "kv_role": transfer.kv_role}
+        assert json.dumps(written) in block
+        assert json.dumps(written) in (ROOT / "examples/common.py").read_text()
+        assert (ROOT / os.environ["LMCACHE_CONFIG_FILE"]).is_file()
 
 
 def test_supported_pairs_are_written_once() -> None:
