@@ -45,20 +45,16 @@ def started(
 
 
 def before_the_process_ends(close: Callable[[], object]) -> None:
-    """Have ``close`` called when the main thread has ended and Python waits for other threads.
+    """Have ``close`` called when the script has ended, before Python waits for other threads.
 
     LMCache has threads for which Python waits and which nobody ends, so a script that ends
-    without closing its engine would never end. :mod:`atexit` comes after that wait.
+    without closing its engine would never end. :mod:`atexit` comes after that wait, and pools of
+    threads take no more work then. Python's own pools end in this way too.
 
     Args:
-        close: called on a thread of its own; must not raise.
+        close: called on the main thread; must not raise.
     """
-
-    def wait() -> None:
-        threading.main_thread().join()
-        close()
-
-    threading.Thread(target=wait, name="hybrid-end", daemon=True).start()
+    threading._register_atexit(close)  # type: ignore[attr-defined]
 
 
 def cores() -> set[int]:

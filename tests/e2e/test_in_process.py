@@ -26,7 +26,7 @@ llm = LLM(
     enforce_eager=True,
     seed=0,
 )
-prompt = {"prompt_token_ids": [number % 500 for number in range(1500)]}
+prompt = {"prompt_token_ids": [number % 100 for number in range(1500)]}
 for _ in range(2):
     (output,) = llm.generate([prompt], SamplingParams(max_tokens=2, temperature=0))
     assert llm.reset_prefix_cache()
