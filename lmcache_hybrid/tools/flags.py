@@ -44,8 +44,8 @@ def parse_flags(model: str | None, flags: Sequence[str]) -> Namespace:
     load_general_plugins()  # a missing kv_role is filled in by the plugin
     named = [] if model is None else [model]
     parsed = make_arg_parser(_Parser(prog="vllm serve")).parse_args([*named, *flags])
-    if parsed.kv_transfer_config is None:
-        parsed.kv_transfer_config = KVTransferConfig(**DEFAULT_TRANSFER)
+    transfer = parsed.kv_transfer_config or KVTransferConfig(**DEFAULT_TRANSFER)
+    vars(parsed).update(kv_transfer_config=transfer)
     if model is not None:
-        parsed.model = model
+        vars(parsed).update(model=model)
     return parsed

@@ -67,7 +67,7 @@ def test_what_a_rank_does_not_know_is_neither_hit_nor_stored(contents):
 
 
 @pytest.mark.parametrize("contents", [(), (b"1", UNKNOWN), (b"1", b"2")], ids=str)
-def test_a_request_that_asks_for_no_hit_is_stored_under_a_known_name_only(contents):
+def test_a_request_that_asks_for_no_hit_is_not_stored_under_an_unknown_name(contents):
     rig, request = Rig(2), lora_request()
     rig.ranks.contents = contents
     request.skip_reading_prefix_cache = True

@@ -118,5 +118,10 @@ def test_every_variable_of_vllms_environment_that_counts_is_listed() -> None:
     """Read with a default, a renamed one would no longer count, without a word."""
     listed = {str(hook) for hook in names.HOOKS if hook.module == "vllm.envs"}
     prefix = "vllm.envs.environment_variables."
-    others = {"VLLM_RPC_BASE_PATH", "VLLM_USE_RUST_FRONTEND"}  # read as attributes
+    # Read as attributes.
+    others = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+        "VLLM_RPC_BASE_PATH",
+        "VLLM_USE_RUST_FRONTEND",
+    }
     assert listed == {prefix + name for name in {*fingerprint._ENVIRONMENT, *others}}

@@ -203,8 +203,7 @@ def engine_arguments(model: str, flags: list[str]) -> EngineArgs:
             f"--kv-transfer-config names {transfer.kv_connector} with kv_role {transfer.kv_role}; "
             f"test {CONNECTOR} with kv_both, which saves and loads."
         )
-    parsed.worker_extension_cls = EXTENSION
-    parsed.disable_log_stats = False
+    vars(parsed).update(worker_extension_cls=EXTENSION, disable_log_stats=False)
     return AsyncEngineArgs.from_cli_args(parsed)
 
 

@@ -18,6 +18,7 @@ _EVENTS = "vllm.distributed.kv_events"
 _SPECS = "vllm.v1.kv_cache_interface"
 _TRITON = "vllm.v1.attention.backends.triton_attn"
 _ENGINE = "vllm.v1.engine.llm_engine"
+_DOCTOR = "lmcache_hybrid/tools/doctor/model.py"
 _MEDIA = "vllm_patch/media.py"
 _LOADER, _LOADERS = "vllm.model_executor.model_loader", "vllm_patch/loaders.py"
 _SLEEP = "vllm_patch/sleep.py"
@@ -456,10 +457,9 @@ VLLM = (
     *attributes(
         _CONFIG, "ModelConfig", "revision code_revision quantization quantization_config dtype"
     ),
-    Hook(
-        _CONFIG, "CacheConfig.kv_cache_layout", replaced_in="lmcache_hybrid/tools/doctor/model.py"
-    ),
-    *attributes(_CONFIG, "CacheConfig", "cache_dtype use_replayssm"),
+    Hook(_CONFIG, "CacheConfig.kv_cache_layout", replaced_in=_DOCTOR),
+    *attributes(_CONFIG, "CacheConfig", "cache_dtype use_replayssm kv_offloading_size"),
+    Hook(_CONFIG, "KVTransferConfig.kv_connector_module_path"),
     *attributes(_CONFIG, "CacheConfig", "replayssm_buffer_len enable_prefix_caching"),
     Hook(_CONFIG, "LoadConfig.load_format"),
     *attributes(_CONFIG, "MambaConfig", "backend enable_stochastic_rounding"),
@@ -471,9 +471,22 @@ VLLM = (
     *attributes(
         "vllm.engine.arg_utils",
         "EngineArgs",
-        "model kv_transfer_config worker_extension_cls disable_log_stats data_parallel_size "
-        "prefix_match_unit",
+        "model kv_transfer_config worker_extension_cls disable_log_stats",
     ),
+    # lmcache_hybrid/doctor, which describes one rank of one copy, without weights
+    *(
+        Hook("vllm.engine.arg_utils", f"EngineArgs.{name}", replaced_in=_DOCTOR)
+        for name in (
+            "load_format",
+            "prefix_match_unit",
+            "data_parallel_size",
+            "data_parallel_size_local",
+            "data_parallel_rank",
+            "data_parallel_hybrid_lb",
+            "data_parallel_external_lb",
+        )
+    ),
+    Hook("vllm.distributed.parallel_state", "GroupCoordinator.world_size", replaced_in=_DOCTOR),
     Hook("vllm.engine.arg_utils", "EngineArgs.from_cli_args", ("args",)),
     Hook("vllm.utils.argparse_utils", "FlexibleArgumentParser.error", ("message",)),
     Hook(_ENGINE, "LLMEngine.from_engine_args", ("engine_args", "usage_context")),

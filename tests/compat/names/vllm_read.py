@@ -34,7 +34,11 @@ _OLDER = attributes("vllm.envs", "environment_variables", "VLLM_ROCM_MONO_DECODE
 
 READ = (
     *attributes("vllm.envs", "environment_variables", ENVIRONMENT),
-    *attributes("vllm.envs", "environment_variables", "VLLM_RPC_BASE_PATH VLLM_USE_RUST_FRONTEND"),
+    *attributes(
+        "vllm.envs",
+        "environment_variables",
+        "VLLM_ENABLE_V1_MULTIPROCESSING VLLM_RPC_BASE_PATH VLLM_USE_RUST_FRONTEND",
+    ),
     *attributes("vllm.envs", "environment_variables", _NEWER, otherwise=tuple(_OLDER)),
     *attributes(_CONFIG, "VllmConfig", "device_config scheduler_config"),
     *attributes(_CONFIG, "CompilationConfig", "static_forward_context"),

@@ -74,7 +74,7 @@ DEFECTS = (
     one(
         "without a network vLLM's default model is looked for",
         "lmcache_hybrid/tools/flags.py",
-        "    if model is not None:\n        parsed.model = model\n",
+        "    if model is not None:\n        vars(parsed).update(model=model)\n",
         "",
     ),
     one(
