@@ -19,6 +19,8 @@ from lmcache_hybrid.upstream.lmcache_home import take
 PREFIX = "LMCACHE_"
 # Options in GB, of which LMCache's have 2^30 bytes.
 SIZES = ("max_local_cpu_size", "max_local_disk_size", "reserve_local_cpu_size")
+# Options that are no switches, although some write them as such.
+SWITCHED = ("local_disk",)
 _WITH_UNIT = re.compile(r"\s*([\d.]+)\s*([kmgt])(i?)b?\s*", re.IGNORECASE)
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 _BOOLEANS = ("true", "false", "1", "0")
@@ -82,7 +84,8 @@ def problems(values: Mapping[str, tuple[str, Any]]) -> Iterator[str]:
             if kind and definition["default"] is not None:
                 yield f"{where} is empty; write a value, or remove it for LMCache's default."
         elif why := _wrong(option, kind, definition.get("env_converter"), value):
-            yield f"{where}={value!r} {why}"
+            # Other values may hold passwords.
+            yield f"{where}={value!r} {why}" if kind or isinstance(value, bool) else f"{where} {why}"
 
 
 def as_lmcache_reads(values: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
@@ -116,7 +119,7 @@ def _wrong(option: str, kind: type | None, converter: Callable | None, value: An
             unit = " of gigabytes (2^30 bytes)" if option in SIZES else ""
             return f"is not a number{unit}{_instead(option, value)}"
         return "" if kind is float or number.is_integer() else "is not a whole number; write one."
-    if option == "local_disk" and isinstance(value, bool):
+    if option in SWITCHED and isinstance(value, bool):
         return "is not a folder; write its path, or remove it."
     if converter is not None:
         try:

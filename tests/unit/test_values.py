@@ -93,6 +93,13 @@ def test_a_switch_is_not_a_folder(monkeypatch, tmp_path, where, value):
         load(monkeypatch, where, tmp_path, "local_disk", value)
 
 
+def test_a_value_that_may_hold_a_password_is_not_shown(monkeypatch, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        load(monkeypatch, "environment", tmp_path, "extra_config", '{"redis_password": "secret"')
+    assert "secret" not in str(error.value)
+    assert str(error.value).startswith("LMCACHE_EXTRA_CONFIG is not a value that LMCache's extra")
+
+
 def test_all_defaults_written_out_are_taken(monkeypatch, tmp_path):
     """As in a file that somebody made of LMCache's own list."""
     file = tmp_path / "lmcache.yaml"
