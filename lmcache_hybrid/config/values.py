@@ -85,7 +85,9 @@ def problems(values: Mapping[str, tuple[str, Any]]) -> Iterator[str]:
                 yield f"{where} is empty; write a value, or remove it for LMCache's default."
         elif why := _wrong(option, kind, definition.get("env_converter"), value):
             # Other values may hold passwords.
-            yield f"{where}={value!r} {why}" if kind or isinstance(value, bool) else f"{where} {why}"
+            yield (
+                f"{where}={value!r} {why}" if kind or isinstance(value, bool) else f"{where} {why}"
+            )
 
 
 def as_lmcache_reads(values: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
