@@ -109,8 +109,8 @@ def _kind(definition: dict[str, Any]) -> type | None:
 
 def _wrong(option: str, kind: type | None, converter: Callable | None, value: Any) -> str:
     """Why a value is none of its option, and what to write; "" where it is one."""
-    if value == "" and kind:
-        return "is empty; write a value, or unset it."
+    if value == "":  # of others LMCache makes none
+        return "is empty; write a value, or unset it." if kind else ""
     if kind is bool:
         if isinstance(value, bool) or str(value).strip().lower() in _BOOLEANS:
             return ""

@@ -93,6 +93,11 @@ def test_a_switch_is_not_a_folder(monkeypatch, tmp_path, where, value):
         load(monkeypatch, where, tmp_path, "local_disk", value)
 
 
+@pytest.mark.parametrize("option", ["extra_config", "local_disk", "remote_url"])
+def test_an_empty_variable_is_as_none_where_none_is_the_default(monkeypatch, tmp_path, option):
+    assert not getattr(load(monkeypatch, "environment", tmp_path, option, ""), option)
+
+
 def test_a_value_that_may_hold_a_password_is_not_shown(monkeypatch, tmp_path):
     with pytest.raises(ConfigError) as error:
         load(monkeypatch, "environment", tmp_path, "extra_config", '{"redis_password": "secret"')
