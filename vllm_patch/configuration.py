@@ -126,7 +126,7 @@ def _before_hma_check(settle: Callable[[VllmConfig], None]) -> None:
 def _refuse_others_in_our_place(config: VllmConfig, asked: bool) -> None:
     """Refuse what runs another class than :data:`CONNECTOR` although the user has named that.
 
-    Without this plugin, hybrid models with it end at start-up too.
+    vLLM says nothing of it, and the user believes that LMCache is on.
 
     Args:
         asked: whether the user asked for it; vLLM's own flags may have put another there since.

@@ -471,7 +471,7 @@ def _check_policy(config: "LMCacheEngineConfig") -> None:
 
 
 def _check_locations(config: "LMCacheEngineConfig") -> None:
-    """Refuse to store in, or read from, what no backend of this configuration is called."""
+    """Refuse to store where nothing is kept, or to read from nowhere else."""
     backends = [
         name
         for name, used in (
@@ -481,16 +481,22 @@ def _check_locations(config: "LMCacheEngineConfig") -> None:
         )
         if used
     ]
-    locations = [config.store_location, *(config.retrieve_locations or ())]
-    for option, each in zip(
-        ("store_location", *["retrieve_locations"] * len(locations)), locations, strict=False
-    ):
-        plugin = config.remote_storage_plugins and str(each).startswith("RemoteBackend")
-        if each and each not in backends and not plugin:
-            raise ConfigError(
-                f"LMCache option {option}={each!r} is no backend that is configured; use one of "
-                f"{', '.join(backends) or 'RemoteBackend'}, or remove it."
-            )
+
+    def is_there(name: str) -> bool:
+        plugin = config.remote_storage_plugins and str(name).startswith("RemoteBackend")
+        return bool(name in backends or plugin)
+
+    wrong = {}
+    if config.store_location and not is_there(config.store_location):
+        wrong["store_location"] = config.store_location
+    # One that is not there is not asked, which does no harm beside others.
+    if config.retrieve_locations and not any(map(is_there, config.retrieve_locations)):
+        wrong["retrieve_locations"] = config.retrieve_locations
+    for option, value in wrong.items():
+        raise ConfigError(
+            f"LMCache option {option}={value!r} names no backend that keeps records here; use "
+            f"{' or '.join(backends) or 'RemoteBackend'}, or remove it."
+        )
 
 
 def _check_remote(config: "LMCacheEngineConfig") -> None:
@@ -518,7 +524,7 @@ def _check_local(config: "LMCacheEngineConfig") -> None:
         )
     if not config.local_disk:
         return
-    if config.max_local_disk_size <= 0:
+    if not (config.max_local_disk_size or 0) > 0:
         raise ConfigError(
             f"LMCache option max_local_disk_size={config.max_local_disk_size} turns local_disk "
             "off; set it to the GB you want to use."

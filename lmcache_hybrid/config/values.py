@@ -19,15 +19,21 @@ from lmcache_hybrid.upstream.lmcache_home import take
 PREFIX = "LMCACHE_"
 # Options in GB, of which LMCache's have 2^30 bytes.
 SIZES = ("max_local_cpu_size", "max_local_disk_size", "reserve_local_cpu_size")
-# Options that are no switches, although some write them as such.
-SWITCHED = ("local_disk",)
+# Whose default is 0, and which LMCache compares with it, so that it must be a number.
+COMPARED = ("min_retrieve_tokens",)
 _WITH_UNIT = re.compile(r"\s*([\d.]+)\s*([kmgt])(i?)b?\s*", re.IGNORECASE)
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
-_BOOLEANS = ("true", "false", "1", "0")
+# LMCache takes the first two for true, and all else for false, these as they are meant.
+_TRUE, _FALSE = ("true", "1"), ("false", "0", "no", "off", "n", "f", "")
+
+# By option: where it is set, and the value as it is written there.
+Values = dict[str, tuple[str, Any]]
 
 
-def read_values(file: str | None, environment: Mapping[str, str]) -> dict[str, tuple[str, Any]]:
-    """What the user wrote, by option: (where it is set, the value). The environment wins.
+def read_values(file: str | None, environment: Mapping[str, str]) -> Values:
+    """What the user wrote and LMCache looks at. The environment wins over the file.
+
+    Left out are empty variables by which nothing changes.
 
     Args:
         file: LMCache's YAML; None where there is none.
@@ -35,20 +41,41 @@ def read_values(file: str | None, environment: Mapping[str, str]) -> dict[str, t
     Raises:
         ConfigError: the file does not exist, or is not YAML that holds options.
     """
-    definitions, aliases = (
-        take("v1.config", name) for name in ("_CONFIG_DEFINITIONS", "_CONFIG_ALIASES")
+    definitions, aliases, deprecated, unquoted = (
+        take("v1.config", "_CONFIG_DEFINITIONS"),
+        take("v1.config", "_CONFIG_ALIASES"),
+        take("v1.config", "_DEPRECATED_CONFIGS"),
+        take("v1.config_base", "_parse_quoted_string"),
     )
-    found: dict[str, tuple[str, Any]] = {}
+    # Other old names LMCache warns of and ignores.
+    names = {name: name for name in definitions} | {
+        old: new for old, new in aliases.items() if old in deprecated and new in definitions
+    }
+    found: Values = {}
     for key, value in _in_file(file).items():
-        if (option := aliases.get(key, key)) in definitions:
-            found[option] = str(key), value
-    for key in (*definitions, *aliases):
+        if key in names:
+            found[names[key]] = str(key), value
+    for key, option in names.items():
         variable = f"{PREFIX}{key.upper()}"
-        if variable in environment:
-            text = environment[variable].strip()
-            quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-            found[aliases.get(key, key)] = variable, text[1:-1] if quoted else text
+        if variable not in environment:
+            continue
+        value = unquoted(environment[variable])
+        before = found[option][1] if option in found else definitions[option]["default"]
+        if value or _changes(_kind(definitions[option]), before, file is not None):
+            found[option] = variable, value
     return found
+
+
+def _changes(kind: type | None, before: Any, from_file: bool) -> bool:
+    """Whether an empty variable makes another value of the one before."""
+    if kind is bool:
+        return _is_on(before)
+    # Where there is a file LMCache keeps its number, or the default; else it has none.
+    return kind is not None and not from_file and before is not None
+
+
+def _is_on(value: Any) -> bool:
+    return str(value).strip().lower() in _TRUE
 
 
 def _in_file(file: str | None) -> dict[Any, Any]:
@@ -63,8 +90,10 @@ def _in_file(file: str | None) -> dict[Any, Any]:
         with open(file) as text:
             options = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        told = " ".join(str(error).split())
-        raise ConfigError(f"{file} cannot be read as YAML ({told}); correct it.") from error
+        # Its message may quote a password.
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{file} cannot be read as YAML{where}; correct it.") from None
     if options is None:
         return {}
     if not isinstance(options, dict):
@@ -72,30 +101,32 @@ def _in_file(file: str | None) -> dict[Any, Any]:
     return options
 
 
-def problems(values: Mapping[str, tuple[str, Any]]) -> Iterator[str]:
+def problems(values: Values) -> Iterator[str]:
     """A sentence for each value that LMCache would take for another one, or fail on."""
     definitions = take("v1.config", "_CONFIG_DEFINITIONS")
     for option, (where, value) in values.items():
         definition = definitions.get(option)
         if definition is None:  # LMCache itself warns of it
             continue
-        kind = _kind(definition)
-        if value is None:
-            if kind and definition["default"] is not None:
+        kind, default = _kind(definition), definition["default"]
+        if value is None or value == "":
+            # An empty variable by which nothing changes is left out already.
+            changed = default or option in COMPARED or (value == "" and where.startswith(PREFIX))
+            if kind and changed:
                 yield f"{where} is empty; write a value, or remove it for LMCache's default."
         elif why := _wrong(option, kind, definition.get("env_converter"), value):
             # Other values may hold passwords.
-            yield (
-                f"{where}={value!r} {why}" if kind or isinstance(value, bool) else f"{where} {why}"
-            )
+            shown = f"={value!r}" if kind or isinstance(value, bool) else ""
+            yield f"{where}{shown} {why}"
 
 
-def as_lmcache_reads(values: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+def as_lmcache_reads(values: Values) -> dict[str, Any]:
     """By option, for values without :func:`problems`."""
     definitions = take("v1.config", "_CONFIG_DEFINITIONS")
     return {
-        option: value if value is None else definitions[option]["env_converter"](value)
+        option: definitions[option]["env_converter"](value)
         for option, (_, value) in values.items()
+        if value not in (None, "")
     }
 
 
@@ -109,19 +140,18 @@ def _kind(definition: dict[str, Any]) -> type | None:
 
 def _wrong(option: str, kind: type | None, converter: Callable | None, value: Any) -> str:
     """Why a value is none of its option, and what to write; "" where it is one."""
-    if value == "":  # of others LMCache makes none
-        return "is empty; write a value, or unset it." if kind else ""
     if kind is bool:
-        if isinstance(value, bool) or str(value).strip().lower() in _BOOLEANS:
-            return ""
-        return "counts as false in LMCache, whatever it says; write true or false."
+        said = isinstance(value, bool) or str(value).strip().lower() in _TRUE + _FALSE
+        return "" if said else "counts as false in LMCache; write true or false."
     if kind in (int, float):
         number = _number(value)
         if number is None or (option in SIZES and math.isinf(number)):
             unit = " of gigabytes (2^30 bytes)" if option in SIZES else ""
             return f"is not a number{unit}{_instead(option, value)}"
-        return "" if kind is float or number.is_integer() else "is not a whole number; write one."
-    if option in SWITCHED and isinstance(value, bool):
+        if kind is float or _is_whole(value):
+            return ""
+        return f"is not a whole number; write {f'{number:.0f}' if number.is_integer() else 'one'}."
+    if option == "local_disk" and isinstance(value, bool):
         return "is not a folder; write its path, or remove it."
     if converter is not None:
         try:
@@ -129,6 +159,14 @@ def _wrong(option: str, kind: type | None, converter: Callable | None, value: An
         except (ValueError, TypeError, AttributeError):
             return f"is not a value that LMCache's {option} takes; correct it or remove it."
     return ""
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether ``int`` makes of it what is written."""
+    try:
+        return int(value) == float(value)
+    except (ValueError, OverflowError):  # "256.0", infinity
+        return False
 
 
 def _number(value: Any) -> float | None:

@@ -52,9 +52,16 @@ def before_the_process_ends(close: Callable[[], object]) -> None:
     threads take no more work then. Python's own pools end in this way too.
 
     Args:
-        close: called on the main thread; must not raise.
+        close: called on the main thread; must not raise. Not in processes that are forked off
+            this one, which have a copy of what is to be closed.
     """
-    threading._register_atexit(close)  # type: ignore[attr-defined]
+    process = os.getpid()
+
+    def close_here() -> None:
+        if os.getpid() == process:
+            close()
+
+    threading._register_atexit(close_here)  # type: ignore[attr-defined]
 
 
 def cores() -> set[int]:

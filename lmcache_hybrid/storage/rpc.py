@@ -79,9 +79,12 @@ def _claim(path: str, engine_id: str | None) -> int | None:
         except BlockingIOError:
             os.close(claim)
             raise ConfigError(
-                f"engine_id={engine_id!r} of --kv-transfer-config belongs to an engine that runs "
-                "on this host; remove it, or choose another."
+                f"engine_id={engine_id!r} of --kv-transfer-config is held by a process on this "
+                "host, another engine or what one has left; remove it, or choose another."
             ) from None
+        except OSError:  # a file system without locks
+            os.close(claim)
+            return None
         if os.fstat(claim).st_nlink:
             return claim
         os.close(claim)  # of one that ended meanwhile

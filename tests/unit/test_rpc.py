@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Questions and answers over LMCache's real ZMQ transports."""
 
+import errno
 import math
 import os
 import subprocess
@@ -149,6 +150,23 @@ def test_an_engine_that_was_killed_leaves_its_address_to_the_next(wire):
         other.kill()
     LookupServer(wire.config).close()
     assert not os.path.exists(lock)
+
+
+@pytest.mark.parametrize("wire", [(1, 10_000)], indirect=True)
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_turns_nothing_off(wire, number, monkeypatch):
+    wire.servers[0].close()
+
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(rpc.fcntl, "flock", flock)
+    server = LookupServer(wire.config)
+    lock = Path(f"{server._path}.lock")
+    assert server._claim is None
+    assert not [fd for fd in Path("/proc/self/fd").iterdir() if fd.exists() and fd.samefile(lock)]
+    server.close()
+    lock.unlink()
 
 
 @pytest.mark.parametrize("wire", [(1, 10_000)], indirect=True)

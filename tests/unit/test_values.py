@@ -3,6 +3,7 @@
 
 import json
 import os
+import traceback
 
 import pytest
 import yaml
@@ -50,7 +51,10 @@ WRONG = [
     ("chunk_size", "256k", "is not a number; write 262144."),
     ("chunk_size", 256.5, "is not a whole number; write one."),
     ("min_retrieve_tokens", "some", "is not a number; write one"),
-    ("local_cpu", "yes", "counts as false in LMCache, whatever it says; write true or false."),
+    ("chunk_size", "256.0", "is not a whole number; write 256."),
+    ("min_retrieve_tokens", "1e3", "is not a whole number; write 1000."),
+    ("local_cpu", "yes", "counts as false in LMCache; write true or false."),
+    ("local_cpu", "", "is empty; "),
     ("save_decode_cache", 2, "counts as false in LMCache"),
     ("max_local_disk_size", float("inf"), "is not a number of gigabytes"),
     ("chunk_size", None, "is empty; "),
@@ -80,10 +84,19 @@ def test_a_value_that_is_none_of_its_option(monkeypatch, tmp_path, where, option
         ("local_cpu", 1, True),
         ("save_decode_cache", "true", True),
         ("cache_policy", "lfu", "lfu"),
+        ("save_decode_cache", "no", False),
+        ("enable_blending", "off", False),
+        ("priority_limit", "7", 7),
     ],
 )
 def test_a_value_of_its_option_is_read(monkeypatch, tmp_path, where, option, value, read):
     assert getattr(load(monkeypatch, where, tmp_path, option, value), option) == read
+
+
+@pytest.mark.parametrize("where", ["file", "extra"])
+@pytest.mark.parametrize("option", ["save_decode_cache", "priority_limit", "max_local_disk_size"])
+def test_nothing_is_as_good_as_the_default_where_that_is_none(monkeypatch, tmp_path, where, option):
+    assert not getattr(load(monkeypatch, where, tmp_path, option, None), option)
 
 
 @pytest.mark.parametrize("where", ["file", "extra"])
@@ -93,9 +106,57 @@ def test_a_switch_is_not_a_folder(monkeypatch, tmp_path, where, value):
         load(monkeypatch, where, tmp_path, "local_disk", value)
 
 
-@pytest.mark.parametrize("option", ["extra_config", "local_disk", "remote_url"])
-def test_an_empty_variable_is_as_none_where_none_is_the_default(monkeypatch, tmp_path, option):
+EMPTY = ["extra_config", "local_disk", "remote_url", "save_decode_cache", "priority_limit"]
+
+
+@pytest.mark.parametrize("option", EMPTY)
+def test_an_empty_variable_by_which_nothing_changes_is_no_mistake(monkeypatch, tmp_path, option):
+    """As compose files write them: ``${X:-}``."""
     assert not getattr(load(monkeypatch, "environment", tmp_path, option, ""), option)
+
+
+@pytest.mark.parametrize(
+    "option, value, told",
+    [
+        ("max_local_cpu_size", 20, ""),
+        ("priority_limit", 3, ""),
+        ("local_cpu", False, ""),
+        ("local_cpu", True, "LMCACHE_LOCAL_CPU is empty; "),
+        ("save_decode_cache", True, "LMCACHE_SAVE_DECODE_CACHE is empty; "),
+    ],
+)
+def test_an_empty_variable_beside_a_file(monkeypatch, tmp_path, option, value, told):
+    """LMCache keeps the file's number, and takes a switch for off."""
+    monkeypatch.setenv(f"LMCACHE_{option.upper()}", "")
+    if told:
+        with pytest.raises(ConfigError, match=told):
+            load(monkeypatch, "file", tmp_path, option, value)
+    else:
+        assert getattr(load(monkeypatch, "file", tmp_path, option, value), option) == value
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', '"{\\"a\\": 1}"', "'{\"a\": 1}'"])
+def test_a_quoted_variable_is_read_as_lmcache_reads_it(monkeypatch, tmp_path, text):
+    assert load(monkeypatch, "environment", tmp_path, "extra_config", text).extra_config == {"a": 1}
+
+
+def test_old_names_that_lmcache_ignores_are_nobodys_mistake(monkeypatch, tmp_path):
+    load(monkeypatch, "file", tmp_path, "lmcache_worker_port", "8788-8790")
+
+
+def test_old_names_that_lmcache_knows_are_read(monkeypatch, tmp_path):
+    with pytest.raises(ConfigError, match="option storage_plugins="):
+        settle_lmcache_config(load(monkeypatch, "file", tmp_path, "external_backends", "a"), BLOCK)
+
+
+@pytest.mark.parametrize("line", ["redis_password: !Passw0rd", "redis_password: *Passw0rd"])
+def test_a_password_that_is_no_yaml_is_not_shown(monkeypatch, tmp_path, line):
+    file = tmp_path / "lmcache.yaml"
+    file.write_text(f"extra_config:\n  {line}\n")
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
+    with pytest.raises(ConfigError, match="as YAML at line 2, column ") as error:
+        load_lmcache_config(vllm_config(transfer()))
+    assert "Passw0rd" not in "".join(traceback.format_exception(error.value))
 
 
 def test_a_value_that_may_hold_a_password_is_not_shown(monkeypatch, tmp_path):
@@ -180,9 +241,9 @@ def test_a_second_model_in_a_process_gets_settings_of_its_own():
     [
         ({"remote_serde": None, "remote_url": "redis://h:1"}, "remote_serde=None opens no remote"),
         ({"cache_policy": "arc"}, "cache_policy='arc' is none of LRU, "),
-        ({"store_location": "disk"}, "store_location='disk' is no backend that is configured"),
-        ({"store_location": "RemoteBackend"}, "use one of LocalCPUBackend, or remove it."),
-        ({"retrieve_locations": ["LocalCPUBackend", "x"]}, "retrieve_locations='x' is no backend"),
+        ({"store_location": "disk"}, "store_location='disk' names no backend that keeps records"),
+        ({"store_location": "RemoteBackend"}, "use LocalCPUBackend, or remove it."),
+        ({"retrieve_locations": ["y", "x"]}, "retrieve_locations=['y', 'x'] names no backend"),
     ],
     ids=str,
 )
@@ -190,6 +251,13 @@ def test_a_store_that_can_never_open_or_be_read_is_refused(settings, told):
     message = refusal(**settings)
     assert told in message
     assert_one_sentence(message)
+
+
+def test_a_location_that_is_not_there_does_no_harm_beside_others():
+    """It is not asked."""
+    for settings in ({}, {"local_cpu": False, "remote_url": "redis://h:1"}):
+        locations = ["LocalCPUBackend", "RemoteBackend"]
+        settle_lmcache_config(lmcache_config(retrieve_locations=locations, **settings), BLOCK)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from lmcache_hybrid.tools.cli.doctor import doctor
 from lmcache_hybrid.tools.cli.inspect import inspect_store, verify_store
 from lmcache_hybrid.tools.cli.plan import plan
 from lmcache_hybrid.tools.cli.purge import purge_store
-from lmcache_hybrid.tools.cli.terminal import TAKES_VLLM_FLAGS
+from lmcache_hybrid.tools.cli.terminal import TAKES_VLLM_FLAGS, TakesVllmFlags
 
 app = typer.Typer(
     help="LMCache prefix caching for hybrid (attention + recurrent) models in vLLM.",
@@ -26,8 +26,8 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,  # URLs with passwords are among them
 )
 app.command()(demo)
-app.command(context_settings=TAKES_VLLM_FLAGS)(doctor)
-app.command(context_settings=TAKES_VLLM_FLAGS)(accept)
+app.command(cls=TakesVllmFlags, context_settings=TAKES_VLLM_FLAGS)(doctor)
+app.command(cls=TakesVllmFlags, context_settings=TAKES_VLLM_FLAGS)(accept)
 app.command("inspect")(inspect_store)
 app.command("verify")(verify_store)
 app.command("purge")(purge_store)

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -16,7 +17,16 @@ Say = Callable[[str], None]
 
 
 # Of a command with vLLM's flags: what it does not know itself is one of them, with and without --.
-TAKES_VLLM_FLAGS = {"ignore_unknown_options": True}
+TAKES_VLLM_FLAGS = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
+
+
+class TakesVllmFlags(typer.core.TyperCommand):
+    """Its ``-h`` is a word of its own: typer would read it out of vLLM's ``-dph``, too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        own = ["--help" if each == "-h" else each for each in args[:end]]
+        return super().parse_args(ctx, own + args[end:])
 
 
 def check_model(model: str) -> None:

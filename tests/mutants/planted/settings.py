@@ -89,8 +89,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "yes counts as false",
         VALUES,
-        "        if isinstance(value, bool) or str(value).strip().lower() in _BOOLEANS:\n",
-        "        if True:\n",
+        "        said = isinstance(value, bool) or str(value).strip().lower() in _TRUE + _FALSE\n",
+        "        said = True\n",
     ),
     one(
         "the number to write for a size with a unit is that of bytes",
@@ -101,8 +101,56 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "the environment does not win over the file",
         VALUES,
-        "        if variable in environment:\n",
-        "        if variable in environment and aliases.get(key, key) not in found:\n",
+        "        if variable not in environment:\n",
+        "        if variable not in environment or option in found:\n",
+    ),
+    one(
+        "an empty variable by which nothing changes ends the start",
+        VALUES,
+        "        if value or _changes(",
+        "        if True or _changes(",
+    ),
+    one(
+        "an empty variable switches off what the file has on",
+        VALUES,
+        "        return _is_on(before)\n",
+        "        return False\n",
+    ),
+    one(
+        "a number that LMCache cannot read passes for whole",
+        VALUES,
+        "        if kind is float or _is_whole(value):\n",
+        "        if kind is float or number.is_integer():\n",
+    ),
+    one(
+        "a file that is no YAML shows its words",
+        VALUES,
+        'correct it.") from None\n',
+        'correct it {error}.") from None\n',
+    ),
+    one(
+        "a location that is not asked ends the start",
+        OPTIONS,
+        "and not any(map(is_there, config.retrieve_locations)):\n",
+        "and not all(map(is_there, config.retrieve_locations)):\n",
+    ),
+    one(
+        "a file system without locks turns LMCache off",
+        "lmcache_hybrid/storage/rpc.py",
+        "        except OSError:  # a file system without locks\n",
+        "        except ZeroDivisionError:  # a file system without locks\n",
+    ),
+    one(
+        "a child of the user's script closes the engine's stores",
+        "lmcache_hybrid/core/threads.py",
+        "        if os.getpid() == process:\n",
+        "        if True:\n",
+    ),
+    one(
+        "doctor reads a request for help out of vLLM's short flags",
+        "lmcache_hybrid/tools/cli/terminal.py",
+        ', "help_option_names": ["--help"]}',
+        "}",
     ),
     one(
         "the commands do not see folders of a plugin",

@@ -59,6 +59,7 @@ def test_usage_errors(args):
         ([], []),
         (["--json", "--", "-tp", "2", "--enforce-eager"], ["-tp", "2", "--enforce-eager"]),
         (["--max-model-len", "4k", "--json"], ["--max-model-len", "4k"]),
+        (["-dph", "-asc", "2", "-ah"], ["-dph", "-asc", "2", "-ah"]),
         (
             ["--kv-transfer-config", "{}", "--prefix-match-unit", "64", "--", "-tp", "2"],
             ["-tp", "2", "--kv-transfer-config", "{}", "--prefix-match-unit", "64"],
@@ -73,6 +74,11 @@ def test_what_it_does_not_know_are_flags_of_vllm(monkeypatch, args, flags):
     )
     run("some/model", *args)
     assert asked == [("some/model", flags)]
+
+
+@pytest.mark.parametrize("args", [["-h"], ["--help"], ["some/model", "-h", "-tp", "2"]], ids=str)
+def test_help_is_a_word_of_its_own(args):
+    assert "Check installation, settings, stores and a model" in run(*args)
 
 
 @pytest.mark.parametrize("status, code", [(OK, 0), (WARNING, 0), (SKIPPED, 0), (ERROR, 1)])

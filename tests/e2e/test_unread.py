@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request that must compute its whole prompt stores what is missing, and nothing twice."""
+
+import random
+from pathlib import Path
+
+import pytest
+from engine import Engine
+
+from lmcache_hybrid.tools.tiny_models import make_model
+
+# tests/unit/test_admission.py covers the promise in `make test`.
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+def test_prompt_log_probabilities_store_a_prompt_once(model_dir: Path) -> None:
+    rng = random.Random(0)
+    ids = [rng.randrange(32, 127) for _ in range(3000)]  # more than a step
+    with Engine(make_model("lfm2", model_dir / "lfm2"), {"local_cpu": True}) as engine:
+
+        def ask(**sampling) -> tuple[int, int, list[int]]:
+            """(bytes saved, tokens loaded, answer) of the prompt, behind nothing of vLLM's own."""
+            engine.forget()
+            before = engine.counts()["worker"]["saved_bytes"]
+            answer = engine.ask(ids, **sampling)
+            engine.settle()
+            return (
+                engine.counts()["worker"]["saved_bytes"] - before,
+                answer.external,
+                answer.output,
+            )
+
+        saved, loaded, first = ask(prompt_logprobs=1)
+        assert saved > 0 == loaded
+        assert ask(prompt_logprobs=1) == (0, 0, first)
+        # What it stored is a hit for others.
+        saved, loaded, second = ask()
+        assert (saved, second) == (0, first) and loaded > 2800
