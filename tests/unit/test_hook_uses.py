@@ -30,6 +30,7 @@ OTHERS = {
     "cuda_stream",  # torch.cuda.Stream, in C++
     "loggerDict",  # logging.Manager
     "operation_name",  # awscrt.s3.S3ResponseError
+    "problem_mark",  # yaml.MarkedYAMLError
     "origin",  # importlib's ModuleSpec
     "resolved",  # huggingface_hub.ResolvedRevision
     "returncode",  # subprocess.Popen
