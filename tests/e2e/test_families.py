@@ -112,7 +112,7 @@ def test_local_disk_and_redis_after_restarts(golden: Golden, tmp_path, redis_url
             assert engine.reads().keys() == {backend}
 
 
-@pytest.mark.parametrize("golden", ["granite4"], indirect=True, scope="module")
+@pytest.mark.parametrize("golden", ["lfm2"], indirect=True, scope="module")
 def test_s3_after_a_restart(golden: Golden, bucket: Bucket) -> None:
     config = {"local_cpu": False, "remote_url": bucket.url, "extra_config": EXTRA}
     with Engine(golden.model, config) as engine:
