@@ -28,7 +28,7 @@ from lmcache_hybrid.config.redis_credentials import (
 from lmcache_hybrid.config.s3 import SCHEME as S3
 from lmcache_hybrid.config.s3 import check_s3
 from lmcache_hybrid.config.shared_folders import folders_in, shared_folders
-from lmcache_hybrid.config.values import as_lmcache_reads, problems, read_values
+from lmcache_hybrid.config.values import as_lmcache_reads, empty_is_none, problems, read_values
 from lmcache_hybrid.core.digests import PLAIN, Digester, read_key
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import ATTENTION_GROUP_KEY, BESIDE_KEY
@@ -349,6 +349,7 @@ def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
                 key,
                 PASSWORD_FILE,
             )
+    empty_is_none(config)
     name_as_redis(config)
     hide_passwords(config)
     return config

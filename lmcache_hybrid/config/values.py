@@ -130,6 +130,16 @@ def as_lmcache_reads(values: Values) -> dict[str, Any]:
     }
 
 
+def empty_is_none(config: Any) -> None:
+    """Have an empty text be none, where that is LMCache's default. Mutates ``config``.
+
+    LMCache opens an empty ``remote_url``, cannot, and then is off as a whole.
+    """
+    for name, definition in take("v1.config", "_CONFIG_DEFINITIONS").items():
+        if definition["default"] is None and getattr(config, name, None) == "":
+            setattr(config, name, None)
+
+
 def _kind(definition: dict[str, Any]) -> type | None:
     """bool, int or float; None for other options."""
     converter = definition.get("env_converter")

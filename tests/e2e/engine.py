@@ -91,6 +91,7 @@ class Engine:
         # vLLM's CPU platform sets it in each process that has made a configuration.
         inherited = {**os.environ}
         inherited.pop("VLLM_WORKER_MULTIPROC_METHOD", None)
+        inherited.pop("LMCACHE_CONFIG_FILE", None)
         environment = {
             **inherited,
             "LMCACHE_LOG_LEVEL": "INFO",  # commands of ours that ran in this process lower it
@@ -101,7 +102,6 @@ class Engine:
             **(v2.ENVIRONMENT if runner == "v2" else {}),
             **(env or {}),
         }
-        environment.pop("LMCACHE_CONFIG_FILE", None)
         arguments = {
             "model": str(model),
             "max_model_len": 8192,

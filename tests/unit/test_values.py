@@ -115,6 +115,13 @@ def test_an_empty_variable_by_which_nothing_changes_is_no_mistake(monkeypatch, t
     assert not getattr(load(monkeypatch, "environment", tmp_path, option, ""), option)
 
 
+@pytest.mark.parametrize("where", ["environment", "file", "extra"])
+@pytest.mark.parametrize("option", ["remote_url", "gds_path"])
+def test_an_empty_text_is_none(monkeypatch, tmp_path, where, option):
+    """LMCache opens an empty URL, cannot, and then is off without a word."""
+    assert getattr(load(monkeypatch, where, tmp_path, option, ""), option) is None
+
+
 @pytest.mark.parametrize(
     "option, value, told",
     [

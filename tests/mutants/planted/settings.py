@@ -182,4 +182,10 @@ DEFECTS: tuple[Defect, ...] = (
         "        if not reads:  # it was asked",
         "        if False:  # it was asked",
     ),
+    one(
+        "an empty remote_url turns LMCache off without a word",
+        VALUES,
+        '        if definition["default"] is None and getattr(config, name, None) == "":\n',
+        "        if False:\n",
+    ),
 )
