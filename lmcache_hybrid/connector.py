@@ -277,6 +277,13 @@ class HybridConnector:
         Raises:
             ConfigError: the KV cache cannot be served; the engine must not start.
         """
+        if self._registered:
+            # vLLM keeps one connector for all engines of a process.
+            raise ConfigError(
+                "LMCacheConnectorV1 serves one engine of a process, and another one has registered "
+                "its KV cache; end that engine first (llm.llm_engine.engine_core.shutdown()), or "
+                "unset VLLM_ENABLE_V1_MULTIPROCESSING for a process each."
+            )
         self.kv_caches = self._registered = kv_caches
         pages: dict[int, GroupPages] = {}
         refusal: ConfigError | None = None

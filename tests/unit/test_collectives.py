@@ -67,6 +67,7 @@ def test_what_fails_on_one_rank_before_the_ranks_meet_is_said_to_the_others(
 
     def start(rank: int) -> None:
         hybrid = object.__new__(HybridConnector)
+        hybrid._registered = {}
         hybrid._vllm_config, hybrid.plan = copy.deepcopy(config), PLAN
         hybrid._options = Namespace(events=False)
         LOADED.note(hybrid._vllm_config.model_config, "weights")

@@ -135,6 +135,7 @@ def test_refuses_scales_that_could_be_reset_later(fault):
 def register(built: Built, layers: dict[str, SimpleNamespace], monkeypatch) -> int:
     """As vLLM does, with a store that does not open; returns bytes of the largest block."""
     connector = object.__new__(HybridConnector)
+    connector._registered = {}
     connector._kv_cache_config = built.config
     connector.plan = plan_groups(built.config)
     context = SimpleNamespace(static_forward_context=layers)
@@ -150,6 +151,10 @@ def register(built: Built, layers: dict[str, SimpleNamespace], monkeypatch) -> i
     # For which an idle engine makes no steps.
     (report,) = connector.get_kv_connector_kv_cache_events().reports
     assert (report.rank, report.serving, report.writing) == (1, False, False)
+    # Of another engine in this process.
+    with pytest.raises(ConfigError, match="serves one engine of a process"):
+        connector.register_kv_caches({})
+    assert connector.kv_caches == built.views
     return found[0]
 
 

@@ -188,4 +188,10 @@ DEFECTS: tuple[Defect, ...] = (
         '        if definition["default"] is None and getattr(config, name, None) == "":\n',
         "        if False:\n",
     ),
+    one(
+        "another engine's KV cache takes the place of the one that is served",
+        "lmcache_hybrid/connector.py",
+        "        if self._registered:\n",
+        "        if False:\n",
+    ),
 )
