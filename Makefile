@@ -79,14 +79,14 @@ soak-events: venv  ## 1,000 prompts whose hits are foreseen from KV events; figu
 	$(BIN)/python -m tests.soak.report && exit $$status
 
 bench-reuse: venv  ## replay traces of prompts: twelve minutes; figures go to docs/generated/reuse.json
-	$(BIN)/lmcache-hybrid bench reuse --out docs/generated/reuse.json
+	$(BIN)/python -m benchmarks.reuse --out docs/generated/reuse.json
 
 bench: venv  ## times and bandwidths beside their limits, an hour, and then bench-serve; to docs/generated/performance.json
-	$(BIN)/lmcache-hybrid bench performance --out docs/generated/performance.json
+	$(BIN)/python -m benchmarks.performance --out docs/generated/performance.json
 	$(MAKE) bench-serve
 
 bench-weights: venv  ## what a digest of 50 GB of weights costs at start-up: a minute; to docs/generated/weights.json
-	$(BIN)/lmcache-hybrid bench weights --out docs/generated/weights.json
+	$(BIN)/python -m benchmarks.weights --out docs/generated/weights.json
 
 bench-digests: venv  ## what a key costs, to docs/generated/digests.json and docs/security.md
 	$(BIN)/python -m benchmarks.digests
@@ -98,14 +98,14 @@ bench-redis-clients: venv  ## clients of Redis beside bare sockets: a minute; in
 	$(BIN)/python -m benchmarks.redis_clients
 
 bench-scale: venv  ## what one Valkey serves of one engine, and of a thousand; to docs/generated/scale.json
-	$(BIN)/lmcache-hybrid bench scale --out docs/generated/scale.json
+	$(BIN)/python -m benchmarks.scale --out docs/generated/scale.json
 
 bench-steps: venv  ## the scheduler side's time in each step of long prompts: half a minute; to docs/generated/steps.json
-	$(BIN)/lmcache-hybrid bench steps --out docs/generated/steps.json
+	$(BIN)/python -m benchmarks.steps --out docs/generated/steps.json
 
 bench-serve: venv  ## servers asked by vLLM's own client, new prefixes first: hours; to docs/generated/cold.json and serve.json
 	$(BIN)/python -m benchmarks.serve.cold
-	$(BIN)/lmcache-hybrid bench serve --arms unlimited,ram --prefixes 32 --prompts 1 --share 0.54
+	$(BIN)/python -m benchmarks.serve --arms unlimited,ram --prefixes 32 --prompts 1 --share 0.54
 
 lint: venv  ## ruff over everything, mypy over both packages, who may import whom
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

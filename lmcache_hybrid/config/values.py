@@ -137,7 +137,7 @@ def empty_is_none(config: Any) -> None:
     """
     for name, definition in take("v1.config", "_CONFIG_DEFINITIONS").items():
         if definition["default"] is None and getattr(config, name, None) == "":
-            setattr(config, name, None)
+            vars(config)[name] = None
 
 
 def _kind(definition: dict[str, Any]) -> type | None:

@@ -18,7 +18,9 @@ from urllib.request import Request, urlopen
 import yaml
 from processes import Forked, own_core, run_script
 
-COMMAND = Path(__file__).with_name("vllm_command.py")
+from lmcache_hybrid import tools
+
+COMMAND = Path(tools.__file__).with_name("vllm_command.py")
 START_SECONDS, STOP_SECONDS, WRITE_SECONDS = 300, 60, 60
 
 

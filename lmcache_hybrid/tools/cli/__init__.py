@@ -32,7 +32,7 @@ app.command("inspect")(inspect_store)
 app.command("verify")(verify_store)
 app.command("purge")(purge_store)
 app.command()(plan)
-app.add_typer(bench, name="bench")
+app.command(cls=TakesVllmFlags, context_settings=TAKES_VLLM_FLAGS)(bench)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lmcache-hybrid accept``: the acceptance test on the user's own device and weights."""
 
-import contextlib
 import json
 import os
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +17,7 @@ from lmcache_hybrid.tools.accept.engine import Engine, EngineError, tail
 from lmcache_hybrid.tools.accept.report import as_json, print_verdict
 from lmcache_hybrid.tools.accept.result import Result
 from lmcache_hybrid.tools.accept.run import Run
-from lmcache_hybrid.tools.cli.terminal import Say, check_model, live_line, need_host
+from lmcache_hybrid.tools.cli.terminal import check_model, need_host, progress
 
 EXIT_CODES = {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.UNDECIDED: 3}
 NO_RESULT = 2
@@ -92,7 +90,7 @@ def _result(engine: Callable[[], Engine], log: Path, longest: int, quick: bool) 
     """Raises typer.Exit once it has said why there is no result."""
     errors = _errors()
     try:
-        with _progress(errors) as say:
+        with progress(errors) as say:
             return Run(say, longest, quick).ask_engines(engine)
     except EngineError as error:
         if not error.refused:
@@ -103,19 +101,6 @@ def _result(engine: Callable[[], Engine], log: Path, longest: int, quick: bool) 
     except KeyboardInterrupt:
         errors.print(f"Stopped. The engine's log is {log}.", soft_wrap=True)
         raise typer.Exit(130) from None
-
-
-@contextlib.contextmanager
-def _progress(console: Console) -> Iterator[Say]:
-    """Gives a function that shows what is being done: one live line, or one line each."""
-    started = time.monotonic()
-    if not console.is_terminal:
-        yield lambda text: console.print(
-            f"{time.monotonic() - started:5.0f} s  {text}", markup=False, soft_wrap=True
-        )
-        return
-    with live_line(console, "Starting") as say:
-        yield say
 
 
 def _driver() -> str:

@@ -1,59 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lmcache-hybrid bench``: the benchmarks of a checkout, which a wheel leaves out."""
+"""``lmcache-hybrid bench``: what LMCache gains on this machine, with the user's own model."""
 
+import json
 import os
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
+from typing import Annotated
 
 import typer
+from rich.console import Console
 
-ROOT = Path(__file__).parents[3]
-# Modules of benchmarks/.
-BENCHMARKS = {
-    "performance": "Times and bandwidths beside their limits, with real engines: forty minutes.",
-    "reuse": "Hit rates over eight traces of prompts, without an engine: six minutes.",
-    "serve": "Servers with more or less cache, asked by vLLM's own client: twenty minutes.",
-    "scale": "How a Valkey server keeps up with one engine, and with a thousand.",
-    "steps": "Time of the scheduler side in each step of prompts of 3,000 and of 30,000 blocks.",
-    "weights": "Start-up time that the digest of 50 GB of weights takes.",
-}
+from lmcache_hybrid.tools.cli.terminal import check_model, need_host, progress
 
-bench = typer.Typer(
-    help="Measure on this machine; needs a checkout with its environment (make venv).",
-    no_args_is_help=True,
-)
+EXIT_FAILED = 1
+# What servers with LMCache get without a file: RAM, and a disk that survives the restart.
+POOL_GB, DISK_GB = 4.0, 16.0
 
 
-def _run(name: str, arguments: list[str]) -> None:
-    """Run a benchmark with its own options; ends with its exit code.
+def bench(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="Name or folder, as for vllm serve.", show_default=False
+        ),
+    ],
+    vllm_flags: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- VLLM FLAGS]", help="Flags of vllm serve.", show_default=False),
+    ] = None,
+    lmcache_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--lmcache-config", help="LMCache's YAML; by default RAM and a temporary disk folder."
+        ),
+    ] = None,
+    documents: Annotated[int, typer.Option(min=1, help="Documents in a round.")] = 8,
+    tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of a prompt; 0: half of max_model_len, at most 8192.")
+    ] = 0,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 32,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight at most.")] = 4,
+    out: Annotated[Path | None, typer.Option(help="Write all figures to this JSON file.")] = None,
+) -> None:
+    """Measure what LMCache gains on this machine.
 
-    Raises:
-        typer.Exit: always; 2 where there is no checkout.
+    Starts vllm serve MODEL without and with LMCache, and asks both the same
+    prompts through vLLM's own client: new documents, the same again, other
+    questions to them, conversations, and all after a restart. Between rounds
+    vLLM's own cache is emptied, as other prompts do that need its room.
+    Three starts; 5 to 15 minutes.
+
+    lmcache-hybrid bench MODEL -- --max-model-len 32768
+
+    Exit code 0: measured, 1: a server or a request failed.
     """
-    if not (ROOT / "benchmarks" / name).is_dir():
-        typer.echo(
-            "The benchmarks are not part of the wheel; clone the repository, run make venv "
-            f"there, and then .venv/bin/lmcache-hybrid bench {name}.",
-            err=True,
-        )
-        raise typer.Exit(2)
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}", *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-    )
-    raise typer.Exit(done.returncode)
+    check_model(model)
+    for option, path in (("--lmcache-config", lmcache_config), ("--out", out and out.parent)):
+        if path is not None and not path.exists():
+            raise typer.BadParameter(f"{option} {str(path)!r} does not exist")
+    need_host(EXIT_FAILED)
+    from lmcache_hybrid.tools.bench.report import as_json, print_table
+    from lmcache_hybrid.tools.bench.run import Load, measure
+    from lmcache_hybrid.tools.bench.server import ServerError
+
+    load = Load(documents, tokens, output_tokens, concurrency)
+    errors = Console(stderr=True, highlight=False)
+    handle, name = tempfile.mkstemp(prefix="lmcache-hybrid-bench-", suffix=".log")
+    os.close(handle)
+    log = Path(name)
+    with tempfile.TemporaryDirectory(prefix="lmcache-hybrid-bench-") as folder:
+        environment = {"LMCACHE_CONFIG_FILE": str(lmcache_config or _written(Path(folder)))}
+        try:
+            with progress(errors) as say:
+                found = list(measure(model, vllm_flags or [], load, environment, log, say))
+        except (ServerError, KeyboardInterrupt) as error:
+            errors.print(f"{error or 'Stopped'}. The log is {log}.", soft_wrap=True, markup=False)
+            raise typer.Exit(EXIT_FAILED) from None
+    if out is not None:
+        out.write_text(json.dumps(as_json(model, vllm_flags or [], load, found), indent=1) + "\n")
+    print_table(Console(highlight=False), found)
+    log.unlink()
 
 
-def _add(name: str, what: str) -> None:
-    # --help, too, is the benchmark's.
-    settings = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-
-    @bench.command(name, help=what, context_settings=settings)
-    def command(context: typer.Context) -> None:
-        _run(name, context.args)
-
-
-for _name, _what in BENCHMARKS.items():
-    _add(_name, _what)
+def _written(folder: Path) -> Path:
+    """An LMCache YAML of RAM and a disk in ``folder``; JSON is YAML."""
+    file = folder / "lmcache.yaml"
+    disk = {"local_disk": str(folder / "records"), "max_local_disk_size": DISK_GB}
+    file.write_text(json.dumps({"max_local_cpu_size": POOL_GB, **disk}))
+    return file

@@ -3,6 +3,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -67,3 +68,16 @@ def live_line(
     with Progress(*columns, console=console, transient=not keep, disable=disable) as bar:
         task = bar.add_task(text)
         yield lambda text: bar.update(task, description=text)
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Say]:
+    """Gives a function that shows what is being done: one live line, or one line each."""
+    started = time.monotonic()
+    if not console.is_terminal:
+        yield lambda text: console.print(
+            f"{time.monotonic() - started:5.0f} s  {text}", markup=False, soft_wrap=True
+        )
+        return
+    with live_line(console, "Starting") as say:
+        yield say

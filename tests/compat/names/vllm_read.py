@@ -120,6 +120,13 @@ READ = (
         ("hash_function", "parent_block_hash", "curr_block_token_ids", "extra_keys"),
     ),
     *attributes("vllm.logger", "_VllmLogger", "info_once warning_once"),
+    # lmcache_hybrid/tools/bench/client.py
+    Hook("vllm.benchmarks.serve", "add_cli_args", ("parser",)),
+    Hook("vllm.benchmarks.serve", "main", ("args",)),
+    Hook("vllm.benchmarks.serve", "get_samples", ("args", "tokenizer")),
+    *attributes(
+        "vllm.benchmarks.datasets", "SampleRequest", "prompt prompt_len expected_output_len"
+    ),
     Hook("torch.cpu", "_is_amx_tile_supported"),
     Hook("torch.backends.cpu", "get_cpu_capability"),
 )

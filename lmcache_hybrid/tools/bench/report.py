@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of :mod:`.run`, for people and for programs."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from lmcache_hybrid.tools.bench.run import ALONE, WITH, Load, Measured
+
+# Columns of the longest bar.
+BAR = 24
+
+
+def print_table(console: Console, found: Sequence[Measured]) -> None:
+    """A row for each round and server, with a bar of the time to the first token."""
+    longest = max(each.first_token_ms for each in found)
+    console.print(f"{'':15}{'first token':>12}{'requests/s':>12}{'from LMCache':>14}")
+    for title in dict.fromkeys(each.round for each in found):
+        console.print(title)
+        for each in (row for row in found if row.round == title):
+            bar = "█" * max(1, round(BAR * each.first_token_ms / longest))
+            console.print(
+                f"  {each.arm:13}{each.first_token_ms:>9,.0f} ms{each.requests_per_second:>12.2f}"
+                f"{each.loaded:>14.0%}  {bar}"
+            )
+    for sentence in sentences(found):
+        console.print(sentence)
+
+
+def sentences(found: Sequence[Measured]) -> list[str]:
+    """What the figures say in words, and what is wrong with them."""
+    times = {(each.arm, each.round): each.first_token_ms for each in found}
+    told = []
+    for each in found:
+        alone = times.get((ALONE, each.round))
+        if each.arm == WITH and alone is not None and each.loaded > 0.5:
+            told.append(
+                f"{each.round}: first token {alone / each.first_token_ms:.1f} times as fast."
+            )
+    if failed := sum(each.failed for each in found):
+        told.append(f"Loads of {failed:,} tokens failed: see lmcache-hybrid doctor, and the log.")
+    if not any(each.loaded for each in found):
+        told.append(
+            "Nothing came from LMCache: lmcache-hybrid doctor MODEL -- FLAGS says why. A prompt of "
+            "N tokens or fewer never hits."
+        )
+    return told
+
+
+def as_json(
+    model: str, flags: Sequence[str], load: Load, found: Sequence[Measured]
+) -> dict[str, Any]:
+    """All of it."""
+    return {
+        "model": model,
+        "flags": list(flags),
+        "load": asdict(load),
+        "rounds": [asdict(each) for each in found],
+    }

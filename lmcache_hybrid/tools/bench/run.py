@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks the rounds of servers with and without LMCache."""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmcache_hybrid.tools.bench.server import Server, ServerError
+from lmcache_hybrid.tools.bench.workload import Round, rounds
+from lmcache_hybrid.tools.subprocesses import start_module
+
+CLIENT = "lmcache_hybrid.tools.bench.client"
+CONNECTOR = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+TRANSFER_FLAG = "--kv-transfer-config"
+ALONE, WITH = "vLLM alone", "with LMCache"
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much is asked.
+
+    Attributes:
+        documents: in a round.
+        tokens: of a prompt; 0 for half of ``max_model_len``, at most 8,192.
+        output_tokens: of an answer.
+        concurrency: requests in flight at most.
+    """
+
+    documents: int = 8
+    tokens: int = 0
+    output_tokens: int = 32
+    concurrency: int = 4
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One round of one server.
+
+    Attributes:
+        arm: :data:`ALONE` or :data:`WITH`.
+        round: its title.
+        first_token_ms: median, in milliseconds.
+        requests_per_second: of the round.
+        own, loaded: shares of the prompts' tokens that came from vLLM's own cache and from LMCache.
+        failed: tokens whose load failed, which were computed.
+    """
+
+    arm: str
+    round: str
+    first_token_ms: float
+    requests_per_second: float
+    own: float
+    loaded: float
+    failed: int
+
+
+def arms(flags: Sequence[str]) -> dict[str, list[str]]:
+    """The flags of each server: those given, without and with our connector."""
+    alone, transfer = [], json.dumps(CONNECTOR)
+    given = iter(flags)
+    for flag in given:
+        name, joined, value = flag.partition("=")
+        if name == TRANSFER_FLAG:
+            transfer = value if joined else next(given, transfer)
+        else:
+            alone.append(flag)
+    return {ALONE: alone, WITH: [*alone, TRANSFER_FLAG, transfer]}
+
+
+class Client:
+    """vLLM's own client, in a process of its own. Owned by one thread until ``close``."""
+
+    def __init__(self, model: str, flags: Sequence[str], log: Path) -> None:
+        """Start it; it needs the model's tokenizer."""
+        # A mode, or a tokenizer of its own, is none of the client's business: prompts are IDs.
+        trusts = [flag for flag in flags if flag == "--trust-remote-code"]
+        self._model = {"model": model, "tokenizer": trusts}
+        with log.open("ab") as out:
+            self._process, self._answers = start_module(CLIENT, out, os.environ, own_session=True)
+
+    def ask(
+        self, url: str, served: str, prompts: Sequence[list[int]], load: Load
+    ) -> dict[str, Any]:
+        """Run it once.
+
+        Raises:
+            ServerError: the client ended, or a request failed.
+        """
+        assert self._process.stdin is not None
+        size = {"output_tokens": load.output_tokens, "concurrency": load.concurrency}
+        task = {"url": url, "served": served, "prompts": prompts, **self._model, **size}
+        with contextlib.suppress(BrokenPipeError):  # said below
+            self._process.stdin.write(json.dumps(task) + "\n")
+            self._process.stdin.flush()
+        line = self._answers.readline()
+        if not line:
+            raise ServerError(f"vllm bench serve ended with exit code {self._process.wait()}")
+        answer = json.loads(line)
+        if answer["completed"] != len(prompts):
+            raise ServerError(f"{len(prompts) - answer['completed']} requests failed")
+        return answer
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+        self._answers.close()
+
+
+def measure(
+    model: str,
+    flags: Sequence[str],
+    load: Load,
+    environment: Mapping[str, str],
+    log: Path,
+    say: Callable[[str], None],
+) -> Iterator[Measured]:
+    """Ask all rounds of both servers, one server after the other.
+
+    Args:
+        flags: of ``vllm serve``.
+        environment: of the server with LMCache, beside this process's.
+        log: takes what servers and client print.
+        say: told what is being done.
+
+    Raises:
+        ServerError: a server or the client failed.
+    """
+    with contextlib.closing(Client(model, flags, log)) as client:
+        for arm, arguments in arms(flags).items():
+            say(f"{arm}: starting vllm serve {model}")
+            own = environment if arm == WITH else {}
+            with Server(model, arguments, log, own) as server:
+                name, longest = server.longest()
+                asked = rounds(load.documents, load.tokens or min(8192, longest // 2), SEED)
+                for each in asked:
+                    if not each.restart:
+                        say(f"{arm}: {each.title}")
+                        found = _measured(arm, each, server, name, client, load)
+                        if each.measured:
+                            yield found
+            if arm == WITH:  # vLLM alone would compute them as new documents
+                say(f"{arm}: starting it again")
+                with Server(model, arguments, log, own) as server:
+                    for each in asked:
+                        if each.restart:
+                            yield _measured(arm, each, server, name, client, load)
+
+
+def _measured(
+    arm: str, each: Round, server: Server, model: str, client: Client, load: Load
+) -> Measured:
+    if each.forget:
+        server.forget()
+    before = server.counts()
+    answer = client.ask(server.url, model, each.prompts, load)
+    after = server.counts()
+    grown = {name: after[name] - before[name] for name in after}
+    return Measured(
+        arm,
+        each.title,
+        first_token_ms=round(answer["median_ttft_ms"], 1),
+        requests_per_second=round(answer["request_throughput"], 3),
+        own=round(grown["own"] / grown["prompt"], 4),
+        loaded=round(grown["loaded"] / grown["prompt"], 4),
+        failed=int(grown["failed"]),
+    )

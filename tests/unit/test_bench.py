@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lmcache-hybrid bench``: what it asks, what it says, and how it ends."""
+
+import itertools
+import json
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from lmcache_hybrid.tools.bench import server
+from lmcache_hybrid.tools.bench.report import print_table, sentences
+from lmcache_hybrid.tools.bench.run import ALONE, CONNECTOR, WITH, Measured, arms
+from lmcache_hybrid.tools.bench.workload import QUESTION_TOKENS, rounds
+from lmcache_hybrid.tools.cli import app
+
+OTHER = json.dumps({"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_consumer"})
+TITLE = "the same prompts after others"
+
+
+def common(one: list[int], other: list[int]) -> int:
+    """Tokens at the start of both."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
+
+
+def test_rounds_share_what_their_titles_say():
+    asked = {each.title: each for each in rounds(3, 600, 0)}
+    new, same = asked["new documents"], asked[TITLE]
+    assert same.prompts == asked["the same prompts at once"].prompts == new.prompts
+    assert same.forget and not asked["the same prompts at once"].forget
+    for title in ("another question to each document", "documents after a restart"):
+        pairs = list(zip(new.prompts, asked[title].prompts, strict=True))
+        assert all(len(two) == 600 for _, two in pairs)
+        assert all(600 - QUESTION_TOKENS <= common(*pair) < 600 for pair in pairs)
+    turns = [asked["turn 1"], asked["turn 2"], asked["the next turn of a conversation"]]
+    for before, after in itertools.pairwise(turns):
+        assert all(
+            common(one, two) == len(one) < len(two)
+            for one, two in zip(before.prompts, after.prompts, strict=True)
+        )
+    assert not asked["warm up"].measured and common(asked["warm up"].prompts[0], new.prompts[0]) < 9
+    assert [each.title for each in asked.values() if each.restart] == ["documents after a restart"]
+
+
+def test_other_seeds_are_other_prompts():
+    (one, other) = (rounds(2, 300, seed)[1].prompts for seed in (0, 1))
+    assert common(one[0], other[0]) < 9 and rounds(2, 300, 0)[1].prompts == one
+
+
+@pytest.mark.parametrize(
+    "flag", [["--kv-transfer-config", OTHER], [f"--kv-transfer-config={OTHER}"]]
+)
+def test_each_server_has_the_users_flags(flag):
+    plain = ["--max-model-len", "4096"]
+    assert arms(plain) == {
+        ALONE: plain,
+        WITH: [*plain, "--kv-transfer-config", json.dumps(CONNECTOR)],
+    }
+    found = arms(["-tp", "2", *flag, "--enforce-eager"])
+    assert found[ALONE] == ["-tp", "2", "--enforce-eager"]
+    assert found[WITH] == [*found[ALONE], "--kv-transfer-config", OTHER]
+
+
+def measured(arm: str, loaded: float = 0.0, failed: int = 0, ms: float = 100.0) -> Measured:
+    return Measured(arm, TITLE, ms, 2.0, 0.0, loaded, failed)
+
+
+def test_the_figures_are_said_in_words():
+    good = [measured(ALONE, ms=900), measured(WITH, 0.94, ms=300)]
+    assert sentences(good) == [f"{TITLE}: first token 3.0 times as fast."]
+    (nothing,) = sentences([measured(ALONE), measured(WITH)])
+    assert nothing.startswith("Nothing came from LMCache: lmcache-hybrid doctor MODEL -- FLAGS")
+    assert "Loads of 5 tokens failed" in " ".join(sentences([measured(WITH, 0.1, 5)]))
+
+
+def test_the_table_fits_a_terminal(capsys):
+    print_table(Console(width=80), [measured(ALONE, ms=123_456), measured(WITH, 1.0, ms=1.0)])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) == 5
+    assert "123,456 ms" in lines[2] and "100%" in lines[3]
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["/no/such/model"], "does not exist"),
+        (["some/model", "--lmcache-config", "/no/such/file"], "'/no/such/file' does not exist"),
+        (["some/model", "--out", "/no/such/folder/out.json"], "'/no/such/folder' does not exist"),
+        (["some/model", "--documents", "0"], "greater than or equal to 1"),
+    ],
+)
+def test_usage_errors(words, told):
+    result = CliRunner().invoke(app, ["bench", *words])
+    assert result.exit_code == 2 and told in " ".join(result.output.replace("│", "").split())
+
+
+def test_a_server_that_does_not_start_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    script = tmp_path / "vllm.py"
+    script.write_text("import sys\nsys.exit(3)\n")
+    monkeypatch.setattr(server, "COMMAND", script)
+    monkeypatch.setattr("lmcache_hybrid.tools.bench.run.CLIENT", "json.tool")
+    result = CliRunner().invoke(app, ["bench", "some/model"])
+    assert result.exit_code == 1
+    assert "vllm serve ended with exit code 3 before it served. The log is " in result.output
+    assert len(list(tmp_path.glob("*.log"))) == 1
