@@ -2,10 +2,9 @@
 """Says what of a request may be cached, and under which keys."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
-from vllm.logger import init_logger
 
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.groups import GroupPlan
@@ -16,45 +15,35 @@ from lmcache_hybrid.protocol.prefix import Prefix
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-logger = init_logger("vllm.lmcache_hybrid.scheduler.prompt")
 
-
-def transfer_params(request: "Request") -> dict[str, Any]:
-    """Return the request's ``lmcache.*`` settings (``kv_transfer_params``, sampling extra args)."""
-    from lmcache.integration.vllm.utils import extract_request_configs_from_request
-
-    return extract_request_configs_from_request(request) or {}
-
-
-def prefix_of(request: "Request", block_size: int, hashes_per_block: int) -> Prefix | None:
+def prefix_of(
+    request: "Request",
+    block_size: int,
+    hashes_per_block: int,
+    tags: tuple[tuple[str, str], ...] | None = (),
+) -> Prefix | None:
     """Return the prompt's whole blocks; None when the request must not be cached.
 
     vLLM's block hashes cover tokens, multimodal items, LoRA name and path, and cache salt.
     Tags add the user's ``lmcache.tag.*`` and, once the ranks have named it, the content of
     the LoRA adapter.
+
+    Args:
+        tags: the user's, see :class:`.request_configs.RequestConfigs`.
     """
-    if getattr(request, "prompt_embeds", None) is not None or not may_cache(request):
+    if tags is None or getattr(request, "prompt_embeds", None) is not None:
         return None
-    tags = []
-    for key, value in sorted(transfer_params(request).items()):
-        if key.startswith("lmcache.tag."):
-            name = key.removeprefix("lmcache.tag.")
-            if not isinstance(value, str) or not _is_plain(name + value):
-                logger.warning_once(
-                    "Requests tagged %s=%s are not cached: LMCache needs tags that are printable "
-                    "strings without '@' and '%%'.",
-                    key,
-                    repr(value)[:80],
-                )
-                return None
-            tags.append((name, value))
+    if not may_cache(request):
+        return None
     lora = request.lora_request
     adapter = None if lora is None else Adapter(lora)
     blocks = request.num_prompt_tokens // block_size
-    return extended(Prefix((), tuple(tags), adapter), request, blocks, hashes_per_block)
+    return extended(Prefix((), tags, adapter), request, blocks, hashes_per_block)
 
 
-def why_unsaved(request: "Request", prefix: Prefix | None, options: Options) -> str | None:
+def why_unsaved(
+    request: "Request", prefix: Prefix | None, options: Options, skip_save: bool
+) -> str | None:
     """Return why nothing of a request is stored, as counters name it; None if it is stored."""
     if prefix is None:
         return "uncacheable"
@@ -62,7 +51,7 @@ def why_unsaved(request: "Request", prefix: Prefix | None, options: Options) -> 
         return "read_only"
     if options.priority_limit is not None and request.priority > options.priority_limit:
         return "priority"
-    return "skip_save" if transfer_params(request).get("lmcache.skip_save", False) else None
+    return "skip_save" if skip_save else None
 
 
 def why_unread(request: "Request") -> str | None:
@@ -91,7 +80,3 @@ def inner_hashes(
         return {}
     inside = (tokens for tokens in boundaries if tokens % plan.block_size)
     return {tokens: bytes(request.block_hashes[tokens // plan.unit - 1]) for tokens in inside}
-
-
-def _is_plain(text: str) -> bool:
-    return text.isprintable() and not set("@%") & set(text)

@@ -28,6 +28,7 @@ from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.patience import EmptySteps
 from lmcache_hybrid.scheduler.pins import Pins
 from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of, why_unread, why_unsaved
+from lmcache_hybrid.scheduler.request_configs import RequestConfigsReader
 from lmcache_hybrid.scheduler.save_planner import CachedBlocks, FinalSaves, Offer, SavePlanner
 from lmcache_hybrid.scheduler.shared_prefills import SharedPrefills
 from lmcache_hybrid.scheduler.tracker import Loading, RequestTracker
@@ -105,6 +106,7 @@ class HybridScheduler:
         self._planner = SavePlanner(plan, options, self._hashes_per_block, self.ledger)
         self.prefills = SharedPrefills(plan.block_size, self.ledger, self._meet)
         self._granularity = Granularity(plan, self.ledger)
+        self._configs = RequestConfigsReader()
         self._admission = Admission(
             plan, options, queue, self._policy, self._pins, self.ledger, self._watch, self._found
         )
@@ -194,12 +196,13 @@ class HybridScheduler:
             self.finished(request)
             before, tracker = tracker, None
         if tracker is None:
-            prefix = prefix_of(request, size, self._hashes_per_block)
+            asked = self._configs.read(request)
+            prefix = prefix_of(request, size, self._hashes_per_block, asked.tags)
             # vLLM knows a session by its last part's parameters; what was asked for the parts
             # before holds for their tokens.
             if before is not None and (prefix is None or before.tags != prefix.tags):
                 prefix = None
-            unsaved = why_unsaved(request, prefix, self._options)
+            unsaved = why_unsaved(request, prefix, self._options, asked.skip_save)
             if before is not None and before.skip_save:
                 unsaved = unsaved or "skip_save"
             unit = self._plan.unit

@@ -33,6 +33,7 @@ from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.protocol.prefix import Prefix, record_keys
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
+from lmcache_hybrid.scheduler.request_configs import RequestConfigsReader
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.record import digests_of
 from lmcache_hybrid.tools.tiny_models import make_model
@@ -250,6 +251,10 @@ def make_request(
         block_hasher=get_request_block_hasher(hash_block_size, sha256_cbor),
         **kwargs,
     )
+
+
+def tags_of(request: Request) -> tuple[tuple[str, str], ...] | None:
+    return RequestConfigsReader().read(request).tags
 
 
 Tables = dict[str, tuple[list[int], ...]]

@@ -10,7 +10,7 @@ from lmcache_hybrid.protocol.metadata import ConnectorMetadata, LoadSpec, SaveSp
 from lmcache_hybrid.scheduler.prompt import prefix_of
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 
-from .helpers import OPTIONS, PLAN, N, Ranks, fill, make_output
+from .helpers import OPTIONS, PLAN, N, Ranks, fill, make_output, tags_of
 
 # PLAN: states in groups 0, 1 and 3, attention in group 2.
 STATES = PLAN.states
@@ -47,7 +47,7 @@ class Rig:
 
     def holds(self, request, attention: int, *states: int) -> "Rig":
         """Let every rank hold blocks of the request's prompt."""
-        prefix = prefix_of(request, N, 1)
+        prefix = prefix_of(request, N, 1, tags_of(request))
         for store in self.ranks.stores:
             fill(store, prefix, attention, states, self.plan)
         return self

@@ -22,7 +22,7 @@ from lmcache_hybrid.scheduler import events as module
 from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.prompt import prefix_of
 
-from .helpers import PLAN, STATE_SPEC, N, make_request
+from .helpers import PLAN, STATE_SPEC, N, make_request, tags_of
 from .lmcache_settings import lmcache_config, transfer, vllm_config
 from .scheduler_rig import Rig, all_offers
 
@@ -43,7 +43,7 @@ class EventRig(Rig):
 
     def stored(self, request, blocks: int, states=(), tier=RAM, rank=0, epoch=0, **state) -> list:
         """Rank ``rank`` reports pages of the first blocks and states at boundaries."""
-        prefix, changes = prefix_of(request, N, 1), []
+        prefix, changes = prefix_of(request, N, 1, tags_of(request)), []
         for at in range(blocks):
             keys = record_keys(prefix, at, N, 0, PLAN.attention)
             if at + 1 in states:

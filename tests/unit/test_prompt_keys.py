@@ -4,16 +4,18 @@
 from pathlib import Path
 
 import pytest
+import torch
 from vllm.lora.request import LoRARequest
 
 from lmcache_hybrid.scheduler.prompt import prefix_of
 
-from .helpers import N, make_request
+from .helpers import N, make_request, tags_of
 from .scheduler_rig import Rig, all_offers
 
 
 def keys(**kwargs):
-    return prefix_of(make_request(tokens=2 * N, **kwargs), N, 1)
+    request = make_request(tokens=2 * N, **kwargs)
+    return prefix_of(request, N, 1, tags_of(request))
 
 
 HERE = Path(__file__).parent  # folders stand for adapters' folders
@@ -68,7 +70,7 @@ def test_the_order_of_tags_does_not_matter():
     assert one.tags == (("a", "1"), ("b", "2"))
 
 
-@pytest.mark.parametrize("value", ["a@b", "50%", 7, None, ["x"], {"a": 1}])
+@pytest.mark.parametrize("value", ["a@b", "50%", "a\n", 7.0, True, None, ["x"], {"a": 1}])
 def test_a_bad_tag_means_no_caching(value):
     tagged_request = make_request(params=tagged(user=value))
     rig = Rig().holds(make_request(), 3, 3)
@@ -79,6 +81,23 @@ def test_a_bad_tag_means_no_caching(value):
 
 def test_a_bad_tag_name_means_no_caching():
     assert keys(params={"lmcache.tag.a@b": "x"}) is None
+
+
+@pytest.mark.parametrize("stored, asked", [("7", 7), (7, "7"), (-7, "-7")])
+def test_a_whole_number_and_its_text_are_one_tag(stored, asked):
+    """As in LMCache's names of records."""
+    mine, same = (make_request(r, params=tagged(user=v)) for r, v in (("a", stored), ("b", asked)))
+    assert Rig().holds(mine, 3, 3).match(same) == (3 * N, True)
+
+
+def test_whole_numbers_are_tags_that_lmcache_reads_back():
+    from lmcache.utils import CacheEngineKey
+
+    def name(value) -> str:
+        return CacheEngineKey("m", 1, 0, 0, torch.uint8, tagged(user=value)).to_string()
+
+    assert name(7) == name("7") != name("07")
+    assert [dict(keys(params=tagged(user=v)).tags)["user"] for v in (7, "07")] == ["7", "07"]
 
 
 def test_tagged_requests_hit_their_own_tags_only():

@@ -6,6 +6,7 @@ from tests.mutants.defect import Defect, one
 CONFIGURATION = "vllm_patch/configuration.py"
 OPTIONS = "lmcache_hybrid/config/options.py"
 VALUES = "lmcache_hybrid/config/values.py"
+REQUESTS = "lmcache_hybrid/scheduler/request_configs.py"
 
 DEFECTS: tuple[Defect, ...] = (
     one(
@@ -193,5 +194,47 @@ DEFECTS: tuple[Defect, ...] = (
         "lmcache_hybrid/connector.py",
         "        if self._registered:\n",
         "        if False:\n",
+    ),
+    one(
+        "a request that says false as a string is not stored",
+        REQUESTS,
+        "            return _SWITCH[known]\n",
+        "            return bool(value)\n",
+    ),
+    one(
+        "a request is stored that does not say whether it may be",
+        REQUESTS,
+        "                _shown(value),\n            )\n        return True\n",
+        "                _shown(value),\n            )\n        return False\n",
+    ),
+    one(
+        "true and 1 are one tag",
+        REQUESTS,
+        "        if type(value) is int:\n",
+        "        if isinstance(value, int):\n",
+    ),
+    one(
+        "a request whose tag is none shares with those that have no tags",
+        REQUESTS,
+        "                    tags = None\n",
+        "                    pass\n",
+    ),
+    one(
+        "each wrong name of a client is in the log",
+        REQUESTS,
+        "        if name in warned or len(warned) > MOST_NAMES:\n",
+        "        if name in warned:\n",
+    ),
+    one(
+        "a misspelt setting of a request is ignored without a word",
+        REQUESTS,
+        '            elif self._is_first("unknown", name):\n',
+        "            elif False:\n",
+    ),
+    one(
+        "a setting of LMCache's other connector is ignored without a word",
+        REQUESTS,
+        '                if self._is_first("unserved", name):\n',
+        "                if False:\n",
     ),
 )
