@@ -32,13 +32,14 @@ from lmcache_hybrid.config.options import (
     without_hits,
 )
 from lmcache_hybrid.config.parallel import check_parallelism, check_prefix_cache, settle_disk_folder
+from lmcache_hybrid.config.tiers import described, prompt_bytes, tiers
 from lmcache_hybrid.core.errors import ConfigError, UnknownContentError
 from lmcache_hybrid.core.faults import caught, guarded
 from lmcache_hybrid.core.groups import layer_specs, page_bytes, plan_groups, suggested_unit
 from lmcache_hybrid.core.lmcache_stats import LMCacheMonitor
 from lmcache_hybrid.core.threads import before_the_process_ends
 from lmcache_hybrid.identity.adapters import ADAPTERS
-from lmcache_hybrid.metrics import HybridStats
+from lmcache_hybrid.metrics import HybridStats, counts_of
 from lmcache_hybrid.protocol.changes import RankReport, RankReports
 from lmcache_hybrid.protocol.failures import FailedLoads
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata
@@ -238,6 +239,7 @@ class HybridConnector:
         self.scheduler = HybridScheduler(
             plan, options, unit, self._queue, policy, self._events, pins
         )
+        self.scheduler.store_watch.in_ram = bool(config.local_cpu)
         self.scheduler.empty_steps = EmptySteps.of(parallel)
         self.scheduler.drafter = Drafter.of(self._vllm_config)
         if options.share_prefills:
@@ -249,6 +251,35 @@ class HybridConnector:
             plan.attention,
             tuple(window.group for window in plan.windows),
             plan.states,
+        )
+        self._log_tiers(config, options, sizes)
+
+    def _log_tiers(
+        self, config: "LMCacheEngineConfig", options: Options, sizes: dict[int, int]
+    ) -> None:
+        """Say where records are kept and what hits, once.
+
+        Args:
+            sizes: bytes of a record's pages on a rank, by group.
+        """
+        plan, vllm_config = self.plan, self._vllm_config
+        longest = vllm_config.model_config.max_model_len
+        attention, states = (
+            sum(sizes[group] for group in groups) for groups in (plan.attention, plan.states)
+        )
+        step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        taken = prompt_bytes(
+            options, longest, step_tokens, plan.block_size, plan.unit, attention, states
+        )
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        unit = plan.unit or plan.block_size
+        logger.info(
+            "LMCache keeps records in %s. Prompts longer than %d tokens hit, at multiples of %d.%s",
+            # How many pages of a window stay depends on the prompts.
+            described(tiers(config, options), 0 if plan.windows else taken, longest, ranks),
+            unit,
+            unit,
+            "" if options.save else " This engine stores nothing.",
         )
 
     def _start_lmcache(
@@ -561,6 +592,8 @@ class HybridConnector:
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
         if self.scheduler is not None:
             self.scheduler.transferred(output)
+            if counts := counts_of(output.kv_connector_stats):
+                self.scheduler.store_watch.reported(counts)
 
     def _leave_tail(
         self, request: "Request", block_ids: tuple[list[int], ...], offers: "Sequence[Offer]"

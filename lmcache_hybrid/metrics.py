@@ -369,6 +369,14 @@ class HybridStats(KVConnectorStats):
         return self.data.get(name, default)
 
 
+def counts_of(stats: KVConnectorStats | None) -> dict[str, Any]:
+    """What the ranks have counted, also where they are beside other connectors."""
+    if stats is None or isinstance(stats, HybridStats):
+        return {} if stats is None else stats.data
+    several = stats.data.values()  # of a MultiConnector
+    return next((each.data for each in several if isinstance(each, HybridStats)), {})
+
+
 class HybridPromMetrics(KVConnectorPromMetrics):
     """Registers METRICS with vLLM's registry and labels."""
 

@@ -32,7 +32,7 @@ class Admission:
         pins: Pins,
         ledger: Ledger[SchedulerCounts],
         watch: Callable[[RequestTracker], None],
-        found: Callable[[RequestTracker, LookupResult], None] = lambda tracker, result: None,
+        found: Callable[[RequestTracker, LookupRequest, LookupResult], None],
     ) -> None:
         """Ask nobody yet.
 
@@ -190,7 +190,7 @@ class Admission:
         if result.available:
             tracker.stored.attention = result.attention  # less than was sent, where a save failed
         self._watch(tracker)
-        self._found(tracker, result)
+        self._found(tracker, lookup.request, result)
         if tracker.request.skip_reading_prefix_cache:
             return  # nothing of it is loaded, whatever there is
         size, floor = self._plan.block_size, lookup.request.floor

@@ -14,7 +14,7 @@ from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.protocol.failures import FailedLoads
-from lmcache_hybrid.protocol.lookup import LookupResult
+from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata, LoadSpec, SaveSpec
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.accounts import count_hit
@@ -31,6 +31,7 @@ from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of, why_unread,
 from lmcache_hybrid.scheduler.request_configs import RequestConfigsReader
 from lmcache_hybrid.scheduler.save_planner import CachedBlocks, FinalSaves, Offer, SavePlanner
 from lmcache_hybrid.scheduler.shared_prefills import SharedPrefills
+from lmcache_hybrid.scheduler.store_watch import StoreWatch
 from lmcache_hybrid.scheduler.tracker import Loading, RequestTracker
 from lmcache_hybrid.scheduler.whole_items import is_barred
 
@@ -53,6 +54,7 @@ class HybridScheduler:
         empty_steps: says when a step may wait for loads.
         drafter: the engine's; none by default.
         prefills: whose prefixes others wait for.
+        store_watch: warns where nothing is stored or hit; to be told what the ranks count.
         closed: nothing is looked up and stored, because a reset failed or is under way.
     """
 
@@ -107,6 +109,7 @@ class HybridScheduler:
         self.prefills = SharedPrefills(plan.block_size, self.ledger, self._meet)
         self._granularity = Granularity(plan, self.ledger)
         self._configs = RequestConfigsReader()
+        self.store_watch = StoreWatch(plan, options)
         self._admission = Admission(
             plan, options, queue, self._policy, self._pins, self.ledger, self._watch, self._found
         )
@@ -229,6 +232,7 @@ class HybridScheduler:
             )
             tracker.tags = None if prefix is None else prefix.tags
             tracker.skip_save = unsaved == "skip_save"
+            tracker.unstored = unsaved or ("short" if short else None)
             self._trackers[request.request_id] = tracker
         elif self._options.save_decode:
             self._planner.extend(tracker, len(request.block_hashes) // self._hashes_per_block)
@@ -247,8 +251,9 @@ class HybridScheduler:
         self._planner.meet(tracker, boundary)
         self._watch(tracker)
 
-    def _found(self, tracker: RequestTracker, result: LookupResult) -> None:
-        """Describe what the ranks hold of a request, for events."""
+    def _found(self, tracker: RequestTracker, asked: LookupRequest, result: LookupResult) -> None:
+        """Take note of what the ranks hold of a request, and describe it for events."""
+        self.store_watch.answered(tracker, asked, result)
         if self.events is None or not (result.attention or result.tail):
             return
         inner = [result.boundary * self._plan.block_size + result.tail] if result.tail else []
@@ -319,6 +324,7 @@ class HybridScheduler:
         self._unsaved.clear()
         self.prefills.clear()
         self._final.forget()
+        self.store_watch.forget()
         if self.events is not None:
             self.events.reset(self._epoch)
         return self._epoch
@@ -494,6 +500,7 @@ class HybridScheduler:
         self._unsaved.pop(request.request_id, None)
         self.prefills.forget(request.request_id)
         if tracker is not None:
+            self.store_watch.ended(tracker)
             # The worker's load holds the claim itself and drops it when it ends.
             if not isinstance(tracker.phase, Loading):
                 self._drop(tracker, tracker.withdraw())

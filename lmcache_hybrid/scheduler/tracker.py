@@ -124,6 +124,8 @@ class RequestTracker:
         inner: tokens of the prompt up to its last boundary inside a block; 0 where none counts.
         tags: the user's; None where nothing may be cached.
         skip_save: whether the user asked that nothing is stored.
+        unstored: why nothing of it is stored, as counters name it; None if it is.
+        found: whether the store had records of it.
         save: whether this request's blocks are stored.
         checkpoints: where its steps end so that a state can be stored.
         phase: of its lookup and load.
@@ -157,6 +159,8 @@ class RequestTracker:
     inner: int = 0
     tags: tuple[tuple[str, str], ...] | None = None
     skip_save: bool = False
+    unstored: str | None = None
+    found: bool = False
     prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from lmcache_hybrid.connector import HybridConnector
 from lmcache_hybrid.core.counts import Ledger, WorkerCounts
 from lmcache_hybrid.core.faults import STRICT, caught
+from lmcache_hybrid.metrics import HybridStats
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
 from lmcache_hybrid.storage.claims import LMCacheClaim
 from lmcache_hybrid.storage.weights_guard import WeightsGuard
@@ -240,6 +241,15 @@ def test_a_reset_that_breaks_has_failed_and_nothing_is_served(lenient, hybrid_lo
     assert connector.reset_cache() is False and rig.scheduler.closed
     assert "A reset of all caches failed" in hybrid_log.text
     assert lenient == {"reset_cache": 1}
+
+
+def test_what_ranks_count_reaches_the_watch_over_the_store():
+    rig, heard = SchedulerRig(), []
+    rig.scheduler.store_watch = Namespace(reported=heard.append)
+    counts = {"worker.saved_bytes": 1}
+    for stats in (None, HybridStats(counts)):
+        door(rig).update_connector_output(KVConnectorOutput(kv_connector_stats=stats))
+    assert heard == [counts]
 
 
 def test_an_engine_whose_scheduler_side_is_off_computes():

@@ -419,6 +419,10 @@ def test_an_engine_says_once_what_it_serves_and_what_leaves_it_in_the_clear(
         "LMCache serves hybrid groups: blocks of 16 tokens, attention groups (0,), "
         "window groups (), state groups (1,)."
     )
+    (kept,) = [line for line in hybrid_log.messages if "keeps records" in line]
+    assert kept.startswith("LMCache keeps records in RAM (about ")
+    assert "prompts of max_model_len=" in kept
+    assert kept.endswith(" Prompts longer than 16 tokens hit, at multiples of 16.")
     told = [line for line in hybrid_log.messages if "unencrypted" in line]
     assert len(told) == bool(warned) and all(warned in line for line in told)
     assert "u:p@" not in hybrid_log.text

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from lmcache_hybrid.config import options
 from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.core.prefill import boundaries, chunk_tokens
 from lmcache_hybrid.storage.record import record_bytes
 from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.tools.cli.plan import BackendName, PlatformName, tokens
@@ -51,7 +52,7 @@ def test_states_steps_and_bytes_of_a_real_prefill(measured):
         chunk_ends = row["interval"] == CHUNK_ENDS
         checkpoint = CHUNK_ENDS if chunk_ends else row["interval"] * n
         work = Workload(context, 1, checkpoint=checkpoint, step_tokens=2048)
-        assert len(storage.boundaries(context, n, work.interval(n))) == row["states"]
+        assert len(boundaries(context, n, work.interval(n))) == row["states"]
         assert storage.prefill_steps(context, n, work.interval(n), 2048) == row["steps"]
         assert storage.stored(sizes, work, BACKENDS["ram"]).payload == row["bytes"]
 
@@ -60,12 +61,12 @@ def test_states_steps_and_bytes_of_a_real_prefill(measured):
 @pytest.mark.parametrize("budget", [1, 15, 16, 40, 48, 100])
 def test_chunks_end_where_vllm_ends_them_and_cost_no_step(context, budget):
     """Against walking: each step takes the budget, and ends at a multiple of N before the end."""
-    chunk, last = storage.chunk_tokens(budget, 16), (context - 1) // 16 * 16
+    chunk, last = chunk_tokens(budget, 16), (context - 1) // 16 * 16
     place, ends = 0, []
     while place < last:
         place = min(max((place + budget) // 16 * 16, place + 16), last)
         ends.append(place)
-    assert storage.boundaries(context, 16, chunk) == ends
+    assert boundaries(context, 16, chunk) == ends
     steps = [storage.prefill_steps(context, 16, interval, budget) for interval in (chunk, 0)]
     assert steps[0] == steps[1]
 
@@ -84,7 +85,7 @@ def test_chunks_of_later_prompts_begin_where_they_leave_the_shared_prefix():
 @pytest.mark.parametrize("checkpoint", [0, 16, 32, 64])
 def test_recomputed_tokens_are_those_behind_the_last_state(context, checkpoint):
     """Against counting: a branch after each number of shared tokens, one by one."""
-    ends = [0, *storage.boundaries(context, 16, checkpoint)]
+    ends = [0, *boundaries(context, 16, checkpoint)]
     lost = [place - max(end for end in ends if end <= place) for place in range(context)]
     branch = storage.after_branch(context, 16, checkpoint)
     assert branch.at_most == max(lost)
@@ -92,9 +93,9 @@ def test_recomputed_tokens_are_those_behind_the_last_state(context, checkpoint):
 
 
 def test_a_prompt_has_no_state_that_contains_its_last_token():
-    assert storage.boundaries(15, 16, 0) == storage.boundaries(16, 16, 16) == []
-    assert storage.boundaries(17, 16, 0) == [16]
-    assert storage.boundaries(48, 16, 16) == [16, 32]
+    assert boundaries(15, 16, 0) == boundaries(16, 16, 16) == []
+    assert boundaries(17, 16, 0) == [16]
+    assert boundaries(48, 16, 16) == [16, 32]
 
 
 def test_what_prompts_share_is_stored_once():

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.core.prefill import boundaries
 from lmcache_hybrid.tools.cli.units import HEAD, RATES, Unit, units
 from lmcache_hybrid.tools.sizing import catalogue, storage
 from lmcache_hybrid.tools.sizing.blocks import PLATFORMS, Platform, Sizes, compute
@@ -259,7 +260,7 @@ def _checkpoint(plan: Plan, tokens: int | str) -> dict:
     return {
         "tokens": tokens,
         "interval": interval,
-        "states": len(storage.boundaries(context, n, interval, unit)),
+        "states": len(boundaries(context, n, interval, unit)),
         "bytes_per_prompt": plan.per_prompt,
         "recomputed_at_most": branch.at_most,
         "recomputed_expected": round(branch.expected),
@@ -312,7 +313,7 @@ def _print(console: Console, plan: Plan) -> None:
         f"A prompt of {work.context:,} tokens takes {plan.per_prompt / 1e9:.3f} GB.\n{once}",
         highlight=False,
     )
-    if not storage.boundaries(work.context, n, 0, work.unit):
+    if not boundaries(work.context, n, 0, work.unit):
         console.print(
             f"[yellow]A prompt of {work.context} tokens never hits: it is no longer than "
             f"{work.unit or n}.[/]\n"

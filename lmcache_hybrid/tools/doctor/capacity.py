@@ -13,18 +13,15 @@ from lmcache import device_ops
 from rich.filesize import decimal
 
 from lmcache_hybrid.config.folders import MAX_AGE_KEY, MAX_SIZE_KEY, FolderLimits
-from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.config.shared_folders import shared_folders
+from lmcache_hybrid.config.tiers import GIB, Tier, prompt_bytes, tiers
 from lmcache_hybrid.core.errors import ConfigError, StoreError
 from lmcache_hybrid.storage.host_memory import DONT_ROUND, compiled_part_missing, rounded
 from lmcache_hybrid.storage.remote.clients import SCHEMES, Client
 from lmcache_hybrid.tools.doctor.context import Context
 from lmcache_hybrid.tools.doctor.finding import Finding, error, ok, skipped, warning
-from lmcache_hybrid.tools.doctor.model import Model
-from lmcache_hybrid.tools.sizing.storage import boundaries, chunk_tokens
 from lmcache_hybrid.tools.stored.redis_client import connect
 
-GIB = 1 << 30
 # Less than this is as good as full.
 FULL_BYTES = 64 << 20
 # A store that holds fewer of the longest prompts keeps hardly anything until it is asked again.
@@ -57,31 +54,15 @@ def check_memory(context: Context) -> Iterator[Finding]:
 
 def check_prompts(context: Context) -> Iterator[Finding]:
     """How many of the longest prompts RAM, local disk and folders hold."""
-    config = context.config
-    if config is None:
+    if context.config is None:
         return
-    remote = config.remote_url or config.remote_storage_plugins
-    if config.local_cpu:
-        limit = int(config.max_local_cpu_size * GIB)
-        # Before a larger tier it holds what is asked for again soon.
-        yield from _prompts(
-            context, "RAM", "max_local_cpu_size", limit, few=not (config.local_disk or remote)
-        )
-    if config.local_disk:
-        limit = int(config.max_local_disk_size * GIB)
-        yield from _prompts(context, "local_disk", "max_local_disk_size", limit, few=not remote)
-    if bound := _limits(context).max_bytes:
-        yield from _prompts(context, "fs://", MAX_SIZE_KEY, bound, shared=True)
+    with suppress(ConfigError):  # those who check the options say so
+        for tier in tiers(context.config, context.read_options()):
+            if tier.limit:
+                yield from _prompts(context, tier)
 
 
-def _prompts(
-    context: Context, tier: str, setting: str, limit: int, *, few: bool = True, shared: bool = False
-) -> Iterator[Finding]:
-    """
-    Args:
-        limit: bytes of each rank, or of all where they are ``shared``.
-        few: whether less than :data:`FEW` is worth a warning.
-    """
+def _prompts(context: Context, tier: Tier) -> Iterator[Finding]:
     model = context.model
     if model is None or not model.served or model.windows or not model.longest:
         return
@@ -89,32 +70,30 @@ def _prompts(
         options = context.read_options()
     except ConfigError:  # those who check the options say so
         return
-    ranks = model.ranks if shared else 1
-    taken = _prompt_bytes(model, options) * ranks
-    held = limit / taken
-    message = (
-        f"{tier} holds about {held:,.{held < 10:d}f} prompts of max_model_len={model.longest:,} "
-        f"tokens, which take {decimal(taken)}{'' if shared else ' per rank'}"
+    taken = prompt_bytes(
+        options,
+        model.longest,
+        model.step_tokens,
+        model.block_size,
+        model.unit,
+        model.attention_bytes,
+        model.state_bytes,
     )
-    if limit >= FEW * taken or not few:
+    taken *= model.ranks if tier.shared else 1
+    message = (
+        f"{tier.name} holds about {tier.holds(taken)} prompts of max_model_len={model.longest:,} "
+        f"tokens, which take {decimal(taken)}{'' if tier.shared else ' per rank'}"
+    )
+    # Before a larger tier it holds what is asked for again soon.
+    if tier.limit >= FEW * taken or not tier.last:
         yield ok("prompts", f"{message}.")
         return
     yield warning(
         "prompts",
         f"{message}, so a few of them push all others out.",
-        f"Set {setting} to {FEW * taken / GIB:,.1f} or more, or --max-model-len to what you serve.",
+        f"Set {tier.setting} to {FEW * taken / GIB:,.1f} or more, or --max-model-len to what you "
+        "serve.",
     )
-
-
-def _prompt_bytes(model: Model, options: Options) -> int:
-    """Of all pages and states that the longest prompt leaves on a rank."""
-    size = model.block_size
-    interval = (
-        chunk_tokens(model.step_tokens, size) if options.chunk_ends else options.checkpoint_tokens
-    )
-    states = boundaries(model.longest, size, interval, model.unit)
-    blocks = model.longest // size + sum(end % size > 0 for end in states)
-    return max(1, blocks * model.attention_bytes + len(states) * model.state_bytes)
 
 
 def _limits(context: Context) -> FolderLimits:
@@ -204,7 +183,7 @@ def check_redis(context: Context) -> Iterator[Finding]:
     finally:
         client.close()
     if limit := sum(int(memory.get("maxmemory", 0)) for _, memory in memories):
-        yield from _prompts(context, "Redis", "maxmemory (in GB)", limit, shared=True)
+        yield from _prompts(context, Tier("Redis", "maxmemory (in GB)", limit, shared=True))
     for where, memory in memories:
         yield _redis_memory(
             where,

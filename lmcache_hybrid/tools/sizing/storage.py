@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import suggested_unit
+from lmcache_hybrid.core.prefill import boundaries, chunk_tokens
 from lmcache_hybrid.storage.record import record_bytes
 from lmcache_hybrid.tools.sizing.blocks import Group, Sizes
 from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE
@@ -108,25 +109,6 @@ class Workload:
             raise ConfigError(
                 f"--shared {self.shared} is more than --context {self.context}; make it less."
             )
-
-
-def chunk_tokens(step_tokens: int, block_size: int) -> int:
-    """Tokens of a chunk of a prefill that is alone in the engine: each ends at a multiple of N."""
-    return max(1, step_tokens // block_size) * block_size
-
-
-def boundaries(
-    context: int, block_size: int, interval: int, unit: int = 0, start: int = 0
-) -> list[int]:
-    """List where a prefill of ``context`` tokens leaves states, in tokens, in order.
-
-    The last boundary before its last token, every ``interval`` tokens from ``start`` up to there,
-    and the last multiple of ``unit``.
-    """
-    end = (context - 1) // block_size * block_size
-    states = set(range(start + interval, end + 1, interval)) if interval else set()
-    inner = (context - 1) // unit * unit if unit else 0
-    return sorted((states | {end, inner}) - {0})
 
 
 @dataclass(frozen=True)

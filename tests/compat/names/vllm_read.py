@@ -104,6 +104,8 @@ READ = (
     Hook("vllm.v1.core.kv_cache_manager", "KVCacheManager.coordinator"),
     Hook("vllm.v1.core.kv_cache_manager", "KVCacheManager.block_pool"),
     Hook("vllm.v1.core.sched.output", "NewRequestData.req_id"),
+    # lmcache_hybrid/connector.py
+    *attributes("vllm.v1.outputs", "KVConnectorOutput", "kv_connector_stats"),
     Hook(f"{_BASE}.base", "KVConnectorRole.SCHEDULER"),
     Hook(f"{_BASE}.base", "KVConnectorRole.WORKER"),
     Hook(f"{_BASE}.metrics", "KVConnectorPromMetrics.per_engine_labelvalues"),

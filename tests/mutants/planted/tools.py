@@ -18,7 +18,7 @@ DEFECTS = (
     ),
     one(
         "plan knows no chunk where a step is shorter than a block",
-        "lmcache_hybrid/tools/sizing/storage.py",
+        "lmcache_hybrid/core/prefill.py",
         "max(1, step_tokens // block_size) * block_size",
         "step_tokens // block_size * block_size",
     ),
@@ -79,15 +79,15 @@ DEFECTS = (
     ),
     one(
         "the doctor forgets states where chunks end",
-        "lmcache_hybrid/tools/doctor/capacity.py",
-        "chunk_tokens(model.step_tokens, size) if options.chunk_ends else",
-        "0 if options.chunk_ends else",
+        "lmcache_hybrid/config/tiers.py",
+        "    interval = chunk if options.chunk_ends else",
+        "    interval = 0 if options.chunk_ends else",
     ),
     one(
         "the doctor gives each rank the whole of a shared store",
         "lmcache_hybrid/tools/doctor/capacity.py",
-        "    ranks = model.ranks if shared else 1\n",
-        "    ranks = 1\n",
+        "    taken *= model.ranks if tier.shared else 1\n",
+        "",
     ),
     one(
         "the doctor says nothing of a folder without a limit",

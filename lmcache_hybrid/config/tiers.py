@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where LMCache keeps records, and how many of the longest prompts fit there."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lmcache_hybrid.config.folders import MAX_SIZE_KEY
+from lmcache_hybrid.config.options import Options
+from lmcache_hybrid.core.prefill import boundaries, chunk_tokens
+
+if TYPE_CHECKING:
+    from lmcache.v1.config import LMCacheEngineConfig
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One place.
+
+    Attributes:
+        name: as it is shown.
+        setting: what bounds it, empty where no setting does.
+        limit: bytes of each rank, or of all where they are ``shared``; 0 where nobody here knows.
+        last: whether no larger tier is below it.
+    """
+
+    name: str
+    setting: str = ""
+    limit: int = 0
+    shared: bool = False
+    last: bool = True
+
+    def holds(self, taken: int) -> str:
+        """How many prompts of ``taken`` bytes fit, as a number to show."""
+        held = self.limit / taken
+        return f"{held:,.{held < 10:d}f}"
+
+
+def tiers(config: "LMCacheEngineConfig", options: Options) -> Iterator[Tier]:
+    """Each place that the configuration names, in the order in which LMCache looks there."""
+    remote = [str(config.remote_url).partition("://")[0]] if config.remote_url else []
+    remote += config.remote_storage_plugins or []
+    if config.local_cpu:
+        limit = int(config.max_local_cpu_size * GIB)
+        last = not (config.local_disk or remote)
+        yield Tier("RAM", "max_local_cpu_size", limit, last=last)
+    if config.local_disk:
+        limit = int(config.max_local_disk_size * GIB)
+        yield Tier("local_disk", "max_local_disk_size", limit, last=not remote)
+    if bound := options.folder_limits.max_bytes:
+        yield Tier("fs://", MAX_SIZE_KEY, bound, shared=True)
+    elif remote:
+        yield Tier(f"{remote[0]}://", shared=True)
+
+
+def prompt_bytes(
+    options: Options,
+    longest: int,
+    step_tokens: int,
+    block_size: int,
+    unit: int,
+    attention_bytes: int,
+    state_bytes: int,
+) -> int:
+    """Bytes of all pages and states that a prompt of ``longest`` tokens leaves on a rank.
+
+    Args:
+        step_tokens: ``max_num_batched_tokens``.
+        unit: U in tokens, 0 for hits at multiples of N only.
+        attention_bytes: of all attention pages of one block.
+        state_bytes: of all states at one boundary.
+    """
+    chunk = chunk_tokens(step_tokens, block_size)
+    interval = chunk if options.chunk_ends else options.checkpoint_tokens
+    states = boundaries(longest, block_size, interval, unit)
+    blocks = longest // block_size + sum(end % block_size > 0 for end in states)
+    return max(1, blocks * attention_bytes + len(states) * state_bytes)
+
+
+def described(places: Iterable[Tier], taken: int, longest: int, ranks: int) -> str:
+    """The tiers in words.
+
+    Args:
+        taken: bytes of the longest prompt on a rank; 0 where they are not known.
+        longest: ``max_model_len`` in tokens.
+        ranks: that share a tier.
+    """
+    named = []
+    for tier in places:
+        held = tier.holds(taken * ranks if tier.shared else taken) if tier.limit and taken else ""
+        room = f" (about {held} prompts of max_model_len={longest:,})" if held else ""
+        named.append(f"{tier.name}{room}")
+    return " and ".join(named) or "no place"

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warns where nothing is stored of many prompts, or nothing hits, and names what stops them."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.logger import init_logger
+
+from lmcache_hybrid.config.options import Options
+from lmcache_hybrid.core.groups import GroupPlan, suggested_unit
+from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
+from lmcache_hybrid.scheduler.tracker import RequestTracker
+
+logger = init_logger("vllm.lmcache_hybrid.scheduler.store_watch")
+
+# Prompts of which nothing was stored, and lookups without a hit, before a warning.
+PROMPTS, LOOKUPS = 50, 200
+# Fewer prompts are enough over so many seconds.
+FEW_PROMPTS, LONG_SECONDS = 10, 600.0
+# What the last prompts stored is reported a few steps after they end.
+SETTLE_SECONDS = 10.0
+REPEAT_SECONDS = 3600.0
+# Prompts or lookups from one look at the clock to the next, which costs more than counting.
+LOOK = 5
+SEE = "See docs/troubleshooting.md, 'No hits at all'."
+
+
+@dataclass
+class Spell:
+    """A time in which something did not happen.
+
+    Attributes:
+        count: prompts or lookups in it.
+        since: clock at its first look, when ``count`` was LOOK.
+        why: what stopped them, how often.
+        said: whether there was a warning of it.
+        silent_until: clock before which there is none, of this or a later spell.
+    """
+
+    count: int = 0
+    since: float = 0.0
+    why: Counter[str] = field(default_factory=Counter)
+    said: bool = False
+    silent_until: float = 0.0
+
+    def add(self, why: str | None) -> bool:
+        """Count one more, and what stopped it where that is known. Returns whether to look."""
+        self.count += 1
+        if why is not None:
+            self.why[why] += 1
+        return self.count % LOOK == 0
+
+
+class StoreWatch:
+    """Looks at prompts as they are answered and end. Used by the scheduler's thread only.
+
+    A prompt counts when it ends, because only then all of it was to be stored.
+
+    Attributes:
+        in_ram: whether LMCache keeps records in RAM, too, so that those are stored whose write to
+            another backend fails.
+    """
+
+    def __init__(
+        self, plan: GroupPlan, options: Options, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._unit = plan.unit or plan.block_size
+        helps = plan.with_unit(1).unit and not plan.unit
+        self._finer = suggested_unit(plan.block_size) if helps else 0
+        self._options, self._clock = options, clock
+        self._holds = False  # whether the store is known to hold records
+        self._unstored, self._missed = Spell(), Spell()
+        self.in_ram = True
+
+    def answered(self, tracker: RequestTracker, asked: LookupRequest, result: LookupResult) -> None:
+        """The ranks have said what they have of a prompt."""
+        if result.boundary or result.tail:
+            tracker.found = self._holds = True
+            if self._missed.count:
+                self._end(self._missed, "LMCache serves hits again.")
+            return
+        why = None
+        if result.attention:
+            tracker.found = self._holds = True
+            why = "states"
+        elif not result.available:
+            why = "silent"
+            self._unstored.why[why] += 1
+        # What vLLM's own cache holds, or a prompt of one block, can be no hit.
+        could_hit = not asked.floor and (asked.limit or asked.limit_tail)
+        is_first = not (tracker.logged or tracker.request.skip_reading_prefix_cache)
+        spell = self._missed
+        look = self._holds and could_hit and is_first and spell.add(why)
+        if look and self._is_due(spell, LOOKUPS, LOOKUPS):
+            spell.why["nothing"] = spell.count - spell.why["states"] - spell.why["silent"]
+            self._warn(
+                f"LMCache holds records, and none of the last {spell.count} lookups was a hit",
+                spell,
+            )
+
+    def ended(self, tracker: RequestTracker) -> None:
+        """A request has ended."""
+        request = tracker.request
+        if tracker.found or request.num_computed_tokens < request.num_prompt_tokens:
+            return
+        # Who may not be stored is worth a word only where nothing ever was.
+        if not self._options.save or self._holds and tracker.unstored:
+            return
+        spell = self._unstored
+        look = spell.add(tracker.unstored or (None if tracker.save else "dropped"))
+        if look and self._is_due(spell, PROMPTS, FEW_PROMPTS):
+            self._warn(f"LMCache has stored nothing of the last {spell.count} prompts", spell)
+
+    def reported(self, counts: Mapping[str, Any]) -> None:
+        """The ranks have counted something.
+
+        Args:
+            counts: see :meth:`lmcache_hybrid.core.counts.Ledger.report`.
+        """
+        failed = counts.get("worker.failed_writes", {})
+        if counts.get("worker.saved_bytes") and (self.in_ram or not failed):
+            self._holds = True
+            if self._unstored.count or self._unstored.why:
+                self._end(self._unstored, "LMCache stores prompts again.")
+        for why, times in counts.get("worker.skipped_saves", {}).items():
+            self._unstored.why[f"save {why}"] += times
+        for backend, times in failed.items():
+            self._unstored.why[f"write {backend}"] += times
+
+    def forget(self) -> None:
+        """The store was cleared."""
+        self._holds = False
+        self._unstored, self._missed = Spell(), Spell()
+
+    def _is_due(self, spell: Spell, most: int, few: int) -> bool:
+        now = self._clock()
+        if spell.count == LOOK:
+            spell.since = now
+        seconds = now - spell.since
+        if seconds < SETTLE_SECONDS or spell.count < (few if seconds >= LONG_SECONDS else most):
+            return False
+        if now < spell.silent_until:
+            return False
+        spell.said, spell.silent_until = True, now + REPEAT_SECONDS
+        return True
+
+    def _warn(self, text: str, spell: Spell) -> None:
+        reasons = "; ".join(self._reason(why, n) for why, n in (+spell.why).most_common(3))
+        logger.warning(
+            "%s, in %d s: %s. %s",
+            text,
+            self._clock() - spell.since,
+            reasons or "no step has counted why; please report it",
+            SEE,
+        )
+
+    def _reason(self, why: str, times: int) -> str:
+        kind, _, name = why.partition(" ")
+        finer = f" (from {self._finer + 1} on with --prefix-match-unit {self._finer})"
+        return {
+            "short": f"{times} are too short, a prompt hits from {self._unit + 1} tokens on"
+            f"{finer if self._finer else ''}",
+            "uncacheable": f"{times} cannot be cached: prompt embeddings, some media, wrong tags",
+            "priority": f"{times} are above priority_limit={self._options.priority_limit}",
+            "skip_save": f"{times} ask for lmcache.skip_save",
+            "dropped": f"{times} have a LoRA adapter that a rank does not know, or saw a reset",
+            "silent": f"ranks gave no answer to {times} lookups",
+            "save": f"ranks skipped {times} saves ({name})",
+            "write": f"{name} failed to write {times} records",
+            "states": f"of {times} there are attention pages, but no state that far",
+            "nothing": f"of {times} nothing was found: no prompt so far began as an earlier one of "
+            "its cache_salt, LoRA adapter and tags, or its records were evicted",
+        }[kind]
+
+    def _end(self, spell: Spell, text: str) -> None:
+        spell.count = 0
+        spell.why.clear()
+        if spell.said:
+            spell.said = False
+            logger.info("%s", text)
