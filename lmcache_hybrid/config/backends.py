@@ -14,6 +14,7 @@ from lmcache_hybrid.config import s3
 from lmcache_hybrid.config.redis_credentials import (
     SEVERAL_HOSTS,
     plugin_url,
+    shown,
     split_url,
     unencrypted,
     without_password,
@@ -61,7 +62,7 @@ def check_plugins(plugins: list[str] | None) -> None:
         kind = kind_of(plugin)
         if kind not in REMOTE_PLUGINS:
             raise ConfigError(
-                f"LMCache option remote_storage_plugins={plugins!r} names a store that cannot "
+                f"LMCache option remote_storage_plugins={shown(plugins)} names a store that cannot "
                 f"hold states{_because(kind)}; use one of {', '.join(REMOTE_PLUGINS)}."
             )
 
@@ -80,7 +81,7 @@ def check_remote_url(url: str) -> SplitResult:
         ) from None
     if parts.scheme == "fs" and not re.fullmatch(r"[^:]+:\d+", parts.netloc):
         raise ConfigError(
-            f"LMCache option remote_url={url!r} has no host and port, which LMCache needs to "
+            f"LMCache option remote_url={shown(url)} has no host and port, which LMCache needs to "
             "find the path; write fs://localhost:0/absolute/path."
         )
     # As it is written: Python reads REDIS://host and redis:host, but LMCache has no connector then

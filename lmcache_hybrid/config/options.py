@@ -24,11 +24,18 @@ from lmcache_hybrid.config.redis_credentials import (
     connection_options,
     hide_passwords,
     holds_password,
+    shown,
 )
 from lmcache_hybrid.config.s3 import SCHEME as S3
 from lmcache_hybrid.config.s3 import check_s3
 from lmcache_hybrid.config.shared_folders import folders_in, shared_folders
-from lmcache_hybrid.config.values import as_lmcache_reads, empty_is_none, problems, read_values
+from lmcache_hybrid.config.values import (
+    as_lmcache_reads,
+    problems,
+    read_values,
+    settle_empty,
+    taken_away,
+)
 from lmcache_hybrid.core.digests import PLAIN, Digester, read_key
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import ATTENTION_GROUP_KEY, BESIDE_KEY
@@ -240,6 +247,12 @@ def without_hits(
             "local_cpu, local_disk and remote_url are all off, so nothing is kept; set local_cpu "
             "to true, or name a disk or a remote store."
         )
+    written, read = config.store_location, config.retrieve_locations
+    if written and read and written not in read:
+        yield (
+            f"store_location={written!r} is none of retrieve_locations={read!r}, so nothing that "
+            "this engine stores is read; name it there, too, or remove one of them."
+        )
     if longest <= unit:
         fix = f"add --prefix-match-unit {finer}, or " if finer else ""
         yield (
@@ -323,8 +336,12 @@ def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
         for key, value in vllm_config.kv_transfer_config.kv_connector_extra_config.items()
         if key.startswith("lmcache.") and not key.startswith(OWN_PREFIX) and key != LOAD_LIMIT_KEY
     }
+    # What stands in kv_connector_extra_config wins.
+    written = {option: value for option, value in written.items() if option not in extra}
     if wrong := [*problems(written), *problems(extra)]:
         raise ConfigError(" ".join(wrong))
+    for sentence in taken_away(os.environ.get("LMCACHE_CONFIG_FILE"), os.environ):
+        logger.warning("%s", sentence)
     try:
         # LMCache has one for the process: what is set here is of this engine alone.
         config = copy.deepcopy(lmcache_get_or_create_config())
@@ -333,6 +350,11 @@ def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
         if refused := list(_refused(as_lmcache_reads(written))):
             raise ConfigError(" ".join(refused)) from error
         raise
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"LMCache fails on its configuration ({type(error).__name__}); correct the values of "
+            "its file, also those that the environment takes the place of."
+        ) from error
     for field, (key, value) in extra.items():
         # LMCache itself warns of a field that does not exist.
         if not validate_and_set_config_value(config, field, value) and hasattr(config, field):
@@ -349,7 +371,7 @@ def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
                 key,
                 PASSWORD_FILE,
             )
-    empty_is_none(config)
+    settle_empty(config)
     name_as_redis(config)
     hide_passwords(config)
     return config
@@ -419,10 +441,13 @@ def _checks(config: "LMCacheEngineConfig", block_size: int | None) -> Iterator[C
 
 
 def _refused(values: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each option of :data:`_REFUSED` that is set."""
-    for name, (is_set, why) in _REFUSED.items():
+    """A sentence for each option of :data:`_REFUSED` and :data:`_REFUSED_EXTRA` that is set."""
+    extra = values.get("extra_config") or {}
+    written = [(name, values.get(name), *each) for name, each in _REFUSED.items()]
+    written += [(f"extra_config.{n}", extra.get(n), *each) for n, each in _REFUSED_EXTRA.items()]
+    for name, value, is_set, why in written:
         try:
-            _refuse_if(name, values.get(name), is_set, why)
+            _refuse_if(name, value, is_set, why)
         except ConfigError as error:
             yield str(error)
 
@@ -430,7 +455,7 @@ def _refused(values: Mapping[str, Any]) -> Iterator[str]:
 def _refuse_if(name: str, value: Any, is_set: Callable[[Any], bool], why: str) -> None:
     if is_set(value):
         raise ConfigError(
-            f"LMCache option {name}={value!r} does not work on a hybrid model: {why}."
+            f"LMCache option {name}={shown(value)} does not work on a hybrid model: {why}."
         )
 
 
@@ -495,8 +520,8 @@ def _check_locations(config: "LMCacheEngineConfig") -> None:
         wrong["retrieve_locations"] = config.retrieve_locations
     for option, value in wrong.items():
         raise ConfigError(
-            f"LMCache option {option}={value!r} names no backend that keeps records here; use "
-            f"{' or '.join(backends) or 'RemoteBackend'}, or remove it."
+            f"LMCache option {option}={shown(value)} names no backend that keeps records here; "
+            + (f"use {' or '.join(backends)}, or remove it." if backends else "remove it.")
         )
 
 

@@ -36,6 +36,11 @@ def without_password(url: str) -> str:
     return scheme + separator + rest
 
 
+def shown(value: Any) -> str:
+    """What a user wrote, without what stands in URLs before their hosts."""
+    return re.sub(r"//[^\s'\"]*@", "//", repr(value))
+
+
 def connection_options(url: str) -> dict[str, Any]:
     """Return the options of a connection to ``url`` as redis-py names them. The URL's own win.
 

@@ -18,13 +18,21 @@ from lmcache_hybrid.upstream.lmcache_home import take
 
 PREFIX = "LMCACHE_"
 # Options in GB, of which LMCache's have 2^30 bytes.
-SIZES = ("max_local_cpu_size", "max_local_disk_size", "reserve_local_cpu_size")
+SIZES = (
+    *("max_local_cpu_size", "max_local_disk_size", "reserve_local_cpu_size"),
+    *("lazy_memory_safe_size", "maru_pool_size", "max_hidden_state_cpu_size"),
+)
+# Options in tokens.
+LENGTHS = ("chunk_size", "min_retrieve_tokens")
 # Whose default is 0, and which LMCache compares with it, so that it must be a number.
 COMPARED = ("min_retrieve_tokens",)
+# First parts of options that nothing here reads.
+UNREAD = ("mp_", "blend_", "pd_", "nixl_", "p2p_")
 _WITH_UNIT = re.compile(r"\s*([\d.]+)\s*([kmgt])(i?)b?\s*", re.IGNORECASE)
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 # LMCache takes the first two for true, and all else for false, these as they are meant.
-_TRUE, _FALSE = ("true", "1"), ("false", "0", "no", "off", "n", "f", "")
+_TRUE = ("true", "1")
+_FALSE = ("false", "0", "0.0", "no", "off", "n", "f", "none", "null", "disabled", "")
 
 # By option: where it is set, and the value as it is written there.
 Values = dict[str, tuple[str, Any]]
@@ -89,7 +97,7 @@ def _in_file(file: str | None) -> dict[Any, Any]:
     try:
         with open(file) as text:
             options = yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         # Its message may quote a password.
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -109,15 +117,26 @@ def problems(values: Values) -> Iterator[str]:
         if definition is None:  # LMCache itself warns of it
             continue
         kind, default = _kind(definition), definition["default"]
-        if value is None or value == "":
-            # An empty variable by which nothing changes is left out already.
-            changed = default or option in COMPARED or (value == "" and where.startswith(PREFIX))
-            if kind and changed:
+        if value is None or (isinstance(value, str) and not value.strip()):
+            # An empty variable by which nothing changes is left out already; a switch is off.
+            off = kind is bool and value is not None
+            changed = default or option in COMPARED or (off and where.startswith(PREFIX))
+            if kind and changed and not option.startswith(UNREAD):
                 yield f"{where} is empty; write a value, or remove it for LMCache's default."
         elif why := _wrong(option, kind, definition.get("env_converter"), value):
             # Other values may hold passwords.
             shown = f"={value!r}" if kind or isinstance(value, bool) else ""
             yield f"{where}{shown} {why}"
+
+
+def taken_away(file: str | None, environment: Mapping[str, str]) -> Iterator[str]:
+    """A sentence for each empty variable that takes a text, as a URL, out of the file."""
+    definitions = take("v1.config", "_CONFIG_DEFINITIONS")
+    for option, value in _in_file(file).items():
+        variable = f"{PREFIX}{str(option).upper()}"
+        is_text = option in definitions and _kind(definitions[option]) is None
+        if is_text and value and environment.get(variable) == "":
+            yield f"{variable} is empty, and takes {option} out of {file}; unset it to keep that."
 
 
 def as_lmcache_reads(values: Values) -> dict[str, Any]:
@@ -130,14 +149,16 @@ def as_lmcache_reads(values: Values) -> dict[str, Any]:
     }
 
 
-def empty_is_none(config: Any) -> None:
-    """Have an empty text be none, where that is LMCache's default. Mutates ``config``.
+def settle_empty(config: Any) -> None:
+    """Have an empty text, and no number, be LMCache's default. Mutates ``config``.
 
     LMCache opens an empty ``remote_url``, cannot, and then is off as a whole.
     """
     for name, definition in take("v1.config", "_CONFIG_DEFINITIONS").items():
-        if definition["default"] is None and getattr(config, name, None) == "":
-            vars(config)[name] = None
+        value = getattr(config, name, None)
+        no_number = value is None and _kind(definition) in (int, float)
+        if no_number or (value == "" and definition["type"] is not bool):
+            vars(config)[name] = definition["default"]
 
 
 def _kind(definition: dict[str, Any]) -> type | None:
@@ -151,24 +172,30 @@ def _kind(definition: dict[str, Any]) -> type | None:
 def _wrong(option: str, kind: type | None, converter: Callable | None, value: Any) -> str:
     """Why a value is none of its option, and what to write; "" where it is one."""
     if kind is bool:
-        said = isinstance(value, bool) or str(value).strip().lower() in _TRUE + _FALSE
+        text = str(value).strip().lower()
+        said = isinstance(value, bool) or text in _TRUE or text.strip("\"'") in _FALSE
         return "" if said else "counts as false in LMCache; write true or false."
     if kind in (int, float):
         number = _number(value)
         if number is None or (option in SIZES and math.isinf(number)):
             unit = " of gigabytes (2^30 bytes)" if option in SIZES else ""
             return f"is not a number{unit}{_instead(option, value)}"
+        if option in COMPARED and number < 0:
+            return "is negative; write 0 or more."
         if kind is float or _is_whole(value):
             return ""
         return f"is not a whole number; write {f'{number:.0f}' if number.is_integer() else 'one'}."
-    if option == "local_disk" and isinstance(value, bool):
+    if option == "local_disk" and (
+        isinstance(value, (bool, list, dict)) or str(value).lower() in ("true", "false")
+    ):
         return "is not a folder; write its path, or remove it."
-    if converter is not None:
-        try:
-            converter(value)
-        except (ValueError, TypeError, AttributeError):
-            return f"is not a value that LMCache's {option} takes; correct it or remove it."
-    return ""
+    try:
+        read = value if converter is None else converter(value)
+        if option != "extra_config" or isinstance(read, dict | None):
+            return ""
+    except (ValueError, TypeError, AttributeError):
+        pass
+    return f"is not a value that LMCache's {option} takes; correct it or remove it."
 
 
 def _is_whole(value: Any) -> bool:
@@ -190,9 +217,11 @@ def _number(value: Any) -> float | None:
 
 def _instead(option: str, value: Any) -> str:
     """What to write in place of a size with a unit."""
-    match = _WITH_UNIT.fullmatch(str(value))
+    match = _WITH_UNIT.fullmatch(str(value)) if option in SIZES + LENGTHS else None
     number = _number(match[1]) if match else None
     if match is None or number is None:
         return "; write one, or remove it for LMCache's default."
-    size = number * (1024 if match[3] or option not in SIZES else 1000) ** _POWERS[match[2].lower()]
-    return f"; write {size / (1 << 30):.4g}." if option in SIZES else f"; write {size:.0f}."
+    power = _POWERS[match[2].lower()]
+    if option in LENGTHS:
+        return f"; write {number * 1024**power:.0f}."
+    return f"; write {number * (1024 if match[3] else 1000) ** power / (1 << 30):.4g}."

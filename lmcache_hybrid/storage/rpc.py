@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lookups from the scheduler to every rank, over LMCache's ZMQ transports."""
 
-import contextlib
-import fcntl
 import hashlib
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -15,10 +12,10 @@ from vllm import envs
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
-from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
+from lmcache_hybrid.storage import engine_address
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.weights_guard import GuardedLookup
 from lmcache_hybrid.upstream.lmcache_home import (
@@ -56,45 +53,6 @@ def _socket_path(vllm_config: "VllmConfig", rank: int) -> str:
     engine = transfer.engine_id, transfer.get_from_extra_config("lmcache_rpc_port", 0)
     name = hashlib.blake2b(repr(engine).encode(), digest_size=8).hexdigest()
     return f"{envs.VLLM_RPC_BASE_PATH}/lmcache-hybrid-{name}-{rank}"
-
-
-def _claim(path: str, engine_id: str | None) -> int | None:
-    """Keep other engines off the address of a socket, which ZMQ takes from whoever listens there.
-
-    Returns:
-        A file descriptor that holds the claim until :func:`_let_go`, or the end of the process;
-        None where no lock can be had there.
-
-    Raises:
-        ConfigError: another engine has the address. Lookups of both would go to one of them.
-    """
-    flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-    while True:
-        try:
-            claim = os.open(f"{path}.lock", flags, 0o600)
-        except OSError:
-            return None
-        try:
-            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(claim)
-            raise ConfigError(
-                f"engine_id={engine_id!r} of --kv-transfer-config is held by a process on this "
-                "host, another engine or what one has left; remove it, or choose another."
-            ) from None
-        except OSError:  # a file system without locks
-            os.close(claim)
-            return None
-        if os.fstat(claim).st_nlink:
-            return claim
-        os.close(claim)  # of one that ended meanwhile
-
-
-def _let_go(path: str, claim: int | None) -> None:
-    if claim is not None:
-        with contextlib.suppress(OSError):
-            os.unlink(f"{path}.lock")
-        os.close(claim)
 
 
 class LookupClient:
@@ -170,8 +128,12 @@ class LookupServer:
     def __init__(self, vllm_config: "VllmConfig") -> None:
         """Listen at this rank's address. Raises ConfigError where another engine does."""
         self._path = _socket_path(vllm_config, vllm_config.parallel_config.rank)
-        self._claim = _claim(self._path, vllm_config.kv_transfer_config.engine_id)
-        self._transport = ZmqRouterServerTransport(self._path, recv_timeout_ms=200)
+        self._address = engine_address.hold(self._path, vllm_config.kv_transfer_config.engine_id)
+        try:
+            self._transport = ZmqRouterServerTransport(self._path, recv_timeout_ms=200)
+        except BaseException:
+            engine_address.release(self._path, self._address)
+            raise
         self._lookup: RankLookup | GuardedLookup | None = None
         self._clear: Callable[[int], None] | None = None
         self._ledger: Ledger[Any] | None = None
@@ -264,5 +226,5 @@ class LookupServer:
         self._running = False
         self._thread.join(timeout=5.0)
         self._transport.close()
-        claim, self._claim = self._claim, None
-        _let_go(self._path, claim)
+        address, self._address = self._address, None
+        engine_address.release(self._path, address)

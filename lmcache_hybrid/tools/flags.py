@@ -4,12 +4,13 @@
 import re
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from vllm.config import KVTransferConfig
 from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from yaml import YAMLError
 
 from lmcache_hybrid.core.errors import ConfigError
 
@@ -21,12 +22,18 @@ DEFAULT_TRANSFER = {"kv_connector": CONNECTOR, "kv_role": "kv_both"}
 _PYDANTIC = re.compile(
     r"\d+ validation errors? for \w+ | \[type=.*?\] For further information visit \S+"
 )
+# The value of a flag, which may be a password.
+_VALUE = re.compile(r"(--[\w-]+)=\S+")
 
 
 class _Parser(FlexibleArgumentParser):
     def error(self, message: str) -> NoReturn:
         told = _PYDANTIC.sub("", " ".join(message.split())).rstrip(".")
+        told = _VALUE.sub(r"\1", told)
         raise ConfigError(f"vLLM does not take these flags: {told}.")
+
+    def print_help(self, *_: Any) -> NoReturn:
+        raise ConfigError("The help of vLLM's flags is vLLM's own: vllm serve --help.")
 
 
 def parse_flags(model: str | None, flags: Sequence[str]) -> Namespace:
@@ -43,7 +50,11 @@ def parse_flags(model: str | None, flags: Sequence[str]) -> Namespace:
     """
     load_general_plugins()  # a missing kv_role is filled in by the plugin
     named = [] if model is None else [model]
-    parsed = make_arg_parser(_Parser(prog="vllm serve")).parse_args([*named, *flags])
+    parser = make_arg_parser(_Parser(prog="vllm serve"))
+    try:
+        parsed = parser.parse_args([*named, *flags])
+    except (OSError, YAMLError) as error:
+        raise ConfigError(f"vLLM cannot read the file of --config: {error}.") from error
     transfer = parsed.kv_transfer_config or KVTransferConfig(**DEFAULT_TRANSFER)
     vars(parsed).update(kv_transfer_config=transfer)
     if model is not None:

@@ -15,6 +15,7 @@ from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.tools.accept.child import Child, engine_arguments
 from lmcache_hybrid.tools.accept.engine import Engine as AcceptEngine
 from lmcache_hybrid.tools.accept.engine import EngineError, cause_in, redacted, sentence_in, tail
+from lmcache_hybrid.tools.flags import parse_flags
 
 from .helpers import model
 
@@ -154,3 +155,18 @@ def test_states_on_the_way_are_those_of_the_option(chosen, checkpoint, chunk) ->
 def test_a_chunk_is_what_the_scheduler_takes_in_a_step() -> None:
     facts = facts_of({}, max_num_batched_tokens=2048, max_num_scheduled_tokens=2000)
     assert facts["chunk_budget"] == 2000
+
+
+def test_a_secret_in_a_flag_that_is_none_is_not_shown():
+    with pytest.raises(ConfigError) as error:
+        parse_flags("m", ["--apikey=s3cr3t"])
+    assert "--apikey" in str(error.value) and "s3cr3t" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "flags, told",
+    [(["--help"], "vllm serve --help"), (["--config", "/no.yaml"], "file of --config")],
+)
+def test_what_ends_vllms_parser_is_one_sentence(flags, told):
+    with pytest.raises(ConfigError, match=told):
+        parse_flags("m", flags)

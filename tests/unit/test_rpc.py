@@ -20,7 +20,7 @@ from vllm.config import KVTransferConfig
 from lmcache_hybrid.core.counts import Ledger, WorkerCounts
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
-from lmcache_hybrid.storage import rpc
+from lmcache_hybrid.storage import engine_address, rpc
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.rpc import LookupClient, LookupServer
 from tests.naive_store import NaiveStore
@@ -160,13 +160,41 @@ def test_a_file_system_without_locks_turns_nothing_off(wire, number, monkeypatch
     def flock(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(rpc.fcntl, "flock", flock)
+    monkeypatch.setattr(engine_address.fcntl, "flock", flock)
     server = LookupServer(wire.config)
     lock = Path(f"{server._path}.lock")
-    assert server._claim is None
+    assert server._address is None
     assert not [fd for fd in Path("/proc/self/fd").iterdir() if fd.exists() and fd.samefile(lock)]
     server.close()
     lock.unlink()
+
+
+@pytest.mark.parametrize("wire", [(1, 10_000)], indirect=True)
+def test_an_address_is_given_back_where_no_socket_can_be_had(wire, monkeypatch):
+    wire.servers[0].close()
+
+    def no_socket(*_, **__):
+        raise RuntimeError("bind failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rpc, "ZmqRouterServerTransport", no_socket)
+        with pytest.raises(RuntimeError, match="bind failed"):
+            LookupServer(wire.config)
+    LookupServer(wire.config).close()
+
+
+def test_nobody_gives_back_an_address_that_another_engine_holds(tmp_path):
+    """Its file was deleted, as by who cleans the temporary folder."""
+    path, lock = str(tmp_path / "address"), tmp_path / "address.lock"
+    first = engine_address.hold(path, "one")
+    lock.unlink()
+    second = engine_address.hold(path, "two")
+    assert first is not None and second is not None
+    engine_address.release(path, first)
+    with pytest.raises(ConfigError, match="engine_id='three'"):
+        engine_address.hold(path, "three")
+    engine_address.release(path, second)
+    assert not lock.exists()
 
 
 @pytest.mark.parametrize("wire", [(1, 10_000)], indirect=True)

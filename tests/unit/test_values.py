@@ -290,3 +290,113 @@ def test_settings_for_which_nothing_ever_hits(
     for sentence, part in zip(said, told, strict=True):
         assert part in sentence
         assert_one_sentence(sentence)
+
+
+@pytest.mark.parametrize("option", ["blocking_timeout_secs", "pin_timeout_sec"])
+def test_a_time_with_a_unit_gets_no_number_of_bytes(monkeypatch, tmp_path, option):
+    with pytest.raises(ConfigError, match=f"{option}='1m' is not a number; write one, or remove"):
+        load(monkeypatch, "file", tmp_path, option, "1m")
+
+
+def test_another_size_in_gb_gets_its_number(monkeypatch, tmp_path):
+    with pytest.raises(ConfigError, match=r"2\^30 bytes\); write 2\."):
+        load(monkeypatch, "file", tmp_path, "lazy_memory_safe_size", "2Gi")
+
+
+def test_a_value_that_another_place_overrides_is_nobodys_mistake(monkeypatch):
+    monkeypatch.setenv("LMCACHE_LOCAL_CPU", "yes")
+    monkeypatch.setenv("LMCACHE_MAX_LOCAL_CPU_SIZE", "2Gi")
+    extra = {"lmcache.local_cpu": True, "lmcache.max_local_cpu_size": 2}
+    config = load_lmcache_config(vllm_config(transfer(**extra)))
+    assert (config.local_cpu, config.max_local_cpu_size) == (True, 2)
+
+
+@pytest.mark.parametrize("option", ["max_local_disk_size", "reserve_local_cpu_size", "mp_port"])
+def test_an_empty_number_is_the_default_where_that_does_no_harm(monkeypatch, tmp_path, option):
+    config = load(monkeypatch, "environment", tmp_path, option, "")
+    assert getattr(config, option) == LMCacheEngineConfig.from_defaults().__dict__[option]
+
+
+@pytest.mark.parametrize("value", ["none", "null", "disabled", "0.0", "'false'"])
+def test_what_means_off_is_off(monkeypatch, tmp_path, value):
+    assert load(monkeypatch, "file", tmp_path, "local_cpu", value).local_cpu is False
+
+
+@pytest.mark.parametrize("option", ["cache_policy", "local_disk_path_sharding"])
+def test_an_empty_text_is_the_default(monkeypatch, tmp_path, option):
+    default = LMCacheEngineConfig.from_defaults().__dict__[option]
+    assert default and getattr(load(monkeypatch, "file", tmp_path, option, ""), option) == default
+
+
+@pytest.mark.parametrize("text", ["[1]", "5", '"5"', "true"])
+def test_extra_config_is_a_table(monkeypatch, tmp_path, text):
+    with pytest.raises(ConfigError, match="EXTRA_CONFIG is not a value that LMCache's extra_con"):
+        load(monkeypatch, "environment", tmp_path, "extra_config", text)
+
+
+def test_a_negative_length_is_refused(monkeypatch, tmp_path):
+    with pytest.raises(ConfigError, match="TOKENS='-1' is negative; write 0 or more"):
+        load(monkeypatch, "environment", tmp_path, "min_retrieve_tokens", -1)
+
+
+def test_where_lmcache_fails_on_a_value_it_is_one_sentence(monkeypatch, tmp_path):
+    """Of the file, which the environment overrides; LMCache converts it all the same."""
+    monkeypatch.setenv("LMCACHE_CHUNK_SIZE", "384")
+    with pytest.raises(ConfigError, match=r"LMCache fails on its configuration \(TypeError\)"):
+        load(monkeypatch, "file", tmp_path, "chunk_size", [384])
+
+
+def test_a_file_that_is_too_deep_is_one_sentence(monkeypatch, tmp_path):
+    file = tmp_path / "lmcache.yaml"
+    file.write_text("a: " + "[" * 3000 + "]" * 3000)
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
+    with pytest.raises(ConfigError, match="cannot be read as YAML; correct it"):
+        load_lmcache_config(vllm_config(transfer()))
+
+
+def test_what_lmcache_wants_more_for_is_refused_by_name(monkeypatch, tmp_path):
+    with pytest.raises(ConfigError, match="extra_config.enable_nixl_storage=True does not work"):
+        load(monkeypatch, "file", tmp_path, "extra_config", {"enable_nixl_storage": True})
+
+
+@pytest.mark.parametrize("value", [["/srv/a"], "false", "True"])
+def test_a_folder_is_a_path(monkeypatch, tmp_path, value):
+    with pytest.raises(ConfigError, match="is not a folder; write its path"):
+        load(monkeypatch, "file", tmp_path, "local_disk", value)
+
+
+def test_an_empty_variable_that_takes_a_store_away_is_said(monkeypatch, tmp_path, hybrid_log):
+    monkeypatch.setenv("LMCACHE_REMOTE_URL", "")
+    assert (
+        load(monkeypatch, "file", tmp_path, "remote_url", "redis://:s3cr3t@h:1").remote_url is None
+    )
+    assert "LMCACHE_REMOTE_URL is empty, and takes remote_url out of " in hybrid_log.text
+    assert "s3cr3t" not in hybrid_log.text
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("store_location", "redis://:s3cr3t@h:1"),
+        ("remote_storage_plugins", ["redis://:s3cr3t@h:1"]),
+        ("external_lookup_client", "mooncakestore://u:s3cr3t@h:1"),
+        ("remote_url", "fs://u:s3cr3t@h/p"),
+    ],
+)
+def test_a_password_in_the_wrong_place_is_not_shown(option, value):
+    message = refusal(**{option: value})
+    assert f"LMCache option {option}=" in message and "h" in message and "s3cr3t" not in message
+
+
+def test_what_is_refused_is_not_what_to_write():
+    config = lmcache_config(local_cpu=False, store_location="LocalCPUBackend")
+    with pytest.raises(ConfigError, match="keeps records here; remove it"):
+        settle_lmcache_config(config, BLOCK)
+
+
+def test_what_is_stored_is_read():
+    config = lmcache_config(remote_url="redis://h:1", store_location="RemoteBackend")
+    assert list(without_hits(config, 4096, 16, 0)) == []
+    config.retrieve_locations = ["LocalCPUBackend"]
+    (sentence,) = without_hits(config, 4096, 16, 0)
+    assert sentence.startswith("store_location='RemoteBackend' is none of retrieve_locations=")

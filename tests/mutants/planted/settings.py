@@ -6,6 +6,7 @@ from tests.mutants.defect import Defect, one
 CONFIGURATION = "vllm_patch/configuration.py"
 OPTIONS = "lmcache_hybrid/config/options.py"
 VALUES = "lmcache_hybrid/config/values.py"
+ADDRESS = "lmcache_hybrid/storage/engine_address.py"
 WATCH = "lmcache_hybrid/scheduler/store_watch.py"
 REQUESTS = "lmcache_hybrid/scheduler/request_configs.py"
 
@@ -91,14 +92,14 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "yes counts as false",
         VALUES,
-        "        said = isinstance(value, bool) or str(value).strip().lower() in _TRUE + _FALSE\n",
-        "        said = True\n",
+        "        said = isinstance(value, bool) or text in _TRUE or",
+        "        said = True or",
     ),
     one(
         "the number to write for a size with a unit is that of bytes",
         VALUES,
-        'return f"; write {size / (1 << 30):.4g}." if option in SIZES',
-        'return f"; write {size:.4g}." if option in SIZES',
+        "else 1000) ** power / (1 << 30)",
+        "else 1000) ** power",
     ),
     one(
         "the environment does not win over the file",
@@ -138,7 +139,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "a file system without locks turns LMCache off",
-        "lmcache_hybrid/storage/rpc.py",
+        ADDRESS,
         "        except OSError:  # a file system without locks\n",
         "        except ZeroDivisionError:  # a file system without locks\n",
     ),
@@ -162,8 +163,8 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "an engine takes the lookups of another one with its engine_id",
-        "lmcache_hybrid/storage/rpc.py",
-        "            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        ADDRESS,
+        "            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
         "            pass\n",
     ),
     one(
@@ -187,7 +188,7 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "an empty remote_url turns LMCache off without a word",
         VALUES,
-        '        if definition["default"] is None and getattr(config, name, None) == "":\n',
+        '        if no_number or (value == "" and definition["type"] is not bool):\n',
         "        if False:\n",
     ),
     one(
@@ -327,5 +328,53 @@ DEFECTS: tuple[Defect, ...] = (
         "lmcache_hybrid/config/tiers.py",
         "taken * ranks if tier.shared else taken",
         "taken",
+    ),
+    one(
+        "an engine gives back the address that another one holds",
+        ADDRESS,
+        "        if _lies_at(path, held):\n            os.unlink",
+        "        if True:\n            os.unlink",
+    ),
+    one(
+        "an address without a socket is held for ever",
+        "lmcache_hybrid/storage/rpc.py",
+        "            engine_address.release(self._path, self._address)\n            raise\n",
+        "            raise\n",
+    ),
+    one(
+        "minutes are read as millions",
+        VALUES,
+        "fullmatch(str(value)) if option in SIZES + LENGTHS else None\n",
+        "fullmatch(str(value))\n",
+    ),
+    one(
+        "values that another place overrides are refused",
+        OPTIONS,
+        "for option, value in written.items() if option not in extra}\n",
+        "for option, value in written.items()}\n",
+    ),
+    one(
+        "an extra_config that is no table ends in an error of LMCache's",
+        VALUES,
+        '        if option != "extra_config" or isinstance(read, dict | None):\n',
+        "        if True:\n",
+    ),
+    one(
+        "an empty variable takes a store out of the file without a word",
+        OPTIONS,
+        '        logger.warning("%s", sentence)\n    try:\n        # LMCache has one',
+        "        pass\n    try:\n        # LMCache has one",
+    ),
+    one(
+        "a password in the wrong option is shown",
+        "lmcache_hybrid/config/redis_credentials.py",
+        'return re.sub(r"//[^\\s\'\\"]*@", "//", repr(value))\n',
+        "return repr(value)\n",
+    ),
+    one(
+        "what is stored is looked for elsewhere, without a word",
+        OPTIONS,
+        "    if written and read and written not in read:\n",
+        "    if False:\n",
     ),
 )

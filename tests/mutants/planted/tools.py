@@ -127,10 +127,16 @@ DEFECTS = (
         '    if os.environ.get(ALLOW_UNTESTED) == "1":\n        return None\n',
     ),
     one(
-        "the benchmarks of a checkout are not found",
-        "lmcache_hybrid/tools/cli/bench.py",
-        "Path(__file__).parents[3]",
-        "Path(__file__).parents[2]",
+        "bench asks both servers with the connector",
+        "lmcache_hybrid/tools/bench/run.py",
+        "        if name == TRANSFER_FLAG:\n",
+        "        if False:\n",
+    ),
+    one(
+        "bench asks a warm cache",
+        "lmcache_hybrid/tools/bench/workload.py",
+        'Round("the same prompts after others", first, forget=True)',
+        'Round("the same prompts after others", first)',
     ),
     one(
         "a purge takes every model with the same last part of its name",
