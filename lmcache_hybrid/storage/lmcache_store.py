@@ -23,6 +23,7 @@ from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 from vllm.logger import init_logger
 
+from lmcache_hybrid.config.shared_folders import folders_in
 from lmcache_hybrid.core.digests import PLAIN, Digester
 from lmcache_hybrid.core.errors import DamagedError, LoadError, NoRoomError, RecordError
 from lmcache_hybrid.core.keys import RecordKey
@@ -102,8 +103,9 @@ class LMCacheStore:
                 backend.cache_policy = arc.policy_for(backend.cache_policy, engine.config)
                 disk = LocalDisk.instead_of(backend, count, written)
                 self.manager.storage_backends[name] = disk
+                folders = folders_in("local_disk", engine.config.local_disk)
                 told = (notes.restored,) if notes is not None else ()
-                disk.restore(model_name, self._names.writers(), engine.metadata, *told)
+                disk.restore(model_name, self._names.writers(), engine.metadata, folders, *told)
         if notes is not None:
             for name, backend in self.manager.storage_backends.items():
                 if name in (engine.retrieve_locations or (name,)):

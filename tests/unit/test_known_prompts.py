@@ -385,3 +385,19 @@ def test_only_an_engine_that_announces_its_disk_keeps_prompts(
         file.close()
         (written,) = tmp_path.rglob(PROMPTS_FILES[0])
         assert written.parent == (tmp_path / "a" if "a" in folders else tmp_path)
+
+
+@pytest.mark.parametrize("events", [False, True])
+def test_a_list_of_folders_in_another_order_has_the_same_prompts(tmp_path, events) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    (tmp_path / "b" / PROMPTS_FILES[0]).touch()
+    config = lmcache_config(local_disk=f"{tmp_path}/a,{tmp_path}/b")
+    vllm = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"))
+    options = dataclasses.replace(OPTIONS, events=events, alone=True)
+    file = module.prompts_file_for(vllm, config, options, N, N)
+    if file is not None:
+        file.rewrite([])
+        file.close()
+    left = [path.parent.name for path in tmp_path.rglob(PROMPTS_FILES[0])]
+    assert left == (["b"] if events else [])

@@ -11,7 +11,7 @@ import itertools
 import os
 import stat
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +39,9 @@ logger = init_logger("vllm.lmcache_hybrid.storage.disk.backend")
 class LocalDisk(LocalDiskBackend):
     """LMCache's backend, which here counts every file of this package.
 
+    LMCache writes into one of the folders that ``local_disk`` names, by the rank's device. What
+    lies in the others, since the list was another one, is found, counted and evicted there.
+
     Strangers (files of other models, versions and fingerprints) are never read. They count
     towards the size limit and are evicted before any record that can still be found. What cannot
     be deleted counts, too. All else, the eviction policy too, is LMCache's. Any thread may call
@@ -55,6 +58,8 @@ class LocalDisk(LocalDiskBackend):
     # Bytes of each stranger by path, the oldest first, and their sum.
     _strangers: dict[str, int]
     _strange_bytes: int
+    # Files on other file systems than the folder's that is written to.
+    _elsewhere: set[str]
     # Bytes of each file that could not be deleted, by path.
     _kept: dict[str, int]
     # By record in flight: the order to put it in, and which others of that order are in flight.
@@ -88,7 +93,7 @@ class LocalDisk(LocalDiskBackend):
         self._failed, self._written = failed, written
         self._limit = self.max_cache_size
         self._strangers, self._strange_bytes, self._kept = {}, 0, {}
-        self._arranged, self._given_back = {}, set()
+        self._arranged, self._given_back, self._elsewhere = {}, set(), set()
         self._deleter = Deleter(self._stays)
         self._room = Room(self.path, self._give_way, self._deleter.finish)
         self._warned = self._said_full = False
@@ -101,6 +106,7 @@ class LocalDisk(LocalDiskBackend):
         model_name: str,
         writers: Mapping[bytes, int],
         metadata: "LMCacheMetadata",
+        folders: Sequence[str] = (),
         restored: Callable[[CacheEngineKey, Header], None] = lambda key, header: None,
     ) -> int:
         """Index the records of this model, layout and rank that lie on disk.
@@ -110,13 +116,17 @@ class LocalDisk(LocalDiskBackend):
 
         Args:
             writers: this rank's fingerprints, and the rank in the keys of each.
+            folders: all that ``local_disk`` names.
             restored: called for each record that is found.
 
         Returns:
             The number of indexed records.
         """
         self._rank = metadata.worker_id
-        files = find(self.path, model_name, writers, metadata)
+        folders = _different(self.path, *folders)
+        files = find(folders, model_name, writers, metadata)
+        device = os.stat(self.path).st_dev
+        self._elsewhere = {file.path for file in files if file.device != device}
         own = [file for file in files if file.key is not None]
         strangers = [file for file in files if file.key is None]
         over = sum(file.size for file in files) - self._limit
@@ -135,7 +145,7 @@ class LocalDisk(LocalDiskBackend):
         logger.info(
             "local_disk %s: %d records (%.1f MB) of this model found again; %d other files "
             "(%.1f MB) are evicted first.",
-            self.path,
+            ", ".join(folders),
             len(self.dict),
             self.current_cache_size / 1e6,
             len(self._strangers),
@@ -150,10 +160,13 @@ class LocalDisk(LocalDiskBackend):
         return super()._key_to_path(key)
 
     def _index(self, file: Found) -> bool:
-        if file.key is None or self._key_to_path(file.key) != file.path:
+        if file.key is None or file.key in self.dict:
+            return False
+        if os.path.basename(self._key_to_path(file.key)) != os.path.basename(file.path):
             return False
         shape = record_shape(file.size)
         self.insert_key(file.key, file.size, shape, torch.uint8, MemoryFormat.KV_2LTD)
+        self.dict[file.key].path = file.path
         if isinstance(self.cache_policy, arc.ARC):
             self.cache_policy.found_again(file.key)
         else:
@@ -251,9 +264,13 @@ class LocalDisk(LocalDiskBackend):
             self._keep(path, error)
 
     def _give_way(self, size: int) -> bool:
-        """Evict ``size`` bytes, strangers first; nothing, and False, where all is less."""
+        """Evict ``size`` bytes of this file system, strangers first.
+
+        Returns:
+            False, with nothing evicted, where all is less.
+        """
         with self.disk_lock:
-            if not self._evict_bytes(size):
+            if not self._evict_bytes(size, self._elsewhere):
                 return False
         self._deleter.finish()
         if not self._said_full:
@@ -265,34 +282,48 @@ class LocalDisk(LocalDiskBackend):
             )
         return True
 
-    def _evict_bytes(self, size: int) -> bool:
+    def _evict_bytes(self, size: int, but: Set[str] = frozenset()) -> bool:
         """See :meth:`_give_way`; call with ``disk_lock`` held.
+
+        Args:
+            but: files that stay.
 
         Raises:
             OSError: too few of the files can be deleted. Of the records that can be found no
                 more than one is lost for it.
         """
-        entries = (entry.size for entry in self.dict.values() if entry.can_evict)
-        held = itertools.accumulate(entries, initial=self._strange_bytes)
-        if all(total < size for total in held):
+        index = self.dict
+        if but:
+            index = {key: entry for key, entry in index.items() if entry.path not in but}
+        entries = (entry.size for entry in index.values() if entry.can_evict)
+        strange = self._strange_bytes - sum(self._strangers.get(path, 0) for path in but)
+        if all(total < size for total in itertools.accumulate(entries, initial=strange)):
             return False
-        while size > 0 and self._strangers:
-            size -= self._delete_stranger(next(iter(self._strangers)))
         while size > 0:
-            freed = self._evict()
+            path = next((path for path in self._strangers if path not in but), None)
+            if path is None:
+                break
+            size -= self._delete_stranger(path)
+        while size > 0:
+            freed = self._evict(index)
             if not freed:
                 raise OSError(errno.EIO, "evicted files cannot be deleted")
             size -= freed
         return True
 
-    def _evict(self) -> int:
-        """Delete the record that LMCache's policy names and return the bytes that this frees."""
-        candidates = self.cache_policy.get_evict_candidates(self.dict, num_candidates=1)
+    def _evict(self, index: Any) -> int:
+        """Delete the record that LMCache's policy names and return the bytes that this frees.
+
+        Args:
+            index: what the policy sees of the index.
+        """
+        candidates = self.cache_policy.get_evict_candidates(index, num_candidates=1)
         if not candidates:
             return 0
         entry = self.dict[candidates[0]]
         self.current_cache_size -= entry.size
         self.remove(candidates[0], force=False)
+        index.pop(candidates[0], None)
         return 0 if entry.path in self._kept else int(entry.size)
 
     def async_save_bytes_to_disk(
@@ -476,3 +507,12 @@ class LocalDisk(LocalDiskBackend):
             assert own.isdisjoint(self._strangers), "a file is indexed and a stranger"
             assert not self._kept.keys() & (own | self._strangers.keys()), "a file counts twice"
             assert not self._arranged, "records that are not written wait for their order"
+
+
+def _different(*folders: str) -> list[str]:
+    """Each folder once, by its first name; it may have others."""
+    by_place: dict[tuple[int, int], str] = {}
+    for folder in folders:
+        status = os.stat(folder)
+        by_place.setdefault((status.st_dev, status.st_ino), folder)
+    return list(by_place.values())

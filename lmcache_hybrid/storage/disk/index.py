@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the records in a folder of ``local_disk``."""
+"""Finds the records in the folders of ``local_disk``."""
 
+import itertools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ class Found:
     Attributes:
         path: of the file.
         size: in bytes.
+        device: number of its file system.
         written: its time of modification, in seconds since the epoch.
         key: LMCache's key where this is a whole record of the asking rank; None for one of
             another model, fingerprint or number of ranks, or a damaged one.
@@ -40,17 +42,21 @@ class Found:
 
     path: str
     size: int
+    device: int
     written: float
     key: CacheEngineKey | None
     header: Header | None = None
 
 
 def find(
-    folder: str, model_name: str, writers: Mapping[bytes, int], metadata: "LMCacheMetadata"
+    folders: Sequence[str],
+    model_name: str,
+    writers: Mapping[bytes, int],
+    metadata: "LMCacheMetadata",
 ) -> list[Found]:
     """Find the files that count towards this rank's size limit, the oldest first.
 
-    Ranks share a folder, each with a size limit of its own. A rank counts the files of its own
+    Ranks share folders, each with a size limit of its own. A rank counts the files of its own
     number, and its share of those of ranks that this engine does not have. Files that are not
     named like a record are nobody's and stay.
 
@@ -58,33 +64,38 @@ def find(
     records are checked here, the payload's digests when it is loaded.
 
     Args:
+        folders: each of them once.
         writers: this rank's fingerprints, and the rank in the keys of each.
     """
     found = []
     model = model_name.replace("/", "-")
     prefix = f"{model}@{metadata.world_size}@{metadata.worker_id}@"
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            name = _NAME.fullmatch(entry.name)
-            if name is None:
+    for entry in itertools.chain.from_iterable(map(_entries, folders)):
+        name = _NAME.fullmatch(entry.name)
+        if name is None:
+            continue
+        # Our own model's name may hold any character.
+        own = name[1].startswith(prefix)
+        stored = parse_key("model" + name[1][len(model) :] if own else name[1])
+        if stored is None or stored.rank % metadata.world_size != metadata.worker_id:
+            continue
+        try:
+            if not entry.is_file(follow_symlinks=False):
                 continue
-            # Our own model's name may hold any character.
-            own = name[1].startswith(prefix)
-            stored = parse_key("model" + name[1][len(model) :] if own else name[1])
-            if stored is None or stored.rank % metadata.world_size != metadata.worker_id:
+            if name[2] and _deleted(entry.path):
                 continue
-            try:
-                if not entry.is_file(follow_symlinks=False):
-                    continue
-                if name[2] and _deleted(entry.path):
-                    continue
-                status = entry.stat(follow_symlinks=False)
-                own = own and not name[2]
-                record = _own(entry, model_name, writers, status.st_size) if own else (None,)
-                found.append(Found(entry.path, status.st_size, status.st_mtime, *record))
-            except OSError as error:  # gone meanwhile, or of somebody who keeps it
-                logger.debug("Left %s alone: %s", entry.name, error)
+            status = entry.stat(follow_symlinks=False)
+            own = own and not name[2]
+            record = _own(entry, model_name, writers, status.st_size) if own else (None,)
+            found.append(Found(entry.path, status.st_size, status.st_dev, status.st_mtime, *record))
+        except OSError as error:  # gone meanwhile, or of somebody who keeps it
+            logger.debug("Left %s alone: %s", entry.name, error)
     return sorted(found, key=lambda file: file.written)
+
+
+def _entries(folder: str) -> Iterator["os.DirEntry[str]"]:
+    with os.scandir(folder) as entries:
+        yield from entries
 
 
 def _deleted(path: str) -> bool:

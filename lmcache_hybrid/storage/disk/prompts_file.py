@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from vllm.logger import init_logger
 
 from lmcache_hybrid.config.options import Options
+from lmcache_hybrid.config.shared_folders import folders_in
 from lmcache_hybrid.core.threads import started
 from lmcache_hybrid.protocol.blocks import Block
 from lmcache_hybrid.storage.disk.files import (
@@ -57,19 +58,21 @@ def prompts_file_for(
 ) -> "PromptsFile | None":
     """Open the file of an engine; None where nothing is announced of ``local_disk``.
 
-    What an engine that did announce it left there is deleted. ``config`` has the folder of this
-    data-parallel engine.
+    What an engine that did announce it left there is deleted. ``config`` has the folders of this
+    data-parallel engine; of several the first one that has a file keeps it.
     """
     if not config.local_disk:
         return None
-    folder = config.local_disk.split(",")[0].strip()
+    folders = folders_in("local_disk", config.local_disk)
     if not (options.events and options.alone):
-        with contextlib.suppress(OSError):
-            _delete(folder)
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                _delete(folder)
         return None
+    kept = (f for f in folders if os.path.lexists(os.path.join(f, PROMPTS_FILES[0])))
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     entries = PromptEntries(block_size, hash_block_size, algorithm, options.digester)
-    return PromptsFile(folder, entries)
+    return PromptsFile(next(kept, folders[0]), entries)
 
 
 def _delete(folder: str) -> None:

@@ -313,8 +313,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "prompts outlive the engine that announced them",
         PROMPTS,
-        "            _delete(folder)\n        return None\n",
-        "            pass\n        return None\n",
+        "                _delete(folder)\n        return None\n",
+        "                pass\n        return None\n",
     ),
     one(
         "an engine ends once it has read whatever others wrote",

@@ -288,8 +288,8 @@ DEFECTS = (
     one(
         "a disk that is full for other files evicts what is too little",
         DISK,
-        "        if all(total < size for total in held):\n",
-        "        if not sum(1 for total in held if total):\n",
+        "if all(total < size for total in itertools.accumulate(entries, initial=strange)):",
+        "if not strange + sum(entries):",
     ),
     one(
         "records evicted on a full disk are counted for ever",
