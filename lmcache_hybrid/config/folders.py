@@ -4,6 +4,7 @@
 import contextlib
 import math
 import os
+import pwd
 import stat
 import tempfile
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ logger = init_logger("vllm.lmcache_hybrid.config.folders")
 FSTAB = "/etc/fstab"
 MAX_SIZE_KEY = "lmcache.hybrid_fs_max_size_gb"
 MAX_AGE_KEY = "lmcache.hybrid_fs_max_age_hours"
+TRUSTED_OWNER_KEY = "lmcache.hybrid_trusted_folder_owner"
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,40 @@ def _is_number(value: float | str) -> bool:
         return False
 
 
-def check_folder(option: str, path: str) -> None:
+def read_trusted_owner(extra: dict[str, Any]) -> int | None:
+    """Read TRUSTED_OWNER_KEY, a user's name or number; None where it is not set.
+
+    Args:
+        extra: ``kv_connector_extra_config``.
+
+    Raises:
+        ConfigError: it names no user.
+    """
+    value = extra.get(TRUSTED_OWNER_KEY)
+    if value is None:
+        return None
+    text = "" if isinstance(value, bool) else str(value)
+    if text.isascii() and text.isdecimal():
+        return int(text)
+    try:
+        return pwd.getpwnam(text).pw_uid
+    except (KeyError, ValueError):
+        raise ConfigError(
+            f"{TRUSTED_OWNER_KEY}={value!r} names no user of this machine; write a user's name or "
+            "number, as stat -c %u shows it for the folder, or remove it."
+        ) from None
+
+
+def trusted_owner(config: "LMCacheEngineConfig") -> int | None:
+    """Whose folders are taken beside this user's and root's; None for nobody's.
+
+    Returns:
+        What :func:`read_trusted_owner` read when the configuration was loaded.
+    """
+    return getattr(config, "_hybrid_trusted_owner", None)
+
+
+def check_folder(option: str, path: str, trusted: int | None = None) -> None:
     """Make the folder if it is missing, readable by this user only, and write a probe into it.
 
     Makes only the last part of the path: the rest may be a disk that is not mounted yet, and
@@ -91,10 +126,11 @@ def check_folder(option: str, path: str) -> None:
 
     Args:
         option: the LMCache option that names the folder.
+        trusted: see :func:`trusted_owner`.
 
     Raises:
-        ConfigError: it belongs to another user (root is fine), it cannot be written, or its
-            disk is not mounted.
+        ConfigError: it belongs to another user (root is fine), or to the trusted one and others
+            may write to it; it cannot be written, or its disk is not mounted.
     """
     path = os.path.abspath(path)
     above = os.path.dirname(path)
@@ -122,11 +158,21 @@ def check_folder(option: str, path: str) -> None:
             "make it a writable directory or choose another."
         ) from error
     if status.st_uid not in (os.geteuid(), 0):
-        raise ConfigError(
-            f"LMCache option {option}={path!r} belongs to user {status.st_uid}, who could change "
-            f"what this engine (user {os.geteuid()}) reads there; chown it to this user, or to "
-            "root with a group for the engines that share it (chmod 2770)."
-        )
+        if status.st_uid != trusted:
+            raise ConfigError(
+                f"LMCache option {option}={path!r} belongs to user {status.st_uid}, who could "
+                f"change what this engine (user {os.geteuid()}) reads there; chown it to this "
+                "user, or to root with a group for the engines that share it (chmod 2770), or, "
+                "where the mount shows all files as that user's (NFS with root_squash, CIFS, "
+                f"s3fs), set {TRUSTED_OWNER_KEY} to {status.st_uid}."
+            )
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ConfigError(
+                f"LMCache option {option}={path!r} belongs to user {status.st_uid}, whom "
+                f"{TRUSTED_OWNER_KEY} names, and its mode {stat.S_IMODE(status.st_mode):04o} lets "
+                "others write there, too; run chmod go-w on it, or mount it with that mode (CIFS: "
+                "dir_mode=0700, s3fs: umask=0077)."
+            )
     if status.st_mode & stat.S_IWOTH:
         logger.warning(
             "LMCache option %s=%r: every user of this machine can write there, and so change what "

@@ -14,9 +14,12 @@ from lmcache_hybrid.config.backends import check_plugins, check_remote_url, redi
 from lmcache_hybrid.config.folders import (
     MAX_AGE_KEY,
     MAX_SIZE_KEY,
+    TRUSTED_OWNER_KEY,
     FolderLimits,
     check_folder,
     read_limits,
+    read_trusted_owner,
+    trusted_owner,
 )
 from lmcache_hybrid.config.other_names import name_as_redis
 from lmcache_hybrid.config.redis_credentials import (
@@ -146,7 +149,7 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
     transfer = vllm_config.kv_transfer_config
     known = {
         *(ATTENTION_GROUP_KEY, CHECKPOINT_KEY, KEY_FILE_KEY, POLICY_KEY, SHARE_KEY),
-        *(MAX_SIZE_KEY, MAX_AGE_KEY),
+        *(MAX_SIZE_KEY, MAX_AGE_KEY, TRUSTED_OWNER_KEY),
         "lmcache.hybrid_load_failure_policy",
     }
     for key in transfer.kv_connector_extra_config:
@@ -325,7 +328,7 @@ def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
 
     Raises:
         ConfigError: the file that LMCACHE_CONFIG_FILE names does not exist, or values that their
-            options do not take, a sentence each.
+            options do not take, a sentence each; or a trusted owner who is no user.
     """
     from lmcache.integration.vllm.utils import lmcache_get_or_create_config
     from lmcache.v1.config_base import validate_and_set_config_value
@@ -372,6 +375,9 @@ def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
                 PASSWORD_FILE,
             )
     settle_empty(config)
+    config._hybrid_trusted_owner = read_trusted_owner(
+        vllm_config.kv_transfer_config.kv_connector_extra_config
+    )
     name_as_redis(config)
     hide_passwords(config)
     return config
@@ -537,7 +543,7 @@ def _check_remote(config: "LMCacheEngineConfig") -> None:
             check_s3(parts, config.extra_config or {})
     for option, folders in shared_folders(config):
         for folder in folders:
-            check_folder(option, folder)
+            check_folder(option, folder, trusted_owner(config))
     for url in redis_urls(config):
         connection_options(url)
 
@@ -556,4 +562,4 @@ def _check_local(config: "LMCacheEngineConfig") -> None:
             "off; set it to the GB you want to use."
         )
     for folder in folders_in("local_disk", config.local_disk):
-        check_folder("local_disk", folder)
+        check_folder("local_disk", folder, trusted_owner(config))

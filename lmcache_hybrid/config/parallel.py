@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lmcache_hybrid.config.folders import check_folder
+from lmcache_hybrid.config.folders import check_folder, trusted_owner
 from lmcache_hybrid.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -84,5 +84,5 @@ def settle_disk_folder(config: "LMCacheEngineConfig", parallel: Any) -> None:
         os.path.join(folder.strip(), f"dp{engine}") for folder in config.local_disk.split(",")
     ]
     for folder in folders:
-        check_folder("local_disk", folder)
+        check_folder("local_disk", folder, trusted_owner(config))
     config.local_disk = config._hybrid_folders = ",".join(folders)

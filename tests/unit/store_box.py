@@ -227,11 +227,13 @@ class Box:
     def close(self) -> None:
         if LMCacheEngineBuilder.get(self.name) is None:
             return
-        if self.kind == "disk":
-            self.rest()
-            self.store.check_integrity()
-        self.store.close()
-        LMCacheEngineBuilder.destroy(self.name)
+        try:
+            if self.kind == "disk":
+                self.rest()
+                self.store.check_integrity()
+        finally:
+            self.store.close()
+            LMCacheEngineBuilder.destroy(self.name)
 
     def rest(self) -> None:
         """Until LMCache's writers wait for work: closing busy ones may never end."""

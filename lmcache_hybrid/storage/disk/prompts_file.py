@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from vllm.logger import init_logger
 
+from lmcache_hybrid.config.folders import trusted_owner
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.config.shared_folders import folders_in
 from lmcache_hybrid.core.threads import started
@@ -72,7 +73,7 @@ def prompts_file_for(
     kept = (f for f in folders if os.path.lexists(os.path.join(f, PROMPTS_FILES[0])))
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     entries = PromptEntries(block_size, hash_block_size, algorithm, options.digester)
-    return PromptsFile(next(kept, folders[0]), entries)
+    return PromptsFile(next(kept, folders[0]), entries, trusted_owner(config))
 
 
 def _delete(folder: str) -> None:
@@ -88,14 +89,16 @@ class PromptsFile:
     write, so an engine that is killed leaves at most one entry cut off.
     """
 
-    def __init__(self, folder: str, entries: PromptEntries) -> None:
+    def __init__(self, folder: str, entries: PromptEntries, trusted: int | None = None) -> None:
         """Start the thread. The file stays as it is until the first :meth:`rewrite`.
 
         Args:
             folder: of the records.
             entries: layout of the file.
+            trusted: user whose file is read, too, see :func:`.folders.trusted_owner`.
         """
         self._folder, self._entries = folder, entries
+        self._owners = os.geteuid(), trusted
         self._path, self._new = (os.path.join(folder, name) for name in PROMPTS_FILES)
         self._began = self._closing = False
         self._reading: Future[list[Block]] | None = None
@@ -149,7 +152,7 @@ class PromptsFile:
         mode = stat.S_IMODE(status.st_mode)
         if mode != (GROUP_FILE if shared else PRIVATE_FILE):
             raise ValueError(f"its mode is {mode:04o}")
-        if status.st_uid != os.geteuid() and not shared:
+        if status.st_uid not in self._owners and not shared:
             raise ValueError(f"it belongs to user {status.st_uid}")
         if data.read(len(self._entries.header)) != self._entries.header:
             raise ValueError("it is of another version, block size or hash")

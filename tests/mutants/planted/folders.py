@@ -4,6 +4,8 @@
 from tests.mutants.defect import Defect, one
 
 DISK = "lmcache_hybrid/storage/disk/backend.py"
+FOLDERS = "lmcache_hybrid/config/folders.py"
+OPTIONS = "lmcache_hybrid/config/options.py"
 
 DEFECTS: tuple[Defect, ...] = (
     one(
@@ -51,7 +53,55 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "prompts in the second folder are forgotten",
         "lmcache_hybrid/storage/disk/prompts_file.py",
-        "PromptsFile(next(kept, folders[0]), entries)",
-        "PromptsFile(folders[0], entries)",
+        "PromptsFile(next(kept, folders[0]), entries,",
+        "PromptsFile(folders[0], entries,",
+    ),
+    one(
+        "a trusted owner's folder may be written to by anybody",
+        FOLDERS,
+        "        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):\n",
+        "        if False:\n",
+    ),
+    one(
+        "a trusted owner's folder may be written to by its group",
+        FOLDERS,
+        "        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):\n",
+        "        if status.st_mode & stat.S_IWOTH:\n",
+    ),
+    one(
+        "whoever owns a folder is trusted once somebody is",
+        FOLDERS,
+        "        if status.st_uid != trusted:\n",
+        "        if trusted is None:\n",
+    ),
+    one(
+        "the trusted owner is not told to whoever checks folders",
+        OPTIONS,
+        "    config._hybrid_trusted_owner = read_trusted_owner(\n",
+        "    read_trusted_owner(\n",
+    ),
+    one(
+        "a trusted owner who is no user is nobody",
+        FOLDERS,
+        "    except (KeyError, ValueError):\n",
+        "    except (KeyError, ValueError):\n        return None\n    except ArithmeticError:\n",
+    ),
+    one(
+        "folders of plugins and URLs have no trusted owner",
+        OPTIONS,
+        "            check_folder(option, folder, trusted_owner(config))\n",
+        "            check_folder(option, folder)\n",
+    ),
+    one(
+        "folders of data-parallel engines have no trusted owner",
+        "lmcache_hybrid/config/parallel.py",
+        '        check_folder("local_disk", folder, trusted_owner(config))\n',
+        '        check_folder("local_disk", folder)\n',
+    ),
+    one(
+        "prompts in a trusted owner's folder are begun anew at each start",
+        "lmcache_hybrid/storage/disk/prompts_file.py",
+        "        self._owners = os.geteuid(), trusted\n",
+        "        self._owners = (os.geteuid(),)\n",
     ),
 )
