@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from lmcache.integration.vllm.utils import ENGINE_NAME
 from lmcache.v1.metadata import LMCacheMetadata
 
+from lmcache_hybrid.storage import api_server
 from lmcache_hybrid.storage.host_memory import pin_exactly
 from lmcache_hybrid.storage.remote import adapters
 from lmcache_hybrid.upstream.lmcache_home import (
@@ -17,8 +18,11 @@ from lmcache_hybrid.upstream.lmcache_home import (
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.internal_api_server.api_server import InternalAPIServer
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec
+
+    from lmcache_hybrid.upstream.lmcache_home import LMCacheManager
 
 
 class HybridServiceFactory(VllmServiceFactory):
@@ -90,3 +94,11 @@ class HybridServiceFactory(VllmServiceFactory):
 
     def maybe_create_offload_server(self) -> None:
         return None  # stores by attention slots
+
+    def maybe_create_internal_api_server(
+        self, lmcache_manager: "LMCacheManager"
+    ) -> "InternalAPIServer | None":
+        server = super().maybe_create_internal_api_server(lmcache_manager)
+        if server is not None:
+            api_server.guard(server, lmcache_manager)
+        return server

@@ -29,6 +29,7 @@ OTHERS = {
     "_C_cache_ops",  # torch.ops, see the hook of swap_blocks_batch
     "cuda_stream",  # torch.cuda.Stream, in C++
     "loggerDict",  # logging.Manager
+    "middleware",  # fastapi.FastAPI
     "operation_name",  # awscrt.s3.S3ResponseError
     "problem_mark",  # yaml.MarkedYAMLError
     "origin",  # importlib's ModuleSpec

@@ -77,7 +77,10 @@ LMCACHE = (
         "lmcache.integration.vllm.vllm_service_factory",
         "VllmServiceFactory",
         "get_or_create_metadata get_or_create_lmcache_engine maybe_create_lookup_client "
-        "maybe_create_lookup_server maybe_create_offload_server",
+        "maybe_create_lookup_server maybe_create_offload_server maybe_create_internal_api_server",
+    ),
+    *attributes(
+        "lmcache.v1.internal_api_server.api_server", "InternalAPIServer", "enable app stop"
     ),
     *attributes(
         "lmcache.v1.metadata", "LMCacheMetadata", "kv_shape role use_mla world_size worker_id"
