@@ -102,6 +102,17 @@ def check_remote_url(url: str) -> SplitResult:
     return parts
 
 
+def remote_backends(config: "LMCacheEngineConfig") -> dict[str, str]:
+    """Name the stores outside, by the names that LMCache gives their backends, in its order."""
+    found = {
+        f"RemoteBackend-{plugin}": f"{kind_of(plugin)}:// (plugin {plugin})"
+        for plugin in config.remote_storage_plugins or ()
+    }
+    if config.remote_url:
+        found["RemoteBackend"] = f"{config.remote_url.partition('://')[0]}://"
+    return found
+
+
 def in_the_clear(config: "LMCacheEngineConfig") -> list[str]:
     """URLs, fit to be shown, of the stores that records reach over a network without TLS."""
     found = [unencrypted(url) for url in redis_urls(config)]

@@ -74,6 +74,7 @@ def test_stores_are_named_without_host_user_password_or_path() -> None:
         local_cpu=True,
         local_disk="/home/me/disk",
         remote_url="redis://me:secret@store.example:6379",
+        remote_storage_plugins=None,
         retrieve_locations=None,
         store_location=None,
     )

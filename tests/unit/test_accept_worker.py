@@ -14,7 +14,11 @@ from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.tools.accept import worker
 from lmcache_hybrid.tools.accept.child import check_ranks
-from lmcache_hybrid.tools.accept.tiers import refusals, tiers_of
+from lmcache_hybrid.tools.accept.tiers import missing_of, refusals, tiers_of
+
+from . import store_box as stores
+
+box, valkey = stores.box, stores.valkey
 
 
 def test_the_last_block_of_a_lost_group_is_zeroed_until_it_ends() -> None:
@@ -82,7 +86,8 @@ def options(**given) -> Options:
 def store_of(**given) -> SimpleNamespace:
     """A store with RAM above a local disk."""
     settings = {"local_cpu": True, "local_disk": "d", "remote_url": None, **given}
-    config = {"retrieve_locations": None, "store_location": None, **settings}
+    nowhere = {"retrieve_locations": None, "store_location": None, "remote_storage_plugins": None}
+    config = {**nowhere, **settings}
     backends = {"LocalCPUBackend": None, "LocalDiskBackend": None}
     return SimpleNamespace(
         _engine=SimpleNamespace(config=SimpleNamespace(**config)),
@@ -127,6 +132,22 @@ def test_tiers_are_those_that_are_written_and_read(settings: dict, tiers: list[s
     store = store_of(**settings)
     assert [tier["title"] for tier in tiers_of(store)] == tiers
     assert refusals(options(min_retrieve_tokens=16), store, 16) == []
+
+
+def test_plugins_are_tiers_by_the_names_of_their_backends(box, tmp_path) -> None:
+    """``accept`` chooses one by its name, and a restart keeps what is there."""
+    folder = {"remote_storage_plugin.fs.second.base_path": str(tmp_path / "second")}
+    one = box("fs", local_cpu=True, remote_storage_plugins=["fs.second"], extra_config=folder)
+    tiers = {tier["name"]: (tier["title"], tier["survives"]) for tier in tiers_of(one.store)}
+    assert tiers == {
+        "LocalCPUBackend": ("RAM", False),
+        "RemoteBackend-fs.second": ("fs:// (plugin fs.second)", True),
+        "RemoteBackend": ("fs://", True),
+    }
+    assert set(tiers) == set(one.manager.storage_backends) and missing_of(one.store) == []
+    backend = one.manager.storage_backends.pop("RemoteBackend-fs.second")
+    assert missing_of(one.store) == ["RemoteBackend-fs.second"]
+    one.manager.storage_backends["RemoteBackend-fs.second"] = backend
 
 
 @pytest.mark.parametrize("served", [(False, True), (True, False)])

@@ -3,6 +3,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from lmcache_hybrid.config.backends import remote_backends
 from lmcache_hybrid.config.options import LOAD_LIMIT_KEY, POLICIES, POLICY_KEY, Options
 
 if TYPE_CHECKING:
@@ -24,11 +25,10 @@ def _located(store: "LMCacheStore") -> list[str]:
 def tiers_of(store: "LMCacheStore") -> list[dict[str, Any]]:
     """What is written and may answer a lookup, the nearest first; whether a restart keeps it."""
     config, found = store._engine.config, []
-    scheme = (config.remote_url or "").partition("://")[0]
     titles = {
         "LocalCPUBackend": "RAM",
         "LocalDiskBackend": "local disk",
-        "RemoteBackend": f"{scheme}://",
+        **remote_backends(config),
     }
     for name in _located(store):
         if config.store_location in (None, name):
@@ -78,5 +78,5 @@ def refusals(options: Options, store: "LMCacheStore", least: int) -> list[str]:
 def missing_of(store: "LMCacheStore") -> list[str]:
     """Stores that are configured and that LMCache did not open."""
     config, there = store._engine.config, store.manager.storage_backends
-    wanted = {"LocalDiskBackend": config.local_disk, "RemoteBackend": config.remote_url}
-    return [name for name, setting in wanted.items() if setting and name not in there]
+    disk = ["LocalDiskBackend"] if config.local_disk else []
+    return [name for name in (*disk, *remote_backends(config)) if name not in there]

@@ -5,14 +5,15 @@ import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import psutil
 import redis
 from lmcache import device_ops
 from rich.filesize import decimal
 
+from lmcache_hybrid.config.backends import redis_urls
 from lmcache_hybrid.config.folders import MAX_AGE_KEY, MAX_SIZE_KEY, FolderLimits
+from lmcache_hybrid.config.redis_credentials import without_password
 from lmcache_hybrid.config.shared_folders import shared_folders
 from lmcache_hybrid.config.tiers import GIB, Tier, prompt_bytes, tiers
 from lmcache_hybrid.core.errors import ConfigError, StoreError
@@ -166,27 +167,37 @@ def _shared_folder(path: Path, limits: FolderLimits) -> Finding:
 
 
 def check_redis(context: Context) -> Iterator[Finding]:
-    """What happens when the server is full."""
-    url = context.config.remote_url if context.config else None
-    if not url or urlsplit(url).scheme not in SCHEMES:
-        return
+    """What happens when a server is full: of ``remote_url``, and of a plugin."""
+    urls = redis_urls(context.config) if context.config else []
+    servers = [url for url in dict.fromkeys(urls) if url.partition("://")[0] in SCHEMES]
+    for url in servers:
+        yield from _server(context, url, f"{without_password(url)}: " if servers[1:] else "")
+
+
+def _server(context: Context, url: str, name: str) -> Iterator[Finding]:
+    """
+    Args:
+        name: which of several it is, in front of what is said of it.
+    """
     try:
         client = connect(url)
     except (ConfigError, StoreError):
-        yield skipped("Redis memory", "The server cannot be reached; see remote_url.")
+        yield skipped("Redis memory", f"{without_password(url)} cannot be reached.")
         return
     try:
         memories = list(_memories(client))
     except Exception as failure:  # an ACL without INFO
-        yield skipped("Redis memory", f"INFO is refused: {failure}.", "Allow INFO for this user.")
+        yield skipped(
+            "Redis memory", f"{name}INFO is refused: {failure}.", "Allow INFO for this user."
+        )
         return
     finally:
         client.close()
     if limit := sum(int(memory.get("maxmemory", 0)) for _, memory in memories):
-        yield from _prompts(context, Tier("Redis", "maxmemory (in GB)", limit, shared=True))
+        yield from _prompts(context, Tier(f"{name}Redis", "maxmemory (in GB)", limit, shared=True))
     for where, memory in memories:
         yield _redis_memory(
-            where,
+            name + where,
             int(memory.get("used_memory", 0)),
             int(memory.get("maxmemory", 0)),
             str(memory.get("maxmemory_policy", "unknown")),

@@ -21,6 +21,7 @@ from .findings import (
     ERROR,
     MODEL,
     OK,
+    SKIPPED,
     TRANSFER,
     WARNING,
     assert_sentences,
@@ -172,3 +173,26 @@ def test_redis_memory(context, valkey, redis, limit, policy, status, told):
     redis.config_set("maxmemory-policy", policy)
     finding = only(assert_sentences(check_redis(context(remote_url=url_of(valkey)))))
     assert finding.status == status and told in finding.message
+
+
+def plugin(valkey, **settings) -> dict:
+    extra = {"remote_storage_plugin.redis.redis_url": url_of(valkey)}
+    return {"remote_storage_plugins": ["redis"], "extra_config": extra, **settings}
+
+
+def test_memory_of_a_plugins_server(context, valkey, redis):
+    redis.config_set("maxmemory", "1gb")
+    redis.config_set("maxmemory-policy", "allkeys-lru")
+    held, memory = check_redis(context(model=LONG, **plugin(valkey)))
+    assert held.message.startswith("Redis holds about") and memory.status == OK
+    once = plugin(valkey, remote_url=url_of(valkey))
+    assert only(check_redis(context(**once))).message == memory.message
+
+
+def test_memory_of_two_servers(context, valkey, redis):
+    """One of them is away."""
+    away = "redis://user:secret@localhost:1"
+    gone, there = assert_sentences(check_redis(context(**plugin(valkey, remote_url=away))))
+    assert (gone.status, there.status) == (SKIPPED, WARNING)
+    assert gone.message == "redis://localhost:1 cannot be reached."
+    assert there.message.startswith(f"{url_of(valkey)}: maxmemory is not set")
