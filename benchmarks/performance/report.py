@@ -101,6 +101,7 @@ def fill(page: Path, figures: dict) -> None:
     answers = figures["answers"]
     replace(page, "goals", _goals(answers))
     replace(page, "plot", _plot(answers["repeats"]) if "repeats" in answers else MISSING)
+    replace(page, "gain", _gain(answers) if "repeats" in answers else MISSING)
     replace(page, "limit", _limit(answers) if {"bytes", "restore"} <= answers.keys() else "")
     for name in [*NEED_MODEL, *(name for name in answers if name not in NEED_MODEL)]:
         if name not in answers:
@@ -144,6 +145,31 @@ def _plot(answer: dict) -> str:
         f"{seconds['cold'] / min(hits):.0f} times as fast as no hit. It takes {over[0]} to "
         f"{over[1]} times as long as a hit in vLLM's own cache, which is the limit.*"
     )
+
+
+def _gain(answers: dict) -> str:
+    """What a user gains and what it costs, in sentences."""
+    seconds = {arm: median(values) for arm, values in answers["repeats"]["seconds"].items()}
+    hits = [seconds[arm] for arm in ("ram", "disk", "redis")]
+    told = [
+        f"**A prompt asked before is answered {seconds['cold'] / max(hits):.0f} to "
+        f"{seconds['cold'] / min(hits):.0f} times as fast as without a cache**: its first token "
+        f"comes after {min(hits):.2f} to {max(hits):.2f} s instead of {seconds['cold']:.1f} s. "
+        f"A hit in vLLM's own cache, which is the limit, takes {seconds['vllm']:.2f} s."
+    ]
+    for question, what in (
+        ("colds", "A new prompt's first token takes"),
+        ("decodes", "A token of a running answer, with nothing to load or store, takes"),
+        ("beside_restores", "Beside loads for other requests, an answer takes"),
+    ):
+        if question in answers:
+            times = answers[question]["seconds"]
+            ratios = [
+                median(times[arm]) / median(times["none"]) for arm in ("ram", "disk", "redis")
+            ]
+            told.append(f"{what} {min(ratios):.2f} to {max(ratios):.2f} times as long.")
+    told.append(f"Measured on a CPU ({answers['repeats']['machine']}), on no GPU.")
+    return " ".join(told)
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

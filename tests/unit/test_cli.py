@@ -74,3 +74,11 @@ def test_benchmarks_of_a_checkout_say_what_they_take(name: str) -> None:
     command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert f"Usage: python -m benchmarks.{name} [OPTIONS]" in said
+
+
+@pytest.mark.parametrize(
+    "name", ["bench", "demo", "doctor", "accept", "inspect", "verify", "purge", "plan", "version"]
+)
+def test_each_help_has_an_example(name: str) -> None:
+    told = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).output
+    assert f"Example: lmcache-hybrid {name}" in " ".join(told.split())

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures of engines with different models never stand side by side unmarked."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from benchmarks.performance.engines import short_prompt  # noqa: E402
 MODEL = {"family": "f", "layers": 8, "parameters": 2_000_000, "dtype": "float32"}
 HERE, THERE = MODEL | {"block_size": 640}, MODEL | {"block_size": 256}
 ARMS = ("cold", "vllm", "ram", "disk", "redis")
-MARKERS = ("goals", "plot", "limit", *report.NEED_MODEL, "lookup")
+MARKERS = ("goals", "gain", "plot", "limit", *report.NEED_MODEL, "lookup")
 
 
 def answer(model: dict | None = None, slower: float = 1.0) -> dict:
@@ -89,3 +90,11 @@ def test_a_short_prompt_hits_inside_the_first_block(size: int):
     assert 0 < short["hit"] < short["tokens"] < size
     # What vLLM keeps of it: the last multiple of the unit that leaves a token to compute.
     assert short["hit"] == (short["tokens"] - 1) // short["unit"] * short["unit"]
+
+
+def test_the_page_opens_with_gain_and_cost_of_the_file():
+    docs = Path(report.__file__).parents[2] / "docs"
+    figures = json.loads((docs / "generated/performance.json").read_text())
+    whole = docs / "performance.md"
+    assert part(whole, "gain").strip() == report._gain(figures["answers"])
+    assert whole.read_text().startswith("# Performance\n\n<!-- gain:begin -->")

@@ -330,7 +330,7 @@ def test_chunk_ends_are_the_default_of_the_option():
     assert shorter["checkpoints"][0]["interval"] == 2 * 784
     assert shorter["bytes_per_prompt"] > plain["bytes_per_prompt"]
     for row in ("chunk: 7,840 (10 N)", "0: none", "12,544 (16 N)"):
-        assert f"│ {row} " in run("Qwen3.6-27B").output
+        assert f"\n {row} " in run("Qwen3.6-27B").output
 
 
 def test_an_interval_of_your_own_is_a_row_and_counts():
@@ -339,7 +339,7 @@ def test_an_interval_of_your_own_is_a_row_and_counts():
     plain = json.loads(run("Qwen3.6-27B", "--json").output)
     assert answer["bytes_per_prompt"] > plain["bytes_per_prompt"]
     printed = run("Qwen3.6-27B", "--checkpoint-tokens", "2352").output
-    assert "100 prompts of 32,000 tokens, T = 2,352" in printed and "│ 2,352 (3 N) " in printed
+    assert "100 prompts of 32,000 tokens, T = 2,352" in printed and "\n 2,352 (3 N) " in printed
 
 
 @pytest.mark.parametrize(
@@ -352,6 +352,9 @@ def test_an_interval_of_your_own_is_a_row_and_counts():
         (["Qwen3.6-27B", "--prefill-rate", "0"], "Input should be greater than or equal to 1"),
         (["Qwen3.6-27B", "--shared", "64k"], "--shared 64000 is more than --context 32000"),
         (["no-such-model"], "neither a folder with a config.json nor a model of the table"),
+        (["Qwen3-6-27B"], "did you mean Qwen3.6-27B?"),
+        (["qwen/Qwen3-Next-80B-A3B-Instuct"], "did you mean Qwen/Qwen3-Next-80B-A3B-Instruct?"),
+        (["/no/such/folder"], "MODEL '/no/such/folder' does not exist"),
         ([], "name a MODEL"),
         ([__file__], "cannot be read"),
     ],
@@ -408,7 +411,7 @@ def test_the_page_shows_what_is_printed():
     page = (ROOT / "docs" / "sizing.md").read_text()
     words = ["Qwen3.6-27B", "--context", "100k", "--prompts", "500"]
     assert f"lmcache-hybrid plan {' '.join(words)}" in page
-    printed = CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "100"}).output
+    printed = CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "80"}).output
     for line in printed.splitlines():
         assert line.rstrip() in page
 
@@ -425,3 +428,61 @@ def test_flashinfers_prefill_of_delta_nets_rounds_n():
 def test_nothing_else_rounds_n(words):
     assert "Hopper" not in run(*words).output
     assert run(*words, "--gdn-prefill-backend", "flashinfer").output == run(*words).output
+
+
+# What is told besides the tables
+
+
+@pytest.mark.parametrize(("tp", "copies"), [("4", 1), ("8", 2), ("16", 4)])
+def test_copies_of_kv_heads_are_told(tp, copies):
+    """Qwen3.6-27B has four."""
+    assert (
+        json.loads(run("Qwen3.6-27B", "--tp", tp, "--json").output)["ranks_per_kv_head"] == copies
+    )
+    told = (
+        f"Each KV head is held, and stored, by {copies} ranks"
+        in run("Qwen3.6-27B", "--tp", tp).output
+    )
+    assert told is (copies > 1)
+    assert "Each KV head" not in run("Kimi-K3", "--tp", tp).output, "MLA has none"
+
+
+@pytest.mark.parametrize("name", [known.hub[0] for known in catalogue.models()])
+def test_80_columns_are_enough(name):
+    """Also in a pipe, where there is no terminal to ask for its width."""
+    words = [name, "--context", "1M", "--prompts", "100000", "--tp", "8"]
+    printed = CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "80"}).output
+    assert "What to write" in printed
+    assert_fits(printed)
+
+
+def test_the_list_fits_80_columns():
+    printed = CliRunner().invoke(app, ["plan", "--list"], env={"COLUMNS": "80"}).output
+    assert_fits(printed)
+    assert all(f"\n {known.name} " in printed for known in catalogue.models()), "none is cut"
+
+
+def assert_fits(printed: str) -> None:
+    """No line is longer, and none was cut or broken to make it so."""
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "…" not in printed
+
+
+def test_json_has_what_the_text_has():
+    words = ["Qwen3.6-27B", "--tp", "8", "--context", "300"]
+    found = json.loads(run(*words, "--json").output)
+    printed = run(*words).output
+    assert found["hits"] is False and "never hits" in printed
+    assert json.loads(run("Qwen3.6-27B", "--json").output)["hits"] is True
+    assert f"makes it {found['block_size_with_flashinfer_prefill']}:" in printed
+    assert found["block_size_is_logged"] is True and "vLLM logs" in printed
+    assert found["rates"]["prefill_tokens"] == 10_000 and "10,000 tokens a second" in printed
+    assert found["backends"]["disk"]["limit"] == "max_local_disk_size"
+    for flag in found["backends"]["ram"]["write"]["vllm_flags"][:-1]:
+        assert flag in printed
+
+
+def test_the_kernels_that_n_was_computed_with_are_among_the_flags():
+    words = "--gdn-prefill-backend", "flashinfer"
+    assert "  --gdn-prefill-backend flashinfer \\\n" in run("Qwen3.6-27B", *words).output
+    assert "  --gdn-prefill-backend" not in run("LFM2-350M", *words).output

@@ -19,20 +19,37 @@ from lmcache_hybrid.tools.cli.plan import plan
 from lmcache_hybrid.tools.cli.purge import purge_store
 from lmcache_hybrid.tools.cli.terminal import TAKES_VLLM_FLAGS, TakesVllmFlags
 
+
+def _example(words: str) -> str:
+    return f"Example: lmcache-hybrid {words}"
+
+
 app = typer.Typer(
     help="LMCache prefix caching for hybrid (attention + recurrent) models in vLLM.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_show_locals=False,  # URLs with passwords are among them
 )
-app.command()(demo)
-app.command(cls=TakesVllmFlags, context_settings=TAKES_VLLM_FLAGS)(doctor)
-app.command(cls=TakesVllmFlags, context_settings=TAKES_VLLM_FLAGS)(accept)
-app.command("inspect")(inspect_store)
-app.command("verify")(verify_store)
-app.command("purge")(purge_store)
-app.command()(plan)
-app.command(cls=TakesVllmFlags, context_settings=TAKES_VLLM_FLAGS)(bench)
+app.command(epilog=_example("demo"))(demo)
+app.command(
+    cls=TakesVllmFlags,
+    context_settings=TAKES_VLLM_FLAGS,
+    epilog=_example("doctor MODEL --lmcache-config lmcache.yaml -- --tensor-parallel-size 2"),
+)(doctor)
+app.command(
+    cls=TakesVllmFlags,
+    context_settings=TAKES_VLLM_FLAGS,
+    epilog=_example("accept MODEL -- --tensor-parallel-size 2"),
+)(accept)
+app.command("inspect", epilog=_example("inspect /srv/lmcache"))(inspect_store)
+app.command("verify", epilog=_example("verify redis://cache:6379"))(verify_store)
+app.command("purge", epilog=_example("purge /srv/lmcache --older-than 7d"))(purge_store)
+app.command(epilog=_example("plan Qwen3.6-27B --context 100k --prompts 500"))(plan)
+app.command(
+    cls=TakesVllmFlags,
+    context_settings=TAKES_VLLM_FLAGS,
+    epilog=_example("bench MODEL -- --tensor-parallel-size 2"),
+)(bench)
 
 
 def _print_version(wanted: bool) -> None:
@@ -53,7 +70,7 @@ def main(
     """What stands before a command."""
 
 
-@app.command()
+@app.command(epilog=_example("version --repairs"))
 def version(
     repairs: Annotated[
         bool, typer.Option("--repairs", help="List what is replaced in vLLM and LMCache, and why.")

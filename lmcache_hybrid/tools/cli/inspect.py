@@ -173,7 +173,7 @@ def age_of(seconds: float | None) -> str:
 def _print_rows(store: RecordStore, rows: list[Row]) -> None:
     console = Console()
     console.print(Text(store.name, "bold"))
-    console.print(table_of(rows))
+    print_rows(console, rows)
     unfinished = sum(row.unfinished for row in rows)
     notes = [*store.notes]
     if unfinished:
@@ -186,18 +186,28 @@ def _print_rows(store: RecordStore, rows: list[Row]) -> None:
         console.print(Text(note))
 
 
-def table_of(rows: list[Row]) -> Table:
-    """One line per fingerprint."""
+def print_rows(console: Console, rows: list[Row]) -> None:
+    """Each model's name, one line per fingerprint, and what an engine does not load of it."""
+    for model in dict.fromkeys(row.model for row in rows):
+        mine = [row for row in rows if row.model == model]
+        console.print(Text(printable(model), overflow="fold"))
+        console.print(_table_of(mine))
+        for row in mine:
+            counts = {"damaged": row.damaged, "of another version": row.other_version}
+            told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+            if told:
+                console.print(Text(f"{row.rank} {row.fingerprint}: {told}", "red"))
+
+
+def _table_of(rows: list[Row]) -> Table:
+    """In 80 columns; the model's name may be long and has its own line."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("model", overflow="fold")
     table.add_column("rank")
     table.add_column("fingerprint", no_wrap=True)
-    right = "records", "size", "prompts", "states", "deepest", "newest", "oldest"
-    for name in (*right, "damaged", "other version"):
+    for name in ("records", "size", "prompts", "states", "deepest", "newest", "oldest"):
         table.add_column(name, justify="right", overflow="fold")
     for row in rows:
         table.add_row(
-            Text(printable(row.model)),
             row.rank,
             row.fingerprint,
             str(row.records),
@@ -207,8 +217,6 @@ def table_of(rows: list[Row]) -> Table:
             str(row.deepest),
             age_of(row.youngest),
             age_of(row.oldest),
-            Text(str(row.damaged), "red" if row.damaged else ""),
-            str(row.other_version),
         )
     return table
 

@@ -3,7 +3,6 @@
 
 import dataclasses
 import json
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,11 +11,14 @@ from functools import partial
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.prefill import boundaries
+from lmcache_hybrid.tools.cli.terminal import check_model
+from lmcache_hybrid.tools.cli.to_write import ToWrite, gib, to_write
 from lmcache_hybrid.tools.cli.units import HEAD, RATES, Unit, units
 from lmcache_hybrid.tools.sizing import catalogue, storage
 from lmcache_hybrid.tools.sizing.blocks import PLATFORMS, Platform, Sizes, compute
@@ -121,6 +123,8 @@ class Plan:
         hopper: N with FlashInfer's prefill of gated delta nets, which is for GPUs only.
         prefill_rate: tokens a second.
         backends: names in BACKENDS.
+        served: what ``vllm serve`` calls the model.
+        flags: vLLM's that it was made with, name and value in turn.
     """
 
     model: str
@@ -132,6 +136,8 @@ class Plan:
     work: Workload
     prefill_rate: int
     backends: tuple[str, ...]
+    served: str
+    flags: list[str]
 
     def stored(self, backend: str) -> storage.Stored:
         return storage.stored(self.sizes, self.work, BACKENDS[backend])
@@ -152,6 +158,19 @@ class Plan:
 
     def units(self) -> list[Unit]:
         return units(self.sizes, self.work, self.prefill_rate)
+
+    @property
+    def head_copies(self) -> int:
+        """Ranks that hold the same KV head, and store it; latent attention is another matter."""
+        attention = self.shape.attention
+        return 1 if attention.latent else max(1, self.sizes.tp // attention.heads)
+
+    def to_write(self, backend: str) -> ToWrite:
+        own: dict[str, float | str] = {}
+        chosen = self.work.checkpoint
+        if chosen != CHUNK_ENDS:
+            own["lmcache.hybrid_checkpoint_tokens"] = chosen
+        return to_write(backend, self.sizes, self.stored(backend), own, self.flags)
 
     def with_checkpoint(self, tokens: int | str) -> "Plan":
         return dataclasses.replace(self, work=dataclasses.replace(self.work, checkpoint=tokens))
@@ -191,6 +210,7 @@ def plan(
         return
     if model is None:
         raise typer.BadParameter("name a MODEL, or use --list")
+    check_model(model)
     sized = partial(
         compute, tp=tp, kv_dtype=kv_cache_dtype, ssm_dtype=ssm_dtype, block_size=block_size
     )
@@ -207,11 +227,39 @@ def plan(
         raise typer.BadParameter(str(error)) from error
     raised = sizes.block_size > (block_size or where.block_size)
     names = tuple(each.value for each in backend or BackendName)
-    made = Plan(name, shape, where, sizes, raised, hopper.block_size, work, prefill_rate, names)
+    nets = shape.has_delta_nets and platform is PlatformName.gpu
+    kernels = where.gdn_prefill if nets else "triton"
+    flags = _flags(
+        {
+            "--tensor-parallel-size": (tp, 1),
+            "--dtype": (dtype, "auto"),
+            "--kv-cache-dtype": (kv_cache_dtype, "auto"),
+            "--mamba-ssm-cache-dtype": (ssm_dtype, "auto"),
+            "--block-size": (block_size, 0),
+            "--prefix-match-unit": (prefix_match_unit, 0),
+            "--max-num-batched-tokens": (step_tokens, 8192),
+            "--gdn-prefill-backend": (kernels, "triton"),
+        }
+    )
+    served = catalogue.hub_name(model)
+    made = Plan(
+        *(name, shape, where, sizes, raised, hopper.block_size, work, prefill_rate, names),
+        *(served, flags),
+    )
     if as_json:
         print(json.dumps(as_dict(made), indent=1))
     else:
         _print(Console(), made)
+
+
+def _flags(given: dict[str, tuple[int | str, int | str]]) -> list[str]:
+    """Those of (value, default) that differ, name and value in turn."""
+    return [
+        word
+        for flag, (value, default) in given.items()
+        if value != default
+        for word in (flag, str(value))
+    ]
 
 
 def _platform(name: PlatformName, kernel_block: int, gdn_prefill: GdnPrefill) -> Platform:
@@ -234,6 +282,10 @@ def as_dict(plan: Plan) -> dict:
         "platform": plan.platform.name,
         "dtypes": {"weights": plan.shape.dtype},
         "block_size": sizes.block_size,
+        "block_size_is_logged": plan.raised,
+        "block_size_with_flashinfer_prefill": plan.hopper,
+        "ranks_per_kv_head": plan.head_copies,
+        "hits": _hits(plan),
         "tensor_parallel": sizes.tp,
         "groups_per_rank": [dataclasses.asdict(group) for group in sizes.groups],
         "attention_bytes_per_block": sizes.in_all(ATTENTION),
@@ -244,12 +296,20 @@ def as_dict(plan: Plan) -> dict:
             name: {
                 **dataclasses.asdict(plan.stored(name)),
                 "gib_per_rank": plan.stored(name).taken / sizes.tp / 2**30,
+                "limit": BACKENDS[name].limit,
+                "write": dataclasses.asdict(plan.to_write(name)),
             }
             for name in plan.backends
         },
         "checkpoints": [_checkpoint(plan, tokens) for tokens in plan.checkpoints()],
         "units": [dataclasses.asdict(unit) for unit in plan.units()],
+        "rates": {"prefill_tokens": plan.prefill_rate, "load_bytes": RATES},
     }
+
+
+def _hits(plan: Plan) -> bool:
+    """Whether a prompt of this length can hit at all."""
+    return bool(boundaries(plan.work.context, plan.sizes.block_size, 0, plan.work.unit))
 
 
 def _checkpoint(plan: Plan, tokens: int | str) -> dict:
@@ -272,9 +332,12 @@ def _list_models(console: Console, platform: Platform, markdown: bool) -> None:
     if markdown:
         print(catalogue.markdown(platform))
         return
-    title = f"Hybrid models that plan knows ({platform.name})"
+    title = f"Hybrid models that plan knows\n{platform.name}"
     rows = [row[:-1] for row in catalogue.table(platform)]
     console.print(_table(title, catalogue.HEAD[:-1], rows))
+    console.print(
+        "Layers and groups: of attention, of states. In dtypes that vLLM chooses, 1 rank."
+    )
     console.print("Where each row's figures come from: --markdown, or docs/sizing.md.")
 
 
@@ -289,31 +352,36 @@ def _print(console: Console, plan: Plan) -> None:
         else ""
     )
     console.print(
-        f"[bold]{plan.model}[/] ({plan.shape.model_type}), {plan.platform.name}\n"
+        f"[bold]{plan.model}[/] ({plan.shape.model_type})\n{plan.platform.name}\n"
         f"N = {n} tokens{logged}\n{hopper}",
         highlight=False,
     )
     latent = sizes.tp > 1 and any(group.replicated for group in sizes.groups)
     once = (
-        f"Its attention is equal on all ranks: stores that they share keep it once, "
-        f"{_mb(sizes.per_rank(ATTENTION))} MB a block.\n"
+        f"Its attention is equal on all ranks: stores that they share keep it once,\n"
+        f"{_mib(sizes.per_rank(ATTENTION))} MiB a block.\n"
         if latent
         else ""
     )
+    if plan.head_copies > 1:
+        once = (
+            f"Each KV head is held, and stored, by {plan.head_copies} ranks: there are "
+            f"{sizes.tp} ranks and {plan.shape.attention.heads} heads.\n"
+        )
     rows = [
-        [str(index), group.kind, str(group.layers), _mb(group.bytes)]
+        [str(index), group.kind, str(group.layers), _mib(group.bytes)]
         for index, group in enumerate(sizes.groups)
     ]
     console.print(
-        _table(f"Groups{ranks}", ("Group", "Kind", "Layers", "MB per block or state"), rows)
+        _table(f"Groups{ranks}", ("Group", "Kind", "Layers", "MiB per block or state"), rows)
     )
     console.print(
-        f"A block's attention takes {_mb(sizes.in_all(ATTENTION))} MB in all, a boundary's states "
-        f"{_mb(sizes.in_all(STATE))} MB ({sizes.in_all(STATE):,} bytes).\n"
-        f"A prompt of {work.context:,} tokens takes {plan.per_prompt / 1e9:.3f} GB.\n{once}",
+        f"A block's attention takes {_mib(sizes.in_all(ATTENTION))} MiB in all, a boundary's "
+        f"states {_mib(sizes.in_all(STATE))} MiB.\n"
+        f"A prompt of {work.context:,} tokens takes {plan.per_prompt / 2**30:.3f} GiB.\n{once}",
         highlight=False,
     )
-    if not boundaries(work.context, n, 0, work.unit):
+    if not _hits(plan):
         console.print(
             f"[yellow]A prompt of {work.context} tokens never hits: it is no longer than "
             f"{work.unit or n}.[/]\n"
@@ -321,6 +389,14 @@ def _print(console: Console, plan: Plan) -> None:
     _print_backends(console, plan)
     _print_checkpoints(console, plan)
     _print_units(console, plan)
+    _print_to_write(console, plan)
+
+
+def _print_to_write(console: Console, plan: Plan) -> None:
+    first, *others = plan.backends
+    also = f"; --backend {'|'.join(others)}: another" if others else ""
+    console.print(f"\n[bold]What to write[/] for {BACKENDS[first].title}{also}\n", highlight=False)
+    print(plan.to_write(first).text(plan.served))
 
 
 def _print_checkpoints(console: Console, plan: Plan) -> None:
@@ -332,15 +408,15 @@ def _print_checkpoints(console: Console, plan: Plan) -> None:
             [
                 name if row["interval"] else "0: none",
                 str(row["states"]),
-                f"{row['bytes_per_prompt'] / 1e9:.3f}",
+                f"{row['bytes_per_prompt'] / 2**30:.3f}",
                 _more(row["bytes_per_prompt"], plan.with_checkpoint(0).per_prompt, 0),
                 f"{row['recomputed_at_most']:,}",
                 f"{row['recomputed_expected']:,}",
                 str(row["prefill_steps"]),
             ]
         )
-    head = ("T", "States", "GB per prompt", "More", "Recomputed: at most", "expected", "Steps")
-    title = "lmcache.hybrid_checkpoint_tokens: per prompt, and for the first to branch off from it"
+    head = ("T", "States", "GiB per prompt", "More", "Recomputed: at most", "expected", "Steps")
+    title = "T (lmcache.hybrid_checkpoint_tokens), and the first prompt to branch off"
     console.print(_table(title, head, rows))
 
 
@@ -350,16 +426,16 @@ def _print_units(console: Console, plan: Plan) -> None:
         return  # N has no divisor that is worth a look
     console.print(
         _table(
-            "--prefix-match-unit: shorter prompts hit, and less of each is computed again",
+            "U (--prefix-match-unit), in tokens: shorter prompts hit",
             HEAD,
             [unit.row(plan.sizes.block_size) for unit in found],
         )
     )
-    ram, network = (rate / 1e9 for rate in RATES.values())
+    ram, network = (rate / 2**30 for rate in RATES.values())
     console.print(
-        f"Faster from: the shortest hit that loads in less time than {plan.prefill_rate:,} tokens "
-        f"a second (--prefill-rate)\ncompute it, at {ram:g} GB/s from RAM and {network:g} GB/s "
-        "over a network.",
+        "Faster from: the shortest hit that loads in less time than it computes, at\n"
+        f"{plan.prefill_rate:,} tokens a second (--prefill-rate), {ram:g} GiB/s from RAM\n"
+        f"and {network:g} GiB/s over a network.",
         highlight=False,
     )
 
@@ -368,14 +444,14 @@ def _print_backends(console: Console, plan: Plan) -> None:
     rows = []
     for name in plan.backends:
         backend, stored = BACKENDS[name], plan.stored(name)
-        gib = stored.taken / plan.sizes.tp / 2**30
+        limit = f"{backend.limit}: {gib(stored.taken / plan.sizes.tp)}" if backend.limit else ""
         rows.append(
             [
                 backend.title,
                 f"{stored.records:,}",
-                f"{stored.taken / 1e9:,.2f}",
+                f"{stored.taken / 2**30:,.2f}",
                 _more(stored.taken, stored.payload, 2),
-                f"{backend.limit}: {math.ceil(gib * 10) / 10:.1f}" if backend.limit else "",
+                limit,
             ]
         )
     work = plan.work
@@ -384,12 +460,18 @@ def _print_backends(console: Console, plan: Plan) -> None:
         title += f", the first {work.shared:,} shared"
     if isinstance(work.checkpoint, int):
         title += f", T = {work.checkpoint:,}"
-    head = ("Backend", "Records", "GB in all", "Overhead", "LMCache setting (GiB a rank)")
+    head = ("Backend", "Records", "GiB in all", "Overhead", "Setting (GiB a rank)")
     console.print(_table(title, head, rows))
 
 
 def _table(title: str, head: tuple[str, ...], rows: list[list[str]]) -> Table:
-    made = Table(title=title, title_justify="left", title_style="bold")
+    made = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     for index, name in enumerate(head):
         made.add_column(name, justify="left" if index == 0 else "right", no_wrap=index == 0)
     for row in rows:
@@ -401,5 +483,5 @@ def _more(size: int, base: int, digits: int) -> str:
     return f"{100 * (size / base - 1):.{digits}f} %" if base else ""
 
 
-def _mb(size: int) -> str:
-    return f"{size / 1e6:,.2f}"
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.2f}"

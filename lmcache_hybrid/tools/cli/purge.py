@@ -24,9 +24,9 @@ from lmcache_hybrid.tools.cli.inspect import (
     StoreArgument,
     digester_of,
     open_stores,
+    print_rows,
     progress,
     refusals,
-    table_of,
 )
 from lmcache_hybrid.tools.cli.terminal import live_line
 from lmcache_hybrid.tools.stored.audit import Status, Verdict, judge, verify
@@ -265,7 +265,7 @@ def _show(store: RecordStore, choice: Choice, chosen: Names) -> str:
     if rows:
         console = Console()
         console.print(Text(store.name, "bold"))
-        console.print(table_of(rows))
+        print_rows(console, rows)
     size = decimal(sum(row.bytes for row in rows))
     return f"{len(chosen)} records ({size}) in {store.name}"
 

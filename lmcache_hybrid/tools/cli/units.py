@@ -10,15 +10,15 @@ from lmcache_hybrid.tools.sizing.storage import BACKENDS, Workload
 
 HEAD = (
     "U",
-    "Hits from (tokens)",
-    "Computed again at most",
-    "GB per prompt",
+    "Hits from",
+    "Computed again",
+    "GiB per prompt",
     "Steps",
     "Faster from: RAM",
     "network",
 )
 # Bytes a second, for the last two columns: to a GPU, and from a store on a 25 Gbit network.
-RATES = {"ram": 20e9, "network": 2.5e9}
+RATES = {"ram": 20 * 2**30, "network": 2.5 * 2**30}
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Unit:
             f"{self.tokens} (N)" if self.tokens == block_size else str(self.tokens),
             f"{self.shortest:,}",
             f"{self.computed_again:,}",
-            f"{self.bytes_per_prompt / 1e9:.3f}",
+            f"{self.bytes_per_prompt / 2**30:.3f}",
             str(self.prefill_steps),
             *("never" if found is None else f"{found:,}" for found in self.faster_from.values()),
         ]

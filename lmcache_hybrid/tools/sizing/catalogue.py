@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Well-known hybrid models by name, and where their figures come from."""
 
+import difflib
 import functools
 import json
 from dataclasses import dataclass
@@ -53,18 +54,36 @@ def find_shape(model: str) -> tuple[str, ModelShape]:
             return known.name, known.shape
     raise ConfigError(
         f"MODEL={model!r} is neither a folder with a config.json nor a model of the table; "
-        "download its config.json, or choose from `lmcache-hybrid plan --list`."
+        f"{_meant(model)}download its config.json, or choose from `lmcache-hybrid plan --list`."
     )
+
+
+def _meant(model: str) -> str:
+    """Name the model of the table that a mistyped name is nearest to, if one is near."""
+    names = {name.lower(): name for known in models() for name in (known.name, *known.hub)}
+    near = difflib.get_close_matches(model.lower(), names, n=1, cutoff=0.8)
+    return f"did you mean {names[near[0]]}? Otherwise " if near else ""
+
+
+def hub_name(model: str) -> str:
+    """What ``vllm serve`` takes for a model of the table; a folder, or a file's, stays."""
+    path = Path(model)
+    if path.exists():
+        return str(path.parent if path.is_file() else path)
+    for known in models():
+        if model.lower() == known.name.lower():
+            return known.hub[0]
+    return model
 
 
 # "State in tokens": how many tokens of attention take as much as one boundary's states.
 HEAD = (
     "Model",
-    "Attention, recurrent layers",
+    "Layers",
     "Groups",
     "N",
-    "MB per block",
-    "MB per state",
+    "MiB per block",
+    "MiB per state",
     "State in tokens",
     "From",
 )
@@ -85,8 +104,8 @@ def table(platform: Platform) -> list[list[str]]:
                 f"{counts[0]}, {counts[1]}",
                 f"{groups[0]}, {groups[1]}",
                 f"{sizes.block_size:,}",
-                f"{block / 1e6:.2f}",
-                f"{state / 1e6:.2f}",
+                f"{block / 2**20:.2f}",
+                f"{state / 2**20:.2f}",
                 f"{state * sizes.block_size / block:,.0f}",
                 known.source,
             ]

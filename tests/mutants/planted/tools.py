@@ -23,6 +23,54 @@ DEFECTS = (
         "step_tokens // block_size * block_size",
     ),
     one(
+        "plan writes the pool of one rank for all",
+        "lmcache_hybrid/tools/cli/to_write.py",
+        "gib(stored.taken / sizes.tp)",
+        "gib(stored.taken / sizes.tp**2)",
+    ),
+    one(
+        "plan writes no checkpoints of the user's",
+        "lmcache_hybrid/tools/cli/plan.py",
+        "        if chosen != CHUNK_ENDS:\n",
+        "        if False:\n",
+    ),
+    one(
+        "plan leaves vLLM's flags out of its lines",
+        "lmcache_hybrid/tools/cli/plan.py",
+        "        if value != default\n",
+        "        if value != value\n",
+    ),
+    one(
+        "plan is silent about copies of KV heads",
+        "lmcache_hybrid/tools/cli/plan.py",
+        "    if plan.head_copies > 1:\n",
+        "    if False:\n",
+    ),
+    one(
+        "plan's tables are wider than a terminal",
+        "lmcache_hybrid/tools/cli/plan.py",
+        "        padding=(0, 1, 0, 0),\n",
+        "        padding=(0, 9, 0, 0),\n",
+    ),
+    one(
+        "nobody says which model was meant",
+        "lmcache_hybrid/tools/sizing/catalogue.py",
+        "n=1, cutoff=0.8",
+        "n=1, cutoff=1.0",
+    ),
+    one(
+        "inspect puts a model's long name into its table",
+        "lmcache_hybrid/tools/cli/inspect.py",
+        "            row.rank,\n            row.fingerprint,\n",
+        '            f"{row.model} {row.rank}",\n            row.fingerprint,\n',
+    ),
+    one(
+        "inspect says nothing of damaged records",
+        "lmcache_hybrid/tools/cli/inspect.py",
+        '{"damaged": row.damaged, ',
+        '{"damaged": 0, ',
+    ),
+    one(
         "plan counts the last boundary only",
         "lmcache_hybrid/tools/cli/plan.py",
         "CheckpointOption = CHUNK_ENDS,",
@@ -228,6 +276,12 @@ DEFECTS = (
         "benchmarks/reuse/plot.py",
         "to.axes.barh(place, shares[ARM]",
         "to.axes.barh(place, shares.get(OWN, 0)",
+    ),
+    one(
+        "the opening of Performance leaves out the largest cost",
+        "benchmarks/performance/report.py",
+        "to {max(ratios):.2f} times",
+        "to {min(ratios):.2f} times",
     ),
     one(
         "a plot's limit is the luckiest measurement",

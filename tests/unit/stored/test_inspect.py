@@ -83,8 +83,19 @@ def test_inspect_shows_what_lmcache_wrote(box, kind):
     assert row["bytes"] == 4 * (record.record_bytes(1000) + wrapper)
     assert 0 <= row["youngest"] <= row["oldest"] < 60
     text = run("inspect", store_of(filled))
-    assert MODEL in text and FINGERPRINT_HEX in text and "damaged" in text
+    assert MODEL in text and FINGERPRINT_HEX in text and "damaged" not in text
     assert ("local_disk keeps its index in memory" in text) is (kind == "disk")
+
+
+@pytest.mark.parametrize("command", [("inspect",), ("purge", "--older-than", "0s", "--dry-run")])
+def test_80_columns_are_enough_for_a_long_name(box, command):
+    filled = box("fs", model=readable_name("Qwen/Qwen3-Next-80B-A3B-Instruct")).write()
+    name, *words = command
+    text = run(name, store_of(filled), *words).partition(store_of(filled))[2]
+    assert "Qwen3-Next-80B-A3B-Instruct\n" in text
+    table = [line for line in text.splitlines() if FINGERPRINT_HEX in line or "rank" in line]
+    assert len(table) == 2 and all(len(line.rstrip()) <= 80 for line in table)
+    assert table[0].split()[0] == "rank" and table[1].split()[:2] == ["0/2", FINGERPRINT_HEX]
 
 
 @pytest.mark.parametrize("kind", ["fs", "redis"])

@@ -18,6 +18,7 @@ from lmcache_hybrid.tools.stored.opening import open_store
 from ..old_records import add_metadata
 from ..store_box import KEYS, OTHER_LENGTH, SAME_LENGTH, N, flip, outside
 from .commands import (
+    FINGERPRINT_HEX,
     aged,
     aged_all,
     row_of,
@@ -44,6 +45,8 @@ def test_verify_finds_what_an_engine_would_refuse(box, kind, damage):
     # Payloads are not read by inspect; sizes, headers and LMCache's own header are.
     in_payload = "payload" in damage or damage == "digest bit"
     assert row_of(filled)["damaged"] == (0 if in_payload else 1)
+    told = f"0/2 {FINGERPRINT_HEX}: 1 damaged" in run("inspect", store_of(filled))
+    assert told is not in_payload
 
     assert "Deleted 1 damaged" in run("verify", store_of(filled), "--delete-damaged")
     assert run_json("verify", store_of(filled))["counts"] == {"good": 3}

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lines that ``plan`` prints, read as an engine reads them."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from lmcache.v1.config import LMCacheEngineConfig
+from typer.testing import CliRunner
+from vllm.entrypoints.cli.serve import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from lmcache_hybrid.config.folders import read_limits
+from lmcache_hybrid.config.options import (
+    check_lengths,
+    check_pool,
+    read_options,
+    settle_lmcache_config,
+)
+from lmcache_hybrid.tools.cli import app
+from lmcache_hybrid.tools.sizing.storage import BACKENDS
+
+from .helpers import vllm_config
+
+MODELS = ["Qwen3-Next-80B-A3B", "LFM2-350M", "Kimi-K3"]
+
+
+@pytest.fixture(scope="module")
+def parser() -> FlexibleArgumentParser:
+    """That of ``vllm serve``."""
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+def plan(*words: str) -> str:
+    answer = CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "80"})
+    assert answer.exit_code == 0, answer.output
+    return answer.output
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("model", MODELS)
+def test_an_engine_takes_what_is_printed(
+    model: str,
+    backend: str,
+    parser: FlexibleArgumentParser,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [model, "--tp", "2", "--backend", backend, "--step-tokens", "16k"]
+    words += ["--kv-cache-dtype", "bfloat16", "--ssm-dtype", "float32"]
+    n = json.loads(plan(*words, "--json"))["block_size"]
+    words += ["--checkpoint-tokens", str(2 * n)]
+    found = json.loads(plan(*words, "--json"))
+    file, shell = re.split(r"# shell\n", plan(*words).partition("# lmcache.yaml\n")[2])
+    file = file.replace("/srv/", f"{tmp_path}/")  # the check makes the folder
+    Path("lmcache.yaml").write_text(file)
+    config = LMCacheEngineConfig.from_file("lmcache.yaml")
+    said = yaml.safe_load(file)
+    assert {name: getattr(config, name) for name in said} == said
+    settle_lmcache_config(config, n)
+    check_pool(config, max(group["bytes"] for group in found["groups_per_rank"]))
+
+    command = shell.partition("\n\n#")[0].replace("\\\n", "")
+    variable, *serve = shlex.split(command)
+    assert (variable, serve[:2]) == ("LMCACHE_CONFIG_FILE=lmcache.yaml", ["vllm", "serve"])
+    parsed = parser.parse_args(serve[2:])
+    assert parsed.tensor_parallel_size == 2 and parsed.max_num_batched_tokens == 16_000
+    assert (parsed.kv_cache_dtype, parsed.mamba_ssm_cache_dtype) == ("bfloat16", "float32")
+    options = read_options(vllm_config(parsed.kv_transfer_config), config)
+    check_lengths(options, found["block_size"])
+    assert options.checkpoint_tokens == 2 * n
+
+    sizes = {
+        "ram": config.max_local_cpu_size,
+        "disk": config.max_local_disk_size,
+        "fs": parsed.kv_transfer_config.kv_connector_extra_config.get(
+            "lmcache.hybrid_fs_max_size_gb"
+        ),
+        "redis": None,
+    }
+    ranks = 1 if backend == "fs" else 2
+    needed = found["backends"][backend]["taken"]
+    if sizes[backend] is None:
+        assert f"maxmemory {needed}" in shell
+    else:
+        assert needed <= sizes[backend] * 2**30 * ranks
+        assert sizes[backend] * 2**30 * ranks <= needed * 1.01 + 2**30
+    if backend == "fs":
+        extra = parsed.kv_transfer_config.kv_connector_extra_config
+        assert read_limits(extra, config).max_bytes >= needed
+
+
+def test_the_lines_are_of_the_first_backend_and_json_has_all() -> None:
+    found = json.loads(plan("LFM2-350M", "--json"))
+    assert all(backend["write"]["lmcache_yaml"] for backend in found["backends"].values())
+    assert "for RAM (local_cpu); --backend disk|fs|redis: another" in plan("LFM2-350M")
+
+
+def test_a_folder_is_served_by_its_path(tmp_path: Path) -> None:
+    from lmcache_hybrid.tools.sizing import catalogue
+
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    known = next(m for m in catalogue.models() if m.name == "LFM2-350M")
+    (folder / "config.json").write_text(json.dumps(known.config))
+    assert f"vllm serve {folder} " in plan(str(folder / "config.json"))
+    assert f"vllm serve {known.hub[0]} " in plan("lfm2-350m")
