@@ -15,7 +15,7 @@ CONTEXT = 32_000
 IN_RAM, STORED = 10, 100  # prompts
 WANTED_UNIT = 64
 HEAD = [
-    *("Model", "Ranks", "N", "U", "GB per prompt", "with U"),
+    *("Model", "Ranks", "N", "U", "GiB per prompt", "with U"),
     *("RAM, GiB per rank", "Disk, GiB per rank", "Redis, GiB in all"),
 ]
 FLASHINFER = ("--gdn-prefill-backend", "flashinfer")
@@ -93,8 +93,8 @@ def _figures(recipe: Recipe, *more: str) -> list[str]:
         str(recipe.tp),
         f"{sizes['block_size']:,}",
         str(unit["tokens"]),
-        _gb(sizes["bytes_per_prompt"]),
-        _gb(unit["bytes_per_prompt"]),
+        _gib(sizes["bytes_per_prompt"]),
+        _gib(unit["bytes_per_prompt"]),
         str(_ram(recipe, *more)),
         str(math.ceil(stored["disk"]["gib_per_rank"])),
         str(math.ceil(stored["redis"]["taken"] / 2**30)),
@@ -136,8 +136,8 @@ max_local_disk_size: {disk}
 [What was tested of its family](families/{recipe.page}.md)."""
 
 
-def _gb(number: int) -> str:
-    return f"{number / 1e9:.3g}"
+def _gib(number: int) -> str:
+    return f"{number / 2**30:.3g}"
 
 
 def _anchor(name: str) -> str:
