@@ -25,6 +25,7 @@ HOST = {
         "prometheus-client",
         "pyyaml",
         "safetensors",
+        "starlette",
         "tokenizers",
     ),
     *("torch", "transformers"),
