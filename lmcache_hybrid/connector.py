@@ -233,7 +233,8 @@ class HybridConnector:
         log_sharing(self._vllm_config, options)
         finer = suggested_unit(plan.block_size) if plan.with_unit(1).unit else 0
         longest = self._vllm_config.model_config.max_model_len
-        for sentence in without_hits(config, longest, plan.unit or plan.block_size, finer):
+        role = self._vllm_config.kv_transfer_config.kv_role
+        for sentence in without_hits(config, role, longest, plan.unit or plan.block_size, finer):
             logger.warning("LMCache will not serve hits: %s", sentence)
         pins = Pins(plan, sizes, config.max_local_cpu_size if config.local_cpu else None)
         self.scheduler = HybridScheduler(

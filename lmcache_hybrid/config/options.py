@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from vllm.logger import init_logger
 
 from lmcache_hybrid.config.backends import check_plugins, check_remote_url, redis_urls
@@ -38,6 +39,7 @@ from lmcache_hybrid.config.values import (
     read_values,
     settle_empty,
     taken_away,
+    without_prefix,
 )
 from lmcache_hybrid.core.digests import PLAIN, Digester, read_key
 from lmcache_hybrid.core.errors import ConfigError
@@ -229,11 +231,12 @@ def log_sharing(vllm_config: "VllmConfig", options: Options) -> None:
 
 
 def without_hits(
-    config: "LMCacheEngineConfig", longest: int, unit: int, finer: int
+    config: "LMCacheEngineConfig", role: str | None, longest: int, unit: int, finer: int
 ) -> Iterator[str]:
     """A sentence for each setting for which no prompt is ever stored or hit.
 
     Args:
+        role: ``kv_role``.
         longest: ``max_model_len`` in tokens.
         unit: tokens at whose multiples prompts hit.
         finer: a ``--prefix-match-unit`` with which more would, 0 where there is none.
@@ -243,12 +246,16 @@ def without_hits(
             f"LMCACHE_FORCE_SKIP_SAVE={skip} lets this engine store nothing, whatever its value "
             "is; unset it."
         )
-    if not any(
-        (config.local_cpu, config.local_disk, config.remote_url, config.remote_storage_plugins)
-    ):
+    lasting = any((config.local_disk, config.remote_url, config.remote_storage_plugins))
+    if not (config.local_cpu or lasting):
         yield (
             "local_cpu, local_disk and remote_url are all off, so nothing is kept; set local_cpu "
             "to true, or name a disk or a remote store."
+        )
+    elif role == "kv_consumer" and not lasting:
+        yield (
+            "kv_role='kv_consumer' stores nothing, and no other engine fills this one's RAM; set "
+            "kv_role to kv_both, or name a store that another engine fills."
         )
     written, read = config.store_location, config.retrieve_locations
     if written and read and written not in read:
@@ -341,7 +348,8 @@ def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
     }
     # What stands in kv_connector_extra_config wins.
     written = {option: value for option, value in written.items() if option not in extra}
-    if wrong := [*problems(written), *problems(extra)]:
+    own = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if wrong := [*problems(written), *problems(extra), *without_prefix(own)]:
         raise ConfigError(" ".join(wrong))
     for sentence in taken_away(os.environ.get("LMCACHE_CONFIG_FILE"), os.environ):
         logger.warning("%s", sentence)
@@ -548,11 +556,23 @@ def _check_remote(config: "LMCacheEngineConfig") -> None:
         connection_options(url)
 
 
+def memory_of_the_machine() -> int:
+    """Bytes of its memory and swap space."""
+    return psutil.virtual_memory().total + psutil.swap_memory().total
+
+
 def _check_local(config: "LMCacheEngineConfig") -> None:
     if config.max_local_cpu_size <= 0:
         raise ConfigError(
             f"LMCache option max_local_cpu_size={config.max_local_cpu_size} leaves no memory to "
             "copy through; set it to a few GB."
+        )
+    taken, whole = config.max_local_cpu_size * (1 << 30), memory_of_the_machine()
+    if taken > whole and not config.enable_lazy_memory_allocator:
+        raise ConfigError(
+            f"LMCache option max_local_cpu_size={config.max_local_cpu_size} takes "
+            f"{taken / 1e9:.1f} GB on each rank, more than the {whole / 1e9:.1f} GB that this "
+            "machine has; set it to less."
         )
     if not config.local_disk:
         return

@@ -29,6 +29,8 @@ COMPARED = ("min_retrieve_tokens",)
 # First parts of options that nothing here reads.
 UNREAD = ("mp_", "blend_", "pd_", "nixl_", "p2p_")
 _WITH_UNIT = re.compile(r"\s*([\d.]+)\s*([kmgt])(i?)b?\s*", re.IGNORECASE)
+# What a shell would expand in a list of paths.
+_EXPANDED = re.compile(r"(^|,)\s*~|\$[\w{]")
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 # LMCache takes the first two for true, and all else for false, these as they are meant.
 _TRUE = ("true", "1")
@@ -139,6 +141,22 @@ def taken_away(file: str | None, environment: Mapping[str, str]) -> Iterator[str
             yield f"{variable} is empty, and takes {option} out of {file}; unset it to keep that."
 
 
+def without_prefix(extra: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each option of LMCache in ``kv_connector_extra_config`` that nobody reads."""
+    definitions = take("v1.config", "_CONFIG_DEFINITIONS")
+    for key, value in extra.items():
+        option = key.lower().removeprefix(PREFIX.lower())
+        if option in definitions:
+            yield (
+                f"kv_connector_extra_config has {key}, which nobody reads; write lmcache.{option}."
+            )
+        elif key == "lmcache" and isinstance(value, dict):
+            yield (
+                "kv_connector_extra_config has a table 'lmcache', which nobody reads; write its "
+                "options as lmcache.NAME."
+            )
+
+
 def as_lmcache_reads(values: Values) -> dict[str, Any]:
     """By option, for values without :func:`problems`."""
     definitions = take("v1.config", "_CONFIG_DEFINITIONS")
@@ -189,6 +207,8 @@ def _wrong(option: str, kind: type | None, converter: Callable | None, value: An
         isinstance(value, (bool, list, dict)) or str(value).lower() in ("true", "false")
     ):
         return "is not a folder; write its path, or remove it."
+    if option == "local_disk" and _EXPANDED.search(str(value)):
+        return "is taken as it is written, without ~ and $VARIABLES; write the whole path."
     try:
         read = value if converter is None else converter(value)
         if option != "extra_config" or isinstance(read, dict | None):

@@ -285,7 +285,7 @@ def test_settings_for_which_nothing_ever_hits(
 ):
     if environment is not None:
         monkeypatch.setenv("LMCACHE_FORCE_SKIP_SAVE", environment)
-    said = list(without_hits(lmcache_config(**settings), longest, BLOCK, finer))
+    said = list(without_hits(lmcache_config(**settings), "kv_both", longest, BLOCK, finer))
     assert len(said) == len(told)
     for sentence, part in zip(said, told, strict=True):
         assert part in sentence
@@ -396,7 +396,38 @@ def test_what_is_refused_is_not_what_to_write():
 
 def test_what_is_stored_is_read():
     config = lmcache_config(remote_url="redis://h:1", store_location="RemoteBackend")
-    assert list(without_hits(config, 4096, 16, 0)) == []
+    assert list(without_hits(config, "kv_both", 4096, 16, 0)) == []
     config.retrieve_locations = ["LocalCPUBackend"]
-    (sentence,) = without_hits(config, 4096, 16, 0)
+    (sentence,) = without_hits(config, "kv_both", 4096, 16, 0)
     assert sentence.startswith("store_location='RemoteBackend' is none of retrieve_locations=")
+
+
+@pytest.mark.parametrize("key", ["local_disk", "LMCACHE_LOCAL_DISK", "max_local_cpu_size"])
+def test_an_option_without_its_prefix_is_not_ignored(key):
+    option = key.lower().removeprefix("lmcache_")
+    with pytest.raises(
+        ConfigError, match=f"has {key}, which nobody reads; write lmcache.{option}."
+    ):
+        load_lmcache_config(vllm_config(transfer(**{key: "/srv"})))
+    with pytest.raises(ConfigError, match="has a table 'lmcache'"):
+        load_lmcache_config(vllm_config(transfer(lmcache={"local_cpu": True})))
+
+
+@pytest.mark.parametrize("value", ["~/x", "$HOME/x", "/srv/a, ~/x", "${HOME}"])
+def test_a_path_is_not_expanded(monkeypatch, tmp_path, value):
+    with pytest.raises(ConfigError, match="local_disk is taken as it is written, without ~"):
+        load(monkeypatch, "file", tmp_path, "local_disk", value)
+
+
+def test_a_pool_that_no_machine_has_is_refused():
+    message = refusal(max_local_cpu_size=1 << 20)
+    assert " GB on each rank, more than the " in message and message.endswith("set it to less.")
+
+
+def test_a_consumer_needs_a_store_that_others_fill():
+    config = lmcache_config()
+    (sentence,) = without_hits(config, "kv_consumer", 4096, 16, 0)
+    assert sentence.startswith("kv_role='kv_consumer' stores nothing")
+    assert not list(without_hits(config, "kv_producer", 4096, 16, 0))
+    config = lmcache_config(remote_url="redis://h:1")
+    assert not list(without_hits(config, "kv_consumer", 4096, 16, 0))

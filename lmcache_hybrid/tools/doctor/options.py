@@ -100,7 +100,8 @@ def check_options(context: Context) -> Iterator[Finding]:
     model = context.model if context.block_size else None
     longest, unit = (model.longest, model.unit or model.block_size) if model else (1, 0)
     finer = suggested_unit(unit) if model and not model.whole else 0
-    for sentence in without_hits(config, longest, unit, finer):
+    role = None if context.transfer is None else context.transfer.kv_role
+    for sentence in without_hits(config, role, longest, unit, finer):
         yield error("options", sentence)
 
 

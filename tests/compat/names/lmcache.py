@@ -243,7 +243,8 @@ LMCACHE = (
         "_CONFIG_DEFINITIONS",
         "local_cpu "
         "remote_storage_plugins priority_limit min_retrieve_tokens save_decode_cache "
-        "lookup_timeout_ms blocking_timeout_secs extra_config enable_kv_events remote_serde",
+        "lookup_timeout_ms blocking_timeout_secs extra_config enable_kv_events remote_serde "
+        "enable_lazy_memory_allocator",
     ),
     *(
         Hook(_CONFIG, f"_CONFIG_DEFINITIONS.{name}", replaced_in="lmcache_hybrid/config/options.py")

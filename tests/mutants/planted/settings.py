@@ -62,8 +62,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "values of the connector's extra config are not looked at",
         OPTIONS,
-        "[*problems(written), *problems(extra)]",
-        "[*problems(written)]",
+        "[*problems(written), *problems(extra),",
+        "[*problems(written),",
     ),
     one(
         "a remote store without a serde never opens",
@@ -375,6 +375,30 @@ DEFECTS: tuple[Defect, ...] = (
         "what is stored is looked for elsewhere, without a word",
         OPTIONS,
         "    if written and read and written not in read:\n",
+        "    if False:\n",
+    ),
+    one(
+        "options without their prefix are ignored without a word",
+        VALUES,
+        "        if option in definitions:\n            yield (\n",
+        "        if False:\n            yield (\n",
+    ),
+    one(
+        "a consumer's RAM stays empty without a word",
+        OPTIONS,
+        '    elif role == "kv_consumer" and not lasting:\n',
+        "    elif False:\n",
+    ),
+    one(
+        "a pool larger than the machine ends without a store",
+        OPTIONS,
+        "    if taken > whole and not config.enable_lazy_memory_allocator:\n",
+        "    if False:\n",
+    ),
+    one(
+        "a folder is called ~",
+        VALUES,
+        '    if option == "local_disk" and _EXPANDED.search(str(value)):\n',
         "    if False:\n",
     ),
 )
