@@ -60,6 +60,12 @@ KEY_FILE_KEY = "lmcache.hybrid_key_file"
 POLICY_KEY = "lmcache.hybrid_load_policy"
 SHARE_KEY = "lmcache.hybrid_share_prefills"
 POLICIES = ("always", "faster")
+# All that begin with OWN_PREFIX.
+SETTINGS = {
+    *(ATTENTION_GROUP_KEY, CHECKPOINT_KEY, KEY_FILE_KEY, POLICY_KEY, SHARE_KEY),
+    *(MAX_SIZE_KEY, MAX_AGE_KEY, TRUSTED_OWNER_KEY),
+    "lmcache.hybrid_load_failure_policy",
+}
 # What CHECKPOINT_KEY is by default: a state where each chunk of a prefill ends.
 CHUNK_ENDS = "chunk"
 DEFAULT_CHUNK_SIZE = 256
@@ -149,14 +155,9 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
             nor false, a limit without ``fs://``, or a key file that cannot be used.
     """
     transfer = vllm_config.kv_transfer_config
-    known = {
-        *(ATTENTION_GROUP_KEY, CHECKPOINT_KEY, KEY_FILE_KEY, POLICY_KEY, SHARE_KEY),
-        *(MAX_SIZE_KEY, MAX_AGE_KEY, TRUSTED_OWNER_KEY),
-        "lmcache.hybrid_load_failure_policy",
-    }
     for key in transfer.kv_connector_extra_config:
-        if key.startswith(OWN_PREFIX) and key not in known and key != BESIDE_KEY:
-            raise ConfigError(f"{key} is not a setting; the settings are {sorted(known)}.")
+        if key.startswith(OWN_PREFIX) and key not in SETTINGS and key != BESIDE_KEY:
+            raise ConfigError(f"{key} is not a setting; the settings are {sorted(SETTINGS)}.")
     for key in config.extra_config or {}:
         if str(key).startswith((OWN_PREFIX, OWN_PREFIX.removeprefix("lmcache."))):
             raise ConfigError(

@@ -16,6 +16,7 @@ from unittest.mock import create_autospec
 import pytest
 import vllm
 import yaml
+from lmcache.v1.config import _CONFIG_DEFINITIONS
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -116,6 +117,24 @@ def test_every_refused_option_is_on_the_options_page() -> None:
         assert f"{name}`" in text or f"{name}:" in text, name
     for scheme in backends.REMOTE_SCHEMES:
         assert f"`{scheme}://" in text
+
+
+def test_the_options_page_has_the_defaults() -> None:
+    """LMCache's, and which settings of ours there are."""
+    text = (DOCS / "options.md").read_text()
+    rows = re.findall(r'^\| <a id="(\w+)"></a>(.+?) \| (.*?) \| (.*?) \| ', text, re.M)
+    ours = {f"lmcache.{anchor}" for anchor, name, *_ in rows if name.startswith("`lmcache.")}
+    assert ours == config.SETTINGS | {config.LOAD_LIMIT_KEY}
+    spelt = {"none": None, "`true`": True, "`false`": False}
+    compared = 0
+    for _, name, _, defaults in rows:
+        for option, default in zip(re.findall(r"`(\w+)`", name), defaults.split("; ")):
+            if option in _CONFIG_DEFINITIONS and re.fullmatch(r"none|\d+|`\w+`", default):
+                value = spelt.get(default, default.strip("`"))
+                real = _CONFIG_DEFINITIONS[option]["default"]
+                assert value == real or float(value) == real, option
+                compared += 1
+    assert compared > 14
 
 
 def test_every_setting_of_the_tuning_page_is_on_the_options_page() -> None:
