@@ -131,5 +131,7 @@ def _held(
             pause,
         )
     except Exception as error:
-        logger.warning("%s counts as empty in one cache lookup: %r", name, error)
+        # In its repr redis leaves out what the server said.
+        said = f"{type(error).__name__}: {error}"
+        logger.warning("%s counts as empty in one cache lookup: %s", name, said)
     return [False] * len(keys)

@@ -3,12 +3,12 @@
 
 import os
 import pickle
-import select
 import shutil
 import signal
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TypeVar
 
@@ -50,7 +50,7 @@ def as_user(user: int, job: Callable[[], T], umask: int = 0o077) -> T:
     os.close(write)
     try:
         with os.fdopen(read, "rb") as result:
-            if not select.select([result], [], [], SECONDS)[0]:
+            if not wait([result], SECONDS):  # select has room for 1,024 descriptors only
                 raise TimeoutError(f"user {user} is not done")
             data = result.read()
     finally:

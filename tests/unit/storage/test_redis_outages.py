@@ -44,6 +44,16 @@ def test_a_redis_server_that_went_away_is_a_miss(tmp_path):
         box.close()
 
 
+def test_what_the_server_says_of_a_lookup_is_in_the_log(tmp_path, redis_url, hybrid_log):
+    box = Box("redis", tmp_path, None, remote_url=f"{redis_url}/99")
+    try:
+        assert box.store.locate(KEYS) == {}
+        assert "counts as empty in one cache lookup" in hybrid_log.text
+        assert "DB index is out of range" in hybrid_log.text
+    finally:
+        box.close()
+
+
 def test_connections_that_redis_closed_are_opened_anew(box):
     """An idle one would fail one lookup, read or write when its turn comes."""
     box = box("redis").write()
