@@ -500,7 +500,6 @@ class HybridScheduler:
         self._unsaved.pop(request.request_id, None)
         self.prefills.forget(request.request_id)
         if tracker is not None:
-            self.store_watch.ended(tracker)
             # The worker's load holds the claim itself and drops it when it ends.
             if not isinstance(tracker.phase, Loading):
                 self._drop(tracker, tracker.withdraw())
@@ -509,6 +508,9 @@ class HybridScheduler:
             self._policy.finished(request)
         if not self._trackers:
             self._admission.begin(idle=self.empty_steps.alone)
+        if tracker is not None:
+            # Last: it only tells, and what fails there keeps no claim.
+            self.store_watch.ended(tracker)
 
     def check_integrity(self) -> None:
         """Assert what holds between two calls of vLLM."""

@@ -243,6 +243,18 @@ def test_a_reset_that_breaks_has_failed_and_nothing_is_served(lenient, hybrid_lo
     assert lenient == {"reset_cache": 1}
 
 
+def test_a_watch_that_breaks_keeps_no_claim_of_a_request_that_ends(monkeypatch):
+    request = make_request("r", 4 * N + 1)
+    rig = SchedulerRig().holds(request, 4, 4)
+    connector = door(rig)
+    assert connector.get_num_new_matched_tokens(request, 0) == (4 * N, True)
+    monkeypatch.setattr(rig.scheduler.store_watch, "ended", broken)
+    with pytest.raises(OSError, match="from outside"):
+        rig.scheduler.finished(request)
+    rig.step()
+    assert rig.ranks.num_claims == [0]
+
+
 def test_what_ranks_count_reaches_the_watch_over_the_store():
     rig, heard = SchedulerRig(), []
     rig.scheduler.store_watch = Namespace(reported=heard.append)

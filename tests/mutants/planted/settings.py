@@ -401,4 +401,11 @@ DEFECTS: tuple[Defect, ...] = (
         '    if option == "local_disk" and _EXPANDED.search(str(value)):\n',
         "    if False:\n",
     ),
+    one(
+        "a watch that breaks keeps the claim of a request that ends",
+        "lmcache_hybrid/scheduler/scheduler.py",
+        "        self.prefills.forget(request.request_id)\n        if tracker is not None:\n",
+        "        self.prefills.forget(request.request_id)\n"
+        "        if tracker is not None:\n            self.store_watch.ended(tracker)\n",
+    ),
 )
