@@ -51,10 +51,7 @@ llm = make(sys.argv[1])
 ask(llm)
 ask(llm)
 """
-ONE_AFTER_THE_OTHER = """
-llm = make(sys.argv[1])
-ask(llm)
-ask(llm)
+ONE_AFTER_THE_OTHER = f"""{ONE}
 del llm
 gc.collect()
 llm = make(sys.argv[2])

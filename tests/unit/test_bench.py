@@ -105,3 +105,27 @@ def test_a_server_that_does_not_start_is_one_line(monkeypatch, tmp_path):
     assert result.exit_code == 1
     assert "vllm serve ended with exit code 3 before it served. The log is " in result.output
     assert len(list(tmp_path.glob("*.log"))) == 1
+
+
+@pytest.mark.parametrize("given", ["variable", "option", ""])
+def test_it_measures_the_users_own_stores_with_prompts_of_its_own(monkeypatch, tmp_path, given):
+    """A store that outlives a run would hold what the next one asks."""
+    file = tmp_path / "mine.yaml"
+    file.touch()
+    if given == "variable":
+        monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
+    else:
+        monkeypatch.delenv("LMCACHE_CONFIG_FILE", raising=False)
+    seen = []
+
+    def measure(model, flags, load, environment, log, say):
+        seen.append((load.seed, environment["LMCACHE_CONFIG_FILE"]))
+        return [measured(ALONE), measured(WITH)]
+
+    monkeypatch.setattr("lmcache_hybrid.tools.bench.run.measure", measure)
+    words = ["--lmcache-config", str(file)] if given == "option" else []
+    for _ in range(2):
+        assert CliRunner().invoke(app, ["bench", "some/model", *words]).exit_code == 0
+    (one, first), (other, second) = seen
+    assert one != other
+    assert (first == second == str(file)) == bool(given)

@@ -17,7 +17,6 @@ CLIENT = "lmcache_hybrid.tools.bench.client"
 CONNECTOR = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
 TRANSFER_FLAG = "--kv-transfer-config"
 ALONE, WITH = "vLLM alone", "with LMCache"
-SEED = 0
 
 
 @dataclass(frozen=True)
@@ -29,12 +28,14 @@ class Load:
         tokens: of a prompt; 0 for half of ``max_model_len``, at most 8,192.
         output_tokens: of an answer.
         concurrency: requests in flight at most.
+        seed: of the prompts, the same for both servers. A store may hold those of earlier runs.
     """
 
-    documents: int = 8
-    tokens: int = 0
-    output_tokens: int = 32
-    concurrency: int = 4
+    documents: int
+    tokens: int
+    output_tokens: int
+    concurrency: int
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,8 @@ def measure(
             own = environment if arm == WITH else {}
             with Server(model, arguments, log, own) as server:
                 name, longest = server.longest()
-                asked = rounds(load.documents, load.tokens or min(8192, longest // 2), SEED)
+                tokens = load.tokens or min(8192, longest // 2)
+                asked = rounds(load.documents, tokens, load.seed)
                 for each in asked:
                     if not each.restart:
                         say(f"{arm}: {each.title}")

@@ -2,7 +2,7 @@
 """``lmcache-hybrid`` on the command line."""
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -30,15 +30,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_show_locals=False,  # URLs with passwords are among them
 )
+WITH_FLAGS: dict[str, Any] = {"cls": TakesVllmFlags, "context_settings": TAKES_VLLM_FLAGS}
 app.command(epilog=_example("demo"))(demo)
 app.command(
-    cls=TakesVllmFlags,
-    context_settings=TAKES_VLLM_FLAGS,
+    **WITH_FLAGS,
     epilog=_example("doctor MODEL --lmcache-config lmcache.yaml -- --tensor-parallel-size 2"),
 )(doctor)
 app.command(
-    cls=TakesVllmFlags,
-    context_settings=TAKES_VLLM_FLAGS,
+    **WITH_FLAGS,
     epilog=_example("accept MODEL -- --tensor-parallel-size 2"),
 )(accept)
 app.command("inspect", epilog=_example("inspect /srv/lmcache"))(inspect_store)
@@ -46,8 +45,7 @@ app.command("verify", epilog=_example("verify redis://cache:6379"))(verify_store
 app.command("purge", epilog=_example("purge /srv/lmcache --older-than 7d"))(purge_store)
 app.command(epilog=_example("plan Qwen3.6-27B --context 100k --prompts 500"))(plan)
 app.command(
-    cls=TakesVllmFlags,
-    context_settings=TAKES_VLLM_FLAGS,
+    **WITH_FLAGS,
     epilog=_example("bench MODEL -- --tensor-parallel-size 2"),
 )(bench)
 

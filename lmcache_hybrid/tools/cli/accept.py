@@ -17,23 +17,21 @@ from lmcache_hybrid.tools.accept.engine import Engine, EngineError, tail
 from lmcache_hybrid.tools.accept.report import as_json, print_verdict
 from lmcache_hybrid.tools.accept.result import Result
 from lmcache_hybrid.tools.accept.run import Run
-from lmcache_hybrid.tools.cli.terminal import check_model, need_host, progress
+from lmcache_hybrid.tools.cli.terminal import (
+    ModelArgument,
+    VllmFlags,
+    check_model,
+    need_host,
+    progress,
+)
 
 EXIT_CODES = {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.UNDECIDED: 3}
 NO_RESULT = 2
 
 
 def accept(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="Name or folder, as for vllm serve.", show_default=False
-        ),
-    ],
-    vllm_flags: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[-- VLLM FLAGS]", help="Flags of vllm serve.", show_default=False),
-    ] = None,
+    model: ModelArgument,
+    vllm_flags: VllmFlags = None,
     lmcache_config: Annotated[
         Path | None,
         typer.Option("--lmcache-config", help="LMCache's YAML; LMCACHE_CONFIG_FILE by default."),

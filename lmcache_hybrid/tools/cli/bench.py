@@ -3,6 +3,7 @@
 
 import json
 import os
+import secrets
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lmcache_hybrid.tools.cli.terminal import check_model, need_host, progress
+from lmcache_hybrid.tools.cli.terminal import (
+    ModelArgument,
+    VllmFlags,
+    check_model,
+    need_host,
+    progress,
+)
 
 EXIT_FAILED = 1
 # What servers with LMCache get without a file: RAM, and a disk that survives the restart.
@@ -18,20 +25,13 @@ POOL_GB, DISK_GB = 4.0, 16.0
 
 
 def bench(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="Name or folder, as for vllm serve.", show_default=False
-        ),
-    ],
-    vllm_flags: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[-- VLLM FLAGS]", help="Flags of vllm serve.", show_default=False),
-    ] = None,
+    model: ModelArgument,
+    vllm_flags: VllmFlags = None,
     lmcache_config: Annotated[
         Path | None,
         typer.Option(
-            "--lmcache-config", help="LMCache's YAML; by default RAM and a temporary disk folder."
+            "--lmcache-config",
+            help="LMCache's YAML; by default LMCACHE_CONFIG_FILE, else RAM and a temporary folder.",
         ),
     ] = None,
     documents: Annotated[int, typer.Option(min=1, help="Documents in a round.")] = 8,
@@ -63,13 +63,14 @@ def bench(
     from lmcache_hybrid.tools.bench.run import Load, measure
     from lmcache_hybrid.tools.bench.server import ServerError
 
-    load = Load(documents, tokens, output_tokens, concurrency)
+    load = Load(documents, tokens, output_tokens, concurrency, seed=secrets.randbits(32))
     errors = Console(stderr=True, highlight=False)
     handle, name = tempfile.mkstemp(prefix="lmcache-hybrid-bench-", suffix=".log")
     os.close(handle)
     log = Path(name)
     with tempfile.TemporaryDirectory(prefix="lmcache-hybrid-bench-") as folder:
-        environment = {"LMCACHE_CONFIG_FILE": str(lmcache_config or _written(Path(folder)))}
+        named = lmcache_config or os.environ.get("LMCACHE_CONFIG_FILE")
+        environment = {"LMCACHE_CONFIG_FILE": str(named or _written(Path(folder)))}
         try:
             with progress(errors) as say:
                 found = list(measure(model, vllm_flags or [], load, environment, log, say))

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lmcache_hybrid.storage.key_names import printable
-from lmcache_hybrid.tools.cli.terminal import check_model
+from lmcache_hybrid.tools.cli.terminal import VllmFlags, check_model
 from lmcache_hybrid.tools.doctor.finding import Finding, Status, error
 from lmcache_hybrid.tools.subprocesses import start_module
 
@@ -40,10 +40,7 @@ def doctor(
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="Name or folder; no weights are read.")
     ] = None,
-    vllm_flags: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[-- VLLM FLAGS]", help="Flags of vllm serve.", show_default=False),
-    ] = None,
+    vllm_flags: VllmFlags = None,
     lmcache_config: Annotated[
         Path | None,
         typer.Option("--lmcache-config", help="LMCache's YAML; LMCACHE_CONFIG_FILE by default."),

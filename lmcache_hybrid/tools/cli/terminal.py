@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,6 +15,16 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from lmcache_hybrid.upstream import versions
 
 Say = Callable[[str], None]
+
+# What commands take that start MODEL.
+ModelArgument = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="Name or folder, as for vllm serve.", show_default=False),
+]
+VllmFlags = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[-- VLLM FLAGS]", help="Flags of vllm serve.", show_default=False),
+]
 
 
 # Of a command with vLLM's flags: what it does not know itself is one of them, with and without --.

@@ -181,6 +181,12 @@ DEFECTS = (
         "        if False:\n",
     ),
     one(
+        "bench asks what its last run has stored",
+        "lmcache_hybrid/tools/cli/bench.py",
+        "seed=secrets.randbits(32))",
+        "seed=0)",
+    ),
+    one(
         "bench asks a warm cache",
         "lmcache_hybrid/tools/bench/workload.py",
         'Round("the same prompts after others", first, forget=True)',
