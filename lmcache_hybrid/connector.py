@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joins scheduler side and worker side to vLLM's connector interface.
-
-One object per role and process. It answers the calls that vLLM's
-``LMCacheConnectorV1`` passes on, see :mod:`vllm_patch.connector`.
-"""
+"""Joins scheduler side and worker side to vLLM's connector interface."""
 
 import dataclasses
 import functools
@@ -14,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
     KVConnectorRole,
     KVConnectorTransferResults,
 )
@@ -70,6 +67,7 @@ if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -87,14 +85,18 @@ def _nothing(connector: "HybridConnector") -> Any:
     return None
 
 
-class HybridConnector:
-    """LMCache for a model with state groups.
+class HybridConnector(KVConnectorBase_V1):
+    """LMCache for a model with state groups, or with windows beside full attention.
+
+    One object per role and process, of a class that :func:`vllm_patch.connector.hybrid_class`
+    makes of this one and vLLM's ``LMCacheConnectorV1``.
 
     No error leaves it once the engine has started: what a store or a folder does ends in a miss, a
     dropped save or a failed load (:mod:`lmcache_hybrid.core.faults`). At the start it is refused,
     or one side is off, which serves nothing and still answers.
 
     Attributes:
+        kv_cache_config: vLLM's, groups included.
         plan: the model's groups.
         scheduler: set in the scheduler role; None there where it is off.
         worker: set in the worker role once the KV cache is registered and the
@@ -134,17 +136,18 @@ class HybridConnector:
     ) -> None:
         from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
-        self._vllm_config = vllm_config
-        self._kv_cache_config = kv_cache_config
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        self.kv_cache_config = kv_cache_config
         check_parallelism(vllm_config)
         check_prefix_cache(vllm_config)
         config = load_lmcache_config(vllm_config)
         self._options = options = read_options(vllm_config, config)
-        plan = plan_groups(kv_cache_config, options.attention_group)
+        plan = plan_groups(kv_cache_config)
         _, unit = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         self.plan = dataclasses.replace(
             plan.with_unit(unit), whole_items=vllm_config.model_config.is_mm_prefix_lm
         )
+        self._attention_group = plan.attention[0]
         settle_lmcache_config(config, self.plan.block_size)
         check_lengths(options, self.plan.block_size)
         self._metadata: ConnectorMetadata = NOTHING
@@ -173,6 +176,11 @@ class HybridConnector:
             raise
         except Exception as error:
             self._switch_off(error)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        # A save that is dropped costs a later miss, no more.
+        return False
 
     @property
     def ledger(self) -> "Ledger[Any] | None":
@@ -222,7 +230,7 @@ class HybridConnector:
         self._queue = LookupQueue(
             self._client.ask, config.lookup_timeout_ms, contents=self._client.contents
         )
-        plan, groups = self.plan, self._kv_cache_config.kv_cache_groups
+        plan, groups = self.plan, self.kv_cache_config.kv_cache_groups
         sizes = {i: page_bytes(groups[i]) * plan.blocks_per_record(i) for i in plan.groups}
         policy = policy_for(options.load_policy, plan, sizes)
         parallel = self._vllm_config.parallel_config
@@ -289,7 +297,7 @@ class HybridConnector:
         from lmcache_hybrid.storage.service_factory import HybridServiceFactory
         from lmcache_hybrid.upstream.lmcache_home import LMCacheManager
 
-        groups = [self._kv_cache_config.kv_cache_groups[i] for i in self.plan.attention]
+        groups = [self.kv_cache_config.kv_cache_groups[i] for i in self.plan.attention]
         factory = HybridServiceFactory(
             config,
             self._vllm_config,
@@ -340,7 +348,7 @@ class HybridConnector:
 
     def _map_pages(self, kv_caches: dict[str, torch.Tensor]) -> dict[int, GroupPages]:
         """The pages of every group. Raises ConfigError where they cannot be stored."""
-        groups, num_blocks = self._kv_cache_config.kv_cache_groups, self._kv_cache_config.num_blocks
+        groups, num_blocks = self.kv_cache_config.kv_cache_groups, self.kv_cache_config.num_blocks
         count = self.plan.blocks_per_record
         pages = {
             index: GroupPages(groups[index].layer_names, kv_caches, num_blocks, count(index))
@@ -354,7 +362,7 @@ class HybridConnector:
                     f"the {wanted} of their specs; choose another --attention-backend."
                 )
         context = self._vllm_config.compilation_config.static_forward_context
-        reset_scales(self._kv_cache_config, kv_caches, context)
+        reset_scales(self.kv_cache_config, kv_caches, context)
         if self._manager is not None:
             check_pool(self._manager.config, max(group.block_bytes for group in pages.values()))
         return pages
@@ -479,6 +487,8 @@ class HybridConnector:
 
     @guarded("loads of this step are computed", _refuse_loads)
     def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
+        KVConnectorBase_V1.bind_connector_metadata(self, metadata)
+        # Stays after the step; vLLM clears its own.
         self._metadata = metadata
         if self.worker is not None:
             # vLLM calls start_load_kv after the forward where no load is synchronous, to keep
@@ -550,6 +560,10 @@ class HybridConnector:
 
     # Scheduler side
 
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        if self.scheduler is not None:
+            self.scheduler.bind(gpu_block_pool)
+
     def _compute(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         if self.scheduler is not None:
             self.scheduler.give_up(request.request_id)
@@ -561,7 +575,7 @@ class HybridConnector:
     ) -> tuple[int | None, bool]:
         if self.scheduler is None:
             return 0, False
-        return self.scheduler.match(request, num_computed_tokens)
+        return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def _fail_load(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
@@ -574,7 +588,9 @@ class HybridConnector:
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
         if self.scheduler is not None:
-            self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+            self.scheduler.update_state_after_alloc(
+                request, blocks.get_block_ids(), num_external_tokens
+            )
 
     def _send_what_is_ready(self, scheduler_output: "SchedulerOutput") -> ConnectorMetadata:
         if self.scheduler is None:
@@ -583,7 +599,11 @@ class HybridConnector:
 
     @guarded("what the step computes is not stored", _send_what_is_ready)
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ConnectorMetadata:
-        return NOTHING if self.scheduler is None else self.scheduler.step(scheduler_output)
+        return (
+            NOTHING
+            if self.scheduler is None
+            else self.scheduler.build_connector_meta(scheduler_output)
+        )
 
     def _end_loads(self, output: "KVConnectorOutput") -> None:
         if self.scheduler is not None:
@@ -592,7 +612,7 @@ class HybridConnector:
     @guarded("what ranks said of this step is lost, but for the ends of loads", _end_loads)
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
         if self.scheduler is not None:
-            self.scheduler.transferred(output)
+            self.scheduler.update_connector_output(output)
             if counts := counts_of(output.kv_connector_stats):
                 self.scheduler.store_watch.reported(counts)
 
@@ -609,7 +629,7 @@ class HybridConnector:
     ) -> bool:
         if self.scheduler is None:
             return False
-        return self.scheduler.finished_inside(request, block_ids, offers)
+        return self.scheduler.register_finished_partial_tail(request, block_ids, offers)
 
     def _free_blocks(
         self, request: "Request", block_ids: list[int]
@@ -621,7 +641,7 @@ class HybridConnector:
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self.scheduler is not None:
-            self.scheduler.finished(request)
+            self.scheduler.request_finished(request)
         return False, None
 
     @guarded("KV cache events of this step are lost", lambda self: [])
@@ -634,6 +654,7 @@ class HybridConnector:
 
     @guarded("KV cache events may leave out what LMCache holds", _nothing)
     def cleared(self) -> None:
+        """vLLM's own cache was emptied, see :mod:`vllm_patch.events`."""
         if self._events is not None:
             self._events.cleared()
 

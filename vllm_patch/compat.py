@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from vllm_patch.configuration import is_ours
+from vllm_patch.configuration import hybrids_of, is_ours
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -284,9 +284,8 @@ def finish_resets() -> None:
         finally:
             _fail_loads(self)
             if not done:
-                for connector in getattr(self.connector, "sub_connectors", [self.connector]):
-                    if hasattr(connector, "reset_failed"):
-                        connector.reset_failed()
+                for connector in hybrids_of(self.connector):
+                    connector.reset_failed()
 
     Scheduler.reset_prefix_cache = reset_prefix_cache
 

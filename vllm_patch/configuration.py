@@ -7,13 +7,16 @@ All of it runs in ``VllmConfig.__post_init__``: in the API server, and again in 
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
 from vllm.logger import init_logger
 
 from lmcache_hybrid.core.groups import BESIDE_KEY
 from lmcache_hybrid.upstream import versions
+
+if TYPE_CHECKING:
+    from lmcache_hybrid.connector import HybridConnector
 
 logger = init_logger("vllm.lmcache_hybrid.config.options")
 
@@ -25,6 +28,13 @@ LOAD_FAILURE_KEY = "lmcache.hybrid_load_failure_policy"
 # Why no hybrid model can be served in this process, "" when it can.
 _problem = ""
 _hooked = False
+
+
+def hybrids_of(connector: Any) -> "list[HybridConnector]":
+    """The connectors of hybrid models among a MultiConnector's, or the one itself."""
+    # Of all connectors only ours have this method.
+    all_of_it = getattr(connector, "sub_connectors", [connector])
+    return [each for each in all_of_it if hasattr(each, "reset_failed")]
 
 
 def is_ours(config: VllmConfig) -> bool:

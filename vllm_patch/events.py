@@ -3,7 +3,7 @@
 
 import functools
 
-from vllm_patch.configuration import is_ours
+from vllm_patch.configuration import hybrids_of, is_ours
 
 
 def install() -> None:
@@ -31,9 +31,8 @@ def announce_what_stays() -> None:
     ) -> bool:
         done = original(self, reset_running_requests, reset_connector)
         if done and is_ours(self.vllm_config):
-            for connector in getattr(self.connector, "sub_connectors", [self.connector]):
-                if hasattr(connector, "cleared"):
-                    connector.cleared()
+            for connector in hybrids_of(self.connector):
+                connector.cleared()
         return done
 
     Scheduler.reset_prefix_cache = reset_prefix_cache

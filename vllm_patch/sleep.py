@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from lmcache_hybrid.identity.weights import LOADED
+from vllm_patch.configuration import hybrids_of
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
@@ -81,8 +82,4 @@ def _hybrids() -> "Iterator[HybridConnector]":
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if has_kv_transfer_group():
-        group = get_kv_transfer_group()
-        for connector in getattr(group, "sub_connectors", [group]):
-            hybrid = getattr(connector, "_hybrid", None)
-            if hybrid is not None:
-                yield hybrid
+        yield from hybrids_of(get_kv_transfer_group())

@@ -27,8 +27,8 @@ from benchmarks.reuse.report import page_of, replace  # noqa: E402
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey  # noqa: E402
 from lmcache_hybrid.storage.lmcache_store import LMCacheStore  # noqa: E402
 from lmcache_hybrid.storage.record import digests_of, record_bytes  # noqa: E402
-from lmcache_hybrid.storage.remote.connectors import unwrapped  # noqa: E402
 from lmcache_hybrid.storage.remote.reader import READERS  # noqa: E402
+from lmcache_hybrid.storage.remote.record_connector import unwrapped  # noqa: E402
 from lmcache_hybrid.tools.standalone import make_engine  # noqa: E402
 from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder  # noqa: E402
 

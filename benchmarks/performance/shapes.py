@@ -39,7 +39,6 @@ class Shape:
             self.block_size,
             (self.states,),
             tuple(range(self.states)),
-            selected_attention=self.states,
         )
 
     def bytes_at(self, blocks: int) -> int:

@@ -51,11 +51,11 @@ class Engine:
             kv_transfer_config={"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"},
         )
         self._core = self._llm.llm_engine.engine_core.engine_core
-        self._scheduler = self._core.scheduler.connector._hybrid.scheduler
+        self._scheduler = self._core.scheduler.connector.scheduler
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        self._worker = get_kv_transfer_group()._hybrid.worker
-        self.block_size = self._core.scheduler.connector._hybrid.plan.block_size
+        self._worker = get_kv_transfer_group().worker
+        self.block_size = self._core.scheduler.connector.plan.block_size
         self._steps, step = 0, self._scheduler.step
 
         def counted(output):

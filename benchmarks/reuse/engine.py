@@ -26,7 +26,7 @@ import torch
 from lmcache.v1.config import LMCacheEngineConfig
 from vllm import SamplingParams
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import (
@@ -163,7 +163,11 @@ class _PlainStore(LMCacheStore):
 class _Connector(lmcache_hybrid.connector.HybridConnector):
     """HybridConnector without processes, sockets and start-up of LMCache."""
 
-    def __init__(self, engine: "ReplayEngine", vllm_config, role, kv_cache_config) -> None:
+    building: "ReplayEngine"  # whose connectors are being made
+
+    def __init__(self, vllm_config, role, kv_cache_config) -> None:
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        engine = _Connector.building
         self.plan = engine.plan
         self.scheduler = self.worker = None
         self._metadata, self._guard = NOTHING, WeightsGuard()
@@ -216,9 +220,8 @@ class ReplayEngine:
         self._connector = None
         if setup.store is not None:
             self._open_store(config)
-            self._patch(
-                lmcache_hybrid.connector, "HybridConnector", functools.partial(_Connector, self)
-            )
+            _Connector.building = self
+            self._patch(lmcache_hybrid.connector, "HybridConnector", _Connector)
             self._patch(loads, "IDLE_WAIT_SECONDS", 0)
             self._patch(mixin, "get_kv_transfer_group", lambda: self._connector)
             self._patch(mixin, "get_forward_context", lambda: None)
@@ -365,7 +368,7 @@ class ReplayEngine:
         """Records written since the start, those written again included."""
         if self._connector is None:
             return 0
-        counts = self._connector._hybrid.worker.counts
+        counts = self._connector.worker.counts
         assert not counts.skipped_saves, "the store took less than it was given"
         return counts.saved_attention + self.setup.state_groups * counts.saved_states
 

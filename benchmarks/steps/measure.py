@@ -43,7 +43,7 @@ from lmcache_hybrid.scheduler.scheduler import HybridScheduler  # noqa: E402
 
 N = 16
 PER_STEP = 32
-PLAN = GroupPlan(N, (2,), (0, 1, 3), 2)
+PLAN = GroupPlan(N, (2,), (0, 1, 3))
 OPTIONS = Options(None, True, None, 0, 0)
 
 
@@ -94,8 +94,8 @@ class Rig:
         )
         reported = self._report(request, first, first + blocks)
         start = time.perf_counter()
-        self.scheduler.step(output)
-        self.scheduler.transferred(KVConnectorOutput(kv_cache_events=reported))
+        self.scheduler.build_connector_meta(output)
+        self.scheduler.update_connector_output(KVConnectorOutput(kv_cache_events=reported))
         if self.scheduler.events is not None:
             self.scheduler.events.take()
         taken = time.perf_counter() - start
@@ -145,18 +145,18 @@ def timed(function, *args) -> float:
 def measure(blocks: int, events: bool) -> dict[str, float]:
     """Milliseconds of each kind of step with a prompt of ``blocks`` blocks."""
     rig, first = Rig(events), request("first", blocks)
-    arrival = timed(rig.scheduler.match, first, 0)
-    rig.scheduler.allocated(first, ([],) * 4, 0)
+    arrival = timed(rig.scheduler.get_num_new_matched_tokens, first, 0)
+    rig.scheduler.update_state_after_alloc(first, ([],) * 4, 0)
     steps = [rig.step(first, PER_STEP) for _ in range(blocks // PER_STEP)]
     # The last ones: what comes before them is longest then.
     found = {"arrival": arrival, "step": median(steps[-len(steps) // 4 :])}
-    rig.scheduler.finished(first)
+    rig.scheduler.request_finished(first)
     rig.held, second = blocks, request("second", blocks)
-    found["arrival of a hit"] = timed(rig.scheduler.match, second, 0)
+    found["arrival of a hit"] = timed(rig.scheduler.get_num_new_matched_tokens, second, 0)
     if events:
         # As after a restart: a step that is told of all at once.
         rig, again = Rig(events), request("again", blocks)
-        rig.scheduler.match(again, 0)
-        rig.scheduler.allocated(again, ([],) * 4, 0)
+        rig.scheduler.get_num_new_matched_tokens(again, 0)
+        rig.scheduler.update_state_after_alloc(again, ([],) * 4, 0)
         found["all at once"] = rig.step(again, blocks // PER_STEP * PER_STEP)
     return {name: round(each, 3) for name, each in found.items()}

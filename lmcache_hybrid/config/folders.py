@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.lmcache_hybrid.config.folders")
 
-FSTAB = "/etc/fstab"
 MAX_SIZE_KEY = "lmcache.hybrid_fs_max_size_gb"
 MAX_AGE_KEY = "lmcache.hybrid_fs_max_age_hours"
 TRUSTED_OWNER_KEY = "lmcache.hybrid_trusted_folder_owner"
@@ -130,7 +129,7 @@ def check_folder(option: str, path: str, trusted: int | None = None) -> None:
 
     Raises:
         ConfigError: it belongs to another user (root is fine), or to the trusted one and others
-            may write to it; it cannot be written, or its disk is not mounted.
+            may write to it; or it cannot be written.
     """
     path = os.path.abspath(path)
     above = os.path.dirname(path)
@@ -138,11 +137,6 @@ def check_folder(option: str, path: str, trusted: int | None = None) -> None:
         raise ConfigError(
             f"LMCache option {option}={path!r} is in no folder that exists; mount what belongs at "
             f"{above!r}, or make that folder."
-        )
-    for point in _not_mounted(path):
-        raise ConfigError(
-            f"LMCache option {option}={path!r} is on {point!r}, which {FSTAB} names and nobody "
-            "mounted; mount it, or choose another folder."
         )
     try:
         # Ranks and engines that start together all make it.
@@ -180,19 +174,3 @@ def check_folder(option: str, path: str, trusted: int | None = None) -> None:
             option,
             path,
         )
-
-
-def _not_mounted(path: str) -> list[str]:
-    """List mount points of FSTAB at or above ``path`` where nothing is mounted."""
-    try:
-        with open(FSTAB) as table:
-            rows = [line.split() for line in table if not line.lstrip().startswith("#")]
-    except OSError:  # in a container
-        return []
-    points = [row[1] for row in rows if len(row) > 1 and row[1].startswith("/")]
-    return [
-        point
-        for point in points
-        if os.path.commonpath([point, path]) == os.path.normpath(point)
-        and not os.path.ismount(point)
-    ]

@@ -43,7 +43,7 @@ from lmcache_hybrid.config.values import (
 )
 from lmcache_hybrid.core.digests import PLAIN, Digester, read_key
 from lmcache_hybrid.core.errors import ConfigError
-from lmcache_hybrid.core.groups import ATTENTION_GROUP_KEY, BESIDE_KEY
+from lmcache_hybrid.core.groups import BESIDE_KEY
 from lmcache_hybrid.upstream.lmcache_home import take
 
 if TYPE_CHECKING:
@@ -62,10 +62,12 @@ SHARE_KEY = "lmcache.hybrid_share_prefills"
 POLICIES = ("always", "faster")
 # All that begin with OWN_PREFIX.
 SETTINGS = {
-    *(ATTENTION_GROUP_KEY, CHECKPOINT_KEY, KEY_FILE_KEY, POLICY_KEY, SHARE_KEY),
+    *(CHECKPOINT_KEY, KEY_FILE_KEY, POLICY_KEY, SHARE_KEY),
     *(MAX_SIZE_KEY, MAX_AGE_KEY, TRUSTED_OWNER_KEY),
     "lmcache.hybrid_load_failure_policy",
 }
+# Settings of earlier commits: why they are gone.
+_GONE = {"lmcache.hybrid_attention_group": "it changed nothing, all attention groups are stored"}
 # What CHECKPOINT_KEY is by default: a state where each chunk of a prefill ends.
 CHUNK_ENDS = "chunk"
 DEFAULT_CHUNK_SIZE = 256
@@ -94,6 +96,7 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 # The same for keys of LMCache's extra_config.
 _REFUSED_EXTRA: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "audit_backend_enabled": (bool, "no record is found in a backend that it wraps; remove it"),
     "enable_nixl_storage": (bool, "its buffers do not fit a record; use redis:// or fs://"),
     "fs_connector_relative_tmp_dir": (
         bool,
@@ -113,7 +116,6 @@ class Options:
     """Settings of this package, and those of LMCache that the scheduler side needs.
 
     Attributes:
-        attention_group: KV cache group index; None for the first attention group.
         save: whether this engine stores anything (``kv_role``, ``LMCACHE_FORCE_SKIP_SAVE``).
         priority_limit: requests with a larger priority value are not stored.
         min_retrieve_tokens: hits of fewer tokens are not loaded.
@@ -130,7 +132,6 @@ class Options:
         folder_limits: to which this engine cleans the folders of ``fs://``.
     """
 
-    attention_group: int | None
     save: bool
     priority_limit: int | None
     min_retrieve_tokens: int
@@ -156,6 +157,8 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
     """
     transfer = vllm_config.kv_transfer_config
     for key in transfer.kv_connector_extra_config:
+        if key in _GONE:
+            raise ConfigError(f"{key} is no setting any more: {_GONE[key]}; remove it.")
         if key.startswith(OWN_PREFIX) and key not in SETTINGS and key != BESIDE_KEY:
             raise ConfigError(f"{key} is not a setting; the settings are {sorted(SETTINGS)}.")
     for key in config.extra_config or {}:
@@ -189,7 +192,6 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
     key_file = transfer.get_from_extra_config(KEY_FILE_KEY, None)
     chunk_ends = stores_chunk_ends(transfer)
     return Options(
-        attention_group=whole(ATTENTION_GROUP_KEY, None),
         save=transfer.kv_role != "kv_consumer" and not os.environ.get("LMCACHE_FORCE_SKIP_SAVE"),
         priority_limit=config.priority_limit,
         min_retrieve_tokens=tokens(

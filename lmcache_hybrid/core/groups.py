@@ -11,7 +11,6 @@ from lmcache_hybrid.core.errors import ConfigError
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
-ATTENTION_GROUP_KEY = "lmcache.hybrid_attention_group"
 # vLLM's block id; where a record holds several blocks, the ids of all.
 Block = int | tuple[int, ...]
 # Written by this package: another connector is beside ours in a MultiConnector.
@@ -44,7 +43,6 @@ class GroupPlan:
             size), or where these differ their least common multiple.
         attention: groups whose pages of [0, B) make a hit at B, in order.
         states: groups whose state at B makes a hit at B, in order.
-        selected_attention: the attention group forwarded to ``request_finished``.
         windows: groups whose last pages before B make a hit at B, in order.
         replicated: attention groups whose pages are equal on all tensor-parallel ranks.
         unit: U, tokens between two boundaries; divides N. 0 for N: no hits inside a block.
@@ -56,7 +54,6 @@ class GroupPlan:
     block_size: int
     attention: tuple[int, ...]
     states: tuple[int, ...]
-    selected_attention: int
     windows: tuple[Window, ...] = ()
     replicated: tuple[int, ...] = ()
     unit: int = 0
@@ -124,17 +121,16 @@ def is_served(kv_cache_config: "KVCacheConfig") -> bool:
     return all(any(isinstance(spec, kind) for spec in specs) for kind in kinds)
 
 
-def plan_groups(kv_cache_config: "KVCacheConfig", selected: int | None = None) -> GroupPlan:
+def plan_groups(kv_cache_config: "KVCacheConfig") -> GroupPlan:
     """Make the plan of a model from vLLM's groups.
 
     Args:
         kv_cache_config: of the model; needs an attention group, and one with states or
             windows.
-        selected: index of the attention group that the user chose, None for the first one.
 
     Raises:
         ConfigError: a group of a kind that is not served, block sizes that are not (see
-            ``_block_size``), a state group outside align mode, or an invalid ``selected``.
+            ``_block_size``), or a state group outside align mode.
     """
     attention: list[int] = []
     windows: list[Window] = []
@@ -161,25 +157,16 @@ def plan_groups(kv_cache_config: "KVCacheConfig", selected: int | None = None) -
                 f"{' and '.join([*first, f'{len(rest)} more'])}), which LMCache "
                 "cannot restore by whole blocks; start this model without LMCacheConnectorV1."
             )
-    described = _describe(kv_cache_config)
     if not attention or not (states or windows):
         raise ConfigError(
-            f"KV cache groups {described} lack attention or state groups; start this model without "
-            "LMCacheConnectorV1."
+            f"KV cache groups {_describe(kv_cache_config)} lack attention or state groups; start "
+            "this model without LMCacheConnectorV1."
         )
     n = _block_size(kv_cache_config, states, bool(windows))
-    if selected is None:
-        selected = attention[0]
-    elif selected not in attention:
-        raise ConfigError(
-            f"{ATTENTION_GROUP_KEY}={selected} is not an attention group; the groups are "
-            f"{described}, choose one of {attention}."
-        )
     return GroupPlan(
         n,
         tuple(attention),
         tuple(states),
-        selected,
         tuple(windows),
         tuple(replicated),
         split=_split(kv_cache_config, n),

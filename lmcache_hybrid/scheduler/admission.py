@@ -1,23 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Says from which boundary a request starts: asks the ranks, and has the policy judge."""
 
-from collections.abc import Callable
-
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.scheduler.accounts import count_lookup, count_skipped, log_lookup
+from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.load_planner import asked_prefix, limit_of
 from lmcache_hybrid.scheduler.load_policy import LoadPolicy
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue, PendingLookup
 from lmcache_hybrid.scheduler.patience import Patience
 from lmcache_hybrid.scheduler.pins import Pins
-from lmcache_hybrid.scheduler.tracker import Asked, Choice, NotAsked, Offered, RequestTracker
+from lmcache_hybrid.scheduler.prompt import inner_hashes
+from lmcache_hybrid.scheduler.store_watch import StoreWatch
+from lmcache_hybrid.scheduler.tracker import (
+    Asked,
+    Loading,
+    NotAsked,
+    Offered,
+    RequestTracker,
+)
 from lmcache_hybrid.scheduler.whole_items import barred
-
-# The first question for a request.
-DEEPEST = Choice()
 
 
 class Admission:
@@ -31,20 +35,19 @@ class Admission:
         policy: LoadPolicy,
         pins: Pins,
         ledger: Ledger[SchedulerCounts],
-        watch: Callable[[RequestTracker], None],
-        found: Callable[[RequestTracker, LookupRequest, LookupResult], None],
+        store_watch: StoreWatch,
+        events: KVEvents | None,
     ) -> None:
         """Ask nobody yet.
 
         Args:
             queue: asks the ranks.
             pins: says when; the caller tells it of claims that are dropped or taken.
-            watch: told of each request whose stored blocks are known anew.
-            found: told of what the ranks have of each request.
+            store_watch, events: told of what the ranks have of each request.
         """
         self._plan, self._options = plan, options
         self._queue, self._policy, self._pins = queue, policy, pins
-        self._ledger, self._watch, self._found = ledger, watch, found
+        self._ledger, self._store_watch, self._events = ledger, store_watch, events
         self._patience = Patience()
 
     def begin(self, idle: bool) -> None:
@@ -66,38 +69,28 @@ class Admission:
         if not (reads or tracker.save):
             return 0
         floor = num_computed_tokens // self._plan.block_size
-        match tracker.phase:
-            case NotAsked():
-                if not self._ask(tracker, floor):
-                    return None
-            case Offered(_, asked_floor) if floor < asked_floor:
-                self._ask(tracker, floor)  # vLLM has lost blocks of its own since
-        if isinstance(tracker.phase, Asked):
-            lookup = tracker.phase.lookup
-            result = self._patience.poll(lookup)
-            if result is None:
-                return None
-            self.take(tracker, lookup, result)
-            tracker.offer(result, lookup.request.floor)
-            self._pins.answer(request.request_id, result)
-            if floor < lookup.request.floor:
-                return self.gain(tracker, num_computed_tokens)
-        assert isinstance(tracker.phase, Offered)
-        result = tracker.phase.result
-        tracker.checkpoints.junction = result.attention * self._plan.block_size
-        if not reads:  # it was asked to learn what need not be stored again
-            self._know(tracker, result)
-            return 0
-        choice = tracker.choice
-        if choice.whole and result.boundary < choice.nearer:
-            self._ask(tracker, floor, Choice(judged=True))
-            return self.gain(tracker, num_computed_tokens)
-        gain = result.boundary * self._plan.block_size + result.tail - num_computed_tokens
-        if gain < max(1, self._options.min_retrieve_tokens):
-            if choice.instead_of.hit:  # and nothing nearer was there
-                self._skip(tracker, choice.instead_of, num_computed_tokens)
-            return 0
-        return gain if choice.judged else self._judge(tracker, floor, num_computed_tokens, gain)
+        while True:
+            match tracker.phase:
+                case NotAsked():
+                    if not self._ask(tracker, floor):
+                        return None
+                case Asked(lookup):
+                    result = self._patience.poll(lookup)
+                    if result is None:
+                        return None
+                    self.answered(tracker, lookup, result)
+                    tracker.offer(result, lookup.request.floor)
+                    self._pins.answer(request.request_id, result)
+                case Offered(_, asked_floor) if floor < asked_floor:
+                    self._ask(tracker, floor)  # vLLM has lost blocks of its own since
+                case Offered(result):
+                    tracker.checkpoints.junction = result.attention * self._plan.block_size
+                    if not reads:  # it was asked to learn what need not be stored again
+                        self._mark_as_stored(tracker, result)
+                        return 0
+                    return self._judge(tracker, result, num_computed_tokens)
+                case Loading():
+                    raise AssertionError("vLLM asks for no request whose load is under way")
 
     def ask_again(self, tracker: RequestTracker, num_computed_tokens: int) -> int | None:
         """Ask the ranks anew for a request that waits; returns as :meth:`gain` does."""
@@ -106,40 +99,30 @@ class Admission:
         return self.gain(tracker, num_computed_tokens)
 
     def _judge(
-        self, tracker: RequestTracker, floor: int, num_computed_tokens: int, gain: int
-    ) -> int | None:
-        """Have the policy decide on what the ranks offer; returns as :meth:`gain` does."""
-        assert isinstance(tracker.phase, Offered)
-        result = tracker.phase.result
-        again = tracker.choice.nearer > 0
-        verdict = self._policy.judge(tracker.request, result, num_computed_tokens, again)
-        if verdict.nearer:
-            self._ask(tracker, floor, Choice(verdict.nearer, whole=verdict.load, instead_of=result))
-            return self.gain(tracker, num_computed_tokens)
-        if verdict.load:
-            tracker.choice = Choice(judged=True, seconds=verdict.seconds)
-            return gain
-        deeper = tracker.choice.instead_of
-        self._skip(tracker, deeper if deeper.hit else result, num_computed_tokens)
-        return 0
-
-    def _skip(
         self, tracker: RequestTracker, result: LookupResult, num_computed_tokens: int
-    ) -> None:
-        """Have a hit computed, and count it."""
-        tracker.choice = Choice(judged=True)
+    ) -> int:
+        """The tokens to load of what the ranks offer: none where computing them is faster."""
         end = result.boundary * self._plan.block_size + result.tail
-        # No need to store again what was just found.
-        tracker.stored.states.add(end)
-        count_skipped(self._ledger, result, max(0, end - num_computed_tokens))
+        gain = end - num_computed_tokens
+        if gain < max(1, self._options.min_retrieve_tokens):
+            return 0
+        if tracker.load_seconds is None:
+            tracker.load_seconds = self._policy.judge(tracker.request, result, num_computed_tokens)
+            if tracker.load_seconds is None:
+                # No need to store again what was just found.
+                tracker.stored.states.add(end)
+                tracker.decline()
+                count_skipped(self._ledger, result, gain)
+                return 0
+        return gain
 
-    def _know(self, tracker: RequestTracker, result: LookupResult) -> None:
+    def _mark_as_stored(self, tracker: RequestTracker, result: LookupResult) -> None:
         """Store no state again up to the deepest that was found; some may be missing before it."""
         size = self._plan.block_size
         end = result.boundary * size + result.tail
         tracker.stored.states.update(range(size, end, size), [end])
 
-    def _ask(self, tracker: RequestTracker, floor: int, choice: Choice = DEEPEST) -> bool:
+    def _ask(self, tracker: RequestTracker, floor: int) -> bool:
         """Ask the ranks, if there is anything to ask for.
 
         Returns:
@@ -147,8 +130,6 @@ class Admission:
         """
         request = tracker.request
         limit, tail = limit_of(tracker, floor, self._plan, self._options.max_tokens_per_load)
-        if choice.nearer:
-            limit, tail = min(limit, choice.nearer), 0
         nothing = (limit, tail) <= (floor, 0)
         first = isinstance(tracker.phase, NotAsked) and not nothing
         if first and not self._pins.may_ask(request.request_id):
@@ -157,7 +138,7 @@ class Admission:
                 with self._ledger as counts:
                     counts.delayed_lookups += 1
             return False
-        tracker.choice = choice
+        tracker.load_seconds = None
         # What is computed anew is stored anew: it may be missing because its save failed.
         tracker.stored.forget(tracker.stored.attention)
         if nothing and not tracker.save:
@@ -183,17 +164,24 @@ class Admission:
             self._pins.ask(lookup)
         return True
 
-    def take(self, tracker: RequestTracker, lookup: PendingLookup, result: LookupResult) -> None:
-        """Take what the ranks said of the request's blocks, count and log it."""
-        tracker.background = None
-        known = tracker.identify(result.adapter)
-        if result.available:
-            tracker.stored.attention = result.attention  # less than was sent, where a save failed
-        self._watch(tracker)
-        self._found(tracker, lookup.request, result)
+    def answered(
+        self, tracker: RequestTracker, lookup: PendingLookup, result: LookupResult
+    ) -> None:
+        """Note what the ranks have of the request's blocks, count and log it, and tell of it."""
+        known = tracker.take_answer(result)
+        self._store_watch.answered(tracker, lookup.request, result)
+        self._announce(tracker, result)
         if tracker.request.skip_reading_prefix_cache:
             return  # nothing of it is loaded, whatever there is
         size, floor = self._plan.block_size, lookup.request.floor
         count_lookup(self._ledger, lookup, result, size, known)
         log_lookup(tracker.request, floor, result, size, first=not tracker.logged)
         tracker.logged = True
+
+    def _announce(self, tracker: RequestTracker, result: LookupResult) -> None:
+        """Describe what the ranks hold of a request for KV cache events."""
+        if self._events is None or not (result.attention or result.tail):
+            return
+        inner = [result.boundary * self._plan.block_size + result.tail] if result.tail else []
+        prefix = tracker.prefix.with_inner(inner_hashes(tracker.request, inner, self._plan))
+        self._events.learn(tracker.request, prefix, result.attention, inner)

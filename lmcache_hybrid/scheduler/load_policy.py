@@ -5,7 +5,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -37,36 +36,17 @@ FAILED = 2.0
 PATIENCE = 1.25
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What to do with a hit.
-
-    Attributes:
-        load: whether it is loaded; with ``nearer``, where the store lacks that boundary.
-        seconds: after which the load is given up.
-        nearer: boundary in blocks to ask for instead, 0 for none.
-    """
-
-    load: bool
-    seconds: float = math.inf
-    nearer: int = 0
-
-
-LOAD, COMPUTE = Verdict(True), Verdict(False)
-
-
 class LoadPolicy:
     """Loads every hit, measures nothing. Called by the scheduler's thread only."""
 
-    def judge(self, request: "Request", result: LookupResult, start: int, again: bool) -> Verdict:
-        """Say what to do with a hit; asked once for each result.
+    def judge(self, request: "Request", result: LookupResult, start: int) -> float | None:
+        """Seconds that loading a hit may take; None where it is to be computed.
 
         Args:
             result: of the ranks.
             start: tokens that vLLM holds already.
-            again: whether it was asked for as the nearer boundary; there is no other then.
         """
-        return LOAD
+        return math.inf
 
     def sent(self, request_id: str, result: LookupResult, start: int) -> None:
         """A load of what follows the first ``start`` tokens begins with this step."""
@@ -124,37 +104,31 @@ class Faster(LoadPolicy):
         # Hits that were left out since one was loaded, by the backend of their last block.
         self._left: Counter[str] = Counter()
 
-    def judge(self, request: "Request", result: LookupResult, start: int, again: bool) -> Verdict:
+    def judge(self, request: "Request", result: LookupResult, start: int) -> float | None:
         end, source = result.boundary * self._size + result.tail, result.source
         computing = self._speeds.compute_seconds(start, end)
         if computing is None:
             computing = (end - start) / ASSUMED_SPEED
-        runs = self._runs(result, start)
-        own, loading = self._speeds.load_seconds(self._bytes(runs)), self._loading(runs)
-        if own is None or loading is None:  # the first of its backend
-            return Verdict(True, PATIENCE * computing + MOMENT_SECONDS)
-        nearer = None if again else self._nearer(runs, start, end)
-        if nearer is not None and nearer[1] >= min(loading, computing):
-            nearer = None
+        own = self._speeds.load_seconds(self._bytes(self._runs(result, start)))
+        if own is None:  # the first of its backend
+            return PATIENCE * computing + MOMENT_SECONDS
+        loading = max(0.0, self._free_at - self._clock()) + own  # behind the loads under way
         logger.debug(
-            "Reqid: %s, loading %d tokens from %s is expected to take %.4f s, computing %.4f s%s.",
+            "Reqid: %s, loading %d tokens from %s is expected to take %.4f s, computing %.4f s.",
             request.request_id,
             end - start,
             source,
             loading,
             computing,
-            f", loading a part {nearer[1]:.4f} s" if nearer else "",
         )
         # A backend is not slow because others are waited for.
         slow = own > computing * (BACK_AT if source in self._slow else 1.0)
         self._note(source, slow, end - start, own, computing)
-        if not slow and loading <= computing and nearer is None:
+        if not slow and loading <= computing:
             del self._left[source]
-            return LOAD
+            return math.inf
         self._left[source] += 1
-        if self._left[source] % TRY_EVERY == 0:
-            return Verdict(True, PATIENCE * (nearer[1] if nearer else computing))
-        return Verdict(loading < computing, nearer=nearer[0]) if nearer else COMPUTE
+        return PATIENCE * computing if self._left[source] % TRY_EVERY == 0 else None
 
     def _note(self, source: str, slow: bool, tokens: int, own: float, computing: float) -> None:
         """Log that a backend became too slow, or fast enough again."""
@@ -186,25 +160,6 @@ class Faster(LoadPolicy):
             sizes[source] = sizes.get(source, 0) + blocks * self._attention_bytes
         sizes[runs[-1][0]] += self._end_bytes
         return sizes
-
-    def _loading(self, runs: Sequence[tuple[str, int]]) -> float | None:
-        """Seconds to load ``runs`` behind the loads under way; None where unknown."""
-        own = self._speeds.load_seconds(self._bytes(runs))
-        return None if own is None else max(0.0, self._free_at - self._clock()) + own
-
-    def _nearer(
-        self, runs: Sequence[tuple[str, int]], start: int, end: int
-    ) -> tuple[int, float] | None:
-        """(boundary in blocks, seconds until ``end``) of the best load that leaves runs out."""
-        found = []
-        blocks = start // self._size
-        for index, run in enumerate(runs[:-1]):
-            blocks += run[1]
-            loading = self._loading(runs[: index + 1])
-            rest = self._speeds.compute_seconds(blocks * self._size, end)
-            if loading is not None and rest is not None:
-                found.append((blocks, loading + rest))
-        return min(found, key=lambda each: each[1], default=None)
 
     # What is measured
 

@@ -14,7 +14,6 @@ from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.protocol.failures import FailedLoads
-from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata, LoadSpec, SaveSpec
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.accounts import count_hit
@@ -27,7 +26,7 @@ from lmcache_hybrid.scheduler.load_policy import LoadPolicy
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.patience import EmptySteps
 from lmcache_hybrid.scheduler.pins import Pins
-from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of, why_unread, why_unsaved
+from lmcache_hybrid.scheduler.prompt import prefix_of, why_unread, why_unsaved
 from lmcache_hybrid.scheduler.request_configs import RequestConfigsReader
 from lmcache_hybrid.scheduler.save_planner import CachedBlocks, FinalSaves, Offer, SavePlanner
 from lmcache_hybrid.scheduler.shared_prefills import SharedPrefills
@@ -67,6 +66,7 @@ class HybridScheduler:
         policy: LoadPolicy | None = None,
         events: KVEvents | None = None,
         pins: Pins | None = None,
+        store_watch: StoreWatch | None = None,
     ) -> None:
         """Track requests.
 
@@ -76,6 +76,7 @@ class HybridScheduler:
             policy: which hits are loaded; all by default.
             events: told of what is stored and found; None where no events are published.
             pins: says how many requests may wait with a hit; any number by default.
+            store_watch: warns where nothing is stored or hit; one of its own by default.
 
         Raises:
             ValueError: ``hash_block_size`` does not divide N.
@@ -109,9 +110,16 @@ class HybridScheduler:
         self.prefills = SharedPrefills(plan.block_size, self.ledger, self._meet)
         self._granularity = Granularity(plan, self.ledger)
         self._configs = RequestConfigsReader()
-        self.store_watch = StoreWatch(plan, options)
+        self.store_watch = store_watch or StoreWatch(plan, options)
         self._admission = Admission(
-            plan, options, queue, self._policy, self._pins, self.ledger, self._watch, self._found
+            plan,
+            options,
+            queue,
+            self._policy,
+            self._pins,
+            self.ledger,
+            self.store_watch,
+            events,
         )
 
     @property
@@ -128,7 +136,9 @@ class HybridScheduler:
 
     # Admission
 
-    def match(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         """Say how many tokens past ``num_computed_tokens`` can be loaded.
 
         vLLM calls it again for as long as the request waits; the ranks are asked once.
@@ -140,31 +150,37 @@ class HybridScheduler:
         if request.request_id.startswith("mock_req") or self.closed:
             return 0, False
         tracker = self._track(request)
-        gain = self._admission.gain(tracker, num_computed_tokens)
-        if gain is not None and tracker.may_load and not request.skip_reading_prefix_cache:
-            wait = self.prefills.wait(tracker, num_computed_tokens + gain)
-            if wait is None:
-                gain = self._admission.ask_again(tracker, num_computed_tokens)
-            elif wait:
-                return None, False
-        if gain is None:
-            return None, False
-        if gain:
-            tracker.promise(gain)
-        else:
-            self._drop(tracker, tracker.withdraw())
-        self._planner.admit(tracker, num_computed_tokens, gain)
+        gain = self._gain(tracker, num_computed_tokens)
+        if gain is not None:
+            if gain:
+                tracker.promise(gain)
+            else:
+                self._drop(tracker, tracker.withdraw())
+            self._planner.admit(tracker, num_computed_tokens, gain)
         self._watch(tracker)
-        return gain, gain > 0
+        return gain, bool(gain)
 
-    def allocated(
+    def _gain(self, tracker: RequestTracker, num_computed_tokens: int) -> int | None:
+        """Tokens to load past ``num_computed_tokens``.
+
+        None while the request waits, for the ranks or for a prefix that another one computes.
+        """
+        gain = self._admission.gain(tracker, num_computed_tokens)
+        if gain is None or not tracker.may_load or tracker.request.skip_reading_prefix_cache:
+            return gain
+        wait = self.prefills.wait(tracker, num_computed_tokens + gain)
+        if wait is None:
+            return self._admission.ask_again(tracker, num_computed_tokens)
+        return None if wait else gain
+
+    def update_state_after_alloc(
         self, request: "Request", block_ids: tuple[list[int], ...], num_external_tokens: int
     ) -> None:
         """Load into the blocks that vLLM has for the request, if it takes our tokens.
 
         Args:
             block_ids: of the request, per KV cache group.
-            num_external_tokens: what :meth:`match` offered, or 0 when nothing is loaded.
+            num_external_tokens: what :meth:`get_num_new_matched_tokens` offered; 0 for no load.
         """
         tracker = self._trackers.get(request.request_id)
         if tracker is None:
@@ -196,7 +212,7 @@ class HybridScheduler:
         before = None
         if tracker is not None and tracker.prompt_tokens != request.num_prompt_tokens:
             # The next part of a session has started over, see vllm_patch/sessions.py.
-            self.finished(request)
+            self.request_finished(request)
             before, tracker = tracker, None
         if tracker is None:
             asked = self._configs.read(request)
@@ -228,11 +244,15 @@ class HybridScheduler:
                 is_barred=functools.partial(is_barred, request, plan=self._plan),
             )
             tracker = RequestTracker(
-                request, prefix or Prefix(()), unsaved is None, checkpoints, inner=inner
+                request,
+                prefix or Prefix(()),
+                unsaved is None,
+                checkpoints,
+                inner=inner,
+                tags=None if prefix is None else prefix.tags,
+                skip_save=unsaved == "skip_save",
+                unstored=unsaved or ("short" if short else None),
             )
-            tracker.tags = None if prefix is None else prefix.tags
-            tracker.skip_save = unsaved == "skip_save"
-            tracker.unstored = unsaved or ("short" if short else None)
             self._trackers[request.request_id] = tracker
         elif self._options.save_decode:
             self._planner.extend(tracker, len(request.block_hashes) // self._hashes_per_block)
@@ -250,15 +270,6 @@ class HybridScheduler:
         """Let a running request end a step at ``boundary`` (tokens), where another waits for it."""
         self._planner.meet(tracker, boundary)
         self._watch(tracker)
-
-    def _found(self, tracker: RequestTracker, asked: LookupRequest, result: LookupResult) -> None:
-        """Take note of what the ranks hold of a request, and describe it for events."""
-        self.store_watch.answered(tracker, asked, result)
-        if self.events is None or not (result.attention or result.tail):
-            return
-        inner = [result.boundary * self._plan.block_size + result.tail] if result.tail else []
-        prefix = tracker.prefix.with_inner(inner_hashes(tracker.request, inner, self._plan))
-        self.events.learn(tracker.request, prefix, result.attention, inner)
 
     def _drop(self, tracker: RequestTracker, claim: int) -> None:
         """Let the ranks release the claims of lookup number ``claim``, if there is one."""
@@ -284,10 +295,7 @@ class HybridScheduler:
                 counts.loads_in_flight = len(self._loading)
         if tracker is None:
             return
-        tracker.may_load = tracker.save = False
-        if tracker.background is not None:
-            tracker.background.cancel()
-            tracker.background = None
+        tracker.leave_store()
         if not isinstance(tracker.phase, Loading):
             self._drop(tracker, tracker.admit())
 
@@ -308,9 +316,7 @@ class HybridScheduler:
         """
         self._epoch, self.closed = self._epoch + 1, True
         for request_id, tracker in list(self._trackers.items()):
-            if tracker.background is not None:
-                tracker.background.cancel()
-                tracker.background = None
+            tracker.cancel_background()
             loading = isinstance(tracker.phase, Loading)
             if not loading:
                 self._drop(tracker, tracker.withdraw())
@@ -318,7 +324,7 @@ class HybridScheduler:
                 if tracker.unsaved:
                     with self.ledger as counts:
                         counts.skipped_requests["reset"] += 1
-                tracker.may_load = tracker.save = False
+                tracker.leave_store()
             else:
                 del self._trackers[request_id]
         self._unsaved.clear()
@@ -341,7 +347,7 @@ class HybridScheduler:
 
     # One step
 
-    def step(self, output: "SchedulerOutput") -> ConnectorMetadata:
+    def build_connector_meta(self, output: "SchedulerOutput") -> ConnectorMetadata:
         """Return the step's work for the workers, and forget it here."""
         saves: list[SaveSpec] = []
         block_state = output.kv_connector_block_state
@@ -412,7 +418,7 @@ class HybridScheduler:
         if tracker.background is not None:
             result = tracker.background.poll()
             if result is not None:
-                self._admission.take(tracker, tracker.background, result)
+                self._admission.answered(tracker, tracker.background, result)
         request = tracker.request
         held = [offer for offer in offered if self.blocks.hold(request, offer)]
         self._planner.drop_offers("not_cached", len(offered) - len(held))
@@ -424,7 +430,7 @@ class HybridScheduler:
 
     # Completions
 
-    def transferred(self, output: "KVConnectorOutput") -> None:
+    def update_connector_output(self, output: "KVConnectorOutput") -> None:
         """Take note of loads that ended on all ranks, and of those that failed on one."""
         if self.events is not None:
             self.events.receive(output.kv_cache_events)
@@ -435,10 +441,7 @@ class HybridScheduler:
             tracker = self._trackers.get(request_id)
             if tracker is not None:
                 tokens = tracker.phase.tokens if isinstance(tracker.phase, Loading) else 0
-                tracker.may_load = False
-                if request_id not in slow:
-                    # What the store promised was not there: store all of it anew.
-                    tracker.stored.forget()
+                tracker.fail_load(slow=request_id in slow)
                 self._watch(tracker)
                 with self.ledger as counts:
                     counts.failed_loads += 1
@@ -446,26 +449,24 @@ class HybridScheduler:
         for request_id in output.finished_recving or ():
             tracker = self._trackers.get(request_id)
             if tracker is not None and isinstance(tracker.phase, Loading):
-                if tracker.may_load:
-                    tracker.stored.states.add(tracker.phase.boundary)
                 tracker.end_load()
             self._loading.discard(request_id)  # also of a request that was aborted
             with self.ledger as counts:
                 counts.loads_in_flight = len(self._loading)
 
     def end_loads(self, output: "KVConnectorOutput") -> None:
-        """The least that :meth:`transferred` must do: no load is under way for ever."""
+        """The least that :meth:`update_connector_output` must do: no load is under way for ever."""
         for request_id in output.finished_recving or ():
             tracker = self._trackers.get(request_id)
             if tracker is not None and isinstance(tracker.phase, Loading):
-                tracker.may_load = tracker.save = False
+                tracker.leave_store()
                 self._unsaved.pop(request_id, None)
                 tracker.end_load()
             self._loading.discard(request_id)
         with self.ledger as counts:
             counts.loads_in_flight = len(self._loading)
 
-    def finished_inside(
+    def register_finished_partial_tail(
         self, request: "Request", block_ids: tuple[list[int], ...], offers: Sequence[Offer]
     ) -> bool:
         """Save the states of a request that ends right at a boundary inside a block.
@@ -494,7 +495,7 @@ class HybridScheduler:
                 self.events.learn_save(request, save)
         return save is not None
 
-    def finished(self, request: "Request") -> None:
+    def request_finished(self, request: "Request") -> None:
         """Forget the request. A load under way goes on until the worker reports it."""
         tracker = self._trackers.pop(request.request_id, None)
         self._unsaved.pop(request.request_id, None)
@@ -503,8 +504,7 @@ class HybridScheduler:
             # The worker's load holds the claim itself and drops it when it ends.
             if not isinstance(tracker.phase, Loading):
                 self._drop(tracker, tracker.withdraw())
-            if tracker.background is not None:
-                tracker.background.cancel()
+            tracker.cancel_background()
             self._policy.finished(request)
         if not self._trackers:
             self._admission.begin(idle=self.empty_steps.alone)

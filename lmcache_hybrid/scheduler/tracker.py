@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lmcache_hybrid.identity.adapters import Adapter
-from lmcache_hybrid.protocol.lookup import MISS, LookupResult
+from lmcache_hybrid.protocol.lookup import LookupResult
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.checkpoints import Checkpoints
 from lmcache_hybrid.scheduler.lookup_queue import PendingLookup
@@ -72,25 +72,6 @@ class Loading:
 Phase = NotAsked | Asked | Offered | Loading
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What of the request's last lookup is to be loaded.
-
-    Attributes:
-        nearer: boundary in blocks that was asked for instead of the deepest, 0 for that one.
-        whole: whether the deepest is loaded where the store lacks the nearer one.
-        judged: whether the load policy was asked already.
-        seconds: after which the load is given up.
-        instead_of: the hit instead of which the nearer boundary was asked for.
-    """
-
-    nearer: int = 0
-    whole: bool = False
-    judged: bool = False
-    seconds: float = math.inf
-    instead_of: LookupResult = MISS
-
-
 @dataclass
 class Stored:
     """What of a request is in the store, or sent to be saved. What ranks say counts more.
@@ -129,7 +110,7 @@ class RequestTracker:
         save: whether this request's blocks are stored.
         checkpoints: where its steps end so that a state can be stored.
         phase: of its lookup and load.
-        choice: what the load policy made of it.
+        load_seconds: after which a load of what was offered is given up; None until it was judged.
         background: lookup of what is stored already; admission does not wait for it.
         stored: what need not be stored again.
         kept: boundaries in tokens that later requests are likeliest to need.
@@ -147,7 +128,7 @@ class RequestTracker:
     save: bool
     checkpoints: Checkpoints
     phase: Phase = NotAsked()
-    choice: Choice = Choice()
+    load_seconds: float | None = None
     background: PendingLookup | None = None
     stored: Stored = field(default_factory=Stored)
     kept: set[int] = field(default_factory=set)
@@ -187,6 +168,11 @@ class RequestTracker:
         """Take the ranks' answer, or one that needs no asking."""
         self.phase = Offered(result, floor, self.claim)
 
+    def decline(self) -> None:
+        """Load nothing of what was offered; its claim stays until it is withdrawn."""
+        assert isinstance(self.phase, Offered)
+        self.phase = replace(self.phase, result=LookupResult(0, self.phase.result.attention))
+
     def promise(self, tokens: int) -> None:
         """vLLM is told to load ``tokens`` of what was offered."""
         assert isinstance(self.phase, Offered) and 0 < tokens
@@ -196,7 +182,7 @@ class RequestTracker:
         """vLLM has blocks for what was promised.
 
         Args:
-            now: ``time.monotonic``, from which on the load may take as long as was chosen.
+            now: ``time.monotonic``, from which on the load may take ``load_seconds``.
 
         Returns:
             What the ranks offered.
@@ -208,11 +194,25 @@ class RequestTracker:
         )
         result = offered.result
         end = result.boundary * block_size + result.tail
-        self.phase = Loading(end, tokens, now + self.choice.seconds)
+        assert self.load_seconds is not None
+        self.phase = Loading(end, tokens, now + self.load_seconds)
         return offered.result
+
+    def fail_load(self, slow: bool) -> None:
+        """A rank could not load what was promised: nothing is loaded for it any more.
+
+        Args:
+            slow: the store has it, and was too slow; else all of it is stored anew.
+        """
+        self.may_load = False
+        if not slow:
+            self.stored.forget()
 
     def end_load(self) -> None:
         """The load ended on all ranks, well or not."""
+        assert isinstance(self.phase, Loading)
+        if self.may_load:
+            self.stored.states.add(self.phase.boundary)
         self.phase = NotAsked()
 
     def withdraw(self) -> int:
@@ -238,7 +238,30 @@ class RequestTracker:
         self.phase = NotAsked()
         return claim
 
+    def leave_store(self) -> None:
+        """Neither load nor store anything of it any more."""
+        self.may_load = self.save = False
+        self.cancel_background()
+
+    def cancel_background(self) -> None:
+        """Do not wait for the lookup of what is stored already."""
+        if self.background is not None:
+            self.background.cancel()
+            self.background = None
+
     # Keys
+
+    def take_answer(self, result: LookupResult) -> bool:
+        """Note what the ranks have of its blocks.
+
+        Returns:
+            Whether the prefix's keys are known.
+        """
+        self.background = None
+        known = self.identify(result.adapter)
+        if result.available:
+            self.stored.attention = result.attention  # less than was sent, where a save failed
+        return known
 
     def identify(self, adapter: Adapter | None) -> bool:
         """Take what the ranks compute the adapter with; cache nothing where they do not know.

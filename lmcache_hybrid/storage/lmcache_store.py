@@ -1,44 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records in LMCache's StorageManager: RAM, local disk, ``fs://``, Redis.
+"""Records in LMCache's StorageManager: RAM, local disk, ``fs://``, Redis, S3.
 
 LMCache's ``store`` and ``retrieve`` know attention slots only, so records go to its storage
 backends directly. The settings that those two calls honour are honoured here: health, freeze
 mode, ``store_location``, ``retrieve_locations``, pins.
 """
 
-import functools
 import math
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
-from lmcache.v1.storage_backend.cache_policy.base_policy import BaseCachePolicy
-from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
-from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
-from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 from vllm.logger import init_logger
 
-from lmcache_hybrid.config.shared_folders import folders_in
 from lmcache_hybrid.core.digests import PLAIN, Digester
 from lmcache_hybrid.core.errors import DamagedError, LoadError, NoRoomError, RecordError
 from lmcache_hybrid.core.keys import RecordKey
-from lmcache_hybrid.storage import arc, tier_lookup
+from lmcache_hybrid.storage import tier_lookup
 from lmcache_hybrid.storage.buffer import LMCacheBuffer, record_shape
 from lmcache_hybrid.storage.claims import LMCacheClaim
-from lmcache_hybrid.storage.disk.backend import LocalDisk
-from lmcache_hybrid.storage.folder.record_io import Fate
 from lmcache_hybrid.storage.notes import StoreNotes
 from lmcache_hybrid.storage.read_memory import Staging
 from lmcache_hybrid.storage.record import open_record, record_bytes, seal
 from lmcache_hybrid.storage.record_names import RecordNames, Replicas
-from lmcache_hybrid.storage.remote import connectors as remote
-from lmcache_hybrid.storage.remote.reader import RemoteReader
 from lmcache_hybrid.storage.removal import Removal
+from lmcache_hybrid.storage.tiers import open_tiers
+from lmcache_hybrid.storage.tiers.base import Opening, StorageTier
 
 if TYPE_CHECKING:
     from lmcache_hybrid.upstream.lmcache_home import LMCacheEngine
@@ -52,6 +43,7 @@ class LMCacheStore:
     Any thread may call it; :meth:`locate` only the lookup thread.
 
     Attributes:
+        tiers: the backends, by their names, the nearest first.
         reads: records read, by backend.
         failed_writes: records that a backend accepted and could not write, by backend.
     """
@@ -85,31 +77,26 @@ class LMCacheStore:
         self._notes = notes
         self.reads: Counter[str] = Counter()
         self.failed_writes: Counter[str] = Counter()
-        self._remote = RemoteReader()
         self._cleared = -math.inf  # time.monotonic of the last reset
-        self._removal = Removal(self.manager, notes)
+        self.tiers: dict[str, StorageTier] = {}
+        self._removal = Removal(self.manager.storage_backends, self.tiers, notes)
         self._silent = tier_lookup.SilentStores()
         self._counts_lock = threading.Lock()
         self._staging = Staging(self.manager.local_cpu_backend, record_bytes(max_payload))
-        for name, backend in list(self.manager.storage_backends.items()):
-            count = functools.partial(self._count_failed_writes, name)
-            written = functools.partial(self._removal.written, name)
-            if isinstance(backend, RemoteBackend):
-                remote.watch(backend, count, written)
-                remote.remove_what_checks_leave(backend)
-            elif isinstance(backend, LocalCPUBackend):
-                backend.cache_policy = arc.policy_for(backend.cache_policy, engine.config)
-            elif isinstance(backend, LocalDiskBackend):
-                backend.cache_policy = arc.policy_for(backend.cache_policy, engine.config)
-                disk = LocalDisk.instead_of(backend, count, written)
-                self.manager.storage_backends[name] = disk
-                folders = folders_in("local_disk", engine.config.local_disk)
-                told = (notes.restored,) if notes is not None else ()
-                disk.restore(model_name, self._names.writers(), engine.metadata, folders, *told)
+        opening = Opening(
+            engine.config,
+            engine.metadata,
+            model_name,
+            self._names,
+            self._count_failed_writes,
+            self._removal.written,
+            notes.restored if notes is not None else lambda key, header: None,
+        )
+        self.tiers.update(open_tiers(self.manager, opening))
         if notes is not None:
-            for name, backend in self.manager.storage_backends.items():
+            for name, tier in self.tiers.items():
                 if name in (engine.retrieve_locations or (name,)):
-                    notes.watch(backend)
+                    tier.observe(notes)
 
     @property
     def fingerprint(self) -> bytes:
@@ -125,10 +112,11 @@ class LMCacheStore:
 
     def locate(self, keys: Sequence[RecordKey], deadline: float = math.inf) -> dict[RecordKey, str]:
         engine_keys = [self.engine_key(key) for key in keys]
+        wanted = self._engine.retrieve_locations
+        active = self.manager.get_active_storage_backends(search_range=wanted)
         locations = tier_lookup.locate(
-            self.manager,
+            (self.tiers[name] for name, _ in active),
             engine_keys,
-            self._engine.retrieve_locations,
             deadline,
             self._silent,
             self._removal.hidden,
@@ -141,7 +129,7 @@ class LMCacheStore:
     def claim(self, located: Mapping[RecordKey, str]) -> LMCacheClaim | None:
         claim, made = LMCacheClaim(located), False
         try:
-            made = claim.pin(self.manager.storage_backends, self.engine_key)
+            made = claim.pin(self.tiers, self.engine_key)
         finally:
             if not made:
                 claim.release()
@@ -149,41 +137,16 @@ class LMCacheStore:
 
     def refresh(self, keys: Sequence[RecordKey]) -> None:
         engine_keys = [self.engine_key(key) for key in reversed(keys)]
-        for backend in self.manager.storage_backends.values():
-            if isinstance(backend, RemoteBackend):
-                remote.used(backend, engine_keys)
-        for policy, lock, held in self._evicting():
-            with lock:
-                for key in engine_keys:
-                    if key in held:
-                        try:
-                            policy.update_on_hit(key, held)
-                        except Exception as error:  # claims are not lost for an order's sake
-                            logger.warning_once(
-                                "LMCache's eviction policy failed (%r): records are evicted in "
-                                "another order than by use. Loads and saves go on.",
-                                error,
-                            )
+        for tier in self.tiers.values():
+            tier.used(engine_keys)
 
     def arrange(
         self, keys: Sequence[RecordKey], passing: Sequence[RecordKey] = (), owner: str = ""
     ) -> None:
         ordered = [self.engine_key(key) for key in reversed(keys)]
         first = [self.engine_key(key) for key in passing]
-        for backend in self.manager.storage_backends.values():
-            if isinstance(backend, LocalDisk):
-                backend.arrange(ordered, first, owner)
-            elif isinstance(backend, LocalCPUBackend):
-                with backend.cpu_lock:
-                    arc.arrange(backend.cache_policy, backend.hot_cache, ordered, first, owner)
-
-    def _evicting(self) -> Iterator[tuple[BaseCachePolicy, threading.Lock, Any]]:
-        """(policy, lock, records by key) of each backend that evicts by LMCache's policies."""
-        for backend in self.manager.storage_backends.values():
-            if isinstance(backend, LocalCPUBackend):
-                yield backend.cache_policy, backend.cpu_lock, backend.hot_cache
-            elif isinstance(backend, LocalDiskBackend):
-                yield backend.cache_policy, backend.disk_lock, backend.dict
+        for tier in self.tiers.values():
+            tier.arrange(ordered, first, owner)
 
     def fetch(self, claim: LMCacheClaim, keys: Sequence[RecordKey]) -> list[LMCacheBuffer]:
         if not self.readable():
@@ -214,8 +177,8 @@ class LMCacheStore:
         buffers: dict[RecordKey, LMCacheBuffer],
     ) -> None:
         refused = self._staging.refused
-        # Records in RAM are used where they lie.
-        with self._staging.room_for(0 if location == "LocalCPUBackend" else len(keys)):
+        in_place = self.tiers[location].in_place
+        with self._staging.room_for(0 if in_place else len(keys)):
             memories = self._read_from(location, keys, promised)
         read = {
             key: LMCacheBuffer(memory, self._digester)
@@ -231,21 +194,18 @@ class LMCacheStore:
         self, location: str, keys: list[RecordKey], promised: float
     ) -> list[MemoryObj | None]:
         engine_keys = [self.engine_key(key) for key in keys]
-        backend = dict(self.manager.get_active_storage_backends(location)).get(location)
-        if backend is None:
+        if location not in dict(self.manager.get_active_storage_backends(location)):
             raise LoadError(f"{location} is switched off", "unreachable")
         try:
-            if isinstance(backend, RemoteBackend):
-                return self._remote.read(backend, engine_keys, promised)
-            return backend.batched_get_blocking(engine_keys)
+            return self.tiers[location].read(engine_keys, promised)
         except LoadError:
             raise
         except Exception as error:
             raise LoadError(f"{location} failed: {error!r}", "unreachable") from error
 
     def keep(self, claim: LMCacheClaim, records: Iterable[tuple[RecordKey, LMCacheBuffer]]) -> None:
-        """Copy records of other backends to RAM, where LMCache is told to use it (local_cpu)."""
-        read = [(k, b) for k, b in records if claim.located[k] != "LocalCPUBackend"]
+        """Copy records of other tiers to RAM, where LMCache is told to use it (local_cpu)."""
+        read = [(k, b) for k, b in records if not self.tiers[claim.located[k]].in_place]
         # Named first: a reset that gives new names has been noted before.
         names = [self.engine_key(key) for key, _ in read]
         if read and claim.made > self._cleared:  # else the records say names of before the reset
@@ -271,7 +231,7 @@ class LMCacheStore:
         location = claim.located[key]
         what = f"record {key.label} at token {key.boundary}"
         try:
-            fate = self._fate(self.engine_key(key), self.manager.storage_backends[location])
+            fate = self.tiers[location].fate(self.engine_key(key), self._staging.largest)
         except Exception as error:  # the store may only be away
             return LoadError(
                 f"{location} does not say where {what} is: {error!r}", "unreachable", key
@@ -283,11 +243,6 @@ class LMCacheStore:
             self._removal.unreadable(self.engine_key(key), location)
             return LoadError(f"{what} cannot be read from {location}, and stays there", fate, key)
         return LoadError(f"{what} is gone from {location}", fate, key)
-
-    def _fate(self, engine_key: CacheEngineKey, backend: Any) -> Fate:
-        if isinstance(backend, RemoteBackend):
-            return remote.fate(backend, engine_key, self._staging.largest)
-        return "unreadable" if backend.contains(engine_key) else "gone"
 
     def discard(self, key: RecordKey, claim: LMCacheClaim | None = None) -> None:
         """See :meth:`.Store.discard`."""
@@ -329,18 +284,13 @@ class LMCacheStore:
             self._notes.written(written, self._engine.store_location)
 
     def _locations(self, shared: bool) -> list[str]:
-        """The backends that all ranks see, or this one alone, of those that are written to."""
-        backends, wanted = self.manager.storage_backends, self._engine.store_location
+        """The tiers that all ranks see, or this one alone, of those that are written to."""
+        wanted = self._engine.store_location
         return [
             name
-            for name, backend in backends.items()
-            if self.is_shared(backend) == shared and wanted in (None, "", name)
+            for name, tier in self.tiers.items()
+            if tier.shared == shared and wanted in (None, "", name)
         ]
-
-    @staticmethod
-    def is_shared(backend: Any) -> bool:
-        """Whether all ranks see what is in a backend: in fs:// and Redis."""
-        return isinstance(backend, RemoteBackend)
 
     def _submit(
         self,
@@ -382,11 +332,11 @@ class LMCacheStore:
 
     def close(self) -> None:
         """See :meth:`.Store.close`."""
-        self._remote.close()
+        for tier in self.tiers.values():
+            tier.close()
 
     def check_integrity(self) -> None:
         """Assert what holds while no write is in flight. Walks every index: for tests."""
         self._staging.check_integrity()
-        for backend in self.manager.storage_backends.values():
-            if isinstance(backend, LocalDisk):
-                backend.check_integrity()
+        for tier in self.tiers.values():
+            tier.check_integrity()

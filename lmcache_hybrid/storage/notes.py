@@ -13,15 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from typing import Any
 
 from lmcache.utils import CacheEngineKey
-from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
-from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
 from lmcache_hybrid.core.keys import RecordKey, tags_digest, wide_hash
 from lmcache_hybrid.core.threads import started
-from lmcache_hybrid.protocol.changes import DISK, RAM, REMOTE, RankReport, RecordName, Tier
-from lmcache_hybrid.storage.disk.backend import LocalDisk
+from lmcache_hybrid.protocol.changes import REMOTE, RankReport, RecordName, Tier
 from lmcache_hybrid.storage.record import Header
-from lmcache_hybrid.storage.remote import connectors as remote
+from lmcache_hybrid.storage.tiers.base import StorageTier
 
 # Records of a remote store to know of at most, and records that were never found.
 KEPT_REMOTE = 1 << 17
@@ -82,7 +79,7 @@ class StoreNotes:
         self._touched: deque[CacheEngineKey] = deque()
         self._indexes: list[tuple[Tier, Mapping[CacheEngineKey, Any]]] = []
         self._writing: list[Callable[[], bool]] = []
-        self._remotes: list[RemoteBackend] = []
+        self._remotes: dict[str, StorageTier] = {}
         self._lock = threading.Lock()  # guards all below
         # Names of records that were reported, the tier that was, and names of further ones.
         self._names: dict[CacheEngineKey, RecordName] = {}
@@ -99,18 +96,22 @@ class StoreNotes:
 
     # What the store tells
 
-    def watch(self, backend: Any) -> None:
-        """Note what a backend holds from now on. Mutates ``backend``."""
-        if isinstance(backend, LocalCPUBackend):
-            with backend.cpu_lock:
-                backend.hot_cache = watched(backend.hot_cache, self._touched)
-            self._indexes.append((RAM, backend.hot_cache))
-        elif isinstance(backend, LocalDisk):
-            index = backend.watch(lambda index: watched(index, self._touched))
-            self._indexes.append((DISK, index))
-            self._writing.append(backend.is_writing)
-        elif isinstance(backend, RemoteBackend):
-            self._remotes.append(backend)
+    def follow(
+        self,
+        tier: Tier,
+        index: MutableMapping[CacheEngineKey, Any],
+        is_writing: Callable[[], bool] | None = None,
+    ) -> MutableMapping[CacheEngineKey, Any]:
+        """See :meth:`.Observer.follow`."""
+        index = watched(index, self._touched)
+        self._indexes.append((tier, index))
+        if is_writing is not None:
+            self._writing.append(is_writing)
+        return index
+
+    def ask(self, tier: StorageTier) -> None:
+        """See :meth:`.Observer.ask`."""
+        self._remotes[tier.name] = tier
 
     def restored(self, key: CacheEngineKey, header: Header) -> None:
         """A record was found on disk at the start."""
@@ -127,7 +128,7 @@ class StoreNotes:
     def written(self, keys: Sequence[CacheEngineKey], location: str | None) -> None:
         """Records were handed to the backend ``location``, or to all of them."""
         self._touched.extend(keys)
-        if not self._remotes or location not in (None, "RemoteBackend"):
+        if not (location in self._remotes if location else self._remotes):
             return
         with self._lock:
             until = time.monotonic() + CONFIRM_SECONDS
@@ -149,7 +150,7 @@ class StoreNotes:
                 elif key not in self._names:
                     self._expect(key, _name(record))
                     self._touched.append(key)
-                if location not in (None, "LocalCPUBackend", "LocalDiskBackend"):
+                if location in self._remotes:
                     self._hold_remotely(key)
 
     def discarded(self, key: CacheEngineKey) -> None:
@@ -262,9 +263,9 @@ class StoreNotes:
 
     def _held_remotely(self, keys: Sequence[CacheEngineKey]) -> set[CacheEngineKey]:
         held: set[CacheEngineKey] = set()
-        for backend in self._remotes:
+        for tier in self._remotes.values():
             try:
-                answers = remote.existing(backend, keys, ANSWER_SECONDS)
+                answers = tier.held(keys, ANSWER_SECONDS)
             except Exception:  # asked again until it is too late
                 continue
             held.update(key for key, is_held in zip(keys, answers, strict=True) if is_held)

@@ -3,20 +3,14 @@
 
 import threading
 import time
-from collections.abc import Container
-from typing import TYPE_CHECKING, Any
+from collections.abc import Container, Iterable, Mapping
+from typing import Any
 
 from lmcache.utils import CacheEngineKey
-from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
-from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 from vllm.logger import init_logger
 
-from lmcache_hybrid.storage.disk.backend import LocalDisk
 from lmcache_hybrid.storage.notes import StoreNotes
-from lmcache_hybrid.storage.remote import connectors as remote
-
-if TYPE_CHECKING:
-    from lmcache.v1.storage_backend.storage_manager import StorageManager
+from lmcache_hybrid.storage.tiers.base import StorageTier
 
 logger = init_logger("vllm.lmcache_hybrid.storage.removal")
 
@@ -78,16 +72,23 @@ def _remember(times: dict[CacheEngineKey, float], key: CacheEngineKey) -> None:
 
 
 class Removal:
-    """Removes damaged records from one rank's backends. Any thread may call it.
+    """Removes damaged records from one rank's tiers. Any thread may call it.
 
-    RAM and disk lose a record with its entry in their index. Any other backend may fail to delete
+    RAM and disk lose a record with its entry in their index. Any other tier may fail to delete
     it. What could not be read may be whole, so nobody deletes it. Both would be promised and fail
     for every later request, so they are hidden from lookups.
     """
 
-    def __init__(self, manager: "StorageManager", notes: StoreNotes | None) -> None:
-        self._manager, self._notes = manager, notes
-        self._hidden = {name: HiddenRecords() for name in manager.storage_backends}
+    def __init__(
+        self, names: Iterable[str], tiers: Mapping[str, StorageTier], notes: StoreNotes | None
+    ) -> None:
+        """Hide nothing.
+
+        Args:
+            names: of all tiers, which need not be open yet.
+        """
+        self._tiers, self._notes = tiers, notes
+        self._hidden = {name: HiddenRecords() for name in names}
 
     def hidden(self, backend: str) -> Container[CacheEngineKey]:
         """Keys that are not to be looked up in a backend."""
@@ -117,19 +118,12 @@ class Removal:
             location: backend that it was read from. Copies in others stay: nobody has seen them,
                 and one that is damaged, too, goes when it is read. None for all backends.
         """
-        for name, backend in self._manager.storage_backends.items():
+        for name, tier in self._tiers.items():
             if location not in (None, name):
                 continue
             try:
-                if isinstance(backend, LocalDisk):
-                    backend.forget(key)
-                elif isinstance(backend, LocalCPUBackend):
-                    backend.remove(key)
-                elif isinstance(backend, RemoteBackend):
-                    remote.remove(backend, key)
-                    self._discarded(key)
-                else:
-                    backend.remove(key)
+                tier.remove(key)
+                if not tier.indexed:
                     self._discarded(key)
             except Exception as error:
                 logger.debug("%s could not remove %s: %r", name, key, error)

@@ -12,6 +12,7 @@ from vllm import envs
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
+from lmcache_hybrid.core.backoff import Backoff
 from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
@@ -64,11 +65,11 @@ class LookupClient:
             [SocketParams(_socket_path(vllm_config, rank), rank) for rank in ranks], timeout_ms
         )
         self._timeout_ms = timeout_ms
-        self._paused_until, self._pause = 0.0, FIRST_PAUSE_SECONDS
+        self._pause = Backoff(FIRST_PAUSE_SECONDS, PAUSE_SECONDS)
 
     def ask(self, request: LookupRequest) -> list[LookupResult]:
         """Send a lookup to all ranks; [] when one does not answer in time."""
-        if time.monotonic() < self._paused_until:
+        if self._pause.lasts:
             return []
         deadline = time.monotonic() + ANSWER_WITHIN * self._timeout_ms / 1000
         request = msgspec.structs.replace(request, deadline=deadline)
@@ -91,7 +92,7 @@ class LookupClient:
         Returns:
             By rank; empty when one does not answer.
         """
-        if time.monotonic() < self._paused_until:
+        if self._pause.lasts:
             return ()
         raw = self._send("adapter", lora)
         return tuple(msgspec.msgpack.decode(content, type=bytes) for content in raw)
@@ -100,15 +101,13 @@ class LookupClient:
         # LMCache's transport wants three frames, each packed by itself.
         raw = self._transport.send_and_recv_all([verb, msgspec.msgpack.encode(body), 0])
         if raw:
-            self._pause = FIRST_PAUSE_SECONDS
+            self._pause.succeed()
             return raw
-        pause = min(self._pause, PAUSE_SECONDS)
-        self._paused_until, self._pause = time.monotonic() + pause, 2 * self._pause
         logger.warning(
             "A rank did not answer a cache lookup within %d ms (lookup_timeout_ms): "
             "computing without the cache for %.0f s.",
             self._timeout_ms,
-            pause,
+            self._pause.fail(),
         )
         return raw
 

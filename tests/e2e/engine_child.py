@@ -38,7 +38,7 @@ class Child:
         # None where the core runs in a process of its own (VLLM_ENABLE_V1_MULTIPROCESSING=1).
         self._core = getattr(self._llm.llm_engine.engine_core, "engine_core", None)
         connector = self._core and self._core.scheduler.connector
-        self._hybrid = getattr(connector, "_hybrid", None)
+        self._hybrid = connector
 
     def stop(self) -> None:
         """Shut the core down: LMCache's event loop thread would keep the interpreter alive."""
@@ -235,7 +235,7 @@ class Child:
     def _worker(self):
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return get_kv_transfer_group()._hybrid
+        return get_kv_transfer_group()
 
     def counts(self) -> dict:
         worker = self._worker()
@@ -348,7 +348,7 @@ class Child:
 
     def writing(self) -> int:
         """Writes of LMCache's backends that have not ended."""
-        from lmcache_hybrid.storage.remote.connectors import unwrapped
+        from lmcache_hybrid.storage.remote.record_connector import unwrapped
 
         total = 0
         for backend in self._worker().worker.store.manager.storage_backends.values():

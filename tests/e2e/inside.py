@@ -111,7 +111,7 @@ class Inside:
         """
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        caches = get_kv_transfer_group()._hybrid.kv_caches
+        caches = get_kv_transfer_group().kv_caches
         names = [name for name in caches if name.startswith(layers)]
         copies = self._worker.loads._copies
         scatter = copies.scatter

@@ -168,7 +168,7 @@ class Deployment:
         )
 
     def _hybrid(self, number: int) -> Any:
-        return self.ranks[number].connector._hybrid
+        return self.ranks[number].connector
 
     def _serving(self) -> list[tuple[int, Any]]:
         """Number and worker of each rank that serves."""
@@ -178,7 +178,7 @@ class Deployment:
     @property
     def off(self) -> bool:
         """Whether a side could not start, so that no prompt is loaded."""
-        scheduler = self.scheduler.connector._hybrid.scheduler
+        scheduler = self.scheduler.connector.scheduler
         return scheduler is None or len(self._serving()) < SETUP.ranks
 
     @property
@@ -278,7 +278,7 @@ class Deployment:
 
     @property
     def hits(self) -> int:
-        scheduler = self.scheduler.connector._hybrid.scheduler
+        scheduler = self.scheduler.connector.scheduler
         return 0 if scheduler is None else scheduler.counts.hits.total()
 
     # The end
@@ -287,7 +287,7 @@ class Deployment:
         """Raises AssertionError when ended requests left something behind. Empties RAM."""
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are leaked"
-        hybrid = self.scheduler.connector._hybrid.scheduler
+        hybrid = self.scheduler.connector.scheduler
         if hybrid is not None:
             assert hybrid.num_tracked == 0, "requests are still tracked"
             assert not hybrid._loading and not hybrid._loads, "loads are under way"

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our connector in the simulation: the real one without what a process needs."""
 
+import math
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 import lmcache_hybrid.connector
 from lmcache_hybrid.protocol.metadata import NOTHING
 from lmcache_hybrid.scheduler.checkpoints import Drafter
-from lmcache_hybrid.scheduler.load_policy import Faster, Verdict
+from lmcache_hybrid.scheduler.load_policy import Faster
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.pins import Pins
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
@@ -41,19 +41,16 @@ class RandomPolicy(Faster):
         self._now += self._random.choice((0.0, 1e-4, 1e-2, 1.0))
         return self._now
 
-    def judge(self, request, result, start, again) -> Verdict:
-        verdict = super().judge(request, result, start, again)
-        inner = range(start // self._size + 1, result.boundary)
+    def judge(self, request, result, start) -> float | None:
+        seconds = super().judge(request, result, start)
         match self._random.randrange(6):
             case 0:
-                return replace(verdict, seconds=0.0)
+                return 0.0 if seconds is not None else None
             case 1:
-                return Verdict(load=False)
-            case 2 if inner and not again:
-                return Verdict(self._random.random() < 0.5, nearer=self._random.choice(inner))
+                return None
             case 3:
-                return Verdict(load=True)
-        return verdict
+                return math.inf
+        return seconds
 
 
 class SimConnector(lmcache_hybrid.connector.HybridConnector):
@@ -63,6 +60,7 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
     rank = 0
 
     def __init__(self, vllm_config, role, kv_cache_config) -> None:
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         self.engine = engine = SimConnector.building
         self.plan = engine.plan
         self.scheduler = self.worker = None
@@ -134,7 +132,7 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
         silent = self.engine.silent
         if silent not in ("lost", "late"):
             for rank in self.engine.ranks:
-                rank.connector._hybrid.worker.reset(epoch)
+                rank.connector.worker.reset(epoch)
         return not silent
 
     def restore_kv_caches(self) -> None:

@@ -93,7 +93,6 @@ class SimEngine:
         config = setup.vllm_config(base)
         kv_cache_config = setup.kv_cache_config()
         self.options = Options(
-            attention_group=None,
             save=True,
             priority_limit=None,
             min_retrieve_tokens=0,
@@ -128,7 +127,7 @@ class SimEngine:
             own = setup.kv_cache_config(rank.rank)
             rank.connector = vllms.LMCacheConnectorV1(config, KVConnectorRole.WORKER, own)
             rank.order = orders.make_order(setup.runner, rank.connector, config, setup.drafts > 0)
-        self.hybrid = self.scheduler.connector._hybrid.scheduler
+        self.hybrid = self.scheduler.connector.scheduler
         aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, setup.ranks)
         self._depth = config.max_concurrent_batches
         self._queue = Flight(self.ranks, setup.stages, self._truths, aggregator)
@@ -316,7 +315,7 @@ class SimEngine:
         """
         held, self.holding = self.holding, False
         for each in self.ranks if rank is None else [self.ranks[rank % len(self.ranks)]]:
-            executor = each.connector._hybrid.worker.loads._executor
+            executor = each.connector.worker.loads._executor
             if self.setup.device and rank is None:
                 executor.begin()
                 continue
@@ -327,7 +326,7 @@ class SimEngine:
         self.holding = held
 
     def begin_load(self, rank: int) -> None:
-        self.ranks[rank % len(self.ranks)].connector._hybrid.worker.loads._executor.begin()
+        self.ranks[rank % len(self.ranks)].connector.worker.loads._executor.begin()
         self.threads.advance(self.threads.random.choice(SPANS[:3]))
 
     def check_devices(self) -> None:
@@ -392,13 +391,13 @@ class SimEngine:
         assert not self.hybrid._queue.unreleased
         assert not any(store.wronged for store in self.stores), "a good record was rejected"
         broken = sum(rank.device.events["broken copies"] for rank in self.ranks if rank.device)
-        counts = [rank.connector._hybrid.worker.counts for rank in self.ranks]
+        counts = [rank.connector.worker.counts for rank in self.ranks]
         errors = sum(each.failed_loads.get("error,none", 0) for each in counts)
         errors += sum(each.skipped_saves.get("error", 0) for each in counts)
         assert errors <= broken, "a load or a save met an error that nobody planted"
         for rank, lookup in zip(self.ranks, self.lookups):
             assert lookup.num_claims == 0, f"rank {rank.rank} still holds claims"
-            assert not rank.connector._hybrid.worker.loads._running
+            assert not rank.connector.worker.loads._running
 
     def kill(self) -> None:
         """The process is gone, and its pins with it."""
@@ -410,6 +409,6 @@ class SimEngine:
             for request_id in list(lookup._claims):
                 lookup.drop(request_id)
         for rank in self.ranks:
-            for running in rank.connector._hybrid.worker.loads._running.values():
+            for running in rank.connector.worker.loads._running.values():
                 if running.claim is not None:
                     running.claim.release()

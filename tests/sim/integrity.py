@@ -9,7 +9,7 @@ def check(engine) -> None:
         lookup.check_integrity()
         store.check_integrity()
         filed = [claim for _, claim in lookup._claims.values()]
-        worker = rank.connector._hybrid.worker
+        worker = rank.connector.worker
         worker.check_integrity()
         taken = [load.claim for load in worker.loads._running.values()]
         assert not {id(claim) for claim in filed} & {id(claim) for claim in taken}, (

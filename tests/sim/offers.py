@@ -32,7 +32,7 @@ def note_offers(engine: SimEngine) -> SimEngine:
 
 
 def _note_loads(engine: SimEngine) -> None:
-    step = engine.hybrid.step
+    step = engine.hybrid.build_connector_meta
 
     def stepped(output):
         metadata = step(output)
@@ -47,4 +47,4 @@ def _note_loads(engine: SimEngine) -> None:
         engine.events[AT_THE_END] += sum(s.request_id in metadata.ended for s in metadata.saves)
         return metadata
 
-    engine.hybrid.step = stepped
+    engine.hybrid.build_connector_meta = stepped

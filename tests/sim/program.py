@@ -164,7 +164,7 @@ class Run:
             request.num_preemptions for request in engine.requests.values()
         )
         for rank in engine.ranks:
-            worker = rank.connector._hybrid.worker.counts
+            worker = rank.connector.worker.counts
             if rank.replicated and rank.rank > 0:
                 self.tally.events["pages of another rank"] += worker.loaded_attention
             self.tally.events.update(
@@ -185,7 +185,7 @@ class Run:
         events = Counter(engine.events)
         for rank in engine.ranks:
             events.update(rank.device.events)
-            events["parts side by side"] += rank.connector._hybrid.worker.loads._threads.beside
+            events["parts side by side"] += rank.connector.worker.loads._threads.beside
         self.tally.steps_on_devices += engine.steps
         self.tally.events.update({f"device: {name}": count for name, count in events.items()})
 

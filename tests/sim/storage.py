@@ -185,9 +185,10 @@ class FaultyStore(LMCacheStore):
     wronged = 0
     pause = staticmethod(lambda: None)
 
-    @staticmethod
-    def is_shared(backend) -> bool:
-        return True
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        for tier in self.tiers.values():
+            tier.shared = True
 
     def discard(self, key, *args, **kwargs) -> None:
         self.wronged += self.engine_key(key) not in self.damaged

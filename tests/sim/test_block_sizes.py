@@ -27,7 +27,7 @@ def test_hits_end_where_every_groups_blocks_end(groups, drafts, device):
         engine.add(name, prompt, 5)
         engine.drain()
         engine.reset_prefix_cache(False)
-    counts = engine.ranks[0].connector._hybrid.worker.counts
+    counts = engine.ranks[0].connector.worker.counts
     assert hits(engine) == 1
     assert counts.loaded_attention == 6 * N // setup.common and counts.loaded_states == 1
     # A token has 8 bytes, whatever the size of vLLM's blocks; a state has 16 bytes.
@@ -51,7 +51,7 @@ def test_a_hit_starts_behind_what_vllm_still_has():
             engine.reset_prefix_cache(False)
     engine.add("again", prompt, 2)
     engine.drain()
-    counts = engine.ranks[0].connector._hybrid.worker.counts
+    counts = engine.ranks[0].connector.worker.counts
     assert hits(engine) == 1 and counts.loaded_attention == 2
     engine.check_empty()
     pool.close()

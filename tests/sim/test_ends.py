@@ -59,4 +59,4 @@ def test_what_a_resumed_request_had_generated_is_not_stored(groups):
     engine.reset_prefix_cache(True)
     run.play([])  # no save meets an error
     assert engine.requests["r"].num_preemptions == 1
-    assert engine.ranks[0].connector._hybrid.worker.counts.saved_attention == 1
+    assert engine.ranks[0].connector.worker.counts.saved_attention == 1

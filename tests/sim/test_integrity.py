@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmcache_hybrid.storage.claims import _unpin_memory
+from lmcache_hybrid.storage.tiers.ram import unpin_memory
 
 from .engine import SimEngine
 from .integrity import check
@@ -36,7 +36,7 @@ def broken() -> None:
 
 
 def claim(memory: Memory) -> SimpleNamespace:
-    return SimpleNamespace(_pinned=[partial(_unpin_memory, [memory])])
+    return SimpleNamespace(_pinned=[partial(unpin_memory, [memory])])
 
 
 def engine(filed=(), taken=(), scheduler=fine, lookup=fine, store=fine, worker=fine):
@@ -46,7 +46,7 @@ def engine(filed=(), taken=(), scheduler=fine, lookup=fine, store=fine, worker=f
     claims = {str(at): (1, each) for at, each in enumerate(filed)}
     return SimpleNamespace(
         hybrid=SimpleNamespace(check_integrity=scheduler),
-        ranks=[SimpleNamespace(connector=SimpleNamespace(_hybrid=SimpleNamespace(worker=joined)))],
+        ranks=[SimpleNamespace(connector=SimpleNamespace(worker=joined))],
         lookups=[SimpleNamespace(_claims=claims, check_integrity=lookup)],
         stores=[SimpleNamespace(check_integrity=store)],
     )

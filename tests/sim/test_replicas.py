@@ -39,7 +39,7 @@ def stored(engine: SimEngine) -> dict[str, list]:
 
 def test_pages_take_their_unique_bytes_and_states_those_of_each_rank(engine):
     found, ranks = stored(engine), len(engine.ranks)
-    pages = [engine.ranks[0].connector._hybrid.worker.pages[group] for group in (0, 1, 2)]
+    pages = [engine.ranks[0].connector.worker.pages[group] for group in (0, 1, 2)]
     assert found["a1"] == [(0, pages[1].block_bytes)] * BLOCKS
     for label, each in (("s0", pages[0]), ("s2", pages[2])):
         boundaries = len(found[label]) // ranks
@@ -53,7 +53,7 @@ def test_every_rank_restores_what_one_stored(engine):
     engine.add("again", PROMPT, 2)
     engine.drain()
     assert hits(engine) == 1
-    counts = [rank.connector._hybrid.worker.counts for rank in engine.ranks]
+    counts = [rank.connector.worker.counts for rank in engine.ranks]
     assert [each.loaded_attention for each in counts] == [BLOCKS] * len(engine.ranks)
 
 

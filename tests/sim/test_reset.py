@@ -27,7 +27,7 @@ def test_the_old_weights_records_are_not_found(engine):
 def test_a_promise_made_before_is_not_kept(engine):
     """A request that was answered and has no blocks yet."""
     engine.add("again", PROMPT, 2)
-    tokens, _ = engine.hybrid.match(engine.requests["again"], 0)
+    tokens, _ = engine.hybrid.get_num_new_matched_tokens(engine.requests["again"], 0)
     assert tokens == 4 * N
     reload_weights(engine)
     engine.drain()

@@ -201,7 +201,7 @@ def test_only_what_is_missing_is_loaded(pool):
     story.engine.reset_prefix_cache(False)
     other = Story(pool)
     other.ask(B[: N + 1])
-    worker = other.engine.ranks[0].connector._hybrid.worker.counts
+    worker = other.engine.ranks[0].connector.worker.counts
     other.ask(A[: 4 * N + 1])  # computed: no state at 4
     assert other.ask(A[: 10 * N + 1], forget=False) == (6 * N, 4 * N)
     assert worker.loaded_attention == 6 and worker.loaded_states == 1
@@ -215,7 +215,7 @@ def test_windows_are_stored_at_boundaries_only(pool, groups):
     windows = {window.group for window in story.engine.plan.windows}
     stored = [key for key, _ in pool.records if _group(key) in windows]
     assert len(stored) == 2 * len(windows)
-    worker = story.engine.ranks[0].connector._hybrid.worker.counts
+    worker = story.engine.ranks[0].connector.worker.counts
     assert story.ask(A[: 10 * N + 3]) == (10 * N, 0)
     states = groups.count("s")
     assert worker.loaded_bytes == (10 + 2 * len(windows)) * N * 8 + states * 16
@@ -263,7 +263,7 @@ def test_the_next_turn_of_window_models(pool, groups, overlap):
 def test_windows_that_reach_into_what_is_cached_locally(pool):
     story = Story(pool, groups="aw", window=4 * N)
     story.ask(A[: 10 * N + 1])
-    worker = story.engine.ranks[0].connector._hybrid.worker.counts
+    worker = story.engine.ranks[0].connector.worker.counts
     story.ask(A[: 8 * N + 1])
     before = worker.loaded_bytes
     assert story.ask(A[: 10 * N + 1], forget=False) == (2 * N, 8 * N)

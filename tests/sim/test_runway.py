@@ -90,7 +90,7 @@ def test_states_that_are_handed_off_late_cost_no_checkpoint(modules, runner, ove
     run = Run(setup, Tally())
     (engine,) = run.engines
     assert not hit_tokens(engine, "first", A[: 8 * N + DRAFTS])
-    worker = engine.ranks[0].connector._hybrid.worker
+    worker = engine.ranks[0].connector.worker
     assert worker.counts.saved_states == 5  # at 2, 4, 6, 7, where vLLM ends a step, and 8
     for block in (8, 6, 4, 2):
         assert hit_tokens(engine, f"branch{block}", A[: block * N] + B[: N + 5]) == block * N

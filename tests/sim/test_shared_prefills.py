@@ -50,7 +50,7 @@ def test_one_of_four_computes_what_they_share(runner, overlap):
     assert computed(engine, 4) == [WHOLE, REST, REST, REST]
     counts = engine.hybrid.counts
     assert counts.shared_prefills == 3 and counts.shared_prefill_tokens == 3 * SHARED
-    saved = engine.ranks[0].connector._hybrid.worker.counts.saved_attention
+    saved = engine.ranks[0].connector.worker.counts.saved_attention
     assert saved == SHARED // N + 4 * (REST // N), "each page once"
     run.play([])
 

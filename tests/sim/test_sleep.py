@@ -89,7 +89,7 @@ def test_what_was_saved_before_the_sleep_is_stored(engine):
     while engine.requests["running"].num_output_tokens < 1:
         engine.step()
     free(engine)
-    workers = [rank.connector._hybrid.worker for rank in engine.ranks]
+    workers = [rank.connector.worker for rank in engine.ranks]
     assert all(worker.counts.saved_states for worker in workers)
     wake(engine, 1)
     engine.abort("running")
@@ -100,7 +100,7 @@ def test_a_copy_of_freed_memory_is_noticed(engine):
     device = engine.ranks[0].device
     if device is None or device.mode != "late":
         return
-    pages = engine.ranks[0].connector._hybrid.worker.pages[0]
+    pages = engine.ranks[0].connector.worker.pages[0]
     host = pages.rows[0].memory[1].clone()
     pages.rows[0][1].copy_(host, non_blocking=True)
     device.freed = True

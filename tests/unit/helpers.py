@@ -46,16 +46,15 @@ STATE_SPEC = MambaSpec(
 )
 LMCACHE = "LMCacheConnectorV1"
 # The attention group is not group 0, and there are several state groups.
-PLAN = GroupPlan(block_size=N, attention=(2,), states=(0, 1, 3), selected_attention=2)
+PLAN = GroupPlan(block_size=N, attention=(2,), states=(0, 1, 3))
 # Two attention groups around one state group.
-WIDE = GroupPlan(block_size=N, attention=(0, 2), states=(1,), selected_attention=0)
+WIDE = GroupPlan(block_size=N, attention=(0, 2), states=(1,))
 # No states: full attention and a window of two blocks.
-WINDOWS = GroupPlan(N, (0,), (), 0, (Window(1, 2),))
+WINDOWS = GroupPlan(N, (0,), (), (Window(1, 2),))
 
 LAYERS_PER_GROUP = 2
 
 OPTIONS = Options(
-    attention_group=None,
     save=True,
     priority_limit=None,
     min_retrieve_tokens=0,

@@ -26,6 +26,8 @@ class Rig:
         hash_block_size: int = N,
         policy=None,
         pins=None,
+        events=None,
+        store_watch=None,
         **options,
     ) -> None:
         self.ranks = ranks if isinstance(ranks, Ranks) else Ranks(ranks, plan)
@@ -36,7 +38,9 @@ class Rig:
             hash_block_size,
             self.ranks.queue,
             policy,
-            pins=pins,
+            events,
+            pins,
+            store_watch,
         )
 
         # Ids here are made up.
@@ -53,11 +57,13 @@ class Rig:
         return self
 
     def match(self, request, computed: int = 0) -> tuple[int, bool]:
-        return self.scheduler.match(request, computed)
+        return self.scheduler.get_num_new_matched_tokens(request, computed)
 
     def step(self, scheduled=None, tables=None, offers=None, new=()) -> ConnectorMetadata:
         """One step; its dropped claims are released as the workers do."""
-        metadata = self.scheduler.step(make_output(scheduled or {}, tables, offers, new))
+        metadata = self.scheduler.build_connector_meta(
+            make_output(scheduled or {}, tables, offers, new)
+        )
         self.scheduler.check_integrity()
         for dropped in metadata.dropped:
             for lookup in self.ranks.lookups:
@@ -69,7 +75,7 @@ class Rig:
         tokens, is_async = self.match(request, computed)
         assert is_async == (tokens > 0)
         tables = tables or table(request)
-        self.scheduler.allocated(request, tables, tokens)
+        self.scheduler.update_state_after_alloc(request, tables, tokens)
         loads = self.step().loads
         assert len(loads) == (tokens > 0)
         return loads[0] if loads else None
@@ -82,7 +88,7 @@ class Rig:
                 claim.release()
         done = {request.request_id}
         output = KVConnectorOutput(finished_recving=done, failed_recving=done if failed else set())
-        self.scheduler.transferred(output)
+        self.scheduler.update_connector_output(output)
 
     def forward(self, request, tokens: int, offers=(), tables=None) -> SaveSpec | None:
         """A step that computes ``tokens`` of a request, and what it stores."""
@@ -97,7 +103,7 @@ class Rig:
     def prefill(self, request, tokens: int | None = None, computed: int = 0) -> SaveSpec | None:
         """Match without a hit, then compute the prompt in one step."""
         assert self.match(request, computed)[0] == 0
-        self.scheduler.allocated(request, table(request), 0)
+        self.scheduler.update_state_after_alloc(request, table(request), 0)
         return self.forward(request, request.num_tokens if tokens is None else tokens)
 
 

@@ -23,7 +23,7 @@ from lmcache_hybrid.storage.lmcache_store import LMCacheStore
 from lmcache_hybrid.storage.notes import StoreNotes
 from lmcache_hybrid.storage.record import HEADER_BYTES
 from lmcache_hybrid.storage.record_names import Replicas
-from lmcache_hybrid.storage.remote.connectors import unwrapped
+from lmcache_hybrid.storage.remote.record_connector import unwrapped
 from lmcache_hybrid.tools.standalone import make_engine
 from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder, take
 
@@ -110,6 +110,10 @@ class Box:
     @property
     def backend(self):
         return self.manager.storage_backends[BACKEND[self.kind]]
+
+    @property
+    def tier(self):
+        return self.store.tiers[BACKEND[self.kind]]
 
     def used(self) -> int:
         """Bytes of the CPU pool that are given out."""

@@ -79,7 +79,7 @@ def test_blocks_of_every_group_are_copied_and_compared(state_bytes: int) -> None
 
 
 def options(**given) -> Options:
-    made = Options(None, True, None, min_retrieve_tokens=0, max_tokens_per_load=0)
+    made = Options(True, None, min_retrieve_tokens=0, max_tokens_per_load=0)
     return dataclasses.replace(made, **given)
 
 

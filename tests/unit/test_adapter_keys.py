@@ -49,7 +49,7 @@ def test_requests_share_with_their_adapters_content_only():
         save = rig.prefill(request)
         assert save.attention and save.prefix.adapter.contents == contents
         keys.append((save.prefix.hashes, save.prefix.tags))
-        rig.scheduler.finished(request)
+        rig.scheduler.request_finished(request)
     assert keys[0] == keys[2] != keys[1]
 
 

@@ -71,7 +71,7 @@ def test_more_in_the_local_cache_needs_no_new_question():
     rig = Rig().holds(request, 3, 3)
     assert rig.match(request, 0) == (3 * N, True)
     assert rig.match(request, 2 * N) == (N, True)
-    rig.scheduler.allocated(request, table(request), N)
+    rig.scheduler.update_state_after_alloc(request, table(request), N)
     (load,) = rig.step().loads
     assert (load.start, load.boundary) == (2, 3)
 
@@ -81,7 +81,7 @@ def test_nothing_to_load_where_the_local_cache_is_as_deep(computed):
     request = make_request(tokens=5 * N)
     rig = Rig().holds(request, 4, 3)
     assert rig.match(request, computed) == (0, False)
-    rig.scheduler.allocated(request, table(request), 0)
+    rig.scheduler.update_state_after_alloc(request, table(request), 0)
     metadata = rig.step({"r": N}, {"r": table(request)})
     assert not metadata.loads
     assert rig.ranks.pins == 0
@@ -100,7 +100,7 @@ def test_a_claim_is_dropped_when_vllm_takes_none_of_it():
     request = make_request()
     rig = Rig().holds(request, 3, 3)
     assert rig.match(request)[0]
-    rig.scheduler.allocated(request, table(request), 0)
+    rig.scheduler.update_state_after_alloc(request, table(request), 0)
     assert rig.step().dropped == (("r", 1),)
     assert rig.ranks.pins == 0
 
@@ -131,7 +131,7 @@ def test_a_request_that_must_not_read_stores_what_is_missing(held, stored):
     if held:
         rig.holds(request, held, held)
     assert rig.match(request) == (0, False)
-    rig.scheduler.allocated(request, table(request), 0)
+    rig.scheduler.update_state_after_alloc(request, table(request), 0)
     save = rig.forward(request, 2 * N, all_offers(2))
     last = rig.forward(request, N + 1, all_offers(3))
     assert attention_of(save) + attention_of(last) == stored
@@ -224,7 +224,7 @@ def test_a_failed_load_is_not_promised_again_and_all_is_stored_anew():
     questions = len(rig.ranks.questions)
     assert rig.match(request) == (0, False)
     assert len(rig.ranks.questions) == questions
-    rig.scheduler.allocated(request, table(request), 0)
+    rig.scheduler.update_state_after_alloc(request, table(request), 0)
     save = rig.forward(request, 3 * N + 1, all_offers(3))
     assert attention_of(save) == [0, 1, 2]
     assert [end for end, _ in save.states] == [3]
@@ -267,12 +267,12 @@ def test_a_failed_save_of_a_state_is_made_up_for_after_a_preemption():
     request = make_request(tokens=4 * N)
     rig = Rig()
     rig.match(request)
-    rig.scheduler.allocated(request, table(request), 0)
+    rig.scheduler.update_state_after_alloc(request, table(request), 0)
     assert rig.forward(request, 4 * N, all_offers(3)).states
     rig.holds(request, 4)  # the pages came through
     request.num_computed_tokens = 0
     assert rig.match(request) == (0, False)
-    rig.scheduler.allocated(request, table(request), 0)
+    rig.scheduler.update_state_after_alloc(request, table(request), 0)
     assert [end for end, _ in rig.forward(request, 4 * N, all_offers(3)).states] == [3]
 
 

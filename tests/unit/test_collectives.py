@@ -18,6 +18,7 @@ from tests.injection.ranks import Meeting
 
 from . import test_fingerprint as one_rank
 from .helpers import PLAN
+from .lmcache_settings import transfer
 from .test_fingerprint import PAGES
 from .test_shared_fingerprint import LATENT
 
@@ -97,6 +98,7 @@ def test_a_rank_that_refuses_in_its_constructor_leaves_no_other_waiting(config, 
     def start(rank: int) -> None:
         own = copy.deepcopy(config)
         own.parallel_config.decode_context_parallel_size = 1 + rank
+        own.kv_transfer_config = transfer()
         LOADED.note(own.model_config, "weights")
         if rank == 1:
             with pytest.raises(ConfigError, match="decode_context_parallel_size=2"):

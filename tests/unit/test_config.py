@@ -29,6 +29,7 @@ VALUES = {
     "remote_serde": "cachegen",
 }
 EXTRA_VALUES = {
+    "audit_backend_enabled": True,
     "enable_nixl_storage": True,
     "fs_connector_relative_tmp_dir": "tmp",
     "save_chunk_meta": False,
@@ -208,8 +209,8 @@ def test_every_kind_of_store_has_a_ready_made_file():
 
 
 def test_our_own_settings_do_not_reach_lmcache():
-    config = load(**{"lmcache.hybrid_attention_group": 3, "another's": 77})
-    assert not hasattr(config, "hybrid_attention_group") and not hasattr(config, "another's")
+    config = load(**{"lmcache.hybrid_checkpoint_tokens": 0, "another's": 77})
+    assert not hasattr(config, "hybrid_checkpoint_tokens") and not hasattr(config, "another's")
 
 
 def test_a_value_that_lmcache_does_not_take_is_refused():

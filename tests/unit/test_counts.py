@@ -81,7 +81,7 @@ def test_a_step_that_does_nothing_takes_no_lock_and_makes_no_stats(worker):
         ledger._lock = None  # any use of it raises
     request = make_request(tokens=N - 1)
     for _ in range(3):
-        assert rig.scheduler.step(SimpleNamespace(**empty_step(request))) == NOTHING
+        assert rig.scheduler.build_connector_meta(SimpleNamespace(**empty_step(request))) == NOTHING
         worker.worker.start_loads(NOTHING)
         worker.worker.save(NOTHING)
         worker.worker.results(set(), False)
@@ -108,7 +108,7 @@ def test_a_hit_counts_its_tokens_by_source():
     }
     assert rig.match(request, 0) == (4 * N, True)
     assert rig.match(request, N) == (3 * N, True), "vLLM has found a block of its own since"
-    rig.scheduler.allocated(request, table(request), 3 * N)
+    rig.scheduler.update_state_after_alloc(request, table(request), 3 * N)
     counts = rig.scheduler.counts
     assert counts.hits == {"far": 1}
     assert counts.hit_tokens == {"near": N, "far": 2 * N}
@@ -170,7 +170,7 @@ def test_a_failed_load_counts_what_it_promised_and_an_aborted_one_does_not():
     rig.admit(two)
     counts = rig.scheduler.counts
     assert counts.loads_in_flight == 2
-    rig.scheduler.finished(two)
+    rig.scheduler.request_finished(two)
     rig.loaded(one, failed=True)
     assert (counts.failed_loads, counts.failed_tokens, counts.loads_in_flight) == (1, 2 * N, 1)
     rig.loaded(two, failed=True)

@@ -188,7 +188,7 @@ def test_a_load_that_cannot_be_planned_fails_on_every_rank(lenient, monkeypatch)
     rig.loaded(request, failed=True)
     assert rig.scheduler.counts.failed_loads == 1 and rig.scheduler.counts.loads_in_flight == 0
     assert rig.match(request)[0] == 0, "it is not tried again"
-    rig.scheduler.finished(request)
+    rig.scheduler.request_finished(request)
     rig.step()
     assert rig.ranks.num_claims == [0, 0]
 
@@ -198,7 +198,7 @@ def test_a_request_that_cannot_be_planned_keeps_no_other_from_being_stored(lenie
     rig = SchedulerRig()
     for request in (first, second):
         assert rig.match(request)[0] == 0
-        rig.scheduler.allocated(request, table(request), 0)
+        rig.scheduler.update_state_after_alloc(request, table(request), 0)
     plan = rig.scheduler._planner.plan
 
     def plan_second(tracker, *args):
@@ -217,7 +217,7 @@ def test_what_waits_to_be_sent_is_sent_although_a_step_cannot_be_planned(lenient
     rig = SchedulerRig().holds(request, 4, 4)
     connector = door(rig)
     tokens, _ = rig.match(request)
-    rig.scheduler.allocated(request, table(request), tokens)
+    rig.scheduler.update_state_after_alloc(request, table(request), tokens)
     monkeypatch.setattr(rig.scheduler._policy, "scheduled", broken)
     (load,) = connector.build_connector_meta(make_output({}, {}, {}, ())).loads
     assert load.request_id == request.request_id
@@ -250,7 +250,7 @@ def test_a_watch_that_breaks_keeps_no_claim_of_a_request_that_ends(monkeypatch):
     assert connector.get_num_new_matched_tokens(request, 0) == (4 * N, True)
     monkeypatch.setattr(rig.scheduler.store_watch, "ended", broken)
     with pytest.raises(OSError, match="from outside"):
-        rig.scheduler.finished(request)
+        rig.scheduler.request_finished(request)
     rig.step()
     assert rig.ranks.num_claims == [0]
 

@@ -251,10 +251,10 @@ def test_where_an_engine_runs_and_how_large_it_is_does_not_matter(config, made, 
 @pytest.mark.parametrize(
     "plan",
     [
-        GroupPlan(2 * PLAN.block_size, PLAN.attention, PLAN.states, 2),
-        GroupPlan(PLAN.block_size, PLAN.attention, PLAN.states[::-1], 2),
-        GroupPlan(PLAN.block_size, (*PLAN.attention, 0), PLAN.states, 2),
-        GroupPlan(PLAN.block_size, PLAN.attention, PLAN.states, 2, split=((2, 2),)),
+        GroupPlan(2 * PLAN.block_size, PLAN.attention, PLAN.states),
+        GroupPlan(PLAN.block_size, PLAN.attention, PLAN.states[::-1]),
+        GroupPlan(PLAN.block_size, (*PLAN.attention, 0), PLAN.states),
+        GroupPlan(PLAN.block_size, PLAN.attention, PLAN.states, split=((2, 2),)),
     ],
 )
 def test_blocks_and_groups_matter(made, plan):
@@ -269,10 +269,6 @@ def test_the_model_runner_does_not_matter(made, monkeypatch):
         assert made.use_v2_model_runner == bool(int(version2))
         found.add(of(made))
     assert len(found) == 1
-
-
-def test_which_group_vllm_is_told_of_does_not_matter(made):
-    assert of(made, GroupPlan(PLAN.block_size, PLAN.attention, PLAN.states, 0)) == of(made)
 
 
 @pytest.mark.parametrize(

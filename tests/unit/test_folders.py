@@ -40,22 +40,6 @@ def test_folders_above_are_not_made(tmp_path):
     assert f"mount what belongs at '{tmp_path}/disk'" in message and not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_is_not_mounted_is_refused(tmp_path, monkeypatch):
-    """Its mount point is there, an empty folder of the disk below."""
-    point, table = tmp_path / "disk", tmp_path / "fstab"
-    point.mkdir()
-    table.write_text(
-        f"# disks\n/dev/x {point} ext4 defaults 0 0\nproc /proc proc\nswap none swap\n"
-    )
-    monkeypatch.setattr(folders, "FSTAB", str(table))
-    for path in (point, point / "records"):
-        message = refusal(local_disk=str(path), max_local_disk_size=1.0)
-        assert_one_sentence(message)
-        assert f"is on '{point}'" in message
-    assert not list(point.iterdir())
-    folders.check_folder("local_disk", str(tmp_path / "disk2"))
-
-
 def test_a_new_folder_is_for_this_user_alone(tmp_path):
     folders.check_folder("local_disk", str(tmp_path / "records"))
     assert stat.S_IMODE((tmp_path / "records").stat().st_mode) == 0o700

@@ -43,17 +43,19 @@ MORE = [key._replace(tags=(("a", "b"),)) for key in (*KEYS, *OTHERS)]
 
 
 class Clock:
+    """The machine's, which a test sets forward."""
+
     def __init__(self) -> None:
-        self.now = 1000.0
+        self.now, self._real = 0.0, time.monotonic
 
     def __call__(self) -> float:
-        return self.now
+        return self._real() + self.now
 
 
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(disk_room, "monotonic", clock)
+    monkeypatch.setattr(time, "monotonic", clock)
     return clock
 
 

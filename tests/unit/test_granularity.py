@@ -49,8 +49,8 @@ def test_a_request_counts_once():
     assert one.scheduler.counts.granularity_tokens == N - 1
 
 
-BLOCKS = GroupPlan(block_size=384, attention=(1,), states=(0,), selected_attention=1)
-WINDOWS = GroupPlan(384, attention=(1,), states=(), selected_attention=1, windows=(Window(0, 2),))
+BLOCKS = GroupPlan(block_size=384, attention=(1,), states=(0,))
+WINDOWS = GroupPlan(384, attention=(1,), states=(), windows=(Window(0, 2),))
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def config(*specs) -> KVCacheConfig:
     ],
 )
 def test_plan(specs, attention, states):
-    assert plan_groups(config(*specs)) == GroupPlan(N, attention, states, attention[0])
+    assert plan_groups(config(*specs)) == GroupPlan(N, attention, states)
 
 
 def replicated(spec) -> tuple[int, ...]:
@@ -77,22 +77,6 @@ def test_nothing_else_is_taken_for_equal(spec):
 
 def test_a_group_is_equal_where_all_of_its_layers_are():
     assert replicated(several(LATENT, dataclasses.replace(LATENT, max_tp_shards=None))) == ()
-
-
-def test_the_users_attention_group_is_selected():
-    plan = plan_groups(config(STATE, FULL, FULL), selected=2)
-    assert plan.selected_attention == 2
-    assert plan.attention == (1, 2)  # all are stored, whichever is forwarded
-
-
-@pytest.mark.parametrize("selected", [0, 3, -1])
-def test_an_invalid_selection_names_the_groups(selected):
-    with pytest.raises(ConfigError) as error:
-        plan_groups(config(STATE, FULL, FULL), selected)
-    assert str(error.value) == (
-        f"lmcache.hybrid_attention_group={selected} is not an attention group; the groups are "
-        "[0: MambaSpec, 1: FullAttentionSpec, 2: FullAttentionSpec], choose one of [1, 2]."
-    )
 
 
 def test_refuses_groups_that_drop_blocks():
@@ -206,7 +190,7 @@ RING = CircularBufferSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=tor
 def test_scratch_is_left_out_of_records(size):
     """Wherever its group is; the other groups keep their indices."""
     ring = dataclasses.replace(RING, block_size=size)
-    assert plan_groups(config(ring, STATE, ring, FULL)) == GroupPlan(N, (3,), (1,), 3)
+    assert plan_groups(config(ring, STATE, ring, FULL)) == GroupPlan(N, (3,), (1,))
     several = UniformTypeKVCacheSpecs(
         block_size=size, kv_cache_specs={f"g0.{name}": ring for name in "ab"}
     )
@@ -262,10 +246,10 @@ WIDE_FULL = dataclasses.replace(FULL, num_kv_heads=8)
 @pytest.mark.parametrize(
     "specs, plan",
     [
-        ((several(FULL, WIDE_FULL), STATE), GroupPlan(N, (0,), (1,), 0)),
-        ((several(FULL, MLA), STATE), GroupPlan(N, (0,), (1,), 0)),
-        ((several(STATE, STATE), FULL), GroupPlan(N, (1,), (0,), 1)),
-        ((several(WINDOW, WINDOW), FULL), GroupPlan(N, (1,), (), 1, (Window(0, 1),))),
+        ((several(FULL, WIDE_FULL), STATE), GroupPlan(N, (0,), (1,))),
+        ((several(FULL, MLA), STATE), GroupPlan(N, (0,), (1,))),
+        ((several(STATE, STATE), FULL), GroupPlan(N, (1,), (0,))),
+        ((several(WINDOW, WINDOW), FULL), GroupPlan(N, (1,), (), (Window(0, 1),))),
     ],
 )
 def test_layers_of_one_kind_share_a_group(specs, plan):

@@ -33,7 +33,7 @@ def holds(one: Rig, request, end: int, without=()) -> None:
 def test_what_vllm_hands_off_inside_a_block_is_stored_with_the_page_up_to_there():
     one, request, end = rig(), asked(2 * N - 1), N + 3 * UNIT
     assert one.match(request)[0] == 0
-    one.scheduler.allocated(request, table(request), 0)
+    one.scheduler.update_state_after_alloc(request, table(request), 0)
     assert one.forward(request, end).tails == ()
     offers = [(group, 50 + group, end) for group in STATES]
     save = one.forward(request, request.num_tokens - end, offers)
@@ -47,7 +47,7 @@ def test_the_page_of_a_prompt_that_ends_with_its_block_is_a_record_of_its_own():
     """The whole page has another key, at the block's end, and comes with the last chunk."""
     one, request, end = rig(), asked(2 * N), N + 3 * UNIT
     one.match(request)
-    one.scheduler.allocated(request, table(request), 0)
+    one.scheduler.update_state_after_alloc(request, table(request), 0)
     one.forward(request, end)
     first = one.forward(request, UNIT - 1, [(group, 50 + group, end) for group in STATES])
     assert {key.boundary for key, _ in first.pages(INSIDE)} == {end}
@@ -61,11 +61,11 @@ def test_what_a_request_ends_with_is_stored_unless_another_connector_may_hold_it
     one = Rig(plan=INSIDE, hash_block_size=UNIT, alone=alone)
     request, end = asked(N + 3 * UNIT + 1), N + 3 * UNIT
     one.match(request)
-    one.scheduler.allocated(request, table(request), 0)
+    one.scheduler.update_state_after_alloc(request, table(request), 0)
     one.forward(request, request.num_tokens)
     offers = [(group, 50 + group, end) for group in STATES]
-    assert one.scheduler.finished_inside(request, table(request), offers) is alone
-    one.scheduler.finished(request)
+    assert one.scheduler.register_finished_partial_tail(request, table(request), offers) is alone
+    one.scheduler.request_finished(request)
     metadata = one.step()
     assert [save.request_id for save in metadata.saves] == [request.request_id] * alone
     assert len(metadata.ended) == alone

@@ -41,7 +41,9 @@ class Life(EventRig):
         super().__init__(ranks, plan, unit)
         self.path = folder / PROMPTS_FILES[0]
         self.file = PromptsFile(str(folder), PromptEntries(N, unit, algorithm, digester))
-        self.events = self.scheduler.events = KVEvents(plan, GROUPS, ranks, self.file)
+        self.events = self.scheduler.events = self.scheduler._admission._events = KVEvents(
+            plan, GROUPS, ranks, self.file
+        )
         self.events.take()
 
     def settled(self) -> list:

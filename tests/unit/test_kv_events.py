@@ -37,8 +37,8 @@ class EventRig(Rig):
     """A scheduler that publishes events."""
 
     def __init__(self, ranks: int = 1, plan=PLAN, hash_block_size: int = N, **options) -> None:
-        super().__init__(ranks, plan, hash_block_size, **options)
-        self.events = self.scheduler.events = KVEvents(plan, GROUPS, ranks)
+        self.events = KVEvents(plan, GROUPS, ranks)
+        super().__init__(ranks, plan, hash_block_size, events=self.events, **options)
         assert self.events.take() == [AllBlocksCleared()]
 
     def stored(self, request, blocks: int, states=(), tier=RAM, rank=0, epoch=0, **state) -> list:
@@ -53,7 +53,9 @@ class EventRig(Rig):
 
     def report(self, *changes, rank=0, epoch=0, serving=True, writing=False) -> list:
         report = RankReport(rank, epoch, changes, serving, writing)
-        self.scheduler.transferred(KVConnectorOutput(kv_cache_events=RankReports([report])))
+        self.scheduler.update_connector_output(
+            KVConnectorOutput(kv_cache_events=RankReports([report]))
+        )
         return self.events.take()
 
 
@@ -143,7 +145,7 @@ def test_both_ranks_must_hold_it_and_vllm_adds_up_their_reports() -> None:
         for report in reports
     ]
     output = KVOutputAggregator(2).aggregate(outputs)
-    rig.scheduler.transferred(output.kv_connector_output)
+    rig.scheduler.update_connector_output(output.kv_connector_output)
     assert len(rig.events.take()) == 4
 
 
@@ -258,7 +260,7 @@ def test_an_idle_engine_makes_steps_until_writes_have_ended_but_not_for_ever(mon
 @pytest.mark.parametrize("reports", [None, object()])
 def test_others_events_are_left_alone(reports) -> None:
     rig = EventRig()
-    rig.scheduler.transferred(KVConnectorOutput(kv_cache_events=reports))
+    rig.scheduler.update_connector_output(KVConnectorOutput(kv_cache_events=reports))
     assert rig.events.take() == []
 
 

@@ -10,29 +10,26 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from lmcache_hybrid.protocol.failures import FailedLoads
-from lmcache_hybrid.scheduler.load_policy import Verdict
 
 from .helpers import N, make_request
 from .scheduler_rig import Rig, all_offers, table
 
 
 class Given:
-    """A policy that returns one verdict after the other, and notes what it is asked."""
+    """A policy that gives a load so many seconds, and is asked once."""
 
-    def __init__(self, *verdicts: Verdict) -> None:
-        self.verdicts = list(verdicts)
-        self.asked: list[tuple[int, bool]] = []
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = [seconds]
 
-    def judge(self, request, result, start, again) -> Verdict:
-        self.asked.append((result.boundary, again))
-        return self.verdicts.pop(0)
+    def judge(self, request, result, start) -> float | None:
+        return self.seconds.pop()
 
     def __getattr__(self, name):
         return lambda *args: None
 
 
 def test_a_hit_that_is_not_loaded_is_judged_and_counted_once():
-    policy = Given(Verdict(False))
+    policy = Given(None)
     request = make_request(tokens=5 * N + 1)
     rig = Rig(policy=policy).holds(request, 5, 5)
     assert rig.match(request) == rig.match(request) == (0, False)
@@ -44,47 +41,24 @@ def test_a_hit_that_is_not_loaded_is_judged_and_counted_once():
 
 def test_a_hit_that_is_not_loaded_is_not_stored_again():
     request = make_request(tokens=5 * N + 1)
-    rig = Rig(policy=Given(Verdict(False))).holds(request, 5, 5)
+    rig = Rig(policy=Given(None)).holds(request, 5, 5)
     assert rig.match(request) == (0, False)
-    rig.scheduler.allocated(request, table(request), 0)
+    rig.scheduler.update_state_after_alloc(request, table(request), 0)
     assert rig.forward(request, 5 * N + 1, all_offers(5)) is None
 
 
-def test_a_nearer_boundary_is_asked_for_and_loaded():
-    policy = Given(Verdict(False, nearer=3), Verdict(True))
+def test_a_request_that_waits_for_anothers_prefix_is_judged_once(monkeypatch):
+    """It waits with a hit that is not loaded, and asks again in the next pass."""
     request = make_request(tokens=5 * N + 1)
-    rig = Rig(ranks=2, policy=policy).holds(request, 5, 2, 5)
-    assert rig.admit(request).boundary == 2
-    assert policy.asked == [(5, False), (2, True)]
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_the_deepest_boundary_is_loaded_where_there_is_no_nearer_one(whole):
-    policy = Given(Verdict(whole, nearer=3))
-    request = make_request(tokens=5 * N + 1)
-    rig = Rig(policy=policy).holds(request, 5, 5)
-    load = rig.admit(request)
-    assert policy.asked == [(5, False)]
-    assert (load.boundary if load else 0) == (5 if whole else 0)
-    counts = rig.scheduler.counts
-    assert sum(counts.skipped_load_tokens.values()) == (0 if load else 5 * N)
-    if not load:
-        assert all(not lookup.num_claims for lookup in rig.ranks.lookups)
-        assert counts.skipped_loads == {"naive": 1}
-        assert rig.forward(request, 5 * N + 1, all_offers(5)) is None
-
-
-def test_a_hit_that_is_left_for_a_nearer_one_is_counted_once():
-    policy = Given(Verdict(False, nearer=3), Verdict(False))
-    request = make_request(tokens=5 * N + 1)
-    rig = Rig(policy=policy).holds(request, 5, 3, 5)
-    assert rig.match(request) == rig.match(request) == (0, False)
-    assert rig.scheduler.counts.skipped_load_tokens == {"naive": 5 * N}
+    rig = Rig(policy=Given(None)).holds(request, 5, 5)
+    monkeypatch.setattr(rig.scheduler.prefills, "wait", lambda *args: True)
+    assert rig.match(request) == rig.match(request) == (None, False)
+    assert rig.scheduler.counts.skipped_loads == {"naive": 1}
 
 
 def test_a_load_has_as_long_as_was_chosen():
     request = make_request(tokens=5 * N + 1)
-    rig = Rig(policy=Given(Verdict(True, 7.0))).holds(request, 5, 5)
+    rig = Rig(policy=Given(7.0)).holds(request, 5, 5)
     rig.match(request)  # and vLLM has no blocks yet
     assert rig.admit(request).deadline == pytest.approx(time.monotonic() + 7, abs=1)
     other = make_request(tokens=5 * N + 1)
@@ -109,15 +83,15 @@ def stored_again(*said: float | None) -> bool:
         said: by the ranks, one after the other, of the load: see FailedLoads.
     """
     request = make_request(tokens=5 * N + 1)
-    rig = Rig(policy=Given(Verdict(True, 9.0))).holds(request, 5, 5)
+    rig = Rig(policy=Given(9.0)).holds(request, 5, 5)
     rig.admit(request)
     for seconds in said:
         failed = FailedLoads({request.request_id: seconds, "of another connector": 1.0})
-        rig.scheduler.transferred(KVConnectorOutput(kv_connector_worker_meta=failed))
+        rig.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=failed))
     rig.loaded(request, failed=True)
     assert rig.scheduler._failures == FailedLoads({})
     assert rig.match(request) == (0, False)
-    rig.scheduler.allocated(request, table(request), 0)
+    rig.scheduler.update_state_after_alloc(request, table(request), 0)
     return rig.forward(request, 5 * N + 1) is not None
 
 

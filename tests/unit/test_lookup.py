@@ -253,7 +253,7 @@ def test_check_integrity_finds_claims_that_are_filed_wrongly(wrong):
 # Questions to the store
 
 # An attention group, states, and windows of two, three and no blocks.
-MIXED = GroupPlan(N, (0,), (1,), 0, (Window(2, 2), Window(3, 3), Window(4, 0)))
+MIXED = GroupPlan(N, (0,), (1,), (Window(2, 2), Window(3, 3), Window(4, 0)))
 
 
 def asked_of(store) -> list[int]:
@@ -325,7 +325,7 @@ def test_a_hit_is_the_deepest_boundary_with_all_that_a_load_reads(data, floor, l
 
 
 # With boundaries inside a block, which no model with windows has.
-INSIDE = GroupPlan(N, (0,), (1, 2), 0, unit=N // 4)
+INSIDE = GroupPlan(N, (0,), (1, 2), unit=N // 4)
 
 
 @settings(max_examples=300, deadline=None)

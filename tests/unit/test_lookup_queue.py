@@ -10,7 +10,6 @@ from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupRes
 from lmcache_hybrid.protocol.metadata import SaveSpec
 from lmcache_hybrid.protocol.prefix import Prefix, tail_keys
 from lmcache_hybrid.scheduler import patience
-from lmcache_hybrid.scheduler.load_policy import Verdict
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
@@ -30,10 +29,10 @@ class Rig:
         self.scheduler = HybridScheduler(PLAN, OPTIONS, N, self.ranks.queue)
 
     def match(self, computed: int = 0):
-        return self.scheduler.match(self.request, computed)
+        return self.scheduler.get_num_new_matched_tokens(self.request, computed)
 
     def step(self, scheduled=None, tables=None) -> tuple[SaveSpec, ...]:
-        metadata = self.scheduler.step(make_output(scheduled or {}, tables))
+        metadata = self.scheduler.build_connector_meta(make_output(scheduled or {}, tables))
         for dropped in metadata.dropped:
             for lookup in self.ranks.lookups:
                 lookup.drop(*dropped)
@@ -55,7 +54,7 @@ def test_a_request_waits_for_its_answer_and_the_scheduler_does_not(rig):
 
 def test_a_request_that_ended_before_it_was_asked_for_is_not(rig):
     rig.match()
-    rig.scheduler.finished(rig.request)
+    rig.scheduler.request_finished(rig.request)
     rig.later.run()
     assert rig.ranks.questions == [] and rig.ranks.pins == 0
 
@@ -65,7 +64,7 @@ def test_a_request_that_ends_while_the_ranks_answer_leaves_no_claim(rig):
 
     def end_then_answer(question):
         if question.limit:
-            rig.scheduler.finished(rig.request)
+            rig.scheduler.request_finished(rig.request)
             rig.step()  # its drop overtakes the answer
         return answer(question)
 
@@ -90,11 +89,11 @@ def test_a_prompt_shorter_than_a_block_leaves_none_either():
         given = answer(question)
         if question.limit_tail:
             assert given.tail == 2 * unit and ranks.num_claims[0] == 1
-            scheduler.finished(request)
+            scheduler.request_finished(request)
         return given
 
     ranks.lookups[0].answer = answer_then_end
-    scheduler.match(request, 0)
+    scheduler.get_num_new_matched_tokens(request, 0)
     later.run()
     assert len(ranks.questions) == 2
     assert ranks.num_claims == [0, 0] and ranks.pins == 0
@@ -112,7 +111,7 @@ def test_a_claim_that_could_not_be_dropped_is_dropped_with_the_next_step(rig, le
         if question.limit == 0:
             return fails()
         answers = ask(question)
-        rig.scheduler.finished(rig.request)
+        rig.scheduler.request_finished(rig.request)
         return answers
 
     rig.ranks.queue._ask = ask_once
@@ -132,7 +131,7 @@ def test_a_drop_that_is_left_over_spares_the_next_lookup_of_the_request(rig):
             return []
         answers = ask(question)
         if len(rig.ranks.questions) == 1:
-            rig.scheduler.finished(rig.request)
+            rig.scheduler.request_finished(rig.request)
         return answers
 
     rig.ranks.queue._ask = ask_once
@@ -177,7 +176,7 @@ def test_what_vllm_has_all_of_is_not_waited_for(rig):
     rig.request.num_computed_tokens = 5 * N + 1
     assert rig.step({rig.request.request_id: 1}) == (), "the store has these"
     assert rig.scheduler.counts.lookups == {"local": 1}
-    rig.scheduler.finished(rig.request)
+    rig.scheduler.request_finished(rig.request)
     assert rig.ranks.num_claims == [0, 0] and rig.ranks.pins == 0
 
 
@@ -204,7 +203,7 @@ def test_the_end_of_a_prompt_that_vllm_has_is_waited_for():
 
 def test_a_request_that_ends_before_it_is_known_what_is_stored_is_not_asked_for(rig):
     rig.match(5 * N)
-    rig.scheduler.finished(rig.request)
+    rig.scheduler.request_finished(rig.request)
     rig.later.run()
     assert rig.ranks.questions == []
 
@@ -250,7 +249,7 @@ def test_beside_others_only_what_was_just_asked_is_waited_for(rig, waits):
 def test_all_that_a_pass_asks_shares_its_time(rig, waits):
     rig.step({"other": 1})
     rig.match()
-    rig.scheduler.match(make_request("second", tokens=5 * N + 1), 0)
+    rig.scheduler.get_num_new_matched_tokens(make_request("second", tokens=5 * N + 1), 0)
     assert waits == [patience.BUSY_SECONDS[0], 0]
 
 
@@ -264,11 +263,9 @@ def test_beside_long_steps_it_waits_longer(waits, monkeypatch, step, most):
 
 
 def test_a_second_question_of_a_pass_is_waited_for(rig, waits, monkeypatch):
-    """A nearer boundary is asked for as soon as the load policy prefers it."""
-    nearer = Verdict(True, nearer=2)
-    monkeypatch.setattr(rig.scheduler._policy, "judge", lambda *args: nearer, raising=False)
+    """vLLM has lost blocks of its own since the first."""
     rig.step({"other": 1})
-    rig.match()
+    rig.match(2 * N)
     rig.later.run()
     lookup = rig.scheduler._trackers[rig.request.request_id].phase.lookup
     monkeypatch.delattr(lookup, "poll")  # it is answered now
@@ -279,7 +276,7 @@ def test_a_second_question_of_a_pass_is_waited_for(rig, waits, monkeypatch):
 
 def test_an_engine_whose_requests_have_ended_is_idle(rig, waits):
     rig.step({rig.request.request_id: 1})
-    rig.scheduler.finished(rig.request)
+    rig.scheduler.request_finished(rig.request)
     rig.match()
     assert waits == [patience.IDLE_SECONDS]
 
@@ -326,7 +323,7 @@ def test_a_drop_that_cannot_even_be_sent_is_sent_with_the_next_step(rig, lenient
         if question.limit == 0:
             raise OSError("the socket is gone")
         answers = ask(question)
-        rig.scheduler.finished(rig.request)
+        rig.scheduler.request_finished(rig.request)
         return answers
 
     rig.ranks.queue._ask = ask_once

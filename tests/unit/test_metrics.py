@@ -163,7 +163,6 @@ def test_models_without_states_keep_lmcaches_own_adapter(registry):
     assert prom(config).prom_metrics is None
     assert not [name for name in registry._names_to_collectors if name.startswith(PREFIX)]
     connector = object.__new__(LMCacheConnectorV1)
-    connector._hybrid = None
     assert connector.get_kv_connector_stats() is None
     assert LMCacheConnectorV1.build_kv_connector_stats() is None
     assert UpstreamConnector.build_kv_connector_stats({}) is None

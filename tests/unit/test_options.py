@@ -17,7 +17,6 @@ pytestmark = pytest.mark.usefixtures("no_lmcache_settings")
 
 def test_default_options():
     assert options() == Options(
-        attention_group=None,
         save=True,
         priority_limit=None,
         min_retrieve_tokens=0,
@@ -29,9 +28,9 @@ def test_default_options():
 def test_options_come_from_extra_config_and_from_lmcache():
     found = options(
         lmcache=lmcache_config(priority_limit=3, min_retrieve_tokens=512),
-        **{"lmcache.hybrid_attention_group": "3", "lmcache.max_tokens_per_load": 4096},
+        **{"lmcache.max_tokens_per_load": "4096"},
     )
-    assert found == Options(3, True, 3, 512, 4096, chunk_ends=True)
+    assert found == Options(True, 3, 512, 4096, chunk_ends=True)
 
 
 @pytest.mark.parametrize(
@@ -46,12 +45,17 @@ def test_saving_can_be_switched_off_by_the_environment(monkeypatch):
     assert options().save is False
 
 
-@pytest.mark.parametrize("key", ["lmcache.hybrid_attention_group", "lmcache.max_tokens_per_load"])
 @pytest.mark.parametrize("value", ["three", "", [1], 1.5])
-def test_refuses_what_is_no_whole_number(key, value):
+def test_refuses_what_is_no_whole_number(value):
+    key = "lmcache.max_tokens_per_load"
     with pytest.raises(ConfigError) as error:
         options(**{key: value})
     assert str(error.value) == f"{key}={value!r} is not a whole number; write one."
+
+
+def test_a_setting_of_earlier_commits_says_what_to_do_now():
+    with pytest.raises(ConfigError, match="^lmcache.hybrid_attention_group is no .*; remove it.$"):
+        options(**{"lmcache.hybrid_attention_group": 3})
 
 
 def test_the_load_policy_is_one_of_two():

@@ -12,7 +12,6 @@ from lmcache_hybrid import connector
 from lmcache_hybrid.core.groups import page_bytes
 from lmcache_hybrid.protocol.lookup import MISS, LookupRequest, LookupResult
 from lmcache_hybrid.protocol.prefix import Prefix
-from lmcache_hybrid.scheduler.load_policy import Verdict
 from lmcache_hybrid.scheduler.lookup_queue import PendingLookup
 from lmcache_hybrid.scheduler.pins import FEW, RAM, Pins
 
@@ -81,13 +80,13 @@ class Queue(Rig):
                 continue
             if len(admitted) == room:
                 break
-            self.scheduler.allocated(request, table(request), tokens)
+            self.scheduler.update_state_after_alloc(request, table(request), tokens)
             self.waiting.remove(request)
             admitted.append(request)
         self.step()
         for request in admitted:
             self.loaded(request)
-            self.scheduler.finished(request)
+            self.scheduler.request_finished(request)
         return [request.request_id for request in admitted]
 
     @property
@@ -181,9 +180,13 @@ def test_who_waits_is_not_overtaken_within_a_pass():
 
 
 ENDINGS = {
-    "abort": lambda queue, request: queue.scheduler.finished(request),
-    "load": lambda queue, request: queue.scheduler.allocated(request, table(request), 40 * N),
-    "compute": lambda queue, request: queue.scheduler.allocated(request, table(request), 0),
+    "abort": lambda queue, request: queue.scheduler.request_finished(request),
+    "load": lambda queue, request: queue.scheduler.update_state_after_alloc(
+        request, table(request), 40 * N
+    ),
+    "compute": lambda queue, request: queue.scheduler.update_state_after_alloc(
+        request, table(request), 0
+    ),
     "local": lambda queue, request: queue.match(request, 40 * N),
     "reset": lambda queue, request: queue.scheduler.begin_reset(),
 }
@@ -213,24 +216,6 @@ def test_a_request_that_is_asked_for_again_counts_anew():
     assert queue.match(second) == (40 * N, True)  # vLLM has lost its own blocks
     assert queue.pins.bytes == queue.pinned == FEW * (10 + ENDS) + 30
     assert queue.match(last) == (None, False)
-
-
-class Nearer:
-    """A policy that asks for a nearer boundary."""
-
-    def judge(self, request, result, start, again) -> Verdict:
-        return Verdict(True) if again else Verdict(True, nearer=3)
-
-    def __getattr__(self, name):
-        return lambda *args: None
-
-
-def test_a_nearer_boundary_counts_instead_of_the_deepest():
-    queue = Queue(100, policy=Nearer())
-    request = queue.add("r", 40)
-    queue.holds(request, 40, 3, 40)
-    assert queue.match(request) == (3 * N, True)
-    assert queue.pins.bytes == queue.pinned == 3 + ENDS
 
 
 @pytest.mark.parametrize("pool, name", [(100, DISK), (None, RAM)])
@@ -299,7 +284,9 @@ def test_nobody_starves(seed):
         if chance.random() < 0.2:
             queue.waiting.insert(0, queue.waiting.pop())
         if chance.random() < 0.1:
-            queue.scheduler.finished(queue.waiting.pop(chance.randrange(len(queue.waiting))))
+            queue.scheduler.request_finished(
+                queue.waiting.pop(chance.randrange(len(queue.waiting)))
+            )
         later.run(chance.randrange(4))
         queue.schedule(room=chance.randrange(3))
     passes = 2 * len(queue.waiting) + 2

@@ -14,7 +14,7 @@ from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
 from lmcache_hybrid.storage.key_names import VALUE
 from lmcache_hybrid.storage.record import record_bytes
-from lmcache_hybrid.storage.remote.connectors import unwrapped
+from lmcache_hybrid.storage.remote.record_connector import unwrapped
 
 from .helpers import payload_of, put
 from .store_box import (

@@ -21,15 +21,15 @@ def test_nothing_is_tracked_after_the_end(when):
     rig = Rig(2).holds(request, 3, 3)
     tokens, _ = rig.match(request)
     if when != "matched":
-        rig.scheduler.allocated(request, table(request), tokens)
+        rig.scheduler.update_state_after_alloc(request, table(request), tokens)
     if when in ("loading", "loaded", "prefilled"):
         rig.step()
     if when in ("loaded", "prefilled"):
         rig.loaded(request)
     if when == "prefilled":
         rig.forward(request, 3 * N + 1, all_offers(3))
-    rig.scheduler.finished(request)
-    rig.scheduler.finished(request)
+    rig.scheduler.request_finished(request)
+    rig.scheduler.request_finished(request)
     metadata = rig.step()
     assert rig.scheduler.num_tracked == 0 and not rig.scheduler._unsaved
     if when in ("allocated", "loading"):
@@ -42,9 +42,11 @@ def test_nothing_is_tracked_after_the_end(when):
 
 def test_completions_of_unknown_requests_are_ignored():
     rig = Rig()
-    rig.scheduler.transferred(KVConnectorOutput(finished_recving={"x"}, failed_recving={"x"}))
-    rig.scheduler.transferred(KVConnectorOutput())
-    rig.scheduler.allocated(make_request("x"), ([],) * 4, 0)
+    rig.scheduler.update_connector_output(
+        KVConnectorOutput(finished_recving={"x"}, failed_recving={"x"})
+    )
+    rig.scheduler.update_connector_output(KVConnectorOutput())
+    rig.scheduler.update_state_after_alloc(make_request("x"), ([],) * 4, 0)
     assert rig.scheduler.num_tracked == 0
 
 
@@ -64,9 +66,9 @@ def test_a_decode_step_does_nothing():
     rig.prefill(request)
     request.append_output_token_ids([1])
     output = make_output({"r": 1}, {})  # no table: reading one would raise
-    assert rig.scheduler.step(output) is NOTHING
+    assert rig.scheduler.build_connector_meta(output) is NOTHING
     output.kv_connector_block_state = None
-    assert rig.scheduler.step(output) is NOTHING
+    assert rig.scheduler.build_connector_meta(output) is NOTHING
 
 
 def test_idle_steps_are_told_apart():
@@ -83,7 +85,7 @@ def test_an_empty_step_waits_for_loads_only_where_it_holds_up_nobody():
     assert rig.step().idle and not rig.step().waits
     assert not rig.scheduler._admission._patience._idle
     rig.match(request := make_request())
-    rig.scheduler.finished(request)
+    rig.scheduler.request_finished(request)
     assert not rig.scheduler._admission._patience._idle
 
 
@@ -100,7 +102,7 @@ def test_a_pipeline_waits_for_loads_once_all_its_steps_are_empty():
         assert all(step.idle for step, _ in steps)
     rig.match(request := make_request())
     rig.step({"x": 1})
-    rig.scheduler.finished(request)
+    rig.scheduler.request_finished(request)
     assert patience._idle
 
 
@@ -125,7 +127,7 @@ def test_no_claim_and_no_request_is_left_behind(steps):
                 offered[rid] = rig.match(request)[0]
         elif action == "allocate" and rid in offered:
             taken = offered.pop(rid)
-            rig.scheduler.allocated(request, table(request), taken)
+            rig.scheduler.update_state_after_alloc(request, table(request), taken)
             assert len(rig.step().loads) == (taken > 0)
             if taken:
                 loading.add(rid)
@@ -143,12 +145,12 @@ def test_no_claim_and_no_request_is_left_behind(steps):
             request.num_computed_tokens = 0
             offered.pop(rid, None)
         elif action == "finish" and request:
-            rig.scheduler.finished(alive.pop(rid))
+            rig.scheduler.request_finished(alive.pop(rid))
             offered.pop(rid, None)
     for rid in list(loading):
         rig.loaded(make_request(rid, 4 * N))
     for request in alive.values():
-        rig.scheduler.finished(request)
+        rig.scheduler.request_finished(request)
     rig.step()
     assert rig.ranks.pins == 0
     assert rig.scheduler.num_tracked == 0

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.config import KVTransferConfig
 
+from lmcache_hybrid.core.backoff import Backoff
 from lmcache_hybrid.core.counts import Ledger, WorkerCounts
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
@@ -230,7 +231,6 @@ def test_what_a_lookup_found_is_marked_as_used_behind_the_answer(wire, lenient, 
 @pytest.mark.parametrize("wire", [(1, 500)], indirect=True)
 def test_a_rank_whose_socket_failed_once_answers_again(wire, lenient, name, monkeypatch):
     """Without its thread every lookup would miss until the engine is restarted."""
-    monkeypatch.setattr(rpc, "FIRST_PAUSE_SECONDS", 0.0)
     wire.serve()
     transport, broke = wire.servers[0]._transport, threading.Event()
     original = getattr(transport, name)
@@ -243,7 +243,6 @@ def test_a_rank_whose_socket_failed_once_answers_again(wire, lenient, name, monk
     monkeypatch.setattr(transport, name, once)
     wire.client.ask(QUESTION)  # answered late, or never
     assert broke.wait(20)
-    wire.client._paused_until = 0.0
     assert wire.client.ask(QUESTION) == [HIT]
     assert wire.ledger.counts.caught_errors == lenient == {"serve_lookup": 1}
 
@@ -275,11 +274,10 @@ def test_a_reset_before_there_is_a_store_empties_it_before_it_serves(wire):
 
 
 @pytest.mark.parametrize("wire", [(1, 200)], indirect=True)
-def test_a_reset_goes_through_while_lookups_pause(wire, monkeypatch):
+def test_a_reset_goes_through_while_lookups_pause(wire):
     wire.serve()
     wire.stores[0].go.clear()
-    monkeypatch.setattr(rpc, "PAUSE_SECONDS", 1000.0)
-    wire.client._pause = 1000.0
+    wire.client._pause = Backoff(1000.0, 1000.0)
     assert wire.client.ask(QUESTION) == []
     wire.stores[0].go.set()
     done = time.monotonic() + 20
@@ -351,21 +349,21 @@ def test_the_pause_grows_while_a_rank_does_not_answer(wire, monkeypatch, hybrid_
     now = time.monotonic()
     clock = [now]
     monkeypatch.setattr(rpc.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(rpc, "PAUSE_SECONDS", 3.0)
+    wire.client._pause = Backoff(1.0, 3.0)
     wire.serve()
     send, pauses = wire.client._transport.send_and_recv_all, []
     wire.client._transport.send_and_recv_all = lambda frames: []
     for _ in range(4):
         assert wire.client.ask(QUESTION) == []
-        pauses.append(wire.client._paused_until - clock[0])
-        clock[0] = wire.client._paused_until
+        pauses.append(wire.client._pause.until - clock[0])
+        clock[0] = wire.client._pause.until
     assert pauses == [1.0, 2.0, 3.0, 3.0]
     wire.client._transport.send_and_recv_all = send
     while not wire.client.ask(QUESTION):  # a machine that is busy
-        clock[0] = wire.client._paused_until
+        clock[0] = wire.client._pause.until
     wire.client._transport.send_and_recv_all = lambda frames: []
     assert wire.client.ask(QUESTION) == []
-    assert wire.client._paused_until - clock[0] == 1.0
+    assert wire.client._pause.until - clock[0] == 1.0
 
 
 @pytest.mark.parametrize("wire", [(2, 200)], indirect=True)

@@ -30,7 +30,7 @@ def test_chunked_prefill_stores_every_whole_block_once(data, tokens):
     request = make_request(tokens=tokens)
     rig = Rig()
     rig.match(request)
-    rig.scheduler.allocated(request, table(request), 0)
+    rig.scheduler.update_state_after_alloc(request, table(request), 0)
     stored = []
     while request.num_computed_tokens < tokens:
         chunk = data.draw(st.integers(1, tokens - request.num_computed_tokens))
@@ -111,7 +111,7 @@ def test_offers_of_requests_that_do_not_run_are_dropped(gone):
     if gone != "never seen":
         rig.match(request)
     if gone == "finished":
-        rig.scheduler.finished(request)
+        rig.scheduler.request_finished(request)
     other = make_request("other", N)
     metadata = rig.step(
         {"other": N}, {"other": table(other), "r": table(request)}, {"r": all_offers(1)}

@@ -136,7 +136,7 @@ def register(built: Built, layers: dict[str, SimpleNamespace], monkeypatch) -> i
     """As vLLM does, with a store that does not open; returns bytes of the largest block."""
     connector = object.__new__(HybridConnector)
     connector._registered = {}
-    connector._kv_cache_config = built.config
+    connector.kv_cache_config = built.config
     connector.plan = plan_groups(built.config)
     context = SimpleNamespace(static_forward_context=layers)
     connector._vllm_config = SimpleNamespace(

@@ -33,7 +33,7 @@ def test_a_failed_reset_ends_all_hits_and_saves_until_one_succeeds(hybrid_log):
     rig.scheduler.end_reset(False)
     assert [r for r in hybrid_log.records if "A reset of all caches failed" in r.getMessage()]
     assert rig.match(request) == (0, False)
-    rig.scheduler.allocated(request, table(request), 0)
+    rig.scheduler.update_state_after_alloc(request, table(request), 0)
     offers = [(group, 9, 3 * N) for group in STATES]
     assert rig.forward(request, 3 * N, offers) is None
     rig.scheduler.begin_reset()

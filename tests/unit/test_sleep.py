@@ -20,7 +20,7 @@ from lmcache_hybrid.identity.weights import LOADED, LoadedWeights
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
 from lmcache_hybrid.storage.weights_guard import WeightsGuard
 from vllm_patch import sleep
-from vllm_patch.connector import LMCacheConnectorV1
+from vllm_patch.connector import LMCacheConnectorV1, hybrid_class
 from vllm_patch.loaders import _changing, _count_reloads
 
 from .helpers import make_caches
@@ -117,7 +117,7 @@ def test_another_layout_after_the_sleep_ends_loads_and_saves(worker_rig):
 
 
 def connected(rig) -> HybridConnector:
-    hybrid = object.__new__(HybridConnector)
+    hybrid = object.__new__(hybrid_class())
     hybrid.worker = rig and rig.worker
     hybrid.kv_caches = hybrid._registered = rig.caches if rig else {}
     return hybrid
@@ -126,17 +126,15 @@ def connected(rig) -> HybridConnector:
 @pytest.fixture
 def group(worker_rig, monkeypatch):
     """vLLM's connector of this process, serving a hybrid model."""
-    connector = object.__new__(LMCacheConnectorV1)
-    connector._hybrid = connected(worker_rig().saved())
+    connector = connected(worker_rig().saved())
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
     return connector
 
 
 def mapped(connector) -> bool:
     """Whether anything of the KV cache is held."""
-    hybrid = connector._hybrid
-    held = [bool(pages.rows) for pages in hybrid.worker.pages.values()]
-    assert len({*held, bool(hybrid.kv_caches)}) == 1
+    held = [bool(pages.rows) for pages in connector.worker.pages.values()]
+    assert len({*held, bool(connector.kv_caches)}) == 1
     return held[0]
 
 
@@ -228,14 +226,15 @@ def test_the_kv_cache_is_let_go_when_it_alone_is_freed(worker, group):
     assert worker._sleep_mode_backend.held[1:] == [("discard", False), ("resume", False)]
 
 
-def test_others_are_left_alone(worker, group, monkeypatch):
+def test_others_are_left_alone(worker, monkeypatch):
     """A model that LMCache's own adapter serves, and an engine without a connector."""
     told = []
     for name in ("unregister_kv_caches", "restore_kv_caches"):
         monkeypatch.setattr(
             KVConnectorBase_V1, name, lambda self, name=name: told.append(name), raising=False
         )
-    group._hybrid = None
+    dense = object.__new__(LMCacheConnectorV1)
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", dense)
     monkeypatch.setattr(Backend, "suspend", lambda *_: None)
     monkeypatch.setattr(Backend, "resume", lambda *_: None)
     worker.sleep()
@@ -247,20 +246,18 @@ def test_others_are_left_alone(worker, group, monkeypatch):
 
 
 def test_a_rank_without_a_store_sleeps_too(group):
-    hybrid = group._hybrid
-    hybrid.worker = None
+    group.worker = None
     group.unregister_kv_caches()
-    assert hybrid.kv_caches == {}
+    assert group.kv_caches == {}
     group.restore_kv_caches()
-    assert hybrid.kv_caches is hybrid._registered
+    assert group.kv_caches is group._registered
 
 
 def test_a_layout_that_changed_is_logged_and_ends_nothing(group, hybrid_log):
-    hybrid = group._hybrid
     group.unregister_kv_caches()
-    hybrid._registered = {name: torch.zeros(12, 7) for name in hybrid._registered}
+    group._registered = {name: torch.zeros(12, 7) for name in group._registered}
     group.restore_kv_caches()
-    assert hybrid.worker.loads._asleep
+    assert group.worker.loads._asleep
     (error,) = [r.getMessage() for r in hybrid_log.records if r.levelname == "ERROR"]
     assert "restart the engine" in error
 

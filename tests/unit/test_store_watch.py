@@ -21,10 +21,9 @@ class Life:
     """Prompts that come one after another, a second apart."""
 
     def __init__(self, log, plan=PLAN, **options) -> None:
-        self.rig, self.log, self.now, self.number = Rig(plan=plan, **options), log, 0.0, 0
-        self.watch = self.rig.scheduler.store_watch = StoreWatch(
-            plan, dataclasses.replace(OPTIONS, **options), lambda: self.now
-        )
+        self.log, self.now, self.number = log, 0.0, 0
+        self.watch = StoreWatch(plan, dataclasses.replace(OPTIONS, **options), lambda: self.now)
+        self.rig = Rig(plan=plan, store_watch=self.watch, **options)
 
     def prompts(
         self,
@@ -45,13 +44,13 @@ class Life:
         self.now += 1.0
         scheduler = self.rig.scheduler
         gain = self.rig.match(request, local)[0]
-        scheduler.allocated(request, table(request), gain)
+        scheduler.update_state_after_alloc(request, table(request), gain)
         self.rig.step()
         if gain:
             self.rig.loaded(request)
         request.num_computed_tokens = local + gain
         self.rig.forward(request, request.num_prompt_tokens - local - gain)
-        scheduler.finished(request)
+        scheduler.request_finished(request)
         if saves:
             self.watch.reported(saves)
 
@@ -189,7 +188,7 @@ def test_requests_that_end_before_their_prompt_is_computed_do_not_count(life):
         request = make_request(str(number))
         one.rig.match(request)
         one.now += 1
-        one.rig.scheduler.finished(request)
+        one.rig.scheduler.request_finished(request)
     assert not one.said()
 
 

@@ -14,9 +14,9 @@ from lmcache_hybrid.protocol.prefix import load_keys
 from lmcache_hybrid.storage import tier_lookup
 from lmcache_hybrid.storage.folder import record_io
 from lmcache_hybrid.storage.rank_lookup import RankLookup
-from lmcache_hybrid.storage.remote import connectors as remote
 from lmcache_hybrid.storage.remote import fs as fs_records
 from lmcache_hybrid.storage.remote import sockets
+from lmcache_hybrid.storage.tiers.remote import RemoteTier
 
 from .helpers import PLAN, N, make_prefix, put
 from .store_box import (  # noqa: F401 (fixtures)
@@ -112,7 +112,7 @@ def filled(box, kind: str, keys, evicted) -> Box:  # noqa: F811
     made = box(kind, local_cpu=True)
     put(made.store, keys)
     engine_keys = [made.store.engine_key(key) for key in keys]
-    until(lambda: all(remote.existing(made.backend, engine_keys, 5)), "nothing was written")
+    until(lambda: all(made.tier.held(engine_keys, 5)), "nothing was written")
     for key in evicted:
         made.manager.local_cpu_backend.remove(made.store.engine_key(key))
     return made
@@ -132,13 +132,13 @@ def test_a_store_that_does_not_answer_costs_half_of_the_time_left(box, kind, mon
     else:
         monkeypatch.setattr(record_io, "holds", lambda path: answers.wait(60))
     monkeypatch.setattr(tier_lookup, "PAUSE_SECONDS", 0.0)
-    existing, given = remote.existing, []
+    existing, given = RemoteTier.held, []
 
-    def timed(backend, keys, seconds):
+    def timed(tier, keys, seconds):
         given.append(seconds)
-        return existing(backend, keys, 0.05)
+        return existing(tier, keys, 0.05)
 
-    monkeypatch.setattr(tier_lookup.remote, "existing", timed)
+    monkeypatch.setattr(RemoteTier, "held", timed)
     deadline = time.monotonic() + 100
     assert list(box.store.locate(KEYS, deadline)) == KEYS[:2]
     assert 0 < given[0] <= 50
@@ -152,20 +152,20 @@ def test_a_store_that_does_not_answer_costs_half_of_the_time_left(box, kind, mon
 def test_a_store_that_had_hardly_any_time_is_asked_again(box, monkeypatch, hybrid_log):  # noqa: F811
     """A rank that is busy begins late; that says nothing of its store."""
     box = half_in_ram(box, "fs")
-    existing, now = remote.existing, [1000.0]
+    existing, now = RemoteTier.held, [1000.0]
     monkeypatch.setattr(tier_lookup.time, "monotonic", lambda: now[0])
 
     def silent(*args):
         raise TimeoutError
 
     assert list(box.store.locate(KEYS, now[0] + 1)) == KEYS
-    monkeypatch.setattr(tier_lookup.remote, "existing", silent)
+    monkeypatch.setattr(RemoteTier, "held", silent)
     for left in (0.2, 0.0, -1.0):
         assert list(box.store.locate(KEYS, now[0] + left)) == KEYS[:2]
     assert "did not answer" not in hybrid_log.text
-    monkeypatch.setattr(tier_lookup.remote, "existing", existing)
+    monkeypatch.setattr(RemoteTier, "held", existing)
     assert list(box.store.locate(KEYS, now[0] + 1)) == KEYS
-    monkeypatch.setattr(tier_lookup.remote, "existing", silent)
+    monkeypatch.setattr(RemoteTier, "held", silent)
     box.store.locate(KEYS, now[0] + 0.3)
     assert "did not answer" in hybrid_log.text
 
@@ -186,8 +186,8 @@ def test_a_store_that_does_not_answer_is_left_alone_for_longer_each_time(
     def lookup():
         return list(box.store.locate(KEYS, now[0] + 1))
 
-    existing = remote.existing
-    monkeypatch.setattr(tier_lookup.remote, "existing", silent)
+    existing = RemoteTier.held
+    monkeypatch.setattr(RemoteTier, "held", silent)
     for pause in (1, 2, 4, 8, 10, 10):
         assert lookup() == KEYS[:2] and asked[-1] == now[0]
         now[0] += pause - 0.1
@@ -195,12 +195,12 @@ def test_a_store_that_does_not_answer_is_left_alone_for_longer_each_time(
         now[0] += 0.2
     said = [record.getMessage() for record in hybrid_log.records]
     assert len([line for line in said if "did not answer a cache lookup in time" in line]) == 6
-    monkeypatch.setattr(tier_lookup.remote, "existing", existing)
+    monkeypatch.setattr(RemoteTier, "held", existing)
     assert lookup() == KEYS
-    monkeypatch.setattr(tier_lookup.remote, "existing", silent)
+    monkeypatch.setattr(RemoteTier, "held", silent)
     lookup()
     now[0] += 1.1
-    monkeypatch.setattr(tier_lookup.remote, "existing", existing)
+    monkeypatch.setattr(RemoteTier, "held", existing)
     assert lookup() == KEYS, "an answer did not end the pauses"
 
 
@@ -210,7 +210,7 @@ def test_a_store_that_fails_counts_as_empty_with_a_warning(box, monkeypatch, hyb
     def fails(*args):
         raise OSError("of the test")
 
-    monkeypatch.setattr(tier_lookup.remote, "existing", fails)
+    monkeypatch.setattr(RemoteTier, "held", fails)
     assert list(box.store.locate(KEYS)) == KEYS[:2]
     said = [record.getMessage() for record in hybrid_log.records]
     (warning,) = [line for line in said if "RemoteBackend counts as empty" in line]

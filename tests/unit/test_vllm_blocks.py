@@ -24,7 +24,7 @@ from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 
 from .helpers import OPTIONS, N, Ranks, fill, make_output, make_request
 
-PLAN = GroupPlan(block_size=N, attention=(1,), states=(0,), selected_attention=1)
+PLAN = GroupPlan(block_size=N, attention=(1,), states=(0,))
 PROMPT = 3 * N + 5
 
 
@@ -54,7 +54,7 @@ def forward(manager: KVCacheManager, scheduler: HybridScheduler, request, tokens
     rid = request.request_id
     offers = manager.take_boundary_state_offloads()
     table = manager.get_blocks(rid).get_block_ids()
-    saves = scheduler.step(make_output({rid: tokens}, {rid: table}, offers)).saves
+    saves = scheduler.build_connector_meta(make_output({rid: tokens}, {rid: table}, offers)).saves
     request.num_computed_tokens += tokens
     return saves
 
@@ -71,7 +71,7 @@ def test_the_state_of_a_boundary_is_saved_from_the_running_block(drafts):
     scheduler = HybridScheduler(PLAN, OPTIONS, N, ranks.queue)
     scheduler.bind(manager.block_pool)
     request = make_request(tokens=PROMPT)
-    assert scheduler.match(request, 0) == (0, False)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     (save,) = forward(manager, scheduler, request, 3 * N)
     assert save.states == ((3, (running_state(manager, request),)),)
     table = manager.get_blocks("r").get_block_ids()
@@ -90,13 +90,13 @@ def test_a_state_is_restored_where_the_next_step_reads_it(drafts):
     scheduler.bind(manager.block_pool)
     request = make_request(tokens=PROMPT)
     fill(ranks.stores[0], prefix_of(request, N, 1), 3, (3,), PLAN)
-    assert scheduler.match(request, 0) == (3 * N, True)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (3 * N, True)
     assert manager.allocate_slots(
         request, 0, num_external_computed_tokens=3 * N, delay_cache_blocks=True
     )
     table = manager.get_blocks("r").get_block_ids()
-    scheduler.allocated(request, table, 3 * N)
-    (load,) = scheduler.step(make_output({}, {})).loads
+    scheduler.update_state_after_alloc(request, table, 3 * N)
+    (load,) = scheduler.build_connector_meta(make_output({}, {})).loads
     assert load.attention_blocks == (tuple(table[1][:3]),)
     assert load.state_blocks == (table[0][2],) and table[0][2] != 0
     assert table[0][:2] == [0, 0]
@@ -122,7 +122,7 @@ def test_a_state_whose_block_was_given_away_is_not_stored(given_away):
     scheduler = HybridScheduler(PLAN, options, N, ranks.queue)
     scheduler.bind(manager.block_pool)
     request = make_request(tokens=2 * N + 1)
-    assert scheduler.match(request, 0) == (0, False)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     forward(manager, scheduler, request, 2 * N + 1)
     request.append_output_token_ids([7])
     while request.num_computed_tokens < 3 * N - 2:
@@ -130,12 +130,16 @@ def test_a_state_whose_block_was_given_away_is_not_stored(given_away):
         request.append_output_token_ids([7])
     state = running_state(manager, request)
     assert manager.allocate_slots(request, 3, num_lookahead_tokens=2)
-    scheduler.step(make_output({"r": 3}, {"r": manager.get_blocks("r").get_block_ids()}))
+    scheduler.build_connector_meta(
+        make_output({"r": 3}, {"r": manager.get_blocks("r").get_block_ids()})
+    )
     # Both drafts were right.
     request.num_computed_tokens += 3
     request.append_output_token_ids([7, 7, 7])
     manager.cache_blocks(request, request.num_computed_tokens)
-    scheduler.match(request, request.num_computed_tokens)  # takes the new hashes
+    scheduler.get_num_new_matched_tokens(
+        request, request.num_computed_tokens
+    )  # takes the new hashes
     assert manager.allocate_slots(request, 3, num_lookahead_tokens=2)
     if given_away:
         other = make_request("other", [9] * 3 * N)
@@ -145,7 +149,9 @@ def test_a_state_whose_block_was_given_away_is_not_stored(given_away):
     offers = manager.take_boundary_state_offloads()
     assert offers["r"] == [(0, state, 3 * N)]
     table = manager.get_blocks("r").get_block_ids()
-    saves = scheduler.step(make_output({"r": 3}, {"r": table}, {"r": offers["r"]})).saves
+    saves = scheduler.build_connector_meta(
+        make_output({"r": 3}, {"r": table}, {"r": offers["r"]})
+    ).saves
     stored = [boundary for save in saves for boundary, _ in save.states]
     assert stored == ([] if given_away else [3])
     assert scheduler.counts.dropped_offers == ({"not_cached": 1} if given_away else {})
@@ -155,7 +161,7 @@ def test_states_are_stored_only_where_vllms_blocks_are_known():
     manager, ranks = make_manager(drafts=0), Ranks(plan=PLAN)
     scheduler = HybridScheduler(PLAN, OPTIONS, N, ranks.queue)
     request = make_request(tokens=PROMPT)
-    assert scheduler.match(request, 0) == (0, False)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     (save,) = forward(manager, scheduler, request, 3 * N)
     assert save.states == () and scheduler.counts.dropped_offers == {"not_cached": 1}
     beyond = make_request(tokens=N - 1)
@@ -170,7 +176,7 @@ def test_a_block_of_another_group_is_not_taken_for_the_offered_one():
     scheduler = HybridScheduler(PLAN, OPTIONS, N, ranks.queue)
     scheduler.bind(manager.block_pool)
     request = make_request(tokens=PROMPT)
-    assert scheduler.match(request, 0) == (0, False)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     (save,) = forward(manager, scheduler, request, 3 * N)
     (state,), (page,) = save.states[0][1], save.attention[2][1]
     assert scheduler.blocks.hold(request, (0, state, 3 * N))

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import vllm_patch
+from lmcache_hybrid.connector import HybridConnector
 from lmcache_hybrid.core.groups import BESIDE_KEY
 from vllm_patch import configuration, connector
 
@@ -62,106 +63,58 @@ def test_registering_again_changes_nothing():
     )
 
 
-class StubAdapter:
-    """Notes what vLLM's class passes on."""
+SERVED = cache_config(STATE_SPEC, STATE_SPEC, STATE_SPEC, FULL)
 
-    def __init__(self, vllm_config, role, kv_cache_config) -> None:
-        self.plan = SimpleNamespace(selected_attention=3)
-        self.calls: list[tuple] = []
 
-    def __getattr__(self, name):
-        def call(*args):
-            self.calls.append((name, *args))
-            return f"{name} of the adapter"
-
-        return call
+def test_a_hybrid_models_connector_has_no_method_of_lmcaches_adapter():
+    """vLLM's class reaches LMCache's own adapter, which a hybrid model does not have."""
+    made = connector.hybrid_class()
+    assert issubclass(made, connector.LMCacheConnectorV1)
+    assert made.__name__ == LMCACHE  # MultiConnector finds statistics by it
+    methods = {name for name, value in vars(connector.UpstreamConnector).items() if callable(value)}
+    others = {name for name in methods if getattr(made, name) is not vars(HybridConnector)[name]}
+    assert methods > {"wait_for_save", "take_events"} and not others
 
 
 @pytest.fixture
-def hybrid(monkeypatch):
-    monkeypatch.setattr("lmcache_hybrid.connector.HybridConnector", StubAdapter)
-    return connector.LMCacheConnectorV1(
-        engine_config("qwen3_next"),
-        KVConnectorRole.SCHEDULER,
-        cache_config(STATE_SPEC, STATE_SPEC, STATE_SPEC, FULL),
-    )
+def started(monkeypatch):
+    """Which class starts, in place of its start-up."""
+    classes = []
+
+    def start(self, vllm_config, role, kv_cache_config):
+        classes.append(type(self).__mro__[1])
+        self._attention_group = 3
+
+    monkeypatch.setattr(HybridConnector, "__init__", start)
+    monkeypatch.setattr(connector.UpstreamConnector, "__init__", start)
+    return classes
 
 
-def test_the_selected_groups_blocks_are_forwarded(hybrid):
+def finished(made) -> list:
+    """What a request's end brings to the connector."""
+    told = []
+    made.request_finished = lambda *args: told.append(args)
+    made.request_finished_all_groups("request", ([1], [2], [3], [4, 5]))
+    return told
+
+
+def test_the_attention_groups_blocks_are_forwarded(started):
     """Upstream takes block_ids[0], which holds states here."""
-    result = hybrid.request_finished_all_groups("request", ([1], [2], [3], [4, 5]))
-    assert hybrid._hybrid.calls == [("request_finished", "request", [4, 5])]
-    assert result == "request_finished of the adapter"
+    made = connector.LMCacheConnectorV1("config", KVConnectorRole.SCHEDULER, SERVED)
+    assert started == [HybridConnector]
+    assert finished(made) == [("request", [4, 5])]
+    assert made.requires_kv_delivery is False
 
 
-@pytest.mark.parametrize(
-    "call, args",
-    [
-        ("get_num_new_matched_tokens", ("request", 3)),
-        ("update_state_after_alloc", ("request", "blocks", 4)),
-        ("update_connector_output", ("output",)),
-        ("build_connector_meta", ("output",)),
-        ("get_transfer_results", ({"r"},)),
-        ("get_block_ids_with_load_errors", ()),
-        ("register_kv_caches", ({},)),
-        ("wait_for_save", ()),
-        ("shutdown", ()),
-        ("reset_cache", ()),
-        ("get_kv_connector_kv_cache_events", ()),
-        ("take_events", ()),
-        ("has_pending_push_work", ()),
-        ("cleared", ()),
-    ],
-)
-def test_calls_of_a_hybrid_model_reach_the_adapter(hybrid, call, args):
-    result = getattr(hybrid, call)(*args)
-    assert hybrid._hybrid.calls == [(call, *args)]
-    assert result in (None, f"{call} of the adapter")
-
-
-def test_metadata_reaches_the_adapter(hybrid):
-    metadata = object()
-    hybrid.bind_connector_metadata(metadata)
-    assert hybrid._hybrid.calls == [("bind_connector_metadata", metadata)]
-    assert hybrid._get_connector_metadata() is metadata
-
-
-def test_a_best_effort_cache_needs_no_delivery(hybrid):
-    assert hybrid.requires_kv_delivery is False
-
-
-@pytest.fixture
-def upstream_calls(monkeypatch):
-    calls = []
-    for name in ("__init__", "get_transfer_results", "get_num_new_matched_tokens", "shutdown"):
-        monkeypatch.setattr(
-            connector.UpstreamConnector, name, lambda self, *a, _n=name: calls.append((_n, *a))
-        )
-    return calls
-
-
-def test_a_model_without_states_goes_to_vllms_own_class(upstream_calls):
+def test_a_model_without_states_has_vllms_own_methods(started):
     config = cache_config(FULL)
-    plain = connector.LMCacheConnectorV1("vllm_config", KVConnectorRole.WORKER, config)
-    plain.get_transfer_results({"r"})
-    plain.get_num_new_matched_tokens("request", 3)
-    plain.shutdown()
-    plain._kv_cache_events = None
-    plain.cleared()
-    assert list(plain.take_events()) == [] and plain.has_pending_push_work() is False
-    assert upstream_calls == [
-        ("__init__", "vllm_config", KVConnectorRole.WORKER, config),
-        ("get_transfer_results", {"r"}),
-        ("get_num_new_matched_tokens", "request", 3),
-        ("shutdown",),
-    ]
-
-
-def test_a_model_without_states_finishes_with_its_only_group(upstream_calls):
-    plain = connector.LMCacheConnectorV1("c", KVConnectorRole.SCHEDULER, cache_config(FULL))
-    plain._lmcache_engine = StubAdapter(None, None, None)
-    plain.request_finished_all_groups("request", ([7],))
-    assert plain._lmcache_engine.calls == [("request_finished", "request", [7])]
+    made = connector.LMCacheConnectorV1("config", KVConnectorRole.WORKER, config)
+    assert started == [connector.UpstreamConnector] and made.kv_cache_config is config
+    own = {name for name, value in vars(connector.LMCacheConnectorV1).items() if callable(value)}
+    assert own - {"__new__", "__init__"} == {"request_finished_all_groups"}
+    assert type(made) is connector.LMCacheConnectorV1
+    made._attention_group = connector.LMCacheConnectorV1._attention_group
+    assert finished(made) == [("request", [1])]
 
 
 # KVTransferConfig

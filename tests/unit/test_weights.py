@@ -275,7 +275,7 @@ def test_an_engine_whose_weights_are_not_known_opens_no_store(monkeypatch, hybri
     opened: list[str] = []
     connector = object.__new__(HybridConnector)
     connector._registered = {}
-    connector._kv_cache_config, connector.plan = built.config, plan_groups(built.config)
+    connector.kv_cache_config, connector.plan = built.config, plan_groups(built.config)
     connector._vllm_config = SimpleNamespace(
         compilation_config=SimpleNamespace(
             static_forward_context={"a0": SimpleNamespace(kv_cache_dtype="auto")}

@@ -50,7 +50,7 @@ def test_a_hit_ends_inside_no_image(offset, length, hit):
     assert Rig(plan=PLAN).holds(request, *stored).match(request) == (4 * N, True)
     rig = Rig(2, plan=WHOLE).holds(request, *stored)
     assert rig.match(request) == (hit * N, hit > 0)
-    rig.scheduler.finished(request)
+    rig.scheduler.request_finished(request)
     rig.step()
     assert rig.ranks.num_claims == [0, 0]
 

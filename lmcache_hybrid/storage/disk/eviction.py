@@ -5,11 +5,13 @@ import errno
 import math
 import os
 import threading
+import time
 from collections.abc import Callable
-from time import monotonic
 from typing import Any
 
 from lmcache.v1.storage_backend.cache_policy.lfu import LFUCachePolicy
+
+from lmcache_hybrid.core.backoff import Backoff
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # Attempts to write one record. Writes beside it may each take what it made room with; LMCache
@@ -41,8 +43,8 @@ class Room:
         """
         self._folder, self._evict, self._finish_deleting = folder, evict, finish_deleting
         self._lock = threading.Lock()
-        self._alone_until = self._paused_until = -math.inf
-        self._pause = PAUSE_SECONDS
+        self._alone_until = -math.inf
+        self._pause = Backoff(PAUSE_SECONDS, LONGEST_PAUSE)
 
     def write(self, write: Callable[[], None], size: int) -> None:
         """Call ``write``, which writes ``size`` bytes or leaves nothing behind.
@@ -50,7 +52,7 @@ class Room:
         Raises:
             OSError: of ``write``; or the disk is full and may not be made room on.
         """
-        if monotonic() >= self._alone_until:
+        if time.monotonic() >= self._alone_until:
             try:
                 write()
                 return
@@ -63,7 +65,7 @@ class Room:
         """Note a full disk: writes are now made one by one. Raises any other error."""
         if error.errno not in FULL:
             raise error
-        self._alone_until = monotonic() + ALONE_SECONDS
+        self._alone_until = time.monotonic() + ALONE_SECONDS
 
     def _write_alone(self, write: Callable[[], None], size: int) -> None:
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -81,14 +83,13 @@ class Room:
                 continue
             if short:
                 self._note(full)
-                self._pause = PAUSE_SECONDS
+                self._pause.succeed()
             return
-        self._paused_until = monotonic() + self._pause
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._pause.fail()
         raise full
 
     def _may_evict(self, size: int) -> bool:
-        if monotonic() < self._paused_until:
+        if self._pause.lasts:
             return False
         try:
             return self._evict(size)

@@ -3,6 +3,7 @@
 
 import abc
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from lmcache.utils import CacheEngineKey
@@ -69,3 +70,10 @@ class RecordConnector(RemoteConnector):
         Raises:
             Exception: the store did not delete it within ``seconds``.
         """
+
+
+def unwrapped(connector: Any) -> Any:
+    """The connector that does the work, without LMCache's instruments around it."""
+    while hasattr(connector, "getWrappedConnector"):
+        connector = connector.getWrappedConnector()
+    return connector

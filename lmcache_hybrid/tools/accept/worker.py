@@ -17,8 +17,7 @@ import torch
 from lmcache_hybrid.config.options import read_options
 from lmcache_hybrid.core.groups import Block
 from lmcache_hybrid.core.keys import RecordKey
-from lmcache_hybrid.storage.remote.connectors import unwrapped
-from lmcache_hybrid.storage.remote.record_connector import RecordConnector
+from lmcache_hybrid.storage.remote.record_connector import RecordConnector, unwrapped
 from lmcache_hybrid.tools.accept.tiers import missing_of, refusals, tiers_of
 from lmcache_hybrid.worker.copies import Copies, Item, Threads, copies_for
 
@@ -180,7 +179,10 @@ def _last_block(worker: "HybridWorker", load: "LoadSpec", group: int) -> Block:
 def _connector() -> "HybridConnector | None":
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return getattr(get_kv_transfer_group(), "_hybrid", None)
+    from lmcache_hybrid.connector import HybridConnector
+
+    connector = get_kv_transfer_group()
+    return connector if isinstance(connector, HybridConnector) else None
 
 
 def _worker() -> "HybridWorker":

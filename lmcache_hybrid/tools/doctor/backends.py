@@ -3,6 +3,7 @@
 
 import copy
 import itertools
+import math
 import os
 import threading
 import time
@@ -15,16 +16,14 @@ from urllib.parse import urlsplit
 
 import torch
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
-from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
 from lmcache_hybrid.config.options import refusals, settle_lmcache_config
 from lmcache_hybrid.config.redis_credentials import without_password
 from lmcache_hybrid.core.errors import LoadError, RecordError, StoreError
 from lmcache_hybrid.core.keys import STATE, RecordKey
 from lmcache_hybrid.storage.record import digests_of
-from lmcache_hybrid.storage.remote import connectors as remote
 from lmcache_hybrid.storage.remote.clients import SCHEMES
-from lmcache_hybrid.storage.remote.record_connector import RecordConnector
+from lmcache_hybrid.storage.remote.record_connector import RecordConnector, unwrapped
 from lmcache_hybrid.tools.doctor.context import Context
 from lmcache_hybrid.tools.doctor.finding import Finding, error, listen, ok, one_line, skipped
 from lmcache_hybrid.tools.stored.redis_client import connect
@@ -115,12 +114,12 @@ def _through_all(config: "LMCacheEngineConfig", size: int) -> Iterator[Finding]:
 
 def _away(store: "LMCacheStore", name: str, key: RecordKey) -> str:
     """Why a remote store does not answer; empty where it does."""
-    backend = store.manager.storage_backends[name]
-    if isinstance(backend, RemoteBackend) and backend.connection is not None:
+    tier = store.tiers[name]
+    if not tier.indexed and tier.backend.connection is not None:
         try:
-            remote.exists(backend, store.engine_key(key))
+            tier.held([store.engine_key(key)], math.inf)
         except TimeoutError:
-            return f"no answer within {backend.config.blocking_timeout_secs} s"
+            return f"no answer within {tier.backend.config.blocking_timeout_secs} s"
         except Exception as failure:  # whatever its client raises
             return one_line(failure)
     return ""
@@ -194,7 +193,7 @@ def _delete(store: "LMCacheStore", names: list[str], key: RecordKey) -> list[str
 
 def _deleted(store: "LMCacheStore", name: str, key: RecordKey) -> bool:
     backend, engine_key = store.manager.storage_backends[name], store.engine_key(key)
-    connector = remote.unwrapped(getattr(backend, "connection", None))
+    connector = unwrapped(getattr(backend, "connection", None))
     if isinstance(connector, RecordConnector):
         try:
             connector.delete(engine_key, WAIT_SECONDS)
@@ -213,11 +212,8 @@ def _gone(store: "LMCacheStore", name: str, key: RecordKey) -> bool:
 
 
 def _holds(store: "LMCacheStore", name: str, key: RecordKey) -> bool:
-    backend, engine_key = store.manager.storage_backends[name], store.engine_key(key)
-    if not isinstance(backend, RemoteBackend):
-        return backend.contains(engine_key)
     try:
-        return remote.exists(backend, engine_key)
+        return store.tiers[name].held([store.engine_key(key)], math.inf)[0]
     except Exception:  # whatever its client raises: not there for us
         return False
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from lmcache_hybrid.core.errors import ConfigError
-from lmcache_hybrid.core.groups import ATTENTION_GROUP_KEY, is_served, page_bytes, plan_groups
+from lmcache_hybrid.core.groups import is_served, page_bytes, plan_groups
 from lmcache_hybrid.tools.doctor.finding import one_line
 
 if TYPE_CHECKING:
@@ -98,10 +98,9 @@ def read_model(arguments: "EngineArgs") -> Model:
         ) from failure
     if not is_served(groups):
         return Model(False)
-    selected = config.kv_transfer_config.get_from_extra_config(ATTENTION_GROUP_KEY, None)
     try:
-        plan = plan_groups(groups, None if selected is None else int(selected))
-    except (ConfigError, ValueError) as failure:
+        plan = plan_groups(groups)
+    except ConfigError as failure:
         raise ModelError(str(failure)) from failure
     sizes = [
         page_bytes(group) * plan.blocks_per_record(index)

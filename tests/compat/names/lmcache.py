@@ -8,7 +8,7 @@ _DISK = f"{_BACKENDS}.local_disk_backend"
 _S3 = f"{_BACKENDS}.connector.s3_connector"
 _QUEUE = f"{_BACKENDS}.job_executor.pq_executor"
 _ZMQ = "lmcache.v1.rpc.zmq_transport"
-_REMOTE_PATCH = "lmcache_hybrid/storage/remote/connectors.py"
+_REMOTE_PATCH = "lmcache_hybrid/storage/tiers/remote.py"
 _ADAPTERS = "lmcache_hybrid/storage/remote/adapters.py"
 _CREDENTIALS = "lmcache_hybrid/config/redis_credentials.py"
 _DOCTOR = "lmcache_hybrid/tools/doctor/backends.py"
@@ -133,7 +133,7 @@ LMCACHE = (
     Hook(
         f"{_BACKENDS}.local_cpu_backend",
         "LocalCPUBackend.hot_cache",
-        replaced_in="lmcache_hybrid/storage/notes.py",
+        replaced_in="lmcache_hybrid/storage/tiers/ram.py",
     ),
     # Its index, which lmcache_hybrid/storage/notes.py copies into a subclass.
     *(
@@ -180,7 +180,7 @@ LMCACHE = (
         "current_cache_size usage batched_submit_put_task close",
     ),
     *attributes("lmcache.utils", "DiskCacheMetadata", "size path pin unpin"),
-    # What keeps a record that somebody refers to (lmcache_hybrid/storage/claims.py)
+    # What keeps a record that somebody refers to (lmcache_hybrid/storage/tiers/ram.py)
     Hook(
         "lmcache.v1.memory_management",
         "TensorMemoryObj.can_evict",

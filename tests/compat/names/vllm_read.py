@@ -101,6 +101,7 @@ READ = (
     ),
     Hook("vllm.v1.core.block_pool", "BlockPool.blocks"),
     Hook(f"{_BASE}.base", "KVConnectorBase_V1.bind_gpu_block_pool", ("gpu_block_pool",)),
+    Hook(f"{_BASE}.base", "KVConnectorBase_V1._vllm_config"),
     Hook("vllm.v1.core.kv_cache_manager", "KVCacheManager.coordinator"),
     Hook("vllm.v1.core.kv_cache_manager", "KVCacheManager.block_pool"),
     Hook("vllm.v1.core.sched.output", "NewRequestData.req_id"),

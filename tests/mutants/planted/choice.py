@@ -12,7 +12,7 @@ DEFECTS: tuple[Defect, ...] = (
         "an engine that has computed nothing loads without a deadline",
         POLICY,
         "            computing = (end - start) / ASSUMED_SPEED\n",
-        "            return LOAD\n",
+        "            return math.inf\n",
     ),
     one(
         "what was assumed counts more than what was computed",
@@ -41,14 +41,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "what is slow is never measured again",
         POLICY,
-        "        if self._left[source] % TRY_EVERY == 0:\n",
-        "        if self._left[source] < 0:\n",
-    ),
-    one(
-        "what a nearer boundary leaves out is never measured again",
-        POLICY,
-        "        if self._left[source] % TRY_EVERY == 0:\n",
-        "        if self._left[source] % TRY_EVERY == 0 and not nearer:\n",
+        " if self._left[source] % TRY_EVERY == 0 else None",
+        " if self._left[source] < 0 else None",
     ),
     one(
         "what was measured just now is forgotten",
@@ -81,40 +75,16 @@ DEFECTS: tuple[Defect, ...] = (
         "                if True or seconds > (self",
     ),
     one(
-        "a nearer boundary is asked for again and again",
-        POLICY,
-        "nearer = None if again else",
-        "nearer =",
-    ),
-    one(
-        "the deepest boundary is lost where there is no nearer one",
-        ADMISSION,
-        "        if choice.whole and result.boundary < choice.nearer:\n",
-        "        if choice.whole and result.boundary < 0:\n",
-    ),
-    one(
         "a hit that is not loaded is stored again",
         ADMISSION,
-        "        tracker.stored.states.add(end)\n",
+        "                tracker.stored.states.add(end)\n",
         "",
     ),
     one(
         "a hit is judged in every pass",
         ADMISSION,
-        "            tracker.choice = Choice(judged=True, seconds=verdict.seconds)\n",
-        "            tracker.choice = Choice(seconds=verdict.seconds)\n",
-    ),
-    one(
-        "a hit that is computed because nothing nearer is stored is not counted",
-        ADMISSION,
-        "            if choice.instead_of.hit:",
-        "            if False:",
-    ),
-    one(
-        "of two hits that are computed the nearer one is counted",
-        ADMISSION,
-        "deeper if deeper.hit else result",
-        "result",
+        "                tracker.decline()\n",
+        "",
     ),
     one(
         "estimates can be negative",

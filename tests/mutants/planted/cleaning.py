@@ -184,9 +184,9 @@ DEFECTS = (
     ),
     one(
         "a hit is not marked",
-        "lmcache_hybrid/storage/lmcache_store.py",
-        "                remote.used(backend, engine_keys)\n",
-        "                remote.used(backend, engine_keys[:0])\n",
+        "lmcache_hybrid/storage/tiers/remote.py",
+        "            self._connector.used(keys)\n",
+        "            self._connector.used(keys[:0])\n",
     ),
     one(
         "every hit writes to the folder",

@@ -144,9 +144,9 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "what a lookup found is not announced",
-        SCHEDULER,
-        "        self.events.learn(tracker.request, prefix, result.attention, inner)\n",
-        "        self.events.learn(tracker.request, prefix, 0, inner)\n",
+        "lmcache_hybrid/scheduler/admission.py",
+        "        self._events.learn(tracker.request, prefix, result.attention, inner)\n",
+        "        self._events.learn(tracker.request, prefix, 0, inner)\n",
     ),
     one(
         "a reset withdraws nothing",
@@ -188,7 +188,8 @@ DEFECTS: tuple[Defect, ...] = (
         "an older tier hides the nearer one",
         NOTES,
         "            if key in index:\n                return tier\n",
-        "            if key in index and tier != RAM:\n                return tier\n",
+        "            if key in index and tier is self._indexes[-1][0]:\n"
+        "                return tier\n",
     ),
     one(
         "a slower write of an evicted record is not noticed",
@@ -211,8 +212,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "what lies on disk at the start is not reported",
         STORE,
-        "                told = (notes.restored,) if notes is not None else ()\n",
-        "                told = ()\n",
+        "            notes.restored if notes is not None else lambda key, header: None,\n",
+        "            lambda key, header: None,\n",
     ),
     one(
         "what ranks report does not reach the scheduler",

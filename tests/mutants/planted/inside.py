@@ -37,9 +37,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a hit inside a block is one unit too deep",
         ADMISSION,
-        "gain = result.boundary * self._plan.block_size + result.tail - num_computed_tokens",
-        "gain = result.boundary * self._plan.block_size + result.tail - num_computed_tokens\n"
-        "        gain += self._plan.unit if result.tail else 0",
+        "        gain = end - num_computed_tokens\n",
+        "        gain = end - num_computed_tokens + (self._plan.unit if result.tail else 0)\n",
     ),
     one(
         "a state is stored as that of another boundary in the same block",
@@ -62,10 +61,10 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "what lies behind the boundary in a restored page is trusted",
-        ADMISSION,
-        "            tracker.stored.attention = result.attention  # less than was sent, "
+        "lmcache_hybrid/scheduler/tracker.py",
+        "            self.stored.attention = result.attention  # less than was sent, "
         "where a save failed\n",
-        "            tracker.stored.attention = result.attention + bool(result.tail)\n",
+        "            self.stored.attention = result.attention + bool(result.tail)\n",
     ),
     one(
         "blocks of an ended request are freed before they are copied",

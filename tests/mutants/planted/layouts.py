@@ -79,7 +79,7 @@ DEFECTS = (
     one(
         "scales of loaded blocks are reset by the first forward",
         CONNECTOR,
-        "        reset_scales(self._kv_cache_config, kv_caches, context)\n",
+        "        reset_scales(self.kv_cache_config, kv_caches, context)\n",
         "",
     ),
     one(

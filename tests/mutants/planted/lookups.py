@@ -3,7 +3,7 @@
 
 from tests.mutants.defect import Defect, one
 
-CLAIMS = "lmcache_hybrid/storage/claims.py"
+RAM = "lmcache_hybrid/storage/tiers/ram.py"
 
 WORKER = "lmcache_hybrid/worker/worker.py"
 SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
@@ -26,15 +26,15 @@ DEFECTS = (
     Defect(
         "a claim pins with what LMCache's pin monitor takes away",
         (
-            (CLAIMS, "            memory.ref_count_up()\n", "            memory.pin()\n"),
-            (CLAIMS, "        memory.ref_count_down()\n", "        memory.unpin()\n"),
+            (RAM, "                memory.ref_count_up()\n", "                memory.pin()\n"),
+            (RAM, "        memory.ref_count_down()\n", "        memory.unpin()\n"),
         ),
     ),
     one(
         "a claim unpins the file that came after its own",
-        CLAIMS,
-        "            for entry in entries:\n                entry.unpin()\n",
-        "            for key in keys:\n                backend.dict[key].unpin()\n",
+        "lmcache_hybrid/storage/tiers/disk.py",
+        "                for entry in entries:\n                    entry.unpin()\n",
+        "                for key in keys:\n                    self._index[key].unpin()\n",
     ),
     one(
         "each boundary is asked for by itself",
@@ -110,9 +110,9 @@ DEFECTS = (
     ),
     one(
         "one lookup without an answer pauses all others for the longest time",
-        "lmcache_hybrid/storage/rpc.py",
-        "pause = min(self._pause, PAUSE_SECONDS)",
-        "pause = PAUSE_SECONDS",
+        "lmcache_hybrid/core/backoff.py",
+        "        seconds = min(self._next, self._longest)\n",
+        "        seconds = self._longest\n",
     ),
     one(
         "the load of an aborted request runs to its end",
@@ -137,9 +137,9 @@ DEFECTS = (
     ),
     one(
         "what a failed save left out is never stored",
-        ADMISSION,
-        "            tracker.stored.attention = result.attention  #",
-        "            tracker.stored.attention = max(tracker.stored.attention, result.attention)  #",
+        "lmcache_hybrid/scheduler/tracker.py",
+        "            self.stored.attention = result.attention  #",
+        "            self.stored.attention = max(self.stored.attention, result.attention)  #",
     ),
     one(
         "a state whose save failed is never stored",

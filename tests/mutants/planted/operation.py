@@ -271,8 +271,8 @@ DEFECTS = (
     one(
         "hits and saves go on although vLLM's own cache was not emptied",
         COMPAT,
-        "                        connector.reset_failed()\n",
-        "                        pass\n",
+        "                    connector.reset_failed()\n",
+        "                    pass\n",
     ),
     # Threads
     one(

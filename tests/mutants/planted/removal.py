@@ -71,7 +71,7 @@ DEFECTS = (
     one(
         "a damaged record of one store is hidden in all of them",
         "lmcache_hybrid/storage/tier_lookup.py",
-        "        skipped = hidden(name)\n",
+        "        skipped = hidden(tier.name)\n",
         '        skipped = hidden("RemoteBackend")\n',
     ),
     one(

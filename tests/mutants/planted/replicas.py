@@ -112,9 +112,9 @@ DEFECTS = (
     ),
     one(
         "RAM and local_disk count as shared",
-        STORE,
-        "        return isinstance(backend, RemoteBackend)\n",
-        "        return True\n",
+        "lmcache_hybrid/storage/tiers/base.py",
+        "    shared = False\n",
+        "    shared = True\n",
     ),
     one(
         "store_location is ignored for what another rank writes",

@@ -180,15 +180,15 @@ DEFECTS = (
     ),
     one(
         "a stored boundary is remembered after its load failed",
-        SCHEDULER,
-        "                tracker.stored.forget()\n",
-        "                tracker.stored.forget(tracker.stored.attention)\n",
+        "lmcache_hybrid/scheduler/tracker.py",
+        "            self.stored.forget()\n",
+        "            self.stored.forget(self.stored.attention)\n",
     ),
     one(
         "what a failed load leaves to store is not looked at",
         SCHEDULER,
-        "                tracker.stored.forget()\n                self._watch(tracker)\n",
-        "                tracker.stored.forget()\n",
+        "slow=request_id in slow)\n                self._watch(tracker)\n",
+        "slow=request_id in slow)\n",
     ),
     # What counts as a hit
     one(
@@ -211,9 +211,9 @@ DEFECTS = (
     ),
     one(
         "after a failed load the same boundary is promised again",
-        SCHEDULER,
-        "                tracker.may_load = False\n                if request_id",
-        "                if request_id",
+        "lmcache_hybrid/scheduler/tracker.py",
+        "        self.may_load = False\n        if not slow:",
+        "        if not slow:",
     ),
     one(
         "the load starts one block early of what vLLM holds",
@@ -358,10 +358,10 @@ DEFECTS = (
     ),
     one(
         "claims do not pin",
-        "lmcache_hybrid/storage/claims.py",
-        "            memory.ref_count_up()\n"
-        "    return functools.partial(_unpin_memory, memories)\n",
-        "            pass\n    return functools.partial(_unpin_memory, ())\n",
+        "lmcache_hybrid/storage/tiers/ram.py",
+        "                memory.ref_count_up()\n"
+        "        return functools.partial(unpin_memory, memories)\n",
+        "                pass\n        return functools.partial(unpin_memory, ())\n",
     ),
     one(
         "an unhealthy store is read all the same",

@@ -170,7 +170,7 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a request that must not read stores states again",
         "lmcache_hybrid/scheduler/admission.py",
-        "            self._know(tracker, result)\n",
+        "            self._mark_as_stored(tracker, result)\n",
         "            pass\n",
     ),
     one(

@@ -143,13 +143,13 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a request that may not read a cache waits for one",
         SCHEDULER,
-        "tracker.may_load and not request.skip_reading_prefix_cache:\n",
-        "tracker.may_load:\n",
+        "not tracker.may_load or tracker.request.skip_reading_prefix_cache:\n",
+        "not tracker.may_load:\n",
     ),
     one(
         "who has waited in vain takes what the store had before",
         SCHEDULER,
-        "                gain = self._admission.ask_again(tracker, num_computed_tokens)\n",
-        "                pass\n",
+        "            return self._admission.ask_again(tracker, num_computed_tokens)\n",
+        "            return gain\n",
     ),
 )

@@ -163,8 +163,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "what came too late is stored again",
         SCHEDULER,
-        "                if request_id not in slow:\n",
-        "                if True:\n",
+        "fail_load(slow=request_id in slow)",
+        "fail_load(slow=False)",
     ),
     one(
         "a load that was given up counts as long as it lasted",

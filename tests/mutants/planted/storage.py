@@ -9,7 +9,7 @@ ARC = "lmcache_hybrid/storage/arc.py"
 DISK = "lmcache_hybrid/storage/disk/backend.py"
 ROOM = "lmcache_hybrid/storage/disk/eviction.py"
 ADAPTERS = "lmcache_hybrid/storage/remote/adapters.py"
-REMOTE = "lmcache_hybrid/storage/remote/connectors.py"
+REMOTE = "lmcache_hybrid/storage/tiers/remote.py"
 REDIS = "lmcache_hybrid/storage/remote/redis.py"
 SERVERS = "lmcache_hybrid/storage/remote/servers.py"
 SOCKETS = "lmcache_hybrid/storage/remote/sockets.py"
@@ -22,9 +22,15 @@ DEFECTS = (
         "self.meta_shapes = [record_shape(CHECKED_BYTES)]",
     ),
     one(
+        "a backend that LMCache has wrapped is opened as any other",
+        "lmcache_hybrid/storage/tiers/__init__.py",
+        "isinstance(backend, served)), None)",
+        "isinstance(backend, served)), RemoteTier)",
+    ),
+    one(
         "what LMCache's health check writes stays in the store",
-        STORE,
-        "                remote.remove_what_checks_leave(backend)\n",
+        REMOTE,
+        "        self._remove_what_checks_leave()\n",
         "",
     ),
     one(
@@ -270,19 +276,19 @@ DEFECTS = (
     one(
         "a disk that others fill loses all its records for nothing",
         ROOM,
-        "        self._paused_until = monotonic() + self._pause\n",
+        "        self._pause.fail()\n",
         "",
     ),
     one(
         "evictions in vain are as frequent after an hour",
-        ROOM,
-        "        self._pause = min(2 * self._pause, LONGEST_PAUSE)\n",
-        "",
+        "lmcache_hybrid/core/backoff.py",
+        "self._next, self.until = 2 * seconds, ",
+        "self._next, self.until = seconds, ",
     ),
     one(
         "on a full disk nothing new is stored",
         ROOM,
-        "        if monotonic() < self._paused_until:\n",
+        "        if self._pause.lasts:\n",
         "        if size:\n",
     ),
     one(
@@ -385,8 +391,8 @@ DEFECTS = (
     one(
         "damaged records stay in Redis",
         REMOTE,
-        "    _connector(backend).delete(key, REMOVAL_SECONDS)\n",
-        "    pass\n",
+        "        self._connector.delete(key, REMOVAL_SECONDS)\n",
+        "        pass\n",
     ),
     one(
         "values are copied on their way to Redis",

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the doctor says of a model and of settings."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -160,12 +159,6 @@ def test_a_model_that_does_not_exist(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match="^vLLM refuses"):
         described(str(tmp_path))
-
-
-def test_a_selection_that_is_no_attention_group():
-    extra = {"kv_connector_extra_config": {"lmcache.hybrid_attention_group": 0}}
-    with pytest.raises(ModelError, match="hybrid_attention_group=0 is not an attention group"):
-        described(model("lfm2"), "--kv-transfer-config", json.dumps(TRANSFER | extra))
 
 
 # Options

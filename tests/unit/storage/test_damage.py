@@ -8,7 +8,7 @@ from lmcache.v1.memory_management import MemoryFormat
 from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.storage.key_names import VALUE
 from lmcache_hybrid.storage.record import HEADER_BYTES, record_bytes
-from lmcache_hybrid.storage.remote import connectors
+from lmcache_hybrid.storage.tiers.remote import RemoteTier
 from lmcache_hybrid.upstream.lmcache_home import take
 
 from ..helpers import payload_of
@@ -185,7 +185,7 @@ def test_a_damaged_record_that_cannot_be_deleted_is_hidden_in_its_store_only(tie
     def fails(*args) -> None:
         raise OSError("of the test")
 
-    monkeypatch.setattr(connectors, "remove", fails)
+    monkeypatch.setattr(RemoteTier, "remove", fails)
     engine_key = tiers.store.engine_key(KEYS[1])
     memory = tiers.ram.hot_cache[engine_key]
     memory.ref_count_up()

@@ -24,7 +24,7 @@ from lmcache_hybrid.storage.folder.record_files import (
     record_files,
     temporary_prefix,
 )
-from lmcache_hybrid.storage.remote.connectors import unwrapped
+from lmcache_hybrid.storage.remote.record_connector import unwrapped
 
 from ..helpers import payload_of
 from ..lmcache_settings import lmcache_config

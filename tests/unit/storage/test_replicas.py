@@ -17,7 +17,7 @@ from lmcache_hybrid.storage import removal
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.record import digests_of
 from lmcache_hybrid.storage.record_names import Replicas
-from lmcache_hybrid.storage.remote.connectors import unwrapped
+from lmcache_hybrid.storage.remote.record_connector import unwrapped
 
 from ..helpers import payload_of, put
 from ..store_box import MAX_PAYLOAD, Box, N, flip, until
@@ -274,7 +274,7 @@ def test_ranks_that_name_pages_differently_do_not_share_them(ranks):
 def test_a_hit_needs_the_page_and_every_ranks_state(ranks, kind):
     """Whichever is missing, and on whichever rank: all ranks agree on a miss, and hold nothing."""
     made = ranks(kind)
-    plan = GroupPlan(N, (PAGES,), (STATES,), PAGES, replicated=(PAGES,))
+    plan = GroupPlan(N, (PAGES,), (STATES,), replicated=(PAGES,))
     lookups = [RankLookup(plan, one.store) for one in made]
 
     def found() -> int:

@@ -12,7 +12,6 @@ from bucket import DENIED, Bucket
 from lmcache_hybrid.core.errors import LoadError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
 from lmcache_hybrid.storage.record import record_bytes
-from lmcache_hybrid.storage.remote import connectors as remote
 from lmcache_hybrid.storage.remote import s3
 
 from ..helpers import payload_of, put
@@ -165,7 +164,7 @@ def test_objects_are_looked_for_side_by_side(box, paused, bucket):
     connector = connector_of(box)
     paused()
     with ThreadPoolExecutor(1) as thread:
-        found = thread.submit(remote.existing, box.backend, [*map(box.store.engine_key, MANY)], 9)
+        found = thread.submit(box.tier.held, [*map(box.store.engine_key, MANY)], 9)
         until(lambda: len(connector._in_flight) == len(MANY), "asked one after the other")
         bucket.resume()
         assert found.result() == [True] * len(MANY)
@@ -176,7 +175,7 @@ def test_a_lookup_without_an_answer_cancels_its_questions(box, paused, bucket):
     connector = connector_of(box)
     paused()
     with pytest.raises(TimeoutError):
-        remote.existing(box.backend, [*map(box.store.engine_key, MANY)], 0.2)
+        box.tier.held([*map(box.store.engine_key, MANY)], 0.2)
     until(lambda: not connector._in_flight, "questions go on that nobody waits for")
 
 
@@ -241,7 +240,7 @@ def test_a_bucket_that_does_not_let_us_in_is_no_empty_bucket(box, bucket, caplog
     """Without the right to list it S3 says so of objects that are not there, too."""
     box = box("s3", model=DENIED)
     with pytest.raises(s3.S3Error, match="S3 answered 403 to HeadObject"):
-        remote.existing(box.backend, [box.store.engine_key(KEYS[0])], 9)
+        box.tier.held([box.store.engine_key(KEYS[0])], 9)
     assert box.store.locate(KEYS) == {} and "counts as empty" in caplog.text
     put(box.store, KEYS[:1], SIZE)
     until(lambda: box.store.failed_writes == {"RemoteBackend": 1}, "nothing was counted")

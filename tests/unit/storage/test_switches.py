@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from lmcache_hybrid.core.errors import LoadError, RecordError
-from lmcache_hybrid.storage.remote.connectors import unwrapped
+from lmcache_hybrid.storage.remote.record_connector import unwrapped
 from lmcache_hybrid.upstream.lmcache_home import take
 
 from ..helpers import put

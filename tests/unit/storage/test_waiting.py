@@ -13,7 +13,7 @@ from ..helpers import Ranks, make_request, put
 from ..scheduler_rig import Rig, table
 from ..store_box import POOL_GB, Box, N
 
-PLAN = GroupPlan(N, (1,), (0,), 1)
+PLAN = GroupPlan(N, (1,), (0,))
 PAYLOAD = 60_000  # with its header 15 times the 4 KiB in which LMCache's pool gives out memory
 BLOCKS, LONG = 5, 20
 
@@ -68,10 +68,10 @@ def test_a_new_prompt_is_stored_beside_a_queue_of_hits(box, bound):
     # The others hit, or they are computed where theirs were evicted.
     for request in queue.requests:
         tokens, _ = queue.match(request)
-        queue.scheduler.allocated(request, table(request), tokens)
+        queue.scheduler.update_state_after_alloc(request, table(request), tokens)
         queue.step()
         queue.loaded(request)
-        queue.scheduler.finished(request)
+        queue.scheduler.request_finished(request)
     assert queue.scheduler.counts.hits.total() >= len(held)
     queue.step()
     box.assert_pool_is_free()

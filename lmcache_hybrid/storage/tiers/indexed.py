@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tiers have in common whose index is in this process."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lmcache.utils import CacheEngineKey
+from vllm.logger import init_logger
+
+from lmcache_hybrid.storage import arc
+from lmcache_hybrid.storage.tiers.base import Opening, StorageTier
+
+logger = init_logger("vllm.lmcache_hybrid.storage.tiers.indexed")
+
+
+class IndexedTier(StorageTier):
+    """A tier that evicts by a policy of LMCache's interface.
+
+    A pin is of the records, not of their keys. A key may name another record later, after a
+    removal and a new write, and LMCache's ``unpin(key)`` takes a pin from whichever record the
+    key names now. Its pin monitor removes all pins of a record after ``pin_timeout_sec``; a later
+    ``unpin(key)`` may then release another request's pin.
+    """
+
+    indexed = True
+
+    def __init__(self, name: str, backend: Any, opening: Opening) -> None:
+        backend.cache_policy = arc.policy_for(backend.cache_policy, opening.config)
+        super().__init__(name, backend, opening)
+
+    @property
+    def _lock(self) -> Any:
+        """LMCache's, which guards the index and the policy."""
+        raise NotImplementedError
+
+    @property
+    def _index(self) -> Any:
+        """Records by key, of the type that the policy wants."""
+        raise NotImplementedError
+
+    def held(self, keys: Sequence[CacheEngineKey], seconds: float) -> Sequence[bool]:
+        with self._lock:
+            return [key in self._index for key in keys]
+
+    def used(self, keys: Sequence[CacheEngineKey]) -> None:
+        with self._lock:
+            for key in keys:
+                if key in self._index:
+                    try:
+                        self.backend.cache_policy.update_on_hit(key, self._index)
+                    except Exception as error:  # claims are not lost for an order's sake
+                        logger.warning_once(
+                            "LMCache's eviction policy failed (%r): records are evicted in "
+                            "another order than by use. Loads and saves go on.",
+                            error,
+                        )

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RAM: LMCache's CPU pool."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.memory_management import MemoryObj
+from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+
+from lmcache_hybrid.protocol.changes import RAM
+from lmcache_hybrid.storage import arc
+from lmcache_hybrid.storage.tiers.base import Observer, Unpin
+from lmcache_hybrid.storage.tiers.indexed import IndexedTier
+
+
+class RamTier(IndexedTier):
+    """Records lie in the pool, where loads use them."""
+
+    in_place = True
+    backend: LocalCPUBackend
+
+    @property
+    def _lock(self) -> Any:
+        return self.backend.cpu_lock
+
+    @property
+    def _index(self) -> Any:
+        return self.backend.hot_cache
+
+    def observe(self, observer: Observer) -> None:
+        backend = self.backend
+        with self._lock:
+            backend.hot_cache = observer.follow(RAM, backend.hot_cache)
+
+    def pin(self, keys: Sequence[CacheEngineKey]) -> Unpin | None:
+        """Hold references, because anybody can take LMCache's own pins away.
+
+        LMCache evicts no record that somebody refers to. One that is removed by force keeps its
+        memory until the last reference is gone.
+        """
+        with self._lock:
+            memories = [self._index.get(key) for key in keys]
+            if None in memories:
+                return None
+            for memory in memories:
+                memory.ref_count_up()
+        return functools.partial(unpin_memory, memories)
+
+    def arrange(
+        self, keys: Sequence[CacheEngineKey], passing: Sequence[CacheEngineKey], owner: str
+    ) -> None:
+        with self._lock:
+            arc.arrange(self.backend.cache_policy, self._index, keys, passing, owner)
+
+
+def unpin_memory(memories: Sequence[MemoryObj]) -> None:
+    """Give the references of a pin back."""
+    for memory in memories:
+        memory.ref_count_down()
