@@ -29,6 +29,7 @@ from lmcache_hybrid.config.options import (
     without_hits,
 )
 from lmcache_hybrid.config.parallel import check_parallelism, check_prefix_cache, settle_disk_folder
+from lmcache_hybrid.config.shared_folders import folders_in
 from lmcache_hybrid.config.tiers import described, prompt_bytes, tiers
 from lmcache_hybrid.core.errors import ConfigError, UnknownContentError
 from lmcache_hybrid.core.faults import caught, guarded
@@ -37,7 +38,7 @@ from lmcache_hybrid.core.lmcache_stats import LMCacheMonitor
 from lmcache_hybrid.core.threads import before_the_process_ends
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.metrics import HybridStats, counts_of
-from lmcache_hybrid.protocol.changes import RankReport, RankReports
+from lmcache_hybrid.protocol.changes import RankReports
 from lmcache_hybrid.protocol.failures import FailedLoads
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata
 from lmcache_hybrid.scheduler.checkpoints import Drafter
@@ -48,7 +49,7 @@ from lmcache_hybrid.scheduler.patience import EmptySteps
 from lmcache_hybrid.scheduler.pins import Pins
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 from lmcache_hybrid.scheduler.shared_prefills import step_tokens_of
-from lmcache_hybrid.storage.disk.prompts_file import prompts_file_for
+from lmcache_hybrid.storage.disk.files import delete_old_prompts
 from lmcache_hybrid.storage.folder.cleaner import FolderCleaner, start_cleaners
 from lmcache_hybrid.storage.notes import StoreNotes
 from lmcache_hybrid.storage.open_store import open_store
@@ -111,7 +112,6 @@ class HybridConnector(KVConnectorBase_V1):
     _client: LookupClient | None = None
     _problem: str | None = None  # why this side is off
     _ended = False
-    _last_report: RankReport | None = None  # of a rank that is off: the scheduler waits for one
     scheduler: HybridScheduler | None = None
     worker: HybridWorker | None = None
 
@@ -201,7 +201,6 @@ class HybridConnector(KVConnectorBase_V1):
         known = isinstance(error, UnknownContentError)
         self._problem = str(error) if known else f"it could not start: {error!r}"
         worker, self.scheduler, self.worker = self.worker, None, None
-        self._report_off()
         off = "LMCache is off on this rank, which computes every prompt"
         if known:
             logger.warning("%s, because %s.", off, error)
@@ -213,13 +212,9 @@ class HybridConnector(KVConnectorBase_V1):
             except Exception as second:
                 logger.debug("%r", second, exc_info=True)
 
-    def _report_off(self) -> None:
-        """Let the scheduler side wait for nothing of this rank, in whose store nobody looks."""
-        if self._options.events:
-            rank = self._vllm_config.parallel_config.rank
-            self._last_report = RankReport(rank, 0, (), serving=False, writing=False)
-
     def _start_scheduler(self, config: "LMCacheEngineConfig", options: Options, unit: int) -> None:
+        if config.local_disk:
+            delete_old_prompts(folders_in("local_disk", config.local_disk))
         for url in in_the_clear(config):
             logger.warning(
                 "Records go to %s unencrypted, and they are the prompts: use TLS or a network of "
@@ -234,9 +229,8 @@ class HybridConnector(KVConnectorBase_V1):
         sizes = {i: page_bytes(groups[i]) * plan.blocks_per_record(i) for i in plan.groups}
         policy = policy_for(options.load_policy, plan, sizes)
         parallel = self._vllm_config.parallel_config
-        known = prompts_file_for(self._vllm_config, config, options, plan.block_size, unit)
         if options.events:
-            self._events = KVEvents(plan, groups, parallel.world_size, known)
+            self._events = KVEvents(plan, groups, parallel.world_size)
         log_events(self._vllm_config, config)
         log_sharing(self._vllm_config, options)
         finer = suggested_unit(plan.block_size) if plan.with_unit(1).unit else 0
@@ -377,7 +371,6 @@ class HybridConnector(KVConnectorBase_V1):
                 "LMCache could not open its store (see above): this rank computes every prompt "
                 "until the engine is restarted with a working store."
             )
-            self._report_off()
             return
         self._open_store(engine, pages, name, replicas)
 
@@ -461,7 +454,7 @@ class HybridConnector(KVConnectorBase_V1):
         if self._ended:
             return
         self._ended = True
-        services = (*self._cleaners, self._server, self._queue, self._client, self._events)
+        services = (*self._cleaners, self._server, self._queue, self._client)
         ends = [service.close for service in services if service is not None]
         if self.worker is not None:
             ends.append(self.worker.shutdown)
@@ -547,9 +540,7 @@ class HybridConnector(KVConnectorBase_V1):
 
     @guarded("KV cache events may miss what changed in a store", _nothing)
     def get_kv_connector_kv_cache_events(self) -> RankReports | None:
-        report, self._last_report = self._last_report, None
-        if self.worker is not None:
-            report = self.worker.report(self._guard.stands)
+        report = self.worker.report(self._guard.stands) if self.worker is not None else None
         return RankReports([report]) if report else None
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:

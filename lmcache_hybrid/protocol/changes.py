@@ -50,7 +50,7 @@ class RankReports(KVConnectorKVEvents):
 
     vLLM adds up what the ranks return with :meth:`add_events`. Only events that several ranks
     agree on would survive its own aggregation; here ranks may report at different steps, so all
-    reports are kept and :mod:`lmcache_hybrid.scheduler.boundaries` combines them.
+    reports are kept and :mod:`lmcache_hybrid.scheduler.announced_prefixes` combines them.
     """
 
     def __init__(self, reports: Sequence[RankReport]) -> None:

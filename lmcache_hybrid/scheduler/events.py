@@ -24,18 +24,22 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.core.keys import tags_digest, wide_hash
-from lmcache_hybrid.protocol.blocks import Block, KnownBlocks
 from lmcache_hybrid.protocol.changes import DISK, RAM, REMOTE, RankReports, Tier
 from lmcache_hybrid.protocol.metadata import SaveSpec
 from lmcache_hybrid.protocol.prefix import Prefix
-from lmcache_hybrid.scheduler.boundaries import BlockKey, Boundaries, Change
+from lmcache_hybrid.scheduler.announced_prefixes import (
+    AnnouncedPrefixes,
+    BlockKey,
+    Change,
+    EventBlock,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
     from vllm.v1.request import Request
 
 # An idle engine makes steps for so long while writes are in flight, so that their end is
-# published; and after its start, until every rank has reported what it found on disk.
+# published.
 FLUSH_SECONDS = 10.0
 
 # Medium, locality and ownership in events.
@@ -45,39 +49,31 @@ WHERE: dict[Tier, tuple[str, str, str | None]] = {
     REMOTE: (MEDIUM_STORAGE, "REMOTE", "RemoteBackend"),
 }
 
-NO_TAGS = tags_digest(())
-
 
 class KVEvents:
-    """Turns reports of the ranks into events. Used by the scheduler's thread only."""
+    """Turns reports of the ranks into events. Used by the scheduler's thread only.
 
-    def __init__(
-        self,
-        plan: GroupPlan,
-        groups: "Sequence[KVCacheGroupSpec]",
-        ranks: int,
-        known: KnownBlocks | None = None,
-    ) -> None:
+    Reports name records by hashes, and only a request shows which block comes after which: what
+    a rank found at its start is announced once one has asked for it.
+    """
+
+    def __init__(self, plan: GroupPlan, groups: "Sequence[KVCacheGroupSpec]", ranks: int) -> None:
         """Announce nothing yet, but that whatever was known of this engine is void.
 
         Args:
             groups: vLLM's KV cache groups.
             ranks: which must all hold a boundary.
-            known: keeps over restarts what blocks are, and is closed here; None where nothing of
-                them stays on this machine.
         """
         self._size = plan.block_size
         specs = [group.kv_cache_spec for group in groups]
         self._kinds = [get_kv_cache_spec_kind(spec).value for spec in specs]
         self._windows = [get_kv_cache_spec_sliding_window(spec) for spec in specs]
-        self._boundaries = Boundaries(plan, ranks)
+        self._prefixes = AnnouncedPrefixes(plan, ranks)
         self._epoch = 0
         self._first: list[KVCacheEvent] = [AllBlocksCleared()]
-        self._writing = set(range(ranks))
-        self._known = known
-        # Ranks that have not said yet what they found at the start.
-        self._unreported = set(range(ranks))
-        self._until = time.monotonic() + FLUSH_SECONDS
+        # Ranks whose writes are in flight, and ``time.monotonic`` until which that counts.
+        self._writing: set[int] = set()
+        self._until = 0.0
 
     # What becomes known of blocks
 
@@ -108,27 +104,24 @@ class KVEvents:
 
         # From the end: a step tells of few of a long prompt's blocks.
         first = blocks = min(blocks, len(prefix.hashes))
-        while first and not self._boundaries.knows(key(first - 1)):
+        while first and not self._prefixes.knows(key(first - 1)):
             first -= 1
-        new: list[Block] = []
         for at in range(first, blocks):
-            new.append(self._block(request, prefix, at, (at + 1) * self._size, prefix.hashes[at]))
-            self._boundaries.learn(key(at), key(at - 1) if at else None, new[-1])
+            block = self._block(request, prefix, at, (at + 1) * self._size, prefix.hashes[at])
+            self._prefixes.learn(key(at), key(at - 1) if at else None, block)
         for end in inner:
             at, inside = end // self._size, (wide_hash(prefix.inner[end]), tags)
-            if not self._boundaries.knows(inside):
-                new.append(self._block(request, prefix, at, end, prefix.inner[end]))
-                self._boundaries.learn(inside, key(at - 1) if at else None, new[-1])
-        if new and self._known is not None:
-            self._known.add(new)
+            if not self._prefixes.knows(inside):
+                block = self._block(request, prefix, at, end, prefix.inner[end])
+                self._prefixes.learn(inside, key(at - 1) if at else None, block)
 
     def _block(
         self, request: "Request", prefix: Prefix, at: int, end: int, block_hash: bytes
-    ) -> Block:
+    ) -> EventBlock:
         """Describe the tokens of block ``at`` up to token ``end``."""
         start, lora = at * self._size, request.lora_request
         extra, _ = generate_block_hash_extra_keys(request, start, end, 0)
-        return Block(
+        return EventBlock(
             block_hash,
             prefix.hashes[at - 1] if at else None,
             array("q", request.all_token_ids[start:end]),
@@ -136,20 +129,6 @@ class KVEvents:
             lora.name if lora else None,
             extra,
         )
-
-    def _recall(self) -> None:
-        """Learn what some of the blocks are that were found at the start."""
-        blocks = self._known.recalled() if self._known is not None else ()
-        for block in blocks:
-            key, before = (wide_hash(block.block_hash), NO_TAGS), block.parent_hash
-            parent = None if before is None else (wide_hash(before), NO_TAGS)
-            # One that is not held would push another out of those to remember.
-            if self._boundaries.holds(key) and (not parent or self._boundaries.knows(parent)):
-                self._boundaries.learn(key, parent, block)
-
-    def _keep(self) -> None:
-        if self._known is not None and self._known.is_due(self._boundaries.num_blocks):
-            self._known.rewrite(self._boundaries.known())
 
     # What becomes known of the store
 
@@ -160,18 +139,9 @@ class KVEvents:
         for report in reports.reports:
             if report.epoch != self._epoch:
                 continue  # of records that were forgotten since
-            self._boundaries.take(report)
+            self._prefixes.take(report)
             self._until = time.monotonic() + FLUSH_SECONDS
             (self._writing.add if report.writing else self._writing.discard)(report.rank)
-            if report.serving:  # one that is off has not looked what lies on disk
-                self._reported(report.rank)
-
-    def _reported(self, rank: int) -> None:
-        """Ask what the blocks are that were found at the start, once all ranks have said it."""
-        if rank in self._unreported:
-            self._unreported.remove(rank)
-            if not self._unreported and self._known is not None:
-                self._known.recall(self._boundaries.held(NO_TAGS))
 
     def reset(self, epoch: int) -> None:
         """The ranks forget all records.
@@ -180,36 +150,30 @@ class KVEvents:
             epoch: of the reports that count from now on.
         """
         self._epoch = epoch
-        self._boundaries.forget()
-        if self._known is not None:
-            self._known.erase()
+        self._prefixes.forget()
 
     def cleared(self) -> None:
         """Announce everything again: vLLM tells consumers to forget all of this engine."""
-        self._boundaries.unsay()
+        self._prefixes.unsay()
 
     # What is published
 
     @property
     def pending(self) -> bool:
         """Whether a step must be made although no request runs."""
-        if self._first or not self._boundaries.settled:
-            return True
-        if self._known is not None and self._known.recalling:
+        if self._first or not self._prefixes.settled:
             return True
         return bool(self._writing) and time.monotonic() < self._until
 
     def take(self) -> list[KVCacheEvent]:
         """Events since the last call: what is gone, then what is there."""
-        self._recall()
-        if not self._first and self._boundaries.settled:
+        if not self._first and self._prefixes.settled:
             return []
         events, self._first = self._first, []
-        removed, stored = self._boundaries.settle()
-        self._keep()
+        removed, stored = self._prefixes.settle()
         by_place: dict[tuple[int, Tier], list[Any]] = {}
-        for node, group, tier in removed:
-            block_hash = maybe_convert_block_hash(BlockHash(node.block.block_hash))
+        for block, group, tier in removed:
+            block_hash = maybe_convert_block_hash(BlockHash(block.block_hash))
             by_place.setdefault((group, tier), []).append(block_hash)
         for (group, tier), hashes in by_place.items():
             medium, locality, ownership = WHERE[tier]
@@ -224,15 +188,10 @@ class KVEvents:
             )
         return events + [self._stored(change) for change in stored]
 
-    def close(self) -> None:
-        """Let what is known be written."""
-        if self._known is not None:
-            self._known.close()
-
     def _stored(self, change: Change) -> BlockStored:
-        block, group = change.node.block, change.group
+        block, group, tier = change
         parent = block.parent_hash
-        medium, locality, ownership = WHERE[change.tier]
+        medium, locality, ownership = WHERE[tier]
         return BlockStored(
             block_hashes=[maybe_convert_block_hash(BlockHash(block.block_hash))],
             parent_block_hash=parent and maybe_convert_block_hash(BlockHash(parent)),

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router that knows the engine by its events alone foresees every hit, over a real ZMQ socket.
+"""A router foresees each hit by events alone, over a real ZMQ socket.
+
+After a restart it does so once a prompt has shown what lies on the disk.
 
 The engine core runs in a process of its own, as under ``vllm serve``: it makes steps while it is
 idle, so that the end of its last writes is published.
@@ -55,7 +57,7 @@ def test_every_hit_of_a_pool_that_evicts_is_foreseen(ports, router, model) -> No
         assert asks.ask(engine, asks.trunks[0]) == (4 * asks.size, 4 * asks.size)
 
 
-def test_disk_takes_over_what_ram_evicts_and_a_restart_announces_it(
+def test_disk_takes_over_what_ram_evicts_and_a_restart_announces_it_once_it_is_asked_for(
     ports, router, model, tmp_path
 ) -> None:
     config = {"local_cpu": True, "max_local_cpu_size": room_for(model, 4)}
@@ -66,20 +68,27 @@ def test_disk_takes_over_what_ram_evicts_and_a_restart_announces_it(
             asks.ask(engine)
         assert asks.wrong == [] and asks.hits >= 8
         assert router.settled().media()["STORAGE"] > 0 < router.settled().media()["CPU"]
+        asks.ask(engine, asks.trunks[0][: 2 * asks.size + 7])
         asks.ask(engine, asks.trunks[0])
     before = router.settled()
     with publishing(ports, model, config) as engine:
-        # Nobody has asked it for anything.
+        # An idle engine says that all that was known of it is void, and nothing more.
         deadline = time.monotonic() + 20
-        while router.index is before or not router.settled().media():
-            assert time.monotonic() < deadline, "it announces nothing"
+        while router.index is before:
+            assert time.monotonic() < deadline, "it says nothing"
             time.sleep(0.05)
         index = router.settled()
-        assert isinstance(index.seen[0], AllBlocksCleared) and index.media().keys() == {"STORAGE"}
-        assert asks.ask(engine, asks.trunks[0]) == (4 * asks.size, 4 * asks.size)
+        assert isinstance(index.seen[0], AllBlocksCleared) and not index.media()
+        # The first prompt shows what it loads, and what else lies there at boundaries in it.
+        assert asks.ask(engine, asks.trunks[0]) == (0, 4 * asks.size)
+        assert router.settled().media().keys() == {"CPU", "STORAGE"}
+        for end in (len(asks.trunks[0]), 3 * asks.size + 1, 2 * asks.size + 7):
+            foreseen, hit = asks.ask(engine, asks.trunks[0][:end])
+            assert foreseen == hit
+        asks.outcomes.clear()
         for _ in range(10):
             asks.ask(engine)
-        assert asks.wrong == []
+        assert all(foreseen <= hit for foreseen, hit, _ in asks.outcomes)
 
 
 def test_a_shared_store_is_announced_once_it_holds_the_records(

@@ -149,10 +149,12 @@ def test_both_ranks_must_hold_it_and_vllm_adds_up_their_reports() -> None:
     assert len(rig.events.take()) == 4
 
 
-def test_what_a_lookup_finds_is_announced() -> None:
+@pytest.mark.parametrize("tier", [DISK, REMOTE])
+def test_what_is_found_is_announced_once_a_prompt_has_asked_for_it(tier) -> None:
     """After a restart, or of another engine on a shared store."""
     rig, request = EventRig(), make_request(tokens=3 * N + 1)
-    assert rig.stored(request, 2, states=(2,), tier=REMOTE) == []
+    assert rig.stored(request, 2, states=(2,), tier=tier) == []
+    assert not rig.events.pending
     rig.holds(request, 2, 2)
     assert rig.match(request) == (2 * N, True)
     assert [event.group_idx for event in rig.events.take()].count(PAGES) == 2
@@ -246,10 +248,11 @@ def test_an_idle_engine_makes_steps_until_writes_have_ended_but_not_for_ever(mon
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     events = KVEvents(PLAN, GROUPS, 2)
     assert events.pending and events.take() == [AllBlocksCleared()]
-    assert events.pending  # no rank has said what it found on disk
-    for rank in (0, 1):
-        assert events.pending
-        events.receive(RankReports([RankReport(rank, 0, (), True, False)]))
+    assert not events.pending  # whatever ranks have found: it is announced once it is asked for
+    events.receive(RankReports([RankReport(rank, 0, (), True, True) for rank in (0, 1)]))
+    events.receive(RankReports([RankReport(0, 0, (), True, False)]))
+    assert events.pending
+    events.receive(RankReports([RankReport(1, 0, (), True, False)]))
     assert not events.pending
     events.receive(RankReports([RankReport(1, 0, (), True, True)]))
     assert events.pending

@@ -6,7 +6,6 @@ Root in a folder of another user is what an engine meets on NFS with ``root_squa
 
 import os
 import pwd
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,15 +15,12 @@ from lmcache_hybrid.config.folders import TRUSTED_OWNER_KEY, check_folder, read_
 from lmcache_hybrid.config.options import load_lmcache_config, settle_lmcache_config
 from lmcache_hybrid.config.parallel import settle_disk_folder
 from lmcache_hybrid.core.errors import ConfigError
-from lmcache_hybrid.storage.disk.files import PROMPTS_FILES
-from lmcache_hybrid.storage.disk.prompts_file import prompts_file_for
 from lmcache_hybrid.tools.doctor.context import Context
 from lmcache_hybrid.tools.doctor.options import check_options
 from lmcache_hybrid.tools.stored.opening import open_store
 
 from . import store_box as stores
-from .helpers import OPTIONS as SOME_OPTIONS
-from .helpers import N, vllm_config
+from .helpers import vllm_config
 from .lmcache_settings import BLOCK, assert_one_sentence, options, transfer
 from .other_users import ALICE, BOB, GROUP, as_user, needs_root, open_tmp
 from .store_box import KEYS
@@ -135,22 +131,6 @@ def test_records_that_belong_to_that_user_are_found_read_and_deleted(box, tmp_pa
     assert len(entries) == len(KEYS)
     assert store.delete(entry.where for entry in entries) == len(KEYS)
     store.close()
-
-
-@needs_root
-@pytest.mark.parametrize("trusted", [None, BOB])
-def test_prompts_of_that_user_are_read(bobs, hybrid_log, no_lmcache_settings, trusted):
-    vllm = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"))
-    config = settings("local_disk", bobs, **{TRUSTED_OWNER_KEY: trusted})
-    announcing = replace(SOME_OPTIONS, events=True, alone=True)
-    for life in range(2):
-        file = prompts_file_for(vllm, config, announcing, N, N)
-        file.recall(set())
-        file.rewrite([])
-        file.close()
-        if life == 0:
-            os.chown(bobs / PROMPTS_FILES[0], BOB, GROUP)
-    assert (f"it belongs to user {BOB}" in hybrid_log.text) == (trusted is None)
 
 
 @pytest.mark.parametrize("value", ["nobody-here", "", " ", True, -1, 1.5, "x\0", [0]])

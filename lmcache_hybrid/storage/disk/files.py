@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens files in folders that others can write to."""
+"""Opens, makes and deletes files in folders that others can write to."""
 
 import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
 
@@ -16,8 +16,16 @@ GROUP_FILE = 0o660
 NO_FILE = frozenset(
     (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG)
 )
-# What `prompts_file` keeps beside the records of local_disk; the second while it is rewritten.
-PROMPTS_FILES = (".lmcache-hybrid-prompts", ".lmcache-hybrid-prompts.new")
+# What earlier versions kept beside the records of local_disk: prompts in the clear.
+OLD_PROMPTS = (".lmcache-hybrid-prompts", ".lmcache-hybrid-prompts.new")
+
+
+def delete_old_prompts(folders: Iterable[str]) -> None:
+    """Delete OLD_PROMPTS in each folder, as far as it can be; never what a link points to."""
+    for folder in folders:
+        for name in OLD_PROMPTS:
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(folder, name))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lmcache_hybrid.core.errors import StoreError
-from lmcache_hybrid.storage.disk.files import PROMPTS_FILES, open_regular
+from lmcache_hybrid.storage.disk.files import OLD_PROMPTS, delete_old_prompts, open_regular
 from lmcache_hybrid.storage.folder.folder_lock import LOCK_NAME
 from lmcache_hybrid.storage.folder.record_files import (
     DATA,
@@ -62,7 +62,7 @@ class FolderStore:
             )
 
     def _entry(self, file: os.DirEntry) -> Iterator[Entry]:
-        if file.name in (LOCK_NAME, *PROMPTS_FILES) or is_temporary(file.name):
+        if file.name in (LOCK_NAME, *OLD_PROMPTS) or is_temporary(file.name):
             return
         key = key_of(file.name, DATA, TEMPORARY, LOCAL_DISK)
         if key is None or not file.is_file(follow_symlinks=False):
@@ -115,7 +115,7 @@ class FolderStore:
         for folder in self._folders:
             with contextlib.suppress(OSError):
                 _delete_unfinished(folder)
-                _delete_prompts(folder)
+        delete_old_prompts(map(str, self._folders))
         return deleted
 
     def close(self) -> None:
@@ -127,12 +127,3 @@ def _delete_unfinished(folder: Path) -> None:
     for file in record_files(str(folder), TEMPORARY):
         if file.unfinished and is_temporary(os.path.basename(file.path)):
             os.unlink(file.path)
-
-
-def _delete_prompts(folder: Path) -> None:
-    """Delete what says which prompts the records are of, where there are none left."""
-    with os.scandir(folder) as files:
-        if any(key_of(file.name, DATA, TEMPORARY, LOCAL_DISK) for file in files):
-            return
-    for name in PROMPTS_FILES:
-        (folder / name).unlink(missing_ok=True)

@@ -3,98 +3,97 @@
 
 from tests.mutants.defect import Defect, one
 
-BOUNDARIES = "lmcache_hybrid/scheduler/boundaries.py"
+PREFIXES = "lmcache_hybrid/scheduler/announced_prefixes.py"
 EVENTS = "lmcache_hybrid/scheduler/events.py"
 NOTES = "lmcache_hybrid/storage/notes.py"
 STORE = "lmcache_hybrid/storage/lmcache_store.py"
 SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
 CONNECTOR = "lmcache_hybrid/connector.py"
 CHANGES = "lmcache_hybrid/protocol/changes.py"
-PROMPTS = "lmcache_hybrid/storage/disk/prompts_file.py"
-ENTRIES = "lmcache_hybrid/storage/disk/prompt_entries.py"
+FILES = "lmcache_hybrid/storage/disk/files.py"
 
 DEFECTS: tuple[Defect, ...] = (
     one(
         "a boundary is announced without its states",
-        BOUNDARIES,
+        PREFIXES,
         "            and self._holds(node, self._plan.states)\n",
         "",
     ),
     one(
         "a boundary is announced with one of its states",
-        BOUNDARIES,
+        PREFIXES,
         "            and self._holds(node, self._plan.states)\n",
         "            and self._holds(node, self._plan.states[:1])\n",
     ),
     one(
         "a boundary is announced once one rank holds it",
-        BOUNDARIES,
+        PREFIXES,
         "        return all(len(node.tiers.get(group, ())) == self._ranks for group in groups)\n",
         "        return all(node.tiers.get(group) for group in groups)\n",
     ),
     one(
         "a boundary is announced without the pages before it",
-        BOUNDARIES,
+        PREFIXES,
         "        return before and self._holds(node, self._plan.attention)\n",
         "        return self._holds(node, self._plan.attention)\n",
     ),
     one(
         "boundaries behind an evicted page stay announced",
-        BOUNDARIES,
+        PREFIXES,
         "                if not (moved or reach > 1):\n",
         "                if not reach > 1:\n",
     ),
     one(
         "an evicted window page withdraws no boundary behind it",
-        BOUNDARIES,
+        PREFIXES,
         "                if not (moved or reach > 1):\n",
         "                if not moved:\n",
     ),
     one(
         "each boundary is counted in all blocks before it",
-        BOUNDARIES,
+        PREFIXES,
         "            if before and current.below:\n",
         "            if before and current.below and change > 1:\n",
     ),
     one(
         "a window counts pages in front of one that is missing",
-        BOUNDARIES,
+        PREFIXES,
         "            return 0\n        return min(most",
         "            pass\n        return min(most",
     ),
     one(
         "pages are announced that no boundary needs",
-        BOUNDARIES,
+        PREFIXES,
         "self._refusing or not node.below:",
         "self._refusing:",
     ),
     one(
         "states are announced at boundaries that cannot be restored",
-        BOUNDARIES,
+        PREFIXES,
         "        groups = self._groups if node.ready else self._pages\n",
         "        groups = self._groups\n",
     ),
     one(
         "the fastest rank decides where a record lies",
-        BOUNDARIES,
+        PREFIXES,
         "return max(tiers.values()) if",
         "return min(tiers.values()) if",
     ),
     one(
         "a rank that loads nothing is not heeded",
-        BOUNDARIES,
-        "        if node.block is None or self._refusing or",
-        "        if node.block is None or",
+        PREFIXES,
+        "        if self._refusing or",
+        "        if",
     ),
     one(
         "blocks that nobody holds are remembered for ever",
-        BOUNDARIES,
+        PREFIXES,
         "        while len(self._unheld) > KEPT_UNHELD:\n",
         "        while len(self._unheld) > 1 << 40:\n",
     ),
     one(
         "a block is forgotten while what follows it is learned",
-        BOUNDARIES,
+        PREFIXES,
         "            self._unheld[node] = None\n",
         "            self._unheld[node] = None\n"
         "            if len(self._unheld) > KEPT_UNHELD:\n"
@@ -240,24 +239,6 @@ DEFECTS: tuple[Defect, ...] = (
         "        if False:\n",
     ),
     one(
-        "a rank that is off empties the file of prompts",
-        "lmcache_hybrid/scheduler/events.py",
-        "            if report.serving:  # one that is off has not looked",
-        "            if True:  # one that is off has not looked",
-    ),
-    one(
-        "an idle engine makes steps for a rank whose store did not open",
-        "lmcache_hybrid/connector.py",
-        "            self._report_off()\n            return\n",
-        "            return\n",
-    ),
-    one(
-        "an idle engine makes steps for a rank that is off",
-        "lmcache_hybrid/connector.py",
-        "            self._last_report = RankReport(rank, 0, (), serving=False, writing=False)\n",
-        "            self._last_report = None\n",
-    ),
-    one(
         "vLLM gets no events of the store",
         CONNECTOR,
         "        return self._events.take() if self._events else []\n",
@@ -276,129 +257,45 @@ DEFECTS: tuple[Defect, ...] = (
         "            pass\n",
     ),
     one(
-        "what lies on disk at a restart is announced once it is asked for",
-        EVENTS,
-        "                self._known.recall(self._boundaries.held(NO_TAGS))\n",
-        "                pass\n",
-    ),
-    one(
-        "an idle engine announces of its disk what its first steps learn",
-        EVENTS,
-        "        if self._known is not None and self._known.recalling:\n            return True\n",
-        "",
-    ),
-    one(
-        "blocks that were evicted since the start push others out of memory",
-        EVENTS,
-        "            if self._boundaries.holds(key) and (not parent",
-        "            if (not parent",
-    ),
-    one(
-        "new prompts are not known after a restart",
-        EVENTS,
-        "            self._known.add(new)\n",
-        "            pass\n",
-    ),
-    one(
-        "prompts stay on disk after a reset",
-        EVENTS,
-        "            self._known.erase()\n",
-        "            pass\n",
-    ),
-    one(
-        "prompts outlive a reset on a disk that is full",
-        PROMPTS,
-        "            _delete(self._folder)\n        except OSError as error:\n",
-        "            pass\n        except OSError as error:\n",
-    ),
-    one(
-        "prompts outlive the engine that announced them",
-        PROMPTS,
-        "                _delete(folder)\n        return None\n",
-        "                pass\n        return None\n",
-    ),
-    one(
-        "an engine ends once it has read whatever others wrote",
-        PROMPTS,
-        "lambda: self._closing or",
-        "lambda: False or",
-    ),
-    one(
-        "a hole in the file of prompts is read to its end",
-        ENTRIES,
-        "            if not 0 < length <= MAX_ENTRY_BYTES:",
-        "            if not 0 <= length <= MAX_ENTRY_BYTES:",
-    ),
-    one(
-        "the prompts on disk grow for ever",
-        PROMPTS,
-        "        return self._count > 2 * known + SLACK\n",
-        "        return False\n",
-    ),
-    one(
-        "prompts that others may write count",
-        PROMPTS,
-        "        if mode != (GROUP_FILE if shared else PRIVATE_FILE):\n",
-        "        if mode == 0:\n",
-    ),
-    one(
-        "prompts of another layout count",
-        PROMPTS,
-        "        if data.read(len(self._entries.header)) != self._entries.header:\n",
-        "        if not data.read(len(self._entries.header)):\n",
-    ),
-    one(
-        "prompts are written to a file that was deleted",
-        PROMPTS,
-        "            if not os.fstat(self._file).st_nlink:\n",
-        "            if not os.fstat(self._file):\n",
-    ),
-    one(
-        "tokens that somebody wrote beside the records are announced under any hash",
-        ENTRIES,
-        "            block_hash = hash_block_tokens(self._hash, parent, part, hashed)\n",
-        "            block_hash = entry.block_hash\n",
-    ),
-    one(
-        "a block of no tokens hides the right one",
-        ENTRIES,
-        "        if not 0 < len(tokens) <= self._size or",
-        "        if len(tokens) > self._size or",
-    ),
-    one(
-        "damaged prompts count",
-        ENTRIES,
-        "            if self._digester.chunk(payload) == digest:\n",
-        "            if digest:\n",
-    ),
-    one(
-        "blocks with two images are not known after a restart",
-        ENTRIES,
-        "        copied.append((sys.intern(tag), *rest))\n",
-        "        copied.append((tag, *rest))\n",
-    ),
-    one(
-        "an adapter's prompts are announced after a restart, whatever the adapter is then",
-        ENTRIES,
-        '{"mm": (str, int), "cache_salt": (str,)}',
-        '{"mm": (str, int), "cache_salt": (str,), "lora": (str, str)}',
-    ),
-    one(
         "a restart reports a part of what a large disk holds",
         NOTES,
         "self._expected[key] = RecordName(header.group, header.block_hash, header.tags)\n",
         "self._expect(key, RecordName(header.group, header.block_hash, header.tags))\n",
     ),
     one(
-        "a purge leaves the prompts of the records",
-        "lmcache_hybrid/tools/stored/folder_store.py",
-        "        (folder / name).unlink(missing_ok=True)\n",
-        "        pass\n",
+        "an idle engine waits for what ranks find at the start",
+        EVENTS,
+        "        self._writing: set[int] = set()\n        self._until = 0.0\n",
+        "        self._writing: set[int] = {0}\n        self._until = time.monotonic() + 1\n",
     ),
     one(
-        "a purge takes the prompts of the records that it leaves",
+        "prompts that earlier versions kept stay on disk",
+        CONNECTOR,
+        '            delete_old_prompts(folders_in("local_disk", config.local_disk))\n',
+        "            pass\n",
+    ),
+    one(
+        "prompts that earlier versions kept stay in the second folder",
+        CONNECTOR,
+        'delete_old_prompts(folders_in("local_disk", config.local_disk))',
+        'delete_old_prompts(folders_in("local_disk", config.local_disk)[:1])',
+    ),
+    one(
+        "prompts that cannot be deleted end a start",
+        FILES,
+        "            with contextlib.suppress(OSError):\n",
+        "            with contextlib.suppress(FileNotFoundError):\n",
+    ),
+    one(
+        "a link that has the name of prompts has somebody's file deleted",
+        FILES,
+        "os.unlink(os.path.join(folder, name))",
+        "os.unlink(os.path.realpath(os.path.join(folder, name)))",
+    ),
+    one(
+        "a purge leaves prompts that earlier versions kept",
         "lmcache_hybrid/tools/stored/folder_store.py",
-        "        if any(key_of(file.name, DATA, TEMPORARY, LOCAL_DISK) for file in files):\n",
-        "        if not files:\n",
+        "        delete_old_prompts(map(str, self._folders))\n",
+        "        pass\n",
     ),
 )

@@ -51,12 +51,6 @@ DEFECTS: tuple[Defect, ...] = (
         "",
     ),
     one(
-        "prompts in the second folder are forgotten",
-        "lmcache_hybrid/storage/disk/prompts_file.py",
-        "PromptsFile(next(kept, folders[0]), entries,",
-        "PromptsFile(folders[0], entries,",
-    ),
-    one(
         "a trusted owner's folder may be written to by anybody",
         FOLDERS,
         "        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):\n",
@@ -97,11 +91,5 @@ DEFECTS: tuple[Defect, ...] = (
         "lmcache_hybrid/config/parallel.py",
         '        check_folder("local_disk", folder, trusted_owner(config))\n',
         '        check_folder("local_disk", folder)\n',
-    ),
-    one(
-        "prompts in a trusted owner's folder are begun anew at each start",
-        "lmcache_hybrid/storage/disk/prompts_file.py",
-        "        self._owners = os.geteuid(), trusted\n",
-        "        self._owners = (os.geteuid(),)\n",
     ),
 )

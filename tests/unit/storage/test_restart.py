@@ -8,7 +8,6 @@ import torch
 
 from lmcache_hybrid.core.errors import RecordError
 from lmcache_hybrid.core.keys import STATE, RecordKey
-from lmcache_hybrid.storage.disk.files import PROMPTS_FILES
 
 from ..helpers import payload_of
 from ..store_box import KEYS, MODEL, SIZE, Box, N, flip
@@ -115,15 +114,3 @@ def test_a_pipe_or_a_link_in_the_place_of_a_file_is_left_alone(box):
     found = box("disk").store.locate
     assert found(KEYS[:1]) == found(KEYS[1:2]) == {}
     assert list(found(KEYS[2:])) == KEYS[2:]
-
-
-def test_the_prompts_beside_the_records_are_none(box):
-    """They take no part in the limit, and no eviction deletes them."""
-    first = box("disk").write()
-    prompts = [first.folder / name for name in PROMPTS_FILES]
-    for path in prompts:
-        path.write_bytes(bytes(first.backend.max_cache_size))
-    first.close()
-    again = restart(box)
-    assert len(again.backend.dict) == len(KEYS) and again.backend._strangers == {}
-    assert all(path.exists() for path in prompts)

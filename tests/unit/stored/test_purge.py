@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_hybrid.storage.disk.files import PROMPTS_FILES
+from lmcache_hybrid.storage.disk.files import OLD_PROMPTS
 from lmcache_hybrid.storage.key_names import MODEL_NAME_LENGTH, readable_name
 from lmcache_hybrid.tools.stored import record_store
 from lmcache_hybrid.tools.stored.record_store import Names
@@ -180,16 +180,14 @@ def test_names_beyond_memory_come_from_a_file(monkeypatch):
     chosen.close()
 
 
-@pytest.mark.parametrize("left", [0, 1])
-def test_prompts_go_with_the_last_record(box, left):
-    """An engine with KV cache events keeps them beside the records of local_disk."""
+def test_prompts_that_earlier_versions_kept_go_with_any_record(box):
     filled = box("disk").write()
-    prompts = [filled.folder / name for name in PROMPTS_FILES]
+    prompts = [filled.folder / name for name in OLD_PROMPTS]
     for path in prompts:
         path.write_bytes(b"tokens")
     assert run_json("inspect", store_of(filled))["foreign"] == 0
-    for key in KEYS[left:]:
+    for key in KEYS[1:]:
         aged(filled, key)
     assert "Deleted" in run("purge", store_of(filled), "--older-than", "89d", "--yes")
-    assert records(filled) == left
-    assert [path.exists() for path in prompts] == [bool(left)] * 2
+    assert records(filled) == 1
+    assert not any(path.exists() for path in prompts)

@@ -10,6 +10,7 @@ with the blocks in front of them.
 """
 
 import heapq
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -25,13 +26,31 @@ KEPT_UNHELD = 1 << 14
 BlockKey = tuple[bytes, bytes]
 
 
+@dataclass(frozen=True, slots=True)
+class EventBlock:
+    """What events say of a block, in every group.
+
+    Attributes:
+        block_hash, parent_hash: vLLM's.
+        tokens: of this block only; fewer than N where it ends inside a block.
+        extra_keys: what its hash covers beside the tokens, as vLLM hashes it.
+    """
+
+    block_hash: bytes
+    parent_hash: bytes | None
+    tokens: array
+    lora_id: int | None
+    lora_name: str | None
+    extra_keys: tuple[Any, ...] | None
+
+
 @dataclass(eq=False, slots=True)
-class Node:
+class BlockNode:
     """One block, or the tokens of one up to a boundary inside it.
 
     Attributes:
         key: of it.
-        block: what events say of it; None until :meth:`Boundaries.learn`.
+        block: what events say of it; None until :meth:`AnnouncedPrefixes.learn`.
         parent: the block before; None for the first one, and until it is learned.
         depth: blocks up to and with this one.
         tiers: by group, the nearest tier of each rank that holds its record.
@@ -45,9 +64,9 @@ class Node:
     """
 
     key: BlockKey
-    block: Any = None
-    parent: "Node | None" = None
-    children: set["Node"] = field(default_factory=set)
+    block: EventBlock | None = None
+    parent: "BlockNode | None" = None
+    children: set["BlockNode"] = field(default_factory=set)
     depth: int = 0
     tiers: dict[int, dict[int, Tier]] = field(default_factory=dict)
     rooted: bool = False
@@ -60,22 +79,22 @@ class Node:
 class Change(NamedTuple):
     """What consumers must be told of one record."""
 
-    node: Node
+    block: EventBlock
     group: int
     tier: Tier
 
 
-class Boundaries:
+class AnnouncedPrefixes:
     """Combines what the ranks report. Used by the scheduler's thread only."""
 
     def __init__(self, plan: GroupPlan, ranks: int) -> None:
         self._plan, self._ranks = plan, ranks
         windows = tuple(window.group for window in plan.windows)
         self._groups, self._pages = plan.groups, (*plan.attention, *windows)
-        self._nodes: dict[BlockKey, Node] = {}
-        self._unheld: OrderedDict[Node, None] = OrderedDict()
-        self._changed: dict[Node, None] = {}
-        self._unsaid: dict[Node, None] = {}
+        self._nodes: dict[BlockKey, BlockNode] = {}
+        self._unheld: OrderedDict[BlockNode, None] = OrderedDict()
+        self._changed: dict[BlockNode, None] = {}
+        self._unsaid: dict[BlockNode, None] = {}
         self._refusing: set[int] = set()
         self._reach = max((window.blocks for window in plan.windows), default=0)
 
@@ -84,21 +103,7 @@ class Boundaries:
         node = self._nodes.get(key)
         return node is not None and node.block is not None
 
-    def holds(self, key: BlockKey) -> bool:
-        """Whether a rank holds a record of the block."""
-        node = self._nodes.get(key)
-        return node is not None and bool(node.tiers)
-
-    def held(self, tags: bytes) -> set[bytes]:
-        """Hashes of all blocks of prompts with these tags that a rank holds a record of."""
-        return {key[0] for key in self._nodes if key[1] == tags and self.holds(key)}
-
-    def known(self) -> list[tuple[int, Any]]:
-        """Depth and description of all blocks that were learned."""
-        nodes = self._nodes.values()
-        return [(node.depth, node.block) for node in nodes if node.block is not None]
-
-    def learn(self, key: BlockKey, parent: BlockKey | None, block: Any) -> None:
+    def learn(self, key: BlockKey, parent: BlockKey | None, block: EventBlock) -> None:
         """Say what comes before a block, and what events say of it.
 
         Args:
@@ -120,8 +125,8 @@ class Boundaries:
         """Take what one rank reports."""
         for name, tier in report.changes:
             self._change(report.rank, name, tier)
-        if report.serving == (report.rank in self._refusing):
-            (self._refusing.discard if report.serving else self._refusing.add)(report.rank)
+        if report.serving == (report.rank in self._refusing):  # that has changed
+            self._refusing ^= {report.rank}
             self._unsaid.update(dict.fromkeys(self._nodes.values()))
 
     def _change(self, rank: int, name: RecordName, tier: Tier | None) -> None:
@@ -163,12 +168,15 @@ class Boundaries:
         changed, self._changed = self._changed, {}
         self._reconsider(changed)
         unsaid, self._unsaid = sorted(self._unsaid, key=lambda node: node.depth), {}
-        stored = [change for node in unsaid for change in self._news(node)]
-        removed = [change for node in reversed(unsaid) for change in self._withdrawn(node)]
-        for node, group, _ in removed:
-            del node.announced[group]
-        for node, group, tier in stored:
-            node.announced[group] = tier
+        removed: list[Change] = []
+        stored: list[Change] = []
+        for node in unsaid:
+            block, before, now = node.block, node.announced, self._wanted(node)
+            if block is not None:  # else nobody knows which prompt it is of
+                removed += [Change(block, g, t) for g, t in before.items() if now.get(g) != t]
+                stored += [Change(block, g, t) for g, t in now.items() if before.get(g) != t]
+            node.announced = now
+        removed.reverse()
         for node in changed:
             self._prune(node)
         # Not while blocks are learned: the next one's parent may be the oldest.
@@ -178,25 +186,25 @@ class Boundaries:
 
     # What holds of a block
 
-    def _tier(self, node: Node, group: int) -> Tier | None:
+    def _tier(self, node: BlockNode, group: int) -> Tier | None:
         """The slowest of the ranks' nearest tiers; None where a rank lacks the record."""
         tiers = node.tiers.get(group, {})
         return max(tiers.values()) if len(tiers) == self._ranks else None
 
-    def _holds(self, node: Node, groups: tuple[int, ...]) -> bool:
+    def _holds(self, node: BlockNode, groups: tuple[int, ...]) -> bool:
         return all(len(node.tiers.get(group, ())) == self._ranks for group in groups)
 
-    def _run(self, node: Node, group: int, most: int) -> int:
-        """See :attr:`Node.runs`; those of the block before are known."""
+    def _run(self, node: BlockNode, group: int, most: int) -> int:
+        """See :attr:`BlockNode.runs`; those of the block before are known."""
         if not self._holds(node, (group,)):
             return 0
         return min(most, 1 + (node.parent.runs.get(group, 0) if node.parent is not None else 0))
 
-    def _is_rooted(self, node: Node) -> bool:
+    def _is_rooted(self, node: BlockNode) -> bool:
         before = node.depth == 1 or (node.parent is not None and node.parent.rooted)
         return before and self._holds(node, self._plan.attention)
 
-    def _is_ready(self, node: Node) -> bool:
+    def _is_ready(self, node: BlockNode) -> bool:
         return (
             node.rooted
             and self._holds(node, self._plan.states)
@@ -206,10 +214,10 @@ class Boundaries:
             )
         )
 
-    def _reconsider(self, changed: Iterable[Node]) -> None:
+    def _reconsider(self, changed: Iterable[BlockNode]) -> None:
         """Find out anew what is rooted and ready from ``changed`` on, each block once."""
         # By depth, and how far behind each its window pages count: a block follows its parent.
-        waiting: dict[int, dict[Node, int]] = {}
+        waiting: dict[int, dict[BlockNode, int]] = {}
         for node in changed:
             self._unsaid[node] = None
             waiting.setdefault(node.depth, {})[node] = self._reach
@@ -228,7 +236,7 @@ class Boundaries:
                     level = waiting[depth + 1]
                     level[child] = max(level.get(child, 0), reach - 1)
 
-    def _update(self, node: Node) -> bool:
+    def _update(self, node: BlockNode) -> bool:
         """Find out anew what holds of a block; returns whether that is so of rooted."""
         for window in self._plan.windows:
             node.runs[window.group] = self._run(node, window.group, window.blocks)
@@ -240,9 +248,9 @@ class Boundaries:
             self._count(node, 1 if ready else -1)
         return moved
 
-    def _count(self, node: Node, change: int) -> None:
+    def _count(self, node: BlockNode, change: int) -> None:
         """Count one more boundary, or one less, at the end of ``node``."""
-        current: Node | None = node
+        current: BlockNode | None = node
         self._unsaid[node] = None
         while current is not None:
             before, current.below = current.below, current.below + change
@@ -253,33 +261,25 @@ class Boundaries:
 
     # What consumers are told
 
-    def _wanted(self, node: Node) -> dict[int, Tier]:
+    def _wanted(self, node: BlockNode) -> dict[int, Tier]:
         """What consumers should know of a block: tiers by group."""
-        if node.block is None or self._refusing or not node.below:
+        if self._refusing or not node.below:
             return {}
         groups = self._groups if node.ready else self._pages
         tiers = {group: self._tier(node, group) for group in groups}
         return {group: tier for group, tier in tiers.items() if tier is not None}
 
-    def _news(self, node: Node) -> list[Change]:
-        wanted = self._wanted(node)
-        return [Change(node, g, t) for g, t in wanted.items() if node.announced.get(g) != t]
-
-    def _withdrawn(self, node: Node) -> list[Change]:
-        wanted = self._wanted(node)
-        return [Change(node, g, t) for g, t in node.announced.items() if wanted.get(g) != t]
-
     # Nodes
 
-    def _node(self, key: BlockKey) -> Node:
+    def _node(self, key: BlockKey) -> BlockNode:
         node = self._nodes.get(key)
         if node is None:
-            node = self._nodes[key] = Node(key)
+            node = self._nodes[key] = BlockNode(key)
         return node
 
-    def _prune(self, node: Node) -> None:
+    def _prune(self, node: BlockNode) -> None:
         """Forget a block that nobody holds and nobody builds on, and those before it."""
-        current: Node | None = node
+        current: BlockNode | None = node
         while current is not None:
             if current.tiers or current.children or current in self._unheld:
                 return
@@ -290,10 +290,6 @@ class Boundaries:
             if parent is not None:
                 parent.children.discard(current)
             current = parent
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self._nodes)
 
     def check_integrity(self) -> None:
         """Assert what holds after :meth:`settle`. Walks all blocks: for tests."""

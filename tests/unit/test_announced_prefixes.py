@@ -10,8 +10,8 @@ import pytest
 
 from lmcache_hybrid.core.groups import Window
 from lmcache_hybrid.protocol.changes import DISK, RAM, REMOTE, RankReport, RecordName
-from lmcache_hybrid.scheduler import boundaries
-from lmcache_hybrid.scheduler.boundaries import Boundaries
+from lmcache_hybrid.scheduler import announced_prefixes as module
+from lmcache_hybrid.scheduler.announced_prefixes import AnnouncedPrefixes
 
 from .helpers import PLAN, WIDE, WINDOWS
 
@@ -31,7 +31,7 @@ class Told:
 
     def __init__(self, plan=PLAN, ranks: int = 1, blocks: int = 4) -> None:
         self.plan, self.ranks = plan, ranks
-        self.boundaries = Boundaries(plan, ranks)
+        self.prefixes = AnnouncedPrefixes(plan, ranks)
         self.known: dict[tuple[bytes, int], int] = {}
         self.learn(blocks)
 
@@ -40,13 +40,13 @@ class Told:
         parent = (block(root - 1), TAGS) if root else None
         for at in range(root, blocks):
             key = block(at, branch), TAGS
-            self.boundaries.learn(key, parent, key[0])
+            self.prefixes.learn(key, parent, key[0])
             parent = key
 
     def report(self, *changes, rank: int = 0, serving: bool = True) -> "Told":
         """``changes``: (block hash, group, tier)."""
         named = tuple((RecordName(group, at, TAGS), tier) for at, group, tier in changes)
-        self.boundaries.take(RankReport(rank, 0, named, serving, False))
+        self.prefixes.take(RankReport(rank, 0, named, serving, False))
         return self
 
     def everywhere(self, *changes) -> "Told":
@@ -56,14 +56,19 @@ class Told:
 
     def settle(self) -> list:
         """Let the consumer take the news; returns them, withdrawals with None."""
-        removed, stored = self.boundaries.settle()
-        for node, group, tier in removed:
-            assert self.known.pop((node.block, group)) == tier
-        for node, group, tier in stored:
-            assert (node.block, group) not in self.known
-            self.known[node.block, group] = tier
-        self.boundaries.check_integrity()
-        return [(n.block, g, None) for n, g, _ in removed] + [(n.block, g, t) for n, g, t in stored]
+        removed, stored = self.prefixes.settle()
+        for block, group, tier in removed:
+            assert self.known.pop((block, group)) == tier
+        for block, group, tier in stored:
+            assert (block, group) not in self.known
+            self.known[block, group] = tier
+        self.prefixes.check_integrity()
+        return [(b, g, None) for b, g, _ in removed] + [(b, g, t) for b, g, t in stored]
+
+    @property
+    def blocks(self) -> int:
+        """How many are remembered."""
+        return len(self.prefixes._nodes)
 
     def announced(self, group: int) -> list[int]:
         """Numbers of the trunk's blocks that are announced in a group."""
@@ -190,7 +195,7 @@ def test_everything_is_said_again_to_consumers_that_forgot() -> None:
     told = Told()
     told.everywhere(*pages(2), *states(1)).settle()
     before, told.known = told.known, {}
-    told.boundaries.unsay()
+    told.prefixes.unsay()
     told.settle()
     assert told.known == before
 
@@ -198,36 +203,36 @@ def test_everything_is_said_again_to_consumers_that_forgot() -> None:
 def test_a_reset_withdraws_and_forgets_all() -> None:
     told = Told()
     told.everywhere(*pages(4), *states(3)).settle()
-    told.boundaries.forget()
+    told.prefixes.forget()
     told.settle()
-    assert told.known == {} and told.boundaries.num_blocks == 0
+    assert told.known == {} and told.blocks == 0
 
 
 def test_blocks_that_nobody_holds_are_forgotten(monkeypatch) -> None:
-    monkeypatch.setattr(boundaries, "KEPT_UNHELD", 8)
+    monkeypatch.setattr(module, "KEPT_UNHELD", 8)
     told = Told(blocks=2)
     told.everywhere(*pages(2), *states(1)).settle()
     for branch in range(1, 20):
         told.learn(3, branch, root=2)
     told.settle()
-    assert told.boundaries.num_blocks == 2 + 8
+    assert told.blocks == 2 + 8
     told.everywhere(*pages(2, tier=None), *states(1, tier=None)).settle()
-    assert told.boundaries.num_blocks == 2 + 8  # the branches build on them
+    assert told.blocks == 2 + 8  # the branches build on them
     told.everywhere((block(2, 19), PAGES, RAM), (block(2, 19), PAGES, None)).settle()
-    assert told.boundaries.num_blocks == 2 + 7
+    assert told.blocks == 2 + 7
 
 
 def test_what_a_prompt_builds_on_stays_while_it_is_learned(monkeypatch) -> None:
     """Boundaries inside blocks: nothing builds yet on the block before the second one."""
-    monkeypatch.setattr(boundaries, "KEPT_UNHELD", 2)
+    monkeypatch.setattr(module, "KEPT_UNHELD", 2)
     told = Told(blocks=1)
     told.learn(1, branch=1)
     oldest = block(0), TAGS
-    told.boundaries.learn((b"inside the first block", TAGS), None, "first")
-    told.boundaries.learn((b"inside the second block", TAGS), oldest, "second")
+    told.prefixes.learn((b"inside the first block", TAGS), None, "first")
+    told.prefixes.learn((b"inside the second block", TAGS), oldest, "second")
     told.settle()
-    assert told.boundaries.knows(oldest), "a block that something builds on"
-    assert told.boundaries.num_blocks == 3
+    assert told.prefixes.knows(oldest), "a block that something builds on"
+    assert told.blocks == 3
 
 
 @pytest.mark.parametrize("plan", [PLAN, WIDE, WINDOWS], ids=["states", "wide", "windows"])
@@ -255,12 +260,12 @@ def test_what_is_announced_is_what_a_lookup_would_find(plan) -> None:
 
 
 def lines_of(function) -> int:
-    """How many lines of boundaries.py run: the work, whatever the machine."""
+    """How many lines of announced_prefixes.py run: the work, whatever the machine."""
     count = 0
 
     def trace(frame, event, argument):
         nonlocal count
-        if frame.f_code.co_filename != boundaries.__file__:
+        if frame.f_code.co_filename != module.__file__:
             return None
         count += event == "line"
         return trace
@@ -290,11 +295,11 @@ def test_the_work_grows_with_the_blocks_and_not_with_their_square(plan, order) -
         def step(at: int, tier) -> None:
             for place in places[at : at + each]:
                 told.everywhere(*((block(place), group, tier) for group in plan.groups))
-            told.boundaries.settle()
+            told.prefixes.settle()
 
         total = sum(lines_of(partial(step, at, RAM)) for at in range(0, blocks, each))
-        told.boundaries.check_integrity()
-        assert sum(node.ready for node in told.boundaries._nodes.values()) == blocks
+        told.prefixes.check_integrity()
+        assert sum(node.ready for node in told.prefixes._nodes.values()) == blocks
         return total + (lines_of(partial(step, 0, None)) if each == blocks else 0)
 
     assert work(240, each=240) < 2.5 * work(120, each=120)
