@@ -16,6 +16,7 @@ from router import Asks, free_ports, publishing, room_for
 from subscriber import Subscriber
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
 
+from lmcache_hybrid.storage.disk.files import OLD_PROMPTS
 from lmcache_hybrid.tools.tiny_models import make_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -70,7 +71,8 @@ def test_disk_takes_over_what_ram_evicts_and_a_restart_announces_it_once_it_is_a
         assert router.settled().media()["STORAGE"] > 0 < router.settled().media()["CPU"]
         asks.ask(engine, asks.trunks[0][: 2 * asks.size + 7])
         asks.ask(engine, asks.trunks[0])
-    before = router.settled()
+    before, old = router.settled(), tmp_path / "d" / OLD_PROMPTS[0]
+    old.write_bytes(b"of an earlier version")
     with publishing(ports, model, config) as engine:
         # An idle engine says that all that was known of it is void, and nothing more.
         deadline = time.monotonic() + 20
@@ -79,6 +81,7 @@ def test_disk_takes_over_what_ram_evicts_and_a_restart_announces_it_once_it_is_a
             time.sleep(0.05)
         index = router.settled()
         assert isinstance(index.seen[0], AllBlocksCleared) and not index.media()
+        assert not old.exists()
         # The first prompt shows what it loads, and what else lies there at boundaries in it.
         assert asks.ask(engine, asks.trunks[0]) == (0, 4 * asks.size)
         assert router.settled().media().keys() == {"CPU", "STORAGE"}
