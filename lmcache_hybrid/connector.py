@@ -16,24 +16,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from lmcache_hybrid.config.backends import in_the_clear
 from lmcache_hybrid.config.options import (
     Options,
     check_lengths,
     check_pool,
     load_lmcache_config,
-    log_events,
-    log_sharing,
     read_options,
     settle_lmcache_config,
-    without_hits,
 )
 from lmcache_hybrid.config.parallel import check_parallelism, check_prefix_cache, settle_disk_folder
-from lmcache_hybrid.config.shared_folders import folders_in
-from lmcache_hybrid.config.tiers import described, prompt_bytes, tiers
 from lmcache_hybrid.core.errors import ConfigError, UnknownContentError
 from lmcache_hybrid.core.faults import caught, guarded
-from lmcache_hybrid.core.groups import layer_specs, page_bytes, plan_groups, suggested_unit
+from lmcache_hybrid.core.groups import layer_specs, page_bytes, plan_groups
 from lmcache_hybrid.core.lmcache_stats import LMCacheMonitor
 from lmcache_hybrid.core.threads import before_the_process_ends
 from lmcache_hybrid.identity.adapters import ADAPTERS
@@ -41,15 +35,10 @@ from lmcache_hybrid.metrics import HybridStats, counts_of
 from lmcache_hybrid.protocol.changes import RankReports
 from lmcache_hybrid.protocol.failures import FailedLoads
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata
-from lmcache_hybrid.scheduler.checkpoints import Drafter
 from lmcache_hybrid.scheduler.events import KVEvents
-from lmcache_hybrid.scheduler.load_policy import policy_for
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
-from lmcache_hybrid.scheduler.patience import EmptySteps
-from lmcache_hybrid.scheduler.pins import Pins
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
-from lmcache_hybrid.scheduler.shared_prefills import step_tokens_of
-from lmcache_hybrid.storage.disk.files import delete_old_prompts
+from lmcache_hybrid.scheduler_side import make_scheduler
 from lmcache_hybrid.storage.folder.cleaner import FolderCleaner, start_cleaners
 from lmcache_hybrid.storage.notes import StoreNotes
 from lmcache_hybrid.storage.open_store import open_store
@@ -213,77 +202,13 @@ class HybridConnector(KVConnectorBase_V1):
                 logger.debug("%r", second, exc_info=True)
 
     def _start_scheduler(self, config: "LMCacheEngineConfig", options: Options, unit: int) -> None:
-        if config.local_disk:
-            delete_old_prompts(folders_in("local_disk", config.local_disk))
-        for url in in_the_clear(config):
-            logger.warning(
-                "Records go to %s unencrypted, and they are the prompts: use TLS or a network of "
-                "its own, see docs/security.md.",
-                url,
-            )
-        self._client = LookupClient(self._vllm_config, config.lookup_timeout_ms)
-        self._queue = LookupQueue(
-            self._client.ask, config.lookup_timeout_ms, contents=self._client.contents
+        timeout_ms = config.lookup_timeout_ms
+        self._client = LookupClient(self._vllm_config, timeout_ms)
+        self._queue = LookupQueue(self._client.ask, timeout_ms, contents=self._client.contents)
+        self.scheduler = make_scheduler(
+            self._vllm_config, self.kv_cache_config, self.plan, unit, config, options, self._queue
         )
-        plan, groups = self.plan, self.kv_cache_config.kv_cache_groups
-        sizes = {i: page_bytes(groups[i]) * plan.blocks_per_record(i) for i in plan.groups}
-        policy = policy_for(options.load_policy, plan, sizes)
-        parallel = self._vllm_config.parallel_config
-        if options.events:
-            self._events = KVEvents(plan, groups, parallel.world_size)
-        log_events(self._vllm_config, config)
-        log_sharing(self._vllm_config, options)
-        finer = suggested_unit(plan.block_size) if plan.with_unit(1).unit else 0
-        longest = self._vllm_config.model_config.max_model_len
-        role = self._vllm_config.kv_transfer_config.kv_role
-        for sentence in without_hits(config, role, longest, plan.unit or plan.block_size, finer):
-            logger.warning("LMCache will not serve hits: %s", sentence)
-        pins = Pins(plan, sizes, config.max_local_cpu_size if config.local_cpu else None)
-        self.scheduler = HybridScheduler(
-            plan, options, unit, self._queue, policy, self._events, pins
-        )
-        self.scheduler.store_watch.in_ram = bool(config.local_cpu)
-        self.scheduler.empty_steps = EmptySteps.of(parallel)
-        self.scheduler.drafter = Drafter.of(self._vllm_config)
-        if options.share_prefills:
-            self.scheduler.prefills.step_tokens = step_tokens_of(self._vllm_config.scheduler_config)
-        logger.info(
-            "LMCache serves hybrid groups: blocks of %d tokens, attention groups %s, "
-            "window groups %s, state groups %s.",
-            plan.block_size,
-            plan.attention,
-            tuple(window.group for window in plan.windows),
-            plan.states,
-        )
-        self._log_tiers(config, options, sizes)
-
-    def _log_tiers(
-        self, config: "LMCacheEngineConfig", options: Options, sizes: dict[int, int]
-    ) -> None:
-        """Say where records are kept and what hits, once.
-
-        Args:
-            sizes: bytes of a record's pages on a rank, by group.
-        """
-        plan, vllm_config = self.plan, self._vllm_config
-        longest = vllm_config.model_config.max_model_len
-        attention, states = (
-            sum(sizes[group] for group in groups) for groups in (plan.attention, plan.states)
-        )
-        step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        taken = prompt_bytes(
-            options, longest, step_tokens, plan.block_size, plan.unit, attention, states
-        )
-        ranks = vllm_config.parallel_config.tensor_parallel_size
-        unit = plan.unit or plan.block_size
-        logger.info(
-            "LMCache keeps records in %s. Prompts longer than %d tokens hit, at multiples of %d.%s",
-            # How many pages of a window stay depends on the prompts.
-            described(tiers(config, options), 0 if plan.windows else taken, longest, ranks),
-            unit,
-            unit,
-            "" if options.save else " This engine stores nothing.",
-        )
+        self._events = self.scheduler.events
 
     def _start_lmcache(
         self, config: "LMCacheEngineConfig", role: KVConnectorRole

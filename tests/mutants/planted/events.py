@@ -270,13 +270,13 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "prompts that earlier versions kept stay on disk",
-        CONNECTOR,
-        '            delete_old_prompts(folders_in("local_disk", config.local_disk))\n',
-        "            pass\n",
+        "lmcache_hybrid/scheduler_side.py",
+        '        delete_old_prompts(folders_in("local_disk", config.local_disk))\n',
+        "        pass\n",
     ),
     one(
         "prompts that earlier versions kept stay in the second folder",
-        CONNECTOR,
+        "lmcache_hybrid/scheduler_side.py",
         'delete_old_prompts(folders_in("local_disk", config.local_disk))',
         'delete_old_prompts(folders_in("local_disk", config.local_disk)[:1])',
     ),

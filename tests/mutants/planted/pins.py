@@ -136,7 +136,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "requests that wait are not bounded, because RAM counts as switched off",
-        "lmcache_hybrid/connector.py",
+        "lmcache_hybrid/scheduler_side.py",
         "config.max_local_cpu_size if config.local_cpu else None",
         "None",
     ),

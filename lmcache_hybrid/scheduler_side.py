@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the scheduler side of a connector, and says at the start what it serves."""
+
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from lmcache_hybrid.config.backends import in_the_clear
+from lmcache_hybrid.config.options import Options, log_events, log_sharing, without_hits
+from lmcache_hybrid.config.shared_folders import folders_in
+from lmcache_hybrid.config.tiers import described, prompt_bytes, tiers
+from lmcache_hybrid.core.groups import GroupPlan, page_bytes, suggested_unit
+from lmcache_hybrid.scheduler.checkpoints import Drafter
+from lmcache_hybrid.scheduler.events import KVEvents
+from lmcache_hybrid.scheduler.load_policy import policy_for
+from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
+from lmcache_hybrid.scheduler.patience import EmptySteps
+from lmcache_hybrid.scheduler.pins import Pins
+from lmcache_hybrid.scheduler.scheduler import HybridScheduler
+from lmcache_hybrid.scheduler.shared_prefills import step_tokens_of
+from lmcache_hybrid.storage.disk.files import delete_old_prompts
+
+if TYPE_CHECKING:
+    from lmcache.v1.config import LMCacheEngineConfig
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger("vllm.lmcache_hybrid.connector")
+
+
+def make_scheduler(
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    plan: GroupPlan,
+    unit: int,
+    config: "LMCacheEngineConfig",
+    options: Options,
+    queue: LookupQueue,
+) -> HybridScheduler:
+    """Make an engine's scheduler side, and log what it serves.
+
+    Args:
+        unit: tokens that vLLM hashes at once.
+        config: LMCache's, settled for this engine.
+        queue: asks the ranks.
+    """
+    if config.local_disk:
+        delete_old_prompts(folders_in("local_disk", config.local_disk))
+    groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
+    sizes = {i: page_bytes(groups[i]) * plan.blocks_per_record(i) for i in plan.groups}
+    scheduler = HybridScheduler(
+        plan,
+        options,
+        unit,
+        queue,
+        policy_for(options.load_policy, plan, sizes),
+        KVEvents(plan, groups, parallel.world_size) if options.events else None,
+        Pins(plan, sizes, config.max_local_cpu_size if config.local_cpu else None),
+    )
+    scheduler.store_watch.in_ram = bool(config.local_cpu)
+    scheduler.empty_steps = EmptySteps.of(parallel)
+    scheduler.drafter = Drafter.of(vllm_config)
+    if options.share_prefills:
+        scheduler.prefills.step_tokens = step_tokens_of(vllm_config.scheduler_config)
+    _warn(vllm_config, plan, config, options)
+    _log(vllm_config, plan, config, options, sizes)
+    return scheduler
+
+
+def _warn(
+    vllm_config: "VllmConfig", plan: GroupPlan, config: "LMCacheEngineConfig", options: Options
+) -> None:
+    """Say what of the configuration does nothing, or lets others read the prompts."""
+    for url in in_the_clear(config):
+        logger.warning(
+            "Records go to %s unencrypted, and they are the prompts: use TLS or a network of "
+            "its own, see docs/security.md.",
+            url,
+        )
+    log_events(vllm_config, config)
+    log_sharing(vllm_config, options)
+    finer = suggested_unit(plan.block_size) if plan.with_unit(1).unit else 0
+    longest = vllm_config.model_config.max_model_len
+    role = vllm_config.kv_transfer_config.kv_role
+    for sentence in without_hits(config, role, longest, plan.unit or plan.block_size, finer):
+        logger.warning("LMCache will not serve hits: %s", sentence)
+
+
+def _log(
+    vllm_config: "VllmConfig",
+    plan: GroupPlan,
+    config: "LMCacheEngineConfig",
+    options: Options,
+    sizes: dict[int, int],
+) -> None:
+    """Say which groups are served, where records are kept and what hits, once.
+
+    Args:
+        sizes: bytes of a record's pages on a rank, by group.
+    """
+    logger.info(
+        "LMCache serves hybrid groups: blocks of %d tokens, attention groups %s, "
+        "window groups %s, state groups %s.",
+        plan.block_size,
+        plan.attention,
+        tuple(window.group for window in plan.windows),
+        plan.states,
+    )
+    longest = vllm_config.model_config.max_model_len
+    attention, states = (
+        sum(sizes[group] for group in groups) for groups in (plan.attention, plan.states)
+    )
+    step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    taken = prompt_bytes(
+        options, longest, step_tokens, plan.block_size, plan.unit, attention, states
+    )
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    unit = plan.unit or plan.block_size
+    logger.info(
+        "LMCache keeps records in %s. Prompts longer than %d tokens hit, at multiples of %d.%s",
+        # How many pages of a window stay depends on the prompts.
+        described(tiers(config, options), 0 if plan.windows else taken, longest, ranks),
+        unit,
+        unit,
+        "" if options.save else " This engine stores nothing.",
+    )
