@@ -33,17 +33,17 @@ from lmcache_hybrid.core.threads import before_the_process_ends
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.metrics import HybridStats, counts_of
 from lmcache_hybrid.protocol.changes import RankReports
-from lmcache_hybrid.protocol.failures import FailedLoads
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata
+from lmcache_hybrid.protocol.slow_loads import SlowLoads
 from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 from lmcache_hybrid.scheduler_side import make_scheduler
 from lmcache_hybrid.storage.folder.cleaner import FolderCleaner, start_cleaners
-from lmcache_hybrid.storage.notes import StoreNotes
 from lmcache_hybrid.storage.open_store import open_store
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.record_names import Replicas
+from lmcache_hybrid.storage.residency import Residency
 from lmcache_hybrid.storage.rpc import LookupClient, LookupServer
 from lmcache_hybrid.storage.weights_guard import GuardedLookup, WeightsGuard
 from lmcache_hybrid.worker.fingerprint import fingerprints, tell_ranks
@@ -334,7 +334,7 @@ class HybridConnector(KVConnectorBase_V1):
         with ExitStack() as undo:
             notes = None
             if self._options.events:
-                notes = StoreNotes(self._vllm_config.parallel_config.rank)
+                notes = Residency(self._vllm_config.parallel_config.rank)
                 undo.callback(notes.close)
             store = open_store(
                 engine,
@@ -460,7 +460,7 @@ class HybridConnector(KVConnectorBase_V1):
         return results
 
     @guarded("why loads failed is not known", _nothing)
-    def build_connector_worker_meta(self) -> FailedLoads | None:
+    def build_connector_worker_meta(self) -> SlowLoads | None:
         return self.worker.failed_loads() if self.worker is not None else None
 
     @guarded("KV cache events may miss what changed in a store", _nothing)

@@ -14,10 +14,10 @@ from lmcache_hybrid.scheduler.checkpoints import Drafter
 from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.load_policy import policy_for
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
-from lmcache_hybrid.scheduler.patience import EmptySteps
 from lmcache_hybrid.scheduler.pins import Pins
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 from lmcache_hybrid.scheduler.shared_prefills import step_tokens_of
+from lmcache_hybrid.scheduler.waits import IdleSteps
 from lmcache_hybrid.storage.disk.files import delete_old_prompts
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def make_scheduler(
         Pins(plan, sizes, config.max_local_cpu_size if config.local_cpu else None),
     )
     scheduler.store_watch.in_ram = bool(config.local_cpu)
-    scheduler.empty_steps = EmptySteps.of(parallel)
+    scheduler.empty_steps = IdleSteps.of(parallel)
     scheduler.drafter = Drafter.of(vllm_config)
     if options.share_prefills:
         scheduler.prefills.step_tokens = step_tokens_of(vllm_config.scheduler_config)

@@ -34,12 +34,12 @@ def install() -> None:
     from vllm.platforms import current_platform
 
     promote_loads_in_order()
-    keep_restored_states()
-    publish_ends_where_room_is()
+    publish_restored_states()
+    skip_partial_publish_when_full()
     free_failed_loads()
     finish_resets()
     reserve_windows()
-    forget_what_did_not_run()
+    unhash_uncomputed_blocks()
     stop_at_the_next_boundary()
     publish_where_steps_ended()
     leave_no_chunk_empty()
@@ -144,7 +144,7 @@ def promote_loads_in_order() -> None:
     Scheduler.__init__ = __init__
 
 
-def keep_restored_states() -> None:
+def publish_restored_states() -> None:
     """A restored state must be found again in vLLM's own prefix cache.
 
     Bug: with sparse retention vLLM publishes the states at a prompt's last
@@ -174,7 +174,7 @@ def keep_restored_states() -> None:
     Scheduler._update_waiting_for_remote_kv = _update_waiting_for_remote_kv
 
 
-def publish_ends_where_room_is() -> None:
+def skip_partial_publish_when_full() -> None:
     """What was loaded inside a block must not ask for blocks that nobody reserved.
 
     Bug: with ``--prefix-match-unit`` the end of a load is published when it is the last hash
@@ -337,7 +337,7 @@ def reserve_windows() -> None:
     Scheduler._request_remaining_blocks = _request_remaining_blocks
 
 
-def forget_what_did_not_run() -> None:
+def unhash_uncomputed_blocks() -> None:
     """A preempted step's uncomputed blocks must not be hit in vLLM's own prefix cache.
 
     Bug: blocks get their hash when the scheduler allocates them, before the step that

@@ -93,7 +93,7 @@ class Ours:
     def __init__(self, port: int, size: int, count: int) -> None:
         from lmcache.v1.config import LMCacheEngineConfig
 
-        from lmcache_hybrid.storage.read_memory import Staging
+        from lmcache_hybrid.storage.read_reservation import ReadReservation
         from lmcache_hybrid.tools.standalone import make_engine
 
         pool = 2.5 * size * count / (1 << 30)
@@ -108,7 +108,7 @@ class Ours:
         manager = self._engine.storage_manager
         self._backend = manager.storage_backends["RemoteBackend"]
         self._loop, self._pool = manager.loop, manager.local_cpu_backend
-        Staging(self._pool, size)  # as an engine does: a full pool never waits
+        ReadReservation(self._pool, size)  # as an engine does: a full pool never waits
 
     def read(self, names: Sequence[str], targets: Sequence[memoryview]) -> None:
         """The targets are the pool's own, so nothing is copied to these."""

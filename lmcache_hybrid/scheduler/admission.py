@@ -5,12 +5,11 @@ from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
-from lmcache_hybrid.scheduler.accounts import count_lookup, count_skipped, log_lookup
 from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.load_planner import asked_prefix, limit_of
 from lmcache_hybrid.scheduler.load_policy import LoadPolicy
+from lmcache_hybrid.scheduler.lookup_metrics import count_lookup, count_skipped, log_lookup
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue, PendingLookup
-from lmcache_hybrid.scheduler.patience import Patience
 from lmcache_hybrid.scheduler.pins import Pins
 from lmcache_hybrid.scheduler.prompt import inner_hashes
 from lmcache_hybrid.scheduler.store_watch import StoreWatch
@@ -21,6 +20,7 @@ from lmcache_hybrid.scheduler.tracker import (
     Offered,
     RequestTracker,
 )
+from lmcache_hybrid.scheduler.waits import LookupWait
 from lmcache_hybrid.scheduler.whole_items import barred
 
 
@@ -48,10 +48,10 @@ class Admission:
         self._plan, self._options = plan, options
         self._queue, self._policy, self._pins = queue, policy, pins
         self._ledger, self._store_watch, self._events = ledger, store_watch, events
-        self._patience = Patience()
+        self._patience = LookupWait()
 
     def begin(self, idle: bool) -> None:
-        """A scheduling pass begins, see :meth:`Patience.begin`."""
+        """A scheduling pass begins, see :meth:`LookupWait.begin`."""
         self._patience.begin(idle)
         self._pins.begin()
 

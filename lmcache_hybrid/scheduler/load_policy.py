@@ -67,7 +67,7 @@ class LoadPolicy:
         """A request is about to be forgotten."""
 
 
-class Faster(LoadPolicy):
+class LoadWhenFaster(LoadPolicy):
     """Loads what is expected to be loaded faster than it is computed.
 
     Both are times that requests here have waited: a load's until it was reported, and from a
@@ -232,4 +232,4 @@ class Faster(LoadPolicy):
 
 def policy_for(name: str, plan: GroupPlan, page_bytes: Mapping[int, int]) -> LoadPolicy:
     """The policy called ``name``, see :data:`lmcache_hybrid.config.options.POLICIES`."""
-    return Faster(plan, page_bytes) if name == "faster" else LoadPolicy()
+    return LoadWhenFaster(plan, page_bytes) if name == "faster" else LoadPolicy()

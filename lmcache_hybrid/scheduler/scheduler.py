@@ -13,25 +13,25 @@ from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.core.groups import GroupPlan
-from lmcache_hybrid.protocol.failures import FailedLoads
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata, LoadSpec, SaveSpec
 from lmcache_hybrid.protocol.prefix import Prefix
-from lmcache_hybrid.scheduler.accounts import count_hit
+from lmcache_hybrid.protocol.slow_loads import SlowLoads
 from lmcache_hybrid.scheduler.admission import Admission
 from lmcache_hybrid.scheduler.checkpoints import Checkpoints, Drafter
 from lmcache_hybrid.scheduler.events import KVEvents
-from lmcache_hybrid.scheduler.granularity import Granularity
 from lmcache_hybrid.scheduler.load_planner import load_of
 from lmcache_hybrid.scheduler.load_policy import LoadPolicy
+from lmcache_hybrid.scheduler.lookup_metrics import count_hit
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
-from lmcache_hybrid.scheduler.patience import EmptySteps
 from lmcache_hybrid.scheduler.pins import Pins
 from lmcache_hybrid.scheduler.prompt import prefix_of, why_unread, why_unsaved
 from lmcache_hybrid.scheduler.request_configs import RequestConfigsReader
 from lmcache_hybrid.scheduler.save_planner import CachedBlocks, FinalSaves, Offer, SavePlanner
 from lmcache_hybrid.scheduler.shared_prefills import SharedPrefills
+from lmcache_hybrid.scheduler.short_prompts import ShortPromptAdvice
 from lmcache_hybrid.scheduler.store_watch import StoreWatch
 from lmcache_hybrid.scheduler.tracker import Loading, RequestTracker
+from lmcache_hybrid.scheduler.waits import IdleSteps
 from lmcache_hybrid.scheduler.whole_items import is_barred
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class HybridScheduler:
         self._options = options
         self._hashes_per_block = plan.block_size // hash_block_size
         self._hash_block_size = hash_block_size
-        self.blocks, self.empty_steps = CachedBlocks(None, hash_block_size), EmptySteps()
+        self.blocks, self.empty_steps = CachedBlocks(None, hash_block_size), IdleSteps()
         self._queue = queue
         self._policy, self.events = policy or LoadPolicy(), events
         self._pins = pins or Pins(plan, {}, None)
@@ -101,14 +101,14 @@ class HybridScheduler:
         # Loads under way, those of requests that have ended included.
         self._loading: set[str] = set()
         # Of these, what ranks have said of their failures.
-        self._failures = FailedLoads({})
+        self._failures = SlowLoads({})
         self._epoch = 0
         self.drafter = Drafter()
         self.closed = False
         self.ledger = queue.ledger = Ledger("scheduler", SchedulerCounts())
         self._planner = SavePlanner(plan, options, self._hashes_per_block, self.ledger)
         self.prefills = SharedPrefills(plan.block_size, self.ledger, self._meet)
-        self._granularity = Granularity(plan, self.ledger)
+        self._granularity = ShortPromptAdvice(plan, self.ledger)
         self._configs = RequestConfigsReader()
         self.store_watch = store_watch or StoreWatch(plan, options)
         self._admission = Admission(

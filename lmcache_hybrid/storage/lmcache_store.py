@@ -23,11 +23,11 @@ from lmcache_hybrid.core.keys import RecordKey
 from lmcache_hybrid.storage import tier_lookup
 from lmcache_hybrid.storage.buffer import LMCacheBuffer, record_shape
 from lmcache_hybrid.storage.claims import LMCacheClaim
-from lmcache_hybrid.storage.notes import StoreNotes
-from lmcache_hybrid.storage.read_memory import Staging
+from lmcache_hybrid.storage.damaged_records import DamagedRecords
+from lmcache_hybrid.storage.read_reservation import ReadReservation
 from lmcache_hybrid.storage.record import open_record, record_bytes, seal
 from lmcache_hybrid.storage.record_names import RecordNames, Replicas
-from lmcache_hybrid.storage.removal import Removal
+from lmcache_hybrid.storage.residency import Residency
 from lmcache_hybrid.storage.tiers import open_tiers
 from lmcache_hybrid.storage.tiers.base import Opening, StorageTier
 
@@ -56,7 +56,7 @@ class LMCacheStore:
         max_payload: int,
         digester: Digester = PLAIN,
         replicas: Replicas | None = None,
-        notes: StoreNotes | None = None,
+        notes: Residency | None = None,
     ) -> None:
         """Wrap an engine after its ``post_init``.
 
@@ -79,10 +79,10 @@ class LMCacheStore:
         self.failed_writes: Counter[str] = Counter()
         self._cleared = -math.inf  # time.monotonic of the last reset
         self.tiers: dict[str, StorageTier] = {}
-        self._removal = Removal(self.manager.storage_backends, self.tiers, notes)
+        self._removal = DamagedRecords(self.manager.storage_backends, self.tiers, notes)
         self._silent = tier_lookup.SilentStores()
         self._counts_lock = threading.Lock()
-        self._staging = Staging(self.manager.local_cpu_backend, record_bytes(max_payload))
+        self._staging = ReadReservation(self.manager.local_cpu_backend, record_bytes(max_payload))
         opening = Opening(
             engine.config,
             engine.metadata,

@@ -7,8 +7,8 @@ from vllm.logger import init_logger
 
 from lmcache_hybrid.core.digests import Digester
 from lmcache_hybrid.storage.key_names import readable_name
-from lmcache_hybrid.storage.notes import StoreNotes
 from lmcache_hybrid.storage.record_names import Replicas
+from lmcache_hybrid.storage.residency import Residency
 
 if TYPE_CHECKING:
     from lmcache_hybrid.storage.lmcache_store import LMCacheStore
@@ -24,7 +24,7 @@ def open_store(
     replicas: Replicas | None,
     max_payload: int,
     digester: Digester,
-    notes: StoreNotes | None,
+    notes: Residency | None,
 ) -> "LMCacheStore":
     """Open the store of an engine after its ``post_init``.
 

@@ -34,7 +34,7 @@ COPIERS = 4
 WORTH_A_THREAD = 1 << 20
 
 
-class Item(NamedTuple):
+class CopyJob(NamedTuple):
     """The blocks of a group that are in one record, and its memory."""
 
     key: RecordKey
@@ -77,17 +77,17 @@ class Item(NamedTuple):
             raise DamagedError(self.key, error) from error
 
 
-class Mark(NamedTuple):
+class StreamEvent(NamedTuple):
     """A point on the compute stream; None where the device has no streams."""
 
     event: Any  # of the device's module
 
 
 class Copies(Protocol):
-    def mark(self) -> Mark:
+    def mark(self) -> StreamEvent:
         """Now, on the compute stream."""
 
-    def gather(self, items: Sequence[Item]) -> Callable[[], None] | None:
+    def gather(self, items: Sequence[CopyJob]) -> Callable[[], None] | None:
         """Pages and digests to buffers, after what was queued on the compute stream.
 
         Mutates the buffers. What is queued on the compute stream from now on may overwrite
@@ -95,7 +95,7 @@ class Copies(Protocol):
         called before the buffers are read or released; any thread may.
         """
 
-    def scatter(self, items: Sequence[Item], after: Mark) -> None:
+    def scatter(self, items: Sequence[CopyJob], after: StreamEvent) -> None:
         """Buffers to pages, once the device has passed ``after``. Mutates the KV cache.
 
         Called on several threads. The pages may be read and the buffers overwritten
@@ -125,20 +125,20 @@ def gather_records(
                 raise MemoryError("LMCache's CPU pool is full (max_local_cpu_size)")
             on_error.callback(buffer.release)
             records.append((key, buffer))
-            items.append(Item(key, group, block, buffer))
+            items.append(CopyJob(key, group, block, buffer))
         rest = copies.gather(items)
         on_error.pop_all()
     return records, rest
 
 
-def copies_for(device: torch.device, threads: "Threads") -> Copies:
+def copies_for(device: torch.device, threads: "CopyThreads") -> Copies:
     """The copies of a KV cache on ``device``; saves use ``threads``."""
     if device.type == "cpu":
         return HostCopies(threads)
     return StreamCopies(device, transfer_for(device))
 
 
-class Threads:
+class CopyThreads:
     """Work on bytes, spread over cores; everything of it must release the GIL."""
 
     def __init__(self, name: str) -> None:
@@ -194,20 +194,20 @@ class Threads:
 class HostCopies:
     """The KV cache lies in CPU memory."""
 
-    def __init__(self, threads: Threads) -> None:
+    def __init__(self, threads: CopyThreads) -> None:
         self._threads = threads
 
-    def mark(self) -> Mark:
-        return Mark(None)
+    def mark(self) -> StreamEvent:
+        return StreamEvent(None)
 
-    def gather(self, items: Sequence[Item]) -> None:
+    def gather(self, items: Sequence[CopyJob]) -> None:
         self._threads.each(
-            Item.gather,
+            CopyJob.gather,
             items,
             sum(item.pages.block_bytes for item in items),
         )
 
-    def scatter(self, items: Sequence[Item], after: Mark) -> None:
+    def scatter(self, items: Sequence[CopyJob], after: StreamEvent) -> None:
         for item in items:
             item.scatter()
 
@@ -246,11 +246,11 @@ class StreamCopies:
         self._module = torch.get_device_module(device)
         self._restoring = threading.local()
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamEvent:
         # Of this device, not of the thread's current one.
         return self._record(self._module.current_stream(self._device))
 
-    def gather(self, items: Sequence[Item]) -> Callable[[], None]:
+    def gather(self, items: Sequence[CopyJob]) -> Callable[[], None]:
         try:
             self._transfer(items, to_host=True)
         except BaseException:
@@ -267,7 +267,7 @@ class StreamCopies:
 
         return finish
 
-    def scatter(self, items: Sequence[Item], after: Mark) -> None:
+    def scatter(self, items: Sequence[CopyJob], after: StreamEvent) -> None:
         for item in items:
             item.check()
         self._module.set_device(self._device.index or 0)
@@ -286,14 +286,14 @@ class StreamCopies:
             self._restoring.stream = self._module.Stream(device=self._device)
         return self._restoring.stream
 
-    def _record(self, stream: Any) -> Mark:
+    def _record(self, stream: Any) -> StreamEvent:
         """Record a new event on ``stream``; a thread that waits for it sleeps."""
         blocking = {"blocking": True} if self._device.type == "cuda" else {}
         event = self._module.Event(**blocking)
         event.record(stream)
-        return Mark(event)
+        return StreamEvent(event)
 
-    def _wait(self, mark: Mark) -> None:
+    def _wait(self, mark: StreamEvent) -> None:
         """Block the calling thread, of which this may be the first call to the device."""
         # A new thread's current device is the first one, where it would make a context.
         self._module.set_device(self._device.index or 0)

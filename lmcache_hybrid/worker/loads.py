@@ -33,7 +33,7 @@ from lmcache_hybrid.core.threads import started
 from lmcache_hybrid.identity.adapters import LoadedAdapters, refuse, report_lost
 from lmcache_hybrid.protocol.metadata import LoadSpec
 from lmcache_hybrid.storage.store import Claim, Store
-from lmcache_hybrid.worker.copies import Copies, Item, Mark, Threads
+from lmcache_hybrid.worker.copies import Copies, CopyJob, CopyThreads, StreamEvent
 from lmcache_hybrid.worker.pages import GroupPages, in_parts
 
 logger = init_logger("vllm.lmcache_hybrid.worker.loads")
@@ -48,7 +48,7 @@ PART_BYTES = 8 << 20
 # thread a dozen turns at the GIL, of some 75 us each beside three others on an H100's host.
 LARGER, FEWEST = 4, 8
 
-Restore = Callable[[LoadSpec, Claim | None, Mark], int]
+Restore = Callable[[LoadSpec, Claim | None, StreamEvent], int]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class LoadQueue:
 
     Attributes:
         failed: of the loads that :meth:`results` returned last, see
-            :attr:`.FailedLoads.seconds`.
+            :attr:`.SlowLoads.seconds`.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class LoadQueue:
         self._plan, self._pages, self._store = plan, pages, store
         self._copies, self._ledger, self._monitor = copies, ledger, monitor
         self._adapters, self._part_bytes = adapters, part_bytes
-        self._threads = Threads("hybrid-restore")
+        self._threads = CopyThreads("hybrid-restore")
         self._executor = started(1, "hybrid-load")
         self._running: dict[str, _Running] = {}
         # Requests that ended while their load runs: vLLM keeps their blocks until it is reported.
@@ -188,7 +188,12 @@ class LoadQueue:
         return result.ok, result.slow
 
     def _load(
-        self, load: LoadSpec, claim: Claim | None, after: Mark, asked: float, restore: Restore
+        self,
+        load: LoadSpec,
+        claim: Claim | None,
+        after: StreamEvent,
+        asked: float,
+        restore: Restore,
     ) -> TransferResult:
         """Restore one request's blocks. Runs on the load thread, which releases the claim."""
         started = time.perf_counter()
@@ -238,7 +243,7 @@ class LoadQueue:
         )
         return TransferResult(load.request_id, None, size, seconds)
 
-    def _restore(self, load: LoadSpec, claim: Claim | None, after: Mark) -> int:
+    def _restore(self, load: LoadSpec, claim: Claim | None, after: StreamEvent) -> int:
         """Copy all records of a load into the KV cache; return the bytes copied."""
         if claim is None:
             raise LoadError("its records are no longer pinned", "unpinned")
@@ -287,7 +292,7 @@ class LoadQueue:
         return targets
 
     def _restore_part(
-        self, claim: Claim, part: Sequence[tuple[RecordKey, Block]], after: Mark, pace: Pace
+        self, claim: Claim, part: Sequence[tuple[RecordKey, Block]], after: StreamEvent, pace: Pace
     ) -> None:
         """Read, check and copy records; a damaged one is removed from the store."""
         items = []
@@ -302,7 +307,7 @@ class LoadQueue:
                     # If it stayed, every later request would be promised it and fail.
                     self._store.discard(key, claim)
                     raise LoadError(f"record {key.label} has {size} bytes", "length", key)
-                items.append(Item(key, pages, block, buffer))
+                items.append(CopyJob(key, pages, block, buffer))
             try:
                 self._copies.scatter(items, after)
             except DamagedError as error:

@@ -13,12 +13,12 @@ from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.core.lmcache_stats import NO_MONITOR, Monitor
 from lmcache_hybrid.identity.adapters import ADAPTERS, LoadedAdapters
 from lmcache_hybrid.protocol.changes import RankReport
-from lmcache_hybrid.protocol.failures import FailedLoads
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
-from lmcache_hybrid.storage.notes import StoreNotes
+from lmcache_hybrid.protocol.slow_loads import SlowLoads
 from lmcache_hybrid.storage.rank_lookup import RankLookup
+from lmcache_hybrid.storage.residency import Residency
 from lmcache_hybrid.storage.store import Claim, Store
-from lmcache_hybrid.worker.copies import Threads, copies_for
+from lmcache_hybrid.worker.copies import CopyThreads, copies_for
 from lmcache_hybrid.worker.loads import PART_BYTES, LoadQueue
 from lmcache_hybrid.worker.pages import GroupPages
 from lmcache_hybrid.worker.saver import Saver
@@ -43,7 +43,7 @@ class HybridWorker:
         part_bytes: int = PART_BYTES,
         monitor: Monitor = NO_MONITOR,
         adapters: LoadedAdapters = ADAPTERS,
-        notes: StoreNotes | None = None,
+        notes: Residency | None = None,
     ) -> None:
         """Take over a store.
 
@@ -60,7 +60,7 @@ class HybridWorker:
         self.ledger = Ledger("worker", WorkerCounts(failed_writes=store.failed_writes))
         adapters.ledger = self.ledger
         # Not the threads of loads, which may be waiting for a store while a step saves.
-        self._threads = Threads("hybrid-save")
+        self._threads = CopyThreads("hybrid-save")
         copies = copies_for(device, self._threads)
         self.loads = LoadQueue(
             plan, pages, store, copies, self.ledger, monitor, adapters, part_bytes
@@ -112,9 +112,9 @@ class HybridWorker:
         """Return the loads that ended, see :meth:`.loads.LoadQueue.results`."""
         return self.loads.results(finished, waits)
 
-    def failed_loads(self) -> FailedLoads | None:
+    def failed_loads(self) -> SlowLoads | None:
         """Say why loads failed that :meth:`results` returned last; None where none did."""
-        return FailedLoads(self.loads.failed) if self.loads.failed else None
+        return SlowLoads(self.loads.failed) if self.loads.failed else None
 
     def save(self, metadata: ConnectorMetadata) -> None:
         """Store this step's blocks, see :meth:`.saver.Saver.save`."""

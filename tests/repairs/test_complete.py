@@ -11,7 +11,7 @@ import pytest
 from unit.test_hooks import targets_of
 
 from lmcache_hybrid.storage import host_memory as pinned
-from lmcache_hybrid.storage import read_memory as staging
+from lmcache_hybrid.storage import read_reservation as staging
 from lmcache_hybrid.storage.disk import backend as local_disk
 from lmcache_hybrid.storage.remote import adapters
 from lmcache_hybrid.tools import repairs as listed
@@ -70,7 +70,7 @@ def test_every_repair_with_a_test_is_told_to_users():
 # Of LMCache's stores, besides what local_disk overrides.
 STORES = (adapters, pinned, staging)
 # They put repairs in their places; that of staging is its ``allocate``.
-APPLY = {"lmcache_hybrid.storage.read_memory.Staging.__init__"}
+APPLY = {"lmcache_hybrid.storage.read_reservation.ReadReservation.__init__"}
 # What replaces something that works. No test can say when it can go.
 CHOICES = {"lmcache_hybrid.storage.remote.adapters.install"}
 # Methods of upstream's that put something in a place, as an assignment does.
@@ -126,7 +126,7 @@ def overrides() -> set[str]:
     """Methods with which we replace LMCache's own."""
     return {
         name_of(method)
-        for ours in (local_disk.LocalDisk, local_disk.SteadyLFU)
+        for ours in (local_disk.LocalDisk, local_disk.LFUWithPendingWrites)
         for name, method in vars(ours).items()
         if inspect.isfunction(method)
         and any(name in vars(theirs) for theirs in ours.__bases__)

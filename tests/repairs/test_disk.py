@@ -13,8 +13,8 @@ from unit.test_host_memory import cudart, no_options  # noqa: F401
 
 from lmcache_hybrid.storage import host_memory as pinned
 from lmcache_hybrid.storage.disk.backend import LocalDisk
-from lmcache_hybrid.storage.disk.eviction import SteadyLFU
-from lmcache_hybrid.storage.read_memory import Staging
+from lmcache_hybrid.storage.disk.eviction import LFUWithPendingWrites
+from lmcache_hybrid.storage.read_reservation import ReadReservation
 
 from .raw import GIB, KEYS, SIZE, Raw, happens
 from .repair import shows_bug_of
@@ -129,7 +129,7 @@ def test_a_file_that_is_gone_cannot_be_removed(make):
     return False
 
 
-@shows_bug_of(SteadyLFU.get_evict_candidates, SteadyLFU.update_on_hit)
+@shows_bug_of(LFUWithPendingWrites.get_evict_candidates, LFUWithPendingWrites.update_on_hit)
 def test_lfu_fails_for_records_that_it_and_the_index_do_not_share():
     """The repair can go when neither fails."""
     policy = LFUCachePolicy()
@@ -146,7 +146,7 @@ def test_lfu_fails_for_records_that_it_and_the_index_do_not_share():
     return raises(lambda: policy.update_on_hit(B, {B: None})) or evicts
 
 
-@shows_bug_of(Staging.allocate)
+@shows_bug_of(ReadReservation.allocate)
 def test_a_read_waits_for_memory_for_ever():
     ram = Raw("LocalCPUBackend")
     held = list(iter(ram.allocate, None))

@@ -84,9 +84,9 @@ def test_a_load_reserves_nothing_for_its_windows(simulation):
     return fails_without(simulation, compat.reserve_windows)
 
 
-@shows_bug_of(compat.forget_what_did_not_run)
+@shows_bug_of(compat.unhash_uncomputed_blocks)
 def test_a_block_that_was_never_computed_is_hit(simulation):
-    return fails_without(simulation, compat.forget_what_did_not_run)
+    return fails_without(simulation, compat.unhash_uncomputed_blocks)
 
 
 @shows_bug_of(compat.stop_at_the_next_boundary)
@@ -94,9 +94,9 @@ def test_a_state_gets_the_hash_of_a_later_token(simulation):
     return fails_without(simulation, compat.stop_at_the_next_boundary)
 
 
-@shows_bug_of(compat.publish_ends_where_room_is)
+@shows_bug_of(compat.skip_partial_publish_when_full)
 def test_a_load_inside_a_block_needs_more_than_was_reserved(simulation):
-    return fails_without(simulation, compat.publish_ends_where_room_is)
+    return fails_without(simulation, compat.skip_partial_publish_when_full)
 
 
 @shows_bug_of(sessions.start_parts_over)
@@ -143,9 +143,9 @@ def test_the_v1_runner_keeps_the_column_of_a_part_that_has_ended():
     return bool(columns)
 
 
-@shows_bug_of(compat.keep_restored_states)
+@shows_bug_of(compat.publish_restored_states)
 def test_a_restored_state_is_loaded_again(simulation):
-    without(simulation, compat.keep_restored_states)
+    without(simulation, compat.publish_restored_states)
     with new_engine() as engine:
         ask(engine, "first", A[: 4 * N + 1])
         engine.reset_prefix_cache(False)

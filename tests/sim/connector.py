@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 import lmcache_hybrid.connector
 from lmcache_hybrid.protocol.metadata import NOTHING
 from lmcache_hybrid.scheduler.checkpoints import Drafter
-from lmcache_hybrid.scheduler.load_policy import Faster
+from lmcache_hybrid.scheduler.load_policy import LoadWhenFaster
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.pins import Pins
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
@@ -30,7 +30,7 @@ from .threads import Pool as ThreadPool
 NEVER_MS = 10**9
 
 
-class RandomPolicy(Faster):
+class RandomPolicy(LoadWhenFaster):
     """Decides at random, and measures on a clock that goes on at random."""
 
     def __init__(self, plan, page_bytes, seed: int) -> None:

@@ -34,7 +34,7 @@ import lmcache_hybrid.connector
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.groups import GroupPlan, plan_groups
 from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
-from lmcache_hybrid.scheduler import patience
+from lmcache_hybrid.scheduler import waits
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.worker import loads
 from vllm_patch import sessions
@@ -65,8 +65,8 @@ def install(patch) -> None:
     patch.setattr(lmcache_hybrid.connector, "HybridConnector", SimConnector)
     sessions.forget_columns_of_parts()  # as each worker does
     patch.setattr(loads, "IDLE_WAIT_SECONDS", 0)
-    patch.setattr(patience, "IDLE_SECONDS", 0)
-    patch.setattr(patience, "BUSY_SECONDS", (0.0, 0.0))
+    patch.setattr(waits, "IDLE_SECONDS", 0)
+    patch.setattr(waits, "BUSY_SECONDS", (0.0, 0.0))
     orders.install(patch, ToyRank.running_connector)
     saves.install(patch)
     device.install(patch)

@@ -89,7 +89,7 @@ SHRUNK = (
     ),
     Shrunk(
         "a step that was taken back leaves nothing to hit",
-        compat.forget_what_did_not_run,
+        compat.unhash_uncomputed_blocks,
         WrongBytes,
         Setup(
             groups="awsss",
@@ -120,7 +120,7 @@ SHRUNK = (
     ),
     Shrunk(
         "a load that ends inside a block needs no block that was not reserved",
-        compat.publish_ends_where_room_is,
+        compat.skip_partial_publish_when_full,
         Stuck,
         Setup(
             groups="ssa",

@@ -16,7 +16,7 @@ import torch
 from lmcache_hybrid.core.digests import KeyedDigester
 from lmcache_hybrid.core.errors import DamagedError
 from lmcache_hybrid.storage.record import digests_of
-from lmcache_hybrid.worker.copies import Item, StreamCopies
+from lmcache_hybrid.worker.copies import CopyJob, StreamCopies
 from lmcache_hybrid.worker.pages import GroupPages
 from tests.naive_store import NaiveStore
 
@@ -56,11 +56,11 @@ class Bench:
 
         self.device.compute.add("run", run)
 
-    def item(self, block: int, value: int = 0) -> Item:
+    def item(self, block: int, value: int = 0) -> CopyJob:
         buffer = self.store.reserve(self.pages.block_bytes)
         buffer.payload.fill_(value)
         buffer.digests = digests_of(memoryview(buffer.payload.numpy()))
-        return Item(None, self.pages, block, buffer)
+        return CopyJob(None, self.pages, block, buffer)
 
     def block(self, block: int) -> set[int]:
         """The values that are in it."""
@@ -72,7 +72,7 @@ def bench(monkeypatch):
     return Bench()
 
 
-def values(item: Item) -> set[int]:
+def values(item: CopyJob) -> set[int]:
     return set(item.buffer.payload.tolist())
 
 

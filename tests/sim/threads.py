@@ -216,7 +216,7 @@ class Executor:
 
 
 class Pool:
-    """Stands in for :class:`lmcache_hybrid.worker.copies.Threads`, with as many threads.
+    """Stands in for :class:`lmcache_hybrid.worker.copies.CopyThreads`, with as many threads.
 
     Attributes:
         beside: how often several threads had work at once.

@@ -20,10 +20,10 @@ from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.storage.key_names import VALUE
 from lmcache_hybrid.storage.lmcache_store import LMCacheStore
-from lmcache_hybrid.storage.notes import StoreNotes
 from lmcache_hybrid.storage.record import HEADER_BYTES
 from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.storage.remote.record_connector import unwrapped
+from lmcache_hybrid.storage.residency import Residency
 from lmcache_hybrid.tools.standalone import make_engine
 from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder, take
 
@@ -76,7 +76,7 @@ class Box:
         digester: Digester = PLAIN,
         replicas: Replicas | None = None,
         max_payload: int = MAX_PAYLOAD,
-        notes: StoreNotes | None = None,
+        notes: Residency | None = None,
         **settings,
     ) -> None:
         self.kind, self.folder = kind, folder

@@ -96,7 +96,7 @@ def test_restored_states_are_published(monkeypatch, connector_name, ours):
         "_update_waiting_for_remote_kv",
         lambda self, request: published.append(request.shared_prefix_boundary),
     )
-    compat.keep_restored_states()
+    compat.publish_restored_states()
     request = SimpleNamespace(shared_prefix_boundary=48, num_computed_tokens=32)
     Scheduler._update_waiting_for_remote_kv(scheduler_of(connector_name), request)
     assert published == [32 if ours else 48]
@@ -114,7 +114,7 @@ def test_ends_are_published_where_room_is(monkeypatch, connector_name, ours, fre
         "_update_waiting_for_remote_kv",
         lambda self, request: published.append(request.num_computed_tokens),
     )
-    compat.publish_ends_where_room_is()
+    compat.skip_partial_publish_when_full()
     scheduler = scheduler_of(
         connector_name,
         cache_config=SimpleNamespace(block_size=16),
@@ -220,7 +220,7 @@ def test_blocks_of_a_step_that_was_taken_back_lose_their_hash(
     monkeypatch.setattr(
         Scheduler, "_preempt_request", lambda self, request, *args, **kwargs: freed.append(args)
     )
-    compat.forget_what_did_not_run()
+    compat.unhash_uncomputed_blocks()
     managers = [
         SimpleNamespace(
             block_size=16,

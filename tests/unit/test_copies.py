@@ -5,12 +5,12 @@ import threading
 import pytest
 
 from lmcache_hybrid.worker import copies
-from lmcache_hybrid.worker.copies import WORTH_A_THREAD, Threads
+from lmcache_hybrid.worker.copies import WORTH_A_THREAD, CopyThreads
 
 
 @pytest.fixture
 def threads():
-    made = Threads("test")
+    made = CopyThreads("test")
     yield made
     made.close()
 
@@ -67,7 +67,7 @@ def test_threads_may_run_on_all_cores_of_the_process(threads):
 
     def bound():
         os.sched_setaffinity(0, {min(everywhere)})
-        one = Threads("bound")
+        one = CopyThreads("bound")
         one.each(lambda i: made.append(os.sched_getaffinity(0)), range(2), WORTH_A_THREAD)
         one.close()
 
@@ -89,7 +89,7 @@ def test_without_room_for_threads_the_caller_does_all(monkeypatch):
 
     monkeypatch.setattr(copies, "_cores", lambda: {0, 1})
     monkeypatch.setattr(threading.Thread, "start", limited)
-    crowded = Threads("crowded")
+    crowded = CopyThreads("crowded")
     before = threading.active_count()
     crowded.each(lambda i: done.append((i, threading.get_ident())), range(5), WORTH_A_THREAD)
     assert done == [(i, threading.get_ident()) for i in range(5)]
@@ -107,7 +107,7 @@ def test_cores_that_were_taken_away_end_no_thread(monkeypatch):
     monkeypatch.setattr(copies, "_cores", lambda: {1022, 1023})  # none that is there
     with pytest.raises(OSError):
         os.sched_setaffinity(0, {1022, 1023})
-    moved, done = Threads("moved"), []
+    moved, done = CopyThreads("moved"), []
     moved.each(done.append, range(5), WORTH_A_THREAD)
     assert sorted(done) == list(range(5))
     moved.close()

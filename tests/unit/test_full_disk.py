@@ -17,7 +17,7 @@ from lmcache_hybrid.storage.disk.eviction import (
     LONGEST_PAUSE,
     PAUSE_SECONDS,
     TRIES,
-    Room,
+    DiskFullHandler,
 )
 
 from . import store_box as stores
@@ -59,7 +59,7 @@ def clock(monkeypatch):
     return clock
 
 
-# Room
+# A full disk
 
 
 class Disk:
@@ -70,7 +70,7 @@ class Disk:
         self.files: dict[str, int] = {}
         self.evictions = 0
         self.taken = False
-        self.room = Room("/", self.evict, lambda: None)
+        self.room = DiskFullHandler("/", self.evict, lambda: None)
 
     def evict(self, size: int) -> bool:
         """The oldest go; somebody may take their room at once."""

@@ -9,7 +9,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from lmcache_hybrid.protocol.failures import FailedLoads
+from lmcache_hybrid.protocol.slow_loads import SlowLoads
 
 from .helpers import N, make_request
 from .scheduler_rig import Rig, all_offers, table
@@ -80,16 +80,16 @@ def stored_again(*said: float | None) -> bool:
     """Whether a request stores what it could not load.
 
     Args:
-        said: by the ranks, one after the other, of the load: see FailedLoads.
+        said: by the ranks, one after the other, of the load: see SlowLoads.
     """
     request = make_request(tokens=5 * N + 1)
     rig = Rig(policy=Given(9.0)).holds(request, 5, 5)
     rig.admit(request)
     for seconds in said:
-        failed = FailedLoads({request.request_id: seconds, "of another connector": 1.0})
+        failed = SlowLoads({request.request_id: seconds, "of another connector": 1.0})
         rig.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=failed))
     rig.loaded(request, failed=True)
-    assert rig.scheduler._failures == FailedLoads({})
+    assert rig.scheduler._failures == SlowLoads({})
     assert rig.match(request) == (0, False)
     rig.scheduler.update_state_after_alloc(request, table(request), 0)
     return rig.forward(request, 5 * N + 1) is not None
@@ -97,12 +97,12 @@ def stored_again(*said: float | None) -> bool:
 
 def test_ranks_that_report_in_one_step_are_heard_all(rank_outputs):
     def of(**seconds):
-        return rank_outputs({"r", "s"}, FailedLoads(seconds))
+        return rank_outputs({"r", "s"}, SlowLoads(seconds))
 
     output = KVOutputAggregator(2).aggregate([of(r=2.0, s=None), of(r=3.0, s=4.0)])
     assert output.kv_connector_output.failed_recving == {"r", "s"}
     meta = output.kv_connector_output.kv_connector_worker_meta
-    assert meta == pickle.loads(pickle.dumps(meta)) == FailedLoads({"r": 3.0, "s": None})
+    assert meta == pickle.loads(pickle.dumps(meta)) == SlowLoads({"r": 3.0, "s": None})
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from lmcache_hybrid.protocol.lookup import LookupResult
 from lmcache_hybrid.scheduler import load_policy
-from lmcache_hybrid.scheduler.load_policy import Faster
+from lmcache_hybrid.scheduler.load_policy import LoadWhenFaster
 from lmcache_hybrid.scheduler.speeds import Line, Speeds
 
 from .helpers import PLAN, N, make_request
@@ -36,7 +36,7 @@ class Engine:
             tiers: bytes a second by backend.
         """
         self.clock = Clock()
-        self.policy = Faster(PLAN, PAGE_BYTES, self.clock)
+        self.policy = LoadWhenFaster(PLAN, PAGE_BYTES, self.clock)
         if compute is not None:
             self.compute(100 * N, 100.0)  # the first says nothing
             for tokens in (100 * N, 300 * N):

@@ -9,7 +9,7 @@ import pytest
 from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
 from lmcache_hybrid.protocol.metadata import SaveSpec
 from lmcache_hybrid.protocol.prefix import Prefix, tail_keys
-from lmcache_hybrid.scheduler import patience
+from lmcache_hybrid.scheduler import waits as module
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
@@ -213,7 +213,7 @@ def waits(rig, monkeypatch) -> list[float]:
     """Seconds that each poll may wait; no answer ever comes, and waiting takes all of them."""
     asked: list[float] = []
     now = [0.0]
-    monkeypatch.setattr(patience.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     submit = rig.scheduler._queue.submit
 
     def ask(question):
@@ -235,7 +235,7 @@ def test_an_idle_engine_waits_for_any_lookup_once_per_pass(rig, waits):
     rig.match()
     rig.step()
     rig.match()
-    assert waits == [patience.IDLE_SECONDS, 0, patience.IDLE_SECONDS]
+    assert waits == [module.IDLE_SECONDS, 0, module.IDLE_SECONDS]
 
 
 def test_beside_others_only_what_was_just_asked_is_waited_for(rig, waits):
@@ -243,21 +243,21 @@ def test_beside_others_only_what_was_just_asked_is_waited_for(rig, waits):
     rig.match()
     rig.step({"other": 1})
     rig.match()
-    assert waits == [patience.BUSY_SECONDS[0], 0]
+    assert waits == [module.BUSY_SECONDS[0], 0]
 
 
 def test_all_that_a_pass_asks_shares_its_time(rig, waits):
     rig.step({"other": 1})
     rig.match()
     rig.scheduler.get_num_new_matched_tokens(make_request("second", tokens=5 * N + 1), 0)
-    assert waits == [patience.BUSY_SECONDS[0], 0]
+    assert waits == [module.BUSY_SECONDS[0], 0]
 
 
 @pytest.mark.parametrize("step, most", [(0.001, 0.001), (0.1, 0.005), (60.0, 0.01)])
 def test_beside_long_steps_it_waits_longer(waits, monkeypatch, step, most):
-    pause = patience.Patience()
-    began = patience.time.monotonic()
-    monkeypatch.setattr(patience.time, "monotonic", lambda: began + step)
+    pause = module.LookupWait()
+    began = module.time.monotonic()
+    monkeypatch.setattr(module.time, "monotonic", lambda: began + step)
     pause.begin(idle=False)
     assert pause._left == pytest.approx(most)
 
@@ -271,14 +271,14 @@ def test_a_second_question_of_a_pass_is_waited_for(rig, waits, monkeypatch):
     monkeypatch.delattr(lookup, "poll")  # it is answered now
     rig.step({"other": 1})
     assert rig.match() == (None, False)
-    assert waits == [patience.BUSY_SECONDS[0]] * 2
+    assert waits == [module.BUSY_SECONDS[0]] * 2
 
 
 def test_an_engine_whose_requests_have_ended_is_idle(rig, waits):
     rig.step({rig.request.request_id: 1})
     rig.scheduler.request_finished(rig.request)
     rig.match()
-    assert waits == [patience.IDLE_SECONDS]
+    assert waits == [module.IDLE_SECONDS]
 
 
 def test_an_exception_is_a_miss_and_counted(lenient, hybrid_log):

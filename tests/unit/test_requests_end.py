@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm.v1.outputs import KVConnectorOutput
 
 from lmcache_hybrid.protocol.metadata import NOTHING
-from lmcache_hybrid.scheduler.patience import EmptySteps
+from lmcache_hybrid.scheduler.waits import IdleSteps
 
 from .helpers import WINDOWS, N, make_output, make_request
 from .scheduler_rig import Rig, all_offers, table
@@ -81,7 +81,7 @@ def test_an_empty_step_waits_for_loads_only_where_it_holds_up_nobody():
     """Other engines compute in step with this one."""
     rig = Rig()
     assert rig.step().waits and not rig.step({"x": 1}).waits
-    rig.scheduler.empty_steps = EmptySteps(math.inf)
+    rig.scheduler.empty_steps = IdleSteps(math.inf)
     assert rig.step().idle and not rig.step().waits
     assert not rig.scheduler._admission._patience._idle
     rig.match(request := make_request())
@@ -92,7 +92,7 @@ def test_an_empty_step_waits_for_loads_only_where_it_holds_up_nobody():
 def test_a_pipeline_waits_for_loads_once_all_its_steps_are_empty():
     """One of those in flight: a request that comes meanwhile is behind all of them."""
     rig = Rig()
-    rig.scheduler.empty_steps = EmptySteps(3)
+    rig.scheduler.empty_steps = IdleSteps(3)
     patience = rig.scheduler._admission._patience
     for _ in range(2):
         assert not rig.step({"x": 1}).waits and not patience._idle

@@ -267,7 +267,7 @@ def test_batches_are_such_as_were_seen_to_be_right():
 
 
 class Record(NamedTuple):
-    """As :class:`.copies.Item`: blocks of a group in a buffer, which starts within the pool."""
+    """As :class:`.copies.CopyJob`: blocks of a group in a buffer, which starts within the pool."""
 
     pages: GroupPages
     block: tuple[int, ...]

@@ -25,7 +25,7 @@ from vllm.logger import init_logger
 from lmcache_hybrid.storage import arc
 from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.storage.disk.deleter import Deleter
-from lmcache_hybrid.storage.disk.eviction import Room, SteadyLFU
+from lmcache_hybrid.storage.disk.eviction import DiskFullHandler, LFUWithPendingWrites
 from lmcache_hybrid.storage.disk.files import NO_FILE, create_anew, open_regular
 from lmcache_hybrid.storage.disk.index import Found, find
 from lmcache_hybrid.storage.record import Header
@@ -67,12 +67,12 @@ class LocalDisk(LocalDiskBackend):
     # Threads whose write has come so far that LMCache's writer has given its buffer back.
     _given_back: set[int]
     # Makes room on a full disk; whether a full disk, and a failed write, were logged.
-    _room: Room
+    _room: DiskFullHandler
     _said_full: bool
     _warned: bool
 
     @classmethod
-    def instead_of(
+    def adopt(
         cls,
         backend: LocalDiskBackend,
         failed: Callable[[int], None] = lambda records: None,
@@ -89,13 +89,13 @@ class LocalDisk(LocalDiskBackend):
         self = cls.__new__(cls)
         self.__dict__.update(backend.__dict__)
         if type(self.cache_policy) is LFUCachePolicy:
-            self.cache_policy = SteadyLFU()
+            self.cache_policy = LFUWithPendingWrites()
         self._failed, self._written = failed, written
         self._limit = self.max_cache_size
         self._strangers, self._strange_bytes, self._kept = {}, 0, {}
         self._arranged, self._given_back, self._elsewhere = {}, set(), set()
         self._deleter = Deleter(self._stays)
-        self._room = Room(self.path, self._give_way, self._deleter.finish)
+        self._room = DiskFullHandler(self.path, self._give_way, self._deleter.finish)
         self._warned = self._said_full = False
         return self
 

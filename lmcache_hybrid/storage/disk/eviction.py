@@ -23,7 +23,7 @@ ALONE_SECONDS = 60.0
 PAUSE_SECONDS, LONGEST_PAUSE = 60.0, 3600.0
 
 
-class Room:
+class DiskFullHandler:
     """Makes room for records on a disk that is full.
 
     Thread-safe. A write that finds the disk full has as much evicted as it needs. That may be in
@@ -103,7 +103,7 @@ def free_bytes(folder: str) -> int:
     return found.f_bavail * found.f_frsize
 
 
-class SteadyLFU(LFUCachePolicy):
+class LFUWithPendingWrites(LFUCachePolicy):
     """LMCache's LFU, made to bear records that it counts and the index does not have.
 
     A record is counted when its write begins, and indexed when it ends.

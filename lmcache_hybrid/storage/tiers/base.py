@@ -49,7 +49,7 @@ class Opening:
 
 
 class Observer(Protocol):
-    """Is told what comes and goes in a tier, see :class:`.notes.StoreNotes`."""
+    """Is told what comes and goes in a tier, see :class:`.residency.Residency`."""
 
     def follow(
         self,
@@ -153,7 +153,7 @@ class StorageTier:
             owner: the request that stored them.
         """
 
-    # Removal
+    # DamagedRecords
 
     def remove(self, key: CacheEngineKey) -> None:
         """Remove a damaged record; one that is gone is no error.

@@ -22,7 +22,7 @@ class DiskTier(IndexedTier):
 
     def __init__(self, name: str, backend: LocalDiskBackend, opening: Opening) -> None:
         super().__init__(name, backend, opening)
-        self.backend = LocalDisk.instead_of(
+        self.backend = LocalDisk.adopt(
             backend,
             functools.partial(opening.failed, name),
             functools.partial(opening.written, name),

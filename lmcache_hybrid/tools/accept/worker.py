@@ -19,7 +19,7 @@ from lmcache_hybrid.core.groups import Block
 from lmcache_hybrid.core.keys import RecordKey
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector, unwrapped
 from lmcache_hybrid.tools.accept.tiers import missing_of, refusals, tiers_of
-from lmcache_hybrid.worker.copies import Copies, Item, Threads, copies_for
+from lmcache_hybrid.worker.copies import Copies, CopyJob, CopyThreads, copies_for
 
 if TYPE_CHECKING:
     from lmcache_hybrid.connector import HybridConnector
@@ -131,7 +131,7 @@ class AcceptExtension:
             ``gather``, ``scatter``, ``to_host`` and ``to_device`` (plain copies of the same size).
         """
         worker = _worker()
-        threads = Threads("accept")
+        threads = CopyThreads("accept")
         items, targets = _items(worker)
         try:
             copies = copies_for(self.device, threads)
@@ -221,7 +221,7 @@ def _device(device: torch.device) -> dict[str, Any]:
 # Copies
 
 
-def _items(worker: "HybridWorker") -> tuple[list[Item], list[Block]]:
+def _items(worker: "HybridWorker") -> tuple[list[CopyJob], list[Block]]:
     """Blocks to copy, with a buffer each, and the blocks to copy them into.
 
     A block of each group, then attention and window blocks in turn, as many as are copied in
@@ -238,7 +238,7 @@ def _items(worker: "HybridWorker") -> tuple[list[Item], list[Block]]:
             break
         wanted.append(group)
         size += pages[group].block_bytes
-    items: list[Item] = []
+    items: list[CopyJob] = []
     targets: list[Block] = []
     first = 1
     for group in wanted:
@@ -249,14 +249,14 @@ def _items(worker: "HybridWorker") -> tuple[list[Item], list[Block]]:
         if buffer is None:
             break
         source, target = (tuple(range(at, at + count)) for at in (first, most + first))
-        items.append(Item(RecordKey(0, group, b"", first), pages[group], source, buffer))
+        items.append(CopyJob(RecordKey(0, group, b"", first), pages[group], source, buffer))
         targets.append(target)
         first += count
     return items, targets
 
 
 def _measure(
-    copies: Copies, device: torch.device, items: list[Item], targets: list[Block]
+    copies: Copies, device: torch.device, items: list[CopyJob], targets: list[Block]
 ) -> dict[str, Any]:
     if not items:
         return {"bytes": 0, "wrong": 0, "pinned": False}

@@ -14,7 +14,7 @@ HEAD = (
     "Computed again",
     "GiB per prompt",
     "Steps",
-    "Faster from: RAM",
+    "LoadWhenFaster from: RAM",
     "network",
 )
 # Bytes a second, for the last two columns: to a GPU, and from a store on a 25 Gbit network.

@@ -123,7 +123,7 @@ LMCACHE = (
     Hook(
         f"{_BACKENDS}.local_cpu_backend",
         "LocalCPUBackend.allocate",
-        replaced_in="lmcache_hybrid/storage/read_memory.py",
+        replaced_in="lmcache_hybrid/storage/read_reservation.py",
     ),
     *attributes(
         f"{_BACKENDS}.local_cpu_backend",
@@ -135,7 +135,7 @@ LMCACHE = (
         "LocalCPUBackend.hot_cache",
         replaced_in="lmcache_hybrid/storage/tiers/ram.py",
     ),
-    # Its index, which lmcache_hybrid/storage/notes.py copies into a subclass.
+    # Its index, which lmcache_hybrid/storage/residency.py copies into a subclass.
     *(
         Hook(f"{_BACKENDS}.cache_policy.{module}", f"{name}.init_mutable_mapping", (), (made,))
         for module, name, made in (

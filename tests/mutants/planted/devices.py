@@ -179,7 +179,7 @@ DEFECTS = (
             (
                 "lmcache_hybrid/worker/loads.py",
                 "        after = self._copies.mark()\n",
-                "        after = Mark(None)\n",
+                "        after = StreamEvent(None)\n",
             ),
             (
                 "lmcache_hybrid/worker/loads.py",

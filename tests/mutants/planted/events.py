@@ -5,7 +5,7 @@ from tests.mutants.defect import Defect, one
 
 PREFIXES = "lmcache_hybrid/scheduler/announced_prefixes.py"
 EVENTS = "lmcache_hybrid/scheduler/events.py"
-NOTES = "lmcache_hybrid/storage/notes.py"
+NOTES = "lmcache_hybrid/storage/residency.py"
 STORE = "lmcache_hybrid/storage/lmcache_store.py"
 SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
 CONNECTOR = "lmcache_hybrid/connector.py"

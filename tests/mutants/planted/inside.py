@@ -12,7 +12,7 @@ METADATA = "lmcache_hybrid/protocol/metadata.py"
 DEFECTS: tuple[Defect, ...] = (
     one(
         "a unit is advised where it has no effect",
-        "lmcache_hybrid/scheduler/granularity.py",
+        "lmcache_hybrid/scheduler/short_prompts.py",
         "plan.with_unit(1).unit and not plan.unit",
         "plan.states and not plan.unit",
     ),

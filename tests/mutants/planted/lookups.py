@@ -167,13 +167,13 @@ DEFECTS = (
     ),
     one(
         "every pass waits anew for a store that is slow",
-        "lmcache_hybrid/scheduler/patience.py",
+        "lmcache_hybrid/scheduler/waits.py",
         "if waits else 0.0",
         "if True else 0.0",
     ),
     one(
         "no pass waits for its second question for a request",
-        "lmcache_hybrid/scheduler/patience.py",
+        "lmcache_hybrid/scheduler/waits.py",
         "lookup.sent >= self._began",
         "lookup.sent >= self._began and not lookup.request.prefix.hashes[lookup.request.limit:]",
     ),

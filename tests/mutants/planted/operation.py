@@ -3,10 +3,10 @@
 
 from tests.mutants.defect import Defect, one
 
-ACCOUNTS = "lmcache_hybrid/scheduler/accounts.py"
+ACCOUNTS = "lmcache_hybrid/scheduler/lookup_metrics.py"
 SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
 ADMISSION = "lmcache_hybrid/scheduler/admission.py"
-PATIENCE = "lmcache_hybrid/scheduler/patience.py"
+PATIENCE = "lmcache_hybrid/scheduler/waits.py"
 WORKER = "lmcache_hybrid/worker/worker.py"
 SLEEP = "vllm_patch/sleep.py"
 STORE = "lmcache_hybrid/storage/lmcache_store.py"
@@ -102,7 +102,7 @@ DEFECTS = (
     one(
         "a restored state is not found again in vLLM's own cache",
         COMPAT,
-        "    keep_restored_states()\n",
+        "    publish_restored_states()\n",
         "",
     ),
     one(
@@ -120,7 +120,7 @@ DEFECTS = (
     one(
         "the end of a load is published whether there is room for it or not",
         COMPAT,
-        "    publish_ends_where_room_is()\n",
+        "    skip_partial_publish_when_full()\n",
         "",
     ),
     one(
@@ -132,7 +132,7 @@ DEFECTS = (
     one(
         "blocks of a step that was taken back can be hit",
         COMPAT,
-        "    forget_what_did_not_run()\n",
+        "    unhash_uncomputed_blocks()\n",
         "",
     ),
     one(

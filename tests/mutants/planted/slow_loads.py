@@ -144,19 +144,19 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "a load that failed on one rank counts as slow",
-        "lmcache_hybrid/protocol/failures.py",
+        "lmcache_hybrid/protocol/slow_loads.py",
         "None if mine is None or seconds is None else max(mine, seconds)",
         "max(mine or 0.0, seconds or 0.0)",
     ),
     one(
         "what one rank said of a load is forgotten",
-        "lmcache_hybrid/protocol/failures.py",
+        "lmcache_hybrid/protocol/slow_loads.py",
         "            known = known.aggregate(said)\n",
         "            known = said\n",
     ),
     one(
         "what ranks said of a load is said of the next one",
-        "lmcache_hybrid/protocol/failures.py",
+        "lmcache_hybrid/protocol/slow_loads.py",
         "{each: rest.pop(each, None) for each in",
         "{each: rest.get(each) for each in",
     ),

@@ -3,7 +3,7 @@
 
 from tests.mutants.defect import one
 
-STAGING = "lmcache_hybrid/storage/read_memory.py"
+STAGING = "lmcache_hybrid/storage/read_reservation.py"
 STORE = "lmcache_hybrid/storage/lmcache_store.py"
 ARC = "lmcache_hybrid/storage/arc.py"
 DISK = "lmcache_hybrid/storage/disk/backend.py"

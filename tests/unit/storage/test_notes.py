@@ -8,8 +8,8 @@ import pytest
 from lmcache_hybrid.core.errors import RecordError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey, tags_digest
 from lmcache_hybrid.protocol.changes import DISK, RAM, REMOTE, RecordName
-from lmcache_hybrid.storage import notes as module
-from lmcache_hybrid.storage.notes import StoreNotes
+from lmcache_hybrid.storage import residency as module
+from lmcache_hybrid.storage.residency import Residency
 
 from ..helpers import put
 from ..store_box import BACKEND, KEYS, MAX_PAYLOAD, SIZE, Box, every_kind, until
@@ -28,7 +28,7 @@ class Told:
     """What a scheduler knows of a rank."""
 
     def __init__(self) -> None:
-        self.notes, self.tiers, self.reports = StoreNotes(0), {}, 0
+        self.notes, self.tiers, self.reports = Residency(0), {}, 0
         self.epoch, self.writing = 0, False
 
     def step(self, serving: bool = True, unfinished: bool = False) -> bool:

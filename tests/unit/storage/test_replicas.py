@@ -13,7 +13,7 @@ from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.protocol.lookup import LookupRequest, agree
 from lmcache_hybrid.protocol.prefix import Prefix
-from lmcache_hybrid.storage import removal
+from lmcache_hybrid.storage import damaged_records
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.record import digests_of
 from lmcache_hybrid.storage.record_names import Replicas
@@ -140,7 +140,7 @@ def test_a_page_that_its_writer_cannot_write_fails_no_second_load(ranks, kind, m
     """Another rank does not know of its writes: it believes in one for a while."""
     later = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later[0])
-    monkeypatch.setattr(removal, "time", clock)
+    monkeypatch.setattr(damaged_records, "time", clock)
     first, second = ranks(kind)
     save(first)
     save(second)
@@ -152,7 +152,7 @@ def test_a_page_that_its_writer_cannot_write_fails_no_second_load(ranks, kind, m
             could_not_read(second)
             save(second)
             assert PAGE_KEYS[1] not in second.store.locate(KEYS), "every second request fails"
-        later[0] += removal.HIDDEN_SECONDS
+        later[0] += damaged_records.HIDDEN_SECONDS
 
 
 @shared

@@ -9,10 +9,10 @@ from typing import Any
 from lmcache.utils import CacheEngineKey
 from vllm.logger import init_logger
 
-from lmcache_hybrid.storage.notes import StoreNotes
+from lmcache_hybrid.storage.residency import Residency
 from lmcache_hybrid.storage.tiers.base import StorageTier
 
-logger = init_logger("vllm.lmcache_hybrid.storage.removal")
+logger = init_logger("vllm.lmcache_hybrid.storage.damaged_records")
 
 # Records of one backend to hide at most; those that were hidden first come back first.
 MAX_HIDDEN = 4096
@@ -71,7 +71,7 @@ def _remember(times: dict[CacheEngineKey, float], key: CacheEngineKey) -> None:
     times[key] = time.monotonic() + HIDDEN_SECONDS
 
 
-class Removal:
+class DamagedRecords:
     """Removes damaged records from one rank's tiers. Any thread may call it.
 
     RAM and disk lose a record with its entry in their index. Any other tier may fail to delete
@@ -80,7 +80,7 @@ class Removal:
     """
 
     def __init__(
-        self, names: Iterable[str], tiers: Mapping[str, StorageTier], notes: StoreNotes | None
+        self, names: Iterable[str], tiers: Mapping[str, StorageTier], notes: Residency | None
     ) -> None:
         """Hide nothing.
 

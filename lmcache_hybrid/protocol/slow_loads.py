@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class FailedLoads(KVConnectorWorkerMetadata):
+class SlowLoads(KVConnectorWorkerMetadata):
     """Tells loads that were given up, because they were too slow, from all others that failed.
 
     Ranks may report one load at different steps.
@@ -24,17 +24,17 @@ class FailedLoads(KVConnectorWorkerMetadata):
 
     seconds: Mapping[str, float | None]
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "FailedLoads":
-        assert isinstance(other, FailedLoads)
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "SlowLoads":
+        assert isinstance(other, SlowLoads)
         both = dict(self.seconds)
         for request, seconds in other.seconds.items():
             mine = both.get(request, seconds)
             both[request] = None if mine is None or seconds is None else max(mine, seconds)
-        return FailedLoads(both)
+        return SlowLoads(both)
 
     def after(
         self, output: "KVConnectorOutput", loading: set[str]
-    ) -> tuple["FailedLoads", dict[str, float]]:
+    ) -> tuple["SlowLoads", dict[str, float]]:
         """Take in what ranks said in a step.
 
         Args:
@@ -44,8 +44,8 @@ class FailedLoads(KVConnectorWorkerMetadata):
             (what is known of loads that go on, seconds of those that ended and were too slow).
         """
         said, known = output.kv_connector_worker_meta, self
-        if isinstance(said, FailedLoads):
+        if isinstance(said, SlowLoads):
             known = known.aggregate(said)
         rest = {each: seconds for each, seconds in known.seconds.items() if each in loading}
         done = {each: rest.pop(each, None) for each in output.finished_recving or ()}
-        return FailedLoads(rest), {r: each for r, each in done.items() if each is not None}
+        return SlowLoads(rest), {r: each for r, each in done.items() if each is not None}

@@ -13,7 +13,7 @@ from lmcache_hybrid.scheduler.lookup_queue import PendingLookup
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-logger = init_logger("vllm.lmcache_hybrid.scheduler.accounts")
+logger = init_logger("vllm.lmcache_hybrid.scheduler.lookup_metrics")
 
 
 def count_lookup(

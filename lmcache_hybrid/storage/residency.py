@@ -66,7 +66,7 @@ def watched(
     return Watched(index)
 
 
-class StoreNotes:
+class Residency:
     """What a rank holds, as far as the scheduler has been told.
 
     Any thread may call it; :meth:`report` is called by the thread that runs the model, in every

@@ -21,7 +21,7 @@ BUSY_SHARE = 0.05
 BUSY_SECONDS = 0.001, 0.01
 
 
-class Patience:
+class LookupWait:
     """What is left of a pass's time. Used by the scheduler's thread only."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Patience:
         return result
 
 
-class EmptySteps:
+class IdleSteps:
     """Tells when nothing is computed anywhere, so that a step may wait for loads.
 
     Used by the scheduler's thread only.
@@ -72,7 +72,7 @@ class EmptySteps:
         self._batches, self._count, self.waits = batches, 0, False
 
     @classmethod
-    def of(cls, parallel: "ParallelConfig") -> "EmptySteps":
+    def of(cls, parallel: "ParallelConfig") -> "IdleSteps":
         """Those of an engine."""
         if parallel.data_parallel_size > 1:
             return cls(math.inf)

@@ -11,13 +11,13 @@ from lmcache_hybrid.core.groups import GroupPlan, suggested_unit
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-logger = init_logger("vllm.lmcache_hybrid.scheduler.granularity")
+logger = init_logger("vllm.lmcache_hybrid.scheduler.short_prompts")
 
 # Requests per look at their lengths.
 REQUESTS = 100
 
 
-class Granularity:
+class ShortPromptAdvice:
     """Looks at the length of each prompt that may be cached. Used by the scheduler's thread only.
 
     Attributes:

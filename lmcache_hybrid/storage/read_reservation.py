@@ -19,10 +19,10 @@ from vllm.logger import init_logger
 from lmcache_hybrid.core.errors import NoRoomError
 from lmcache_hybrid.storage.buffer import record_shape
 
-logger = init_logger("vllm.lmcache_hybrid.storage.read_memory")
+logger = init_logger("vllm.lmcache_hybrid.storage.read_reservation")
 
 
-class Staging:
+class ReadReservation:
     """LMCache's CPU pool, with room set aside for the loads in flight.
 
     Any thread may call it; LMCache's event loop does. Owns the room until a read takes it or
