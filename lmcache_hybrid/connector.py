@@ -515,11 +515,9 @@ class HybridConnector(KVConnectorBase_V1):
 
     @guarded("what the step computes is not stored", _send_what_is_ready)
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ConnectorMetadata:
-        return (
-            NOTHING
-            if self.scheduler is None
-            else self.scheduler.build_connector_meta(scheduler_output)
-        )
+        if self.scheduler is None:
+            return NOTHING
+        return self.scheduler.build_connector_meta(scheduler_output)
 
     def _end_loads(self, output: "KVConnectorOutput") -> None:
         if self.scheduler is not None:
