@@ -97,9 +97,8 @@ def keep(answers: dict, name: str, answer: dict) -> None:
 
 
 def fill(page: Path, figures: dict) -> None:
-    """Put a table for every question into ``page``, and the goals."""
+    """Put a table for every question into ``page``."""
     answers = figures["answers"]
-    replace(page, "goals", _goals(answers))
     replace(page, "plot", _plot(answers["repeats"]) if "repeats" in answers else MISSING)
     replace(page, "gain", _gain(answers) if "repeats" in answers else MISSING)
     replace(page, "limit", _limit(answers) if {"bytes", "restore"} <= answers.keys() else "")
@@ -109,6 +108,11 @@ def fill(page: Path, figures: dict) -> None:
             continue
         table = _TABLES.get(name, _ratios)(name, answers[name])
         replace(page, name, f"{table}\n\n{_made(name, answers[name], figures)}")
+
+
+def fill_goals(page: Path, figures: dict) -> None:
+    """Put the table of goals into the developers' ``page``."""
+    replace(page, "goals", _goals(figures["answers"]))
 
 
 def _made(name: str, answer: dict, figures: dict) -> str:

@@ -15,7 +15,7 @@ from benchmarks.performance.engines import short_prompt  # noqa: E402
 MODEL = {"family": "f", "layers": 8, "parameters": 2_000_000, "dtype": "float32"}
 HERE, THERE = MODEL | {"block_size": 640}, MODEL | {"block_size": 256}
 ARMS = ("cold", "vllm", "ram", "disk", "redis")
-MARKERS = ("goals", "gain", "plot", "limit", *report.NEED_MODEL, "lookup")
+MARKERS = ("gain", "plot", "limit", *report.NEED_MODEL, "lookup")
 
 
 def answer(model: dict | None = None, slower: float = 1.0) -> dict:
@@ -97,4 +97,6 @@ def test_the_page_opens_with_gain_and_cost_of_the_file():
     figures = json.loads((docs / "generated/performance.json").read_text())
     whole = docs / "performance.md"
     assert part(whole, "gain").strip() == report._gain(figures["answers"])
+    goals = part(docs.parent / "CONTRIBUTING.md", "goals").strip()
+    assert goals == report._goals(figures["answers"])
     assert whole.read_text().startswith("# Performance\n\n<!-- gain:begin -->")
