@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import lmcache_connector as upstream
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import (
     LMCacheConnectorV1 as UpstreamConnector,
 )
@@ -66,7 +70,7 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
             return object.__new__(cls)
         if (problem := versions.changed()) is not None:
             raise ValueError(f"LMCacheConnectorV1 cannot serve this model: {problem}")
-        return object.__new__(hybrid_class())
+        return object.__new__(hybrid_class(cls))
 
     def __init__(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
@@ -107,9 +111,19 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
         return build(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def hybrid_class() -> type[LMCacheConnectorV1]:
-    """A hybrid model's connector class. MultiConnector finds its statistics by the class's name."""
+def hybrid_class(base: type[LMCacheConnectorV1] = LMCacheConnectorV1) -> type[LMCacheConnectorV1]:
+    """A hybrid model's connector class. MultiConnector finds its statistics by the class's name.
+
+    Raises:
+        ValueError: vLLM's class has a method that would ask LMCache's own adapter.
+    """
     from lmcache_hybrid.connector import HybridConnector
 
-    bases = HybridConnector, LMCacheConnectorV1
-    return type(LMCacheConnectorV1.__name__, bases, {"__module__": __name__})
+    methods = (name for name, value in vars(UpstreamConnector).items() if callable(value))
+    ours, bases = HybridConnector, KVConnectorBase_V1
+    if unknown := [m for m in methods if getattr(ours, m, None) is getattr(bases, m, None)]:
+        raise ValueError(
+            f"LMCacheConnectorV1 cannot serve this model: this vLLM calls its {unknown[0]}(), of "
+            f"which this release knows nothing; run `{versions.command()}`."
+        )
+    return type(base.__name__, (HybridConnector, base), {"__module__": __name__})

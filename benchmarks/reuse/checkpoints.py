@@ -56,13 +56,13 @@ class Engine:
 
         self._worker = get_kv_transfer_group().worker
         self.block_size = self._core.scheduler.connector.plan.block_size
-        self._steps, step = 0, self._scheduler.step
+        self._steps, step = 0, self._scheduler.build_connector_meta
 
         def counted(output):
             self._steps += bool(output.num_scheduled_tokens)
             return step(output)
 
-        self._scheduler.step = counted
+        self._scheduler.build_connector_meta = counted
 
     def prefill(self, ids: list[int], choice: int | str) -> dict:
         """Seconds, steps, states and bytes of one cold prompt with one of CHOICES."""

@@ -44,7 +44,7 @@ from lmcache_hybrid.scheduler.scheduler import HybridScheduler  # noqa: E402
 N = 16
 PER_STEP = 32
 PLAN = GroupPlan(N, (2,), (0, 1, 3))
-OPTIONS = Options(None, True, None, 0, 0)
+OPTIONS = Options(save=True, priority_limit=None, min_retrieve_tokens=0, max_tokens_per_load=0)
 
 
 class AtOnce(Executor):

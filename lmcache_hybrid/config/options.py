@@ -66,7 +66,7 @@ SETTINGS = {
     *(MAX_SIZE_KEY, MAX_AGE_KEY, TRUSTED_OWNER_KEY),
     "lmcache.hybrid_load_failure_policy",
 }
-# Settings of earlier commits: why they are gone.
+# Settings of earlier versions: why they are gone.
 _GONE = {"lmcache.hybrid_attention_group": "it changed nothing, all attention groups are stored"}
 # What CHECKPOINT_KEY is by default: a state where each chunk of a prefill ends.
 CHUNK_ENDS = "chunk"
@@ -158,8 +158,8 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
     transfer = vllm_config.kv_transfer_config
     for key in transfer.kv_connector_extra_config:
         if key in _GONE:
-            raise ConfigError(f"{key} is no setting any more: {_GONE[key]}; remove it.")
-        if key.startswith(OWN_PREFIX) and key not in SETTINGS and key != BESIDE_KEY:
+            logger.warning_once("%s is no setting any more: %s; remove it.", key, _GONE[key])
+        elif key.startswith(OWN_PREFIX) and key not in SETTINGS and key != BESIDE_KEY:
             raise ConfigError(f"{key} is not a setting; the settings are {sorted(SETTINGS)}.")
     for key in config.extra_config or {}:
         if str(key).startswith((OWN_PREFIX, OWN_PREFIX.removeprefix("lmcache."))):

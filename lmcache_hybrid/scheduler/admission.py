@@ -11,7 +11,6 @@ from lmcache_hybrid.scheduler.load_policy import LoadPolicy
 from lmcache_hybrid.scheduler.lookup_metrics import count_lookup, count_skipped, log_lookup
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue, PendingLookup
 from lmcache_hybrid.scheduler.pins import Pins
-from lmcache_hybrid.scheduler.prompt import inner_hashes
 from lmcache_hybrid.scheduler.store_watch import StoreWatch
 from lmcache_hybrid.scheduler.tracker import (
     Asked,
@@ -111,7 +110,6 @@ class Admission:
             if tracker.load_seconds is None:
                 # No need to store again what was just found.
                 tracker.stored.states.add(end)
-                tracker.decline()
                 count_skipped(self._ledger, result, gain)
                 return 0
         return gain
@@ -170,18 +168,11 @@ class Admission:
         """Note what the ranks have of the request's blocks, count and log it, and tell of it."""
         known = tracker.take_answer(result)
         self._store_watch.answered(tracker, lookup.request, result)
-        self._announce(tracker, result)
+        if self._events is not None:
+            self._events.learn_answer(tracker.request, tracker.prefix, result)
         if tracker.request.skip_reading_prefix_cache:
             return  # nothing of it is loaded, whatever there is
         size, floor = self._plan.block_size, lookup.request.floor
         count_lookup(self._ledger, lookup, result, size, known)
         log_lookup(tracker.request, floor, result, size, first=not tracker.logged)
         tracker.logged = True
-
-    def _announce(self, tracker: RequestTracker, result: LookupResult) -> None:
-        """Describe what the ranks hold of a request for KV cache events."""
-        if self._events is None or not (result.attention or result.tail):
-            return
-        inner = [result.boundary * self._plan.block_size + result.tail] if result.tail else []
-        prefix = tracker.prefix.with_inner(inner_hashes(tracker.request, inner, self._plan))
-        self._events.learn(tracker.request, prefix, result.attention, inner)

@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.core.keys import tags_digest, wide_hash
 from lmcache_hybrid.protocol.changes import DISK, RAM, REMOTE, RankReports, Tier
+from lmcache_hybrid.protocol.lookup import LookupResult
 from lmcache_hybrid.protocol.metadata import SaveSpec
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.announced_prefixes import (
@@ -33,6 +34,7 @@ from lmcache_hybrid.scheduler.announced_prefixes import (
     Change,
     EventBlock,
 )
+from lmcache_hybrid.scheduler.prompt import inner_hashes
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
@@ -64,7 +66,7 @@ class KVEvents:
             groups: vLLM's KV cache groups.
             ranks: which must all hold a boundary.
         """
-        self._size = plan.block_size
+        self._plan, self._size = plan, plan.block_size
         specs = [group.kv_cache_spec for group in groups]
         self._kinds = [get_kv_cache_spec_kind(spec).value for spec in specs]
         self._windows = [get_kv_cache_spec_sliding_window(spec) for spec in specs]
@@ -85,6 +87,14 @@ class KVEvents:
         inner = [tokens for tokens, _, _ in save.tails]
         ends += [tokens // self._size for tokens in inner]
         self.learn(request, save.prefix, max(ends, default=0), inner)
+
+    def learn_answer(self, request: "Request", prefix: Prefix, result: LookupResult) -> None:
+        """The ranks hold of a request's blocks what ``result`` says."""
+        if not (result.attention or result.tail):
+            return
+        inner = [result.boundary * self._size + result.tail] if result.tail else []
+        prefix = prefix.with_inner(inner_hashes(request, inner, self._plan))
+        self.learn(request, prefix, result.attention, inner)
 
     def learn(
         self, request: "Request", prefix: Prefix, blocks: int, inner: Iterable[int] = ()

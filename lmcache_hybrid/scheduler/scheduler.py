@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduler side: which boundary a request starts from, and what its steps store."""
 
-import functools
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -14,25 +13,21 @@ from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata, LoadSpec, SaveSpec
-from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.protocol.slow_loads import SlowLoads
 from lmcache_hybrid.scheduler.admission import Admission
-from lmcache_hybrid.scheduler.checkpoints import Checkpoints, Drafter
+from lmcache_hybrid.scheduler.arrivals import Arrivals
+from lmcache_hybrid.scheduler.checkpoints import Drafter
 from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.load_planner import load_of
 from lmcache_hybrid.scheduler.load_policy import LoadPolicy
 from lmcache_hybrid.scheduler.lookup_metrics import count_hit
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.pins import Pins
-from lmcache_hybrid.scheduler.prompt import prefix_of, why_unread, why_unsaved
-from lmcache_hybrid.scheduler.request_configs import RequestConfigsReader
 from lmcache_hybrid.scheduler.save_planner import CachedBlocks, FinalSaves, Offer, SavePlanner
 from lmcache_hybrid.scheduler.shared_prefills import SharedPrefills
-from lmcache_hybrid.scheduler.short_prompts import ShortPromptAdvice
 from lmcache_hybrid.scheduler.store_watch import StoreWatch
 from lmcache_hybrid.scheduler.tracker import Loading, RequestTracker
 from lmcache_hybrid.scheduler.waits import IdleSteps
-from lmcache_hybrid.scheduler.whole_items import is_barred
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -108,8 +103,7 @@ class HybridScheduler:
         self.ledger = queue.ledger = Ledger("scheduler", SchedulerCounts())
         self._planner = SavePlanner(plan, options, self._hashes_per_block, self.ledger)
         self.prefills = SharedPrefills(plan.block_size, self.ledger, self._meet)
-        self._granularity = ShortPromptAdvice(plan, self.ledger)
-        self._configs = RequestConfigsReader()
+        self._arrivals = Arrivals(plan, options, self._hashes_per_block, self.ledger)
         self.store_watch = store_watch or StoreWatch(plan, options)
         self._admission = Admission(
             plan,
@@ -166,6 +160,8 @@ class HybridScheduler:
         None while the request waits, for the ranks or for a prefix that another one computes.
         """
         gain = self._admission.gain(tracker, num_computed_tokens)
+        if gain == 0:
+            self._drop(tracker, tracker.withdraw())  # it claims nothing while it waits
         if gain is None or not tracker.may_load or tracker.request.skip_reading_prefix_cache:
             return gain
         wait = self.prefills.wait(tracker, num_computed_tokens + gain)
@@ -207,55 +203,18 @@ class HybridScheduler:
         count_hit(self.ledger, result, start, size, len(self._loading))
 
     def _track(self, request: "Request") -> RequestTracker:
-        tracker = self._trackers.get(request.request_id)
-        size = self._plan.block_size
-        before = None
-        if tracker is not None and tracker.prompt_tokens != request.num_prompt_tokens:
-            # The next part of a session has started over, see vllm_patch/sessions.py.
-            self.request_finished(request)
-            before, tracker = tracker, None
-        if tracker is None:
-            asked = self._configs.read(request)
-            prefix = prefix_of(request, size, self._hashes_per_block, asked.tags)
-            # vLLM knows a session by its last part's parameters; what was asked for the parts
-            # before holds for their tokens.
-            if before is not None and (prefix is None or before.tags != prefix.tags):
-                prefix = None
-            unsaved = why_unsaved(request, prefix, self._options, asked.skip_save)
-            if before is not None and before.skip_save:
-                unsaved = unsaved or "skip_save"
-            unit = self._plan.unit
-            if prefix is not None:
-                self._granularity.add(request)
-            # No hit is deeper than the last boundary before the last token.
-            inner = (request.num_prompt_tokens - 1) // unit * unit if prefix and unit else 0
-            short = not (prefix and prefix.hashes or inner)
-            reason = unsaved or ("short" if short else why_unread(request))
-            if reason:
-                with self.ledger as counts:
-                    counts.skipped_requests[reason] += 1
-            checkpoints = Checkpoints(
-                size,
-                self._options.checkpoint_tokens,
-                self._options.save_decode,
-                offered=bool(self._plan.states),
-                drafter=self.drafter,
-                chunk_ends=self._options.chunk_ends,
-                is_barred=functools.partial(is_barred, request, plan=self._plan),
-            )
-            tracker = RequestTracker(
-                request,
-                prefix or Prefix(()),
-                unsaved is None,
-                checkpoints,
-                inner=inner,
-                tags=None if prefix is None else prefix.tags,
-                skip_save=unsaved == "skip_save",
-                unstored=unsaved or ("short" if short else None),
-            )
+        before = self._trackers.get(request.request_id)
+        if before is not None and before.prompt_tokens == request.num_prompt_tokens:
+            tracker = before
+            if self._options.save_decode:
+                blocks = len(request.block_hashes) // self._hashes_per_block
+                self._planner.extend(tracker, blocks)
+        else:
+            if before is not None:
+                # The next part of a session has started over, see vllm_patch/sessions.py.
+                self.request_finished(request)
+            tracker = self._arrivals.track(request, before, self.drafter)
             self._trackers[request.request_id] = tracker
-        elif self._options.save_decode:
-            self._planner.extend(tracker, len(request.block_hashes) // self._hashes_per_block)
         self._watch(tracker)
         return tracker
 

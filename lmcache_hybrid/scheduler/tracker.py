@@ -168,11 +168,6 @@ class RequestTracker:
         """Take the ranks' answer, or one that needs no asking."""
         self.phase = Offered(result, floor, self.claim)
 
-    def decline(self) -> None:
-        """Load nothing of what was offered; its claim stays until it is withdrawn."""
-        assert isinstance(self.phase, Offered)
-        self.phase = replace(self.phase, result=LookupResult(0, self.phase.result.attention))
-
     def promise(self, tokens: int) -> None:
         """vLLM is told to load ``tokens`` of what was offered."""
         assert isinstance(self.phase, Offered) and 0 < tokens

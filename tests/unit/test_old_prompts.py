@@ -46,7 +46,7 @@ def test_each_folder_loses_its_prompts_and_nothing_else(start, tmp_path):
     assert left == [["record.pt"]] * 2
 
 
-def test_no_link_is_followed_and_no_start_fails(start, tmp_path):
+def test_no_link_is_followed_and_no_start_fails(start, tmp_path, hybrid_log):
     folder, target = tmp_path / "a", tmp_path / "somebody's"
     folder.mkdir(mode=0o700)
     target.write_bytes(b"text")
@@ -55,3 +55,4 @@ def test_no_link_is_followed_and_no_start_fails(start, tmp_path):
     assert start(folder) is not None
     assert target.read_bytes() == b"text"
     assert [each.name for each in folder.iterdir()] == [OLD_PROMPTS[0]]
+    assert f"{folder}/{OLD_PROMPTS[0]} holds prompts in the clear" in hybrid_log.text

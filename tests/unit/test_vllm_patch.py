@@ -106,6 +106,12 @@ def test_the_attention_groups_blocks_are_forwarded(started):
     assert made.requires_kv_delivery is False
 
 
+def test_a_call_of_a_later_vllm_that_would_reach_lmcaches_adapter_is_refused(monkeypatch):
+    monkeypatch.setattr(connector.UpstreamConnector, "new", lambda self: None, raising=False)
+    with pytest.raises(ValueError, match=r"this vLLM calls its new\(\), of which .*; run `pip"):
+        connector.LMCacheConnectorV1("config", KVConnectorRole.SCHEDULER, SERVED)
+
+
 def test_a_model_without_states_has_vllms_own_methods(started):
     config = cache_config(FULL)
     made = connector.LMCacheConnectorV1("config", KVConnectorRole.WORKER, config)

@@ -3,11 +3,14 @@
 
 import contextlib
 import errno
+import logging
 import os
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
+
+logger = logging.getLogger("vllm.lmcache_hybrid.storage.disk.files")
 
 # Records contain prompts: file modes that keep others out.
 PRIVATE_FILE = 0o600
@@ -24,8 +27,18 @@ def delete_old_prompts(folders: Iterable[str]) -> None:
     """Delete OLD_PROMPTS in each folder, as far as it can be; never what a link points to."""
     for folder in folders:
         for name in OLD_PROMPTS:
-            with contextlib.suppress(OSError):
-                os.unlink(os.path.join(folder, name))
+            path = os.path.join(folder, name)
+            try:
+                os.unlink(path)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                logger.warning(
+                    "%s holds prompts in the clear, which an earlier version kept, and cannot be "
+                    "deleted (%s): delete it.",
+                    path,
+                    error.strerror,
+                )
 
 
 @contextmanager

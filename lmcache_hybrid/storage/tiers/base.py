@@ -153,7 +153,7 @@ class StorageTier:
             owner: the request that stored them.
         """
 
-    # DamagedRecords
+    # Damaged records
 
     def remove(self, key: CacheEngineKey) -> None:
         """Remove a damaged record; one that is gone is no error.

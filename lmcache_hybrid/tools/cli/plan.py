@@ -433,7 +433,7 @@ def _print_units(console: Console, plan: Plan) -> None:
     )
     ram, network = (rate / 2**30 for rate in RATES.values())
     console.print(
-        "LoadWhenFaster from: the shortest hit that loads in less time than it computes, at\n"
+        "Faster from: the shortest hit that loads in less time than it computes, at\n"
         f"{plan.prefill_rate:,} tokens a second (--prefill-rate), {ram:g} GiB/s from RAM\n"
         f"and {network:g} GiB/s over a network.",
         highlight=False,

@@ -14,7 +14,7 @@ HEAD = (
     "Computed again",
     "GiB per prompt",
     "Steps",
-    "LoadWhenFaster from: RAM",
+    "Faster from: RAM",
     "network",
 )
 # Bytes a second, for the last two columns: to a GPU, and from a store on a 25 Gbit network.

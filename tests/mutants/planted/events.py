@@ -143,9 +143,9 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "what a lookup found is not announced",
-        "lmcache_hybrid/scheduler/admission.py",
-        "        self._events.learn(tracker.request, prefix, result.attention, inner)\n",
-        "        self._events.learn(tracker.request, prefix, 0, inner)\n",
+        EVENTS,
+        "        self.learn(request, prefix, result.attention, inner)\n",
+        "        self.learn(request, prefix, 0, inner)\n",
     ),
     one(
         "a reset withdraws nothing",
@@ -283,14 +283,14 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "prompts that cannot be deleted end a start",
         FILES,
-        "            with contextlib.suppress(OSError):\n",
-        "            with contextlib.suppress(FileNotFoundError):\n",
+        "            except OSError as error:\n",
+        "            except FileExistsError as error:\n",
     ),
     one(
         "a link that has the name of prompts has somebody's file deleted",
         FILES,
-        "os.unlink(os.path.join(folder, name))",
-        "os.unlink(os.path.realpath(os.path.join(folder, name)))",
+        "                os.unlink(path)\n            except FileNotFoundError",
+        "                os.unlink(os.path.realpath(path))\n            except FileNotFoundError",
     ),
     one(
         "a purge leaves prompts that earlier versions kept",

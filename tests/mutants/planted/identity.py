@@ -216,13 +216,13 @@ DEFECTS = (
     ),
     one(
         "what was not to be stored of a session is, with its next part",
-        "lmcache_hybrid/scheduler/scheduler.py",
-        "            if before is not None and before.skip_save:\n",
-        "            if False:\n",
+        "lmcache_hybrid/scheduler/arrivals.py",
+        "        if before is not None and before.skip_save:\n",
+        "        if False:\n",
     ),
     one(
         "a session's parts count with the last one's tags",
-        "lmcache_hybrid/scheduler/scheduler.py",
+        "lmcache_hybrid/scheduler/arrivals.py",
         "(prefix is None or before.tags != prefix.tags)",
         "prefix is None",
     ),
@@ -367,8 +367,8 @@ DEFECTS = (
     ),
     one(
         "vLLM is asked to end a step inside such an image",
-        "lmcache_hybrid/scheduler/scheduler.py",
-        "                is_barred=functools.partial(is_barred, request, plan=self._plan),\n",
+        "lmcache_hybrid/scheduler/arrivals.py",
+        "            is_barred=functools.partial(is_barred, request, plan=plan),\n",
         "",
     ),
     one(
@@ -380,7 +380,7 @@ DEFECTS = (
     # Adapters
     one(
         "a request that reads no cache is counted nowhere",
-        "lmcache_hybrid/scheduler/scheduler.py",
+        "lmcache_hybrid/scheduler/arrivals.py",
         'unsaved or ("short" if short else why_unread(request))',
         'unsaved or ("short" if short else None)',
     ),

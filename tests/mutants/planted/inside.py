@@ -18,7 +18,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "prompts shorter than a block are not asked for",
-        SCHEDULER,
+        "lmcache_hybrid/scheduler/arrivals.py",
         "(request.num_prompt_tokens - 1) // unit * unit if prefix and unit else 0",
         "0",
     ),

@@ -97,6 +97,12 @@ DEFECTS = (
         "if (problem := None) is not None:",
     ),
     one(
+        "a call that a later vLLM makes reaches LMCache's own adapter",
+        CONNECTOR,
+        "is getattr(bases, m, None)]:",
+        "is m]:",
+    ),
+    one(
         "the doctor takes a release for usable that lacks a function",
         "lmcache_hybrid/tools/doctor/installation.py",
         '        if problem is not None:\n            return error("plugin"',
@@ -250,7 +256,7 @@ DEFECTS = (
     one(
         "a session's later parts are stored as far as its first prompt goes",
         "lmcache_hybrid/scheduler/scheduler.py",
-        "tracker.prompt_tokens != request.num_prompt_tokens",
-        "tracker.prompt_tokens < 0",
+        "before.prompt_tokens == request.num_prompt_tokens",
+        "before.prompt_tokens > 0",
     ),
 )

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says what of a new request may be cached, stored and loaded, and counts what may not."""
+
+import functools
+from typing import TYPE_CHECKING
+
+from lmcache_hybrid.config.options import Options
+from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
+from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.protocol.prefix import Prefix
+from lmcache_hybrid.scheduler.checkpoints import Checkpoints, Drafter
+from lmcache_hybrid.scheduler.prompt import prefix_of, why_unread, why_unsaved
+from lmcache_hybrid.scheduler.request_configs import RequestConfigsReader
+from lmcache_hybrid.scheduler.short_prompts import ShortPromptAdvice
+from lmcache_hybrid.scheduler.tracker import RequestTracker
+from lmcache_hybrid.scheduler.whole_items import is_barred
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class Arrivals:
+    """Makes trackers. Used by the scheduler's thread only."""
+
+    def __init__(
+        self,
+        plan: GroupPlan,
+        options: Options,
+        hashes_per_block: int,
+        ledger: Ledger[SchedulerCounts],
+    ) -> None:
+        """
+        Args:
+            ledger: where requests are counted that are not stored or not loaded.
+        """
+        self._plan, self._options, self._ledger = plan, options, ledger
+        self._hashes_per_block = hashes_per_block
+        self._configs = RequestConfigsReader()
+        self._advice = ShortPromptAdvice(plan, ledger)
+
+    def track(
+        self, request: "Request", before: RequestTracker | None, drafter: Drafter
+    ) -> RequestTracker:
+        """Begin to track a request, or the next part of a session.
+
+        Args:
+            before: of the session's last part; None for the first one, and where there is none.
+        """
+        plan, options = self._plan, self._options
+        asked = self._configs.read(request)
+        prefix = prefix_of(request, plan.block_size, self._hashes_per_block, asked.tags)
+        # vLLM knows a session by its last part's parameters; what was asked for the parts
+        # before holds for their tokens.
+        if before is not None and (prefix is None or before.tags != prefix.tags):
+            prefix = None
+        unsaved = why_unsaved(request, prefix, options, asked.skip_save)
+        if before is not None and before.skip_save:
+            unsaved = unsaved or "skip_save"
+        if prefix is not None:
+            self._advice.add(request)
+        unit = plan.unit
+        # No hit is deeper than the last boundary before the last token.
+        inner = (request.num_prompt_tokens - 1) // unit * unit if prefix and unit else 0
+        short = not (prefix and prefix.hashes or inner)
+        if reason := unsaved or ("short" if short else why_unread(request)):
+            with self._ledger as counts:
+                counts.skipped_requests[reason] += 1
+        checkpoints = Checkpoints(
+            plan.block_size,
+            options.checkpoint_tokens,
+            options.save_decode,
+            offered=bool(plan.states),
+            drafter=drafter,
+            chunk_ends=options.chunk_ends,
+            is_barred=functools.partial(is_barred, request, plan=plan),
+        )
+        return RequestTracker(
+            request,
+            prefix or Prefix(()),
+            unsaved is None,
+            checkpoints,
+            inner=inner,
+            tags=None if prefix is None else prefix.tags,
+            skip_save=unsaved == "skip_save",
+            unstored=unsaved or ("short" if short else None),
+        )
