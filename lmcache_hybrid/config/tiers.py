@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 from lmcache_hybrid.config.folders import MAX_SIZE_KEY
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.prefill import boundaries, chunk_tokens
+from lmcache_hybrid.core.sizes import GIB
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)

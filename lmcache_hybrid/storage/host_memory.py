@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lmcache import device_ops
 from lmcache.v1.platform import current_device_spec
-from rich.filesize import decimal
 from vllm.logger import init_logger
+
+from lmcache_hybrid.core.sizes import size_text
 
 if TYPE_CHECKING:
     from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
@@ -116,8 +117,8 @@ class ExactPinned:
                     logger.info(
                         "Repaired LMCache without its compiled part: its CPU pool takes %s of "
                         "pinned memory instead of %s.",
-                        decimal(len(memory)),
-                        decimal(fallback),
+                        size_text(len(memory)),
+                        size_text(fallback),
                     )
                     return address
                 memory.close()
@@ -127,9 +128,9 @@ class ExactPinned:
             logger.warning(
                 "%s of host memory cannot be pinned as they are (%s): LMCache's CPU pool takes "
                 "%s. Set %s to avoid that.",
-                decimal(size),
+                size_text(size),
                 reason,
-                decimal(fallback),
+                size_text(fallback),
                 DONT_ROUND,
             )
         address = type(self._ops).alloc_pinned_ptr(self._ops, size)
@@ -167,7 +168,7 @@ def pin_exactly() -> None:
 def report_pool(backend: "LocalCPUBackend", device: torch.device) -> None:
     """Log the pool's size, and warn where copies to and from ``device`` block the host."""
     pool = backend.memory_allocator.buffer
-    taken = decimal(_taken(pool, backend))
+    taken = size_text(_taken(pool, backend))
     if device.type == "cpu":
         logger.info("LMCache's CPU pool takes %s of host memory on this rank.", taken)
     elif pool.is_pinned():

@@ -116,7 +116,7 @@ def test_the_pool_is_as_large_as_asked_for(repaired, hybrid_log):
     ((address, size),) = repaired.registered.items()
     assert (address, pool.numel()) == (pool.data_ptr(), SIZE)
     assert SIZE <= size < SIZE + mmap.PAGESIZE
-    assert "5.2 MB of pinned memory instead of 8.4 MB" in hybrid_log.text
+    assert "5.0 MiB of pinned memory instead of 8.0 MiB" in hybrid_log.text
     record = allocator.allocate(torch.Size([1, 1, 1, 4097]), torch.uint8)
     record.tensor.fill_(7)
     assert pool.sum() == 7 * 4097
@@ -172,8 +172,8 @@ def test_where_it_cannot_be_pinned_lmcache_allocates(repaired, hybrid_log, monke
     assert allocator.buffer.numel() == SIZE and address in mem_alloc._tensor_registry
     ours = [record for record in hybrid_log.records if record.name == pinned.logger.name]
     (warning,) = [record.message for record in ours if record.levelname == "WARNING"]
-    assert "5.2 MB of host memory cannot be pinned" in warning
-    assert "takes 8.4 MB" in warning and pinned.DONT_ROUND in warning
+    assert "5.0 MiB of host memory cannot be pinned" in warning
+    assert "takes 8.0 MiB" in warning and pinned.DONT_ROUND in warning
     allocator.close()
     assert address not in mem_alloc._tensor_registry
 
@@ -322,26 +322,26 @@ def said(hybrid_log, allocator, device=GPU) -> str:
 
 
 def test_what_the_pool_takes(repaired, pins, hybrid_log):
-    assert "takes 5.2 MB of pinned host memory" in said(hybrid_log, MixedMemoryAllocator(SIZE))
+    assert "takes 5.0 MiB of pinned host memory" in said(hybrid_log, MixedMemoryAllocator(SIZE))
 
 
 def test_what_a_rounded_pool_takes(cudart, pins, hybrid_log):
-    assert "takes 8.4 MB of pinned" in said(hybrid_log, MixedMemoryAllocator(SIZE))
+    assert "takes 8.0 MiB of pinned" in said(hybrid_log, MixedMemoryAllocator(SIZE))
     pin_exactly()
     cudart.error = 2
-    assert "takes 8.4 MB of pinned" in said(hybrid_log, MixedMemoryAllocator(SIZE))
+    assert "takes 8.0 MiB of pinned" in said(hybrid_log, MixedMemoryAllocator(SIZE))
 
 
 def test_what_a_shared_pool_takes(repaired, pins, hybrid_log):
     name = f"hybrid-test-{os.getpid()}"
-    assert "takes 5.2 MB of pinned" in said(hybrid_log, MixedMemoryAllocator(SIZE, shm_name=name))
+    assert "takes 5.0 MiB of pinned" in said(hybrid_log, MixedMemoryAllocator(SIZE, shm_name=name))
 
 
 def test_a_pool_that_is_not_pinned(repaired, hybrid_log):
     message = said(hybrid_log, MixedMemoryAllocator(SIZE))
-    assert "5.2 MB" in message and "not pinned" in message and pinned.DONT_ROUND in message
+    assert "5.0 MiB" in message and "not pinned" in message and pinned.DONT_ROUND in message
 
 
 def test_what_the_pool_of_a_cpu_takes(hybrid_log):
     message = said(hybrid_log, MixedMemoryAllocator(SIZE), torch.device("cpu"))
-    assert message == "LMCache's CPU pool takes 5.2 MB of host memory on this rank."
+    assert message == "LMCache's CPU pool takes 5.0 MiB of host memory on this rank."

@@ -6,7 +6,8 @@ import dataclasses
 import pytest
 
 from lmcache_hybrid.config.folders import FolderLimits
-from lmcache_hybrid.config.tiers import GIB, described, prompt_bytes, tiers
+from lmcache_hybrid.config.tiers import described, prompt_bytes, tiers
+from lmcache_hybrid.core.sizes import GIB
 
 from .helpers import OPTIONS
 from .lmcache_settings import lmcache_config

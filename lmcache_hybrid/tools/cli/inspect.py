@@ -11,12 +11,12 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
 from lmcache_hybrid.core.digests import PLAIN, Digester, read_key
 from lmcache_hybrid.core.errors import ConfigError, StoreError
+from lmcache_hybrid.core.sizes import size_text
 from lmcache_hybrid.storage.key_names import printable
 from lmcache_hybrid.tools.cli.terminal import live_line
 from lmcache_hybrid.tools.stored.audit import Status, Verdict, judge, verify
@@ -50,14 +50,24 @@ KeyOption = Annotated[
 ]
 
 
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Turn our errors into one sentence and an exit code: 2 for usage, 1 for the store."""
+    try:
+        yield
+    except (ConfigError, StoreError) as error:
+        typer.echo(printable(str(error)), err=True)
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
+
+
+@refusals()
 def inspect_store(
     store: StoreArgument = None, lmcache_config: ConfigOption = None, as_json: JsonOption = False
 ) -> None:
     """Show what a store holds, by model, rank and fingerprint. Payloads are not read."""
     results = []
     for opened in open_stores(store, lmcache_config):
-        with refusals():
-            rows = summarise(judge(entry) for entry in opened.entries())
+        rows = summarise(map(judge, opened.entries()))
         results.append((opened, rows))
         if not as_json:
             _print_rows(opened, rows)
@@ -65,6 +75,7 @@ def inspect_store(
         print(json.dumps([_described(s) | {"rows": list(map(asdict, r))} for s, r in results]))
 
 
+@refusals()
 def verify_store(
     store: StoreArgument = None,
     lmcache_config: ConfigOption = None,
@@ -83,7 +94,7 @@ def verify_store(
     for opened in open_stores(store, lmcache_config):
         counts: Counter[Status] = Counter()
         bad: list[Verdict] = []
-        with refusals(), progress(as_json) as show, closing(Names()) as damaged:
+        with progress(as_json) as show, closing(Names()) as damaged:
             for verdict in show(verify(opened, entry, digester) for entry in opened.entries()):
                 counts[verdict.status] += 1
                 if verdict.status in BAD and (as_json or len(bad) < SHOWN):
@@ -105,42 +116,26 @@ def digester_of(key_file: Path | None) -> Digester:
     """What checks records, with the key of ``--key-file`` where one is named.
 
     Raises:
-        typer.Exit: 2, the file holds no key; said so.
+        ConfigError: the file holds no key.
     """
-    with refusals():
-        return PLAIN if key_file is None else read_key("--key-file", str(key_file))
+    return PLAIN if key_file is None else read_key("--key-file", str(key_file))
 
 
 def open_stores(store: str | None, lmcache_config: Path | None) -> Iterator[RecordStore]:
     """Every store that the command names, each closed before the next is opened.
 
     Raises:
-        typer.Exit: 2 for a wrong name, 1 for a store that cannot be reached; said so.
+        ConfigError, StoreError: a wrong name, a store that cannot be reached.
     """
     if store is not None and lmcache_config is None:
         names = [store]
     elif store is None and lmcache_config is not None:
-        with refusals():
-            names = stores_of(lmcache_config)
+        names = stores_of(lmcache_config)
     else:
         raise typer.BadParameter("name one STORE, or --lmcache-config with the stores in it")
     for name in names:
-        with refusals():
-            opened = open_store(name)
-        try:
+        with closing(open_store(name)) as opened:
             yield opened
-        finally:
-            opened.close()
-
-
-@contextmanager
-def refusals() -> Iterator[None]:
-    """Turn our errors into one sentence and an exit code: 2 for usage, 1 for the store."""
-    try:
-        yield
-    except (ConfigError, StoreError) as error:
-        typer.echo(printable(str(error)), err=True)
-        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
 
 
 @contextmanager
@@ -153,7 +148,7 @@ def progress(quiet: bool) -> Iterator[Callable[[Iterator[Verdict]], Iterator[Ver
             size = 0
             for count, verdict in enumerate(verdicts, 1):
                 size += verdict.entry.taken
-                say(f"{count} records, {decimal(size)}")
+                say(f"{count} records, {size_text(size)}")
                 yield verdict
 
         yield show
@@ -171,9 +166,7 @@ def age_of(seconds: float | None) -> str:
 
 
 def _print_rows(store: RecordStore, rows: list[Row]) -> None:
-    console = Console()
-    console.print(Text(store.name, "bold"))
-    print_rows(console, rows)
+    print_rows(store, rows)
     unfinished = sum(row.unfinished for row in rows)
     notes = [*store.notes]
     if unfinished:
@@ -183,11 +176,13 @@ def _print_rows(store: RecordStore, rows: list[Row]) -> None:
     if any(row.damaged for row in rows):
         notes.append("`lmcache-hybrid purge STORE --damaged` deletes what is damaged.")
     for note in notes:
-        console.print(Text(note))
+        Console().print(Text(note))
 
 
-def print_rows(console: Console, rows: list[Row]) -> None:
-    """Each model's name, one line per fingerprint, and what an engine does not load of it."""
+def print_rows(store: RecordStore, rows: list[Row]) -> None:
+    """The store's name and each model's, a line per fingerprint, and what no engine loads of it."""
+    console = Console()
+    console.print(Text(store.name, "bold"))
     for model in dict.fromkeys(row.model for row in rows):
         mine = [row for row in rows if row.model == model]
         console.print(Text(printable(model), overflow="fold"))
@@ -211,7 +206,7 @@ def _table_of(rows: list[Row]) -> Table:
             row.rank,
             row.fingerprint,
             str(row.records),
-            decimal(row.bytes),
+            size_text(row.bytes),
             f"{row.prompts}+",
             f"{'~' if row.estimated else ''}{row.resumable}",
             str(row.deepest),

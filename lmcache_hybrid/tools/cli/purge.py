@@ -3,19 +3,18 @@
 
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.filesize import decimal
-from rich.text import Text
 
-from lmcache_hybrid.core.digests import PLAIN, Digester
-from lmcache_hybrid.storage.folder.least_used import Depth, depth_of, least_used
+from lmcache_hybrid.core.digests import Digester
+from lmcache_hybrid.core.sizes import GIB, KIB, MIB, TIB, size_text
+from lmcache_hybrid.storage.folder.least_used import least_used
 from lmcache_hybrid.storage.key_names import printable, readable_name
 from lmcache_hybrid.tools.cli.inspect import (
     UNITS,
@@ -36,8 +35,8 @@ from lmcache_hybrid.tools.stored.summary import summarise
 
 # A shorter beginning could fit another fingerprint by chance.
 FEWEST_DIGITS = 4
-SIZES = {"k": 1000, "Ki": 1 << 10, "M": 10**6, "Mi": 1 << 20}
-SIZES |= {"G": 10**9, "Gi": 1 << 30, "T": 10**12, "Ti": 1 << 40}
+SIZES = {"k": 1000, "Ki": KIB, "M": 10**6, "Mi": MIB}
+SIZES |= {"G": 10**9, "Gi": GIB, "T": 10**12, "Ti": TIB}
 
 Show = Callable[[Iterator[Verdict]], Iterator[Verdict]]
 
@@ -59,8 +58,8 @@ class Choice:
     seconds: float | None
     damaged: bool
     other_version: bool
-    digester: Digester = PLAIN
-    max_bytes: int | None = None
+    digester: Digester
+    max_bytes: int | None
 
     def of(self, store: RecordStore, show: Show) -> Iterator[Verdict]:
         """The records to delete.
@@ -72,13 +71,11 @@ class Choice:
             yield from show(self._meeting(store))
             return
         size = sum(verdict.entry.taken for verdict in show(map(judge, store.entries())))
-        for used in least_used(lambda: self._whole(store, show), size - self.max_bytes):
-            yield used.verdict
+        yield from least_used(lambda: self._whole(store, show), size - self.max_bytes)
 
-    def _whole(self, store: RecordStore, show: Show) -> Iterator["_Used"]:
+    def _whole(self, store: RecordStore, show: Show) -> Iterator[Verdict]:
         # What is being written is the newest anyway.
-        found = (v for v in show(self._meeting(store)) if v.status != Status.UNFINISHED)
-        return map(_Used, found)
+        return (v for v in show(self._meeting(store)) if v.status != Status.UNFINISHED)
 
     def _meeting(self, store: RecordStore) -> Iterator[Verdict]:
         for entry in store.entries():
@@ -96,24 +93,7 @@ class Choice:
             yield verdict
 
 
-@dataclass(frozen=True, slots=True)
-class _Used:
-    """A verdict as :func:`least_used` sees it."""
-
-    verdict: Verdict
-
-    @property
-    def used(self) -> float:
-        return time.time() - (self.verdict.entry.age or 0.0)
-
-    @property
-    def taken(self) -> int:
-        return self.verdict.entry.taken
-
-    def depth(self) -> Depth:
-        return depth_of(self.verdict.entry.head)
-
-
+@refusals()
 def purge_store(
     store: StoreArgument = None,
     lmcache_config: ConfigOption = None,
@@ -151,10 +131,9 @@ def purge_store(
     A running engine then misses them. Exit code 2: nothing was deleted, because there was
     no terminal to ask on, or because the model's name may be another model's, too.
     """
-    choice = _choice(model, tuple(fingerprint or ()), older_than, max_size, damaged, other_version)
-    if key_file is not None and not damaged:
-        raise typer.BadParameter("--key-file is read with --damaged only, add it or leave it out")
-    choice = replace(choice, digester=digester_of(key_file))
+    choice = _choice(
+        model, tuple(fingerprint or ()), older_than, max_size, damaged, other_version, key_file
+    )
     unsure = model is not None and choice.model != model and not fingerprint
     for opened in open_stores(store, lmcache_config):
         _check_size(opened, choice)
@@ -171,8 +150,7 @@ def purge_store(
             elif dry_run:
                 typer.echo(f"Would delete {what}.")
             elif yes or _agreed(what):
-                with refusals():
-                    typer.echo(f"Deleted {_delete(opened, chosen)} of {what}.")
+                typer.echo(f"Deleted {_delete(opened, chosen)} of {what}.")
 
 
 def _choice(
@@ -182,6 +160,7 @@ def _choice(
     max_size: str | None,
     damaged: bool,
     other_version: bool,
+    key_file: Path | None,
 ) -> Choice:
     """Check the conditions.
 
@@ -208,6 +187,8 @@ def _choice(
         raise typer.BadParameter("a record is --damaged or of --other-version, give one of them")
     if damaged and max_size:
         raise typer.BadParameter("--damaged deletes all damaged records, leave out --max-size")
+    if key_file is not None and not damaged:
+        raise typer.BadParameter("--key-file is read with --damaged only, add it or leave it out")
     if not (model or fingerprints or older_than or max_size or damaged or other_version):
         raise typer.BadParameter(
             "name what to delete: --model, --fingerprint, --older-than, --max-size, --damaged or "
@@ -222,7 +203,8 @@ def _choice(
         _seconds(older_than) if older_than else None,
         damaged,
         other_version,
-        max_bytes=_bytes(max_size) if max_size else None,
+        digester_of(key_file),
+        _bytes(max_size) if max_size else None,
     )
 
 
@@ -260,13 +242,11 @@ def _show(store: RecordStore, choice: Choice, chosen: Names) -> str:
             chosen.add(verdict.entry.where)
             yield verdict
 
-    with refusals(), progress(False) as show:
+    with progress(False) as show:
         rows = summarise(added(choice.of(store, show)))
     if rows:
-        console = Console()
-        console.print(Text(store.name, "bold"))
-        print_rows(console, rows)
-    size = decimal(sum(row.bytes for row in rows))
+        print_rows(store, rows)
+    size = size_text(sum(row.bytes for row in rows))
     return f"{len(chosen)} records ({size}) in {store.name}"
 
 

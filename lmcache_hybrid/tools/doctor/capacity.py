@@ -9,14 +9,15 @@ from pathlib import Path
 import psutil
 import redis
 from lmcache import device_ops
-from rich.filesize import decimal
 
 from lmcache_hybrid.config.backends import redis_urls
 from lmcache_hybrid.config.folders import MAX_AGE_KEY, MAX_SIZE_KEY, FolderLimits
+from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.config.redis_credentials import without_password
 from lmcache_hybrid.config.shared_folders import shared_folders
-from lmcache_hybrid.config.tiers import GIB, Tier, prompt_bytes, tiers
+from lmcache_hybrid.config.tiers import Tier, prompt_bytes, tiers
 from lmcache_hybrid.core.errors import ConfigError, StoreError
+from lmcache_hybrid.core.sizes import GIB, size_text
 from lmcache_hybrid.storage.host_memory import DONT_ROUND, compiled_part_missing, rounded
 from lmcache_hybrid.storage.remote.clients import SCHEMES, Client
 from lmcache_hybrid.tools.doctor.context import Context
@@ -36,7 +37,9 @@ def check_memory(context: Context) -> Iterator[Finding]:
         return
     wanted = int(context.config.max_local_cpu_size * GIB)
     free = psutil.virtual_memory().available
-    message = f"max_local_cpu_size takes {decimal(wanted)} per rank, {decimal(free)} are available"
+    message = (
+        f"max_local_cpu_size takes {size_text(wanted)} per rank, {size_text(free)} are available"
+    )
     if wanted > free:
         yield warning("memory", f"{message}.", "Lower max_local_cpu_size, or free memory.")
         return
@@ -46,7 +49,7 @@ def check_memory(context: Context) -> Iterator[Finding]:
     if compiled_part_missing(device_ops) and fallback > free:
         yield warning(
             "memory",
-            f"{message}, but {decimal(fallback)} per rank where CUDA cannot pin it as it is.",
+            f"{message}, but {size_text(fallback)} per rank where CUDA cannot pin it as it is.",
             f"Set {DONT_ROUND}, or lower max_local_cpu_size.",
         )
     else:
@@ -55,21 +58,15 @@ def check_memory(context: Context) -> Iterator[Finding]:
 
 def check_prompts(context: Context) -> Iterator[Finding]:
     """How many of the longest prompts RAM, local disk and folders hold."""
-    if context.config is None:
-        return
-    with suppress(ConfigError):  # those who check the options say so
-        for tier in tiers(context.config, context.read_options()):
-            if tier.limit:
-                yield from _prompts(context, tier)
+    options = _options(context)
+    for tier in tiers(context.config, options) if options else ():
+        if tier.limit:
+            yield from _prompts(context, tier)
 
 
 def _prompts(context: Context, tier: Tier) -> Iterator[Finding]:
-    model = context.model
-    if model is None or not model.served or model.windows or not model.longest:
-        return
-    try:
-        options = context.read_options()
-    except ConfigError:  # those who check the options say so
+    model, options = context.model, _options(context)
+    if not options or not model or not model.served or model.windows or not model.longest:
         return
     taken = prompt_bytes(
         options,
@@ -83,7 +80,7 @@ def _prompts(context: Context, tier: Tier) -> Iterator[Finding]:
     taken *= model.ranks if tier.shared else 1
     message = (
         f"{tier.name} holds about {tier.holds(taken)} prompts of max_model_len={model.longest:,} "
-        f"tokens, which take {decimal(taken)}{'' if tier.shared else ' per rank'}"
+        f"tokens, which take {size_text(taken)}{'' if tier.shared else ' per rank'}"
     )
     # Before a larger tier it holds what is asked for again soon.
     if tier.limit >= FEW * taken or not tier.last:
@@ -97,11 +94,11 @@ def _prompts(context: Context, tier: Tier) -> Iterator[Finding]:
     )
 
 
-def _limits(context: Context) -> FolderLimits:
-    """Those of ``fs://``; none where an option is refused, as those who check the options say."""
+def _options(context: Context) -> Options | None:
+    """None where one is refused, or nothing can be read: those who check the options say so."""
     with suppress(ConfigError):
-        return context.read_options().folder_limits
-    return FolderLimits()
+        return context.read_options() if context.config else None
+    return None
 
 
 def check_disks(context: Context) -> Iterator[Finding]:
@@ -110,16 +107,16 @@ def check_disks(context: Context) -> Iterator[Finding]:
     if config is None:
         return
     limit = int(config.max_local_disk_size * GIB)
-    for path in _folders(config.local_disk or ""):
-        yield _local_disk(path, limit)
+    for part in (config.local_disk or "").split(","):
+        if part.strip():
+            yield _local_disk(Path(part.strip()), limit)
     with suppress(ConfigError):  # those who check the options say so
         for _, folders in shared_folders(config):
             for folder in folders:
-                yield _shared_folder(Path(folder), _limits(context))
-
-
-def _folders(text: str) -> list[Path]:
-    return [Path(part.strip()) for part in text.split(",") if part.strip()]
+                options = _options(context)
+                yield _shared_folder(
+                    Path(folder), options.folder_limits if options else FolderLimits()
+                )
 
 
 def _local_disk(path: Path, limit: int) -> Finding:
@@ -130,8 +127,8 @@ def _local_disk(path: Path, limit: int) -> Finding:
         return skipped("disk space", f"{path} cannot be looked at ({failure.strerror}).")
     missing = max(0, limit - held) - free
     message = (
-        f"{path} has {decimal(free)} free and holds {decimal(held)} of max_local_disk_size "
-        f"{decimal(limit)}"
+        f"{path} has {size_text(free)} free and holds {size_text(held)} of max_local_disk_size "
+        f"{size_text(limit)}"
     )
     if missing <= 0:
         return ok("disk space", f"{message}.")
@@ -139,7 +136,7 @@ def _local_disk(path: Path, limit: int) -> Finding:
     return (error if free < FULL_BYTES else warning)(
         "disk space",
         f"{message}, so the disk is full before LMCache evicts.",
-        f"Free {decimal(missing)}, or set max_local_disk_size to at most {fitting:.1f}.",
+        f"Free {size_text(missing)}, or set max_local_disk_size to at most {fitting:.1f}.",
     )
 
 
@@ -148,19 +145,19 @@ def _shared_folder(path: Path, limits: FolderLimits) -> Finding:
         usage = shutil.disk_usage(path)
     except OSError as failure:
         return skipped("disk space", f"{path} cannot be looked at ({failure.strerror}).")
-    message = f"{path} has {decimal(usage.free)} of {decimal(usage.total)} free"
+    message = f"{path} has {size_text(usage.free)} of {size_text(usage.total)} free"
     fix = f"Set {MAX_SIZE_KEY} in kv_connector_extra_config to what it may hold, in GB."
     if usage.free < FULL_BYTES:
         return error("disk space", f"{message}: it is full.", f"Free some space. {fix}")
     if limits.max_bytes and limits.max_bytes > usage.total:
         return warning(
             "disk space",
-            f"{message}, and {MAX_SIZE_KEY} allows {decimal(limits.max_bytes)}: it is full before "
-            "anything is deleted.",
+            f"{message}, and {MAX_SIZE_KEY} allows {size_text(limits.max_bytes)}: it is full "
+            "before anything is deleted.",
             f"Set {MAX_SIZE_KEY} to less than {usage.total / GIB:,.1f}.",
         )
     if limits.max_bytes:
-        return ok("disk space", f"{message}; it holds {decimal(limits.max_bytes)} at most.")
+        return ok("disk space", f"{message}; it holds {size_text(limits.max_bytes)} at most.")
     if limits:
         return ok("disk space", f"{message}; {MAX_AGE_KEY} empties it, without a limit in bytes.")
     return warning("disk space", f"{message}, and nothing is ever deleted there.", fix)
@@ -218,11 +215,12 @@ def _redis_memory(where: str, used: int, limit: int, policy: str) -> Finding:
     if not limit:
         return warning(
             "Redis memory",
-            f"{where}maxmemory is not set: the store grows ({decimal(used)} now) until the host "
+            f"{where}maxmemory is not set: the store grows ({size_text(used)} now) until the host "
             "has no memory.",
             fix,
         )
-    room = f"{where}{decimal(used)} of maxmemory {decimal(limit)} used, maxmemory-policy {policy}"
+    taken = f"{size_text(used)} of maxmemory {size_text(limit)} used"
+    room = f"{where}{taken}, maxmemory-policy {policy}"
     if policy in EVICTING:
         return ok("Redis memory", f"{room}: it evicts when it is full.")
     why = (

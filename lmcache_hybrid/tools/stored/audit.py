@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a stored record is what its name claims: by its header, or by all of its bytes."""
 
+import time
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import BinaryIO
 
 from lmcache_hybrid.core.digests import DIGEST_BYTES, PLAIN, UNSEALED, Digester
 from lmcache_hybrid.core.errors import RecordError
+from lmcache_hybrid.storage.folder.least_used import Depth, depth_of
 from lmcache_hybrid.storage.folder.record_files import WRITING_SECONDS, check_wrapper
 from lmcache_hybrid.storage.key_names import StoredKey
 from lmcache_hybrid.storage.record import (
@@ -44,6 +46,19 @@ class Verdict:
     status: Status
     header: Header | None = None
     reason: str = ""
+
+    # What least_used() asks of a record.
+
+    @property
+    def used(self) -> float:
+        return time.time() - (self.entry.age or 0.0)
+
+    @property
+    def taken(self) -> int:
+        return self.entry.taken
+
+    def depth(self) -> Depth:
+        return depth_of(self.entry.head)
 
 
 def judge(entry: Entry) -> Verdict:

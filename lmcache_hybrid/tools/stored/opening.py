@@ -26,22 +26,19 @@ def open_store(store: str) -> RecordStore:
     scheme = store.partition("://")[0].lower() if "://" in store else ""
     if scheme in SCHEMES:
         return RedisStore(store)
-    if scheme in ("fs", "file"):
-        folders = _path_of(store)
-    elif scheme:
-        if scheme == S3:
-            raise ConfigError(
-                f"STORE {store!r} cannot be looked into here; list and delete objects with the AWS "
-                "command line, and have a lifecycle rule of the bucket delete old ones."
-            )
+    if scheme == S3:
+        raise ConfigError(
+            f"STORE {store!r} cannot be looked into here; list and delete objects with the AWS "
+            "command line, and have a lifecycle rule of the bucket delete old ones."
+        )
+    if scheme not in ("", "fs", "file"):
         raise ConfigError(
             f"STORE {scheme}:// cannot be looked into; give a folder, fs://HOST:PORT/PATH, or one "
             f"of {', '.join(name + '://' for name in SCHEMES)}."
         )
-    else:
-        folders = store
     # LMCache splits at commas, so a folder with one in its name cannot be configured.
-    paths = [Path(part.strip()) for part in folders.split(",") if part.strip()]
+    parts = (_path_of(store) if scheme else store).split(",")
+    paths = [Path(part.strip()) for part in parts if part.strip()]
     for path in paths:
         if not path.is_dir():
             raise ConfigError(

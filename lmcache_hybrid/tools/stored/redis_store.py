@@ -57,14 +57,11 @@ class RedisStore:
         self.foreign = 0
         ours = 0
         with self._answers():
-            for names in self._pages(VALUE):
-                for entry in self._described(names):
-                    ours += 1 + (entry.taken > entry.size)
-                    yield entry
-            for names in self._pages(METADATA):
-                for entry in self._alone(names):
-                    ours += 1
-                    yield entry
+            for part in (VALUE, METADATA):
+                for names in self._pages(part):
+                    for entry in self._described(names, part):
+                        ours += 1 + (not entry.missing and entry.taken > entry.size)
+                        yield entry
             self.foreign = max(0, self._keys() - ours)
 
     def _keys(self) -> int:
@@ -82,53 +79,31 @@ class RedisStore:
             names = (key.decode("utf-8", "surrogateescape").removesuffix(suffix) for key in keys)
             yield [name for name in dict.fromkeys(names) if parse_key(name)]
 
-    def _described(self, names: list[str]) -> Iterator[Entry]:
+    def _described(self, names: list[str], part: str) -> Iterator[Entry]:
+        """Describe records; of METADATA those without a value, which Redis evicted."""
         answers = self._ask(
             command
             for name in names
             for command in (
                 # First, as the others may count as a use.
-                ("OBJECT", "IDLETIME", _bytes(name + VALUE)),
+                ("OBJECT", "IDLETIME", _bytes(name + part)),
                 ("EXISTS", _bytes(name + VALUE)),
                 ("STRLEN", _bytes(name + VALUE)),
                 ("GETRANGE", _bytes(name + VALUE), 0, HEADER_BYTES - 1),
                 ("STRLEN", _bytes(name + METADATA)),
             )
         )
-        for name, (idle, there, size, head, extra) in zip(names, answers_of(answers, 5)):
-            answered = [self._string(answer) for answer in (there, size, head, extra)]
-            if not there or None in answered:
-                continue  # gone by now, or no string: not ours
-            key = parse_key(name)
-            assert key is not None
-            yield Entry(
-                key,
-                name,
-                size,
-                size + extra,
-                None if isinstance(idle, Exception) or idle is None else float(idle),
-                head,
-                None,
-            )
-
-    def _alone(self, names: list[str]) -> Iterator[Entry]:
-        """Describe metadata without a value, of earlier releases: Redis evicted that."""
-        answers = self._ask(
-            command
-            for name in names
-            for command in (
-                ("EXISTS", _bytes(name + VALUE)),
-                ("OBJECT", "IDLETIME", _bytes(name + METADATA)),
-                ("STRLEN", _bytes(name + METADATA)),
-            )
-        )
-        for name, (value, idle, size) in zip(names, answers_of(answers, 3)):
-            if self._string(value) or not self._string(size):
-                continue
+        for name, (idle, *others) in zip(names, answers_of(answers, 5)):
+            there, size, head, extra = map(self._string, others)
+            if None in (size, head, extra):
+                continue  # no strings: not ours
+            if there != (part == VALUE) or not (there or extra):
+                continue  # gone by now, or a record that has been described
             key = parse_key(name)
             assert key is not None
             age = None if isinstance(idle, Exception) or idle is None else float(idle)
-            yield Entry(key, name, 0, size, age, b"", None, "metadata whose value is missing")
+            missing = None if there else "metadata whose value is missing"
+            yield Entry(key, name, size, size + extra, age, head, None, missing)
 
     @contextmanager
     def open(self, entry: Entry) -> Iterator[BinaryIO]:

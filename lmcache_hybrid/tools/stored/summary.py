@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a store holds, by model, rank and fingerprint."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import xxhash
 
@@ -13,9 +13,9 @@ from lmcache_hybrid.tools.stored.audit import Status, Verdict
 SAMPLE = 1 << 17
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
-    """Records of one model, layout and rank, i.e. of one fingerprint.
+    """Records of one model, layout and rank, i.e. of one fingerprint; grows while they are read.
 
     Attributes:
         rank: ``0/2`` is rank 0 of 2.
@@ -32,18 +32,18 @@ class Row:
     model: str
     rank: str
     fingerprint: str
-    records: int
-    states: int
-    bytes: int
-    prompts: int
-    resumable: int
-    estimated: bool
-    deepest: int
-    youngest: float | None
-    oldest: float | None
-    damaged: int
-    other_version: int
-    unfinished: int
+    records: int = 0
+    states: int = 0
+    bytes: int = 0
+    prompts: int = 0
+    resumable: int = 0
+    estimated: bool = False
+    deepest: int = 0
+    youngest: float | None = None
+    oldest: float | None = None
+    damaged: int = 0
+    other_version: int = 0
+    unfinished: int = 0
 
 
 class Resumable:
@@ -78,9 +78,8 @@ class Resumable:
         return self._every * sum(groups == every for groups in self._groups.values())
 
 
-@dataclass
 class Tally:
-    """Counts of one fingerprint while a store is read, in bounded memory.
+    """Fills one row while a store is read, in bounded memory.
 
     A record knows the hash of its whole prefix, but not the block before it. So prompts
     cannot be told one by one; but prefixes of the same length with different hashes
@@ -88,56 +87,46 @@ class Tally:
     them: the most of one group at one boundary is a lower bound.
     """
 
-    statuses: Counter[Status] = field(default_factory=Counter)
-    taken: int = 0
-    states: int = 0
-    youngest: float | None = None
-    oldest: float | None = None
-    # Records by boundary and group.
-    prefixes: Counter[tuple[int, str]] = field(default_factory=Counter)
-    resumable: Resumable = field(default_factory=Resumable)
+    def __init__(self, row: Row) -> None:
+        self._row = row
+        # Records by boundary and group.
+        self._prefixes: Counter[tuple[int, str]] = Counter()
+        self._resumable = Resumable()
 
     def add(self, verdict: Verdict) -> None:
-        entry, header = verdict.entry, verdict.header
-        self.statuses[verdict.status] += 1
-        self.taken += entry.taken
+        row, entry, header = self._row, verdict.entry, verdict.header
+        row.bytes += entry.taken
+        row.damaged += verdict.status is Status.DAMAGED
+        row.other_version += verdict.status is Status.OTHER_VERSION
+        row.unfinished += verdict.status is Status.UNFINISHED
         if entry.age is not None:
-            self.youngest = min(entry.age, entry.age if self.youngest is None else self.youngest)
-            self.oldest = max(entry.age, self.oldest or 0.0)
+            row.youngest = min(entry.age, entry.age if row.youngest is None else row.youngest)
+            row.oldest = max(entry.age, row.oldest or 0.0)
         if header is None:
             return
-        self.prefixes[header.boundary, entry.key.label] += 1
+        prefix = header.boundary, entry.key.label
+        self._prefixes[prefix] += 1
+        row.records += 1
+        row.prompts = max(row.prompts, self._prefixes[prefix])
+        row.deepest = max(row.deepest, header.boundary)
         if entry.key.label.startswith("s"):
-            self.states += 1
-            self.resumable.add(header.block_hash + header.tags, entry.key.label)
+            row.states += 1
+            self._resumable.add(header.block_hash + header.tags, entry.key.label)
 
-    def row(self, model: str, rank: str, fingerprint: str) -> Row:
-        return Row(
-            model,
-            rank,
-            fingerprint,
-            self.statuses[Status.GOOD],
-            self.states,
-            self.taken,
-            max(self.prefixes.values(), default=0),
-            self.resumable.count(),
-            self.resumable.estimated,
-            max((boundary for boundary, _ in self.prefixes), default=0),
-            self.youngest,
-            self.oldest,
-            self.statuses[Status.DAMAGED],
-            self.statuses[Status.OTHER_VERSION],
-            self.statuses[Status.UNFINISHED],
-        )
+    def row(self) -> Row:
+        """The row, complete."""
+        self._row.resumable = self._resumable.count()
+        self._row.estimated = self._resumable.estimated
+        return self._row
 
 
 def summarise(verdicts: Iterable[Verdict]) -> list[Row]:
     """One row per fingerprint, sorted by model and rank."""
-    tallies: dict[tuple[str, int, int, str], Tally] = defaultdict(Tally)
+    tallies: dict[tuple[str, int, int, str], Tally] = {}
     for verdict in verdicts:
         key = verdict.entry.key
-        tallies[key.model, key.rank, key.world_size, key.fingerprint].add(verdict)
-    return [
-        tally.row(model, f"{rank}/{world}", fingerprint)
-        for (model, rank, world, fingerprint), tally in sorted(tallies.items())
-    ]
+        of = key.model, key.rank, key.world_size, key.fingerprint
+        if of not in tallies:
+            tallies[of] = Tally(Row(key.model, f"{key.rank}/{key.world_size}", key.fingerprint))
+        tallies[of].add(verdict)
+    return [tally.row() for _, tally in sorted(tallies.items())]

@@ -13,7 +13,6 @@ from marks import slow
 from lmcache_hybrid.core.keys import STATE
 from lmcache_hybrid.storage import record
 from lmcache_hybrid.tools.stored import record_store, summary
-from lmcache_hybrid.tools.stored.summary import Resumable
 
 from .commands import N, resealed, run, run_json
 
@@ -81,16 +80,3 @@ def test_many_resumable_boundaries_are_estimated(tmp_path, monkeypatch):
     (row,) = run_json("inspect", str(tmp_path))["rows"]
     assert row["estimated"] and 350 < row["resumable"] < 650
     assert f"~{row['resumable']}" in run("inspect", str(tmp_path))
-
-
-def test_resumable_counts_what_has_all_groups(monkeypatch):
-    monkeypatch.setattr(summary, "SAMPLE", 4)
-    exact = Resumable()
-    for prefix in (b"a", b"b", b"c", b"d"):
-        exact.add(prefix, "s0")
-    exact.add(b"a", "s2")
-    exact.add(b"a", "s2")
-    assert exact.count() == 1 and not exact.estimated
-    # A group that comes late is needed by those before it, too.
-    exact.add(b"b", "s3")
-    assert exact.count() == 0

@@ -154,6 +154,7 @@ def test_on_a_terminal_it_asks(box, answer, left, code):
         ["purge", ".", "--yes"],
         ["purge", ".", "--older-than", "soon"],
         ["purge", ".", "--damaged", "--other-version"],
+        ["purge", ".", "--damaged", "--max-size", "1GB", "--yes"],
         ["purge", ".", "--model", "", "--older-than", "7d", "--yes"],
         ["purge", ".", "--model", " ", "--yes"],
         ["purge", ".", "--model", "/", "--yes"],

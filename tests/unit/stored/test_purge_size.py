@@ -115,8 +115,3 @@ def test_sizes(text, expected):
     from lmcache_hybrid.tools.cli.purge import _bytes
 
     assert _bytes(text) == expected
-
-
-def test_all_damaged_records_go_or_none(tmp_path):
-    args = ["purge", str(tmp_path), "--damaged", "--max-size", "1GB", "--yes"]
-    assert "--max-size" in run(*args, exit_code=2)

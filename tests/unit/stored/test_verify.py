@@ -10,13 +10,12 @@ from lmcache_hybrid.core.errors import RecordError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
 from lmcache_hybrid.storage import record
 from lmcache_hybrid.storage.folder.record_files import WRAPPER_BYTES, check_wrapper
-from lmcache_hybrid.storage.record import HEADER_BYTES
 from lmcache_hybrid.tools.stored import audit
 from lmcache_hybrid.tools.stored.audit import Status
 from lmcache_hybrid.tools.stored.opening import open_store
 
 from ..old_records import add_metadata
-from ..store_box import KEYS, OTHER_LENGTH, SAME_LENGTH, N, flip, outside
+from ..store_box import KEYS, OTHER_LENGTH, SAME_LENGTH, N, outside
 from .commands import (
     FINGERPRINT_HEX,
     aged,
@@ -52,14 +51,6 @@ def test_verify_finds_what_an_engine_would_refuse(box, kind, damage):
     assert run_json("verify", store_of(filled))["counts"] == {"good": 3}
     # What is good is found by LMCache as before.
     assert list(box(kind).store.locate(KEYS)) == [key for key in KEYS if key != KEYS[1]]
-
-
-@outside
-def test_the_largest_records_are_checked_to_their_end(box, kind):
-    filled = box(kind).write(KEYS[:1], 4096)
-    assert run_json("verify", store_of(filled))["counts"] == {"good": 1}
-    filled.overwrite(KEYS[0], flip(HEADER_BYTES + 4095)(filled.raw(KEYS[0])))
-    assert run_json("verify", store_of(filled), exit_code=1)["counts"] == {"damaged": 1}
 
 
 @outside
