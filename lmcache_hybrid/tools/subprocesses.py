@@ -1,26 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs vLLM in a process of its own, so that its output stays apart and nothing is left running."""
 
+import contextlib
+import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import IO, TextIO
+from typing import IO, Any, TextIO
 
 
 def start_module(
-    module: str, log: IO, environment: Mapping[str, str], *, own_session: bool
+    module: str, log: IO, environment: Mapping[str, str]
 ) -> tuple[subprocess.Popen, TextIO]:
     """Start ``python -m MODULE FD``, which reads JSON from standard input and answers on FD.
+
+    Ctrl-C does not reach it: the caller ends it, with :func:`kill_group` at last.
 
     Args:
         log: takes what it and its libraries print.
         environment: of the process, whole.
-        own_session: keep Ctrl-C from it; the caller then ends its process group.
 
     Returns:
-        The process, with a text pipe as ``stdin``, and its answers, a JSON value per line. The
-        caller closes both.
+        The process, with a text pipe as ``stdin``, and its answers, a JSON value per line, which
+        the caller closes.
     """
     read_fd, write_fd = os.pipe()
     try:
@@ -32,7 +36,7 @@ def start_module(
             pass_fds=(write_fd,),
             env=environment,
             text=True,
-            start_new_session=own_session,
+            start_new_session=True,
         )
     except BaseException:
         os.close(read_fd)
@@ -40,3 +44,21 @@ def start_module(
     finally:
         os.close(write_fd)
     return process, os.fdopen(read_fd)
+
+
+def send(process: subprocess.Popen, message: Any) -> None:
+    """Write a line of JSON; that the process is gone shows in its answers."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(json.dumps(message) + "\n")
+        process.stdin.flush()
+
+
+def kill_group(process: subprocess.Popen) -> None:
+    """End a process of its own session and all that it has started. Closes its ``stdin``."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):  # what it was not sent any more
+            process.stdin.close()

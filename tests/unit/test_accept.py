@@ -44,6 +44,8 @@ def test_a_good_engine_passes() -> None:
     }
     assert all(each.outcome(0) is Outcome.EQUAL for each in result.checks)
     assert result.noise.own == result.noise.restart == 0 < result.noise.wrong
+    assert len(result.lost) == 4 and all(change > 0 for change in result.lost.values())
+    assert "A lost block changes them by " in "\n".join(shown(result))
 
 
 @pytest.mark.parametrize("jitter", [0, 1e-3])
@@ -73,22 +75,6 @@ def test_a_fault_of_saving_is_no_noise_and_excuses_nothing() -> None:
     wrong = {each.where for each in result.checks if each.outcome(0) is Outcome.DIFFERS}
     assert wrong >= {"RAM", "RAM, while saving"}
     assert "new, while saving" in "\n".join(shown(result))
-
-
-def test_without_noise_the_least_difference_fails() -> None:
-    result = run()
-    odd = dataclasses.replace(result.checks[0], same=False, difference=1e-7)
-    result.checks[0] = odd
-    assert result.verdict is Verdict.FAIL
-
-
-def test_noise_is_measured_and_allowed() -> None:
-    noise = Noise(1e-3, 0, 0.5, {"state of group 1": 0.5})
-    own = Answer([1], [{"1": -1.0}], 16, 0, 0)
-    near = Answer([1], [{"1": -1.0015}], 16, 16, 0)
-    made = check("N", 1, "RAM", 17, own, near)
-    assert made.outcome(noise.allowed) is Outcome.NOISE
-    assert made.outcome(0) is Outcome.DIFFERS
 
 
 class Outlier(Engine):
@@ -159,7 +145,7 @@ def test_an_outlier_while_saving_is_asked_again(many: int, outcome: Outcome) -> 
 
 def test_noise_of_a_restart_excuses_nothing_before_it() -> None:
     noise = Noise(0, 0.01, 0.5, {"state of group 1": 0.5})
-    own, near = (Answer([1], [{"1": value}], 16, 16, 0) for value in (-1.0, -1.001))
+    own, near = (Answer([1], [{"1": value}], 16, 16, 0) for value in (-1.0, -1.015))
     made = check("N", 1, "RAM", 17, own, near)
     assert noise.judge(made) is Outcome.DIFFERS
     assert noise.judge(dataclasses.replace(made, restarted=True)) is Outcome.NOISE
@@ -194,13 +180,6 @@ def test_noise_as_large_as_a_wrong_prefix_is_not_decidable() -> None:
     assert result.verdict is Verdict.UNDECIDED
 
 
-def test_every_group_is_lost_once_and_seen() -> None:
-    result = run()
-    assert result.verdict is Verdict.PASS and len(result.lost) == 4
-    assert all(change > 0 for change in result.lost.values())
-    assert "A lost block changes them by " in "\n".join(shown(result))
-
-
 @pytest.mark.parametrize("group, name", [(2, "state of group 2"), (0, "attention of group 0")])
 def test_a_loss_that_changes_nothing_leaves_nothing_proved(group: int, name: str) -> None:
     result = run(blind=[group])
@@ -213,28 +192,6 @@ def test_a_loss_that_changes_nothing_leaves_nothing_proved(group: int, name: str
     near = [{token: value - 3e-5 for token, value in step.items()} for step in other.logprobs]
     result.told[0].again[0] = dataclasses.replace(one, logprobs=near)
     assert result.verdict is Verdict.UNDECIDED
-
-
-def test_answers_that_do_not_depend_on_the_prefix_decide_nothing() -> None:
-    result = run()
-    for told in result.told:
-        told.control = told.control and told.own[-1]
-    assert result.verdict is Verdict.UNDECIDED
-
-
-def test_a_tier_that_forgets_is_a_miss() -> None:
-    result = run(second={"lose": "RemoteBackend"})
-    missed = {each.where for each in result.checks if each.outcome(0) is Outcome.MISSED}
-    assert result.verdict is Verdict.FAIL and missed
-    assert all(where.startswith("redis:// after a restart") for where in missed)
-
-
-def test_another_tier_that_answers_is_a_problem() -> None:
-    result = run(lose="LocalCPUBackend")
-    assert result.verdict is Verdict.FAIL
-    assert "records came from ['RemoteBackend'], not from LocalCPUBackend only" in str(
-        result.problems
-    )
 
 
 class Sparse(Engine):
@@ -341,11 +298,6 @@ def test_every_tier_must_have_brought_a_hit_that_is_compared() -> None:
     ]
     assert result.doubts == [f"No hit from {where} could be compared."]
     assert result.verdict is Verdict.UNDECIDED
-
-
-def test_a_store_that_was_not_opened_is_a_problem() -> None:
-    result = run(missing_tiers=["RemoteBackend"])
-    assert result.verdict is Verdict.FAIL and "RemoteBackend is configured" in result.problems[0]
 
 
 @pytest.mark.parametrize("tokens", [16, 16 + prompts.ANSWER_TOKENS])

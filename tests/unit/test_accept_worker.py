@@ -2,6 +2,7 @@
 """What the acceptance test does on a rank."""
 
 import dataclasses
+import json
 import re
 from collections import Counter
 from itertools import chain
@@ -14,9 +15,11 @@ from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.tools.accept import worker
 from lmcache_hybrid.tools.accept.child import check_ranks
+from lmcache_hybrid.tools.accept.report import as_json
 from lmcache_hybrid.tools.accept.tiers import missing_of, refusals, tiers_of
 
 from . import store_box as stores
+from .accept_engine import run
 
 box, valkey = stores.box, stores.valkey
 
@@ -83,15 +86,14 @@ def options(**given) -> Options:
     return dataclasses.replace(made, **given)
 
 
-def store_of(**given) -> SimpleNamespace:
-    """A store with RAM above a local disk."""
+def store_of(backends=("LocalCPUBackend", "LocalDiskBackend"), **given) -> SimpleNamespace:
+    """A store with RAM above a local disk, or what else LMCache has opened."""
     settings = {"local_cpu": True, "local_disk": "d", "remote_url": None, **given}
     nowhere = {"retrieve_locations": None, "store_location": None, "remote_storage_plugins": None}
     config = {**nowhere, **settings}
-    backends = {"LocalCPUBackend": None, "LocalDiskBackend": None}
     return SimpleNamespace(
         _engine=SimpleNamespace(config=SimpleNamespace(**config)),
-        manager=SimpleNamespace(storage_backends=backends),
+        manager=SimpleNamespace(storage_backends=dict.fromkeys(backends)),
     )
 
 
@@ -132,6 +134,19 @@ def test_tiers_are_those_that_are_written_and_read(settings: dict, tiers: list[s
     store = store_of(**settings)
     assert [tier["title"] for tier in tiers_of(store)] == tiers
     assert refusals(options(min_retrieve_tokens=16), store, 16) == []
+
+
+def test_stores_are_named_without_host_user_password_or_path() -> None:
+    secrets = {"local_disk": "/home/me/disk", "remote_url": "redis://me:secret@store.example:6379"}
+    store = store_of(("LocalCPUBackend", "RemoteBackend"), **secrets)
+    tiers, missing = tiers_of(store), missing_of(store)
+    assert [(tier["title"], tier["survives"]) for tier in tiers] == [
+        ("RAM", False),
+        ("redis://", True),
+    ]
+    assert missing == ["LocalDiskBackend"]
+    told = json.dumps([tiers, missing, as_json(run(tiers=tiers, missing_tiers=missing))])
+    assert not [word for word in ("me:", "secret", "example", "/home") if word in told]
 
 
 def test_plugins_are_tiers_by_the_names_of_their_backends(box, tmp_path) -> None:

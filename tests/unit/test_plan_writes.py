@@ -100,14 +100,3 @@ def test_the_lines_are_of_the_first_backend_and_json_has_all() -> None:
     found = json.loads(plan("LFM2-350M", "--json"))
     assert all(backend["write"]["lmcache_yaml"] for backend in found["backends"].values())
     assert "for RAM (local_cpu); --backend disk|fs|redis: another" in plan("LFM2-350M")
-
-
-def test_a_folder_is_served_by_its_path(tmp_path: Path) -> None:
-    from lmcache_hybrid.tools.sizing import catalogue
-
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    known = next(m for m in catalogue.models() if m.name == "LFM2-350M")
-    (folder / "config.json").write_text(json.dumps(known.config))
-    assert f"vllm serve {folder} " in plan(str(folder / "config.json"))
-    assert f"vllm serve {known.hub[0]} " in plan("lfm2-350m")

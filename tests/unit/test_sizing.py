@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 GPU = PLATFORMS["gpu"]
 LFM2 = catalogue.find_shape("LFM2-350M")[1]
 QWEN = catalogue.find_shape("qwen3.6-27b")[1]
+LFM2_HUB = "LiquidAI/LFM2-350M"
 
 
 def run(*words: str):
@@ -87,15 +88,8 @@ def test_recomputed_tokens_are_those_behind_the_last_state(context, checkpoint):
     """Against counting: a branch after each number of shared tokens, one by one."""
     ends = [0, *boundaries(context, 16, checkpoint)]
     lost = [place - max(end for end in ends if end <= place) for place in range(context)]
-    branch = storage.after_branch(context, 16, checkpoint)
-    assert branch.at_most == max(lost)
-    assert branch.expected == pytest.approx(sum(lost) / context)
-
-
-def test_a_prompt_has_no_state_that_contains_its_last_token():
-    assert boundaries(15, 16, 0) == boundaries(16, 16, 16) == []
-    assert boundaries(17, 16, 0) == [16]
-    assert boundaries(48, 16, 16) == [16, 32]
+    at_most, expected = storage.after_branch(context, 16, checkpoint)
+    assert at_most == max(lost) and expected == pytest.approx(sum(lost) / context)
 
 
 def test_what_prompts_share_is_stored_once():
@@ -204,14 +198,9 @@ def test_whole_pages(kind, record, taken):
 # Blocks
 
 
-@pytest.mark.parametrize(
-    ("attention", "state", "lengths"),
-    [(16, 48, [16] * 4), (6, 10, [6, 5, 5]), (10, 14, [10, 14]), (7, 20, [7, 7, 7, 6])],
-)
-def test_groups_are_as_long_as_the_rarer_kind(attention, state, lengths):
-    found = grouped((ATTENTION,) * attention + (STATE,) * state)
-    assert [length for _, length in found] == lengths
-    assert sum(length for kind, length in found if kind == STATE) == state
+def test_groups_are_as_long_as_the_other_kind_where_that_is_little_longer():
+    """As in no model of the table, all of which are compared with vLLM."""
+    assert grouped((ATTENTION,) * 10 + (STATE,) * 14) == [(ATTENTION, 10), (STATE, 14)]
 
 
 @pytest.mark.parametrize(
@@ -271,18 +260,6 @@ def test_tokens(text, number):
     assert tokens(text) == number
 
 
-@pytest.mark.parametrize("text", ["k", "-1", "1.5", "100g", "1.2.3", ""])
-def test_what_is_no_number_of_tokens(text):
-    answer = run("Qwen3.6-27B", "--context", text)
-    assert answer.exit_code == 2 and "is no number of tokens" in answer.output
-
-
-@pytest.mark.parametrize("option", ["--context", "--step-tokens"])
-def test_no_token_at_all(option):
-    answer = run("Qwen3.6-27B", option, "0")
-    assert answer.exit_code == 2 and "write 1 or more" in answer.output
-
-
 def test_json_of_a_named_model():
     answer = run(
         "Qwen3.6-27B", "--context", "100k", "--prompts", "500", "--backend", "redis", "--json"
@@ -316,6 +293,7 @@ def test_a_folder_and_its_config(tmp_path, inside):
     found = json.loads(answer.output)
     assert found["model"] == "my-model"
     assert found["block_size"] == compute(known.shape, GPU).block_size
+    assert f"vllm serve {folder} " in run(str(folder / inside)).output
 
 
 def test_chunk_ends_are_the_default_of_the_option():
@@ -329,8 +307,6 @@ def test_chunk_ends_are_the_default_of_the_option():
     shorter = json.loads(run("Qwen3.6-27B", "--step-tokens", "2048", "--json").output)
     assert shorter["checkpoints"][0]["interval"] == 2 * 784
     assert shorter["bytes_per_prompt"] > plain["bytes_per_prompt"]
-    for row in ("chunk: 7,840 (10 N)", "0: none", "12,544 (16 N)"):
-        assert f"\n {row} " in run("Qwen3.6-27B").output
 
 
 def test_an_interval_of_your_own_is_a_row_and_counts():
@@ -345,6 +321,12 @@ def test_an_interval_of_your_own_is_a_row_and_counts():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        *(
+            (["Qwen3.6-27B", "--context", text], "is no number of tokens")
+            for text in ("k", "-1", "1.5", "100g", "1.2.3", "")
+        ),
+        (["Qwen3.6-27B", "--context", "0"], "write 1 or more"),
+        (["Qwen3.6-27B", "--step-tokens", "0"], "write 1 or more"),
         (["Qwen3.6-27B", "--checkpoint-tokens", "1000"], "is not a multiple of N=784; use 784"),
         (["Qwen3.6-27B", "--checkpoint-tokens", "often"], "write 100000 or 100k, or chunk"),
         (["Qwen3.6-27B", "--prefix-match-unit", "100"], "does not divide N=784; use 112"),
@@ -383,6 +365,7 @@ def test_what_is_printed():
     assert answer.exit_code == 0
     assert "N = 128 tokens\n" in answer.output, "vLLM logs nothing of its own default"
     assert "never hits: it is no longer than 128" in answer.output
+    assert f"vllm serve {LFM2_HUB} " in answer.output
     assert {name.value for name in BackendName} == set(BACKENDS)
     assert {name.value for name in PlatformName} == set(PLATFORMS)
     listed = run("--list").output
@@ -466,20 +449,6 @@ def assert_fits(printed: str) -> None:
     """No line is longer, and none was cut or broken to make it so."""
     assert max(map(len, printed.splitlines())) <= 80
     assert "…" not in printed
-
-
-def test_json_has_what_the_text_has():
-    words = ["Qwen3.6-27B", "--tp", "8", "--context", "300"]
-    found = json.loads(run(*words, "--json").output)
-    printed = run(*words).output
-    assert found["hits"] is False and "never hits" in printed
-    assert json.loads(run("Qwen3.6-27B", "--json").output)["hits"] is True
-    assert f"makes it {found['block_size_with_flashinfer_prefill']}:" in printed
-    assert found["block_size_is_logged"] is True and "vLLM logs" in printed
-    assert found["rates"]["prefill_tokens"] == 10_000 and "10,000 tokens a second" in printed
-    assert found["backends"]["disk"]["limit"] == "max_local_disk_size"
-    for flag in found["backends"]["ram"]["write"]["vllm_flags"][:-1]:
-        assert flag in printed
 
 
 def test_the_kernels_that_n_was_computed_with_are_among_the_flags():

@@ -281,13 +281,6 @@ def test_checkpoints_of_gated_delta_nets(name, block_size, gdn_prefill, monkeypa
     check(known.config, monkeypatch, gdn_prefill=gdn_prefill, block_size=block_size)
 
 
-def test_the_published_state_of_qwen36_27b():
-    sizes = compute(catalogue.find_shape("Qwen/Qwen3.6-27B")[1], PLATFORMS["gpu"])
-    assert sizes.in_all(STATE) == 153_944_064
-    assert sizes.block_size == 784
-    assert sizes.in_all(ATTENTION) == 784 * 16 * 4 * 256 * 2 * 2
-
-
 # N of README.md's table, which the engine tests of each family meet.
 @pytest.mark.parametrize(
     ("family", "block_size", "groups"),

@@ -2,7 +2,7 @@
 """Compares answers: log-probabilities, noise, and what a wrong prefix would change."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -211,35 +211,3 @@ def difference(one: Answer, other: Answer) -> float:
 def noise_of(pairs: Iterable[tuple[Answer, Answer]]) -> float:
     """Largest difference within pairs of answers that should be the same."""
     return max((0.0 if a.same(b) else difference(a, b) for a, b in pairs), default=0.0)
-
-
-def doubts_of(checks: Sequence[Check], noise: Noise) -> list[str]:
-    """List why equal answers prove nothing, one sentence each; empty where they do."""
-    doubts = []
-    if not noise.shows(noise.wrong):
-        doubts.append("Another prefix changes too little to be told from noise on this engine.")
-    hidden = [name for name, change in noise.lost.items() if not noise.shows(change)]
-    if hidden or not noise.lost:
-        doubts.append(f"A lost {' or '.join(hidden) or 'block'} does not show in these answers.")
-    hits: dict[str, bool] = {}
-    for each in checks:
-        tier = each.where.partition(",")[0]
-        compared = each.external and each.boundary and noise.judge(each) in GOOD
-        hits[tier] = hits.get(tier, False) or bool(compared)
-    for tier in [tier for tier, found in hits.items() if not found] if hits else ["any tier"]:
-        doubts.append(f"No hit from {tier} could be compared.")
-    once = sum(noise.judge(each) is Outcome.ONCE for each in checks)
-    if once:
-        doubts.append(f"{once} answers differed by more than noise, but not when asked again.")
-    return doubts
-
-
-def verdict_of(checks: Sequence[Check], noise: Noise, problems: Sequence[str]) -> Verdict:
-    """Judge all comparisons.
-
-    Args:
-        problems: what is wrong beside the answers, such as a tier that was not read.
-    """
-    if problems or any(noise.judge(each) in BAD for each in checks):
-        return Verdict.FAIL
-    return Verdict.UNDECIDED if doubts_of(checks, noise) else Verdict.PASS

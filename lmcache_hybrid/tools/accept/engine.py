@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_hybrid.tools.accept.compare import Answer
-from lmcache_hybrid.tools.subprocesses import start_module
+from lmcache_hybrid.tools.subprocesses import kill_group, send, start_module
 
 CHILD = "lmcache_hybrid.tools.accept.child"
 # Max seconds to wait for LMCache's queued writes, for the engine's end, for its workers' end.
@@ -56,8 +55,7 @@ class Engine:
         self.facts: dict[str, Any] = {}
         with log.open("ab") as file:
             self._written = file.tell()
-            # Ctrl-C is for us, who end its workers with it.
-            self._process, self._replies = start_module(CHILD, file, environment, own_session=True)
+            self._process, self._replies = start_module(CHILD, file, environment)
         self._start = {"model": model, "flags": list(flags)}
 
     def __enter__(self) -> "Engine":
@@ -77,7 +75,7 @@ class Engine:
     def close(self) -> None:
         """Let LMCache write what it has queued, then end the engine."""
         try:
-            self.settle(FLUSH_SECONDS)
+            self.settle()
             assert self._process.stdin is not None
             self._process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -87,13 +85,8 @@ class Engine:
 
     def kill(self) -> None:
         """End the process and all that it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        kill_group(self._process)
         self._replies.close()
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):  # what it was not sent any more
-                self._process.stdin.close()
         # Its workers give a device's memory back when they are gone, which the next engine needs.
         deadline = time.monotonic() + GONE_SECONDS
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -107,10 +100,7 @@ class Engine:
         Raises:
             EngineError: the verb failed, or the engine is gone.
         """
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # said below
-            self._process.stdin.write(json.dumps({"verb": verb, **arguments}) + "\n")
-            self._process.stdin.flush()
+        send(self._process, {"verb": verb, **arguments})
         line = self._reply()
         if not line:
             raise self._error(f"exit code {self._process.wait()}")
@@ -152,16 +142,16 @@ class Engine:
                 raise EngineError("vLLM did not empty its prefix cache: blocks are still in use")
             time.sleep(0.05)
 
-    def settle(self, seconds: float = FLUSH_SECONDS) -> None:
+    def settle(self) -> None:
         """Wait until everything saved can be found and is written.
 
         Raises:
             EngineError: LMCache's writes do not end.
         """
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + FLUSH_SECONDS
         while sum(self.call("rank", method="accept_pending")):
             if time.monotonic() > deadline:
-                raise EngineError(f"LMCache's writes did not end within {seconds:.0f} seconds")
+                raise EngineError(f"LMCache's writes did not end within {FLUSH_SECONDS} seconds")
             time.sleep(0.05)
 
     def use(self, tiers: Sequence[str] | None) -> None:

@@ -15,6 +15,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from lmcache_hybrid.core.sizes import size_text
 from lmcache_hybrid.tools.accept.compare import BAD, GOOD, Check, Outcome, Verdict
 from lmcache_hybrid.tools.accept.result import Result
 from lmcache_hybrid.tools.accept.run import SAVING
@@ -209,10 +210,10 @@ def _rates(result: Result) -> Iterator[Text]:
     saving = next(iter(result.metrics.values()), {})
     if saving.get("save_seconds_count"):
         mean = 1e3 * saving["save_seconds_sum"] / saving["save_seconds_count"]
-        size = saving["saved_bytes"] / saving["save_seconds_count"] / 1e6
-        device = f", and the device for {size / found['gather']:.2f} ms" if on_device else ""
+        size = saving["saved_bytes"] / saving["save_seconds_count"]
+        there = f", and the device for {size / found['gather'] / 1e6:.2f} ms" if on_device else ""
         yield Text(
-            f"A save of {size:.1f} MB, the average, holds up its step for {mean:.2f} ms{device}."
+            f"A save of {size_text(size)}, the average, holds up its step for {mean:.2f} ms{there}."
         )
     if on_device and not result.copies[0]["pinned"]:
         yield Text("LMCache's pool is not pinned memory, so copies are slow.", "yellow")

@@ -6,14 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_hybrid.tools.accept.compare import (
+    BAD,
+    GOOD,
     Answer,
     Check,
     Noise,
+    Outcome,
     Verdict,
     difference,
-    doubts_of,
     noise_of,
-    verdict_of,
 )
 from lmcache_hybrid.tools.accept.drafts import Drafts, drafts_of
 from lmcache_hybrid.tools.accept.prompts import Case, Ids, Limits, Plan
@@ -134,9 +135,31 @@ class Result:
 
     @property
     def doubts(self) -> list[str]:
-        """Why equal answers prove nothing; see :func:`doubts_of`."""
-        return doubts_of(self.checks, self.noise)
+        """Why equal answers prove nothing, one sentence each; empty where they do."""
+        noise = self.noise
+        doubts: list[str] = []
+        if not noise.shows(noise.wrong):
+            doubts.append("Another prefix changes too little to be told from noise on this engine.")
+        hidden = [name for name, change in noise.lost.items() if not noise.shows(change)]
+        if hidden or not noise.lost:
+            lost = " or ".join(hidden) or "block"
+            doubts.append(f"A lost {lost} does not show in these answers.")
+        hits: dict[str, bool] = {}
+        for each in self.checks:
+            tier = each.where.partition(",")[0]
+            compared = each.external and each.boundary and noise.judge(each) in GOOD
+            hits[tier] = hits.get(tier, False) or bool(compared)
+        for tier in [tier for tier, found in hits.items() if not found] if hits else ["any tier"]:
+            doubts.append(f"No hit from {tier} could be compared.")
+        once = sum(noise.judge(each) is Outcome.ONCE for each in self.checks)
+        if once:
+            doubts.append(f"{once} answers differed by more than noise, but not when asked again.")
+        return doubts
 
     @property
     def verdict(self) -> Verdict:
-        return verdict_of(self.checks, self.noise, self.all_problems)
+        """What all comparisons and problems amount to."""
+        judge = self.noise.judge
+        if self.all_problems or any(judge(each) in BAD for each in self.checks):
+            return Verdict.FAIL
+        return Verdict.UNDECIDED if self.doubts else Verdict.PASS

@@ -33,14 +33,7 @@ def main() -> None:
         words = ["--base-url", task["url"], "--model", task["model"], *task["tokenizer"]]
         words += ["--served-model-name", task["served"]]
         words += ["--max-concurrency", str(task["concurrency"]), "--num-warmups", "0"]
-        words += [
-            "--temperature",
-            "0",
-            "--ignore-eos",
-            "--disable-tqdm",
-            "--dataset-name",
-            "custom",
-        ]
+        words += "--temperature 0 --ignore-eos --disable-tqdm --dataset-name custom".split()
         return serve.main(parser.parse_args(words))
 
     with os.fdopen(int(sys.argv[1]), "w", buffering=1) as out:

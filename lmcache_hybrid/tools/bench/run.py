@@ -11,7 +11,7 @@ from typing import Any
 
 from lmcache_hybrid.tools.bench.server import Server, ServerError
 from lmcache_hybrid.tools.bench.workload import Round, rounds
-from lmcache_hybrid.tools.subprocesses import start_module
+from lmcache_hybrid.tools.subprocesses import kill_group, send, start_module
 
 CLIENT = "lmcache_hybrid.tools.bench.client"
 CONNECTOR = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
@@ -82,7 +82,7 @@ class Client:
         trusts = [flag for flag in flags if flag == "--trust-remote-code"]
         self._model = {"model": model, "tokenizer": trusts}
         with log.open("ab") as out:
-            self._process, self._answers = start_module(CLIENT, out, os.environ, own_session=True)
+            self._process, self._answers = start_module(CLIENT, out, os.environ)
 
     def ask(
         self, url: str, served: str, prompts: Sequence[list[int]], load: Load
@@ -92,12 +92,9 @@ class Client:
         Raises:
             ServerError: the client ended, or a request failed.
         """
-        assert self._process.stdin is not None
         size = {"output_tokens": load.output_tokens, "concurrency": load.concurrency}
         task = {"url": url, "served": served, "prompts": prompts, **self._model, **size}
-        with contextlib.suppress(BrokenPipeError):  # said below
-            self._process.stdin.write(json.dumps(task) + "\n")
-            self._process.stdin.flush()
+        send(self._process, task)
         line = self._answers.readline()
         if not line:
             raise ServerError(f"vllm bench serve ended with exit code {self._process.wait()}")
@@ -108,8 +105,7 @@ class Client:
 
     def close(self) -> None:
         """End it."""
-        self._process.kill()
-        self._process.wait()
+        kill_group(self._process)
         self._answers.close()
 
 

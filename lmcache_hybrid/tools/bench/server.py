@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.request import Request, urlopen
 
+from lmcache_hybrid.tools.subprocesses import kill_group
+
 COMMAND = Path(__file__).parents[1] / "vllm_command.py"
 # To end one: LMCache writes what it has queued.
 STOP_SECONDS, FORGET_SECONDS, POLL_SECONDS = 120.0, 60.0, 0.5
@@ -65,7 +67,7 @@ class Server:
                     raise ServerError(f"vllm serve ended with exit code {code} before it served")
                 time.sleep(POLL_SECONDS)
         except BaseException:
-            self._kill()
+            kill_group(self._process)
             raise
         return self
 
@@ -74,12 +76,7 @@ class Server:
             self._process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_SECONDS)
-        self._kill()
-
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        kill_group(self._process)
 
     def _healthy(self) -> bool:
         try:

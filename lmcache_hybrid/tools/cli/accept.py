@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -15,9 +14,9 @@ from rich.console import Console
 from lmcache_hybrid.tools.accept.compare import Verdict
 from lmcache_hybrid.tools.accept.engine import Engine, EngineError, tail
 from lmcache_hybrid.tools.accept.report import as_json, print_verdict
-from lmcache_hybrid.tools.accept.result import Result
 from lmcache_hybrid.tools.accept.run import Run
 from lmcache_hybrid.tools.cli.terminal import (
+    ConfigFile,
     ModelArgument,
     VllmFlags,
     check_model,
@@ -32,10 +31,7 @@ NO_RESULT = 2
 def accept(
     model: ModelArgument,
     vllm_flags: VllmFlags = None,
-    lmcache_config: Annotated[
-        Path | None,
-        typer.Option("--lmcache-config", help="LMCache's YAML; LMCACHE_CONFIG_FILE by default."),
-    ] = None,
+    lmcache_config: ConfigFile = None,
     out: Annotated[Path | None, typer.Option(help="Write the report to this JSON file.")] = None,
     longest: Annotated[
         int, typer.Option(help="Tokens of the longest prompt; 0: 16384, 4096 on CPU.", min=0)
@@ -57,8 +53,6 @@ def accept(
     nor do others hit its own. The records stay until the store evicts them.
     """
     check_model(model)
-    if lmcache_config is not None and not lmcache_config.is_file():
-        raise typer.BadParameter(f"--lmcache-config {str(lmcache_config)!r} is not a file")
     if out is not None and not out.absolute().parent.is_dir():
         raise typer.BadParameter(f"--out {str(out)!r} is in no folder that exists")
     need_host(NO_RESULT)
@@ -68,28 +62,12 @@ def accept(
     handle, name = tempfile.mkstemp(prefix="lmcache-hybrid-accept-", suffix=".log")
     os.close(handle)
     log = Path(name)
-    result = _result(lambda: Engine(model, vllm_flags or [], log, environment), log, longest, quick)
-    result.facts["driver"] = _driver()
-    if out is not None:
-        out.write_text(json.dumps(as_json(result), indent=1, allow_nan=False) + "\n")
-    print_verdict(Console(), result)
-    if result.verdict is Verdict.PASS:
-        log.unlink()
-    else:
-        _errors().print(f"The engine's log is {log}.", soft_wrap=True)
-    raise typer.Exit(EXIT_CODES[result.verdict])
-
-
-def _errors() -> Console:
-    return Console(stderr=True, highlight=False)
-
-
-def _result(engine: Callable[[], Engine], log: Path, longest: int, quick: bool) -> Result:
-    """Raises typer.Exit once it has said why there is no result."""
-    errors = _errors()
+    errors = Console(stderr=True, highlight=False)
     try:
         with progress(errors) as say:
-            return Run(say, longest, quick).ask_engines(engine)
+            result = Run(say, longest, quick).ask_engines(
+                lambda: Engine(model, vllm_flags or [], log, environment)
+            )
     except EngineError as error:
         if not error.refused:
             errors.print(tail(log), markup=False, soft_wrap=True)
@@ -99,6 +77,15 @@ def _result(engine: Callable[[], Engine], log: Path, longest: int, quick: bool) 
     except KeyboardInterrupt:
         errors.print(f"Stopped. The engine's log is {log}.", soft_wrap=True)
         raise typer.Exit(130) from None
+    result.facts["driver"] = _driver()
+    if out is not None:
+        out.write_text(json.dumps(as_json(result), indent=1, allow_nan=False) + "\n")
+    print_verdict(Console(), result)
+    if result.verdict is Verdict.PASS:
+        log.unlink()
+    else:
+        errors.print(f"The engine's log is {log}.", soft_wrap=True)
+    raise typer.Exit(EXIT_CODES[result.verdict])
 
 
 def _driver() -> str:

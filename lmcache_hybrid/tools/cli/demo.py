@@ -4,7 +4,6 @@
 import json
 import os
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,93 +11,78 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from lmcache_hybrid.core.sizes import size_text
+from lmcache_hybrid.tools.accept.compare import Answer
+from lmcache_hybrid.tools.accept.engine import Engine, EngineError, tail
 from lmcache_hybrid.tools.cli.terminal import live_line, need_host
-from lmcache_hybrid.tools.subprocesses import start_module
 from lmcache_hybrid.tools.texts import texts
 
-ENGINE = "lmcache_hybrid.tools.cli.demo_engine"
+FLAGS = ("--max-model-len", "16384", "--enforce-eager")
+# Apart from what the demo asks: the first request pays for start-up work that is not prefill.
+SALT, WARM_UP = "demo", "warm-up"
+LOG_LINES = 30
 console = Console()
 
 
-@dataclass(frozen=True)
-class Reply:
-    """One prompt's answer; see :mod:`lmcache_hybrid.tools.cli.demo_engine`."""
-
-    tokens: int
-    hit: int
-    first_token_seconds: float
-    output: list[int]
-
-
-def run_engine(model: Path, store: Path, prompts: list[str], what: str, log: Path) -> list[Reply]:
+def run_engine(model: Path, store: Path, asked: list[str], what: str, log: Path) -> list[Answer]:
     """Start an engine on ``store`` in a process of its own, ask all prompts, stop it.
 
     Raises:
         typer.Exit: the engine died; the end of its log has been printed.
     """
     config = store / "lmcache.yaml"
-    # JSON is YAML.
-    config.write_text(
-        json.dumps(
-            {
-                "local_cpu": False,
-                "max_local_cpu_size": 1,
-                "local_disk": str(store / "records"),
-                "max_local_disk_size": 4,
-            }
-        )
-    )
-    environment = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        **os.environ,
-        "LMCACHE_CONFIG_FILE": str(config),
-        "LMCACHE_TRACK_USAGE": "false",
-    }
-    with log.open("ab") as log_file:
-        process, lines = start_module(ENGINE, log_file, environment, own_session=False)
-    assert process.stdin is not None
-    json.dump({"model": str(model), "prompts": prompts}, process.stdin)
-    process.stdin.close()
-    replies: list[Reply] = []
+    settings: dict[str, object] = {"local_cpu": False, "max_local_cpu_size": 1}
+    settings |= {"local_disk": str(store / "records"), "max_local_disk_size": 4}
+    config.write_text(json.dumps(settings))  # JSON is YAML
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ}
+    environment |= {"LMCACHE_CONFIG_FILE": str(config), "LMCACHE_TRACK_USAGE": "false"}
+    answers: list[Answer] = []
     starting = f"{what}: starting (20 to 60 seconds)"
-    with lines, live_line(console, starting, keep=True) as say:
-        for line in lines:
-            message = json.loads(line)
-            if "ready" not in message:
-                replies.append(Reply(**message))
-            say(f"{what}: {len(replies)} of {len(prompts)} prompts")
-        say(f"{what}: {len(replies)} prompts, stopping")
-        code = process.wait()
-    if code != 0 or len(replies) != len(prompts):
-        console.print(f"[red]{what} ended with exit code {code}. The end of {log}:[/]")
-        console.print("\n".join(log.read_text(errors="replace").splitlines()[-30:]), markup=False)
-        raise typer.Exit(1)
-    return replies
+    try:
+        with (
+            live_line(console, starting, keep=True) as say,
+            Engine(str(model), FLAGS, log, environment) as engine,
+        ):
+            engine.ask([tokens_of(WARM_UP)], WARM_UP, save=False)
+            for number, prompt in enumerate(asked):
+                say(f"{what}: {number} of {len(asked)} prompts")
+                answers += engine.ask([tokens_of(prompt)], SALT, save=True)
+            say(f"{what}: {len(asked)} prompts, stopping")
+    except EngineError as error:
+        console.print(f"[red]{what} ended:[/] {error}. The end of {log}:")
+        console.print(tail(log, LOG_LINES), markup=False)
+        raise typer.Exit(1) from error
+    return answers
 
 
-def report(cold: list[Reply], restored: list[Reply]) -> bool:
+def tokens_of(text: str) -> list[int]:
+    """Bytes are the tokens of a tiny model."""
+    return list(text.encode())
+
+
+def report(asked: list[str], cold: list[Answer], restored: list[Answer]) -> bool:
     """Print the table; whether every answer was the same and every prompt was hit."""
     table = Table(title="First engine (cold) against second engine (restored from disk)")
     for name in ("prompt", "tokens", "hit tokens", "cold [ms]", "restored [ms]", "same tokens"):
         table.add_column(name, justify="right")
+    lengths = [len(tokens_of(prompt)) for prompt in asked]
     for index, (before, after) in enumerate(zip(cold, restored, strict=True)):
         table.add_row(
             str(index),
-            str(before.tokens),
-            str(after.hit),
+            str(lengths[index]),
+            str(after.cached),
             f"{before.first_token_seconds * 1e3:.0f}",
             f"{after.first_token_seconds * 1e3:.0f}",
-            "yes" if before.output == after.output else "[red]NO[/]",
+            "yes" if before.tokens == after.tokens else "[red]NO[/]",
         )
     console.print(table)
-    same = sum(b.output == a.output for b, a in zip(cold, restored, strict=True))
-    hit = sum(reply.hit for reply in restored)
-    total = sum(reply.tokens for reply in restored)
-    good = same == len(cold) and all(reply.hit for reply in restored)
-    good = good and not any(reply.hit for reply in cold)
+    same = sum(b.tokens == a.tokens for b, a in zip(cold, restored, strict=True))
+    hit = sum(answer.cached for answer in restored)
+    good = same == len(cold) and all(answer.cached for answer in restored)
+    good = good and not any(answer.cached for answer in cold)
     console.print(
         f"{'[green]OK' if good else '[red]FAILED'}[/]: {same} of {len(cold)} answers are the same; "
-        f"{hit} of {total} prompt tokens came from the store after the restart."
+        f"{hit} of {sum(lengths)} prompt tokens came from the store after the restart."
     )
     return good
 
@@ -133,10 +117,10 @@ def demo(
         asked, log = texts(prompts), folder / "engines.log"
         cold = run_engine(model, folder, asked, "First engine", log)
         records = list((folder / "records").glob("*.pt"))
-        size = sum(file.stat().st_size for file in records)
-        console.print(f"The store holds {len(records)} records, {size / 1e6:.1f} MB.")
+        size = size_text(sum(file.stat().st_size for file in records))
+        console.print(f"The store holds {len(records)} records, {size}.")
         restored = run_engine(model, folder, asked, "Second engine", log)
-        good = report(cold, restored)
+        good = report(asked, cold, restored)
         if store is not None:
             console.print(f"Model, records and log are in {folder}.")
     if not good:

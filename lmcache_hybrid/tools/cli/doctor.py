@@ -4,13 +4,11 @@
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import tempfile
 import threading
 from collections.abc import Generator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lmcache_hybrid.storage.key_names import printable
-from lmcache_hybrid.tools.cli.terminal import VllmFlags, check_model
+from lmcache_hybrid.tools.cli.terminal import ConfigFile, VllmFlags, check_model
 from lmcache_hybrid.tools.doctor.finding import Finding, Status, error
-from lmcache_hybrid.tools.subprocesses import start_module
+from lmcache_hybrid.tools.subprocesses import kill_group, send, start_module
 
 CHECKS = "lmcache_hybrid.tools.doctor"
 # Max seconds for all checks: vLLM loads within a minute, only a hang takes longer.
@@ -41,10 +39,7 @@ def doctor(
         str | None, typer.Argument(metavar="MODEL", help="Name or folder; no weights are read.")
     ] = None,
     vllm_flags: VllmFlags = None,
-    lmcache_config: Annotated[
-        Path | None,
-        typer.Option("--lmcache-config", help="LMCache's YAML; LMCACHE_CONFIG_FILE by default."),
-    ] = None,
+    lmcache_config: ConfigFile = None,
     kv_transfer_config: Annotated[
         str | None,
         typer.Option("--kv-transfer-config", help="As for vllm serve, in JSON."),
@@ -69,8 +64,6 @@ def doctor(
     if prefix_match_unit:
         flags += ["--prefix-match-unit", str(prefix_match_unit)]
     if lmcache_config is not None:
-        if not lmcache_config.is_file():
-            raise typer.BadParameter(f"--lmcache-config {str(lmcache_config)!r} is not a file")
         os.environ["LMCACHE_CONFIG_FILE"] = str(lmcache_config)
     found = []
     with (
@@ -94,15 +87,11 @@ def diagnose(model: str | None, flags: Sequence[str] = ()) -> Generator[Finding,
     """
     environment = {"LMCACHE_TRACK_USAGE": "false", **os.environ}
     with tempfile.TemporaryFile("w+") as log:
-        # Ctrl-C is for us, who stop it gently.
-        process, lines = start_module(CHECKS, log, environment, own_session=True)
-        assert process.stdin is not None
+        process, lines = start_module(CHECKS, log, environment)
         watchdog = threading.Timer(SECONDS, _stop, (process,))
         watchdog.start()
         try:
-            with contextlib.suppress(BrokenPipeError):  # it died; its exit code says so below
-                process.stdin.write(json.dumps({"model": model, "flags": flags}))
-                process.stdin.close()
+            send(process, {"model": model, "flags": flags})
             with lines:
                 for line in lines:
                     fields = json.loads(line)
@@ -125,8 +114,7 @@ def _stop(process: subprocess.Popen) -> None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_SECONDS)
     finally:  # a second Ctrl-C
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process)
 
 
 def _print(found: list[Finding]) -> None:

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from typing import Annotated, Any
@@ -16,39 +15,18 @@ from rich.console import Console
 from rich.table import Table
 
 from lmcache_hybrid.core.errors import ConfigError
-from lmcache_hybrid.core.prefill import boundaries
+from lmcache_hybrid.core.sizes import GIB, MIB
 from lmcache_hybrid.tools.cli.terminal import check_model
-from lmcache_hybrid.tools.cli.to_write import ToWrite, gib, to_write
-from lmcache_hybrid.tools.cli.units import HEAD, RATES, Unit, units
-from lmcache_hybrid.tools.sizing import catalogue, storage
-from lmcache_hybrid.tools.sizing.blocks import PLATFORMS, Platform, Sizes, compute
-from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE, ModelShape
+from lmcache_hybrid.tools.sizing import catalogue
+from lmcache_hybrid.tools.sizing.blocks import PLATFORMS, Platform, compute
+from lmcache_hybrid.tools.sizing.plan import plan_of
 from lmcache_hybrid.tools.sizing.storage import BACKENDS, CHUNK_ENDS, Workload
+from lmcache_hybrid.tools.sizing.to_write import as_typed, gib
 
-INTERVALS = (16, 8, 4, 2, 1)  # T in blocks, as in docs/reuse.md
-
-
-class PlatformName(StrEnum):
-    """Of PLATFORMS."""
-
-    gpu = "gpu"
-    cpu = "cpu"
-
-
-class GdnPrefill(StrEnum):
-    """Of GDN_PREFILLS."""
-
-    triton = "triton"
-    flashinfer = "flashinfer"
-
-
-class BackendName(StrEnum):
-    """Of BACKENDS."""
-
-    ram = "ram"
-    disk = "disk"
-    fs = "fs"
-    redis = "redis"
+# Of PLATFORMS, GDN_PREFILLS and BACKENDS.
+PlatformName = StrEnum("PlatformName", ["gpu", "cpu"])
+GdnPrefill = StrEnum("GdnPrefill", ["triton", "flashinfer"])
+BackendName = StrEnum("BackendName", ["ram", "disk", "fs", "redis"])
 
 
 def tokens(text: str | int) -> int:
@@ -114,68 +92,6 @@ MarkdownOption = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """All that is printed.
-
-    Attributes:
-        raised: whether N is more than the block size that vLLM starts from.
-        hopper: N with FlashInfer's prefill of gated delta nets, which is for GPUs only.
-        prefill_rate: tokens a second.
-        backends: names in BACKENDS.
-        served: what ``vllm serve`` calls the model.
-        flags: vLLM's that it was made with, name and value in turn.
-    """
-
-    model: str
-    shape: ModelShape
-    platform: Platform
-    sizes: Sizes
-    raised: bool
-    hopper: int
-    work: Workload
-    prefill_rate: int
-    backends: tuple[str, ...]
-    served: str
-    flags: list[str]
-
-    def stored(self, backend: str) -> storage.Stored:
-        return storage.stored(self.sizes, self.work, BACKENDS[backend])
-
-    @property
-    def per_prompt(self) -> int:
-        """Payload bytes of one prompt alone, over all ranks, each with pages of its own."""
-        alone = dataclasses.replace(self.work, prompts=1, shared=0)
-        return storage.stored(self.sizes, alone, BACKENDS["ram"]).payload
-
-    def checkpoints(self) -> list[int | str]:
-        """``lmcache.hybrid_checkpoint_tokens`` in each row of its table."""
-        n, own = self.sizes.block_size, self.work.checkpoint
-        chosen = {blocks * n for blocks in INTERVALS if blocks * n < self.work.context}
-        if isinstance(own, int) and own:
-            chosen.add(own)
-        return [CHUNK_ENDS, 0, *sorted(chosen, reverse=True)]
-
-    def units(self) -> list[Unit]:
-        return units(self.sizes, self.work, self.prefill_rate)
-
-    @property
-    def head_copies(self) -> int:
-        """Ranks that hold the same KV head, and store it; latent attention is another matter."""
-        attention = self.shape.attention
-        return 1 if attention.latent else max(1, self.sizes.tp // attention.heads)
-
-    def to_write(self, backend: str) -> ToWrite:
-        own: dict[str, float | str] = {}
-        chosen = self.work.checkpoint
-        if chosen != CHUNK_ENDS:
-            own["lmcache.hybrid_checkpoint_tokens"] = chosen
-        return to_write(backend, self.sizes, self.stored(backend), own, self.flags)
-
-    def with_checkpoint(self, tokens: int | str) -> "Plan":
-        return dataclasses.replace(self, work=dataclasses.replace(self.work, checkpoint=tokens))
-
-
 def plan(
     model: ModelArgument = None,
     context: Annotated[int, _tokens("Tokens of a prompt.", some_tokens)] = 32_000,
@@ -219,37 +135,40 @@ def plan(
         if dtype != "auto":
             shape = shape.with_dtype(dtype)
         sizes = sized(shape, where)
-        rounding = where.with_gdn_prefill(GdnPrefill.flashinfer.value)
-        hopper = sizes if platform is PlatformName.cpu else sized(shape, rounding)
+        rounding = where.with_gdn_prefill("flashinfer")
+        hopper = sizes if platform == "cpu" else sized(shape, rounding)
         work = Workload(context, prompts, shared, checkpoint_tokens, prefix_match_unit, step_tokens)
         work.check(sizes.block_size)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
-    raised = sizes.block_size > (block_size or where.block_size)
-    names = tuple(each.value for each in backend or BackendName)
-    nets = shape.has_delta_nets and platform is PlatformName.gpu
-    kernels = where.gdn_prefill if nets else "triton"
-    flags = _flags(
-        {
-            "--tensor-parallel-size": (tp, 1),
-            "--dtype": (dtype, "auto"),
-            "--kv-cache-dtype": (kv_cache_dtype, "auto"),
-            "--mamba-ssm-cache-dtype": (ssm_dtype, "auto"),
-            "--block-size": (block_size, 0),
-            "--prefix-match-unit": (prefix_match_unit, 0),
-            "--max-num-batched-tokens": (step_tokens, 8192),
-            "--gdn-prefill-backend": (kernels, "triton"),
-        }
-    )
-    served = catalogue.hub_name(model)
-    made = Plan(
-        *(name, shape, where, sizes, raised, hopper.block_size, work, prefill_rate, names),
-        *(served, flags),
+    nets = shape.has_delta_nets and platform == "gpu"
+    made = plan_of(
+        name,
+        shape,
+        where,
+        sizes,
+        work,
+        raised=sizes.block_size > (block_size or where.block_size),
+        hopper=hopper.block_size,
+        prefill_rate=prefill_rate,
+        backends=[each.value for each in backend or BackendName],
+        flags=_flags(
+            {
+                "--tensor-parallel-size": (tp, 1),
+                "--dtype": (dtype, "auto"),
+                "--kv-cache-dtype": (kv_cache_dtype, "auto"),
+                "--mamba-ssm-cache-dtype": (ssm_dtype, "auto"),
+                "--block-size": (block_size, 0),
+                "--prefix-match-unit": (prefix_match_unit, 0),
+                "--max-num-batched-tokens": (step_tokens, 8192),
+                "--gdn-prefill-backend": (where.gdn_prefill if nets else "triton", "triton"),
+            }
+        ),
     )
     if as_json:
-        print(json.dumps(as_dict(made), indent=1))
+        print(json.dumps(made, indent=1))
     else:
-        _print(Console(), made)
+        _print(Console(highlight=False), made, shape.model_type, catalogue.hub_name(model))
 
 
 def _flags(given: dict[str, tuple[int | str, int | str]]) -> list[str]:
@@ -274,60 +193,6 @@ def _platform(name: PlatformName, kernel_block: int, gdn_prefill: GdnPrefill) ->
     )
 
 
-def as_dict(plan: Plan) -> dict:
-    """Everything that is printed, as JSON has it; bytes over all ranks unless named so."""
-    sizes = plan.sizes
-    return {
-        "model": plan.model,
-        "platform": plan.platform.name,
-        "dtypes": {"weights": plan.shape.dtype},
-        "block_size": sizes.block_size,
-        "block_size_is_logged": plan.raised,
-        "block_size_with_flashinfer_prefill": plan.hopper,
-        "ranks_per_kv_head": plan.head_copies,
-        "hits": _hits(plan),
-        "tensor_parallel": sizes.tp,
-        "groups_per_rank": [dataclasses.asdict(group) for group in sizes.groups],
-        "attention_bytes_per_block": sizes.in_all(ATTENTION),
-        "state_bytes_per_boundary": sizes.in_all(STATE),
-        "workload": dataclasses.asdict(plan.work),
-        "bytes_per_prompt": plan.per_prompt,
-        "backends": {
-            name: {
-                **dataclasses.asdict(plan.stored(name)),
-                "gib_per_rank": plan.stored(name).taken / sizes.tp / 2**30,
-                "limit": BACKENDS[name].limit,
-                "write": dataclasses.asdict(plan.to_write(name)),
-            }
-            for name in plan.backends
-        },
-        "checkpoints": [_checkpoint(plan, tokens) for tokens in plan.checkpoints()],
-        "units": [dataclasses.asdict(unit) for unit in plan.units()],
-        "rates": {"prefill_tokens": plan.prefill_rate, "load_bytes": RATES},
-    }
-
-
-def _hits(plan: Plan) -> bool:
-    """Whether a prompt of this length can hit at all."""
-    return bool(boundaries(plan.work.context, plan.sizes.block_size, 0, plan.work.unit))
-
-
-def _checkpoint(plan: Plan, tokens: int | str) -> dict:
-    plan = plan.with_checkpoint(tokens)
-    context, n, unit = plan.work.context, plan.sizes.block_size, plan.work.unit
-    interval = plan.work.interval(n)
-    branch = storage.after_branch(context, n, interval)
-    return {
-        "tokens": tokens,
-        "interval": interval,
-        "states": len(boundaries(context, n, interval, unit)),
-        "bytes_per_prompt": plan.per_prompt,
-        "recomputed_at_most": branch.at_most,
-        "recomputed_expected": round(branch.expected),
-        "prefill_steps": storage.prefill_steps(context, n, interval, plan.work.step_tokens, unit),
-    }
-
-
 def _list_models(console: Console, platform: Platform, markdown: bool) -> None:
     if markdown:
         print(catalogue.markdown(platform))
@@ -341,75 +206,103 @@ def _list_models(console: Console, platform: Platform, markdown: bool) -> None:
     console.print("Where each row's figures come from: --markdown, or docs/sizing.md.")
 
 
-def _print(console: Console, plan: Plan) -> None:
-    sizes, work = plan.sizes, plan.work
-    n, ranks = sizes.block_size, f" on each of {sizes.tp} ranks" if sizes.tp > 1 else ""
+def _print(console: Console, made: dict[str, Any], model_type: str, served: str) -> None:
+    """Print :func:`plan_of`.
+
+    Args:
+        served: what ``vllm serve`` calls the model.
+    """
+    n, tp, work = made["block_size"], made["tensor_parallel"], made["workload"]
+    hopper, copies = made["block_size_with_flashinfer_prefill"], made["ranks_per_kv_head"]
     # vLLM logs nothing where its own default is large enough.
-    logged = f': vLLM logs "Setting attention block size to {n} tokens"' if plan.raised else ""
-    hopper = (
-        f"vLLM 0.33 on Hopper or newer makes it {plan.hopper}: --gdn-prefill-backend flashinfer\n"
-        if plan.hopper != n
-        else ""
-    )
+    logged = f': vLLM logs "Setting attention block size to {n} tokens"'
     console.print(
-        f"[bold]{plan.model}[/] ({plan.shape.model_type})\n{plan.platform.name}\n"
-        f"N = {n} tokens{logged}\n{hopper}",
-        highlight=False,
+        f"[bold]{made['model']}[/] ({model_type})\n{made['platform']}\n"
+        f"N = {n} tokens{logged if made['block_size_is_logged'] else ''}"
     )
-    latent = sizes.tp > 1 and any(group.replicated for group in sizes.groups)
-    once = (
-        f"Its attention is equal on all ranks: stores that they share keep it once,\n"
-        f"{_mib(sizes.per_rank(ATTENTION))} MiB a block.\n"
-        if latent
-        else ""
-    )
-    if plan.head_copies > 1:
-        once = (
-            f"Each KV head is held, and stored, by {plan.head_copies} ranks: there are "
-            f"{sizes.tp} ranks and {plan.shape.attention.heads} heads.\n"
-        )
-    rows = [
-        [str(index), group.kind, str(group.layers), _mib(group.bytes)]
-        for index, group in enumerate(sizes.groups)
-    ]
-    console.print(
-        _table(f"Groups{ranks}", ("Group", "Kind", "Layers", "MiB per block or state"), rows)
-    )
-    console.print(
-        f"A block's attention takes {_mib(sizes.in_all(ATTENTION))} MiB in all, a boundary's "
-        f"states {_mib(sizes.in_all(STATE))} MiB.\n"
-        f"A prompt of {work.context:,} tokens takes {plan.per_prompt / 2**30:.3f} GiB.\n{once}",
-        highlight=False,
-    )
-    if not _hits(plan):
+    if hopper != n:
         console.print(
-            f"[yellow]A prompt of {work.context} tokens never hits: it is no longer than "
-            f"{work.unit or n}.[/]\n"
+            f"vLLM 0.33 on Hopper or newer makes it {hopper}: --gdn-prefill-backend flashinfer"
         )
-    _print_backends(console, plan)
-    _print_checkpoints(console, plan)
-    _print_units(console, plan)
-    _print_to_write(console, plan)
-
-
-def _print_to_write(console: Console, plan: Plan) -> None:
-    first, *others = plan.backends
+    console.print()
+    rows = [
+        [str(index), group["kind"], str(group["layers"]), _mib(group["bytes"])]
+        for index, group in enumerate(made["groups_per_rank"])
+    ]
+    title = f"Groups on each of {tp} ranks" if tp > 1 else "Groups"
+    console.print(_table(title, ("Group", "Kind", "Layers", "MiB per block or state"), rows))
+    console.print(
+        f"A block's attention takes {_mib(made['attention_bytes_per_block'])} MiB in all, "
+        f"a boundary's states {_mib(made['state_bytes_per_boundary'])} MiB.\n"
+        f"A prompt of {work['context']:,} tokens takes {made['bytes_per_prompt'] / GIB:.3f} GiB."
+    )
+    if copies > 1:
+        console.print(
+            f"Each KV head is held, and stored, by {copies} ranks: there are {tp} ranks and "
+            f"{tp // copies} heads."
+        )
+    elif tp > 1 and any(group["replicated"] for group in made["groups_per_rank"]):
+        console.print(
+            "Its attention is equal on all ranks: stores that they share keep it once,\n"
+            f"{_mib(made['attention_bytes_per_block'] // tp)} MiB a block."
+        )
+    console.print()
+    if not made["hits"]:
+        console.print(
+            f"[yellow]A prompt of {work['context']} tokens never hits: it is no longer than "
+            f"{work['unit'] or n}.[/]\n"
+        )
+    console.print(_backends(made))
+    console.print(_checkpoints(made))
+    if len(made["units"]) > 1:  # else N has no divisor that is worth a look
+        rate, rates = made["rates"]["prefill_tokens"], made["rates"]["load_bytes"]
+        console.print(_units(made))
+        console.print(
+            "Faster from: the shortest hit that loads in less time than it computes, at\n"
+            f"{rate:,} tokens a second (--prefill-rate), {rates['ram'] / GIB:g} GiB/s from RAM\n"
+            f"and {rates['network'] / GIB:g} GiB/s over a network."
+        )
+    first, *others = made["backends"]
     also = f"; --backend {'|'.join(others)}: another" if others else ""
-    console.print(f"\n[bold]What to write[/] for {BACKENDS[first].title}{also}\n", highlight=False)
-    print(plan.to_write(first).text(plan.served))
+    console.print(f"\n[bold]What to write[/] for {BACKENDS[first].title}{also}\n")
+    print(as_typed(made["backends"][first]["write"], served))
 
 
-def _print_checkpoints(console: Console, plan: Plan) -> None:
-    n, rows = plan.sizes.block_size, []
-    for row in (_checkpoint(plan, tokens) for tokens in plan.checkpoints()):
-        name = f"{row['interval']:,} ({row['interval'] // n} N)"
+def _backends(made: dict[str, Any]) -> Table:
+    rows = []
+    for name, stored in made["backends"].items():
+        limit = f"{stored['limit']}: {gib(stored['gib_per_rank'] * GIB)}" if stored["limit"] else ""
+        rows.append(
+            [
+                BACKENDS[name].title,
+                f"{stored['records']:,}",
+                f"{stored['taken'] / GIB:,.2f}",
+                _more(stored["taken"], stored["payload"], 2),
+                limit,
+            ]
+        )
+    work = made["workload"]
+    title = f"{work['prompts']:,} prompts of {work['context']:,} tokens"
+    if work["shared"]:
+        title += f", the first {work['shared']:,} shared"
+    if isinstance(work["checkpoint"], int):
+        title += f", T = {work['checkpoint']:,}"
+    head = ("Backend", "Records", "GiB in all", "Overhead", "Setting (GiB a rank)")
+    return _table(title, head, rows)
+
+
+def _checkpoints(made: dict[str, Any]) -> Table:
+    rows = []
+    (none,) = (row["bytes_per_prompt"] for row in made["checkpoints"] if row["tokens"] == 0)
+    for row in made["checkpoints"]:
+        name = f"{row['interval']:,} ({row['interval'] // made['block_size']} N)"
         name = f"{CHUNK_ENDS}: {name}" if row["tokens"] == CHUNK_ENDS else name
         rows.append(
             [
                 name if row["interval"] else "0: none",
                 str(row["states"]),
-                f"{row['bytes_per_prompt'] / 2**30:.3f}",
-                _more(row["bytes_per_prompt"], plan.with_checkpoint(0).per_prompt, 0),
+                f"{row['bytes_per_prompt'] / GIB:.3f}",
+                _more(row["bytes_per_prompt"], none, 0),
                 f"{row['recomputed_at_most']:,}",
                 f"{row['recomputed_expected']:,}",
                 str(row["prefill_steps"]),
@@ -417,51 +310,24 @@ def _print_checkpoints(console: Console, plan: Plan) -> None:
         )
     head = ("T", "States", "GiB per prompt", "More", "Recomputed: at most", "expected", "Steps")
     title = "T (lmcache.hybrid_checkpoint_tokens), and the first prompt to branch off"
-    console.print(_table(title, head, rows))
+    return _table(title, head, rows)
 
 
-def _print_units(console: Console, plan: Plan) -> None:
-    found = plan.units()
-    if len(found) < 2:
-        return  # N has no divisor that is worth a look
-    console.print(
-        _table(
-            "U (--prefix-match-unit), in tokens: shorter prompts hit",
-            HEAD,
-            [unit.row(plan.sizes.block_size) for unit in found],
-        )
-    )
-    ram, network = (rate / 2**30 for rate in RATES.values())
-    console.print(
-        "Faster from: the shortest hit that loads in less time than it computes, at\n"
-        f"{plan.prefill_rate:,} tokens a second (--prefill-rate), {ram:g} GiB/s from RAM\n"
-        f"and {network:g} GiB/s over a network.",
-        highlight=False,
-    )
-
-
-def _print_backends(console: Console, plan: Plan) -> None:
-    rows = []
-    for name in plan.backends:
-        backend, stored = BACKENDS[name], plan.stored(name)
-        limit = f"{backend.limit}: {gib(stored.taken / plan.sizes.tp)}" if backend.limit else ""
-        rows.append(
-            [
-                backend.title,
-                f"{stored.records:,}",
-                f"{stored.taken / 2**30:,.2f}",
-                _more(stored.taken, stored.payload, 2),
-                limit,
-            ]
-        )
-    work = plan.work
-    title = f"{work.prompts:,} prompts of {work.context:,} tokens"
-    if work.shared:
-        title += f", the first {work.shared:,} shared"
-    if isinstance(work.checkpoint, int):
-        title += f", T = {work.checkpoint:,}"
-    head = ("Backend", "Records", "GiB in all", "Overhead", "Setting (GiB a rank)")
-    console.print(_table(title, head, rows))
+def _units(made: dict[str, Any]) -> Table:
+    rows = [
+        [
+            f"{row['tokens']} (N)" if row["tokens"] == made["block_size"] else str(row["tokens"]),
+            f"{row['shortest']:,}",
+            f"{row['computed_again']:,}",
+            f"{row['bytes_per_prompt'] / GIB:.3f}",
+            str(row["prefill_steps"]),
+            *("never" if found is None else f"{found:,}" for found in row["faster_from"].values()),
+        ]
+        for row in made["units"]
+    ]
+    head = ("U", "Hits from", "Computed again", "GiB per prompt", "Steps")
+    title = "U (--prefix-match-unit), in tokens: shorter prompts hit"
+    return _table(title, (*head, "Faster from: RAM", "network"), rows)
 
 
 def _table(title: str, head: tuple[str, ...], rows: list[list[str]]) -> Table:
@@ -484,4 +350,4 @@ def _more(size: int, base: int, digits: int) -> str:
 
 
 def _mib(size: int) -> str:
-    return f"{size / 2**20:,.2f}"
+    return f"{size / MIB:,.2f}"

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +17,7 @@ from lmcache_hybrid.upstream import versions
 
 Say = Callable[[str], None]
 
-# What commands take that start MODEL.
+# What commands take that start MODEL, or ask about it.
 ModelArgument = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="Name or folder, as for vllm serve.", show_default=False),
@@ -24,6 +25,15 @@ ModelArgument = Annotated[
 VllmFlags = Annotated[
     list[str] | None,
     typer.Argument(metavar="[-- VLLM FLAGS]", help="Flags of vllm serve.", show_default=False),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--lmcache-config",
+        exists=True,
+        dir_okay=False,
+        help="LMCache's YAML; LMCACHE_CONFIG_FILE by default.",
+    ),
 ]
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks, in a process of their own: ``python -m lmcache_hybrid.tools.doctor FD``.
 
-Reads ``{"model": ..., "flags": [...]}`` from standard input and writes one JSON line per finding
-to the file descriptor. So vLLM's and LMCache's output stays apart, what was
-found stays found when a check hangs or dies, and nothing is left running.
+Reads a line ``{"model": ..., "flags": [...]}`` from standard input and writes one JSON line per
+finding to the file descriptor. So vLLM's and LMCache's output stays apart, what was found stays
+found when a check hangs or dies, and nothing is left running.
 """
 
 import json
@@ -81,7 +81,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _stop)
     code = 1
     try:
-        task = json.load(sys.stdin)
+        task = json.loads(sys.stdin.readline())
         with (
             os.fdopen(int(sys.argv[1]), "w", buffering=1) as out,
             # Where nobody reads on, a check that has begun still cleans up.

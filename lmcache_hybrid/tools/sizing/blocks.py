@@ -78,7 +78,6 @@ class Sizes:
         block_size: N in tokens, "Setting attention block size to N tokens".
         token_bytes: one layer's keys and values of one token.
         state_bytes: one layer's state, without padding.
-        padding: bytes by which vLLM pads each state page in its own cache; never stored.
         groups: in vLLM's order.
         tp: ranks.
     """
@@ -86,7 +85,6 @@ class Sizes:
     block_size: int
     token_bytes: int
     state_bytes: int
-    padding: int
     groups: tuple[Group, ...]
     tp: int
 
@@ -136,7 +134,7 @@ def compute(
         Group(kind, layers, layers * size[kind], latent and kind == ATTENTION)
         for kind, layers in grouped(shape.kinds)
     )
-    return Sizes(n, token, state, n * token - state, groups, tp)
+    return Sizes(n, token, state, groups, tp)
 
 
 def _bytes_of(option: str, dtype: str, known: Collection[str]) -> int:

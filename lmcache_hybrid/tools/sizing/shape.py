@@ -276,25 +276,14 @@ def _qwen(text: _Fields) -> tuple[Attention, Recurrent]:
 
 
 def _granite(text: _Fields) -> tuple[Attention, Recurrent]:
-    intermediate, heads = text["mamba_expand"] * text["hidden_size"], text["mamba_n_heads"]
-    head_dim = text.get("mamba_d_head", "auto")
-    return _heads(text), _mamba2(
+    """Granite 4, and Falcon-H1, which may say how wide its Mamba2 layers are."""
+    intermediate = text.get("mamba_d_ssm") or text["mamba_expand"] * text["hidden_size"]
+    heads, head_dim = text["mamba_n_heads"], text.get("mamba_d_head", "auto")
+    return _heads(text, text.get("head_dim")), _mamba2(
         intermediate,
         text["mamba_n_groups"],
         heads,
         intermediate // heads if head_dim == "auto" else head_dim,
-        text["mamba_d_state"],
-        text["mamba_d_conv"],
-    )
-
-
-def _falcon(text: _Fields) -> tuple[Attention, Recurrent]:
-    intermediate = text.get("mamba_d_ssm") or text["mamba_expand"] * text["hidden_size"]
-    return _heads(text, text.get("head_dim")), _mamba2(
-        intermediate,
-        text["mamba_n_groups"],
-        text["mamba_n_heads"],
-        text["mamba_d_head"],
         text["mamba_d_state"],
         text["mamba_d_conv"],
     )
@@ -343,7 +332,7 @@ FAMILIES: dict[str, Callable[[_Fields], tuple[Attention, Recurrent]]] = {
     "qwen3_5_moe": _qwen,
     "qwen3_5_moe_text": _qwen,
     "granitemoehybrid": _granite,
-    "falcon_h1": _falcon,
+    "falcon_h1": _granite,
     "nemotron_h": _nemotron,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2,

@@ -2,7 +2,7 @@
 """What prompts take in LMCache's backends, and what checkpoints cost and save."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import suggested_unit
@@ -161,25 +161,21 @@ def stored(sizes: Sizes, work: Workload, backend: Backend) -> Stored:
     )
 
 
-@dataclass(frozen=True)
-class Branch:
-    """Tokens of a stored prompt that a new one, which shares some of it, computes again.
+def bytes_of_one(sizes: Sizes, work: Workload) -> int:
+    """Payload of one prompt alone, over all ranks, each with pages of its own."""
+    return stored(sizes, replace(work, prompts=1, shared=0), BACKENDS["ram"]).payload
 
-    Attributes:
-        at_most: in the worst place to branch.
-        expected: where each place is as likely as any other.
+
+def after_branch(context: int, block_size: int, interval: int) -> tuple[int, float]:
+    """Tokens that the first prompt to branch off somewhere in a stored one computes again.
+
+    Returns:
+        At most, in the worst place to branch; and where each place is as likely as any other.
     """
-
-    at_most: int
-    expected: float
-
-
-def after_branch(context: int, block_size: int, interval: int) -> Branch:
-    """The first prompt that branches off somewhere in a stored one."""
     starts = [0, *boundaries(context, block_size, interval)]
     lengths = [end - start for start, end in zip(starts, [*starts[1:], context], strict=True)]
     lost = sum(length * (length - 1) // 2 for length in lengths)
-    return Branch(max(lengths) - 1, lost / context)
+    return max(lengths) - 1, lost / context
 
 
 def prefill_steps(context: int, block_size: int, interval: int, budget: int, unit: int = 0) -> int:

@@ -24,15 +24,15 @@ DEFECTS = (
     ),
     one(
         "plan writes the pool of one rank for all",
-        "lmcache_hybrid/tools/cli/to_write.py",
-        "gib(stored.taken / sizes.tp)",
-        "gib(stored.taken / sizes.tp**2)",
+        "lmcache_hybrid/tools/sizing/to_write.py",
+        "gib(bytes_taken / sizes.tp)",
+        "gib(bytes_taken / sizes.tp**2)",
     ),
     one(
         "plan writes no checkpoints of the user's",
-        "lmcache_hybrid/tools/cli/plan.py",
-        "        if chosen != CHUNK_ENDS:\n",
-        "        if False:\n",
+        "lmcache_hybrid/tools/sizing/plan.py",
+        "    if work.checkpoint != CHUNK_ENDS:\n",
+        "    if False:\n",
     ),
     one(
         "plan leaves vLLM's flags out of its lines",
@@ -43,7 +43,7 @@ DEFECTS = (
     one(
         "plan is silent about copies of KV heads",
         "lmcache_hybrid/tools/cli/plan.py",
-        "    if plan.head_copies > 1:\n",
+        "    if copies > 1:\n",
         "    if False:\n",
     ),
     one(
@@ -69,6 +69,12 @@ DEFECTS = (
         "lmcache_hybrid/tools/cli/inspect.py",
         '{"damaged": row.damaged, ',
         '{"damaged": 0, ',
+    ),
+    one(
+        "sizes are shown in units of a thousand",
+        "lmcache_hybrid/core/sizes.py",
+        "(1 << power for power in (10, 20, 30, 40))",
+        "(10**power for power in (3, 6, 9, 12))",
     ),
     one(
         "plan counts the last boundary only",

@@ -114,14 +114,11 @@ def test_a_plugin_without_effect(monkeypatch):
 # Hash
 
 
-def test_hashes_that_agree():
+def test_hashes_that_agree_and_differ():
     own = hashing.block_hash("sha256_cbor")
     assert len(own) == 64
     finding = only(assert_sentences(hashing.check_hash(lambda: own)))
     assert finding.status == OK and own[:16] in finding.message
-
-
-def test_hashes_that_differ():
     finding = only(assert_sentences(hashing.check_hash(lambda: "0" * 64)))
     assert finding.status == ERROR and "sha256_cbor" in finding.fix
 

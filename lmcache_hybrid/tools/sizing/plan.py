@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that ``lmcache-hybrid plan`` says, as its JSON has it."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from lmcache_hybrid.core.groups import suggested_unit
+from lmcache_hybrid.core.prefill import boundaries
+from lmcache_hybrid.core.sizes import GIB
+from lmcache_hybrid.tools.sizing import storage
+from lmcache_hybrid.tools.sizing.blocks import Platform, Sizes
+from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE, ModelShape
+from lmcache_hybrid.tools.sizing.storage import BACKENDS, CHUNK_ENDS, Workload
+from lmcache_hybrid.tools.sizing.to_write import to_write
+
+INTERVALS = (16, 8, 4, 2, 1)  # T in blocks, as in docs/reuse.md
+# Bytes a second to a GPU: from RAM, and from a store on a 25 Gbit network.
+RATES = {"ram": 20 * GIB, "network": 2.5 * GIB}
+
+
+def plan_of(
+    model: str,
+    shape: ModelShape,
+    platform: Platform,
+    sizes: Sizes,
+    work: Workload,
+    *,
+    raised: bool,
+    hopper: int,
+    prefill_rate: int,
+    backends: Sequence[str],
+    flags: list[str],
+) -> dict[str, Any]:
+    """Compute what a workload takes; bytes over all ranks unless named so.
+
+    Args:
+        raised: whether N is more than the block size that vLLM starts from.
+        hopper: N with FlashInfer's prefill of gated delta nets, which is for GPUs only.
+        prefill_rate: tokens a second.
+        backends: names in BACKENDS.
+        flags: vLLM's that the sizes are of, name and value in turn.
+    """
+    n, heads = sizes.block_size, shape.attention.heads
+    return {
+        "model": model,
+        "platform": platform.name,
+        "dtypes": {"weights": shape.dtype},
+        "block_size": n,
+        "block_size_is_logged": raised,
+        "block_size_with_flashinfer_prefill": hopper,
+        # That hold the same KV head, and store it; latent attention is another matter.
+        "ranks_per_kv_head": 1 if shape.attention.latent else max(1, sizes.tp // heads),
+        # Whether a prompt of this length can hit at all.
+        "hits": bool(boundaries(work.context, n, 0, work.unit)),
+        "tensor_parallel": sizes.tp,
+        "groups_per_rank": [asdict(group) for group in sizes.groups],
+        "attention_bytes_per_block": sizes.in_all(ATTENTION),
+        "state_bytes_per_boundary": sizes.in_all(STATE),
+        "workload": asdict(work),
+        "bytes_per_prompt": storage.bytes_of_one(sizes, work),
+        "backends": {name: _backend(name, sizes, work, flags) for name in backends},
+        "checkpoints": [_checkpoint(sizes, work, tokens) for tokens in _intervals(work, n)],
+        "units": [_unit(sizes, work, unit, prefill_rate) for unit in _units(work, n)],
+        "rates": {"prefill_tokens": prefill_rate, "load_bytes": RATES},
+    }
+
+
+def _backend(name: str, sizes: Sizes, work: Workload, flags: list[str]) -> dict[str, Any]:
+    found = storage.stored(sizes, work, BACKENDS[name])
+    own: dict[str, Any] = {}
+    if work.checkpoint != CHUNK_ENDS:
+        own["lmcache.hybrid_checkpoint_tokens"] = work.checkpoint
+    return {
+        **asdict(found),
+        "gib_per_rank": found.taken / sizes.tp / GIB,
+        "limit": BACKENDS[name].limit,
+        "write": to_write(name, sizes, found.taken, own, flags),
+    }
+
+
+def _intervals(work: Workload, n: int) -> list[int | str]:
+    """T in each row of its table: ends of chunks, none, and the largest first."""
+    chosen = {blocks * n for blocks in INTERVALS if blocks * n < work.context}
+    if isinstance(work.checkpoint, int) and work.checkpoint:
+        chosen.add(work.checkpoint)
+    return [CHUNK_ENDS, 0, *sorted(chosen, reverse=True)]
+
+
+def _checkpoint(sizes: Sizes, work: Workload, tokens: int | str) -> dict[str, Any]:
+    """What one T brings and costs."""
+    work = replace(work, checkpoint=tokens)
+    context, n, interval = work.context, sizes.block_size, work.interval(sizes.block_size)
+    at_most, expected = storage.after_branch(context, n, interval)
+    return {
+        "tokens": tokens,
+        "interval": interval,
+        "states": len(boundaries(context, n, interval, work.unit)),
+        "bytes_per_prompt": storage.bytes_of_one(sizes, work),
+        "recomputed_at_most": at_most,
+        "recomputed_expected": round(expected),
+        "prefill_steps": storage.prefill_steps(context, n, interval, work.step_tokens, work.unit),
+    }
+
+
+def _units(work: Workload, n: int) -> list[int]:
+    """N, and the units worth a look, the user's included; the largest first."""
+    chosen = {n, suggested_unit(n), suggested_unit(n, n // 8), suggested_unit(n, 16), work.unit}
+    return sorted(chosen - {0}, reverse=True)
+
+
+def _unit(sizes: Sizes, work: Workload, unit: int, prefill_rate: int) -> dict[str, Any]:
+    """What one U brings and costs, in tokens; with N itself hits end at multiples of N only.
+
+    ``faster_from`` is the shortest hit that loads faster than it computes, by RATES.
+    """
+    n = sizes.block_size
+    work = replace(work, unit=unit if unit < n else 0)
+    return {
+        "tokens": unit,
+        "shortest": unit + 1,
+        "computed_again": unit,
+        "bytes_per_prompt": storage.bytes_of_one(sizes, work),
+        "prefill_steps": storage.prefill_steps(
+            work.context, n, work.interval(n), work.step_tokens, work.unit
+        ),
+        "faster_from": {
+            name: storage.break_even(sizes, unit, prefill_rate, rate)
+            for name, rate in RATES.items()
+        },
+    }

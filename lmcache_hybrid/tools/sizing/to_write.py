@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan has you write: LMCache's file and the flags of ``vllm serve``."""
+
+import json
+import math
+from typing import Any
+
+from lmcache_hybrid.core.sizes import GIB
+from lmcache_hybrid.tools.sizing.blocks import Sizes
+
+# Host memory of an engine that keeps nothing in RAM: LMCache's default. Records are copied
+# through it, and config.options.check_pool wants room for two.
+COPIES_GIB = 5.0
+# Where the user's own name belongs.
+FOLDER, REDIS = "/srv/lmcache", "redis://cache:6379"
+
+
+def to_write(
+    backend: str, sizes: Sizes, bytes_taken: int, own: dict[str, Any], flags: list[str]
+) -> dict[str, Any]:
+    """Bound one backend so that it holds what a plan stores.
+
+    Args:
+        backend: a name in ``storage.BACKENDS``.
+        bytes_taken: there, over all ranks.
+        own: this package's options that the plan was made with.
+        flags: vLLM's, name and value in turn.
+
+    Returns:
+        ``lmcache_yaml``, LMCache's options, with sizes in GiB of one rank; ``vllm_flags``, what
+        follows ``vllm serve MODEL``; ``elsewhere``, what the store itself must be told, empty
+        where that is nothing.
+    """
+    largest = max(group.bytes for group in sizes.groups)
+    copies = max(COPIES_GIB, gib(8 * largest))
+    taken, elsewhere = gib(bytes_taken / sizes.tp), ""
+    yaml: dict[str, bool | float | str]
+    if backend == "ram":
+        yaml = {"local_cpu": True, "max_local_cpu_size": max(taken, gib(2 * largest))}
+    else:
+        yaml = {"local_cpu": False, "max_local_cpu_size": copies}
+    if backend == "disk":
+        yaml |= {"local_disk": FOLDER, "max_local_disk_size": taken}
+    elif backend == "fs":
+        yaml["remote_url"] = f"fs://localhost:0{FOLDER}"
+        own = own | {"lmcache.hybrid_fs_max_size_gb": gib(bytes_taken)}
+    elif backend == "redis":
+        yaml["remote_url"] = REDIS
+        elsewhere = f"Redis: maxmemory {bytes_taken}, maxmemory-policy allkeys-lru"
+    transfer: dict = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+    if own:
+        transfer["kv_connector_extra_config"] = own
+    made = [*flags, "--kv-transfer-config", json.dumps(transfer)]
+    return {"lmcache_yaml": yaml, "vllm_flags": made, "elsewhere": elsewhere}
+
+
+def as_typed(written: dict[str, Any], model: str) -> str:
+    """:func:`to_write` as a shell and an editor take it, in lines of at most 80 columns."""
+    values = (
+        f"{name}: {value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in written["lmcache_yaml"].items()
+    )
+    *flags, _, transfer = written["vllm_flags"]
+    pairs = [f"{flag} {value}" for flag, value in zip(flags[::2], flags[1::2], strict=True)]
+    indented = json.dumps(json.loads(transfer), indent=2).replace("\n", "\n  ")
+    pairs.append(f"--kv-transfer-config '{indented}'")
+    serve = " \\\n  ".join(["LMCACHE_CONFIG_FILE=lmcache.yaml", f"vllm serve {model}", *pairs])
+    elsewhere = ["", f"# {written['elsewhere']}"] if written["elsewhere"] else []
+    return "\n".join(["# lmcache.yaml", *values, "", "# shell", serve, *elsewhere])
+
+
+def gib(size: float) -> float:
+    """Bytes in GiB, rounded up to a tenth: what LMCache's ``*_size`` options call GB."""
+    return math.ceil(size / GIB * 10) / 10
