@@ -94,9 +94,3 @@ def test_an_engine_takes_what_is_printed(
     if backend == "fs":
         extra = parsed.kv_transfer_config.kv_connector_extra_config
         assert read_limits(extra, config).max_bytes >= needed
-
-
-def test_the_lines_are_of_the_first_backend_and_json_has_all() -> None:
-    found = json.loads(plan("LFM2-350M", "--json"))
-    assert all(backend["write"]["lmcache_yaml"] for backend in found["backends"].values())
-    assert "for RAM (local_cpu); --backend disk|fs|redis: another" in plan("LFM2-350M")

@@ -368,8 +368,6 @@ def test_what_is_printed():
     assert f"vllm serve {LFM2_HUB} " in answer.output
     assert {name.value for name in BackendName} == set(BACKENDS)
     assert {name.value for name in PlatformName} == set(PLATFORMS)
-    listed = run("--list").output
-    assert all(known.name in listed for known in catalogue.models())
 
 
 @pytest.mark.parametrize("args", [["plan", "LFM2-350M"], ["--help"], ["inspect", "."]], ids=str)

@@ -60,13 +60,15 @@ class Child:
         check_ranks(ranks)
         return {**self._facts(), **ranks[0], "ranks": len(ranks)}
 
-    def ask(self, prompts: list[list[int]], salt: str, save: bool) -> list[dict[str, Any]]:
+    def ask(
+        self, prompts: list[list[int]], salt: str, save: bool, tokens: int
+    ) -> list[dict[str, Any]]:
         """Generate, all prompts at once; see :class:`~.compare.Answer`."""
         transfer = {} if save else {"kv_transfer_params": {"lmcache.skip_save": True}}
         most = self.engine.model_config.max_logprobs
         params = SamplingParams(
             temperature=0,
-            max_tokens=ANSWER_TOKENS,
+            max_tokens=tokens or ANSWER_TOKENS,
             logprobs=LOGPROBS if most < 0 else min(LOGPROBS, most),
             ignore_eos=True,
             detokenize=False,

@@ -20,6 +20,7 @@ from lmcache_hybrid.tools.texts import texts
 FLAGS = ("--max-model-len", "16384", "--enforce-eager")
 # Apart from what the demo asks: the first request pays for start-up work that is not prefill.
 SALT, WARM_UP = "demo", "warm-up"
+ANSWER_TOKENS = 16
 LOG_LINES = 30
 console = Console()
 
@@ -46,11 +47,12 @@ def run_engine(model: Path, store: Path, asked: list[str], what: str, log: Path)
             engine.ask([tokens_of(WARM_UP)], WARM_UP, save=False)
             for number, prompt in enumerate(asked):
                 say(f"{what}: {number} of {len(asked)} prompts")
-                answers += engine.ask([tokens_of(prompt)], SALT, save=True)
+                answers += engine.ask([tokens_of(prompt)], SALT, True, ANSWER_TOKENS)
             say(f"{what}: {len(asked)} prompts, stopping")
     except EngineError as error:
-        console.print(f"[red]{what} ended:[/] {error}. The end of {log}:")
-        console.print(tail(log, LOG_LINES), markup=False)
+        console.print(f"{what} ended: {error}", style="red", markup=False)
+        if not error.refused:
+            console.print(f"The end of {log}:\n{tail(log, LOG_LINES)}", markup=False)
         raise typer.Exit(1) from error
     return answers
 

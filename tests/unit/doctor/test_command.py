@@ -18,14 +18,7 @@ from lmcache_hybrid.tools.doctor import __main__ as doctor
 from lmcache_hybrid.tools.doctor.finding import Finding
 
 from ..helpers import model
-from .findings import (
-    ERROR,
-    OK,
-    SKIPPED,
-    TRANSFER,
-    WARNING,
-    only,
-)
+from .findings import ERROR, OK, SKIPPED, TRANSFER, WARNING, only
 
 # The package's attribute of that name is the command.
 cli_doctor = importlib.import_module("lmcache_hybrid.tools.cli.doctor")

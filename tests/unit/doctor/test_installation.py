@@ -14,14 +14,7 @@ from lmcache_hybrid.tools.doctor import hashing, installation
 from lmcache_hybrid.upstream import versions
 from vllm_patch.connector import UpstreamConnector
 
-from .findings import (
-    ERROR,
-    OK,
-    WARNING,
-    assert_sentences,
-    of_status,
-    only,
-)
+from .findings import ERROR, OK, WARNING, assert_sentences, of_status, only
 
 
 def test_versions_that_are_supported():

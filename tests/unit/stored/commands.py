@@ -13,12 +13,7 @@ from lmcache_hybrid.storage import record
 from lmcache_hybrid.storage.record import HEADER_BYTES
 from lmcache_hybrid.tools.cli import app
 
-from ..store_box import (
-    FINGERPRINT,
-    KEYS,
-    Box,
-    N,
-)
+from ..store_box import FINGERPRINT, KEYS, Box, N
 
 FINGERPRINT_HEX = FINGERPRINT[:8].hex()
 LONG_AGO = 90 * 86400

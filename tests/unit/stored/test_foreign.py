@@ -16,13 +16,7 @@ from lmcache_hybrid.tools.stored.audit import Status, judge
 from lmcache_hybrid.tools.stored.record_store import Entry
 
 from ..store_box import KEYS
-from .commands import (
-    HOSTILE_NAME,
-    resealed,
-    run,
-    run_json,
-    store_of,
-)
+from .commands import HOSTILE_NAME, resealed, run, run_json, store_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

@@ -11,21 +11,8 @@ from lmcache_hybrid.storage import record
 from lmcache_hybrid.storage.folder.record_files import WRAPPER_BYTES
 from lmcache_hybrid.storage.key_names import parse_key, readable_name
 
-from ..store_box import (
-    KEYS,
-    MODEL,
-    N,
-    outside,
-)
-from .commands import (
-    FINGERPRINT_HEX,
-    LONG_AGO,
-    aged,
-    row_of,
-    run,
-    run_json,
-    store_of,
-)
+from ..store_box import KEYS, MODEL, N, outside
+from .commands import FINGERPRINT_HEX, LONG_AGO, aged, row_of, run, run_json, store_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

@@ -12,13 +12,7 @@ from lmcache_hybrid.tools.stored.opening import open_store
 
 from ..old_records import add_metadata
 from ..store_box import FINGERPRINT, MODEL, N, flip, valkey  # noqa: F401
-from ..test_remote_stores import (  # noqa: F401
-    MANY,
-    box,
-    cluster,
-    every_kind,
-    shared_sentinels,
-)
+from ..test_remote_stores import MANY, box, cluster, every_kind, shared_sentinels  # noqa: F401
 from .commands import LONG_AGO, run, run_json
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

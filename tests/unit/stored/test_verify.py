@@ -16,15 +16,7 @@ from lmcache_hybrid.tools.stored.opening import open_store
 
 from ..old_records import add_metadata
 from ..store_box import KEYS, OTHER_LENGTH, SAME_LENGTH, N, outside
-from .commands import (
-    FINGERPRINT_HEX,
-    aged,
-    aged_all,
-    row_of,
-    run,
-    run_json,
-    store_of,
-)
+from .commands import FINGERPRINT_HEX, aged, aged_all, row_of, run, run_json, store_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
