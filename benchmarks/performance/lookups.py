@@ -13,7 +13,8 @@ from types import SimpleNamespace
 
 from benchmarks.performance.path import prefix_of, rank
 from benchmarks.performance.shapes import QWEN36_27B, Shape
-from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult, agree
+from lmcache_hybrid.protocol.agreement import agree
+from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The deepest boundary that can be restored, on one rank and over all ranks.
+"""What the scheduler asks a rank about a prompt, and what that answers.
 
 A hit at B needs the attention pages of [0, B), the last pages before B of window groups, and the
-state at B, of every group and rank. The ranks' smallest result is the next limit, until all agree.
+state at B, of every group and rank.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 
@@ -51,7 +51,7 @@ class LookupResult(msgspec.Struct, frozen=True, array_like=True):
             partly filled one included, by their pages of the first attention group.
         available: False where there is no verdict, which is a miss.
         adapter: what the ranks compute the prefix's adapter with; filled in after
-            :func:`agree`, None where they do not know.
+            :func:`.agreement.agree`, None where they do not know.
         tail: tokens from ``boundary`` to the deepest boundary, where it lies inside a block.
     """
 
@@ -96,31 +96,3 @@ class LookupResult(msgspec.Struct, frozen=True, array_like=True):
 
 MISS = LookupResult(0, 0)
 UNAVAILABLE = LookupResult(0, 0, available=False)
-
-
-def agree(
-    ask: Callable[[LookupRequest], list[LookupResult]], request: LookupRequest
-) -> LookupResult:
-    """Ask all ranks until they name one boundary; UNAVAILABLE where one has no verdict.
-
-    Takes one round trip, and one more for each boundary that some rank lacks. Each rank then
-    holds a claim for the result, or none where ``boundary`` is 0. Where a rank fell silent,
-    others may hold one until it is dropped.
-
-    Args:
-        ask: sends a request to all ranks; returns [] when one did not answer.
-    """
-    while True:
-        results = ask(request)
-        if not results:
-            return UNAVAILABLE
-        attention = min(result.attention for result in results)
-        lowest = min(result.end for result in results)
-        available = all(result.available for result in results)
-        blocks, tail = lowest
-        if all(result.end == lowest for result in results):
-            return LookupResult(blocks, attention, results[0].sources, available, tail=tail)
-        request = msgspec.structs.replace(request, limit=blocks, limit_tail=tail, again=True)
-        if not any(lowest):
-            ask(request)  # makes the other ranks drop their claims
-            return LookupResult(0, attention, available=available)

@@ -14,7 +14,8 @@ from vllm.lora.request import LoRARequest
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.core.threads import started
-from lmcache_hybrid.protocol.lookup import MISS, UNAVAILABLE, LookupRequest, LookupResult, agree
+from lmcache_hybrid.protocol.agreement import agree
+from lmcache_hybrid.protocol.lookup import MISS, UNAVAILABLE, LookupRequest, LookupResult
 
 
 class PendingLookup:
@@ -106,7 +107,7 @@ class LookupQueue:
         """Start the thread.
 
         Args:
-            ask: sends a lookup to every rank, see :func:`lmcache_hybrid.protocol.lookup.agree`.
+            ask: sends a lookup to every rank, see :func:`lmcache_hybrid.protocol.agreement.agree`.
             timeout_ms: of one ``ask``. A request waits for its result, and for those of
                 the requests before it, twice as long at most.
             executor: runs the lookups instead, one at a time.

@@ -13,7 +13,7 @@ from unit.test_host_memory import cudart, no_options  # noqa: F401
 
 from lmcache_hybrid.storage import host_memory as pinned
 from lmcache_hybrid.storage.disk.backend import LocalDisk
-from lmcache_hybrid.storage.disk.eviction import LFUWithPendingWrites
+from lmcache_hybrid.storage.disk.full_disk import LFUWithPendingWrites
 from lmcache_hybrid.storage.read_reservation import ReadReservation
 
 from .raw import GIB, KEYS, SIZE, Raw, happens

@@ -11,7 +11,7 @@ from lmcache.v1.storage_backend.cache_policy.lru import LRUCachePolicy
 from lmcache_hybrid.config import options as hybrid_config
 from lmcache_hybrid.config.options import STABLE_HASH, load_lmcache_config, settle_lmcache_config
 from lmcache_hybrid.core.errors import ConfigError
-from lmcache_hybrid.storage.arc import ARC, policy_for
+from lmcache_hybrid.storage.eviction_order import ARC, policy_for
 
 from .helpers import vllm_config
 from .lmcache_settings import BLOCK, assert_one_sentence, lmcache_config, refusal, transfer
@@ -178,7 +178,7 @@ def test_file_environment_and_extra_config(monkeypatch, tmp_path):
 
 
 def test_an_eviction_policy_of_extra_config_is_one_that_somebody_chose():
-    """It may be the default by name, see :func:`lmcache_hybrid.storage.arc.policy_for`."""
+    """It may be the default by name, see :func:`.eviction_order.policy_for`."""
     plain = LRUCachePolicy()
     assert isinstance(policy_for(plain, load()), ARC)
     assert policy_for(plain, load(**{"lmcache.cache_policy": "LRU"})) is plain

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from lmcache_hybrid.storage.disk import deleter
-from lmcache_hybrid.storage.disk import eviction as disk_room
-from lmcache_hybrid.storage.disk.eviction import (
+from lmcache_hybrid.storage.disk import full_disk as disk_room
+from lmcache_hybrid.storage.disk.full_disk import (
     ALONE_SECONDS,
     LONGEST_PAUSE,
     PAUSE_SECONDS,

@@ -28,7 +28,7 @@ def test_every_repair_is_listed_with_its_end():
 def test_what_stands_in_lmcaches_places_is_listed():
     """What replaces something without a bug, too."""
     listed = dict(repairs.stand_ins())
-    parts = "arc.ARC", "disk.backend.LocalDisk", "disk.eviction.LFUWithPendingWrites"
+    parts = "eviction_order.ARC", "disk.backend.LocalDisk", "disk.full_disk.LFUWithPendingWrites"
     assert {f"lmcache_hybrid.storage.{part}" for part in parts} < listed.keys()
     for module in ("storage.remote.adapters", "upstream.lmcache_home"):
         assert listed[f"lmcache_hybrid.{module}.install"].startswith(("Have ", "Let "))

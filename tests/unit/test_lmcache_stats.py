@@ -7,7 +7,8 @@ import pytest
 from lmcache.observability import LMCStatsMonitor
 
 from lmcache_hybrid.core.lmcache_stats import LMCacheMonitor
-from lmcache_hybrid.protocol.lookup import LookupRequest, agree
+from lmcache_hybrid.protocol.agreement import agree
+from lmcache_hybrid.protocol.lookup import LookupRequest
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 
 from .helpers import PLAN, N, Ranks, fill, make_prefix

@@ -22,11 +22,11 @@ from lmcache.v1.storage_backend.cache_policy.lru import LRUCachePolicy
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 from vllm.logger import init_logger
 
-from lmcache_hybrid.storage import arc
+from lmcache_hybrid.storage import eviction_order
 from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.storage.disk.deleter import Deleter
-from lmcache_hybrid.storage.disk.eviction import DiskFullHandler, LFUWithPendingWrites
 from lmcache_hybrid.storage.disk.files import NO_FILE, create_anew, open_regular
+from lmcache_hybrid.storage.disk.full_disk import DiskFullHandler, LFUWithPendingWrites
 from lmcache_hybrid.storage.disk.index import Found, find
 from lmcache_hybrid.storage.record import Header
 
@@ -167,7 +167,7 @@ class LocalDisk(LocalDiskBackend):
         shape = record_shape(file.size)
         self.insert_key(file.key, file.size, shape, torch.uint8, MemoryFormat.KV_2LTD)
         self.dict[file.key].path = file.path
-        if isinstance(self.cache_policy, arc.ARC):
+        if isinstance(self.cache_policy, eviction_order.ARC):
             self.cache_policy.found_again(file.key)
         else:
             self.cache_policy.update_on_put(file.key)
@@ -380,13 +380,13 @@ class LocalDisk(LocalDiskBackend):
         passing: Sequence[CacheEngineKey] = (),
         owner: str = "",
     ) -> None:
-        """Set the eviction order of records, as :func:`.arc.arrange`. Thread-safe.
+        """Set the eviction order of records, as :func:`.eviction_order.arrange`. Thread-safe.
 
         LMCache's LRU orders what is indexed, so it waits until those in flight are.
         """
         with self.disk_lock:
             if type(self.cache_policy) is not LRUCachePolicy:
-                arc.arrange(self.cache_policy, self.dict, keys, passing, owner)
+                eviction_order.arrange(self.cache_policy, self.dict, keys, passing, owner)
                 return
             writing = self._being_written()
             pending = {key for key in keys if key not in self.dict and key in writing}

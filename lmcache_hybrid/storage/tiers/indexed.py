@@ -7,7 +7,7 @@ from typing import Any
 from lmcache.utils import CacheEngineKey
 from vllm.logger import init_logger
 
-from lmcache_hybrid.storage import arc
+from lmcache_hybrid.storage import eviction_order
 from lmcache_hybrid.storage.tiers.base import Opening, StorageTier
 
 logger = init_logger("vllm.lmcache_hybrid.storage.tiers.indexed")
@@ -25,7 +25,7 @@ class IndexedTier(StorageTier):
     indexed = True
 
     def __init__(self, name: str, backend: Any, opening: Opening) -> None:
-        backend.cache_policy = arc.policy_for(backend.cache_policy, opening.config)
+        backend.cache_policy = eviction_order.policy_for(backend.cache_policy, opening.config)
         super().__init__(name, backend, opening)
 
     @property

@@ -10,7 +10,7 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from lmcache_hybrid.protocol.changes import RAM
-from lmcache_hybrid.storage import arc
+from lmcache_hybrid.storage import eviction_order
 from lmcache_hybrid.storage.tiers.base import Observer, Unpin
 from lmcache_hybrid.storage.tiers.indexed import IndexedTier
 
@@ -52,7 +52,7 @@ class RamTier(IndexedTier):
         self, keys: Sequence[CacheEngineKey], passing: Sequence[CacheEngineKey], owner: str
     ) -> None:
         with self._lock:
-            arc.arrange(self.backend.cache_policy, self._index, keys, passing, owner)
+            eviction_order.arrange(self.backend.cache_policy, self._index, keys, passing, owner)
 
 
 def unpin_memory(memories: Sequence[MemoryObj]) -> None:

@@ -32,7 +32,7 @@ DEFECTS = (
     ),
     one(
         "a hit fails where LMCache cannot count it",
-        "lmcache_hybrid/storage/arc.py",
+        "lmcache_hybrid/storage/eviction_order.py",
         "            with only_logged():  # a read that raised here would keep its memory\n"
         "                self.update_chunk_hash_dict(key)\n",
         "            self.update_chunk_hash_dict(key)\n",

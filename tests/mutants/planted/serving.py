@@ -7,7 +7,6 @@ SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
 CACHED_BLOCKS = "lmcache_hybrid/scheduler/save_planner.py"
 WORKER = "lmcache_hybrid/worker/worker.py"
 LOAD_PLANNER = "lmcache_hybrid/scheduler/load_planner.py"
-LOOKUP = "lmcache_hybrid/protocol/lookup.py"
 STORE = "lmcache_hybrid/storage/lmcache_store.py"
 RECORD = "lmcache_hybrid/storage/record.py"
 CONNECTOR = "lmcache_hybrid/connector.py"
@@ -193,7 +192,7 @@ DEFECTS = (
     # What counts as a hit
     one(
         "the smallest answer of the ranks is taken without agreement",
-        LOOKUP,
+        "lmcache_hybrid/protocol/agreement.py",
         "if all(result.end == lowest for result in results):",
         "if results:",
     ),

@@ -5,9 +5,9 @@ from tests.mutants.defect import one
 
 STAGING = "lmcache_hybrid/storage/read_reservation.py"
 STORE = "lmcache_hybrid/storage/lmcache_store.py"
-ARC = "lmcache_hybrid/storage/arc.py"
+ARC = "lmcache_hybrid/storage/eviction_order.py"
 DISK = "lmcache_hybrid/storage/disk/backend.py"
-ROOM = "lmcache_hybrid/storage/disk/eviction.py"
+ROOM = "lmcache_hybrid/storage/disk/full_disk.py"
 ADAPTERS = "lmcache_hybrid/storage/remote/adapters.py"
 REMOTE = "lmcache_hybrid/storage/tiers/remote.py"
 REDIS = "lmcache_hybrid/storage/remote/redis.py"

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from lmcache.v1.storage_backend.cache_policy.lru import LRUCachePolicy
 
-from lmcache_hybrid.storage import arc
-from lmcache_hybrid.storage.arc import ARC
+from lmcache_hybrid.storage import eviction_order
+from lmcache_hybrid.storage.eviction_order import ARC
 
 ROOM = 40
 
@@ -38,7 +38,7 @@ class Backend:
         keys, passing = list(keys), list(passing)
         self.put([*passing, *keys])
         owner = owner or f"request {next(self._requests)}"
-        arc.arrange(self.policy, self.index, keys[::-1], passing, owner)
+        eviction_order.arrange(self.policy, self.index, keys[::-1], passing, owner)
 
     def hit(self, keys: Iterable[str]) -> None:
         for key in keys:

@@ -11,7 +11,8 @@ import torch
 from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
-from lmcache_hybrid.protocol.lookup import LookupRequest, agree
+from lmcache_hybrid.protocol.agreement import agree
+from lmcache_hybrid.protocol.lookup import LookupRequest
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.storage import damaged_records
 from lmcache_hybrid.storage.rank_lookup import RankLookup

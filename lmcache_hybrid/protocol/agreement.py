@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How ranks agree on the boundary of a hit: their smallest result is the next limit."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
+
+
+def agree(
+    ask: Callable[[LookupRequest], list[LookupResult]], request: LookupRequest
+) -> LookupResult:
+    """Ask all ranks until they name one boundary; UNAVAILABLE where one has no verdict.
+
+    Takes one round trip, and one more for each boundary that some rank lacks. Each rank then
+    holds a claim for the result, or none where ``boundary`` is 0. Where a rank fell silent,
+    others may hold one until it is dropped.
+
+    Args:
+        ask: sends a request to all ranks; returns [] when one did not answer.
+    """
+    while True:
+        results = ask(request)
+        if not results:
+            return UNAVAILABLE
+        attention = min(result.attention for result in results)
+        lowest = min(result.end for result in results)
+        available = all(result.available for result in results)
+        blocks, tail = lowest
+        if all(result.end == lowest for result in results):
+            return LookupResult(blocks, attention, results[0].sources, available, tail=tail)
+        request = msgspec.structs.replace(request, limit=blocks, limit_tail=tail, again=True)
+        if not any(lowest):
+            ask(request)  # makes the other ranks drop their claims
+            return LookupResult(0, attention, available=available)
