@@ -168,6 +168,7 @@ def ask_store(engine: Engine, prompt: list[int], max_tokens: int = 8) -> Answer:
     return answer
 
 
+@pytest.mark.slow
 def test_third_turn_loads_nothing(site: Site) -> None:
     """The boundary that the second turn restored lies in the middle of its prompt."""
     size, engine = site.size, site.first

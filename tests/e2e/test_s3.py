@@ -75,6 +75,7 @@ def test_a_server_that_dies_within_an_object_fails_the_load(site: Site) -> None:
     site.recovers(prompt, site.good, seconds=30)
 
 
+@pytest.mark.slow
 def test_a_server_restarted_empty_is_a_miss(site: Site) -> None:
     prompt = site.store()
     try:
@@ -117,6 +118,7 @@ def test_a_server_paused_in_a_lookup_is_left_alone_for_a_while(site: Site) -> No
         site.recovers(prompt, site.good, seconds=30)
 
 
+@pytest.mark.slow
 def test_a_bucket_that_was_deleted_takes_nothing_and_misses(site: Site) -> None:
     prompt = site.store()
     site.server.drop()

@@ -121,6 +121,7 @@ def soon(condition: Callable[[], bool], what: str) -> None:
         ("SIGKILL", 0),
     ],
 )
+@pytest.mark.slow
 def test_nothing_is_left_after(ending: str, workers: int, temporary: Path, tmp_path: Path) -> None:
     session, made = start(tmp_path, temporary, ending, workers), tmp_path / "made"
     wait_for(lambda: made.exists() or session.poll() is not None, "no test ran", SECONDS)

@@ -79,6 +79,7 @@ def test_the_releases_here_have_all_functions():
     assert problems(signatures.ALL, ("vllm", "lmcache")) == []
 
 
+@pytest.mark.slow
 def test_the_look_up_at_start_imports_nothing_more_than_the_plugin():
     """What else is imported may start CUDA, and vLLM forks some of these processes later."""
     code = (

@@ -38,6 +38,7 @@ def test_a_process_that_is_forked_off_closes_nothing_of_its_parent(end, tmp_path
     assert done.returncode == 0 and closed.read_text() == done.stdout
 
 
+@pytest.mark.slow
 def test_without_that_such_a_script_does_not_end():
     """Else the test above would prove nothing."""
     script = SCRIPT.format(close="lambda: None", end="")

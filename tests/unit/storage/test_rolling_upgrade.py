@@ -114,6 +114,7 @@ def box(tmp_path):
         one.close()
 
 
+@pytest.mark.slow
 def test_each_prompt_is_lost_once_by_a_rolling_upgrade(start, server):
     rng, lost = random.Random(7), Counter()
     prompts = [make_prefix(BLOCKS, seed) for seed in range(PROMPTS)]
