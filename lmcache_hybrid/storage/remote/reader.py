@@ -19,7 +19,7 @@ from lmcache_hybrid.core.threads import started
 if TYPE_CHECKING:
     from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
-# Reads in flight at once, of one load and of all.
+# Reads in flight at once from a store, of one load and of all.
 READERS = 4
 # A read that failed after so much of blocking_timeout_secs has timed out: the client of the
 # store has a timeout of its own, which may end a moment earlier.
@@ -27,7 +27,7 @@ MOST_OF_IT = 0.9
 
 
 class RemoteReader:
-    """Reads for all loads of one rank, several at a time. Any thread may call it.
+    """Reads from one store for all loads of a rank, several at a time. Any thread may call it.
 
     A read that timed out shows that the store is silent. Every load promised before that fails
     then, so no load waits behind the timeouts of others.
