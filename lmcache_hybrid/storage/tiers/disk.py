@@ -49,7 +49,8 @@ class DiskTier(IndexedTier):
     def pin(self, keys: Sequence[CacheEngineKey]) -> Unpin | None:
         """Pin the index entries; a new file under one of these keys gets another entry."""
         with self._lock:
-            entries = [self._index.get(key) for key in keys]
+            index = self._index
+            entries = [index.get(key) for key in keys]
             if None in entries:
                 return None
             for entry in entries:

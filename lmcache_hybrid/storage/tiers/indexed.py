@@ -40,14 +40,16 @@ class IndexedTier(StorageTier):
 
     def held(self, keys: Sequence[CacheEngineKey], seconds: float) -> Sequence[bool]:
         with self._lock:
-            return [key in self._index for key in keys]
+            index = self._index
+            return [key in index for key in keys]
 
     def used(self, keys: Sequence[CacheEngineKey]) -> None:
         with self._lock:
+            index = self._index
             for key in keys:
-                if key in self._index:
+                if key in index:
                     try:
-                        self.backend.cache_policy.update_on_hit(key, self._index)
+                        self.backend.cache_policy.update_on_hit(key, index)
                     except Exception as error:  # claims are not lost for an order's sake
                         logger.warning_once(
                             "LMCache's eviction policy failed (%r): records are evicted in "

@@ -41,7 +41,8 @@ class RamTier(IndexedTier):
         memory until the last reference is gone.
         """
         with self._lock:
-            memories = [self._index.get(key) for key in keys]
+            index = self._index
+            memories = [index.get(key) for key in keys]
             if None in memories:
                 return None
             for memory in memories:
