@@ -332,10 +332,10 @@ class HybridConnector(KVConnectorBase_V1):
 
         assert self._server is not None
         with ExitStack() as undo:
-            notes = None
+            residency = None
             if self._options.events:
-                notes = Residency(self._vllm_config.parallel_config.rank)
-                undo.callback(notes.close)
+                residency = Residency(self._vllm_config.parallel_config.rank)
+                undo.callback(residency.close)
             store = open_store(
                 engine,
                 self._vllm_config.model_config.model,
@@ -343,13 +343,19 @@ class HybridConnector(KVConnectorBase_V1):
                 replicas,
                 max(group.block_bytes for group in pages.values()),
                 self._options.digester,
-                notes,
+                residency,
             )
             monitor = LMCacheMonitor(engine.stats_monitor)
             self._lookup = RankLookup(self.plan, store, monitor)
             first = next(iter(self.kv_caches.values()))
             self.worker = HybridWorker(
-                self.plan, pages, store, self._lookup, first.device, monitor=monitor, notes=notes
+                self.plan,
+                pages,
+                store,
+                self._lookup,
+                first.device,
+                monitor=monitor,
+                residency=residency,
             )
             undo.pop_all()
         report_pool(engine.storage_manager.local_cpu_backend, first.device)

@@ -58,7 +58,7 @@ def make_scheduler(
         Pins(plan, sizes, config.max_local_cpu_size if config.local_cpu else None),
     )
     scheduler.store_watch.in_ram = bool(config.local_cpu)
-    scheduler.empty_steps = IdleSteps.of(parallel)
+    scheduler.idle_steps = IdleSteps.of(parallel)
     scheduler.drafter = Drafter.of(vllm_config)
     if options.share_prefills:
         scheduler.prefills.step_tokens = step_tokens_of(vllm_config.scheduler_config)

@@ -47,11 +47,11 @@ class Admission:
         self._plan, self._options = plan, options
         self._queue, self._policy, self._pins = queue, policy, pins
         self._ledger, self._store_watch, self._events = ledger, store_watch, events
-        self._patience = LookupWait()
+        self._wait = LookupWait()
 
     def begin(self, idle: bool) -> None:
         """A scheduling pass begins, see :meth:`LookupWait.begin`."""
-        self._patience.begin(idle)
+        self._wait.begin(idle)
         self._pins.begin()
 
     def gain(self, tracker: RequestTracker, num_computed_tokens: int) -> int | None:
@@ -74,7 +74,7 @@ class Admission:
                     if not self._ask(tracker, floor):
                         return None
                 case Asked(lookup):
-                    result = self._patience.poll(lookup)
+                    result = self._wait.poll(lookup)
                     if result is None:
                         return None
                     self.answered(tracker, lookup, result)

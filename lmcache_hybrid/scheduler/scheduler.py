@@ -45,7 +45,7 @@ class HybridScheduler:
         ledger: what is counted, for metrics.
         events: as given.
         blocks: vLLM's. Until they are known no state is stored.
-        empty_steps: says when a step may wait for loads.
+        idle_steps: says when a step may wait for loads.
         drafter: the engine's; none by default.
         prefills: whose prefixes others wait for.
         store_watch: warns where nothing is stored or hit; to be told what the ranks count.
@@ -82,7 +82,7 @@ class HybridScheduler:
         self._options = options
         self._hashes_per_block = plan.block_size // hash_block_size
         self._hash_block_size = hash_block_size
-        self.blocks, self.empty_steps = CachedBlocks(None, hash_block_size), IdleSteps()
+        self.blocks, self.idle_steps = CachedBlocks(None, hash_block_size), IdleSteps()
         self._queue = queue
         self._policy, self.events = policy or LoadPolicy(), events
         self._pins = pins or Pins(plan, {}, None)
@@ -318,7 +318,7 @@ class HybridScheduler:
             for new in output.scheduled_new_reqs
             if new.req_id in self._trackers
         )
-        self._admission.begin(self.empty_steps.add(output.total_num_scheduled_tokens == 0))
+        self._admission.begin(self.idle_steps.add(output.total_num_scheduled_tokens == 0))
         return self.send(output, saves)
 
     def send(self, output: "SchedulerOutput", saves: list[SaveSpec]) -> ConnectorMetadata:
@@ -340,7 +340,7 @@ class HybridScheduler:
             idle,
             self._epoch,
             ended,
-            self.empty_steps.waits,
+            self.idle_steps.waits,
             unloadable,
         )
 
@@ -466,7 +466,7 @@ class HybridScheduler:
             tracker.cancel_background()
             self._policy.finished(request)
         if not self._trackers:
-            self._admission.begin(idle=self.empty_steps.alone)
+            self._admission.begin(idle=self.idle_steps.alone)
         if tracker is not None:
             # Last: it only tells, and what fails there keeps no claim.
             self.store_watch.ended(tracker)

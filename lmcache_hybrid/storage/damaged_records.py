@@ -80,14 +80,14 @@ class DamagedRecords:
     """
 
     def __init__(
-        self, names: Iterable[str], tiers: Mapping[str, StorageTier], notes: Residency | None
+        self, names: Iterable[str], tiers: Mapping[str, StorageTier], residency: Residency | None
     ) -> None:
         """Hide nothing.
 
         Args:
             names: of all tiers, which need not be open yet.
         """
-        self._tiers, self._notes = tiers, notes
+        self._tiers, self._residency = tiers, residency
         self._hidden = {name: HiddenRecords() for name in names}
 
     def hidden(self, backend: str) -> Container[CacheEngineKey]:
@@ -134,5 +134,5 @@ class DamagedRecords:
         self._discarded(key)
 
     def _discarded(self, key: CacheEngineKey) -> None:
-        if self._notes is not None:
-            self._notes.discarded(key)
+        if self._residency is not None:
+            self._residency.discarded(key)

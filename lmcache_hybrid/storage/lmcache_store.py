@@ -56,7 +56,7 @@ class LMCacheStore:
         max_payload: int,
         digester: Digester = PLAIN,
         replicas: Replicas | None = None,
-        notes: Residency | None = None,
+        residency: Residency | None = None,
     ) -> None:
         """Wrap an engine after its ``post_init``.
 
@@ -67,36 +67,38 @@ class LMCacheStore:
             max_payload: bytes of the largest record's payload.
             digester: keyed where others can write to a backend.
             replicas: records that other ranks have, too; None where there are none.
-            notes: told of all records, where KV cache events are published.
+            residency: told of all records, where KV cache events are published.
         """
         self._engine = engine
         self.manager = engine.storage_manager
         self._digester = digester
         self._names = RecordNames(model_name, engine.metadata, fingerprint, replicas)
         self.engine_key = self._names.engine_key
-        self._notes = notes
+        self._residency = residency
         self.reads: Counter[str] = Counter()
         self.failed_writes: Counter[str] = Counter()
         self._cleared = -math.inf  # time.monotonic of the last reset
         self.tiers: dict[str, StorageTier] = {}
-        self._removal = DamagedRecords(self.manager.storage_backends, self.tiers, notes)
+        self._damaged = DamagedRecords(self.manager.storage_backends, self.tiers, residency)
         self._silent = tier_lookup.SilentStores()
         self._counts_lock = threading.Lock()
-        self._staging = ReadReservation(self.manager.local_cpu_backend, record_bytes(max_payload))
+        self._reservation = ReadReservation(
+            self.manager.local_cpu_backend, record_bytes(max_payload)
+        )
         opening = Opening(
             engine.config,
             engine.metadata,
             model_name,
             self._names,
             self._count_failed_writes,
-            self._removal.written,
-            notes.restored if notes is not None else lambda key, header: None,
+            self._damaged.written,
+            residency.restored if residency is not None else lambda key, header: None,
         )
         self.tiers.update(open_tiers(self.manager, opening))
-        if notes is not None:
+        if residency is not None:
             for name, tier in self.tiers.items():
                 if name in (engine.retrieve_locations or (name,)):
-                    tier.observe(notes)
+                    tier.observe(residency)
 
     @property
     def fingerprint(self) -> bytes:
@@ -119,11 +121,11 @@ class LMCacheStore:
             engine_keys,
             deadline,
             self._silent,
-            self._removal.hidden,
+            self._damaged.hidden,
         )
         found = {key: name for key, name in zip(keys, locations, strict=True) if name is not None}
-        if self._notes is not None:
-            self._notes.found(dict(zip(engine_keys, keys, strict=True)), found)
+        if self._residency is not None:
+            self._residency.found(dict(zip(engine_keys, keys, strict=True)), found)
         return found
 
     def claim(self, located: Mapping[RecordKey, str]) -> LMCacheClaim | None:
@@ -176,9 +178,9 @@ class LMCacheStore:
         promised: float,
         buffers: dict[RecordKey, LMCacheBuffer],
     ) -> None:
-        refused = self._staging.refused
+        refused = self._reservation.refused
         in_place = self.tiers[location].in_place
-        with self._staging.room_for(0 if in_place else len(keys)):
+        with self._reservation.room_for(0 if in_place else len(keys)):
             memories = self._read_from(location, keys, promised)
         read = {
             key: LMCacheBuffer(memory, self._digester)
@@ -187,7 +189,7 @@ class LMCacheStore:
         }
         buffers |= read
         self.reads[location] += len(read)
-        if self._staging.refused != refused and len(read) < len(keys):
+        if self._reservation.refused != refused and len(read) < len(keys):
             raise NoRoomError("LMCache's CPU pool is full (max_local_cpu_size)")
 
     def _read_from(
@@ -231,7 +233,7 @@ class LMCacheStore:
         location = claim.located[key]
         what = f"record {key.label} at token {key.boundary}"
         try:
-            fate = self.tiers[location].fate(self.engine_key(key), self._staging.largest)
+            fate = self.tiers[location].fate(self.engine_key(key), self._reservation.largest)
         except Exception as error:  # the store may only be away
             return LoadError(
                 f"{location} does not say where {what} is: {error!r}", "unreachable", key
@@ -240,14 +242,14 @@ class LMCacheStore:
             self.discard(key, claim)
             return DamagedError(key, RecordError("wrapper", "its file has the wrong length"))
         if fate == "unreadable":
-            self._removal.unreadable(self.engine_key(key), location)
+            self._damaged.unreadable(self.engine_key(key), location)
             return LoadError(f"{what} cannot be read from {location}, and stays there", fate, key)
         return LoadError(f"{what} is gone from {location}", fate, key)
 
     def discard(self, key: RecordKey, claim: LMCacheClaim | None = None) -> None:
         """See :meth:`.Store.discard`."""
         location = claim.located.get(key) if claim is not None else None
-        self._removal.remove(self.engine_key(key), location)
+        self._damaged.remove(self.engine_key(key), location)
 
     # Writing
 
@@ -266,22 +268,22 @@ class LMCacheStore:
             for key, buffer in records:
                 fingerprint = self._names.fingerprint_of(key)
                 seal(buffer.record, key, fingerprint, buffer.digests, self._digester)
-            if self._notes is not None:
-                self._notes.expect((self.engine_key(key), key) for key, _ in records)
+            if self._residency is not None:
+                self._residency.expect((self.engine_key(key), key) for key, _ in records)
             ours = [record for record in records if self._names.is_written_here(record[0])]
             others = [record for record in records if not self._names.is_written_here(record[0])]
             self._submit(ours, [self._engine.store_location])
             self._submit(others, self._locations(shared=False))
             for name in self._locations(shared=True):
                 for key, _ in others:
-                    self._removal.written_elsewhere(name, self.engine_key(key))
+                    self._damaged.written_elsewhere(name, self.engine_key(key))
         finally:
             for _, buffer in records:
                 buffer.release()
-        if self._notes is not None:
+        if self._residency is not None:
             # Those of another writer are asked for in its store, too.
             written = [self.engine_key(key) for key, _ in records]
-            self._notes.written(written, self._engine.store_location)
+            self._residency.written(written, self._engine.store_location)
 
     def _locations(self, shared: bool) -> list[str]:
         """The tiers that all ranks see, or this one alone, of those that are written to."""
@@ -323,7 +325,7 @@ class LMCacheStore:
         """
         self._cleared = time.monotonic()
         self._names.reset(epoch)
-        self._removal.clear()
+        self._damaged.clear()
         self.manager.clear()
         logger.info(
             "Reset: records of this rank have the fingerprint %s until it is restarted.",
@@ -337,6 +339,6 @@ class LMCacheStore:
 
     def check_integrity(self) -> None:
         """Assert what holds while no write is in flight. Walks every index: for tests."""
-        self._staging.check_integrity()
+        self._reservation.check_integrity()
         for tier in self.tiers.values():
             tier.check_integrity()

@@ -24,7 +24,7 @@ def open_store(
     replicas: Replicas | None,
     max_payload: int,
     digester: Digester,
-    notes: Residency | None,
+    residency: Residency | None,
 ) -> "LMCacheStore":
     """Open the store of an engine after its ``post_init``.
 
@@ -53,5 +53,5 @@ def open_store(
             replicas.fingerprint[:8].hex(),
         )
     return LMCacheStore(
-        engine, readable_name(model), fingerprint, max_payload, digester, replicas, notes
+        engine, readable_name(model), fingerprint, max_payload, digester, replicas, residency
     )

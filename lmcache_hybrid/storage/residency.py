@@ -18,7 +18,7 @@ from lmcache_hybrid.core.keys import RecordKey, tags_digest, wide_hash
 from lmcache_hybrid.core.threads import started
 from lmcache_hybrid.protocol.changes import REMOTE, RankReport, RecordName, Tier
 from lmcache_hybrid.storage.record import Header
-from lmcache_hybrid.storage.tiers.base import StorageTier
+from lmcache_hybrid.storage.tiers.base import Observer, StorageTier
 
 # Records of a remote store to know of at most, and records that were never found.
 KEPT_REMOTE = 1 << 17
@@ -66,7 +66,7 @@ def watched(
     return Watched(index)
 
 
-class Residency:
+class Residency(Observer):
     """What a rank holds, as far as the scheduler has been told.
 
     Any thread may call it; :meth:`report` is called by the thread that runs the model, in every
@@ -167,8 +167,8 @@ class Residency:
         """
         with self._lock:
             self._epoch = epoch
-            for notes in (self._names, self._said, self._expected):
-                notes.clear()
+            for names in (self._names, self._said, self._expected):
+                names.clear()
             self._in_remote.clear()
             self._unconfirmed.clear()
             self._touched.clear()

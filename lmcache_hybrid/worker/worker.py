@@ -43,7 +43,7 @@ class HybridWorker:
         part_bytes: int = PART_BYTES,
         monitor: Monitor = NO_MONITOR,
         adapters: LoadedAdapters = ADAPTERS,
-        notes: Residency | None = None,
+        residency: Residency | None = None,
     ) -> None:
         """Take over a store.
 
@@ -53,10 +53,10 @@ class HybridWorker:
             part_bytes: most bytes to read, check and copy at once, one record at least.
             monitor: LMCache's own metrics.
             adapters: what vLLM has loaded on this rank.
-            notes: of the store, where KV cache events are published. Taken over.
+            residency: of the store, where KV cache events are published. Taken over.
         """
         self.plan, self.pages, self.store = plan, pages, store
-        self._lookup, self._notes = lookup, notes
+        self._lookup, self._residency = lookup, residency
         self.ledger = Ledger("worker", WorkerCounts(failed_writes=store.failed_writes))
         adapters.ledger = self.ledger
         # Not the threads of loads, which may be waiting for a store while a step saves.
@@ -132,9 +132,9 @@ class HybridWorker:
         Args:
             serving: says whether weights are those that records are named by.
         """
-        if self._notes is None:
+        if self._residency is None:
             return None
-        return self._notes.report(serving() and self.store.readable(), self.saves.unfinished)
+        return self._residency.report(serving() and self.store.readable(), self.saves.unfinished)
 
     def reset(self, epoch: int) -> None:
         """Clear the store, in-flight saves included. Thread-safe.
@@ -143,8 +143,8 @@ class HybridWorker:
             epoch: of the steps whose blocks are stored from now on.
         """
         self.saves.reset(epoch)
-        if self._notes is not None:
-            self._notes.clear(epoch)
+        if self._residency is not None:
+            self._residency.clear(epoch)
 
     def suspend(self) -> None:
         """End all copies and stop using the KV cache: vLLM is about to free its memory.
@@ -177,8 +177,8 @@ class HybridWorker:
         """End the threads; loads that did not start are dropped, saves are finished."""
         self.loads.close()
         self.saves.close()
-        if self._notes is not None:
-            self._notes.close()
+        if self._residency is not None:
+            self._residency.close()
         self.store.close()
         self._threads.close()
 

@@ -76,7 +76,7 @@ class Box:
         digester: Digester = PLAIN,
         replicas: Replicas | None = None,
         max_payload: int = MAX_PAYLOAD,
-        notes: Residency | None = None,
+        residency: Residency | None = None,
         **settings,
     ) -> None:
         self.kind, self.folder = kind, folder
@@ -102,7 +102,7 @@ class Box:
         self.engine = make_engine(self.name, config, model, rank, ranks)
         self.engine.post_init()
         self.store = LMCacheStore(
-            self.engine, model, fingerprint, max_payload, digester, replicas, notes
+            self.engine, model, fingerprint, max_payload, digester, replicas, residency
         )
         self.manager = self.store.manager
         self.start = self.used()

@@ -259,13 +259,13 @@ def test_files_that_nobody_can_find_make_room_first(box, small_disk):
 
 def a_taker(one, folder: Path) -> None:
     """Somebody takes all room as soon as there is some."""
-    finish = one.backend._room._finish_deleting
+    finish = one.backend._disk_full._finish_deleting
 
     def taken() -> None:
         finish()
         fill(folder)
 
-    one.backend._deleter.finish = one.backend._room._finish_deleting = taken
+    one.backend._deleter.finish = one.backend._disk_full._finish_deleting = taken
 
 
 def links(one, folder: Path) -> None:
@@ -292,7 +292,7 @@ def test_a_store_is_not_evicted_for_nothing(box, tmp_path, small_disk, clock, tr
     one.read([key for key in OTHERS if one.store.engine_key(key) in one.backend.dict])
     reached(tmp_path, 16)
     (small_disk / "notes.txt").unlink()
-    one.backend._room._finish_deleting = lambda: None
+    one.backend._disk_full._finish_deleting = lambda: None
     save(one, MORE[:1])  # where there is room a pause is none
     assert set(names(one, MORE[:1])) <= set(indexed(one))
 

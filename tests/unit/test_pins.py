@@ -326,7 +326,7 @@ def scheduler_of(monkeypatch):
     [({}, 1), ({"data_parallel_size": 2}, math.inf), ({"pipeline_parallel_size": 2}, 3)],
 )
 def test_how_many_empty_steps_show_that_nothing_is_computed(scheduler_of, parallel, batches):
-    empty = scheduler_of(lmcache_config(), **parallel)[0].empty_steps
+    empty = scheduler_of(lmcache_config(), **parallel)[0].idle_steps
     assert (empty._batches, empty.alone) == (batches, batches < math.inf)
 
 

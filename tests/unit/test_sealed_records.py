@@ -304,7 +304,9 @@ class _Opened(Exception):
 
 
 def test_an_engine_opens_its_store_with_the_key(tmp_path, monkeypatch):
-    def opened(engine, model, fingerprint, max_payload, digester=PLAIN, replicas=None, notes=None):
+    def opened(
+        engine, model, fingerprint, max_payload, digester=PLAIN, replicas=None, residency=None
+    ):
         raise _Opened(fingerprint, digester, replicas)
 
     monkeypatch.setattr(lmcache_store, "LMCacheStore", opened)

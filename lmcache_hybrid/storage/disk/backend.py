@@ -67,7 +67,7 @@ class LocalDisk(LocalDiskBackend):
     # Threads whose write has come so far that LMCache's writer has given its buffer back.
     _given_back: set[int]
     # Makes room on a full disk; whether a full disk, and a failed write, were logged.
-    _room: DiskFullHandler
+    _disk_full: DiskFullHandler
     _said_full: bool
     _warned: bool
 
@@ -95,7 +95,7 @@ class LocalDisk(LocalDiskBackend):
         self._strangers, self._strange_bytes, self._kept = {}, 0, {}
         self._arranged, self._given_back, self._elsewhere = {}, set(), set()
         self._deleter = Deleter(self._stays)
-        self._room = DiskFullHandler(self.path, self._give_way, self._deleter.finish)
+        self._disk_full = DiskFullHandler(self.path, self._give_way, self._deleter.finish)
         self._warned = self._said_full = False
         return self
 
@@ -413,7 +413,7 @@ class LocalDisk(LocalDiskBackend):
                 self.dict.move_to_end(key)
 
     def write_file(self, buffer: Any, path: str) -> None:
-        self._room.write(lambda: self._write(buffer, path), len(buffer))
+        self._disk_full.write(lambda: self._write(buffer, path), len(buffer))
 
     def _write(self, buffer: Any, path: str) -> None:
         try:

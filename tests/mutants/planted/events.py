@@ -211,7 +211,7 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "what lies on disk at the start is not reported",
         STORE,
-        "            notes.restored if notes is not None else lambda key, header: None,\n",
+        "            residency.restored if residency is not None else lambda key, header: None,\n",
         "            lambda key, header: None,\n",
     ),
     one(

@@ -11,13 +11,13 @@ DEFECTS = (
     one(
         "a record that cannot be read is deleted although it may be whole",
         STORE,
-        "            self._removal.unreadable(self.engine_key(key), location)\n",
+        "            self._damaged.unreadable(self.engine_key(key), location)\n",
         "            self.discard(key, claim)\n",
     ),
     one(
         "a record that cannot be read is promised again and again",
         STORE,
-        "            self._removal.unreadable(self.engine_key(key), location)\n",
+        "            self._damaged.unreadable(self.engine_key(key), location)\n",
         "",
     ),
     one(
@@ -53,7 +53,7 @@ DEFECTS = (
     one(
         "a page that another rank wrote anew stays hidden",
         STORE,
-        "                    self._removal.written_elsewhere(name, self.engine_key(key))\n",
+        "                    self._damaged.written_elsewhere(name, self.engine_key(key))\n",
         "                    pass\n",
     ),
     one(

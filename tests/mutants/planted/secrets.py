@@ -42,8 +42,8 @@ DEFECTS = (
     one(
         "the store is opened without the key",
         "lmcache_hybrid/storage/open_store.py",
-        "fingerprint, max_payload, digester, replicas, notes\n",
-        "fingerprint, max_payload, replicas=replicas, notes=notes\n",
+        "fingerprint, max_payload, digester, replicas, residency\n",
+        "fingerprint, max_payload, replicas=replicas, residency=residency\n",
     ),
     # Logins and TLS of Redis
     one(

@@ -138,8 +138,8 @@ DEFECTS = (
     one(
         "a record that there was no memory for is thrown away",
         STORE,
-        "        if self._staging.refused != refused and len(read) < len(keys):\n",
-        "        if self._staging.refused < refused and len(read) < len(keys):\n",
+        "        if self._reservation.refused != refused and len(read) < len(keys):\n",
+        "        if self._reservation.refused < refused and len(read) < len(keys):\n",
     ),
     one(
         "files of others take no part in the disk's limit",

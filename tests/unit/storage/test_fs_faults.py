@@ -71,7 +71,7 @@ def test_a_record_that_cannot_be_read_stays_and_is_a_miss(box, monkeypatch, kind
     assert list(box.store.locate(KEYS)) == LEFT
     assert box.raw(KEYS[1]) == stored
     monkeypatch.setattr(damaged_records, "HIDDEN_SECONDS", -1.0)
-    box.store._removal.unreadable(box.store.engine_key(KEYS[1]), box.store.locate(LEFT)[LEFT[0]])
+    box.store._damaged.unreadable(box.store.engine_key(KEYS[1]), box.store.locate(LEFT)[LEFT[0]])
     assert_whole(box)
     box.assert_pool_is_free()
 
@@ -110,7 +110,7 @@ def test_a_process_without_free_files_deletes_none(box, kind):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert all(box.path(key).exists() for key in KEYS)
-    box.store._removal.clear()
+    box.store._damaged.clear()
     assert_whole(box)
 
 
@@ -399,7 +399,7 @@ def test_a_load_that_is_late_stops_reading(box, monkeypatch):
     with pytest.raises(SlowError), pace.reading(size):
         box.store.fetch(claim, KEYS[:1])
     assert len(parts) < size / 100 - 2
-    assert box.store.engine_key(KEYS[0]) not in box.store._removal.hidden("RemoteBackend")
+    assert box.store.engine_key(KEYS[0]) not in box.store._damaged.hidden("RemoteBackend")
     assert box.backend.get_blocking_failed_count == 0
     claim.release()
     box.assert_pool_is_free()

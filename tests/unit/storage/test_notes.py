@@ -28,12 +28,12 @@ class Told:
     """What a scheduler knows of a rank."""
 
     def __init__(self) -> None:
-        self.notes, self.tiers, self.reports = Residency(0), {}, 0
+        self.residency, self.tiers, self.reports = Residency(0), {}, 0
         self.epoch, self.writing = 0, False
 
     def step(self, serving: bool = True, unfinished: bool = False) -> bool:
         """One step of the engine; whether the rank reports."""
-        report = self.notes.report(serving, unfinished)
+        report = self.residency.report(serving, unfinished)
         if report is None:
             return False
         if report.epoch != self.epoch:
@@ -59,12 +59,12 @@ class Told:
 def told():
     one = Told()
     yield one
-    one.notes.close()
+    one.residency.close()
 
 
 @every_kind
 def test_a_record_is_reported_once_it_is_written_and_once_it_is_removed(box, told, kind) -> None:
-    one = box(kind, notes=told.notes)
+    one = box(kind, residency=told.residency)
     assert told.step() and told.tiers == {}  # the first report says that there is nothing
     assert not told.step()
     one.write()
@@ -79,7 +79,7 @@ def test_a_record_is_reported_once_it_is_written_and_once_it_is_removed(box, tol
 
 @every_kind
 def test_a_damaged_record_is_gone_at_its_load(box, told, kind) -> None:
-    one = box(kind, notes=told.notes).write()
+    one = box(kind, residency=told.residency).write()
     told.after(dict.fromkeys(NAMES, TIER[kind]))
     one.overwrite(KEYS[0], bytes(len(one.raw(KEYS[0]))))
     with pytest.raises(Exception, match="record"):
@@ -89,7 +89,7 @@ def test_a_damaged_record_is_gone_at_its_load(box, told, kind) -> None:
 
 @pytest.mark.parametrize("policy", ["LRU", "LFU", "FIFO", "MRU"])
 def test_what_a_full_pool_evicts_is_reported(box, told, policy) -> None:
-    one = box("ram", notes=told.notes, cache_policy=policy, max_local_cpu_size=0.0003)
+    one = box("ram", residency=told.residency, cache_policy=policy, max_local_cpu_size=0.0003)
     keys = [RecordKey(ATTENTION, 3, bytes([i, 7]) * 16, 16) for i in range(90)]
     for key in keys:
         put(one.store, [key], MAX_PAYLOAD)
@@ -103,7 +103,7 @@ def test_what_a_full_pool_evicts_is_reported(box, told, policy) -> None:
 
 @pytest.mark.parametrize("policy", ["LRU", "LFU"])
 def test_what_a_full_disk_evicts_is_reported(box, told, policy) -> None:
-    one = box("disk", notes=told.notes, cache_policy=policy, max_local_disk_size=0.00002)
+    one = box("disk", residency=told.residency, cache_policy=policy, max_local_disk_size=0.00002)
     keys = [RecordKey(ATTENTION, 3, bytes([i, 7]) * 16, 16) for i in range(12)]
     for key in keys:
         put(one.store, [key], MAX_PAYLOAD)
@@ -115,7 +115,7 @@ def test_what_a_full_disk_evicts_is_reported(box, told, policy) -> None:
 
 
 def test_the_nearest_tier_counts_and_the_next_one_once_that_evicts(box, told) -> None:
-    one = box("disk", notes=told.notes, local_cpu=True).write()
+    one = box("disk", residency=told.residency, local_cpu=True).write()
     told.after(dict.fromkeys(NAMES, RAM))
     one.store.manager.local_cpu_backend.remove(one.store.engine_key(KEYS[0]))
     told.after({each: DISK if each == NAMES[0] else RAM for each in NAMES})
@@ -124,7 +124,7 @@ def test_the_nearest_tier_counts_and_the_next_one_once_that_evicts(box, told) ->
 
 
 def test_copies_of_a_damaged_record_stay_announced(box, told) -> None:
-    one = box("disk", notes=told.notes, local_cpu=True).write()
+    one = box("disk", residency=told.residency, local_cpu=True).write()
     told.after(dict.fromkeys(NAMES, RAM))
     one.store.manager.local_cpu_backend.hot_cache[one.store.engine_key(KEYS[0])].tensor.zero_()
     with pytest.raises(RecordError):
@@ -137,7 +137,7 @@ def test_copies_of_a_damaged_record_stay_announced(box, told) -> None:
 
 
 def test_a_write_that_ends_after_its_record_was_evicted_from_ram(box, told) -> None:
-    one = box("disk", notes=told.notes, local_cpu=True).write(KEYS[:1])
+    one = box("disk", residency=told.residency, local_cpu=True).write(KEYS[:1])
     told.after({NAMES[0]: RAM})
     key, entry = next(iter(one.backend.dict.items()))
     one.store.manager.local_cpu_backend.remove(key)
@@ -153,14 +153,14 @@ def test_a_restart_reports_what_lies_on_disk(box, told, monkeypatch) -> None:
     monkeypatch.setattr(module, "KEPT_EXPECTED", 1)  # of writes; the disk may hold more
     tagged = KEYS[0]._replace(tags=(("user", "a"),))
     box("disk").write([*KEYS, tagged]).close()
-    box("disk", notes=told.notes)
+    box("disk", residency=told.residency)
     told.step()
     assert told.tiers == dict.fromkeys([*NAMES, name(tagged)], DISK)
 
 
 def test_a_lookup_tells_what_a_shared_store_has_and_has_lost(box, told) -> None:
     other = box("redis").write()
-    one = box("redis", notes=told.notes)
+    one = box("redis", residency=told.residency)
     told.step()
     assert told.tiers == {}  # nobody asked
     one.store.locate(KEYS[:2])
@@ -172,7 +172,7 @@ def test_a_lookup_tells_what_a_shared_store_has_and_has_lost(box, told) -> None:
 
 def test_a_write_that_a_shared_store_did_not_take_is_not_reported(box, told, monkeypatch) -> None:
     monkeypatch.setattr(module, "CONFIRM_SECONDS", 0.2)
-    one = box("redis", notes=told.notes)
+    one = box("redis", residency=told.residency)
     told.step()
     put(one.store, KEYS[:1], SIZE)
     one.settle()
@@ -186,16 +186,16 @@ def test_a_write_that_a_shared_store_did_not_take_is_not_reported(box, told, mon
 
 def test_no_more_of_a_shared_store_is_kept_in_mind_than_said(box, told, monkeypatch) -> None:
     monkeypatch.setattr(module, "KEPT_REMOTE", 2)
-    box("redis", notes=told.notes).write(KEYS[:3])
+    box("redis", residency=told.residency).write(KEYS[:3])
     until(lambda: told.step() is False and not told.writing, "writes go on")
     assert len(told.tiers) == 2
 
 
 def test_a_reset_starts_a_new_epoch_without_records(box, told) -> None:
-    one = box("ram", notes=told.notes).write()
+    one = box("ram", residency=told.residency).write()
     told.after(dict.fromkeys(NAMES, RAM))
     one.store.clear(1)
-    told.notes.clear(1)
+    told.residency.clear(1)
     assert told.step() and told.epoch == 1 and told.tiers == {}
     one.write(KEYS[:1])
     told.after({NAMES[0]: RAM})
@@ -203,14 +203,14 @@ def test_a_reset_starts_a_new_epoch_without_records(box, told) -> None:
 
 def test_a_step_without_news_takes_no_lock(box, told) -> None:
     """Most steps have none, and all of them ask."""
-    box("ram", notes=told.notes).write()
+    box("ram", residency=told.residency).write()
     told.step()
-    with told.notes._lock:
+    with told.residency._lock:
         assert not told.step()
 
 
 def test_serving_and_writing_are_reported_when_they_change(box, told) -> None:
-    box("ram", notes=told.notes)
+    box("ram", residency=told.residency)
     said = Counter(told.step(*state) for state in [(True, False)] * 3)
     assert said == {True: 1, False: 2}
     assert told.step(False, False) and not told.step(False, False)
@@ -220,7 +220,7 @@ def test_serving_and_writing_are_reported_when_they_change(box, told) -> None:
 
 def test_only_backends_that_are_read_from_count(box, told) -> None:
     one: Box = box(
-        "disk", notes=told.notes, local_cpu=True, retrieve_locations=["LocalDiskBackend"]
+        "disk", residency=told.residency, local_cpu=True, retrieve_locations=["LocalDiskBackend"]
     )
     one.write()
     told.after(dict.fromkeys(NAMES, DISK))

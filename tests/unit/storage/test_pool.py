@@ -105,7 +105,7 @@ def test_a_read_that_finds_no_memory_keeps_the_record(box, kind):
     """It is not the record's fault, and no failure of the store's."""
     box = box(kind).write()
     held = list(iter(lambda: box.store.reserve(MAX_PAYLOAD), None))
-    box.store._staging.room_for = lambda records: contextlib.nullcontext()
+    box.store._reservation.room_for = lambda records: contextlib.nullcontext()
     with pytest.raises(NoRoomError):
         box.read()
     for buffer in held:
@@ -143,9 +143,9 @@ def test_a_put_of_no_records_takes_no_memory(box):
 
 def test_check_integrity_finds_memory_that_is_set_aside_for_nobody(box):
     box = box("disk")
-    with box.store._staging.room_for(2):
+    with box.store._reservation.room_for(2):
         box.store.check_integrity()
-        box.store._staging._promised -= 1
+        box.store._reservation._promised -= 1
         with pytest.raises(AssertionError, match="for nobody"):
             box.store.check_integrity()
-        box.store._staging._promised += 1
+        box.store._reservation._promised += 1

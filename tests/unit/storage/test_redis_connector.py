@@ -261,7 +261,7 @@ def test_a_value_is_sent_and_received_without_a_copy(box):
     """LMCache's way to the socket holds 2.5 copies of it at once, and its way back one."""
     size = 1 << 24
     box = box("redis", max_local_cpu_size=3 * size / GIB)
-    box.store._staging.largest = 2 * size
+    box.store._reservation.largest = 2 * size
     memory, key = box.store.reserve(size).memory, box.store.engine_key(KEYS[0])
     memory.tensor.fill_(7)
     tracemalloc.start()

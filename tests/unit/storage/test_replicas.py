@@ -119,7 +119,7 @@ def test_only_the_first_rank_writes_pages(ranks, kind):
 
 
 def could_not_read(one: Box, key: RecordKey = PAGE_KEYS[1]) -> None:
-    one.store._removal.unreadable(one.store.engine_key(key), "RemoteBackend")
+    one.store._damaged.unreadable(one.store.engine_key(key), "RemoteBackend")
     assert key not in one.store.locate(KEYS)
 
 

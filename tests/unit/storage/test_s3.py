@@ -189,7 +189,7 @@ def test_a_damaged_object_is_deleted(box, bucket):
 
 def test_an_object_that_could_not_be_read_stays_for_other_engines(box, bucket):
     box = box("s3").write(KEYS[:1])
-    box.store._removal.unreadable(box.store.engine_key(KEYS[0]), "RemoteBackend")
+    box.store._damaged.unreadable(box.store.engine_key(KEYS[0]), "RemoteBackend")
     assert len(bucket.names()) == 1 and box.store.locate(KEYS[:1]) == {}
 
 

@@ -96,7 +96,7 @@ def test_a_read_that_comes_too_late_ends_and_says_nothing_of_its_record(box, tmp
         assert server.asked.count(b"GET") == 1
         # LMCache switches a store off for failed reads.
         assert other.backend.get_blocking_failed_count == 0
-        hidden = other.store._removal.hidden("RemoteBackend")
+        hidden = other.store._damaged.hidden("RemoteBackend")
         assert other.store.engine_key(KEYS[0]) not in hidden
         assert other.tier._reader._silent < 0, "other loads fail at once"
         other.assert_pool_is_free()
