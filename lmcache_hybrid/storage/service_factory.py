@@ -2,7 +2,7 @@
 """Has LMCache build its engine, backends and health checks for a hybrid model."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lmcache.integration.vllm.utils import ENGINE_NAME
 from lmcache.v1.metadata import LMCacheMetadata
@@ -18,7 +18,6 @@ from lmcache_hybrid.upstream.lmcache_home import (
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
-    from lmcache.v1.internal_api_server.api_server import InternalAPIServer
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -95,9 +94,7 @@ class HybridServiceFactory(VllmServiceFactory):
     def maybe_create_offload_server(self) -> None:
         return None  # stores by attention slots
 
-    def maybe_create_internal_api_server(
-        self, lmcache_manager: "LMCacheManager"
-    ) -> "InternalAPIServer | None":
+    def maybe_create_internal_api_server(self, lmcache_manager: "LMCacheManager") -> Any:
         server = super().maybe_create_internal_api_server(lmcache_manager)
         if server is not None:
             api_server.guard(server, lmcache_manager)

@@ -173,7 +173,7 @@ def test_vllms_loaders_note_what_a_model_is_made_of(
         ipc = "vllm.model_executor.model_loader.weight_cache.ipc_loader"
         monkeypatch.setattr(f"{ipc}.check_ipc_platform_support", lambda: None)
         loader = IpcModelLoader(granite.load_config)
-        monkeypatch.setattr(loader, "_fetch_entries", lambda _: None)
+        monkeypatch.setattr(loader, "_fetch_entries", lambda *_: None)
         monkeypatch.setattr(loader, "_build_model", lambda *_: toy)
     loaded(granite, model_folder, load_format, loader, toy)
     assert seen[-1] == (frozenset({Toy, nn.Module}),)

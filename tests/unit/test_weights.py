@@ -208,7 +208,7 @@ def test_weights_of_vllms_daemon_count_by_the_tensors_that_they_become(
             toy.load_weights(iter(content.items()))
             return toy
 
-        monkeypatch.setattr(loader, "_fetch_entries", lambda _: None)
+        monkeypatch.setattr(loader, "_fetch_entries", lambda *_: None)
         monkeypatch.setattr(loader, "_build_model", mapped)
         return loaded(granite, model_folder, "ipc_cache", loader, toy)
 
