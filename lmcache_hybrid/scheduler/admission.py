@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says from which boundary a request starts: asks the ranks, and has the policy judge."""
+"""Says from which boundary a request starts: asks the ranks, has the policy judge, lets it wait."""
+
+import time
+from collections.abc import Iterable
 
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.groups import GroupPlan
-from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
+from lmcache_hybrid.protocol.lookup import LookupResult
 from lmcache_hybrid.scheduler.events import KVEvents
-from lmcache_hybrid.scheduler.load_planner import asked_prefix, limit_of
+from lmcache_hybrid.scheduler.load_planner import question_of
 from lmcache_hybrid.scheduler.load_policy import LoadPolicy
 from lmcache_hybrid.scheduler.lookup_metrics import count_lookup, count_skipped, log_lookup
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue, PendingLookup
 from lmcache_hybrid.scheduler.pins import Pins
+from lmcache_hybrid.scheduler.shared_prefills import SharedPrefills
 from lmcache_hybrid.scheduler.store_watch import StoreWatch
 from lmcache_hybrid.scheduler.tracker import (
     Asked,
@@ -20,7 +24,6 @@ from lmcache_hybrid.scheduler.tracker import (
     RequestTracker,
 )
 from lmcache_hybrid.scheduler.waits import LookupWait
-from lmcache_hybrid.scheduler.whole_items import barred
 
 
 class Admission:
@@ -33,6 +36,7 @@ class Admission:
         queue: LookupQueue,
         policy: LoadPolicy,
         pins: Pins,
+        prefills: SharedPrefills,
         ledger: Ledger[SchedulerCounts],
         store_watch: StoreWatch,
         events: KVEvents | None,
@@ -41,20 +45,73 @@ class Admission:
 
         Args:
             queue: asks the ranks.
-            pins: says when; the caller tells it of claims that are dropped or taken.
+            pins: says when.
+            prefills: prefixes that others compute, for which a request may wait.
             store_watch, events: told of what the ranks have of each request.
         """
         self._plan, self._options = plan, options
-        self._queue, self._policy, self._pins = queue, policy, pins
+        self._queue, self._policy, self._pins, self._prefills = queue, policy, pins, prefills
         self._ledger, self._store_watch, self._events = ledger, store_watch, events
         self._wait = LookupWait()
+        self._dropped: list[tuple[str, int]] = []
 
     def begin(self, idle: bool) -> None:
         """A scheduling pass begins, see :meth:`LookupWait.begin`."""
         self._wait.begin(idle)
         self._pins.begin()
 
-    def gain(self, tracker: RequestTracker, num_computed_tokens: int) -> int | None:
+    def promise(self, tracker: RequestTracker, num_computed_tokens: int) -> int | None:
+        """Tokens past ``num_computed_tokens`` that are promised to vLLM; 0 for no load.
+
+        None while the request waits: for the ranks, until others pin less, or for a prefix that
+        another one computes.
+        """
+        gain = self._offered(tracker, num_computed_tokens)
+        if gain == 0:
+            self.withdraw(tracker)  # it claims nothing while it waits
+        reads = not tracker.request.skip_reading_prefix_cache
+        if gain is not None and tracker.may_load and reads:
+            wait = self._prefills.wait(tracker, num_computed_tokens + gain)
+            if wait:
+                return None
+            if wait is None:  # in vain: the store may have more of it by now
+                if isinstance(tracker.phase, Offered):
+                    self._ask(tracker, num_computed_tokens // self._plan.block_size)
+                gain = self._offered(tracker, num_computed_tokens)
+        if gain:
+            tracker.promise(gain)
+        elif gain == 0:
+            self.withdraw(tracker)
+        return gain
+
+    def load(self, tracker: RequestTracker, tokens: int) -> LookupResult:
+        """vLLM has blocks for what was promised. Returns what the ranks offered."""
+        result = tracker.load(tokens, self._plan.block_size, time.monotonic())
+        self._pins.drop(tracker.request.request_id)
+        return result
+
+    def admit(self, tracker: RequestTracker) -> None:
+        """vLLM has blocks and loads nothing."""
+        self._drop(tracker, tracker.admit())
+
+    def withdraw(self, tracker: RequestTracker) -> None:
+        """Take a promise back."""
+        self._drop(tracker, tracker.withdraw())
+
+    def _drop(self, tracker: RequestTracker, claim: int) -> None:
+        """Let the ranks release the claims of lookup number ``claim``, if there is one."""
+        self._pins.drop(tracker.request.request_id)
+        if claim:
+            self._dropped.append((tracker.request.request_id, claim))
+
+    def take_dropped(self) -> list[tuple[str, int]]:
+        """(request, number of the lookup) whose claims the ranks must release, each once."""
+        while self._queue.unreleased:
+            self._dropped.append(self._queue.unreleased.popleft())
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def _offered(self, tracker: RequestTracker, num_computed_tokens: int) -> int | None:
         """Tokens past ``num_computed_tokens`` that the ranks offer.
 
         None while they are asked, or while other requests pin so much that they must not be.
@@ -81,7 +138,9 @@ class Admission:
                     tracker.offer(result, lookup.request.floor)
                     self._pins.answer(request.request_id, result)
                 case Offered(_, asked_floor) if floor < asked_floor:
-                    self._ask(tracker, floor)  # vLLM has lost blocks of its own since
+                    # vLLM has lost blocks of its own since.
+                    if not self._ask(tracker, floor):
+                        return None
                 case Offered(result):
                     tracker.checkpoints.junction = result.attention * self._plan.block_size
                     if not reads:  # it was asked to learn what need not be stored again
@@ -90,12 +149,6 @@ class Admission:
                     return self._judge(tracker, result, num_computed_tokens)
                 case Loading():
                     raise AssertionError("vLLM asks for no request whose load is under way")
-
-    def ask_again(self, tracker: RequestTracker, num_computed_tokens: int) -> int | None:
-        """Ask the ranks anew for a request that waits; returns as :meth:`gain` does."""
-        if isinstance(tracker.phase, Offered):
-            self._ask(tracker, num_computed_tokens // self._plan.block_size)
-        return self.gain(tracker, num_computed_tokens)
 
     def _judge(
         self, tracker: RequestTracker, result: LookupResult, num_computed_tokens: int
@@ -127,8 +180,8 @@ class Admission:
             False where the request must wait until others pin less.
         """
         request = tracker.request
-        limit, tail = limit_of(tracker, floor, self._plan, self._options.max_tokens_per_load)
-        nothing = (limit, tail) <= (floor, 0)
+        question = question_of(tracker, floor, self._plan, self._options.max_tokens_per_load)
+        nothing = (question.limit, question.limit_tail) <= (floor, 0)
         first = isinstance(tracker.phase, NotAsked) and not nothing
         if first and not self._pins.may_ask(request.request_id):
             if not tracker.delayed:
@@ -142,17 +195,7 @@ class Admission:
         if nothing and not tracker.save:
             tracker.offer(LookupResult(0, 0), floor)
             return True
-        prefix = asked_prefix(tracker, floor, self._plan)
-        lookup = self._queue.submit(
-            LookupRequest(
-                request.request_id,
-                prefix,
-                limit,
-                floor,
-                limit_tail=tail,
-                barred=barred(request, self._plan),
-            )
-        )
+        lookup, prefix = self._queue.submit(question), question.prefix
         if nothing and len(prefix.hashes) <= floor and prefix.identified:
             # Nothing to load and nothing new: nobody waits to learn what is stored already.
             tracker.background = lookup
@@ -176,3 +219,9 @@ class Admission:
         count_lookup(self._ledger, lookup, result, size, known)
         log_lookup(tracker.request, floor, result, size, first=not tracker.logged)
         tracker.logged = True
+
+    def check_integrity(self, trackers: Iterable[RequestTracker]) -> None:
+        """Assert what holds between two calls of vLLM, for all requests that are tracked."""
+        self._prefills.check_integrity()
+        claims = {t.request.request_id: t.claim for t in trackers if t.claim}
+        self._pins.check_integrity(claims)

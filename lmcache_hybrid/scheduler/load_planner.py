@@ -2,22 +2,39 @@
 """Says what of a request may be loaded, and into which blocks. Changes nothing."""
 
 from lmcache_hybrid.core.groups import GroupPlan
-from lmcache_hybrid.protocol.lookup import LookupResult
+from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.protocol.metadata import LoadSpec
-from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.prompt import inner_hashes
 from lmcache_hybrid.scheduler.tracker import Loading, RequestTracker
+from lmcache_hybrid.scheduler.whole_items import barred
 
 
-def limit_of(
+def question_of(
     tracker: RequestTracker, floor: int, plan: GroupPlan, most: int = 0
-) -> tuple[int, int]:
-    """Find the deepest boundary that may be loaded: whole blocks, and tokens past them.
+) -> LookupRequest:
+    """What the ranks are asked: the deepest boundary that may be loaded, and what lies before it.
 
     Args:
         floor: local blocks.
         most: tokens that one request may load, 0 for any number.
     """
+    limit, tail = _limit(tracker, floor, plan, most)
+    request, prefix = tracker.request, tracker.prefix
+    if plan.unit:  # boundaries inside blocks, past the local ones
+        inner = range(floor * plan.block_size + plan.unit, tracker.inner + 1, plan.unit)
+        prefix = prefix.with_inner(inner_hashes(request, inner, plan))
+    return LookupRequest(
+        request.request_id,
+        prefix,
+        limit,
+        floor,
+        limit_tail=tail,
+        barred=barred(request, plan),
+    )
+
+
+def _limit(tracker: RequestTracker, floor: int, plan: GroupPlan, most: int) -> tuple[int, int]:
+    """The deepest boundary that may be loaded: whole blocks, and tokens past them."""
     size, unit = plan.block_size, plan.unit
     # The last token is always computed: a state that has seen it is too deep.
     tokens = tracker.request.num_tokens - 1
@@ -28,14 +45,6 @@ def limit_of(
         return limit, 0
     tail = min(tokens, tracker.inner) // unit * unit - limit * size
     return limit, tail if 0 < tail < size else 0
-
-
-def asked_prefix(tracker: RequestTracker, floor: int, plan: GroupPlan) -> Prefix:
-    """The request's prefix with its boundaries inside blocks past the ``floor`` local ones."""
-    if not plan.unit:
-        return tracker.prefix
-    asked = range(floor * plan.block_size + plan.unit, tracker.inner + 1, plan.unit)
-    return tracker.prefix.with_inner(inner_hashes(tracker.request, asked, plan))
 
 
 def load_of(

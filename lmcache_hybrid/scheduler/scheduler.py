@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduler side: which boundary a request starts from, and what its steps store."""
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -85,13 +84,9 @@ class HybridScheduler:
         self.blocks, self.idle_steps = CachedBlocks(None, hash_block_size), IdleSteps()
         self._queue = queue
         self._policy, self.events = policy or LoadPolicy(), events
-        self._pins = pins or Pins(plan, {}, None)
         self._trackers: dict[str, RequestTracker] = {}
-        # Requests that still have blocks to store: all that a step looks at.
-        self._unsaved: dict[str, RequestTracker] = {}
         self._loads: list[LoadSpec] = []
         self._unloadable: list[str] = []
-        self._dropped: list[tuple[str, int]] = []
         self._final = FinalSaves()
         # Loads under way, those of requests that have ended included.
         self._loading: set[str] = set()
@@ -102,7 +97,7 @@ class HybridScheduler:
         self.closed = False
         self.ledger = queue.ledger = Ledger("scheduler", SchedulerCounts())
         self._planner = SavePlanner(plan, options, self._hashes_per_block, self.ledger)
-        self.prefills = SharedPrefills(plan.block_size, self.ledger, self._meet)
+        self.prefills = SharedPrefills(plan.block_size, self.ledger, self._planner.meet)
         self._arrivals = Arrivals(plan, options, self._hashes_per_block, self.ledger)
         self.store_watch = store_watch or StoreWatch(plan, options)
         self._admission = Admission(
@@ -110,7 +105,8 @@ class HybridScheduler:
             options,
             queue,
             self._policy,
-            self._pins,
+            pins or Pins(plan, {}, None),
+            self.prefills,
             self.ledger,
             self.store_watch,
             events,
@@ -144,30 +140,10 @@ class HybridScheduler:
         if request.request_id.startswith("mock_req") or self.closed:
             return 0, False
         tracker = self._track(request)
-        gain = self._gain(tracker, num_computed_tokens)
+        gain = self._admission.promise(tracker, num_computed_tokens)
         if gain is not None:
-            if gain:
-                tracker.promise(gain)
-            else:
-                self._drop(tracker, tracker.withdraw())
             self._planner.admit(tracker, num_computed_tokens, gain)
-        self._watch(tracker)
         return gain, bool(gain)
-
-    def _gain(self, tracker: RequestTracker, num_computed_tokens: int) -> int | None:
-        """Tokens to load past ``num_computed_tokens``.
-
-        None while the request waits, for the ranks or for a prefix that another one computes.
-        """
-        gain = self._admission.gain(tracker, num_computed_tokens)
-        if gain == 0:
-            self._drop(tracker, tracker.withdraw())  # it claims nothing while it waits
-        if gain is None or not tracker.may_load or tracker.request.skip_reading_prefix_cache:
-            return gain
-        wait = self.prefills.wait(tracker, num_computed_tokens + gain)
-        if wait is None:
-            return self._admission.ask_again(tracker, num_computed_tokens)
-        return None if wait else gain
 
     def update_state_after_alloc(
         self, request: "Request", block_ids: tuple[list[int], ...], num_external_tokens: int
@@ -183,12 +159,11 @@ class HybridScheduler:
             return
         self.prefills.end_wait(tracker)
         if num_external_tokens == 0:
-            self._drop(tracker, tracker.admit())
+            self._admission.admit(tracker)
             self.prefills.begin(tracker)
             return
         size = self._plan.block_size
-        result = tracker.load(num_external_tokens, size, time.monotonic())
-        self._pins.drop(request.request_id)
+        result = self._admission.load(tracker, num_external_tokens)
         boundary = result.boundary
         start = (boundary * size + result.tail - num_external_tokens) // size
         load = load_of(tracker, self._plan, block_ids, start, result)
@@ -215,26 +190,7 @@ class HybridScheduler:
                 self.request_finished(request)
             tracker = self._arrivals.track(request, before, self.drafter)
             self._trackers[request.request_id] = tracker
-        self._watch(tracker)
         return tracker
-
-    def _watch(self, tracker: RequestTracker) -> None:
-        """Look at the request in every step for as long as it has blocks to store."""
-        if tracker.unsaved:
-            self._unsaved[tracker.request.request_id] = tracker
-        else:
-            self._unsaved.pop(tracker.request.request_id, None)
-
-    def _meet(self, tracker: RequestTracker, boundary: int) -> None:
-        """Let a running request end a step at ``boundary`` (tokens), where another waits for it."""
-        self._planner.meet(tracker, boundary)
-        self._watch(tracker)
-
-    def _drop(self, tracker: RequestTracker, claim: int) -> None:
-        """Let the ranks release the claims of lookup number ``claim``, if there is one."""
-        self._pins.drop(tracker.request.request_id)
-        if claim:
-            self._dropped.append((tracker.request.request_id, claim))
 
     # After an error
 
@@ -245,7 +201,6 @@ class HybridScheduler:
             waits: vLLM has blocks for its load: it must hear that this failed.
         """
         tracker = self._trackers.get(request_id)
-        self._unsaved.pop(request_id, None)
         if waits:
             self._loads = [load for load in self._loads if load.request_id != request_id]
             self._unloadable.append(request_id)
@@ -256,7 +211,7 @@ class HybridScheduler:
             return
         tracker.leave_store()
         if not isinstance(tracker.phase, Loading):
-            self._drop(tracker, tracker.admit())
+            self._admission.admit(tracker)
 
     def leave_tail(self, request_id: str) -> None:
         """Store nothing of a request that has ended: vLLM frees its blocks."""
@@ -278,7 +233,7 @@ class HybridScheduler:
             tracker.cancel_background()
             loading = isinstance(tracker.phase, Loading)
             if not loading:
-                self._drop(tracker, tracker.withdraw())
+                self._admission.withdraw(tracker)
             if loading or tracker.request.num_computed_tokens:
                 if tracker.unsaved:
                     with self.ledger as counts:
@@ -286,7 +241,6 @@ class HybridScheduler:
                 tracker.leave_store()
             else:
                 del self._trackers[request_id]
-        self._unsaved.clear()
         self.prefills.clear()
         self._final.forget()
         self.store_watch.forget()
@@ -310,7 +264,7 @@ class HybridScheduler:
         """Return the step's work for the workers, and forget it here."""
         saves: list[SaveSpec] = []
         block_state = output.kv_connector_block_state
-        if block_state is not None and (self._unsaved or block_state.boundary_state_offloads):
+        if block_state is not None:
             saves = list(self._saves(output.num_scheduled_tokens, block_state))
         self.prefills.step()
         self._policy.scheduled(
@@ -323,15 +277,13 @@ class HybridScheduler:
 
     def send(self, output: "SchedulerOutput", saves: list[SaveSpec]) -> ConnectorMetadata:
         """Return ``saves`` and whatever else waits to be sent to the workers."""
-        while self._queue.unreleased:
-            self._dropped.append(self._queue.unreleased.popleft())
+        dropped = tuple(self._admission.take_dropped())
         final, ended = self._final.take()
         saves = [*saves, *final]
         idle = output.total_num_scheduled_tokens == 0
-        if not (saves or self._loads or self._dropped or idle or ended or self._unloadable):
+        if not (saves or self._loads or dropped or idle or ended or self._unloadable):
             return NOTHING
         loads, self._loads = tuple(self._loads), []
-        dropped, self._dropped = tuple(self._dropped), []
         unloadable, self._unloadable = tuple(self._unloadable), []
         return ConnectorMetadata(
             loads,
@@ -349,12 +301,15 @@ class HybridScheduler:
     ) -> Iterator[SaveSpec]:
         """What each scheduled request stores of this step."""
         offers = block_state.boundary_state_offloads
-        for request_id in dict.fromkeys((*self._unsaved, *offers)):
+        for request_id in offers.keys() - scheduled.keys():
+            # Finished, preempted or waiting: its blocks may belong to another by now.
+            self._drop_offers(self._trackers.get(request_id), offers[request_id])
+        for request_id in scheduled:
             tracker, offered = self._trackers.get(request_id), offers.get(request_id, ())
-            if tracker is None or request_id not in scheduled or not tracker.saving:
-                # Finished, preempted or waiting: its blocks may belong to another by now.
-                if tracker is None or tracker.saving:
-                    self._planner.drop_offers("not_running", len(offered))
+            if tracker is None or not tracker.saving:
+                self._drop_offers(tracker, offered)
+                continue
+            if not (offered or tracker.unsaved):
                 continue
             try:
                 save = self._save_of(tracker, scheduled[request_id], offered, block_state)
@@ -364,7 +319,11 @@ class HybridScheduler:
                 continue
             if save is not None:
                 yield save
-            self._watch(tracker)
+
+    def _drop_offers(self, tracker: RequestTracker | None, offers: Sequence[Offer]) -> None:
+        """Count states of a request that does not run, unless it never saves any."""
+        if tracker is None or tracker.saving:
+            self._planner.drop_offers("not_running", len(offers))
 
     def _save_of(
         self,
@@ -401,7 +360,6 @@ class HybridScheduler:
             if tracker is not None:
                 tokens = tracker.phase.tokens if isinstance(tracker.phase, Loading) else 0
                 tracker.fail_load(slow=request_id in slow)
-                self._watch(tracker)
                 with self.ledger as counts:
                     counts.failed_loads += 1
                     counts.failed_tokens += tokens
@@ -419,7 +377,6 @@ class HybridScheduler:
             tracker = self._trackers.get(request_id)
             if tracker is not None and isinstance(tracker.phase, Loading):
                 tracker.leave_store()
-                self._unsaved.pop(request_id, None)
                 tracker.end_load()
             self._loading.discard(request_id)
         with self.ledger as counts:
@@ -443,8 +400,7 @@ class HybridScheduler:
             self._planner.drop_offers("beside_others", len(offers))
             return False
         if tracker is None or not tracker.saving or tracker.background is not None:
-            if tracker is None or tracker.saving:
-                self._planner.drop_offers("not_running", len(offers))
+            self._drop_offers(tracker, offers)
             return False
         blocks = KVConnectorBlockState({request.request_id}, lambda _: block_ids, {})
         save = self._planner.plan(tracker, request.num_computed_tokens, offers, blocks)
@@ -457,12 +413,11 @@ class HybridScheduler:
     def request_finished(self, request: "Request") -> None:
         """Forget the request. A load under way goes on until the worker reports it."""
         tracker = self._trackers.pop(request.request_id, None)
-        self._unsaved.pop(request.request_id, None)
         self.prefills.forget(request.request_id)
         if tracker is not None:
             # The worker's load holds the claim itself and drops it when it ends.
             if not isinstance(tracker.phase, Loading):
-                self._drop(tracker, tracker.withdraw())
+                self._admission.withdraw(tracker)
             tracker.cancel_background()
             self._policy.finished(request)
         if not self._trackers:
@@ -473,13 +428,10 @@ class HybridScheduler:
 
     def check_integrity(self) -> None:
         """Assert what holds between two calls of vLLM."""
-        assert self._unsaved == {rid: t for rid, t in self._trackers.items() if t.unsaved}
         for request_id, tracker in self._trackers.items():
             tracker.check_integrity()
             assert tracker.request.request_id == request_id
             loading = isinstance(tracker.phase, Loading)
             assert not loading or request_id in self._loading
         assert self.counts.loads_in_flight == len(self._loading)
-        self.prefills.check_integrity()
-        claims = {rid: tracker.claim for rid, tracker in self._trackers.items() if tracker.claim}
-        self._pins.check_integrity(claims)
+        self._admission.check_integrity(self._trackers.values())

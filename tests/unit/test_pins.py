@@ -333,7 +333,7 @@ def test_how_many_empty_steps_show_that_nothing_is_computed(scheduler_of, parall
 @pytest.mark.parametrize("local_cpu, most", [(True, 3 << 30), (False, math.inf)])
 def test_the_pool_is_that_of_a_rank(scheduler_of, local_cpu, most):
     scheduler, groups = scheduler_of(lmcache_config(local_cpu=local_cpu, max_local_cpu_size=6.0))
-    pins = scheduler._pins
+    pins = scheduler._admission._pins
     assert pins._most == most
     if local_cpu:
         sizes = [page_bytes(group) for group in groups.kv_cache_groups]

@@ -31,7 +31,7 @@ def test_nothing_is_tracked_after_the_end(when):
     rig.scheduler.request_finished(request)
     rig.scheduler.request_finished(request)
     metadata = rig.step()
-    assert rig.scheduler.num_tracked == 0 and not rig.scheduler._unsaved
+    assert rig.scheduler.num_tracked == 0
     if when in ("allocated", "loading"):
         # The load goes on and reports its end; its claim ends with it.
         assert (when == "allocated") == bool(metadata.loads)
@@ -162,7 +162,8 @@ def test_a_fully_stored_prompt_costs_later_steps_nothing():
     request = make_request(tokens=3 * N + 1)
     rig.holds(request, 3, 3)
     assert rig.match(request) == (3 * N, True)
-    assert not rig.scheduler._unsaved
+    tracker = rig.scheduler._trackers[request.request_id]
+    assert tracker.saving and not tracker.unsaved
 
 
 def test_a_new_question_keeps_its_claim_from_an_unsent_drop():

@@ -82,9 +82,9 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "a hit is judged in every pass",
-        "lmcache_hybrid/scheduler/scheduler.py",
-        "        if gain == 0:\n            self._drop(",
-        "        if False:\n            self._drop(",
+        ADMISSION,
+        "        if gain == 0:\n            self.withdraw(",
+        "        if False:\n            self.withdraw(",
     ),
     one(
         "estimates can be negative",

@@ -173,7 +173,7 @@ DEFECTS = (
         "a request that is given up keeps its claim",
         SCHEDULER,
         "        if not isinstance(tracker.phase, Loading):\n"
-        "            self._drop(tracker, tracker.admit())\n",
+        "            self._admission.admit(tracker)\n",
         "",
     ),
     one(

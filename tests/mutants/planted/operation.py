@@ -245,9 +245,9 @@ DEFECTS = (
         (
             (
                 SCHEDULER,
-                "            if not loading:\n                self._drop",
+                "            if not loading:\n                self._admission.withdraw",
                 "            if not loading and tracker.request.num_computed_tokens:\n"
-                "                self._drop",
+                "                self._admission.withdraw",
             ),
             (
                 SCHEDULER,

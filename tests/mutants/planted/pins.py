@@ -5,7 +5,6 @@ from tests.mutants.defect import Defect, one
 
 PINS = "lmcache_hybrid/scheduler/pins.py"
 ADMISSION = "lmcache_hybrid/scheduler/admission.py"
-SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
 
 DEFECTS: tuple[Defect, ...] = (
     one(
@@ -106,15 +105,15 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "a load still counts as waiting",
-        SCHEDULER,
-        "        self._pins.drop(request.request_id)\n",
-        "",
+        ADMISSION,
+        "        self._pins.drop(tracker.request.request_id)\n        return result\n",
+        "        return result\n",
     ),
     one(
         "a claim that was dropped still counts",
-        SCHEDULER,
-        "        self._pins.drop(tracker.request.request_id)\n",
-        "",
+        ADMISSION,
+        "        self._pins.drop(tracker.request.request_id)\n        if claim:\n",
+        "        if claim:\n",
     ),
     one(
         "a prompt that vLLM holds all of waits for others",

@@ -160,9 +160,9 @@ DEFECTS = (
     one(
         "offers of requests that are not scheduled are stored",
         SCHEDULER,
-        "if tracker is None or request_id not in scheduled or not tracker.saving:",
-        "scheduled.setdefault(request_id, 0)\n"
-        "            if tracker is None or not tracker.saving:",
+        "        for request_id in offers.keys() - scheduled.keys():\n",
+        "        for request_id in offers.keys() - scheduled.keys():\n"
+        "            scheduled[request_id] = 0\n",
     ),
     Defect(
         "blocks are copied before the forward wrote them",
@@ -182,12 +182,6 @@ DEFECTS = (
         "lmcache_hybrid/scheduler/tracker.py",
         "            self.stored.forget()\n",
         "            self.stored.forget(self.stored.attention)\n",
-    ),
-    one(
-        "what a failed load leaves to store is not looked at",
-        SCHEDULER,
-        "slow=request_id in slow)\n                self._watch(tracker)\n",
-        "slow=request_id in slow)\n",
     ),
     # What counts as a hit
     one(

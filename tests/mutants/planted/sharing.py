@@ -5,7 +5,7 @@ from tests.mutants.defect import Defect, one
 
 PREFILLS = "lmcache_hybrid/scheduler/shared_prefills.py"
 CHECKPOINTS = "lmcache_hybrid/scheduler/checkpoints.py"
-SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
+ADMISSION = "lmcache_hybrid/scheduler/admission.py"
 
 DEFECTS: tuple[Defect, ...] = (
     one(
@@ -105,12 +105,6 @@ DEFECTS: tuple[Defect, ...] = (
         "        if wait is not None:\n",
     ),
     one(
-        "a leader whose pages are all stored is not looked at",
-        SCHEDULER,
-        "        self._planner.meet(tracker, boundary)\n        self._watch(tracker)\n",
-        "        self._planner.meet(tracker, boundary)\n",
-    ),
-    one(
         "a request waits although another connector may have its prefix",
         "lmcache_hybrid/config/options.py",
         "        share_prefills=share and alone,\n",
@@ -142,14 +136,14 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "a request that may not read a cache waits for one",
-        SCHEDULER,
-        "not tracker.may_load or tracker.request.skip_reading_prefix_cache:\n",
-        "not tracker.may_load:\n",
+        ADMISSION,
+        "tracker.may_load and reads:\n            wait",
+        "tracker.may_load:\n            wait",
     ),
     one(
         "who has waited in vain takes what the store had before",
-        SCHEDULER,
-        "            return self._admission.ask_again(tracker, num_computed_tokens)\n",
-        "            return gain\n",
+        ADMISSION,
+        "                if isinstance(tracker.phase, Offered):\n                    self._ask(",
+        "                if False:\n                    self._ask(",
     ),
 )
