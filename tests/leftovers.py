@@ -76,14 +76,19 @@ def guard(folder: str, owner: int, made: list[str]) -> None:
         killed = _kill(folder, owner)
         print(", ".join(command for command in killed if SILENT not in command), flush=True)
     _kill(folder, owner)
+    remove(folder)
+    for each in made:
+        with suppress(OSError):  # not there, or no longer empty
+            os.rmdir(each)
+
+
+def remove(folder: str) -> None:
+    """Remove a folder with all that is in it, as far as it can be removed."""
     for path, folders, _ in os.walk(folder):
         for each in (os.path.join(path, name) for name in folders):
             if not os.path.islink(each):
                 os.chmod(each, 0o700)  # tests make some that cannot be written
     shutil.rmtree(folder, ignore_errors=True)
-    for each in made:
-        with suppress(OSError):  # not there, or no longer empty
-            os.rmdir(each)
 
 
 def _kill(folder: str, owner: int) -> list[str]:

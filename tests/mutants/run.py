@@ -23,10 +23,11 @@ from tests.mutants.defects import DEFECTS  # noqa: E402
 SUITE = ("tests/unit", "tests/sim", "tests/repairs")
 # It reads what is planted, so it would fail for every defect.
 BLIND = "tests/unit/test_mutants.py"
-# Files of the first two stages, which are those most likely to find a defect; of each, files that
-# take longer than so many seconds come with the rest.
+# Files of the first two stages, which are those most likely to find a defect; files that take
+# longer than so many seconds come with the rest.
 STAGES = ((0, 6), (6, 30))
-QUICK_SECONDS = 6.0
+QUICK_SECONDS = 12.0
+NEAR_SECONDS = 40.0  # those that import what was changed
 PROGRESS = tree.ROOT / "build/mutants.json"
 console = Console(width=140, highlight=False)
 
@@ -143,7 +144,9 @@ def plans(defect: Defect, tests: dict[str, float], known: table.Results) -> list
     before = known.get(defect.name, {}).get("test", "")
     here = before.partition("::")[0] in tests
     ordered = table.order(defect, tests, known, sources)
-    quick = [file for file in ordered if tests[file] <= QUICK_SECONDS]
+    near = table.near(defect, tests)
+    longest = {file: NEAR_SECONDS if file in near else QUICK_SECONDS for file in tests}
+    quick = [file for file in ordered if tests[file] <= longest[file]]
     stages = [quick[start:end] for start, end in STAGES]
     asked = {file for stage in stages for file in stage}
     stages.append([file for file in ordered if file not in asked])

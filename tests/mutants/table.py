@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which test finds which planted defect: ``docs/generated/mutants.json``, its row in the docs."""
 
+import functools
 import json
 import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +87,28 @@ def order(
         if each["test"]:
             likely = (sources.get(name) in changed) + BESIDE * (name in beside)
             found[each["test"].partition("::")[0]] += likely
-    stems = {Path(file).stem for file in changed}
+    beside_it = near(defect, files)
 
     def rank(file: str) -> tuple[bool, int, bool, float]:
-        named = any(stem in Path(file).stem for stem in stems)
         # The simulation sees most of what goes wrong in serving.
-        return not named, -found[file], not file.startswith("tests/sim/"), files[file]
+        return file not in beside_it, -found[file], not file.startswith("tests/sim/"), files[file]
 
     return sorted(files, key=rank)
+
+
+@functools.cache
+def _text(file: str) -> str:
+    path = ROOT / file
+    return path.read_text() if path.exists() else ""
+
+
+def near(defect: Defect, files: Iterable[str]) -> set[str]:
+    """Those test files that have the name of a file that the defect changes, or import it."""
+    found = set()
+    for changed in {Path(file.removesuffix("/__init__.py")) for file, _, _ in defect.edits}:
+        package = re.escape(".".join(changed.parent.parts))
+        module = rf"\b({package}\.{changed.stem}|{package} import \(?[^()]*\b{changed.stem})\b"
+        for file in files:
+            if changed.stem in Path(file).stem or re.search(module, _text(file)):
+                found.add(file)
+    return found

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import table, tree
+from tests.mutants import run, table, tree
 from tests.mutants.defect import one
 from tests.mutants.defects import DEFECTS
 from tests.mutants.watch import is_find
@@ -95,6 +95,13 @@ def test_the_test_that_found_a_like_defect_runs_early():
     files["tests/unit/test_copies.py"] = 9
     ordered = table.order(one("new", "copies.py", "", ""), files, known, {"a": "copies.py"})
     assert [Path(file).stem[5:] for file in ordered] == ["copies", "c", "b", "a", "d"]
+
+
+def test_tests_that_import_what_was_changed_run_first_however_long_they_take():
+    defect = one("new", "lmcache_hybrid/storage/eviction_order.py", "", "")
+    files = {"tests/unit/storage/test_arc.py": 30.0, "tests/unit/test_agree.py": 1.0}
+    first, *_ = run.plans(defect, files, {})
+    assert first == list(files)
 
 
 def test_the_docs_say_what_the_last_complete_run_found():

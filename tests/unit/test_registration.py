@@ -17,7 +17,7 @@ from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.tools.doctor import installation
 from lmcache_hybrid.tools.doctor.finding import Status
 from lmcache_hybrid.tools.doctor.model import kv_cache_config
-from lmcache_hybrid.upstream import versions
+from lmcache_hybrid.upstream import signatures, versions
 from vllm_patch import compat, configuration, connector, events, loaders, media, sessions
 
 from .helpers import LMCACHE, STATE_SPEC, engine_config
@@ -171,6 +171,19 @@ def test_a_release_of_lmcache_that_changed_what_is_called_serves_other_models_on
     problem = "cannot serve this model: .*read_file takes .key, buffer. instead of .key, buffer, p"
     with pytest.raises(ValueError, match=problem):
         make(cache_config(*groups))
+
+
+def test_at_start_only_what_is_replaced_then_is_looked_through(monkeypatch):
+    """The rest needs LMCache, and what only workers import."""
+    asked = []
+
+    def changed(*wanted):
+        asked.append(wanted)
+        return "a problem"  # before anything is replaced
+
+    monkeypatch.setattr(versions, "changed", changed)
+    assert vllm_patch._install() == "a problem"
+    assert asked == [(signatures.AT_START,)]
 
 
 @pytest.mark.parametrize("changed", [False, True])

@@ -33,6 +33,11 @@ def test_a_trace_is_the_same_for_a_seed(make) -> None:
     assert max(lengths) <= (1_500 if short else 32_768)
 
 
+def test_the_page_of_figures_lies_above_their_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert report.page_of(Path("docs/generated/reuse.json")) == tmp_path / "docs/reuse.md"
+
+
 def test_tokens_follow_from_the_name() -> None:
     assert tokens([A]) == tokens([Span("A", 20)]) != tokens([Span("Z", 20)])
     assert tokens([A, B], known={"A": [1, 2]}) == [1, 2, *tokens([B])]

@@ -15,8 +15,8 @@ DEFECTS = (
     one(
         "a killed session leaves processes",
         FILE,
-        "    _kill(folder, owner)\n    for path",
-        "    for path",
+        "    _kill(folder, owner)\n    remove",
+        "    remove",
     ),
     one(
         "a fork of the session's own process outlives it",

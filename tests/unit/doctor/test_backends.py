@@ -121,6 +121,15 @@ def test_a_server_that_is_away(context):
     assert only(check_redis(found)).status == SKIPPED
 
 
+def test_a_plugins_server_that_is_away(context, monkeypatch):
+    """It is said at once, instead of that it took no record in time."""
+    monkeypatch.setattr(backends, "WAIT_SECONDS", 1.0)
+    extra = {"remote_storage_plugin.redis.redis_url": "redis://localhost:1"}
+    found = context(local_cpu=False, remote_storage_plugins=["redis"], extra_config=extra)
+    told = only(assert_sentences(check_backends(found)))
+    assert told.status == ERROR and " cannot be used: " in told.message
+
+
 def test_a_server_that_is_full(context, valkey, redis, monkeypatch):
     monkeypatch.setattr(backends, "WAIT_SECONDS", 1.0)
     redis.config_set("maxmemory", redis.info("memory")["used_memory"] + 1000)

@@ -94,7 +94,6 @@ def records(folder: Path) -> int:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.slow
 def test_one_cleans_and_when_it_is_killed_another_goes_on(start, tmp_path):
     one = start(10 * SIZE)
     until(lambda: one.count("look") > 0, "nobody looked")

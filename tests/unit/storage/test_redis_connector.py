@@ -143,11 +143,12 @@ def test_a_read_that_nobody_waits_for_gives_its_memory_back(box):
     box = box("redis").write()
     box.redis.client_pause(700)
     jobs = [run(box, box.backend.connection.get(box.store.engine_key(key))) for key in KEYS * 3]
-    until(lambda: len(connector_of(box)._readers._threads) == redis_records.READERS, "no reads")
+    waiting = connector_of(box)._readers._work_queue.qsize
+    until(lambda: waiting() == len(jobs) - redis_records.READERS, "no reads")
     for job in jobs:
         job.cancel()
     box.redis.ping()  # when the pause is over
-    until(lambda: not connector_of(box)._readers._work_queue.qsize(), "reads did not end")
+    until(lambda: not waiting(), "reads did not end")
     box.read()
     until(lambda: box.used() == box.start, "late reads keep their memory")
 

@@ -180,6 +180,24 @@ def test_writes_behind_one_without_an_answer_fail_at_once(box, monkeypatch, trie
     assert len(box.write(keys).read(keys)) == len(keys)
 
 
+def test_a_write_whose_connection_breaks_fails_alone(box, monkeypatch):
+    """That is no silence, so those that wait behind it are sent."""
+    keys = [RecordKey(ATTENTION, 3, bytes([i]) * 32, (i + 1) * N) for i in range(32)]
+    box, send = box("redis"), sockets.send_value
+    first = box.store.engine_key(keys[0]).to_string()
+
+    def send_all_but_one(sock, name, *args):
+        if first.encode() in name:
+            raise ConnectionResetError
+        send(sock, name, *args)
+
+    monkeypatch.setattr(sockets, "send_value", send_all_but_one)
+    put(box.store, keys, SIZE)
+    box.settle()
+    assert box.store.failed_writes == {"RemoteBackend": 1}
+    assert set(box.store.locate(keys)) == set(keys[1:])
+
+
 def test_a_redis_that_takes_nothing_is_counted(box, monkeypatch, tried):
     """It answered, however late, so each record is sent: it may take the next one."""
     monkeypatch.setattr(redis_records, "SILENT_SECONDS", 0.0)
