@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from lmcache_hybrid.config.redis_credentials import without_password
-from lmcache_hybrid.config.shared_folders import shared_folders
+from lmcache_hybrid.config.stores import shared_folders
 from lmcache_hybrid.core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from vllm.logger import init_logger
 
-from lmcache_hybrid.config.backends import check_plugins, check_remote_url, redis_urls
 from lmcache_hybrid.config.folders import (
     MAX_AGE_KEY,
     MAX_SIZE_KEY,
@@ -25,14 +24,11 @@ from lmcache_hybrid.config.folders import (
 from lmcache_hybrid.config.other_names import name_as_redis
 from lmcache_hybrid.config.redis_credentials import (
     PASSWORD_FILE,
-    connection_options,
     hide_passwords,
     holds_password,
     shown,
 )
-from lmcache_hybrid.config.s3 import SCHEME as S3
-from lmcache_hybrid.config.s3 import check_s3
-from lmcache_hybrid.config.shared_folders import folders_in, shared_folders
+from lmcache_hybrid.config.stores import check_places, folders_in, places, shared_folders
 from lmcache_hybrid.config.values import (
     as_lmcache_reads,
     problems,
@@ -440,13 +436,13 @@ def refusals(config: "LMCacheEngineConfig", block_size: int | None) -> list[str]
 
 
 def _checks(config: "LMCacheEngineConfig", block_size: int | None) -> Iterator[Callable[[], None]]:
-    extra, scheme = config.extra_config or {}, (config.remote_url or "").partition("://")[0]
+    extra = config.extra_config or {}
+    own = {name for place in places(config) for name in place.kind.own_options}
     for name, (is_set, why) in _REFUSED.items():
         yield partial(_refuse_if, name, getattr(config, name, None), is_set, why)
     for name, (is_set, why) in _REFUSED_EXTRA.items():
-        if name == "save_chunk_meta" and scheme == S3:
-            continue  # a value says its size itself, see check_s3
-        yield partial(_refuse_if, f"extra_config.{name}", extra.get(name), is_set, why)
+        if name not in own:
+            yield partial(_refuse_if, f"extra_config.{name}", extra.get(name), is_set, why)
     for name, unit in _POSITIVE.items():
         yield partial(_check_positive, name, getattr(config, name), unit)
     yield partial(_check_remote, config)
@@ -543,20 +539,14 @@ def _check_locations(config: "LMCacheEngineConfig") -> None:
 
 
 def _check_remote(config: "LMCacheEngineConfig") -> None:
-    check_plugins(config.remote_storage_plugins)
     if (config.remote_url or config.remote_storage_plugins) and config.remote_serde is None:
         raise ConfigError(
             "LMCache option remote_serde=None opens no remote store; remove it, or write naive."
         )
-    if config.remote_url:
-        parts = check_remote_url(config.remote_url)
-        if parts.scheme == S3:
-            check_s3(parts, config.extra_config or {})
+    check_places(config)
     for option, folders in shared_folders(config):
         for folder in folders:
             check_folder(option, folder, trusted_owner(config))
-    for url in redis_urls(config):
-        connection_options(url)
 
 
 def memory_of_the_machine() -> int:

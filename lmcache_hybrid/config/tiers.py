@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_hybrid.config.folders import MAX_SIZE_KEY
 from lmcache_hybrid.config.options import Options
+from lmcache_hybrid.config.stores import places
 from lmcache_hybrid.core.prefill import boundaries, chunk_tokens
 from lmcache_hybrid.core.sizes import GIB
 
@@ -39,8 +40,7 @@ class Tier:
 
 def tiers(config: "LMCacheEngineConfig", options: Options) -> Iterator[Tier]:
     """Each place that the configuration names, in the order in which LMCache looks there."""
-    remote = [str(config.remote_url).partition("://")[0]] if config.remote_url else []
-    remote += config.remote_storage_plugins or []
+    remote = places(config)
     if config.local_cpu:
         limit = int(config.max_local_cpu_size * GIB)
         last = not (config.local_disk or remote)
@@ -51,7 +51,7 @@ def tiers(config: "LMCacheEngineConfig", options: Options) -> Iterator[Tier]:
     if bound := options.folder_limits.max_bytes:
         yield Tier("fs://", MAX_SIZE_KEY, bound, shared=True)
     elif remote:
-        yield Tier(f"{remote[0]}://", shared=True)
+        yield Tier(remote[-1].title, shared=True)
 
 
 def prompt_bytes(

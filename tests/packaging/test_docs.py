@@ -21,8 +21,8 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core_client import EngineCoreClient
 
-from lmcache_hybrid.config import backends
 from lmcache_hybrid.config import options as config
+from lmcache_hybrid.config import stores
 from lmcache_hybrid.tools.sizing import catalogue
 from lmcache_hybrid.tools.sizing.blocks import PLATFORMS, compute
 from lmcache_hybrid.tools.tiny_families import FAMILIES
@@ -115,7 +115,7 @@ def test_every_refused_option_is_on_the_options_page() -> None:
     text = (DOCS / "options.md").read_text()
     for name in (*config._REFUSED, *config._REFUSED_EXTRA, config.CHECKPOINT_KEY):
         assert f"{name}`" in text or f"{name}:" in text, name
-    for scheme in backends.REMOTE_SCHEMES:
+    for scheme in stores.BY_SCHEME:
         assert f"`{scheme}://" in text
 
 

@@ -21,9 +21,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from lmcache_hybrid import connector
 from lmcache_hybrid.config import redis_credentials as login
-from lmcache_hybrid.config.backends import check_remote_url
 from lmcache_hybrid.config.options import load_lmcache_config, refusals
 from lmcache_hybrid.config.redis_credentials import PLUGIN_URLS, connection_options, unencrypted
+from lmcache_hybrid.config.stores.base import parts_of
 from lmcache_hybrid.core.errors import ConfigError, StoreError
 from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.tools.doctor.backends import check_backends, until
@@ -293,7 +293,7 @@ def test_a_password_in_a_plugins_url_is_hidden(monkeypatch, heard):
 
 
 @pytest.mark.parametrize("signs", ["se/cret", "se?cret", "se#cret", "se/cr@et"])
-@pytest.mark.parametrize("use", [check_remote_url, connect])
+@pytest.mark.parametrize("use", [parts_of, connect])
 def test_a_password_with_signs_of_a_url_is_told_without_it(use, signs):
     with pytest.raises((ConfigError, StoreError), match="%2F") as error:
         use(f"redis://user:{signs}@cache:6379")

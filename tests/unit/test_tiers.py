@@ -29,7 +29,11 @@ from .lmcache_settings import lmcache_config
             {"max_bytes": 8 * GIB},
             "fs:// (about 2.0 prompts of max_model_len=1,200)",
         ),
-        ({"local_cpu": False, "remote_storage_plugins": ["redis.a"]}, {}, "redis.a://"),
+        (
+            {"local_cpu": False, "remote_storage_plugins": ["redis.a"]},
+            {},
+            "redis:// (plugin redis.a)",
+        ),
     ],
     ids=str,
 )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from lmcache_hybrid.config.folders import FolderLimits
-from lmcache_hybrid.config.shared_folders import shared_folders
+from lmcache_hybrid.config.stores import shared_folders
 from lmcache_hybrid.core.counts import Ledger, WorkerCounts
 from lmcache_hybrid.storage.folder.folder_lock import FolderLock
 from lmcache_hybrid.storage.folder.least_used import least_used

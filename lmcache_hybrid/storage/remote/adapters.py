@@ -1,25 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which connector serves which scheme of ``remote_url`` and which remote storage plugin."""
+"""Makes the connector of a store outside the engine, in place of LMCache's own."""
 
 import asyncio
 from typing import TYPE_CHECKING
 
 from lmcache.v1.storage_backend import remote_backend
 from lmcache.v1.storage_backend.connector import (
-    ConnectorAdapter,
     ConnectorContext,
     CreateConnector,
     extract_plugin_type,
 )
 from lmcache.v1.storage_backend.connector.instrumented_connector import InstrumentedRemoteConnector
-from lmcache.v1.storage_backend.connector.s3_adapter import S3ConnectorAdapter
 
-from lmcache_hybrid.config.redis_credentials import plugin_url
-from lmcache_hybrid.config.shared_folders import folders_of_plugin, folders_of_url
-from lmcache_hybrid.storage.remote import clients
-from lmcache_hybrid.storage.remote.fs import HybridFSConnector
-from lmcache_hybrid.storage.remote.record_connector import RecordConnector
-from lmcache_hybrid.storage.remote.redis import HybridRedisConnector
+from lmcache_hybrid.config.stores import BY_PLUGIN, BY_SCHEME, Place
+from lmcache_hybrid.config.stores.base import named
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -29,55 +23,14 @@ if TYPE_CHECKING:
 PLUGIN = "plugin://"
 
 
-class RedisAdapter(ConnectorAdapter):
-    """Redis and Valkey: one server, a cluster, a primary that sentinels name."""
-
-    def can_parse(self, url: str) -> bool:
-        scheme, _, rest = url.partition("://")
-        if url.startswith(PLUGIN):
-            return extract_plugin_type(rest) == "redis"
-        return scheme in clients.SCHEMES
-
-    def create_connector(self, context: ConnectorContext) -> RecordConnector:
-        url, config = context.url, context.config
-        if url.startswith(PLUGIN):
-            url = plugin_url(config)
-        return HybridRedisConnector(url, context)
-
-
-class FSAdapter(ConnectorAdapter):
-    """Folders of one ``fs://`` URL or one plugin, separated by commas."""
-
-    def __init__(self) -> None:
-        super().__init__("fs://")
-
-    def can_parse(self, url: str) -> bool:
-        if url.startswith(PLUGIN):
-            return extract_plugin_type(url.removeprefix(PLUGIN)) == "fs"
-        return super().can_parse(url)
-
-    def create_connector(self, context: ConnectorContext) -> RecordConnector:
-        if context.plugin_name is None:
-            folders = folders_of_url(context.url)
-        else:
-            _, folders = folders_of_plugin(context.plugin_name, context.config.extra_config)
-        return HybridFSConnector(folders, context)
-
-
-class S3Adapter(ConnectorAdapter):
-    """A bucket; LMCache's own adapter reads the options."""
-
-    def __init__(self) -> None:
-        super().__init__("s3://")
-
-    def create_connector(self, context: ConnectorContext) -> RecordConnector:
-        from lmcache_hybrid.storage.remote.s3 import HybridS3Connector  # imports AWS' client
-
-        return HybridS3Connector(S3ConnectorAdapter().create_connector(context), context)
-
-
-# The first that can parse a URL serves it. What none of them can is LMCache's own.
-ADAPTERS: tuple[ConnectorAdapter, ...] = (RedisAdapter(), FSAdapter(), S3Adapter())
+def place_of(url: str, config: "LMCacheEngineConfig") -> Place | None:
+    """The store at one of LMCache's URLs; None where it is none of ours."""
+    scheme, _, plugin = url.partition("://")
+    if url.startswith(PLUGIN):
+        kind = BY_PLUGIN.get(extract_plugin_type(plugin))
+        return None if kind is None else kind.of_plugin(plugin, config)
+    kind = BY_SCHEME.get(scheme)
+    return None if kind is None else Place(kind, url)
 
 
 def create_connector(
@@ -89,15 +42,15 @@ def create_connector(
     plugin_name: str | None = None,
 ) -> InstrumentedRemoteConnector:
     """Make the connector of a ``RemoteBackend``, now and when it connects again."""
-    for adapter in ADAPTERS:
-        if adapter.can_parse(url):
-            context = ConnectorContext(url, loop, local_cpu_backend, config, metadata, plugin_name)
-            return InstrumentedRemoteConnector(adapter.create_connector(context))
-    return CreateConnector(url, loop, local_cpu_backend, config, metadata, plugin_name)
+    place = place_of(url, config)
+    if place is None:
+        return CreateConnector(url, loop, local_cpu_backend, config, metadata, plugin_name)
+    context = ConnectorContext(url, loop, local_cpu_backend, config, metadata, plugin_name)
+    return InstrumentedRemoteConnector(named(place.kind.connector)(place, context))
 
 
 def install() -> None:
-    """Have LMCache's remote backends of this process use :data:`ADAPTERS`. Idempotent.
+    """Have LMCache's remote backends of this process use connectors of ours. Idempotent.
 
     No bug: LMCache's ``ConnectorManager`` takes adapters of others, but asks its own first, so
     no other adapter can serve a scheme that LMCache knows.

@@ -23,6 +23,7 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.storage_backend.connector import ConnectorContext
 from vllm.logger import init_logger
 
+from lmcache_hybrid.config.stores import Place
 from lmcache_hybrid.core.errors import SlowError
 from lmcache_hybrid.core.pace import Reading, reading
 from lmcache_hybrid.core.threads import DaemonPool, anywhere, cores
@@ -333,6 +334,13 @@ class HybridFSConnector(RecordConnector):
             await asyncio.wait(jobs, timeout=FLUSH_SECONDS)
         for threads in (self._readers, self._writers, self._askers, self._uses):
             threads.close()
+
+
+def connect(place: Place, context: ConnectorContext) -> HybridFSConnector:
+    """Reach the folders of a place."""
+    found = place.kind.folders(place, context.config)
+    assert found is not None
+    return HybridFSConnector(found[1], context)
 
 
 def _name(key: CacheEngineKey) -> str:

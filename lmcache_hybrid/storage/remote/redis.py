@@ -24,6 +24,7 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.storage_backend.connector import ConnectorContext
 from redis.exceptions import AskError
 
+from lmcache_hybrid.config.stores import Place
 from lmcache_hybrid.core.errors import SlowError
 from lmcache_hybrid.core.pace import Reading, reading
 from lmcache_hybrid.core.threads import anywhere, cores, started
@@ -298,6 +299,11 @@ class HybridRedisConnector(RecordConnector):
         for threads in (self._readers, self._writers, self._askers):
             threads.shutdown(wait=False, cancel_futures=True)
         self._servers.close()
+
+
+def connect(place: Place, context: ConnectorContext) -> HybridRedisConnector:
+    """Reach the server of a place, the cluster or the primary. Nothing is sent yet."""
+    return HybridRedisConnector(place.url, context)
 
 
 def _release(job: Future[MemoryObj | None]) -> None:

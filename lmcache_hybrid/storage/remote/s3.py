@@ -22,9 +22,11 @@ from awscrt.s3 import S3Request, S3RequestType, S3ResponseError
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.storage_backend.connector import ConnectorContext
+from lmcache.v1.storage_backend.connector.s3_adapter import S3ConnectorAdapter
 from lmcache.v1.storage_backend.connector.s3_connector import S3Connector
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
+from lmcache_hybrid.config.stores import Place
 from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector
 
@@ -247,6 +249,11 @@ class HybridS3Connector(RecordConnector):
             ends = [asyncio.wrap_future(request.finished_future) for request in rest]
             await asyncio.wait(ends, timeout=CANCEL_SECONDS)
         await self._theirs.pq_executor.shutdown_async(False)
+
+
+def connect(place: Place, context: ConnectorContext) -> HybridS3Connector:
+    """Reach a bucket; LMCache's own adapter reads the options."""
+    return HybridS3Connector(S3ConnectorAdapter().create_connector(context), context)
 
 
 class _Read:

@@ -3,8 +3,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from lmcache_hybrid.config.backends import remote_backends
 from lmcache_hybrid.config.options import LOAD_LIMIT_KEY, POLICIES, POLICY_KEY, Options
+from lmcache_hybrid.config.stores import places
 
 if TYPE_CHECKING:
     from lmcache_hybrid.storage.lmcache_store import LMCacheStore
@@ -28,7 +28,7 @@ def tiers_of(store: "LMCacheStore") -> list[dict[str, Any]]:
     titles = {
         "LocalCPUBackend": "RAM",
         "LocalDiskBackend": "local disk",
-        **remote_backends(config),
+        **{place.backend: place.title for place in places(config)},
     }
     for name in _located(store):
         if config.store_location in (None, name):
@@ -79,4 +79,5 @@ def missing_of(store: "LMCacheStore") -> list[str]:
     """Stores that are configured and that LMCache did not open."""
     config, there = store._engine.config, store.manager.storage_backends
     disk = ["LocalDiskBackend"] if config.local_disk else []
-    return [name for name in (*disk, *remote_backends(config)) if name not in there]
+    named = (*disk, *(place.backend for place in places(config)))
+    return [name for name in named if name not in there]

@@ -12,21 +12,19 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import torch
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
 from lmcache_hybrid.config.options import refusals, settle_lmcache_config
-from lmcache_hybrid.config.redis_credentials import without_password
+from lmcache_hybrid.config.stores import places
+from lmcache_hybrid.config.stores.base import named
 from lmcache_hybrid.core.errors import LoadError, RecordError, StoreError
 from lmcache_hybrid.core.keys import STATE, RecordKey
 from lmcache_hybrid.storage.record import digests_of
-from lmcache_hybrid.storage.remote.clients import SCHEMES
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector, unwrapped
 from lmcache_hybrid.tools.doctor.context import Context
 from lmcache_hybrid.tools.doctor.finding import Finding, error, listen, ok, one_line, skipped
-from lmcache_hybrid.tools.stored.redis_client import connect
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -55,13 +53,13 @@ def check_backends(context: Context) -> Iterator[Finding]:
     # The test record must evict none of an engine's, nor the files of other fingerprints.
     config.max_local_disk_size += NO_LIMIT_GB
     settle_lmcache_config(config, context.block_size or config.chunk_size)
-    url = config.remote_url
-    if url and urlsplit(url).scheme in SCHEMES:
-        try:
-            connect(url).close()
-        except StoreError as failure:
-            yield error("remote_url", str(failure))
-            config.remote_url = None
+    for place in places(config):
+        if place.kind.ping and not place.plugin:
+            try:
+                named(place.kind.ping)(place.url)
+            except StoreError as failure:
+                yield error("remote_url", str(failure))
+                config.remote_url = None
     size = DEFAULT_BYTES if context.model is None else context.model.largest or DEFAULT_BYTES
     yield from _through_all(config, min(size, MOST_BYTES))
 
@@ -234,8 +232,8 @@ def _label(config: "LMCacheEngineConfig", name: str) -> tuple[str, str]:
         return "local_cpu", "RAM"
     if name == "LocalDiskBackend":
         return "local_disk", f"The folder {config.local_disk}"
-    url = config.remote_url
-    return ("remote_url", without_password(url)) if url else ("remote store", name)
+    (place,) = (place for place in places(config) if place.backend == name)
+    return place.option, place.shown
 
 
 @contextmanager

@@ -10,16 +10,15 @@ import psutil
 import redis
 from lmcache import device_ops
 
-from lmcache_hybrid.config.backends import redis_urls
 from lmcache_hybrid.config.folders import MAX_AGE_KEY, MAX_SIZE_KEY, FolderLimits
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.config.redis_credentials import without_password
-from lmcache_hybrid.config.shared_folders import shared_folders
+from lmcache_hybrid.config.stores import REDIS, places, shared_folders
 from lmcache_hybrid.config.tiers import Tier, prompt_bytes, tiers
 from lmcache_hybrid.core.errors import ConfigError, StoreError
 from lmcache_hybrid.core.sizes import GIB, size_text
 from lmcache_hybrid.storage.host_memory import DONT_ROUND, compiled_part_missing, rounded
-from lmcache_hybrid.storage.remote.clients import SCHEMES, Client
+from lmcache_hybrid.storage.remote.clients import Client
 from lmcache_hybrid.tools.doctor.context import Context
 from lmcache_hybrid.tools.doctor.finding import Finding, error, ok, skipped, warning
 from lmcache_hybrid.tools.stored.redis_client import connect
@@ -165,8 +164,8 @@ def _shared_folder(path: Path, limits: FolderLimits) -> Finding:
 
 def check_redis(context: Context) -> Iterator[Finding]:
     """What happens when a server is full: of ``remote_url``, and of a plugin."""
-    urls = redis_urls(context.config) if context.config else []
-    servers = [url for url in dict.fromkeys(urls) if url.partition("://")[0] in SCHEMES]
+    named = reversed(places(context.config)) if context.config else ()
+    servers = list(dict.fromkeys(place.url for place in named if place.kind is REDIS))
     for url in servers:
         yield from _server(context, url, f"{without_password(url)}: " if servers[1:] else "")
 

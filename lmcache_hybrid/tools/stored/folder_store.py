@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+from urllib.parse import urlsplit
 
-from lmcache_hybrid.core.errors import StoreError
+from lmcache_hybrid.core.errors import ConfigError, StoreError
 from lmcache_hybrid.storage.disk.files import OLD_PROMPTS, delete_old_prompts, open_regular
 from lmcache_hybrid.storage.folder.folder_lock import LOCK_NAME
 from lmcache_hybrid.storage.folder.record_files import (
@@ -120,6 +121,35 @@ class FolderStore:
 
     def close(self) -> None:
         return
+
+
+def open_url(store: str) -> FolderStore:
+    """Open a folder, ``fs://HOST:PORT/PATH`` or ``file://PATH``; several with commas between them.
+
+    Raises:
+        ConfigError: a folder is not there, or none is named.
+    """
+    # LMCache splits at commas, so a folder with one in its name cannot be configured.
+    parts = (_path_of(store) if "://" in store else store).split(",")
+    paths = [Path(part.strip()) for part in parts if part.strip()]
+    for path in paths:
+        if not path.is_dir():
+            raise ConfigError(
+                f"STORE {str(path)!r} is not a folder; name the one with the records."
+            )
+    if not paths:
+        raise ConfigError(f"STORE {store!r} has no path; write fs://localhost:0/absolute/path.")
+    return FolderStore(paths)
+
+
+def _path_of(url: str) -> str:
+    """As LMCache reads it."""
+    try:
+        return urlsplit(url).path
+    except ValueError as error:
+        raise ConfigError(
+            f"STORE {url!r} is no URL ({error}); write fs://localhost:0/absolute/path."
+        ) from error
 
 
 def _delete_unfinished(folder: Path) -> None:

@@ -3,60 +3,36 @@
 
 import os
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from lmcache_hybrid.config.backends import redis_urls
 from lmcache_hybrid.config.other_names import name_as_redis
-from lmcache_hybrid.config.s3 import SCHEME as S3
-from lmcache_hybrid.config.shared_folders import shared_folders
+from lmcache_hybrid.config.stores import BY_SCHEME, KINDS, places
+from lmcache_hybrid.config.stores.base import named
 from lmcache_hybrid.core.errors import ConfigError
-from lmcache_hybrid.storage.remote.clients import SCHEMES
-from lmcache_hybrid.tools.stored.folder_store import FolderStore
+from lmcache_hybrid.tools.stored import folder_store
 from lmcache_hybrid.tools.stored.record_store import RecordStore
-from lmcache_hybrid.tools.stored.redis_store import RedisStore
 
 
 def open_store(store: str) -> RecordStore:
-    """Open the store that ``store`` names: a folder, ``fs://`` or a Redis URL.
+    """Open the store that ``store`` names: a folder, or a URL of a kind that can be looked into.
 
     Raises:
         ConfigError: it names no store that can be looked into.
         StoreError: it cannot be reached.
     """
     scheme = store.partition("://")[0].lower() if "://" in store else ""
-    if scheme in SCHEMES:
-        return RedisStore(store)
-    if scheme == S3:
-        raise ConfigError(
-            f"STORE {store!r} cannot be looked into here; list and delete objects with the AWS "
-            "command line, and have a lifecycle rule of the bucket delete old ones."
-        )
-    if scheme not in ("", "fs", "file"):
+    if scheme in ("", "file"):
+        return folder_store.open_url(store)
+    kind = BY_SCHEME.get(scheme)
+    if kind is not None and kind.look:
+        raise ConfigError(f"STORE {store!r} cannot be looked into here; {kind.look}.")
+    if kind is None or scheme not in kind.looked:
+        schemes = ", ".join(f"{name}://" for kind in KINDS for name in kind.looked if name != "fs")
         raise ConfigError(
             f"STORE {scheme}:// cannot be looked into; give a folder, fs://HOST:PORT/PATH, or one "
-            f"of {', '.join(name + '://' for name in SCHEMES)}."
+            f"of {schemes}."
         )
-    # LMCache splits at commas, so a folder with one in its name cannot be configured.
-    parts = (_path_of(store) if scheme else store).split(",")
-    paths = [Path(part.strip()) for part in parts if part.strip()]
-    for path in paths:
-        if not path.is_dir():
-            raise ConfigError(
-                f"STORE {str(path)!r} is not a folder; name the one with the records."
-            )
-    if not paths:
-        raise ConfigError(f"STORE {store!r} has no path; write fs://localhost:0/absolute/path.")
-    return FolderStore(paths)
-
-
-def _path_of(url: str) -> str:
-    """As LMCache reads it."""
-    try:
-        return urlsplit(url).path
-    except ValueError as error:
-        raise ConfigError(
-            f"STORE {url!r} is no URL ({error}); write fs://localhost:0/absolute/path."
-        ) from error
+    opened: RecordStore = named(kind.records)(store)
+    return opened
 
 
 def stores_of(path: Path) -> list[str]:
@@ -83,10 +59,11 @@ def stores_of(path: Path) -> list[str]:
     stores = [part.strip() for part in (config.local_disk or "").split(",") if part.strip()]
     if config.remote_url:
         stores.append(config.remote_url)
-    for option, folders in shared_folders(config):
-        if option != "remote_url":
-            stores += folders
-    stores += [url for url in redis_urls(config) if url != config.remote_url]
+    for place in places(config):
+        if place.plugin:
+            found = place.kind.folders(place, config)
+            stores += found[1] if found else [place.url]
+    stores = list(dict.fromkeys(stores))
     if not stores:
         raise ConfigError(
             f"--lmcache-config {str(path)!r} names no disk and no remote store: records in "

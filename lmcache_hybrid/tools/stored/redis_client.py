@@ -45,7 +45,7 @@ def _after_login(greet: Greet) -> Greet:
 
 
 def connect(url: str, greet: Greet | None = None) -> Client:
-    """Connect to any URL of SCHEMES: the server, or every primary of the cluster, has answered.
+    """Connect to any URL of Redis: the server, or every primary of the cluster, has answered.
 
     Args:
         greet: called with every new connection after its login, on the thread that opened it.
@@ -70,3 +70,8 @@ def connect(url: str, greet: Greet | None = None) -> Client:
     except (*ERRORS, OSError, ValueError) as error:
         raise StoreError(f"{shown} cannot be used ({printable(str(error))}); {fix}.") from error
     return client
+
+
+def ping(url: str) -> None:
+    """Raises StoreError or ConfigError where the server of ``url`` cannot be used."""
+    connect(url).close()

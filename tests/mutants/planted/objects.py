@@ -4,7 +4,7 @@
 from tests.mutants.defect import one
 
 S3 = "lmcache_hybrid/storage/remote/s3.py"
-S3_OPTIONS = "lmcache_hybrid/config/s3.py"
+S3_OPTIONS = "lmcache_hybrid/config/stores/s3.py"
 NAMES = "lmcache_hybrid/config/other_names.py"
 OPENING = "lmcache_hybrid/tools/stored/opening.py"
 DOCTOR = "lmcache_hybrid/tools/doctor/backends.py"
@@ -103,8 +103,8 @@ DEFECTS = (
     one(
         "a bucket without TLS is not told",
         S3_OPTIONS,
-        ' or not (config.extra_config or {}).get("disable_tls"):\n',
-        ":\n",
+        '        if not (config.extra_config or {}).get("disable_tls"):\n',
+        "        if False:\n",
     ),
     one(
         "a bucket with a folder behind it is accepted",

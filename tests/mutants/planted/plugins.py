@@ -8,21 +8,21 @@ CAPACITY = "lmcache_hybrid/tools/doctor/capacity.py"
 DEFECTS: tuple[Defect, ...] = (
     one(
         "accept knows no store of a plugin",
-        "lmcache_hybrid/config/backends.py",
-        "        for plugin in config.remote_storage_plugins or ()\n    }\n",
-        "        for plugin in ()\n    }\n",
+        "lmcache_hybrid/config/stores/__init__.py",
+        "    for name in config.remote_storage_plugins or ():\n        if kind := BY",
+        "    for name in ():\n        if kind := BY",
     ),
     one(
         "the doctor looks at the memory of remote_url's server alone",
         CAPACITY,
-        "    urls = redis_urls(context.config) if context.config else []\n",
-        '    urls = [context.config.remote_url or ""] if context.config else []\n',
+        "for place in named if place.kind is REDIS",
+        "for place in named if place.kind is REDIS and not place.plugin",
     ),
     one(
         "the doctor says the same of one server twice",
         CAPACITY,
-        "for url in dict.fromkeys(urls) if",
-        "for url in urls if",
+        "list(dict.fromkeys(place.url for place in named if place.kind is REDIS))",
+        "[place.url for place in named if place.kind is REDIS]",
     ),
     one(
         "the doctor does not say of which server it speaks",

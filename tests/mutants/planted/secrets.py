@@ -96,14 +96,14 @@ DEFECTS = (
     ),
     one(
         "records cross the network in the clear without a word",
-        "lmcache_hybrid/config/backends.py",
-        "    found = [unencrypted(url) for url in redis_urls(config)]\n",
-        "    found: list[str] = []\n",
+        "lmcache_hybrid/config/stores/redis.py",
+        "        return unencrypted(place.url)\n",
+        "        return None\n",
     ),
     one(
         "a Redis plugin gets records in the clear without a word",
-        "lmcache_hybrid/config/backends.py",
-        "        urls.append(plugin_url(config))\n",
-        "        pass\n",
+        "lmcache_hybrid/config/stores/redis.py",
+        "        return unencrypted(place.url)\n",
+        "        return None if place.plugin else unencrypted(place.url)\n",
     ),
 )

@@ -158,8 +158,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "the commands do not see folders of a plugin",
         "lmcache_hybrid/tools/stored/opening.py",
-        "            stores += folders\n",
-        "            pass\n",
+        "            stores += found[1] if found else [place.url]\n",
+        "            stores += [] if found else [place.url]\n",
     ),
     one(
         "an engine takes the lookups of another one with its engine_id",

@@ -120,9 +120,9 @@ DEFECTS = (
     ),
     one(
         "a plugin's own folder is not used",
-        "lmcache_hybrid/config/shared_folders.py",
-        'names = f"remote_storage_plugin.{plugin}.base_path", "fs_base_path"',
-        'names = "fs_base_path", f"remote_storage_plugin.{plugin}.base_path"',
+        "lmcache_hybrid/config/stores/fs.py",
+        'names = f"remote_storage_plugin.{place.plugin}.base_path", "fs_base_path"',
+        'names = "fs_base_path", f"remote_storage_plugin.{place.plugin}.base_path"',
     ),
     one(
         "writes wait for ever behind those that hang",

@@ -41,7 +41,7 @@ DEFECTS = (
     ),
     one(
         "a folder without a name is the working directory",
-        "lmcache_hybrid/config/shared_folders.py",
+        "lmcache_hybrid/config/stores/base.py",
         "    if not all(folders):\n",
         "    if not any(folders):\n",
     ),
@@ -53,7 +53,7 @@ DEFECTS = (
     ),
     one(
         "spaces around a folder are part of its name",
-        "lmcache_hybrid/config/shared_folders.py",
+        "lmcache_hybrid/config/stores/base.py",
         'tuple(part.strip() for part in value.split(","))',
         'tuple(value.split(","))',
     ),
@@ -373,8 +373,8 @@ DEFECTS = (
     one(
         "LMCache's own connector serves Redis",
         ADAPTERS,
-        "        if adapter.can_parse(url):\n",
-        "        if adapter.can_parse(url) and not url:\n",
+        "    if place is None:\n",
+        "    if place:\n",
     ),
     one(
         "what replaces LMCache's own does not say when it can go",
@@ -420,9 +420,9 @@ DEFECTS = (
     ),
     one(
         "a scheme that LMCache does not know is taken for one that it does",
-        "lmcache_hybrid/config/backends.py",
-        "    if scheme not in REMOTE_SCHEMES:\n",
-        "    if parts.scheme not in REMOTE_SCHEMES:\n",
+        "lmcache_hybrid/config/stores/__init__.py",
+        "    if scheme not in BY_SCHEME:\n",
+        "    if scheme.lower() not in BY_SCHEME:\n",
     ),
     one(
         "a URL without slashes is shown with its password",

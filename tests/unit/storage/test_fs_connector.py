@@ -108,9 +108,7 @@ def test_a_plugin_says_its_folder_as_in_lmcache(box, tmp_path):
         run(box, connector.close())
     config.extra_config = {}
     with pytest.raises(ConfigError, match="'fs' without a folder; set "):
-        adapters.FSAdapter().create_connector(
-            adapters.ConnectorContext("plugin://fs", None, None, config, None, "fs")
-        )
+        adapters.create_connector("plugin://fs", None, None, config, None, "fs")
 
 
 @pytest.mark.parametrize("step", [1, 7, WRAPPER_BYTES, 1 << 22])

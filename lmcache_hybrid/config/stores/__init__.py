@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stores outside the engine that a configuration names, and why some cannot hold records.
+
+A record is a buffer of bytes as long as its block or state. Most of LMCache's connectors read
+everything into buffers of one chunk of attention; those of :data:`KINDS` are replaced here by our
+own.
+"""
+
+from typing import TYPE_CHECKING
+
+from lmcache_hybrid.config.redis_credentials import shown, without_password
+from lmcache_hybrid.config.stores.base import Place, StoreKind, folders_in, parts_of
+from lmcache_hybrid.config.stores.fs import Folders
+from lmcache_hybrid.config.stores.redis import Redis
+from lmcache_hybrid.config.stores.s3 import Bucket
+from lmcache_hybrid.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lmcache.v1.config import LMCacheEngineConfig
+
+__all__ = ["KINDS", "Place", "StoreKind", "folders_in", "places"]
+
+FS, REDIS, S3 = Folders(), Redis(), Bucket()
+# Every kind that is tested.
+KINDS: tuple[StoreKind, ...] = (FS, REDIS, S3)
+BY_SCHEME = {scheme: kind for kind in KINDS for scheme in kind.schemes}
+BY_PLUGIN = {kind.plugin: kind for kind in KINDS if kind.plugin}
+
+_ONE_SIZE = "LMCache reads every value of it into a buffer of one chunk's size"
+_NO_SERVER = "no test here can reach such a store"
+# Why a scheme or a plugin of LMCache 0.5.6 is refused.
+REASONS = {
+    "audit": "it only watches another store",
+    "azure": _ONE_SIZE,
+    "bigtable": _ONE_SIZE,
+    "blackhole": "it keeps nothing",
+    "eic": _NO_SERVER,
+    "external": "its code is not known here",
+    "hf3fs": "its values are whole tokens of attention",
+    "hfbucket": _ONE_SIZE,
+    "infinistore": "its values end at 40 MB, and " + _NO_SERVER,
+    "lm": "its one socket blocks LMCache's event loop and is not opened again once it broke",
+    "mock": "it keeps no bytes",
+    # Seen with mooncake-transfer-engine-non-cuda 0.3.13.post1; docs/backends.md has the message.
+    "mooncakestore": "one malformed message to a port that its client opens aborts the engine",
+    "sagemaker-hyperpod": _NO_SERVER,
+}
+
+
+def places(config: "LMCacheEngineConfig") -> list[Place]:
+    """Every store of a kind in :data:`KINDS`, in the order in which LMCache looks there."""
+    found = []
+    for name in config.remote_storage_plugins or ():
+        if kind := BY_PLUGIN.get(_type_of(name)):
+            found.append(kind.of_plugin(name, config))
+    url = config.remote_url or ""
+    if kind := BY_SCHEME.get(url.partition("://")[0]):
+        found.append(Place(kind, url))
+    return found
+
+
+def check_places(config: "LMCacheEngineConfig") -> None:
+    """Raises ConfigError when a store that is named cannot hold records, or cannot be used."""
+    plugins = config.remote_storage_plugins or ()
+    for name in plugins:
+        if (kind := _type_of(name)) not in BY_PLUGIN:
+            raise ConfigError(
+                f"LMCache option remote_storage_plugins={shown(plugins)} names a store that cannot "
+                f"hold states{_because(kind)}; use one of {', '.join(BY_PLUGIN)}."
+            )
+    if config.remote_url:
+        _check_scheme(config.remote_url)
+    for place in reversed(places(config)):
+        place.kind.check(place, config)
+
+
+def _check_scheme(url: str) -> None:
+    """As it is written: Python reads REDIS://host and redis:host, but LMCache has no connector then
+    and goes on without the store.
+    """
+    parts_of(url)
+    scheme = url.partition("://")[0]
+    if scheme not in BY_SCHEME:
+        schemes = ", ".join(f"{scheme}://" for scheme in BY_SCHEME)
+        raise ConfigError(
+            f"LMCache option remote_url={without_password(url)!r} names a store that cannot hold "
+            f"states{_because(scheme)}; use one of {schemes}."
+        )
+
+
+def shared_folders(config: "LMCacheEngineConfig") -> list[tuple[str, tuple[str, ...]]]:
+    """(option, folders) of each store in folders that engines share.
+
+    Raises:
+        ConfigError: an option names a folder that has no name, or none.
+    """
+    found = (place.kind.folders(place, config) for place in reversed(places(config)))
+    return [each for each in found if each is not None]
+
+
+def in_the_clear(config: "LMCacheEngineConfig") -> list[str]:
+    """URLs, fit to be shown, of the stores that records reach over a network without TLS."""
+    found = (place.kind.unencrypted(place, config) for place in reversed(places(config)))
+    return list(dict.fromkeys(url for url in found if url))
+
+
+def _type_of(plugin: str) -> str:
+    """The type of one of LMCache's ``remote_storage_plugins``, which may have a name of its own."""
+    return plugin.partition(".")[0]
+
+
+def _because(kind: str) -> str:
+    return f": {REASONS[kind]}" if kind in REASONS else ""

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine, the doctor, accept and operators' commands know of a store outside the engine.
+
+A kind of store is a subclass in a file of its own, and a line in ``KINDS`` of
+:mod:`lmcache_hybrid.config.stores`. Operators' commands import all of these files, so they import
+neither LMCache nor torch: what needs them is named as text, "module:function".
+"""
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult
+
+from lmcache_hybrid.config.redis_credentials import split_url, without_password
+from lmcache_hybrid.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lmcache.v1.config import LMCacheEngineConfig
+
+
+@dataclass(frozen=True)
+class Place:
+    """One store that a configuration names.
+
+    Attributes:
+        kind: of store.
+        url: where it is; of a plugin that names folders only its scheme.
+        plugin: its name among LMCache's ``remote_storage_plugins``; empty for ``remote_url``.
+    """
+
+    kind: "StoreKind"
+    url: str
+    plugin: str = ""
+
+    @property
+    def backend(self) -> str:
+        """LMCache's name of the backend that reaches it."""
+        return f"RemoteBackend-{self.plugin}" if self.plugin else "RemoteBackend"
+
+    @property
+    def option(self) -> str:
+        """The option that names it."""
+        return "remote_storage_plugins" if self.plugin else "remote_url"
+
+    @property
+    def scheme(self) -> str:
+        return self.url.partition("://")[0]
+
+    @property
+    def title(self) -> str:
+        """What it is, for people."""
+        return f"{self.scheme}://" + (f" (plugin {self.plugin})" if self.plugin else "")
+
+    @property
+    def shown(self) -> str:
+        """Where it is, without a password."""
+        known = self.url.partition("://")[2]
+        return without_password(self.url) if known else self.title
+
+
+class StoreKind:
+    """Stores that are reached, checked and looked into in one way.
+
+    Attributes:
+        schemes: of ``remote_url``.
+        looked: those of them that operators' commands take.
+        plugin: type of ``remote_storage_plugins``; empty where there is none.
+        connector: "module:function" that makes the engine's connector of a place and LMCache's
+            ``ConnectorContext``; see ``storage/remote/record_connector.py``.
+        records: "module:function" that opens what ``inspect``, ``verify`` and ``purge`` look into,
+            see ``tools/stored/record_store.py``, of a URL; empty where they take none.
+        look: what to do instead, where they take none.
+        ping: "module:function" that raises ConfigError or StoreError where the server of a URL
+            does not answer; empty where only a record shows it.
+        own_options: keys of LMCache's ``extra_config`` that it reads itself, though they are
+            refused elsewhere.
+    """
+
+    schemes: tuple[str, ...] = ()
+    looked: tuple[str, ...] = ()
+    plugin: str = ""
+    connector: str = ""
+    records: str = ""
+    look: str = ""
+    ping: str = ""
+    own_options: tuple[str, ...] = ()
+
+    def of_plugin(self, name: str, config: "LMCacheEngineConfig") -> Place:
+        """The place of a plugin of this kind."""
+        return Place(self, f"{self.plugin}://", name)
+
+    def check(self, place: Place, config: "LMCacheEngineConfig") -> None:
+        """Raises ConfigError where LMCache or this package could not use it."""
+
+    def folders(
+        self, place: Place, config: "LMCacheEngineConfig"
+    ) -> tuple[str, tuple[str, ...]] | None:
+        """The option that names its folders, and these; None where it lies in none.
+
+        Raises:
+            ConfigError: none are named, or one without a name.
+        """
+        return None
+
+    def unencrypted(self, place: Place, config: "LMCacheEngineConfig") -> str | None:
+        """Its URL, fit to be shown, if records leave this machine without TLS; else None."""
+        return None
+
+
+def named(function: str) -> Any:
+    """What "module:function" names. Imports the module."""
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def parts_of(url: str) -> SplitResult:
+    """Take LMCache's ``remote_url`` apart. Raises ConfigError where it is none."""
+    try:
+        return split_url(url)
+    except ValueError as error:
+        raise ConfigError(
+            f"LMCache option remote_url={without_password(url)!r} cannot be read: {error}."
+        ) from None
+
+
+def folders_in(option: str, value: object) -> tuple[str, ...]:
+    """Split folders that are separated by commas; spaces around one do not count.
+
+    Args:
+        option: the LMCache option that names them.
+
+    Raises:
+        ConfigError: one of them has no name.
+    """
+    folders = tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else ("",)
+    if not all(folders):
+        raise ConfigError(
+            f"LMCache option {option}={value!r} has a folder without a name; write one path, or "
+            "several with a comma between them."
+        )
+    return folders

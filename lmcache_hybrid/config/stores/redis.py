@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Redis and Valkey, by each name that LMCache has for them, and the plugin ``redis``."""
+
+import re
+from typing import TYPE_CHECKING
+
+from lmcache_hybrid.config.redis_credentials import (
+    SEVERAL_HOSTS,
+    connection_options,
+    plugin_url,
+    unencrypted,
+    without_password,
+)
+from lmcache_hybrid.config.stores.base import Place, StoreKind, parts_of
+from lmcache_hybrid.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lmcache.v1.config import LMCacheEngineConfig
+
+
+class Redis(StoreKind):
+    """One value for each record: on one server, a cluster, a primary that sentinels name."""
+
+    looked = ("redis", "rediss", "unix", "redis-cluster", "redis-sentinel")
+    schemes = (*looked, "resp", "valkey")  # see other_names.py
+    plugin = "redis"
+    connector = "lmcache_hybrid.storage.remote.redis:connect"
+    records = "lmcache_hybrid.tools.stored.redis_store:RedisStore"
+    ping = "lmcache_hybrid.tools.stored.redis_client:ping"
+
+    def of_plugin(self, name: str, config: "LMCacheEngineConfig") -> Place:
+        return Place(self, plugin_url(config), name)
+
+    def check(self, place: Place, config: "LMCacheEngineConfig") -> None:
+        url = place.url
+        if not place.plugin:
+            parts = parts_of(url)
+            hosts = parts.netloc.rpartition("@")[2].split(",")
+            whole = all(re.fullmatch(r"[^:]+:\d+", host) for host in hosts)
+            if parts.scheme in SEVERAL_HOSTS and not whole:
+                raise ConfigError(
+                    f"LMCache option remote_url={without_password(url)!r} has a host without a "
+                    "port, and LMCache would do without the store; write "
+                    f"{parts.scheme}://host:port,host:port."
+                )
+        connection_options(url)
+
+    def unencrypted(self, place: Place, config: "LMCacheEngineConfig") -> str | None:
+        return unencrypted(place.url)
