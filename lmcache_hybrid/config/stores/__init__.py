@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_hybrid.config.redis_credentials import shown, without_password
 from lmcache_hybrid.config.stores.base import Place, StoreKind, folders_in, parts_of
+from lmcache_hybrid.config.stores.file import File
 from lmcache_hybrid.config.stores.fs import Folders
 from lmcache_hybrid.config.stores.redis import Redis
 from lmcache_hybrid.config.stores.s3 import Bucket
@@ -22,7 +23,7 @@ __all__ = ["KINDS", "Place", "StoreKind", "folders_in", "places"]
 
 FS, REDIS, S3 = Folders(), Redis(), Bucket()
 # Every kind that is tested.
-KINDS: tuple[StoreKind, ...] = (FS, REDIS, S3)
+KINDS: tuple[StoreKind, ...] = (FS, REDIS, S3, File())
 BY_SCHEME = {scheme: kind for kind in KINDS for scheme in kind.schemes}
 BY_PLUGIN = {kind.plugin: kind for kind in KINDS if kind.plugin}
 

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``file:///``: everything that knows stores by their kind knows this one."""
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig
+
+from lmcache_hybrid.config.stores import places, shared_folders
+from lmcache_hybrid.core.errors import RecordError
+from lmcache_hybrid.tools.doctor.backends import check_backends
+from lmcache_hybrid.tools.doctor.capacity import check_disks
+from lmcache_hybrid.tools.doctor.context import Context
+from lmcache_hybrid.tools.doctor.finding import Status
+
+from ..helpers import payload_of
+from ..lmcache_settings import assert_one_sentence, lmcache_config, refusal
+from ..store_box import KEYS, SIZE, Box
+from ..stored.commands import run_json
+
+TRANSFER = KVTransferConfig(kv_connector="LMCacheConnectorV1", kv_role="kv_both")
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Two engines on one folder, by either URL."""
+    boxes = [
+        Box("fs", tmp_path, None, remote_url=url)
+        for url in (f"file://{tmp_path}", f"fs://localhost:0{tmp_path}")
+    ]
+    yield boxes
+    for box in boxes:
+        box.close()
+
+
+def test_engines_find_each_others_records_by_either_url(pair):
+    one, other = pair
+    one.write(KEYS[:2])
+    other.write(KEYS[2:])
+    for box in pair:
+        for key, payload in zip(KEYS, box.read(), strict=True):
+            assert torch.equal(payload, payload_of(key, SIZE))
+
+
+def test_a_damaged_record_is_a_miss_and_is_removed(pair):
+    one, other = pair
+    one.write()
+    path = one.path(KEYS[0])
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(RecordError):
+        one.read()
+    assert not path.exists() and set(one.store.locate(KEYS)) == set(KEYS[1:])
+    one.assert_pool_is_free()
+
+
+def test_operators_commands_and_the_doctor_reach_it(pair, tmp_path):
+    pair[0].write()
+    url = f"file://{tmp_path}"
+    (row,) = run_json("inspect", url)["rows"]
+    assert row["records"] == len(KEYS)
+    assert run_json("verify", url)["counts"] == {"good": len(KEYS)}
+    config = lmcache_config(local_cpu=False, remote_url=url)
+    context = Context(TRANSFER, config, None, None, ())
+    (tried,) = check_backends(context)
+    assert (tried.check, tried.status) == ("remote_url", Status.OK) and url in tried.message
+    (space,) = check_disks(context)
+    assert str(tmp_path) in space.message and "nothing is ever deleted there" in space.message
+    (after,) = run_json("inspect", url)["rows"]
+    assert after["records"] == len(KEYS), "the doctor's record is still there"
+
+
+def test_its_folders_are_cleaned_and_named_as_those_of_fs(tmp_path):
+    config = lmcache_config(remote_url=f"file://{tmp_path}/a,{tmp_path}/b")
+    assert shared_folders(config) == [("remote_url", (f"{tmp_path}/a", f"{tmp_path}/b"))]
+    (place,) = places(config)
+    assert (place.backend, place.title) == ("RemoteBackend", "file://")
+
+
+@pytest.mark.parametrize("url", ["file://host/srv", "file://", "file://srv"])
+def test_refuses_hosts_and_relative_paths(url):
+    message = refusal(remote_url=url)
+    assert_one_sentence(message.replace("://", ""))
+    assert f"remote_url={url!r}" in message and message.endswith("write file:///absolute/path.")
