@@ -19,10 +19,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from lmcache_hybrid.config.stores.base import DISK, RAM, REMOTE
 from lmcache_hybrid.core.counts import CHECKS
 
 PREFIX = "vllm:lmcache_hybrid_"
-BACKENDS = ("LocalCPUBackend", "LocalDiskBackend", "RemoteBackend")
+BACKENDS = (RAM, DISK, REMOTE)
 RECORD_REASONS = (*CHECKS, "gone", "unreadable", "unreachable")
 LOAD_REASONS = (
     "unreachable",

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from lmcache_hybrid.config.options import Options, log_events, log_sharing, without_hits
-from lmcache_hybrid.config.stores import folders_in, in_the_clear
+from lmcache_hybrid.config.stores import in_the_clear
+from lmcache_hybrid.config.stores.base import folders_in
 from lmcache_hybrid.config.tiers import described, prompt_bytes, tiers
 from lmcache_hybrid.core.groups import GroupPlan, page_bytes, suggested_unit
 from lmcache_hybrid.scheduler.checkpoints import Drafter

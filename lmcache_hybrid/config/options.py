@@ -28,7 +28,8 @@ from lmcache_hybrid.config.redis_credentials import (
     holds_password,
     shown,
 )
-from lmcache_hybrid.config.stores import check_places, folders_in, places, shared_folders
+from lmcache_hybrid.config.stores import all_places, check_places, places, shared_folders
+from lmcache_hybrid.config.stores.base import folders_in
 from lmcache_hybrid.config.values import (
     as_lmcache_reads,
     problems,
@@ -511,25 +512,11 @@ def _check_policy(config: "LMCacheEngineConfig") -> None:
 
 def _check_locations(config: "LMCacheEngineConfig") -> None:
     """Refuse to store where nothing is kept, or to read from nowhere else."""
-    backends = [
-        name
-        for name, used in (
-            ("LocalCPUBackend", config.local_cpu),
-            ("LocalDiskBackend", config.local_disk),
-            ("RemoteBackend", config.remote_url),
-        )
-        if used
-    ]
-
-    def is_there(name: str) -> bool:
-        plugin = config.remote_storage_plugins and str(name).startswith("RemoteBackend")
-        return bool(name in backends or plugin)
-
-    wrong = {}
-    if config.store_location and not is_there(config.store_location):
+    backends, wrong = [place.backend for place in all_places(config)], {}
+    if config.store_location and config.store_location not in backends:
         wrong["store_location"] = config.store_location
     # One that is not there is not asked, which does no harm beside others.
-    if config.retrieve_locations and not any(map(is_there, config.retrieve_locations)):
+    if config.retrieve_locations and not set(backends) & set(config.retrieve_locations):
         wrong["retrieve_locations"] = config.retrieve_locations
     for option, value in wrong.items():
         raise ConfigError(

@@ -10,11 +10,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
+from lmcache_hybrid.config.stores.base import RAM
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.scheduler.lookup_queue import PendingLookup
 
-RAM = "LocalCPUBackend"
 # Waiting requests pin this part of the pool, or the records of so many of them.
 PART = 0.5
 FEW = 4

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from lmcache_hybrid.config.stores.base import RAM
+
 if TYPE_CHECKING:
     from starlette.middleware.base import RequestResponseEndpoint
 
     from lmcache_hybrid.upstream.lmcache_home import LMCacheEngine, LMCacheManager
 
-RAM = "LocalCPUBackend"
 NOT_IMPLEMENTED = 501
 READS = ("GET", "HEAD", "OPTIONS")
 # Changes that mean the same for records as for chunks of attention.

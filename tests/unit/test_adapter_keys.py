@@ -82,6 +82,14 @@ def test_a_request_that_asks_for_no_hit_is_not_stored_under_an_unknown_name(cont
     assert not rig.scheduler.counts.lookups.items()
 
 
+def test_nothing_is_stored_before_the_ranks_have_named_the_adapter():
+    """Whatever had vLLM run the request before they answered."""
+    rig, request = Rig(2), lora_request()
+    assert rig.scheduler._track(request).save
+    offers = [(group, 5, 3 * N) for group in STATES]
+    assert rig.forward(request, request.num_tokens, offers) is None
+
+
 def test_an_adapter_that_changed_since_the_first_answer_is_a_miss():
     rig, request = Rig(), lora_request()
     stored = rig.prefill(lora_request("before")).prefix

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stores outside the engine that a configuration names, and why some cannot hold records.
+"""The stores that a configuration names, and why some cannot hold records.
 
 A record is a buffer of bytes as long as its block or state. Most of LMCache's connectors read
 everything into buffers of one chunk of attention; those of :data:`KINDS` are replaced here by our
@@ -9,9 +9,10 @@ own.
 from typing import TYPE_CHECKING
 
 from lmcache_hybrid.config.redis_credentials import shown, without_password
-from lmcache_hybrid.config.stores.base import Place, StoreKind, folders_in, parts_of
+from lmcache_hybrid.config.stores.base import Place, StoreKind, parts_of
 from lmcache_hybrid.config.stores.file import File
 from lmcache_hybrid.config.stores.fs import Folders
+from lmcache_hybrid.config.stores.local import Disk, Memory
 from lmcache_hybrid.config.stores.redis import Redis
 from lmcache_hybrid.config.stores.s3 import Bucket
 from lmcache_hybrid.core.errors import ConfigError
@@ -19,10 +20,8 @@ from lmcache_hybrid.core.errors import ConfigError
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
 
-__all__ = ["KINDS", "Place", "StoreKind", "folders_in", "places"]
-
 FS, REDIS, S3 = Folders(), Redis(), Bucket()
-# Every kind that is tested.
+# Every kind outside the engine that is tested.
 KINDS: tuple[StoreKind, ...] = (FS, REDIS, S3, File())
 BY_SCHEME = {scheme: kind for kind in KINDS for scheme in kind.schemes}
 BY_PLUGIN = {kind.plugin: kind for kind in KINDS if kind.plugin}
@@ -46,6 +45,13 @@ REASONS = {
     "mooncakestore": "one malformed message to a port that its client opens aborts the engine",
     "sagemaker-hyperpod": _NO_SERVER,
 }
+
+
+def all_places(config: "LMCacheEngineConfig") -> list[Place]:
+    """Where records are kept, the nearest first."""
+    local = [Place(Memory(), "")] if config.local_cpu else []
+    local += [Place(Disk(), config.local_disk)] if config.local_disk else []
+    return local + places(config)
 
 
 def places(config: "LMCacheEngineConfig") -> list[Place]:

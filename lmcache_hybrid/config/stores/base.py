@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine, the doctor, accept and operators' commands know of a store outside the engine.
+"""What the engine, the doctor, accept and operators' commands know of a store.
 
 A kind of store is a subclass in a file of its own, and a line in ``KINDS`` of
 :mod:`lmcache_hybrid.config.stores`. Operators' commands import all of these files, so they import
@@ -17,6 +17,9 @@ from lmcache_hybrid.core.errors import ConfigError
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
 
+# LMCache's names of its backends.
+RAM, DISK, REMOTE = "LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"
+
 
 @dataclass(frozen=True)
 class Place:
@@ -24,7 +27,7 @@ class Place:
 
     Attributes:
         kind: of store.
-        url: where it is; of a plugin that names folders only its scheme.
+        url: where it is; of a plugin that names folders only its scheme, of RAM empty.
         plugin: its name among LMCache's ``remote_storage_plugins``; empty for ``remote_url``.
     """
 
@@ -35,12 +38,12 @@ class Place:
     @property
     def backend(self) -> str:
         """LMCache's name of the backend that reaches it."""
-        return f"RemoteBackend-{self.plugin}" if self.plugin else "RemoteBackend"
+        return f"{self.kind.backend}-{self.plugin}" if self.plugin else self.kind.backend
 
     @property
     def option(self) -> str:
         """The option that names it."""
-        return "remote_storage_plugins" if self.plugin else "remote_url"
+        return "remote_storage_plugins" if self.plugin else self.kind.option
 
     @property
     def scheme(self) -> str:
@@ -49,19 +52,23 @@ class Place:
     @property
     def title(self) -> str:
         """What it is, for people."""
-        return f"{self.scheme}://" + (f" (plugin {self.plugin})" if self.plugin else "")
+        named = f" (plugin {self.plugin})" if self.plugin else ""
+        return self.kind.title or f"{self.scheme}://{named}"
 
     @property
     def shown(self) -> str:
         """Where it is, without a password."""
-        known = self.url.partition("://")[2]
-        return without_password(self.url) if known else self.title
+        return self.kind.shown(self)
 
 
 class StoreKind:
     """Stores that are reached, checked and looked into in one way.
 
     Attributes:
+        backend: LMCache's name of the backend that reaches it, without a plugin's.
+        option: the one that names it, where no plugin does.
+        title: what it is, for people; empty where its scheme says so.
+        survives: whether a restart of the engine finds its records again.
         schemes: of ``remote_url``.
         looked: those of them that operators' commands take.
         plugin: type of ``remote_storage_plugins``; empty where there is none.
@@ -76,6 +83,10 @@ class StoreKind:
             refused elsewhere.
     """
 
+    backend: str = REMOTE
+    option: str = "remote_url"
+    title: str = ""
+    survives: bool = True
     schemes: tuple[str, ...] = ()
     looked: tuple[str, ...] = ()
     plugin: str = ""
@@ -101,6 +112,10 @@ class StoreKind:
             ConfigError: none are named, or one without a name.
         """
         return None
+
+    def shown(self, place: Place) -> str:
+        """Where a place is, without a password."""
+        return without_password(place.url) if place.url.partition("://")[2] else place.title
 
     def unencrypted(self, place: Place, config: "LMCacheEngineConfig") -> str | None:
         """Its URL, fit to be shown, if records leave this machine without TLS; else None."""

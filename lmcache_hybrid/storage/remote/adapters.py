@@ -12,8 +12,8 @@ from lmcache.v1.storage_backend.connector import (
 )
 from lmcache.v1.storage_backend.connector.instrumented_connector import InstrumentedRemoteConnector
 
-from lmcache_hybrid.config.stores import BY_PLUGIN, BY_SCHEME, Place
-from lmcache_hybrid.config.stores.base import named
+from lmcache_hybrid.config.stores import BY_PLUGIN, BY_SCHEME
+from lmcache_hybrid.config.stores.base import Place, named
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig

@@ -23,7 +23,7 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.storage_backend.connector import ConnectorContext
 from vllm.logger import init_logger
 
-from lmcache_hybrid.config.stores import Place
+from lmcache_hybrid.config.stores.base import Place
 from lmcache_hybrid.core.errors import SlowError
 from lmcache_hybrid.core.pace import Reading, reading
 from lmcache_hybrid.core.threads import DaemonPool, anywhere, cores

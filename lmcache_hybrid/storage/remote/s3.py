@@ -26,7 +26,7 @@ from lmcache.v1.storage_backend.connector.s3_adapter import S3ConnectorAdapter
 from lmcache.v1.storage_backend.connector.s3_connector import S3Connector
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
-from lmcache_hybrid.config.stores import Place
+from lmcache_hybrid.config.stores.base import Place
 from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector
 

@@ -4,37 +4,28 @@
 from typing import TYPE_CHECKING, Any
 
 from lmcache_hybrid.config.options import LOAD_LIMIT_KEY, POLICIES, POLICY_KEY, Options
-from lmcache_hybrid.config.stores import places
+from lmcache_hybrid.config.stores import all_places
+from lmcache_hybrid.config.stores.base import Place
 
 if TYPE_CHECKING:
     from lmcache_hybrid.storage.lmcache_store import LMCacheStore
 
 
-def _located(store: "LMCacheStore") -> list[str]:
-    """Backends that may answer a lookup, the nearest first."""
-    config = store._engine.config
-    return [
-        name
-        for name in store.manager.storage_backends
-        # Without local_cpu it is only a place to copy through.
-        if (name != "LocalCPUBackend" or config.local_cpu)
-        and name in (config.retrieve_locations or (name,))
-    ]
+def _located(store: "LMCacheStore") -> list[Place]:
+    """Where a lookup may find records, the nearest first."""
+    config, there = store._engine.config, store.manager.storage_backends
+    asked = config.retrieve_locations or there
+    return [p for p in all_places(config) if p.backend in there and p.backend in asked]
 
 
 def tiers_of(store: "LMCacheStore") -> list[dict[str, Any]]:
     """What is written and may answer a lookup, the nearest first; whether a restart keeps it."""
-    config, found = store._engine.config, []
-    titles = {
-        "LocalCPUBackend": "RAM",
-        "LocalDiskBackend": "local disk",
-        **{place.backend: place.title for place in places(config)},
-    }
-    for name in _located(store):
-        if config.store_location in (None, name):
-            survives = name != "LocalCPUBackend"
-            found.append({"name": name, "title": titles.get(name, name), "survives": survives})
-    return found
+    chosen = store._engine.config.store_location
+    return [
+        {"name": place.backend, "title": place.title, "survives": place.kind.survives}
+        for place in _located(store)
+        if chosen in (None, place.backend)
+    ]
 
 
 def refusals(options: Options, store: "LMCacheStore", least: int) -> list[str]:
@@ -65,7 +56,10 @@ def refusals(options: Options, store: "LMCacheStore", least: int) -> list[str]:
             f"{least} tokens out, so they cannot be compared; set it to {least} or less for this "
             "test."
         )
-    chosen, nearest = config.store_location, next(iter(_located(store)), None)
+    chosen, nearest = (
+        config.store_location,
+        next((place.backend for place in _located(store)), None),
+    )
     if chosen and chosen != nearest:
         found.append(
             f"LMCache option store_location={chosen!r} is not the nearest backend that is read, "
@@ -78,6 +72,5 @@ def refusals(options: Options, store: "LMCacheStore", least: int) -> list[str]:
 def missing_of(store: "LMCacheStore") -> list[str]:
     """Stores that are configured and that LMCache did not open."""
     config, there = store._engine.config, store.manager.storage_backends
-    disk = ["LocalDiskBackend"] if config.local_disk else []
-    named = (*disk, *(place.backend for place in places(config)))
+    named = (place.backend for place in all_places(config))
     return [name for name in named if name not in there]

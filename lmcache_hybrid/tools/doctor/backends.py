@@ -17,7 +17,7 @@ import torch
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
 from lmcache_hybrid.config.options import refusals, settle_lmcache_config
-from lmcache_hybrid.config.stores import places
+from lmcache_hybrid.config.stores import all_places, places
 from lmcache_hybrid.config.stores.base import named
 from lmcache_hybrid.core.errors import LoadError, RecordError, StoreError
 from lmcache_hybrid.core.keys import STATE, RecordKey
@@ -66,12 +66,9 @@ def check_backends(context: Context) -> Iterator[Finding]:
 
 def _through_all(config: "LMCacheEngineConfig", size: int) -> Iterator[Finding]:
     with _opened(config, size) as store, listen("lmcache", "vllm.lmcache_hybrid") as heard:
-        tried = [
-            name
-            for name, backend in store.manager.storage_backends.items()
-            # Without local_cpu it is memory to copy through, and keeps nothing.
-            if name != "LocalCPUBackend" or config.local_cpu
-        ]
+        # Without local_cpu RAM is memory to copy through, and keeps nothing.
+        named_here = {place.backend for place in all_places(config)}
+        tried = [name for name in store.manager.storage_backends if name in named_here]
         if not tried:
             return
         key = RecordKey(STATE, 0, os.urandom(32), config.chunk_size)
@@ -228,11 +225,7 @@ def until(condition: Callable[[], bool], seconds: float | None = None) -> bool:
 
 def _label(config: "LMCacheEngineConfig", name: str) -> tuple[str, str]:
     """Option, and what it names as it may be shown."""
-    if name == "LocalCPUBackend":
-        return "local_cpu", "RAM"
-    if name == "LocalDiskBackend":
-        return "local_disk", f"The folder {config.local_disk}"
-    (place,) = (place for place in places(config) if place.backend == name)
+    (place,) = (place for place in all_places(config) if place.backend == name)
     return place.option, place.shown
 
 
