@@ -82,8 +82,10 @@ def check_places(config: "LMCacheEngineConfig") -> None:
 
 
 def _check_scheme(url: str) -> None:
-    """As it is written: Python reads REDIS://host and redis:host, but LMCache has no connector then
-    and goes on without the store.
+    """Raises ConfigError where no kind has the URL's scheme, letter for letter.
+
+    Python reads ``REDIS://host`` and ``redis:host``, too, but LMCache has no connector then and
+    goes on without the store.
     """
     parts_of(url)
     scheme = url.partition("://")[0]

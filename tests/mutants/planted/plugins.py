@@ -7,6 +7,24 @@ CAPACITY = "lmcache_hybrid/tools/doctor/capacity.py"
 
 DEFECTS: tuple[Defect, ...] = (
     one(
+        "a host in file:/// is taken for a folder",
+        "lmcache_hybrid/config/stores/file.py",
+        '        if not path.startswith("/"):\n',
+        "        if not path:\n",
+    ),
+    one(
+        "a plugin's backend is named without the plugin",
+        "lmcache_hybrid/config/stores/base.py",
+        'f"{self.kind.backend}-{self.plugin}" if self.plugin else self.kind.backend',
+        "self.kind.backend",
+    ),
+    one(
+        "RAM that keeps nothing counts as a place of records",
+        "lmcache_hybrid/config/stores/__init__.py",
+        '[Place(Memory(), "")] if config.local_cpu else []',
+        '[Place(Memory(), "")]',
+    ),
+    one(
         "accept knows no store of a plugin",
         "lmcache_hybrid/config/stores/__init__.py",
         "    for name in config.remote_storage_plugins or ():\n        if kind := BY",

@@ -348,6 +348,20 @@ def test_a_slow_server_is_none_that_hangs(box, monkeypatch):
     assert not box.store.failed_writes
 
 
+def test_closing_waits_for_queued_writes(box, monkeypatch):
+    box, writev = box("fs"), os.writev
+
+    def late(*args):
+        time.sleep(0.05)
+        return writev(*args)
+
+    monkeypatch.setattr(os, "writev", late)
+    put(box.store, MANY, SIZE)
+    files = [box.path(key) for key in MANY]
+    box.close()
+    assert all(file.exists() for file in files)
+
+
 def test_closing_does_not_wait_for_a_server_that_hangs(box, monkeypatch):
     monkeypatch.setattr(fs, "FLUSH_SECONDS", 0.2)
     box = box("fs").write(KEYS[:1])
