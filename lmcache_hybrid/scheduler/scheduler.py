@@ -85,6 +85,10 @@ class HybridScheduler:
         self._queue = queue
         self._policy, self.events = policy or LoadPolicy(), events
         self._trackers: dict[str, RequestTracker] = {}
+        # Requests that may have blocks to store: all that a step looks at, beside those of which
+        # vLLM hands off states. One is added when vLLM asks for it, and when another waits for its
+        # prefix; it goes once it stores nothing, or after a step of its own that leaves nothing.
+        self._storing: dict[str, None] = {}
         self._loads: list[LoadSpec] = []
         self._unloadable: list[str] = []
         self._final = FinalSaves()
@@ -97,7 +101,7 @@ class HybridScheduler:
         self.closed = False
         self.ledger = queue.ledger = Ledger("scheduler", SchedulerCounts())
         self._planner = SavePlanner(plan, options, self._hashes_per_block, self.ledger)
-        self.prefills = SharedPrefills(plan.block_size, self.ledger, self._planner.meet)
+        self.prefills = SharedPrefills(plan.block_size, self.ledger, self._meet)
         self._arrivals = Arrivals(plan, options, self._hashes_per_block, self.ledger)
         self.store_watch = store_watch or StoreWatch(plan, options)
         self._admission = Admission(
@@ -190,7 +194,13 @@ class HybridScheduler:
                 self.request_finished(request)
             tracker = self._arrivals.track(request, before, self.drafter)
             self._trackers[request.request_id] = tracker
+        self._storing[request.request_id] = None
         return tracker
+
+    def _meet(self, tracker: RequestTracker, boundary: int) -> None:
+        """Let a running request end a step at ``boundary`` (tokens), where another waits for it."""
+        self._planner.meet(tracker, boundary)
+        self._storing[tracker.request.request_id] = None
 
     # After an error
 
@@ -264,7 +274,7 @@ class HybridScheduler:
         """Return the step's work for the workers, and forget it here."""
         saves: list[SaveSpec] = []
         block_state = output.kv_connector_block_state
-        if block_state is not None:
+        if block_state is not None and (self._storing or block_state.boundary_state_offloads):
             saves = list(self._saves(output.num_scheduled_tokens, block_state))
         self.prefills.step()
         self._policy.scheduled(
@@ -301,15 +311,13 @@ class HybridScheduler:
     ) -> Iterator[SaveSpec]:
         """What each scheduled request stores of this step."""
         offers = block_state.boundary_state_offloads
-        for request_id in offers.keys() - scheduled.keys():
-            # Finished, preempted or waiting: its blocks may belong to another by now.
-            self._drop_offers(self._trackers.get(request_id), offers[request_id])
-        for request_id in scheduled:
+        for request_id in dict.fromkeys((*self._storing, *offers)):
             tracker, offered = self._trackers.get(request_id), offers.get(request_id, ())
-            if tracker is None or not tracker.saving:
+            if tracker is None or request_id not in scheduled or not tracker.saving:
+                # Finished, preempted or waiting: its blocks may belong to another by now.
                 self._drop_offers(tracker, offered)
-                continue
-            if not (offered or tracker.unsaved):
+                if tracker is None or not tracker.save:
+                    self._storing.pop(request_id, None)
                 continue
             try:
                 save = self._save_of(tracker, scheduled[request_id], offered, block_state)
@@ -319,6 +327,10 @@ class HybridScheduler:
                 continue
             if save is not None:
                 yield save
+            if tracker.unsaved:  # also where a hand-off says that there is more to store
+                self._storing[request_id] = None
+            else:
+                self._storing.pop(request_id, None)
 
     def _drop_offers(self, tracker: RequestTracker | None, offers: Sequence[Offer]) -> None:
         """Count states of a request that does not run, unless it never saves any."""
@@ -413,6 +425,7 @@ class HybridScheduler:
     def request_finished(self, request: "Request") -> None:
         """Forget the request. A load under way goes on until the worker reports it."""
         tracker = self._trackers.pop(request.request_id, None)
+        self._storing.pop(request.request_id, None)
         self.prefills.forget(request.request_id)
         if tracker is not None:
             # The worker's load holds the claim itself and drops it when it ends.
@@ -429,6 +442,7 @@ class HybridScheduler:
     def check_integrity(self) -> None:
         """Assert what holds between two calls of vLLM."""
         for request_id, tracker in self._trackers.items():
+            assert request_id in self._storing or not tracker.unsaved, "never looked at"
             tracker.check_integrity()
             assert tracker.request.request_id == request_id
             loading = isinstance(tracker.phase, Loading)

@@ -279,10 +279,11 @@ class RequestTracker:
 
     @property
     def unsaved(self) -> bool:
-        """Whether it has blocks to store."""
+        """Whether it has blocks to store, or may hear that it has."""
         if not self.save:
             return False
-        return self.stored.attention < len(self.prefix.hashes) or self.seal > 0 or self.chunks
+        waits = self.background is not None or self.seal > 0 or self.chunks
+        return waits or self.stored.attention < len(self.prefix.hashes)
 
     def check_integrity(self) -> None:
         """Assert what holds between two calls of vLLM."""

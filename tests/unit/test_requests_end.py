@@ -11,8 +11,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from lmcache_hybrid.protocol.metadata import NOTHING
 from lmcache_hybrid.scheduler.waits import IdleSteps
 
-from .helpers import WINDOWS, N, make_output, make_request
-from .scheduler_rig import Rig, all_offers, table
+from .helpers import WINDOWS, Later, N, Ranks, make_output, make_request
+from .scheduler_rig import Rig, all_offers, attention_of, table
 
 
 @pytest.mark.parametrize("when", ["matched", "allocated", "loading", "loaded", "prefilled"])
@@ -31,7 +31,7 @@ def test_nothing_is_tracked_after_the_end(when):
     rig.scheduler.request_finished(request)
     rig.scheduler.request_finished(request)
     metadata = rig.step()
-    assert rig.scheduler.num_tracked == 0
+    assert rig.scheduler.num_tracked == 0 and not rig.scheduler._storing
     if when in ("allocated", "loading"):
         # The load goes on and reports its end; its claim ends with it.
         assert (when == "allocated") == bool(metadata.loads)
@@ -161,9 +161,48 @@ def test_a_fully_stored_prompt_costs_later_steps_nothing():
     rig = Rig()
     request = make_request(tokens=3 * N + 1)
     rig.holds(request, 3, 3)
-    assert rig.match(request) == (3 * N, True)
-    tracker = rig.scheduler._trackers[request.request_id]
-    assert tracker.saving and not tracker.unsaved
+    assert rig.admit(request).boundary == 3
+    rig.loaded(request)
+    request.num_computed_tokens = 3 * N
+    rig.forward(request, 1)
+    assert not rig.scheduler._storing
+
+
+def test_a_request_that_stores_nothing_costs_later_steps_nothing():
+    rig = Rig(save=False)
+    request = make_request(tokens=3 * N + 1)
+    rig.match(request)
+    rig.forward(request, request.num_tokens)
+    assert not rig.scheduler._storing
+
+
+def test_what_is_lost_of_a_resumed_request_is_stored_once_the_ranks_have_said_so():
+    """All of it was stored, and vLLM has it: it goes on before the answer comes."""
+    executor = Later()
+    rig = Rig(Ranks(executor=executor))
+    request = make_request(tokens=3 * N + 1)
+    rig.match(request)
+    executor.run()
+    rig.prefill(request)
+    assert not rig.scheduler._storing
+    rig.match(request, 3 * N)  # preempted, and what it computed is cached still
+    rig.scheduler.update_state_after_alloc(request, table(request), 0)
+    request.num_computed_tokens = 3 * N
+    assert rig.forward(request, 1) is None
+    executor.run()  # these ranks hold nothing
+    request.append_output_token_ids([1])
+    assert attention_of(rig.forward(request, 1)) == [0, 1, 2]
+
+
+def test_what_a_hand_off_adds_is_stored_once_it_is_computed():
+    """Here before its step: the state cannot be stored, and nothing else tells of its block."""
+    rig = Rig(save_decode=True)
+    request = make_request(tokens=3 * N + 1)
+    rig.prefill(request)
+    assert not rig.scheduler._storing
+    request.append_output_token_ids([1] * (N - 1))
+    rig.forward(request, N - 2, all_offers(4))
+    assert attention_of(rig.forward(request, 1)) == [3]
 
 
 def test_a_new_question_keeps_its_claim_from_an_unsent_drop():

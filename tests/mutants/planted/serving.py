@@ -160,9 +160,9 @@ DEFECTS = (
     one(
         "offers of requests that are not scheduled are stored",
         SCHEDULER,
-        "        for request_id in offers.keys() - scheduled.keys():\n",
-        "        for request_id in offers.keys() - scheduled.keys():\n"
-        "            scheduled[request_id] = 0\n",
+        "if tracker is None or request_id not in scheduled or not tracker.saving:",
+        "scheduled.setdefault(request_id, 0)\n"
+        "            if tracker is None or not tracker.saving:",
     ),
     Defect(
         "blocks are copied before the forward wrote them",
@@ -182,6 +182,30 @@ DEFECTS = (
         "lmcache_hybrid/scheduler/tracker.py",
         "            self.stored.forget()\n",
         "            self.stored.forget(self.stored.attention)\n",
+    ),
+    one(
+        "each step looks again at what is stored",
+        SCHEDULER,
+        "            else:\n                self._storing.pop(request_id, None)\n\n",
+        "\n",
+    ),
+    one(
+        "what a hand-off adds is stored with the next one only",
+        SCHEDULER,
+        "                self._storing[request_id] = None\n            else:",
+        "                pass\n            else:",
+    ),
+    one(
+        "what the ranks lack of a resumed request is stored with its next state only",
+        "lmcache_hybrid/scheduler/tracker.py",
+        "        waits = self.background is not None or self.seal > 0 or self.chunks\n",
+        "        waits = self.seal > 0 or self.chunks\n",
+    ),
+    one(
+        "each step looks again at a request that stores nothing",
+        SCHEDULER,
+        "                if tracker is None or not tracker.save:\n",
+        "                if tracker is None:\n",
     ),
     # What counts as a hit
     one(

@@ -105,6 +105,13 @@ DEFECTS: tuple[Defect, ...] = (
         "        if wait is not None:\n",
     ),
     one(
+        "a leader whose pages are all stored is not looked at",
+        "lmcache_hybrid/scheduler/scheduler.py",
+        "        self._planner.meet(tracker, boundary)\n"
+        "        self._storing[tracker.request.request_id] = None\n",
+        "        self._planner.meet(tracker, boundary)\n",
+    ),
+    one(
         "a request waits although another connector may have its prefix",
         "lmcache_hybrid/config/options.py",
         "        share_prefills=share and alone,\n",
