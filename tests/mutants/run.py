@@ -200,6 +200,7 @@ def main(
     jobs: Annotated[int, typer.Option(help="Runs side by side.")] = len(os.sched_getaffinity(0)),
     unchanged: Annotated[bool, typer.Option(help="Test the unchanged tree first.")] = True,
     fresh: Annotated[bool, typer.Option(help="Forget a run that was broken off.")] = False,
+    lacking: Annotated[bool, typer.Option(help="Those without a find in the table.")] = False,
 ) -> None:
     """Plant each defect, run the fast tests, say which test finds it.
 
@@ -207,13 +208,15 @@ def main(
     that does not end, is no find. The test that found it last time runs first. A run that was
     broken off goes on where it was, as long as code and tests are the same. A later one begins
     with the tests that found something (docs/generated/mutants-seen.json). A complete one
-    writes docs/generated/mutants.json and its row in docs/reliability.md.
+    writes docs/generated/mutants.json and its row in docs/reliability.md. With --lacking only
+    new defects and those that survived are tested; their rows go into the table of that run.
 
     Ends with 0 when every defect is found, with 2 when the unchanged tree fails.
     """
     progress = Progress(tree.digest()) if fresh else Progress.load()
     results = progress.results
-    chosen = [defect for defect in DEFECTS if only in defect.name]
+    told = table.complete() if lacking else {}
+    chosen = [d for d in DEFECTS if only in d.name and not told.get(d.name, {}).get("test")]
     queue = [d for d in chosen if tests or not results.get(d.name, {}).get("test")]
     os.environ.update(SIM_STEPS=str(steps), SIM_SHRINK="0")
     suite = {name: progress.files.get(name, 0.0) for name in files(tests or list(SUITE))}
@@ -233,7 +236,8 @@ def main(
     lost = [defect.name for defect in chosen if not results[defect.name]["test"]]
     console.print(f"{len(chosen) - len(lost)} of {len(chosen)} found")
     if not only and not tests:
-        table.write({defect.name: results[defect.name] for defect in DEFECTS})
+        rows = told | results
+        table.write({defect.name: rows[defect.name] for defect in DEFECTS})
     if lost:
         console.print("Not found:", *lost, sep="\n  ", markup=False)
         raise typer.Exit(1)

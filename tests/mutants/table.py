@@ -28,9 +28,15 @@ Results = dict[str, dict[str, Any]]
 
 def load() -> Results:
     """What the last complete run found, and those since."""
-    found = json.loads(TABLE.read_text())["defects"] if TABLE.exists() else {}
+    found = complete()
     seen = json.loads(SEEN.read_text()) if SEEN.exists() else {}
     return found | {name: {"test": test} for name, test in seen.items()}
+
+
+def complete() -> Results:
+    """What the last complete run found."""
+    found: Results = json.loads(TABLE.read_text())["defects"] if TABLE.exists() else {}
+    return found
 
 
 def note(results: Results) -> None:
