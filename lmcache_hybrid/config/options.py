@@ -516,7 +516,7 @@ def _check_locations(config: "LMCacheEngineConfig") -> None:
     if config.store_location and config.store_location not in backends:
         wrong["store_location"] = config.store_location
     # One that is not there is not asked, which does no harm beside others.
-    if config.retrieve_locations and not set(backends) & set(config.retrieve_locations):
+    if config.retrieve_locations and not any(n in backends for n in config.retrieve_locations):
         wrong["retrieve_locations"] = config.retrieve_locations
     for option, value in wrong.items():
         raise ConfigError(

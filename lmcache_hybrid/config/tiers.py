@@ -49,7 +49,8 @@ def tiers(config: "LMCacheEngineConfig", options: Options) -> Iterator[Tier]:
         limit = int(config.max_local_disk_size * GIB)
         yield Tier("local_disk", "max_local_disk_size", limit, last=not remote)
     if bound := options.folder_limits.max_bytes:
-        yield Tier("fs://", MAX_SIZE_KEY, bound, shared=True)
+        *_, place = (each for each in remote if each.kind.folders(each, config))
+        yield Tier(place.title, MAX_SIZE_KEY, bound, shared=True)
     elif remote:
         yield Tier(remote[-1].title, shared=True)
 

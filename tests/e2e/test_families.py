@@ -92,6 +92,7 @@ def test_ram_and_fs_after_a_restart(golden: Golden, tmp_path) -> None:
         check_all(engine, golden)
         assert engine.reads().keys() == {"LocalCPUBackend"}
         engine.settle()
+    config["remote_url"] = f"file://{tmp_path}"  # the same files
     with Engine(golden.model, config) as engine:
         check_all(engine, golden, again=True)
         assert "RemoteBackend" in engine.reads()

@@ -30,6 +30,11 @@ from .lmcache_settings import lmcache_config
             "fs:// (about 2.0 prompts of max_model_len=1,200)",
         ),
         (
+            {"local_cpu": False, "remote_url": "file:///f"},
+            {"max_bytes": 8 * GIB},
+            "file:// (about 2.0 prompts of max_model_len=1,200)",
+        ),
+        (
             {"local_cpu": False, "remote_storage_plugins": ["redis.a"]},
             {},
             "redis:// (plugin redis.a)",

@@ -20,9 +20,9 @@ from lmcache_hybrid.core.errors import ConfigError
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
 
-FS, REDIS, S3 = Folders(), Redis(), Bucket()
+MEMORY, LOCAL_DISK, REDIS = Memory(), Disk(), Redis()
 # Every kind outside the engine that is tested.
-KINDS: tuple[StoreKind, ...] = (FS, REDIS, S3, File())
+KINDS: tuple[StoreKind, ...] = (Folders(), REDIS, Bucket(), File())
 BY_SCHEME = {scheme: kind for kind in KINDS for scheme in kind.schemes}
 BY_PLUGIN = {kind.plugin: kind for kind in KINDS if kind.plugin}
 
@@ -49,8 +49,8 @@ REASONS = {
 
 def all_places(config: "LMCacheEngineConfig") -> list[Place]:
     """Where records are kept, the nearest first."""
-    local = [Place(Memory(), "")] if config.local_cpu else []
-    local += [Place(Disk(), config.local_disk)] if config.local_disk else []
+    local = [Place(MEMORY, "")] if config.local_cpu else []
+    local += [Place(LOCAL_DISK, config.local_disk)] if config.local_disk else []
     return local + places(config)
 
 

@@ -70,13 +70,13 @@ class StoreKind:
         title: what it is, for people; empty where its scheme says so.
         survives: whether a restart of the engine finds its records again.
         schemes: of ``remote_url``.
-        looked: those of them that operators' commands take.
+        tool_schemes: those of them that operators' commands take.
         plugin: type of ``remote_storage_plugins``; empty where there is none.
-        connector: "module:function" that makes the engine's connector of a place and LMCache's
-            ``ConnectorContext``; see ``storage/remote/record_connector.py``.
-        records: "module:function" that opens what ``inspect``, ``verify`` and ``purge`` look into,
-            see ``tools/stored/record_store.py``, of a URL; empty where they take none.
-        look: what to do instead, where they take none.
+        make_connector: "module:function" that makes the engine's connector of a place and
+            LMCache's ``ConnectorContext``; see ``storage/remote/record_connector.py``.
+        open_records: "module:function" that opens what operators' commands look into, see
+            ``tools/stored/record_store.py``, of a URL; empty where they take none.
+        tool_advice: what to do instead, where they take none.
         ping: "module:function" that raises ConfigError or StoreError where the server of a URL
             does not answer; empty where only a record shows it.
         own_options: keys of LMCache's ``extra_config`` that it reads itself, though they are
@@ -88,11 +88,11 @@ class StoreKind:
     title: str = ""
     survives: bool = True
     schemes: tuple[str, ...] = ()
-    looked: tuple[str, ...] = ()
+    tool_schemes: tuple[str, ...] = ()
     plugin: str = ""
-    connector: str = ""
-    records: str = ""
-    look: str = ""
+    make_connector: str = ""
+    open_records: str = ""
+    tool_advice: str = ""
     ping: str = ""
     own_options: tuple[str, ...] = ()
 
@@ -122,7 +122,7 @@ class StoreKind:
         return None
 
 
-def named(function: str) -> Any:
+def imported(function: str) -> Any:
     """What "module:function" names. Imports the module."""
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(module), name)

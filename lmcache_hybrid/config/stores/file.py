@@ -4,7 +4,7 @@
 from typing import TYPE_CHECKING
 
 from lmcache_hybrid.config.redis_credentials import shown
-from lmcache_hybrid.config.stores.base import Place, folders_in
+from lmcache_hybrid.config.stores.base import Place, folders_in, parts_of
 from lmcache_hybrid.config.stores.fs import Folders
 from lmcache_hybrid.core.errors import ConfigError
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 class File(Folders):
     """The files are those of ``fs://``: engines that use either find each other's records."""
 
-    schemes = looked = ("file",)
+    schemes = tool_schemes = ("file",)
     plugin = ""
 
     def folders(self, place: Place, config: "LMCacheEngineConfig") -> tuple[str, tuple[str, ...]]:
-        path = place.url.removeprefix("file://")
-        if not path.startswith("/"):
+        parts = parts_of(place.url)
+        if parts.netloc or parts.query or parts.fragment or not parts.path.startswith("/"):
             raise ConfigError(
-                f"LMCache option remote_url={shown(place.url)} names a host, or no absolute path; "
-                "write file:///absolute/path."
+                f"LMCache option remote_url={shown(place.url)} is not an absolute path alone, "
+                "without a host, ? and #; write file:///absolute/path."
             )
-        return "remote_url", folders_in("remote_url", path)
+        return "remote_url", folders_in("remote_url", parts.path)

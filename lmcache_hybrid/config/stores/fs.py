@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 class Folders(StoreKind):
     """One file for each record."""
 
-    schemes = looked = ("fs",)
+    schemes = tool_schemes = ("fs",)
     plugin = "fs"
-    connector = "lmcache_hybrid.storage.remote.fs:connect"
-    records = "lmcache_hybrid.tools.stored.folder_store:open_url"
+    make_connector = "lmcache_hybrid.storage.remote.fs:connect"
+    open_records = "lmcache_hybrid.tools.stored.folder_store:open_url"
 
     def check(self, place: Place, config: "LMCacheEngineConfig") -> None:
         self.folders(place, config)

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 class Redis(StoreKind):
     """One value for each record: on one server, a cluster, a primary that sentinels name."""
 
-    looked = ("redis", "rediss", "unix", "redis-cluster", "redis-sentinel")
-    schemes = (*looked, "resp", "valkey")  # see other_names.py
+    tool_schemes = ("redis", "rediss", "unix", "redis-cluster", "redis-sentinel")
+    schemes = (*tool_schemes, "resp", "valkey")  # see other_names.py
     plugin = "redis"
-    connector = "lmcache_hybrid.storage.remote.redis:connect"
-    records = "lmcache_hybrid.tools.stored.redis_store:RedisStore"
+    make_connector = "lmcache_hybrid.storage.remote.redis:connect"
+    open_records = "lmcache_hybrid.tools.stored.redis_store:RedisStore"
     ping = "lmcache_hybrid.tools.stored.redis_client:ping"
 
     def of_plugin(self, name: str, config: "LMCacheEngineConfig") -> Place:

@@ -21,8 +21,8 @@ class Bucket(StoreKind):
     """One object for each record."""
 
     schemes = ("s3",)
-    connector = "lmcache_hybrid.storage.remote.s3:connect"
-    look = (
+    make_connector = "lmcache_hybrid.storage.remote.s3:connect"
+    tool_advice = (
         "list and delete objects with the AWS command line, and have a lifecycle rule of the "
         "bucket delete old ones"
     )

@@ -13,7 +13,7 @@ from lmcache.v1.storage_backend.connector import (
 from lmcache.v1.storage_backend.connector.instrumented_connector import InstrumentedRemoteConnector
 
 from lmcache_hybrid.config.stores import BY_PLUGIN, BY_SCHEME
-from lmcache_hybrid.config.stores.base import Place, named
+from lmcache_hybrid.config.stores.base import Place, imported
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -46,7 +46,7 @@ def create_connector(
     if place is None:
         return CreateConnector(url, loop, local_cpu_backend, config, metadata, plugin_name)
     context = ConnectorContext(url, loop, local_cpu_backend, config, metadata, plugin_name)
-    return InstrumentedRemoteConnector(named(place.kind.connector)(place, context))
+    return InstrumentedRemoteConnector(imported(place.kind.make_connector)(place, context))
 
 
 def install() -> None:

@@ -56,10 +56,8 @@ def refusals(options: Options, store: "LMCacheStore", least: int) -> list[str]:
             f"{least} tokens out, so they cannot be compared; set it to {least} or less for this "
             "test."
         )
-    chosen, nearest = (
-        config.store_location,
-        next((place.backend for place in _located(store)), None),
-    )
+    chosen = config.store_location
+    nearest = next((place.backend for place in _located(store)), None)
     if chosen and chosen != nearest:
         found.append(
             f"LMCache option store_location={chosen!r} is not the nearest backend that is read, "

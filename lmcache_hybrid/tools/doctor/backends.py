@@ -18,7 +18,7 @@ from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
 from lmcache_hybrid.config.options import refusals, settle_lmcache_config
 from lmcache_hybrid.config.stores import all_places, places
-from lmcache_hybrid.config.stores.base import named
+from lmcache_hybrid.config.stores.base import imported
 from lmcache_hybrid.core.errors import LoadError, RecordError, StoreError
 from lmcache_hybrid.core.keys import STATE, RecordKey
 from lmcache_hybrid.storage.record import digests_of
@@ -56,7 +56,7 @@ def check_backends(context: Context) -> Iterator[Finding]:
     for place in places(config):
         if place.kind.ping and not place.plugin:
             try:
-                named(place.kind.ping)(place.url)
+                imported(place.kind.ping)(place.url)
             except StoreError as failure:
                 yield error("remote_url", str(failure))
                 config.remote_url = None
@@ -67,8 +67,8 @@ def check_backends(context: Context) -> Iterator[Finding]:
 def _through_all(config: "LMCacheEngineConfig", size: int) -> Iterator[Finding]:
     with _opened(config, size) as store, listen("lmcache", "vllm.lmcache_hybrid") as heard:
         # Without local_cpu RAM is memory to copy through, and keeps nothing.
-        named_here = {place.backend for place in all_places(config)}
-        tried = [name for name in store.manager.storage_backends if name in named_here]
+        kept_in = {place.backend for place in all_places(config)}
+        tried = [name for name in store.manager.storage_backends if name in kept_in]
         if not tried:
             return
         key = RecordKey(STATE, 0, os.urandom(32), config.chunk_size)

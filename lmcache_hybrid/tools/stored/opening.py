@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lmcache_hybrid.config.other_names import name_as_redis
 from lmcache_hybrid.config.stores import BY_SCHEME, KINDS, places
-from lmcache_hybrid.config.stores.base import named
+from lmcache_hybrid.config.stores.base import imported
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.tools.stored import folder_store
 from lmcache_hybrid.tools.stored.record_store import RecordStore
@@ -20,18 +20,19 @@ def open_store(store: str) -> RecordStore:
         StoreError: it cannot be reached.
     """
     scheme = store.partition("://")[0].lower() if "://" in store else ""
-    if scheme in ("", "file"):
+    if not scheme:
         return folder_store.open_url(store)
     kind = BY_SCHEME.get(scheme)
-    if kind is not None and kind.look:
-        raise ConfigError(f"STORE {store!r} cannot be looked into here; {kind.look}.")
-    if kind is None or scheme not in kind.looked:
-        schemes = ", ".join(f"{name}://" for kind in KINDS for name in kind.looked if name != "fs")
+    if kind is not None and kind.tool_advice:
+        raise ConfigError(f"STORE {store!r} cannot be looked into here; {kind.tool_advice}.")
+    if kind is None or scheme not in kind.tool_schemes:
+        others = (name for kind in KINDS for name in kind.tool_schemes if name != "fs")
+        schemes = ", ".join(f"{name}://" for name in others)
         raise ConfigError(
             f"STORE {scheme}:// cannot be looked into; give a folder, fs://HOST:PORT/PATH, or one "
             f"of {schemes}."
         )
-    opened: RecordStore = named(kind.records)(store)
+    opened: RecordStore = imported(kind.open_records)(store)
     return opened
 
 

@@ -9,8 +9,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a host in file:/// is taken for a folder",
         "lmcache_hybrid/config/stores/file.py",
-        '        if not path.startswith("/"):\n',
-        "        if not path:\n",
+        "        if parts.netloc or parts.query",
+        "        if parts.query",
     ),
     one(
         "a plugin's backend is named without the plugin",
@@ -21,8 +21,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "RAM that keeps nothing counts as a place of records",
         "lmcache_hybrid/config/stores/__init__.py",
-        '[Place(Memory(), "")] if config.local_cpu else []',
-        '[Place(Memory(), "")]',
+        '[Place(MEMORY, "")] if config.local_cpu else []',
+        '[Place(MEMORY, "")]',
     ),
     one(
         "accept knows no store of a plugin",

@@ -134,8 +134,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a location that is not asked ends the start",
         OPTIONS,
-        "and not set(backends) & set(config.retrieve_locations):\n",
-        "and not set(backends) >= set(config.retrieve_locations):\n",
+        "and not any(n in backends for n in config.retrieve_locations):\n",
+        "and not all(n in backends for n in config.retrieve_locations):\n",
     ),
     one(
         "a file system without locks turns LMCache off",

