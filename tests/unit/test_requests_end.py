@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
 from lmcache_hybrid.protocol.metadata import NOTHING
+from lmcache_hybrid.protocol.slow_loads import SlowLoads
 from lmcache_hybrid.scheduler.waits import IdleSteps
 
 from .helpers import WINDOWS, Later, N, Ranks, make_output, make_request
@@ -203,6 +205,29 @@ def test_what_a_hand_off_adds_is_stored_once_it_is_computed():
     request.append_output_token_ids([1] * (N - 1))
     rig.forward(request, N - 2, all_offers(4))
     assert attention_of(rig.forward(request, 1)) == [3]
+
+
+def test_a_request_whose_pages_are_all_stored_ends_steps_where_others_wait():
+    """The store was too slow for it. Past one meeting it is to aim at the next one at once."""
+    rig = Rig(chunk_ends=False)
+    rig.scheduler.prefills.step_tokens = N
+    leader = make_request("a", range(9 * N + 1))
+    assert rig.holds(leader, 9, 9).admit(leader).boundary == 9
+    slow = KVConnectorOutput(
+        finished_recving={"a"},
+        failed_recving={"a"},
+        kv_connector_worker_meta=SlowLoads({"a": 1.0}),
+    )
+    rig.scheduler.update_connector_output(slow)
+    leader.status, leader.shared_prefix_boundary = RequestStatus.RUNNING, 0
+    rig.prefill(leader, N)
+    assert not rig.scheduler._storing
+    for name, blocks in (("b", 4), ("c", 5)):
+        follower = make_request(name, [*range(blocks * N), *range(1000, 1000 + N)])
+        assert rig.match(follower) == (None, False)
+    assert leader.shared_prefix_boundary == 4 * N
+    rig.forward(leader, 3 * N)
+    assert leader.shared_prefix_boundary == 5 * N
 
 
 def test_a_new_question_keeps_its_claim_from_an_unsent_drop():
