@@ -64,7 +64,7 @@ def read_limits(extra: dict[str, Any], config: "LMCacheEngineConfig") -> FolderL
             )
         if not shared_folders(config):
             raise ConfigError(
-                f"{key}={value!r} limits folders of fs:// only, and remote_url is "
+                f"{key}={value!r} limits folders of fs:// and file:/// only, and remote_url is "
                 f"{remote_url and without_password(remote_url)!r}; remove it, or set remote_url to "
                 "fs://localhost:0/absolute/path."
             )
@@ -146,9 +146,10 @@ def check_folder(option: str, path: str, trusted: int | None = None) -> None:
         # A unique name: engines that share the folder probe it at the same time.
         with tempfile.NamedTemporaryFile(dir=path, prefix=".lmcache-hybrid-") as probe:
             probe.write(b"probe")
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a path with a NUL is a ValueError
         raise ConfigError(
-            f"LMCache option {option}={path!r} cannot be written ({error.strerror}); "
+            f"LMCache option {option}={path!r} cannot be written "
+            f"({getattr(error, 'strerror', error)}); "
             "make it a writable directory or choose another."
         ) from error
     if status.st_uid not in (os.geteuid(), 0):

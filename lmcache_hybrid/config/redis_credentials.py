@@ -137,11 +137,13 @@ def hide_passwords(config: "LMCacheEngineConfig") -> None:
             extra[name] = _hide(extra[name])
 
 
-def plugin_url(config: "LMCacheEngineConfig") -> str:
-    """The URL of LMCache's Redis plugin, as LMCache's own adapter finds it."""
+def plugin_url(config: "LMCacheEngineConfig") -> tuple[str, str]:
+    """(option, URL) of LMCache's Redis plugin, as LMCache's own adapter finds it."""
     extra = config.extra_config or {}
-    found = next((extra[name] for name in PLUGIN_URLS if extra.get(name)), None)
-    return found or config.remote_url or "redis://localhost:6379"
+    for name in PLUGIN_URLS:
+        if extra.get(name):
+            return f"extra_config.{name}", str(extra[name])
+    return "remote_url", config.remote_url or "redis://localhost:6379"
 
 
 def with_login(url: str, user: str, password: str) -> str:

@@ -48,11 +48,12 @@ def tiers(config: "LMCacheEngineConfig", options: Options) -> Iterator[Tier]:
     if config.local_disk:
         limit = int(config.max_local_disk_size * GIB)
         yield Tier("local_disk", "max_local_disk_size", limit, last=not remote)
-    if bound := options.folder_limits.max_bytes:
-        *_, place = (each for each in remote if each.kind.folders(each, config))
-        yield Tier(place.title, MAX_SIZE_KEY, bound, shared=True)
-    elif remote:
-        yield Tier(remote[-1].title, shared=True)
+    for place in remote:
+        bound = options.folder_limits.max_bytes or 0
+        if bound and place.kind.folders(place, config):
+            yield Tier(place.title, MAX_SIZE_KEY, bound, shared=True)
+        else:
+            yield Tier(place.title, shared=True)
 
 
 def prompt_bytes(

@@ -9,7 +9,7 @@ from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.protocol.lookup import LookupResult
 from lmcache_hybrid.scheduler.events import KVEvents
-from lmcache_hybrid.scheduler.load_planner import question_of
+from lmcache_hybrid.scheduler.load_planner import limit_of, question_of
 from lmcache_hybrid.scheduler.load_policy import LoadPolicy
 from lmcache_hybrid.scheduler.lookup_metrics import count_lookup, count_skipped, log_lookup
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue, PendingLookup
@@ -179,9 +179,10 @@ class Admission:
         Returns:
             False where the request must wait until others pin less.
         """
-        request = tracker.request
-        question = question_of(tracker, floor, self._plan, self._options.max_tokens_per_load)
-        nothing = (question.limit, question.limit_tail) <= (floor, 0)
+        request, prefix = tracker.request, tracker.prefix
+        most = self._options.max_tokens_per_load
+        limit, tail = limit_of(tracker, floor, self._plan, most)
+        nothing = (limit, tail) <= (floor, 0)
         first = isinstance(tracker.phase, NotAsked) and not nothing
         if first and not self._pins.may_ask(request.request_id):
             if not tracker.delayed:
@@ -195,7 +196,7 @@ class Admission:
         if nothing and not tracker.save:
             tracker.offer(LookupResult(0, 0), floor)
             return True
-        lookup, prefix = self._queue.submit(question), question.prefix
+        lookup = self._queue.submit(question_of(tracker, floor, self._plan, limit, tail))
         if nothing and len(prefix.hashes) <= floor and prefix.identified:
             # Nothing to load and nothing new: nobody waits to learn what is stored already.
             tracker.background = lookup

@@ -10,15 +10,16 @@ from lmcache_hybrid.scheduler.whole_items import barred
 
 
 def question_of(
-    tracker: RequestTracker, floor: int, plan: GroupPlan, most: int = 0
+    tracker: RequestTracker, floor: int, plan: GroupPlan, limit: int, tail: int
 ) -> LookupRequest:
     """What the ranks are asked: the deepest boundary that may be loaded, and what lies before it.
 
+    Hashes each boundary inside a block: not for requests that may not ask yet.
+
     Args:
         floor: local blocks.
-        most: tokens that one request may load, 0 for any number.
+        limit, tail: see :func:`limit_of`.
     """
-    limit, tail = _limit(tracker, floor, plan, most)
     request, prefix = tracker.request, tracker.prefix
     if plan.unit:  # boundaries inside blocks, past the local ones
         inner = range(floor * plan.block_size + plan.unit, tracker.inner + 1, plan.unit)
@@ -33,8 +34,13 @@ def question_of(
     )
 
 
-def _limit(tracker: RequestTracker, floor: int, plan: GroupPlan, most: int) -> tuple[int, int]:
-    """The deepest boundary that may be loaded: whole blocks, and tokens past them."""
+def limit_of(tracker: RequestTracker, floor: int, plan: GroupPlan, most: int) -> tuple[int, int]:
+    """The deepest boundary that may be loaded: whole blocks, and tokens past them.
+
+    Args:
+        floor: local blocks.
+        most: tokens that one request may load, 0 for any number.
+    """
     size, unit = plan.block_size, plan.unit
     # The last token is always computed: a state that has seen it is too deep.
     tokens = tracker.request.num_tokens - 1

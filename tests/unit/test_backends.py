@@ -133,6 +133,37 @@ def test_refuses_other_store_plugins():
     assert "remote_storage_plugins=['fs', 'mooncake.one']" in message and "fs, redis" in message
 
 
+@pytest.mark.parametrize("plugins", [["fs", "fs"], [1], [None]], ids=str)
+def test_refuses_plugins_that_lmcache_would_not_open(plugins):
+    """Of two with one name it opens one and forgets it."""
+    message = refusal(remote_storage_plugins=plugins)
+    assert_one_sentence(message)
+    assert f"remote_storage_plugins={plugins}" in message
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://a:1", "h:6379", "REDIS://h:1", "bob:s3cret@h:1", "redis:/bob:s3cret@h:1", 6379),
+        *("redis://[a", "redis://a:b", "redis-cluster://a"),
+    ],
+)
+def test_refuses_urls_that_are_none_of_a_redis_plugins(url):
+    """LMCache would go on without the store."""
+    settings = {"remote_storage_plugins": ["redis"], "extra_config": {"redis_url": url}}
+    message = refusal(**settings)
+    assert_one_sentence(message)
+    assert message.startswith("LMCache option extra_config.redis_url=") and "s3cret" not in message
+    (place,) = stores.places(lmcache_config(**settings))
+    assert "s3cret" not in place.title + place.shown
+
+
+def test_a_redis_plugin_does_not_take_the_url_of_another_store():
+    """LMCache's own falls back to it."""
+    settings = {"remote_storage_plugins": ["redis"], "remote_url": "file:///srv"}
+    assert "set extra_config.redis_url to redis://host:port" in refusal(**settings)
+
+
 @pytest.mark.parametrize("url", ["fs:///abs/path", "fs://localhost/abs/path", "fs://:/a"])
 def test_refuses_fs_without_host_and_port(url):
     """LMCache then fails without a word and calls itself unhealthy."""

@@ -127,6 +127,19 @@ def test_a_plugin_without_a_folder_is_refused():
     assert message.endswith(f"names 'fs.second' without a folder; set {option} to its path.")
 
 
+def test_a_folder_of_a_url_is_not_sought_where_the_engine_was_started():
+    message = refusal(remote_url="fs://localhost:0/srv/a,b")
+    assert_one_sentence(message)
+    assert "folder 'b'" in message
+
+
+@pytest.mark.parametrize("url", ["fs://localhost:0/a\x00", "fs://localhost:0/tmp/a\x00"])
+def test_a_path_that_cannot_be_is_refused(url):
+    message = refusal(remote_url=url)
+    assert_one_sentence(message)
+    assert "cannot be written (embedded null byte)" in message
+
+
 @pytest.mark.parametrize("folders", ["{0}/a,", ",{0}/a", "{0}/a,,{0}/b", "{0}/a, "])
 def test_a_folder_without_a_name_is_refused(tmp_path, monkeypatch, folders):
     """It was taken for the working directory, and LMCache then went on without the store."""

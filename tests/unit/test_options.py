@@ -202,7 +202,8 @@ def test_refuses_limits_where_there_is_no_folder(url):
             options(lmcache=lmcache_config(remote_url=url), **{key: 5})
         message = str(error.value)
         assert (
-            message.startswith(f"{key}=5 limits folders of fs:// only") and "remove it" in message
+            message.startswith(f"{key}=5 limits folders of fs:// and file:/// only")
+            and "remove it" in message
         )
         assert "secret" not in message
         assert_one_sentence(message)

@@ -12,6 +12,8 @@ from lmcache_hybrid.core.sizes import GIB
 from .helpers import OPTIONS
 from .lmcache_settings import lmcache_config
 
+FS_PLUGIN = {"remote_storage_plugins": ["fs"], "extra_config": {"fs_base_path": "/f"}}
+
 
 @pytest.mark.parametrize(
     "settings, limits, said",
@@ -38,6 +40,11 @@ from .lmcache_settings import lmcache_config
             {"local_cpu": False, "remote_storage_plugins": ["redis.a"]},
             {},
             "redis:// (plugin redis.a)",
+        ),
+        (
+            {"local_cpu": False, "remote_url": "redis://h:1", **FS_PLUGIN},
+            {"max_bytes": 8 * GIB},
+            "fs:// (plugin fs) (about 2.0 prompts of max_model_len=1,200) and redis://",
         ),
     ],
     ids=str,

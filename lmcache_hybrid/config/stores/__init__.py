@@ -9,7 +9,7 @@ own.
 from typing import TYPE_CHECKING
 
 from lmcache_hybrid.config.redis_credentials import shown, without_password
-from lmcache_hybrid.config.stores.base import Place, StoreKind, parts_of
+from lmcache_hybrid.config.stores.base import Place, StoreKind
 from lmcache_hybrid.config.stores.file import File
 from lmcache_hybrid.config.stores.fs import Folders
 from lmcache_hybrid.config.stores.local import Disk, Memory
@@ -70,6 +70,12 @@ def check_places(config: "LMCacheEngineConfig") -> None:
     """Raises ConfigError when a store that is named cannot hold records, or cannot be used."""
     plugins = config.remote_storage_plugins or ()
     for name in plugins:
+        if plugins.count(name) > 1:
+            raise ConfigError(
+                f"LMCache option remote_storage_plugins={shown(plugins)} names {name!r} twice; "
+                "name it once, or give the second a name of its own as in "
+                f"{_type_of(name)}.second."
+            )
         if (kind := _type_of(name)) not in BY_PLUGIN:
             raise ConfigError(
                 f"LMCache option remote_storage_plugins={shown(plugins)} names a store that cannot "
@@ -87,7 +93,6 @@ def _check_scheme(url: str) -> None:
     Python reads ``REDIS://host`` and ``redis:host``, too, but LMCache has no connector then and
     goes on without the store.
     """
-    parts_of(url)
     scheme = url.partition("://")[0]
     if scheme not in BY_SCHEME:
         schemes = ", ".join(f"{scheme}://" for scheme in BY_SCHEME)
@@ -113,9 +118,9 @@ def in_the_clear(config: "LMCacheEngineConfig") -> list[str]:
     return list(dict.fromkeys(url for url in found if url))
 
 
-def _type_of(plugin: str) -> str:
+def _type_of(plugin: object) -> str:
     """The type of one of LMCache's ``remote_storage_plugins``, which may have a name of its own."""
-    return plugin.partition(".")[0]
+    return str(plugin).partition(".")[0]
 
 
 def _because(kind: str) -> str:

@@ -52,8 +52,11 @@ class Place:
     @property
     def title(self) -> str:
         """What it is, for people."""
-        named = f" (plugin {self.plugin})" if self.plugin else ""
-        return self.kind.title or f"{self.scheme}://{named}"
+        if not self.plugin:
+            return self.kind.title or f"{self.scheme}://"
+        # What stands for a plugin's URL may be none, and hold a password.
+        scheme = self.scheme if self.scheme in self.kind.schemes else self.kind.plugin
+        return f"{scheme}:// (plugin {self.plugin})"
 
     @property
     def shown(self) -> str:
@@ -128,13 +131,17 @@ def imported(function: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def parts_of(url: str) -> SplitResult:
-    """Take LMCache's ``remote_url`` apart. Raises ConfigError where it is none."""
+def parts_of(url: str, option: str = "remote_url") -> SplitResult:
+    """Take a URL apart. Raises ConfigError where it is none.
+
+    Args:
+        option: of LMCache's, which gives it.
+    """
     try:
         return split_url(url)
     except ValueError as error:
         raise ConfigError(
-            f"LMCache option remote_url={without_password(url)!r} cannot be read: {error}."
+            f"LMCache option {option}={without_password(url)!r} cannot be read: {error}."
         ) from None
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``file:///``: folders that engines share, without the host and port of ``fs://``."""
 
+import re
 from typing import TYPE_CHECKING
 
-from lmcache_hybrid.config.redis_credentials import shown
-from lmcache_hybrid.config.stores.base import Place, folders_in, parts_of
+from lmcache_hybrid.config.redis_credentials import without_password
+from lmcache_hybrid.config.stores.base import Place
 from lmcache_hybrid.config.stores.fs import Folders
 from lmcache_hybrid.core.errors import ConfigError
 
@@ -17,12 +18,29 @@ class File(Folders):
 
     schemes = tool_schemes = ("file",)
     plugin = ""
+    open_records = "lmcache_hybrid.tools.stored.folder_store:open_file_url"
 
     def folders(self, place: Place, config: "LMCacheEngineConfig") -> tuple[str, tuple[str, ...]]:
-        parts = parts_of(place.url)
-        if parts.netloc or parts.query or parts.fragment or not parts.path.startswith("/"):
-            raise ConfigError(
-                f"LMCache option remote_url={shown(place.url)} is not an absolute path alone, "
-                "without a host, ? and #; write file:///absolute/path."
-            )
-        return "remote_url", folders_in("remote_url", parts.path)
+        return "remote_url", folders_of("LMCache option remote_url", place.url)
+
+
+def folders_of(option: str, url: str) -> tuple[str, ...]:
+    """The folders of a ``file:///`` URL, as engine and operators' commands read it.
+
+    Signs that URLs give another meaning are refused: readers of URLs differ in them, and a folder
+    that one of them does not mean would be made, filled or emptied.
+
+    Args:
+        option: what the URL was given for.
+
+    Raises:
+        ConfigError: it is not one absolute path, or several with commas between them.
+    """
+    paths = url.partition("://")[2]
+    folders = tuple(path.strip() for path in paths.split(","))
+    if re.search(r"[?#%\x00-\x1f]", paths) or not all(map(re.compile("/+[^/]").match, folders)):
+        raise ConfigError(
+            f"{option}={without_password(url)!r} is not an absolute path alone, without a host and "
+            "the signs ? # %; write file:///absolute/path."
+        )
+    return folders

@@ -25,7 +25,7 @@ class Folders(StoreKind):
 
     def folders(self, place: Place, config: "LMCacheEngineConfig") -> tuple[str, tuple[str, ...]]:
         if not place.plugin:
-            return "remote_url", folders_in("remote_url", _path_of(place.url))
+            return "remote_url", _folders_of(place.url)
         # As LMCache's own connector reads them.
         names = f"remote_storage_plugin.{place.plugin}.base_path", "fs_base_path"
         for name in names:
@@ -38,11 +38,19 @@ class Folders(StoreKind):
         )
 
 
-def _path_of(url: str) -> str:
+def _folders_of(url: str) -> tuple[str, ...]:
     parts = parts_of(url)
     if not re.fullmatch(r"[^:]+:\d+", parts.netloc):
         raise ConfigError(
             f"LMCache option remote_url={shown(url)} has no host and port, which LMCache needs to "
             "find the path; write fs://localhost:0/absolute/path."
         )
-    return parts.path
+    folders = folders_in("remote_url", parts.path)
+    for folder in folders:
+        if not folder.startswith("/"):
+            raise ConfigError(
+                f"LMCache option remote_url={shown(url)} has a folder {folder!r} that would be "
+                "sought where the engine was started; write fs://localhost:0/absolute/path, and "
+                "behind each comma another absolute path."
+            )
+    return folders

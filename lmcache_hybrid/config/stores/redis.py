@@ -5,6 +5,7 @@ import re
 from typing import TYPE_CHECKING
 
 from lmcache_hybrid.config.redis_credentials import (
+    PLUGIN_URLS,
     SEVERAL_HOSTS,
     connection_options,
     plugin_url,
@@ -29,20 +30,27 @@ class Redis(StoreKind):
     ping = "lmcache_hybrid.tools.stored.redis_client:ping"
 
     def of_plugin(self, name: str, config: "LMCacheEngineConfig") -> Place:
-        return Place(self, plugin_url(config), name)
+        return Place(self, plugin_url(config)[1], name)
 
     def check(self, place: Place, config: "LMCacheEngineConfig") -> None:
-        url = place.url
-        if not place.plugin:
-            parts = parts_of(url)
-            hosts = parts.netloc.rpartition("@")[2].split(",")
-            whole = all(re.fullmatch(r"[^:]+:\d+", host) for host in hosts)
-            if parts.scheme in SEVERAL_HOSTS and not whole:
+        url, option = place.url, "remote_url"
+        if place.plugin:
+            option = plugin_url(config)[0]
+            if place.scheme not in self.tool_schemes:
                 raise ConfigError(
-                    f"LMCache option remote_url={without_password(url)!r} has a host without a "
-                    "port, and LMCache would do without the store; write "
-                    f"{parts.scheme}://host:port,host:port."
+                    f"LMCache option {option}={without_password(url)!r} names no Redis for the "
+                    f"plugin {place.plugin!r}; set extra_config.{PLUGIN_URLS[-1]} to "
+                    "redis://host:port."
                 )
+        parts = parts_of(url, option)
+        hosts = parts.netloc.rpartition("@")[2].split(",")
+        whole = all(re.fullmatch(r"[^:]+:\d+", host) for host in hosts)
+        if parts.scheme in SEVERAL_HOSTS and not whole:
+            raise ConfigError(
+                f"LMCache option {option}={without_password(url)!r} has a host without a port, "
+                "and LMCache would do without the store; write "
+                f"{parts.scheme}://host:port,host:port."
+            )
         connection_options(url)
 
     def unencrypted(self, place: Place, config: "LMCacheEngineConfig") -> str | None:

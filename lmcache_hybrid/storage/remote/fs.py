@@ -318,7 +318,7 @@ class HybridFSConnector(RecordConnector):
         if (what, error.errno) not in self._said:
             self._said.add((what, error.errno))
             logger.warning(
-                "fs:// %s: a record cannot be %s (%s). %s",
+                "Folder %s: a record cannot be %s (%s). %s",
                 ",".join(self._folders),
                 what,
                 error.strerror or error,

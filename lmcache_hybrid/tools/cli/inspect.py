@@ -33,8 +33,8 @@ StoreArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="STORE",
-        help="A folder (fs:// or local_disk), fs://HOST:PORT/PATH, or a URL of Redis, a Redis "
-        "cluster or sentinels.",
+        help="A folder (fs:// or local_disk), fs://HOST:PORT/PATH, file:///PATH, or a URL of "
+        "Redis, a Redis cluster or sentinels.",
     ),
 ]
 ConfigOption = Annotated[

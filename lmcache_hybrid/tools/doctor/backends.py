@@ -225,7 +225,7 @@ def until(condition: Callable[[], bool], seconds: float | None = None) -> bool:
 
 def _label(config: "LMCacheEngineConfig", name: str) -> tuple[str, str]:
     """Option, and what it names as it may be shown."""
-    (place,) = (place for place in all_places(config) if place.backend == name)
+    place = next(place for place in all_places(config) if place.backend == name)
     return place.option, place.shown
 
 

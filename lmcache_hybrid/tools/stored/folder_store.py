@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import urlsplit
 
+from lmcache_hybrid.config.stores.file import folders_of
 from lmcache_hybrid.core.errors import ConfigError, StoreError
 from lmcache_hybrid.storage.disk.files import OLD_PROMPTS, delete_old_prompts, open_regular
 from lmcache_hybrid.storage.folder.folder_lock import LOCK_NAME
@@ -124,14 +125,22 @@ class FolderStore:
 
 
 def open_url(store: str) -> FolderStore:
-    """Open a folder, ``fs://HOST:PORT/PATH`` or ``file://PATH``; several with commas between them.
+    """Open a folder, or ``fs://HOST:PORT/PATH``; several with commas between them.
 
     Raises:
         ConfigError: a folder is not there, or none is named.
     """
     # LMCache splits at commas, so a folder with one in its name cannot be configured.
     parts = (_path_of(store) if "://" in store else store).split(",")
-    paths = [Path(part.strip()) for part in parts if part.strip()]
+    return _open(store, [Path(part.strip()) for part in parts if part.strip()])
+
+
+def open_file_url(store: str) -> FolderStore:
+    """Open ``file:///PATH``. Raises as :func:`open_url` does, and where no engine would take it."""
+    return _open(store, list(map(Path, folders_of("STORE", store))))
+
+
+def _open(store: str, paths: list[Path]) -> FolderStore:
     for path in paths:
         if not path.is_dir():
             raise ConfigError(

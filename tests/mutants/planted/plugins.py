@@ -3,14 +3,45 @@
 
 from tests.mutants.defect import Defect, one
 
+FILE = "lmcache_hybrid/config/stores/file.py"
 CAPACITY = "lmcache_hybrid/tools/doctor/capacity.py"
 
 DEFECTS: tuple[Defect, ...] = (
     one(
         "a host in file:/// is taken for a folder",
-        "lmcache_hybrid/config/stores/file.py",
-        "        if parts.netloc or parts.query",
-        "        if parts.query",
+        FILE,
+        " or not all(map(",
+        " or not any(map(",
+    ),
+    one(
+        "signs of file:/// that other readers take for no part of a path are taken for one",
+        FILE,
+        r"[?#%\x00-\x1f]",
+        r"[?#\x00-\x1f]",
+    ),
+    one(
+        "operators' commands take a file:/// that the engine refuses",
+        FILE,
+        "tools.stored.folder_store:open_file_url",
+        "tools.stored.folder_store:open_url",
+    ),
+    one(
+        "a folder of fs:// is sought where the engine was started",
+        "lmcache_hybrid/config/stores/fs.py",
+        '        if not folder.startswith("/"):\n',
+        "        if False:\n",
+    ),
+    one(
+        "a plugin of Redis takes any URL",
+        "lmcache_hybrid/config/stores/redis.py",
+        "            if place.scheme not in self.tool_schemes:\n",
+        "            if False:\n",
+    ),
+    one(
+        "what stands for a plugin's URL is named with its password",
+        "lmcache_hybrid/config/stores/base.py",
+        "self.scheme if self.scheme in self.kind.schemes else self.kind.plugin",
+        "self.scheme",
     ),
     one(
         "a plugin's backend is named without the plugin",

@@ -105,6 +105,13 @@ DEFECTS: tuple[Defect, ...] = (
         "        if wait is not None:\n",
     ),
     one(
+        "a request that may not ask yet hashes its boundaries in each pass",
+        "lmcache_hybrid/scheduler/admission.py",
+        "        first = isinstance(tracker.phase, NotAsked)",
+        "        question_of(tracker, floor, self._plan, limit, tail)\n"
+        "        first = isinstance(tracker.phase, NotAsked)",
+    ),
+    one(
         "a leader whose pages are all stored is not looked at",
         "lmcache_hybrid/scheduler/scheduler.py",
         "        self._planner.meet(tracker, boundary)\n"

@@ -6,11 +6,12 @@ import torch
 from vllm.config import KVTransferConfig
 
 from lmcache_hybrid.config.stores import places, shared_folders
-from lmcache_hybrid.core.errors import RecordError
+from lmcache_hybrid.core.errors import ConfigError, RecordError
 from lmcache_hybrid.tools.doctor.backends import check_backends
 from lmcache_hybrid.tools.doctor.capacity import check_disks
 from lmcache_hybrid.tools.doctor.context import Context
 from lmcache_hybrid.tools.doctor.finding import Status
+from lmcache_hybrid.tools.stored.opening import open_store
 
 from ..helpers import payload_of
 from ..lmcache_settings import assert_one_sentence, lmcache_config, refusal
@@ -75,11 +76,22 @@ def test_its_folders_are_cleaned_and_named_as_those_of_fs(tmp_path):
     assert (place.backend, place.title) == ("RemoteBackend", "file://")
 
 
-@pytest.mark.parametrize(
-    "url", ["file://host/srv", "file://", "file://srv", "file:///a?b", "file:///a#b"]
-)
+OTHER = [
+    *("file://", "file:///", "file://host/srv", "file://srv", "file://[/a"),
+    *("file:///a?b", "file:///a#b", "file:///a?", "file:///a#", "file:///a%20b"),
+    *("file:///a\tb", "file:///a\x00", "file:///a,b", "file:///a,", "file:///a,file:///b"),
+]
+
+
+@pytest.mark.parametrize("url", OTHER)
 def test_refuses_what_is_no_absolute_path_alone(url):
-    """Or the commands would look for the records in another folder than the engine."""
+    """Or the commands, or another reader of URLs, would mean another folder than the engine."""
     message = refusal(remote_url=url)
-    assert_one_sentence(message.replace("://", ""))
+    assert_one_sentence(message)
     assert f"remote_url={url!r}" in message and message.endswith("write file:///absolute/path.")
+
+
+@pytest.mark.parametrize("url", OTHER)
+def test_operators_commands_refuse_what_the_engine_refuses(url):
+    with pytest.raises(ConfigError, match="STORE=.* is not an absolute path alone"):
+        open_store(url)
