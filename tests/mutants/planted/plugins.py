@@ -8,7 +8,7 @@ CAPACITY = "lmcache_hybrid/tools/doctor/capacity.py"
 
 DEFECTS: tuple[Defect, ...] = (
     one(
-        "a host in file:/// is taken for a folder",
+        "a path of file:/// may be relative beside an absolute one",
         FILE,
         " or not all(map(",
         " or not any(map(",
