@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joins scheduler side and worker side to vLLM's connector interface."""
+"""Connects scheduler side and worker side to vLLM's connector interface."""
 
 import dataclasses
 import functools
@@ -81,9 +81,9 @@ class HybridConnector(KVConnectorBase_V1):
     One object per role and process, of a class that :func:`vllm_patch.connector.hybrid_class`
     makes of this one and vLLM's ``LMCacheConnectorV1``.
 
-    No error leaves it once the engine has started: what a store or a folder does ends in a miss, a
-    dropped save or a failed load (:mod:`lmcache_hybrid.core.faults`). At the start it is refused,
-    or one side is off, which serves nothing and still answers.
+    No error leaves it once the engine has started: errors of stores and folders become misses,
+    dropped saves or failed loads (:mod:`lmcache_hybrid.core.faults`). At start-up an error stops
+    the engine, or switches one side off, which then serves nothing but still answers.
 
     Attributes:
         kv_cache_config: vLLM's, groups included.
@@ -116,7 +116,7 @@ class HybridConnector(KVConnectorBase_V1):
             self._start(vllm_config, role, kv_cache_config)
         except Exception as error:
             if role == KVConnectorRole.WORKER:
-                # Those that have started wait for this rank in register_kv_caches.
+                # The other ranks wait for this one in register_kv_caches.
                 tell_ranks(vllm_config, f"it does not start: {error}")
             raise
 
@@ -168,12 +168,12 @@ class HybridConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        # A save that is dropped costs a later miss, no more.
+        # A dropped save only costs a later miss.
         return False
 
     @property
     def ledger(self) -> "Ledger[Any] | None":
-        """Where this side counts; None while it is off."""
+        """The ledger of this side; None while it is off."""
         side = self.scheduler or self.worker
         return side.ledger if side is not None else None
 
@@ -186,7 +186,7 @@ class HybridConnector(KVConnectorBase_V1):
     # Start-up
 
     def _switch_off(self, error: Exception) -> None:
-        """Serve nothing on this side, which could not start, and say why."""
+        """Serve nothing on this side, which could not start, and log why."""
         known = isinstance(error, UnknownContentError)
         self._problem = str(error) if known else f"it could not start: {error!r}"
         worker, self.scheduler, self.worker = self.worker, None, None
@@ -231,7 +231,7 @@ class HybridConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Map the pages, open the store, and answer lookups from now on.
 
-        A collective call, which every rank makes: what fails on one is said to the others.
+        A collective call that every rank makes: a rank that fails tells the others.
 
         Raises:
             ConfigError: the KV cache cannot be served; the engine must not start.
@@ -253,7 +253,7 @@ class HybridConnector(KVConnectorBase_V1):
             refusal = error if isinstance(error, ConfigError) else None
             problem = problem or f"its KV cache cannot be mapped: {error!r}"
         try:
-            # All ranks take part in it, so it comes before anything that may fail on one.
+            # Collective, so it comes before anything that may fail on one rank.
             name, replicas = fingerprints(self._vllm_config, self.plan, pages, problem)
             if refusal is None:
                 self._open(pages, name, replicas)
@@ -266,7 +266,7 @@ class HybridConnector(KVConnectorBase_V1):
             raise refusal
 
     def _map_pages(self, kv_caches: dict[str, torch.Tensor]) -> dict[int, GroupPages]:
-        """The pages of every group. Raises ConfigError where they cannot be stored."""
+        """Map the pages of every group. Raises ConfigError if they cannot be stored."""
         groups, num_blocks = self.kv_cache_config.kv_cache_groups, self.kv_cache_config.num_blocks
         count = self.plan.blocks_per_record
         pages = {
@@ -312,7 +312,7 @@ class HybridConnector(KVConnectorBase_V1):
 
     @guarded("LMCache loads and stores nothing on this rank any more", _unmap)
     def restore_kv_caches(self) -> None:
-        """Use the KV cache again: vLLM has allocated its memory anew. Idempotent."""
+        """Use the KV cache again: vLLM has reallocated its memory. Idempotent."""
         self.kv_caches = self._registered
         if self.worker is None:
             return
@@ -377,7 +377,7 @@ class HybridConnector(KVConnectorBase_V1):
         """Forget all that this rank stored. Runs on the thread that answers lookups."""
         assert self.worker is not None
         self.worker.reset(epoch)
-        # Last: a step under way must not be stored under the old weights' name.
+        # Last: a step in flight must not be stored under the old weights' name.
         self._guard.reset()
 
     def shutdown(self) -> None:
@@ -398,7 +398,7 @@ class HybridConnector(KVConnectorBase_V1):
                 caught("shutdown", error, "a part of LMCache was not ended", self.ledger)
 
     def _close_engine(self) -> None:
-        """LMCache does it on a thread of its own, which it may not be able to start."""
+        """Close the engine if LMCache could not start its own thread for that."""
         engine = self._manager and self._manager.lmcache_engine
         if engine and engine.storage_manager and engine.storage_manager.thread.is_alive():
             engine.close()
@@ -415,9 +415,9 @@ class HybridConnector(KVConnectorBase_V1):
         # Stays after the step; vLLM clears its own.
         self._metadata = metadata
         if self.worker is not None:
-            # vLLM calls start_load_kv after the forward where no load is synchronous, to keep
-            # what that costs off the critical path. Here it costs next to nothing, and a load
-            # that runs beside the forward is reported a whole step earlier.
+            # With asynchronous loads vLLM calls start_load_kv after the forward, to keep its cost
+            # off the critical path. Here it costs next to nothing, and a load that runs beside
+            # the forward is reported a whole step earlier.
             self.worker.start_loads(metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -442,7 +442,7 @@ class HybridConnector(KVConnectorBase_V1):
         return
 
     def _ended_only(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Report what needs no worker: loads of a side that is off have failed."""
+        """Report what needs no worker: ended requests, and loads that cannot run."""
         failed = set(self._metadata.unloadable)
         if self.worker is None:
             failed.update(load.request_id for load in self._metadata.loads)
@@ -574,7 +574,7 @@ class HybridConnector(KVConnectorBase_V1):
 
     @guarded("KV cache events may leave out what LMCache holds", _nothing)
     def cleared(self) -> None:
-        """vLLM's own cache was emptied, see :mod:`vllm_patch.events`."""
+        """Announce everything again: vLLM's own cache was reset, see :mod:`vllm_patch.events`."""
         if self._events is not None:
             self._events.cleared()
 
@@ -596,7 +596,7 @@ class HybridConnector(KVConnectorBase_V1):
 
     @guarded("nothing is served until a reset succeeds", _stay_closed)
     def reset_failed(self) -> bool:
-        """Serve and store nothing until a reset succeeds: vLLM's own cache was not emptied."""
+        """Serve and store nothing until a reset succeeds: vLLM's own cache was not reset."""
         if self.scheduler is not None and not self.scheduler.closed:
             self.scheduler.begin_reset()
             self.scheduler.end_reset(False)

@@ -35,7 +35,7 @@ LOAD_REASONS = (
     "slow",
     "error",
 )
-# Where errors are caught that nobody foresaw, see :mod:`lmcache_hybrid.core.faults`.
+# Places where unexpected errors are caught, see :mod:`lmcache_hybrid.core.faults`.
 BOTH_PLACES = ("get_kv_connector_stats", "shutdown")
 SCHEDULER_PLACES = (
     *BOTH_PLACES,
@@ -331,7 +331,7 @@ class HybridStats(KVConnectorStats):
     """Counter deltas, gauge values and observations of one step.
 
     ``data`` holds numbers, strings, lists and dicts only, because it is sent to other
-    processes: see :meth:`lmcache_hybrid.core.counts.Ledger.report`.
+    processes, see :meth:`lmcache_hybrid.core.counts.Ledger.report`.
     """
 
     def reset(self) -> None:
@@ -371,7 +371,7 @@ class HybridStats(KVConnectorStats):
 
 
 def counts_of(stats: KVConnectorStats | None) -> dict[str, Any]:
-    """What the ranks have counted, also where they are beside other connectors."""
+    """Return the ranks' counts, also from a MultiConnector's statistics."""
     if stats is None or isinstance(stats, HybridStats):
         return {} if stats is None else stats.data
     several = stats.data.values()  # of a MultiConnector

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the scheduler side of a connector, and says at the start what it serves."""
+"""Makes the scheduler side of a connector, and logs what it serves."""
 
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,7 @@ def make_scheduler(
     """Make an engine's scheduler side, and log what it serves.
 
     Args:
-        unit: tokens that vLLM hashes at once.
+        unit: tokens per entry of ``request.block_hashes``.
         config: LMCache's, settled for this engine.
         queue: asks the ranks.
     """
@@ -70,7 +70,7 @@ def make_scheduler(
 def _warn(
     vllm_config: "VllmConfig", plan: GroupPlan, config: "LMCacheEngineConfig", options: Options
 ) -> None:
-    """Say what of the configuration does nothing, or lets others read the prompts."""
+    """Warn of settings that do nothing, or let others read the prompts."""
     for url in in_the_clear(config):
         logger.warning(
             "Records go to %s unencrypted, and they are the prompts: use TLS or a network of "
@@ -93,7 +93,7 @@ def _log(
     options: Options,
     sizes: dict[int, int],
 ) -> None:
-    """Say which groups are served, where records are kept and what hits, once.
+    """Log which groups are served, where records are kept and which prompts hit.
 
     Args:
         sizes: bytes of a record's pages on a rank, by group.
@@ -118,7 +118,7 @@ def _log(
     unit = plan.unit or plan.block_size
     logger.info(
         "LMCache keeps records in %s. Prompts longer than %d tokens hit, at multiples of %d.%s",
-        # How many pages of a window stay depends on the prompts.
+        # The number of window pages depends on the prompts.
         described(tiers(config, options), 0 if plan.windows else taken, longest, ranks),
         unit,
         unit,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM plugin: makes ``LMCacheConnectorV1`` serve hybrid models.
 
-vLLM calls :func:`register` in the API server, in EngineCore and in every
-worker (entry point ``vllm.general_plugins``), perhaps more than once.
+vLLM calls :func:`register` in the API server, in EngineCore and in every worker (entry point
+``vllm.general_plugins``), maybe more than once.
 
 | Module | What it replaces in vLLM |
 |---|---|
@@ -27,9 +27,9 @@ def register() -> None:
 
     Idempotent. Mutates vLLM's classes in this process only. Never raises: a plugin error
     would take down engines that do not use LMCache at all. An unsupported version, or a patch
-    that cannot be applied, turns into a refusal of every hybrid model that asks for the
-    connector, and no later call tries again. Imports of modules that LMCache has moved work
-    in any case, because dense models need them.
+    that fails, turns into a refusal of every hybrid model that asks for the connector, and no
+    later call tries again. Imports of modules that LMCache has moved always work, because dense
+    models need them.
     """
     global _registered
     if _registered:
@@ -45,13 +45,13 @@ def _install() -> str | None:
     """Patch vLLM.
 
     Returns:
-        Why hybrid models cannot be served, in one sentence, or None when they can. What was
-        patched before an error stays; it does not act on engines without this connector.
+        Why hybrid models cannot be served, in one sentence, or None when they can. Patches
+        before an error stay; they do not act on engines without this connector.
     """
     try:
         from lmcache_hybrid.upstream import signatures, versions
 
-        # Half of the patches would be worse than none.
+        # Check first: half of the patches would be worse than none.
         problem = versions.unsupported() or versions.changed(signatures.AT_START)
         if problem is not None:
             return problem
@@ -101,7 +101,7 @@ def _refuse(problem: str) -> None:
 
         configuration.refuse_hybrid_models(problem)
     except Exception as error:
-        # As without this package: vLLM's own class serves no hybrid model.
+        # vLLM's own class serves no hybrid model, as without this package.
         logger.warning(
             "lmcache-hybrid could not hook vLLM's configuration either (%r): vLLM itself refuses "
             "hybrid models with LMCacheConnectorV1.",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.lmcache_hybrid.compat")
 
-# What vLLM's own repair of ``keep_cpu_block_size`` calls.
+# The function that vLLM's own repair of ``keep_cpu_block_size`` calls.
 CHOSEN_ONCE = "_preferred_block_size_for_backends"
 
 
@@ -71,7 +71,7 @@ def keep_cpu_block_size() -> None:
     @functools.wraps(original)
     def check_and_update_config(cls: type, vllm_config: "VllmConfig") -> None:
         cache_config = vllm_config.cache_config
-        # num_gpu_blocks is set once the KV cache exists. From then on the size is fixed.
+        # num_gpu_blocks is set once the KV cache exists; then the size is fixed.
         settled = cache_config.block_size if cache_config.num_gpu_blocks else None
         original(cls, vllm_config)
         if settled is not None and cache_config.block_size != settled:
@@ -175,7 +175,7 @@ def publish_restored_states() -> None:
 
 
 def skip_partial_publish_when_full() -> None:
-    """What was loaded inside a block must not ask for blocks that nobody reserved.
+    """Publishing a partial-block load must not need blocks that nobody reserved.
 
     Bug: with ``--prefix-match-unit`` the end of a load is published when it is the last hash
     boundary of its prompt, and each state group then needs one block more, to keep what was
@@ -205,7 +205,7 @@ def skip_partial_publish_when_full() -> None:
 
 
 def _has_room_to_copy(scheduler: "Scheduler", request: "Request") -> bool:
-    """Whether a block for each group is free beside what the request still needs."""
+    """Whether one block per group is free beyond those the request still needs."""
     manager = scheduler.kv_cache_manager
     needed = scheduler._request_remaining_blocks(request)
     copies = len(manager.coordinator.single_type_managers)
@@ -252,7 +252,7 @@ def _free_ended(scheduler: "Scheduler") -> None:
         scheduler._inflight_prefills.discard(request)
     if failed:
         scheduler.kv_holding_waiting.remove_requests(failed)
-        # In the order they had: each is put in front of those before.
+        # Reversed, because each is put in front of those before.
         scheduler.waiting.prepend_requests(failed[::-1])
 
 
@@ -355,7 +355,7 @@ def unhash_uncomputed_blocks() -> None:
     @functools.wraps(original)
     def _preempt_request(self: Scheduler, request: "Request", *args: Any, **kwargs: Any) -> None:
         if is_ours(self.vllm_config):
-            # All tokens of steps that were scheduled before this one count as computed.
+            # All tokens of steps scheduled before this one count as computed.
             computed = request.num_computed_tokens
             for manager in self.kv_cache_manager.coordinator.single_type_managers:
                 blocks = manager.req_to_blocks.get(request.request_id, ())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settles defaults, and refuses what cannot work, in vLLM's configuration.
+"""Sets defaults, and refuses unsupported settings, in vLLM's configuration.
 
-All of it runs in ``VllmConfig.__post_init__``: in the API server, and again in EngineCore.
+Runs in ``VllmConfig.__post_init__``: in the API server, and again in EngineCore.
 """
 
 import functools
@@ -22,7 +22,7 @@ logger = init_logger("vllm.lmcache_hybrid.config.options")
 
 CONNECTOR = "LMCacheConnectorV1"
 MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
-# kv_connector_extra_config key: vLLM cannot tell a written "fail" from its default.
+# kv_connector_extra_config key, as vLLM cannot tell an explicit "fail" from its default.
 LOAD_FAILURE_KEY = "lmcache.hybrid_load_failure_policy"
 
 # Why no hybrid model can be served in this process, "" when it can.
@@ -31,8 +31,8 @@ _hooked = False
 
 
 def hybrids_of(connector: Any) -> "list[HybridConnector]":
-    """The connectors of hybrid models among a MultiConnector's, or the one itself."""
-    # Of all connectors only ours have this method.
+    """List the hybrid connectors: of a MultiConnector, or the one itself."""
+    # Only our connectors have this method.
     all_of_it = getattr(connector, "sub_connectors", [connector])
     return [each for each in all_of_it if hasattr(each, "reset_failed")]
 
@@ -56,10 +56,10 @@ def install() -> None:
 
 
 def refuse_hybrid_models(problem: str) -> None:
-    """Have every hybrid model that asks for the connector end with ``problem``.
+    """Refuse every hybrid model that asks for the connector, with ``problem``.
 
     Raises:
-        AttributeError: this vLLM has no place to refuse in.
+        AttributeError: this vLLM lacks the method to hook.
     """
     global _problem
     _problem = problem
@@ -67,7 +67,7 @@ def refuse_hybrid_models(problem: str) -> None:
 
 
 def _hook_settle() -> None:
-    """Have ``_settle`` called for each configuration, once."""
+    """Hook ``_settle`` into each configuration. Idempotent."""
     global _hooked
     if not _hooked:
         _before_hma_check(_settle)
@@ -75,7 +75,7 @@ def _hook_settle() -> None:
 
 
 def _default_kv_role() -> None:
-    """A missing ``kv_role`` means ``kv_both`` for this connector; vLLM refuses it otherwise."""
+    """Set a missing ``kv_role``, which vLLM refuses, to ``kv_both`` for this connector."""
     original = KVTransferConfig.__post_init__
 
     @functools.wraps(original)
@@ -89,11 +89,11 @@ def _default_kv_role() -> None:
 
 
 def _keep_missing_media_refused() -> None:
-    """Have hybrid models refuse media without their embeddings, as without this connector.
+    """Make hybrid models refuse media without their embeddings, as without this connector.
 
-    ``kv_both`` makes an engine a KV consumer, which vLLM trusts to receive all KV: it then takes
-    embeddings from every client, and items that have none, and the first such item ends the
-    engine, because a cache may miss.
+    ``kv_both`` makes an engine a KV consumer, which vLLM trusts to receive all KV. It then accepts
+    embeddings from every client, and items without any; as a cache may miss, the first such item
+    would crash the engine.
     """
     original = VllmConfig._resolve_mm_embedding_inputs
 
@@ -112,10 +112,10 @@ def _keep_missing_media_refused() -> None:
 
 
 def _before_hma_check(settle: Callable[[VllmConfig], None]) -> None:
-    """Run ``settle(vllm_config)`` when the connector is known and HMA undecided.
+    """Run ``settle(vllm_config)`` once the connector is known, before HMA is decided.
 
-    ``VllmConfig.__post_init__`` calls ``_post_init_kv_transfer_config`` right
-    before it asks the connector class, which does not know the model, about HMA.
+    ``VllmConfig.__post_init__`` calls ``_post_init_kv_transfer_config`` right before it asks the
+    connector class, which does not know the model, about HMA.
     """
     original = VllmConfig._post_init_kv_transfer_config
 
@@ -134,12 +134,12 @@ def _before_hma_check(settle: Callable[[VllmConfig], None]) -> None:
 
 
 def _refuse_others_in_our_place(config: VllmConfig, asked: bool) -> None:
-    """Refuse what runs another class than :data:`CONNECTOR` although the user has named that.
+    """Refuse settings that run another class although the user has named :data:`CONNECTOR`.
 
-    vLLM says nothing of it, and the user believes that LMCache is on.
+    vLLM does not warn, and the user believes that LMCache is on.
 
     Args:
-        asked: whether the user asked for it; vLLM's own flags may have put another there since.
+        asked: whether the user asked for it; vLLM's own flags may have replaced it since.
     """
     transfer = config.kv_transfer_config
     if asked and not is_ours(config):
@@ -166,7 +166,7 @@ def _children(transfer: KVTransferConfig) -> Any:
 
 
 def _names_ours(connectors: Any) -> bool:
-    """Whether :data:`CONNECTOR` is among them, or inside one of them."""
+    """Whether :data:`CONNECTOR` is among them, or nested in one of them."""
     return isinstance(connectors, (list, tuple)) and any(
         isinstance(each, dict)
         and (
@@ -187,7 +187,7 @@ def _mixes_windows(config: VllmConfig) -> bool:
 
 
 def _is_drafters(config: VllmConfig) -> bool:
-    """Whether vLLM made it, of the engine's settled one, to load a draft model with."""
+    """Whether vLLM made it from the engine's settled one, to load a draft model."""
     speculative, model = config.speculative_config, config.model_config
     if speculative is None or speculative.target_model_config is model:
         return False
@@ -218,10 +218,10 @@ def _settle(config: VllmConfig) -> None:
 def _keep_hma_off(config: VllmConfig) -> None:
     """Turn HMA off for a model without state layers, as vLLM does without this plugin.
 
-    vLLM turns it off for connectors without ``SupportsHMA``, and LMCache's own adapter serves
-    models that mix window and full attention only without it. The class advertises HMA now,
-    so it is decided here per model. --no-disable-hybrid-kv-cache-manager keeps HMA on for
-    such a model; its windows are then stored by lmcache-hybrid.
+    vLLM turns it off for connectors without ``SupportsHMA``, and LMCache's own adapter needs that
+    for models that mix window and full attention. The class now advertises HMA, so it is decided
+    here per model. --no-disable-hybrid-kv-cache-manager keeps HMA on for such a model; then
+    lmcache-hybrid stores its windows.
     """
     scheduler = config.scheduler_config
     if scheduler.disable_hybrid_kv_cache_manager is None and _mixes_windows(config):
@@ -270,7 +270,7 @@ def _settle_hybrid(config: VllmConfig) -> None:
 
 
 def _settle_neighbours(transfer: KVTransferConfig) -> dict[str, Any]:
-    """Check the connectors beside ours in a ``MultiConnector``, and tell ours of them.
+    """Check the connectors beside ours in a ``MultiConnector``, and note them in our config.
 
     Returns:
         The ``kv_connector_extra_config`` of our connector.
@@ -298,7 +298,7 @@ def _settle_neighbours(transfer: KVTransferConfig) -> dict[str, Any]:
 
 
 def _refuse_unsound(config: VllmConfig) -> None:
-    """Refuse what makes stored bytes wrong, or what vLLM computes from them."""
+    """Refuse settings with which stored bytes, or results from them, would be wrong."""
     from vllm.platforms import current_platform
 
     speculative = config.speculative_config
@@ -310,7 +310,7 @@ def _refuse_unsound(config: VllmConfig) -> None:
             "recurrent layers on vLLM's CPU backend; remove --speculative-config."
         )
     if (dtype := str(config.cache_config.cache_dtype)).startswith("octave"):
-        # vLLM keeps those by a token's slot in the cache; a load does not write there.
+        # vLLM keeps these by a token's slot in the cache, where a load does not write.
         raise ValueError(
             f"kv_cache_dtype={dtype!r} keeps some keys and values beside the KV cache, where "
             "loaded blocks have none; use --kv-cache-dtype auto."
@@ -318,7 +318,7 @@ def _refuse_unsound(config: VllmConfig) -> None:
     media = config.model_config.multimodal_config
     pruned = media is not None and media.is_multimodal_pruning_enabled()
     if pruned and config.model_config.uses_mrope:
-        # vLLM corrects the positions behind a pruned video where it computes it, and only there.
+        # vLLM corrects the positions behind a pruned video only when it computes the video.
         raise ValueError(
             f"video_pruning_rate={media.video_pruning_rate} leaves the text behind a video at "
             "wrong positions after a hit, with a model that has M-RoPE; remove "
@@ -333,10 +333,10 @@ def _refuse_unsound(config: VllmConfig) -> None:
 
 
 def _refuse_unsound_steps(config: VllmConfig) -> None:
-    """Refuse what goes on after a step whose blocks are wrong, or schedules on each rank."""
+    """Refuse settings that go on after a step with wrong blocks, or schedule on each rank."""
     parallel = config.parallel_config
     if parallel.enable_fault_tolerance:
-        # Blocks of the step that failed keep their hashes, and the next request finds them.
+        # Blocks of a failed step keep their hashes, and the next request hits them.
         raise ValueError(
             "enable_fault_tolerance=True goes on with blocks that a failed step did not compute, "
             "and LMCache would share them; remove --enable-fault-tolerance."
@@ -353,7 +353,7 @@ def _refuse_unsound_steps(config: VllmConfig) -> None:
             "must decide alike, and lookups end at different times on them; use 'mp' or 'ray'."
         )
     if config.aux_output_config.enabled and not _caps_hits():
-        # A hit has no rows of the tokens that it brings, and the worker ends at the first one.
+        # Tokens restored by a hit have no auxiliary output; the worker crashes at the first one.
         raise ValueError(
             "aux_output_config with enable_return_routed_experts=True ends the engine at the first "
             "hit in this release of vLLM; remove --enable-return-routed-experts, or use vLLM 0.33."
@@ -361,14 +361,14 @@ def _refuse_unsound_steps(config: VllmConfig) -> None:
 
 
 def _caps_hits() -> bool:
-    """Whether vLLM computes what a hit has no auxiliary output of, as 0.33 does."""
+    """Whether this vLLM recomputes tokens without auxiliary output (0.33 does)."""
     from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 
     return hasattr(AuxOutputSchedulerConnector, "cap_external_hit")
 
 
 def _settle_hash(cache: CacheConfig) -> None:
-    """Choose block hashes that are the same in every process: records are found by them."""
+    """Choose block hashes that are the same in every process, as records are found by them."""
     algorithm = cache.prefix_caching_hash_algo
     if algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
         raise ValueError(

@@ -36,7 +36,7 @@ def install() -> None:
     """Replace the class in vLLM's own module, where the factory and users find it.
 
     Raises:
-        RuntimeError: the factory does not find it there. vLLM's own class is back in place.
+        RuntimeError: the factory does not find it there; vLLM's own class is restored.
     """
     upstream.LMCacheConnectorV1 = LMCacheConnectorV1
     loaded = KVConnectorFactory.get_connector_class_by_name("LMCacheConnectorV1")
@@ -46,17 +46,16 @@ def install() -> None:
 
 
 class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
-    """vLLM's LMCache connector, which serves hybrid models too.
+    """vLLM's LMCache connector, which also serves hybrid models.
 
-    One object per role and process. For a hybrid model it is of a subclass, whose methods are
-    those of :class:`lmcache_hybrid.connector.HybridConnector`. For any other model its methods
-    are vLLM's own.
+    One object per role and process. For a hybrid model it is of a subclass with the methods of
+    :class:`lmcache_hybrid.connector.HybridConnector`; for any other model its methods are vLLM's.
 
     Attributes:
         kv_cache_config: vLLM's KV cache configuration, groups included.
     """
 
-    _attention_group = 0  # whose blocks a request's end is told of
+    _attention_group = 0  # the group whose blocks request_finished gets
 
     def __new__(
         cls, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
@@ -64,7 +63,7 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
         """Choose the class by the model's KV cache groups.
 
         Raises:
-            ValueError: a release that was let in untested has other functions than are called.
+            ValueError: an untested release has other signatures than this package needs.
         """
         if not is_served(kv_cache_config):
             return object.__new__(cls)
@@ -84,13 +83,13 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
         """Forward the selected attention group's blocks."""
         return self.request_finished(request, block_ids[self._attention_group])
 
-    # vLLM calls these on the class, in the process that serves ``/metrics``, too.
+    # vLLM also calls these on the class, in the process that serves ``/metrics``.
 
     @classmethod
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> "KVConnectorStats | None":
-        """Only a hybrid model's connector sends ``data``: LMCache's own has no stats for vLLM."""
+        """Wrap the ``data`` of a hybrid model's connector; LMCache's own sends none to vLLM."""
         from lmcache_hybrid.metrics import HybridStats
 
         return super().build_kv_connector_stats() if data is None else HybridStats(dict(data))
@@ -103,7 +102,7 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> "KVConnectorPromMetrics | None":
-        """The groups are not known here; without a hybrid KV cache manager none is served."""
+        """Register our metrics if the hybrid KV cache manager is on: groups are unknown here."""
         from lmcache_hybrid.metrics import HybridPromMetrics
 
         served = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
@@ -112,7 +111,7 @@ class LMCacheConnectorV1(UpstreamConnector, SupportsHMA):
 
 
 def hybrid_class(base: type[LMCacheConnectorV1] = LMCacheConnectorV1) -> type[LMCacheConnectorV1]:
-    """A hybrid model's connector class. MultiConnector finds its statistics by the class's name.
+    """Make a hybrid model's connector class. MultiConnector finds its statistics by the name.
 
     Raises:
         ValueError: vLLM's class has a method that would ask LMCache's own adapter.

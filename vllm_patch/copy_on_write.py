@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-# V1 and V2; both import the function by its name.
+# V1 and V2; both import the function by name.
 RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 
 logger = init_logger("vllm.lmcache_hybrid.partial_hits")
@@ -57,7 +57,7 @@ def copy_whole_pages() -> None:
 
 @dataclass(frozen=True)
 class _Page:
-    """Where the page of block 0 lies in a view; bytes, ``end`` exclusive."""
+    """The page of block 0 in a view; addresses in bytes, ``end`` exclusive."""
 
     storage: int
     start: int
@@ -76,12 +76,12 @@ class _Page:
     def covers(self, other: "_Page") -> bool:
         same = (self.storage, self.stride) == (other.storage, other.stride)
         within = self.start <= other.start and other.end <= self.end
-        # Blocks that are not dense interleave: their bounds say nothing.
+        # Blocks that are not dense interleave, so their bounds mean nothing.
         return same and within and self.end - self.start <= self.stride
 
 
 def without_covered(caches: list[torch.Tensor], num_blocks: int) -> list[torch.Tensor]:
-    """Leave out views whose bytes another view has too, so that each byte is copied once."""
+    """Leave out views whose bytes another view contains, so that each byte is copied once."""
     pages = [_Page.of(cache, num_blocks) for cache in caches]
     kept: list[int] = []
     for index in sorted(range(len(caches)), key=lambda i: pages[i].start - pages[i].end):

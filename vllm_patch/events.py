@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps KV cache events of the store true when vLLM empties its own cache."""
+"""Keeps KV cache events of the store right when vLLM resets its own cache."""
 
 import functools
 
@@ -7,7 +7,7 @@ from vllm_patch.configuration import hybrids_of, is_ours
 
 
 def install() -> None:
-    """Patch vLLM. Once per process: patched again, connectors would be told again."""
+    """Patch vLLM. Call once per process: each patch notifies connectors once more."""
     announce_what_stays()
 
 

@@ -2,7 +2,7 @@
 """Notes which weights, classes and LoRA adapters vLLM has loaded, for the fingerprint.
 
 vLLM reads weights in many ways and from many places. Nearly all end in
-``model.load_weights(tensors)``; what goes through there counts. For adapters see
+``model.load_weights(tensors)``, where they are digested. For adapters see
 :mod:`lmcache_hybrid.identity.adapters`.
 """
 
@@ -39,7 +39,7 @@ def install() -> None:
 def _note_weights() -> None:
     """Wrap ``load_model`` of every loader made from now on.
 
-    A loader that does not call ``BaseModelLoader.__init__`` leaves no note.
+    Weights of a loader that skips ``BaseModelLoader.__init__`` are not noted.
     """
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -84,7 +84,7 @@ def _load_model(
     model_config: "ModelConfig",
     prefix: str = "",
 ) -> "nn.Module":
-    """Load the model, and note its weights where this connector is used."""
+    """Load the model, and note its weights if this connector is used."""
     if not is_ours(vllm_config):
         return load(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
     # Before the first step; the runner is imported by now.
@@ -103,10 +103,10 @@ def _load_model(
 
 @functools.cache
 def _count_reloads() -> None:
-    """Count changes of weights that do not go through ``load_weights``.
+    """Count changes of weights that bypass ``load_weights``.
 
-    Trainers send weights in the kernels' format, straight into parameters or to be written
-    when the update ends.
+    Trainers send weights in the kernels' format, written into parameters at once or when the
+    update ends.
     """
     from vllm.v1.worker.gpu_worker import Worker  # too much for processes that load no model
 
@@ -118,10 +118,10 @@ def _count_reloads() -> None:
 
 
 def _changing(write: Callable[..., Any], known: bool = True) -> Callable[..., Any]:
-    """Wrap a function that puts weights into a model in use, so that each call is counted.
+    """Wrap a function that writes weights into a loaded model, so that each call is counted.
 
     Args:
-        known: whether the model has weights again after it, where a sleep discarded them.
+        known: whether weights that a sleep discarded are loaded again after it.
     """
 
     @functools.wraps(write)
@@ -132,14 +132,14 @@ def _changing(write: Callable[..., Any], known: bool = True) -> Callable[..., An
             LOADED.discarded &= not known
             return result
         finally:
-            LOADED.changes += 1  # a reset in between was too early
+            LOADED.changes += 1  # a reset during the write does not count
 
     return counted
 
 
 @contextmanager
 def _noted(loader: "BaseModelLoader") -> Iterator[None]:
-    """Note what ``loader.load_weights`` reads. Mutates the loader until the end."""
+    """Note the weights that ``loader.load_weights`` reads. Mutates the loader meanwhile."""
     load_weights = loader.load_weights
 
     def noting(model: "nn.Module", model_config: "ModelConfig") -> None:
@@ -157,7 +157,7 @@ def _noted(loader: "BaseModelLoader") -> Iterator[None]:
 
 @contextmanager
 def _streamed(model: "nn.Module", stream: WeightsStream) -> Iterator[None]:
-    """Send what ``model.load_weights`` is given through ``stream``. Mutates the model."""
+    """Pass the tensors for ``model.load_weights`` through ``stream``. Mutates the model."""
     load_weights = getattr(model, "load_weights", None)
     if load_weights is None:
         yield

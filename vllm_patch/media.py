@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Marks requests in the API server: are their media named by content, or by the client?
 
-Once vLLM has processed an item, a client's ``uuid`` cannot be told from the item's hash: with
-processor arguments vLLM hashes the uuid too. :mod:`lmcache_hybrid.identity.media` reads the
+Once vLLM has processed an item, a client's ``uuid`` cannot be distinguished from the item's hash:
+with processor arguments vLLM also hashes the uuid. :mod:`lmcache_hybrid.identity.media` reads the
 mark in EngineCore. A request with media and without a mark is not cached.
 """
 
@@ -33,13 +33,13 @@ def install() -> None:
 def _finds_by_name(config: "VllmConfig") -> bool:
     """Whether an encoder cache connector fetches embeddings by the items' names.
 
-    Then names must not be changed, and none of them is known to stand for its content.
+    Then names must not be changed, and may not be of the content.
     """
     return config.ec_transfer_config is not None
 
 
 def _has_made_up_names(config: "VllmConfig") -> bool:
-    """Whether vLLM numbers items, from zero in every process."""
+    """Whether vLLM names items by numbers, from zero in every process."""
     media = config.model_config.multimodal_config
     return (
         media is not None
@@ -76,7 +76,7 @@ def _mark_rendered() -> None:
 
 
 def _mark_beams() -> None:
-    """Keep the mark of what was rendered: vLLM makes the prompt of each beam from parts of it."""
+    """Copy the mark to each beam, whose prompt vLLM makes from parts of the rendered one."""
     from vllm.entrypoints.generate.beam_search.utils import BeamSearchSequence
 
     original = BeamSearchSequence.get_prompt
@@ -105,8 +105,7 @@ def _mark_requests() -> None:
         params = request.sampling_params
         if params is None or not is_ours(self.vllm_config):
             return request
-        # A client's forged mark is dropped even without media: a later part of a session may
-        # bring some.
+        # Drop a client's forged mark even without media: a later part of a session may have some.
         extra = {key: value for key, value in (params.extra_args or {}).items() if key != MARK}
         if request.mm_features:
             mark = prompt.get(MARK) if isinstance(prompt, dict) else None

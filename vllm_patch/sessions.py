@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Repairs of vLLM's streaming input (``Request.resumable``). One function each.
 
-The prompt of a session comes in parts. A part ends as a request does; then its last sampled token
-is discarded, and the next part goes on behind the tokens that are kept. Engines without this
-connector are left alone.
+The prompt of a session comes in parts. When a part ends, like a request, its last sampled token is
+discarded, and the next part goes on behind the kept tokens. Engines without this connector are not
+changed.
 """
 
 import functools
@@ -60,7 +60,7 @@ def start_parts_over() -> None:
 
 
 def _start_over(scheduler: "Scheduler", session: "Request") -> None:
-    """Free its blocks. It is looked up and computed like a request that has just come.
+    """Free its blocks, so that it is looked up and computed like a new request.
 
     No block behind the last kept token has a hash: vLLM hashes what has been sampled, up to the
     last token, and the discarded one is the last.
@@ -71,9 +71,9 @@ def _start_over(scheduler: "Scheduler", session: "Request") -> None:
     scheduler.encoder_cache_manager.free(session)
     scheduler._inflight_prefills.discard(session)
     session.num_computed_tokens = 0
-    # Drafts for the part that has ended come later, or have come: none are for the next one.
+    # Drafts that have come, or still come, are for the ended part.
     session.spec_token_ids, session.is_prefill_chunk = [], True
-    # After a load vLLM sends workers no new prompt of a request that was preempted before.
+    # After a load vLLM does not send workers the new prompt of a preempted request.
     session.num_preemptions = 0
 
 
@@ -95,7 +95,7 @@ def drop_output_of_preempted_sessions() -> None:
     def _preempt_request(
         self: Scheduler, request: "Request", timestamp: float, drop_stale_output: bool = False
     ) -> None:
-        # What is dropped is sampled again.
+        # Dropped tokens are sampled again.
         drop = drop_stale_output or (request.resumable and is_ours(self.vllm_config))
         original(self, request, timestamp, drop_stale_output=drop)
 

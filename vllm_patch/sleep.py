@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows sleep mode, in which a worker frees the KV cache, perhaps the weights too.
+"""Follows sleep mode, in which a worker frees the KV cache, maybe also the weights.
 
-EngineCore resets all caches, connectors included, before it asks its workers to sleep. What a
-rank does then is in :meth:`HybridWorker.suspend`.
+EngineCore resets all caches, connectors included, before it asks its workers to sleep. Then a rank
+calls :meth:`HybridWorker.suspend`.
 """
 
 import functools
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def follow(worker: "type[Worker]") -> None:
-    """Have sleeps of this class's workers noticed. Mutates the class.
+    """Hook the sleeps of this class's workers. Mutates the class.
 
     vLLM's CPU worker overrides them and frees nothing.
     """
@@ -78,7 +78,7 @@ def tell_of_freed_pages(worker: "type[Worker]") -> None:
 
 
 def _hybrids() -> "Iterator[HybridConnector]":
-    """The hybrid connectors of this process."""
+    """Yield the hybrid connectors of this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if has_kv_transfer_group():

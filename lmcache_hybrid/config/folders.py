@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks folders for records before an engine writes into them, and reads their limits."""
+"""Checks record folders before an engine writes into them, and reads their limits."""
 
 import contextlib
 import math
@@ -28,7 +28,7 @@ TRUSTED_OWNER_KEY = "lmcache.hybrid_trusted_folder_owner"
 
 @dataclass(frozen=True)
 class FolderLimits:
-    """What the folders of ``fs://`` may hold, of all engines together; None for no limit.
+    """Limits of the folders of ``fs://``, for all engines together; None for no limit.
 
     Attributes:
         max_bytes: of all records.
@@ -49,7 +49,7 @@ def read_limits(extra: dict[str, Any], config: "LMCacheEngineConfig") -> FolderL
         extra: ``kv_connector_extra_config``.
 
     Raises:
-        ConfigError: one is no number above 0, or no store is in folders.
+        ConfigError: one is not a number above 0, or no store is in folders.
     """
     remote_url = config.remote_url
 
@@ -60,7 +60,7 @@ def read_limits(extra: dict[str, Any], config: "LMCacheEngineConfig") -> FolderL
         number = float(value) if isinstance(value, (int, float, str)) and _is_number(value) else 0
         if isinstance(value, bool) or not 0 < number < math.inf:
             raise ConfigError(
-                f"{key}={value!r} is no limit; write a number of {unit} above 0, or remove it."
+                f"{key}={value!r} is not a limit; write a number of {unit} above 0, or remove it."
             )
         if not shared_folders(config):
             raise ConfigError(
@@ -109,18 +109,17 @@ def read_trusted_owner(extra: dict[str, Any]) -> int | None:
 
 
 def trusted_owner(config: "LMCacheEngineConfig") -> int | None:
-    """Whose folders are taken beside this user's and root's; None for nobody's.
+    """Return the user whose folders are accepted beside this user's and root's; None for none.
 
-    Returns:
-        What :func:`read_trusted_owner` read when the configuration was loaded.
+    It was read by :func:`read_trusted_owner` when the configuration was loaded.
     """
     return getattr(config, "_hybrid_trusted_owner", None)
 
 
 def check_folder(option: str, path: str, trusted: int | None = None) -> None:
-    """Make the folder if it is missing, readable by this user only, and write a probe into it.
+    """Create the folder if it is missing, readable by this user only, and write a probe into it.
 
-    Makes only the last part of the path: the rest may be a disk that is not mounted yet, and
+    Creates only the last part of the path: the rest may be a disk that is not mounted yet, and
     records must not fill the disk below the mount point.
 
     Args:
@@ -129,7 +128,7 @@ def check_folder(option: str, path: str, trusted: int | None = None) -> None:
 
     Raises:
         ConfigError: it belongs to another user (root is fine), or to the trusted one and others
-            may write to it; or it cannot be written.
+            may write to it, or it cannot be written.
     """
     path = os.path.abspath(path)
     above = os.path.dirname(path)
@@ -139,7 +138,7 @@ def check_folder(option: str, path: str, trusted: int | None = None) -> None:
             f"{above!r}, or make that folder."
         )
     try:
-        # Ranks and engines that start together all make it.
+        # Ranks and engines that start together all create it.
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
         status = os.stat(path)

@@ -65,7 +65,7 @@ SETTINGS = {
 }
 # Settings of earlier versions: why they are gone.
 _GONE = {"lmcache.hybrid_attention_group": "it changed nothing, all attention groups are stored"}
-# What CHECKPOINT_KEY is by default: a state where each chunk of a prefill ends.
+# Default of CHECKPOINT_KEY: a state at each chunk end of a prefill.
 CHUNK_ENDS = "chunk"
 DEFAULT_CHUNK_SIZE = 256
 STABLE_HASH = "sha256_cbor"
@@ -102,7 +102,7 @@ _REFUSED_EXTRA: dict[str, tuple[Callable[[Any], bool], str]] = {
     "save_chunk_meta": (lambda v: v is False, "a record needs its size beside it; remove it"),
 }
 
-# Options whose purpose is served without them.
+# Options that are not needed here.
 _MOOT = ("use_layerwise", "enable_async_loading")
 # Options that must be above 0, and their units.
 _POSITIVE = {"lookup_timeout_ms": "milliseconds", "blocking_timeout_secs": "seconds"}
@@ -118,15 +118,15 @@ class Options:
         min_retrieve_tokens: hits of fewer tokens are not loaded.
         max_tokens_per_load: 0 for no limit.
         checkpoint_tokens: T; a long prefill stores a state every T tokens, 0 for none.
-        chunk_ends: whether it stores one where a step of it ends at a boundary anyway.
+        chunk_ends: whether it stores one where a step ends at a boundary anyway.
         save_decode: whether boundaries in generated tokens are stored.
         digester: keyed when a key file is configured.
-        load_policy: one of :data:`POLICIES`; "faster" loads only what would take longer to compute.
+        load_policy: one of :data:`POLICIES`; "faster" skips hits that compute faster.
         share_prefills: whether a request waits for a prefix that another one is computing; not
             beside another connector, which may have it.
-        alone: whether no other connector is beside this one.
-        events: whether KV cache events are published of what is stored.
-        folder_limits: to which this engine cleans the folders of ``fs://``.
+        alone: whether this is the only connector.
+        events: whether KV cache events are published for stored records.
+        folder_limits: limits to which this engine cleans the folders of ``fs://``.
     """
 
     save: bool
@@ -148,14 +148,14 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
     """Read the options.
 
     Raises:
-        ConfigError: a setting of ours that is unknown or stands in LMCache's ``extra_config``, a
-            number that is not whole, a negative length, an unknown policy, what is neither true
-            nor false, a limit without ``fs://``, or a key file that cannot be used.
+        ConfigError: a setting of ours is unknown or in LMCache's ``extra_config``, or has a bad
+            value: not a whole number, a negative length, an unknown policy, not a boolean, a
+            limit without ``fs://``, or an unusable key file.
     """
     transfer = vllm_config.kv_transfer_config
     for key in transfer.kv_connector_extra_config:
         if key in _GONE:
-            logger.warning_once("%s is no setting any more: %s; remove it.", key, _GONE[key])
+            logger.warning_once("%s is not a setting any more: %s; remove it.", key, _GONE[key])
         elif key.startswith(OWN_PREFIX) and key not in SETTINGS and key != BESIDE_KEY:
             raise ConfigError(f"{key} is not a setting; the settings are {sorted(SETTINGS)}.")
     for key in config.extra_config or {}:
@@ -176,13 +176,13 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
 
     def tokens(key: str, value: int | None) -> int:
         if value is None or value < 0:
-            raise ConfigError(f"{key}={value} is no number of tokens; write one, or 0.")
+            raise ConfigError(f"{key}={value} is not a number of tokens; write one, or 0.")
         return value
 
     alone = not transfer.get_from_extra_config(BESIDE_KEY, False)
     policy = transfer.get_from_extra_config(POLICY_KEY, POLICIES[0])
     if policy not in POLICIES:
-        raise ConfigError(f"{POLICY_KEY}={policy!r} is no policy; write one of {POLICIES}.")
+        raise ConfigError(f"{POLICY_KEY}={policy!r} is not a policy; write one of {POLICIES}.")
     share = transfer.get_from_extra_config(SHARE_KEY, True)
     if not isinstance(share, bool):
         raise ConfigError(f"{SHARE_KEY}={share!r} is neither true nor false; write one of them.")
@@ -210,7 +210,7 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
 
 
 def stores_chunk_ends(transfer: "KVTransferConfig") -> bool:
-    """Whether CHECKPOINT_KEY has its default: no number of tokens, nor 0 for none."""
+    """Whether CHECKPOINT_KEY has its default, not a number of tokens."""
     return transfer.get_from_extra_config(CHECKPOINT_KEY, None) in (None, CHUNK_ENDS)
 
 
@@ -220,7 +220,7 @@ def _publishes(vllm_config: "VllmConfig") -> bool:
 
 
 def log_sharing(vllm_config: "VllmConfig", options: Options) -> None:
-    """Say so where requests are told to share prefills, and cannot."""
+    """Warn if requests are told to share prefills, but cannot."""
     asked = vllm_config.kv_transfer_config.get_from_extra_config(SHARE_KEY, False)
     if asked and not options.alone:
         logger.warning(
@@ -233,13 +233,13 @@ def log_sharing(vllm_config: "VllmConfig", options: Options) -> None:
 def without_hits(
     config: "LMCacheEngineConfig", role: str | None, longest: int, unit: int, finer: int
 ) -> Iterator[str]:
-    """A sentence for each setting for which no prompt is ever stored or hit.
+    """Yield a sentence for each setting that makes every store or hit impossible.
 
     Args:
         role: ``kv_role``.
         longest: ``max_model_len`` in tokens.
-        unit: tokens at whose multiples prompts hit.
-        finer: a ``--prefix-match-unit`` with which more would, 0 where there is none.
+        unit: tokens between boundaries; prompts hit at its multiples.
+        finer: a ``--prefix-match-unit`` that allows more hits, 0 for none.
     """
     if skip := os.environ.get("LMCACHE_FORCE_SKIP_SAVE"):
         yield (
@@ -272,7 +272,7 @@ def without_hits(
 
 
 def log_events(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> None:
-    """Say so where only one of vLLM and LMCache was told to publish KV cache events."""
+    """Log if only one of vLLM and LMCache was told to publish KV cache events."""
     if _publishes(vllm_config) and not config.enable_kv_events:
         logger.info(
             "vLLM publishes KV cache events of its own cache only; set LMCache's enable_kv_events "
@@ -331,11 +331,11 @@ def check_pool(config: "LMCacheEngineConfig", largest: int) -> None:
 def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
     """Load LMCache's configuration from file, environment and ``lmcache.*`` extra config.
 
-    Without any, LMCache's default stands: 5 GB in RAM.
+    Without any, LMCache's default applies: 5 GB in RAM.
 
     Raises:
-        ConfigError: the file that LMCACHE_CONFIG_FILE names does not exist, or values that their
-            options do not take, a sentence each; or a trusted owner who is no user.
+        ConfigError: the file that LMCACHE_CONFIG_FILE names does not exist, options have bad
+            values (one sentence each), or the trusted owner is not a user.
     """
     from lmcache.integration.vllm.utils import lmcache_get_or_create_config
     from lmcache.v1.config_base import validate_and_set_config_value
@@ -346,7 +346,7 @@ def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
         for key, value in vllm_config.kv_transfer_config.kv_connector_extra_config.items()
         if key.startswith("lmcache.") and not key.startswith(OWN_PREFIX) and key != LOAD_LIMIT_KEY
     }
-    # What stands in kv_connector_extra_config wins.
+    # kv_connector_extra_config wins.
     written = {option: value for option, value in written.items() if option not in extra}
     own = vllm_config.kv_transfer_config.kv_connector_extra_config
     if wrong := [*problems(written), *problems(extra), *without_prefix(own)]:
@@ -354,10 +354,10 @@ def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
     for sentence in taken_away(os.environ.get("LMCACHE_CONFIG_FILE"), os.environ):
         logger.warning("%s", sentence)
     try:
-        # LMCache has one for the process: what is set here is of this engine alone.
+        # LMCache has one per process, but the values set here are this engine's.
         config = copy.deepcopy(lmcache_get_or_create_config())
     except (AssertionError, ValueError) as error:
-        # Of options that are refused here, LMCache wants others beside them first.
+        # LMCache may fail first on what is missing beside an option that is refused here.
         if refused := list(_refused(as_lmcache_reads(written))):
             raise ConfigError(" ".join(refused)) from error
         raise
@@ -392,7 +392,7 @@ def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
 
 
 def settle_lmcache_config(config: "LMCacheEngineConfig", block_size: int) -> None:
-    """Refuse what cannot be served, then set LMCache's chunk size to N. Mutates ``config``.
+    """Refuse unsupported options, then set LMCache's chunk size to N. Mutates ``config``.
 
     Args:
         block_size: N in tokens.
@@ -455,7 +455,7 @@ def _checks(config: "LMCacheEngineConfig", block_size: int | None) -> Iterator[C
 
 
 def _refused(values: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each option of :data:`_REFUSED` and :data:`_REFUSED_EXTRA` that is set."""
+    """Yield a sentence for each option of _REFUSED and _REFUSED_EXTRA that is set."""
     extra = values.get("extra_config") or {}
     written = [(name, values.get(name), *each) for name, each in _REFUSED.items()]
     written += [(f"extra_config.{n}", extra.get(n), *each) for n, each in _REFUSED_EXTRA.items()]
@@ -474,7 +474,7 @@ def _refuse_if(name: str, value: Any, is_set: Callable[[Any], bool], why: str) -
 
 
 def _check_positive(name: str, value: Any, unit: str) -> None:
-    # Written so that NaN is refused too.
+    # Written so that NaN is also refused.
     if value is None or not value > 0:
         raise ConfigError(
             f"LMCache option {name}={value!r} leaves no time to wait; set it to a number of {unit} "
@@ -511,11 +511,11 @@ def _check_policy(config: "LMCacheEngineConfig") -> None:
 
 
 def _check_locations(config: "LMCacheEngineConfig") -> None:
-    """Refuse to store where nothing is kept, or to read from nowhere else."""
+    """Refuse a store_location, or only retrieve_locations, that keep no records."""
     backends, wrong = [place.backend for place in all_places(config)], {}
     if config.store_location and config.store_location not in backends:
         wrong["store_location"] = config.store_location
-    # One that is not there is not asked, which does no harm beside others.
+    # A missing one is harmless beside others: it is not asked.
     if config.retrieve_locations and not any(n in backends for n in config.retrieve_locations):
         wrong["retrieve_locations"] = config.retrieve_locations
     for option, value in wrong.items():
@@ -537,7 +537,7 @@ def _check_remote(config: "LMCacheEngineConfig") -> None:
 
 
 def memory_of_the_machine() -> int:
-    """Bytes of its memory and swap space."""
+    """Return the bytes of memory and swap space."""
     return psutil.virtual_memory().total + psutil.swap_memory().total
 
 

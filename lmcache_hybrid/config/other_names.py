@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``resp://`` and ``valkey://`` as other names of Redis URLs.
+"""Translates ``resp://`` and ``valkey://`` to Redis URLs.
 
-LMCache has a connector for each; here one connector reaches the server, and engines find each
-other's records whichever name they use. Options of LMCache's connectors keep their meaning or are
-refused.
+LMCache has a connector for each; here one connector serves all, and engines find each other's
+records whichever name they use. Options of LMCache's connectors keep their meaning or are refused.
 """
 
 import logging
@@ -17,16 +16,16 @@ from lmcache_hybrid.core.errors import ConfigError
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
 
-# vLLM's own logger, without importing vLLM: operators' commands read URLs, too.
+# vLLM's own logger, without importing vLLM: operators' commands also read URLs.
 logger = logging.getLogger("vllm.lmcache_hybrid.config.other_names")
 
 RESP, VALKEY = "resp", "valkey"
-# LMCache's names of the login to a resp:// server.
+# LMCache's variables for the login to a resp:// server.
 RESP_USERNAME, RESP_PASSWORD = "LMCACHE_RESP_USERNAME", "LMCACHE_RESP_PASSWORD"
 _OWN_THREADS = "reads and writes have threads of their own here; remove it"
 _ONE_TIMEOUT = "a read may take blocking_timeout_secs; remove it and set that"
 _TTL = "valkey_enable_ttl"
-# Keys of extra_config that have no meaning here, by scheme, and why.
+# Keys of extra_config that are refused here, by scheme, and why.
 _REFUSED = {
     RESP: {"resp_num_threads": _OWN_THREADS},
     VALKEY: {
@@ -45,7 +44,7 @@ def name_as_redis(config: "LMCacheEngineConfig") -> None:
     Takes the login out of ``extra_config``, which LMCache logs.
 
     Raises:
-        ConfigError: an option that has no meaning here, or no host and port.
+        ConfigError: an option that is refused here, or no host and port.
     """
     url = config.remote_url or ""
     scheme, _, rest = url.partition("://")
@@ -76,7 +75,7 @@ def name_as_redis(config: "LMCacheEngineConfig") -> None:
 
 
 def _is_true(value: Any) -> bool:
-    """As LMCache reads values of ``extra_config``."""
+    """Read a boolean as LMCache reads it from ``extra_config``."""
     return str(value).strip().lower() in ("true", "1")
 
 
@@ -91,7 +90,7 @@ def _valkey(server: str, extra: dict[str, Any]) -> str:
     tls, mode = _is_true(extra.get("tls_enable", False)), extra.get("valkey_mode", "standalone")
     if mode not in ("standalone", "cluster"):
         raise ConfigError(
-            f"LMCache option extra_config.valkey_mode={mode!r} is no mode; write standalone or "
+            f"LMCache option extra_config.valkey_mode={mode!r} is not a mode; write standalone or "
             "cluster."
         )
     if mode == "cluster":
@@ -104,7 +103,7 @@ def _valkey(server: str, extra: dict[str, Any]) -> str:
     database = extra.get("valkey_database")
     if database is not None and not re.fullmatch(r"\d+", str(database)):
         raise ConfigError(
-            f"LMCache option extra_config.valkey_database={database!r} is no database; write a "
+            f"LMCache option extra_config.valkey_database={database!r} is not a database; write a "
             "whole number."
         )
     return f"{'rediss' if tls else 'redis'}://{server}{'' if database is None else f'/{database}'}"

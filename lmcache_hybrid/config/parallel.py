@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engines are served: spread over which ranks, with which folder, with a prefix cache."""
+"""Refuses unsupported parallelism, and gives each data-parallel engine its own disk folder."""
 
 import os
 from collections.abc import Callable
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
     from vllm.config import VllmConfig
 
-# Of vLLM's ParallelConfig: (why it is refused above 1, and the fix).
+# Fields of vLLM's ParallelConfig, with why they are refused above 1, and the fix.
 _REFUSED: dict[str, Callable[[int], str]] = {
     "prefill_context_parallel_size": lambda size: (
         f"splits a prompt over {size} ranks, and no rank has the state behind its part: a state "
@@ -30,7 +30,7 @@ _REFUSED: dict[str, Callable[[int], str]] = {
 
 
 def check_parallelism(vllm_config: "VllmConfig") -> None:
-    """Refuse what spreads tokens, or one engine's lookups, beyond a rank's reach.
+    """Refuse parallelism that splits prompts over ranks, or one engine over hosts.
 
     Raises:
         ConfigError: context parallelism, ranks on several hosts, or a drafter over the pipeline
@@ -43,7 +43,7 @@ def check_parallelism(vllm_config: "VllmConfig") -> None:
             raise ConfigError(f"{name}={size} {why(size)}.")
     stages = parallel.pipeline_parallel_size
     if stages > 1 and vllm_config.speculative_config and not vllm_config.use_v2_model_runner:
-        # There ``wait_for_save`` of a step with drafts is called on the last stage only.
+        # V1 calls ``wait_for_save`` of a step with drafts on the last stage only.
         raise ConfigError(
             f"pipeline_parallel_size={stages} with --speculative-config on vLLM's V1 model runner "
             "lets only the last stage save, so nothing could be hit; unset "
@@ -52,7 +52,7 @@ def check_parallelism(vllm_config: "VllmConfig") -> None:
 
 
 def check_prefix_cache(vllm_config: "VllmConfig") -> None:
-    """Raise ConfigError where vLLM has turned its prefix cache off while it built the layers."""
+    """Raise ConfigError if vLLM turned its prefix cache off while it built the layers."""
     if not vllm_config.cache_config.enable_prefix_caching:
         raise ConfigError(
             "enable_prefix_caching=False, set by vLLM while it built the model (its log says why), "
@@ -64,9 +64,9 @@ def check_prefix_cache(vllm_config: "VllmConfig") -> None:
 def settle_disk_folder(config: "LMCacheEngineConfig", parallel: Any) -> None:
     """Give each data-parallel engine a folder of its own. Mutates ``config``. Idempotent.
 
-    One that is shared would have two indices, each blind to the other's files. The first engine
-    uses the folder itself, as an engine without data parallelism does; the others ``dp1``,
-    ``dp2`` and so on in it.
+    A shared one would have two indexes, each without the other's files. The first engine uses the
+    folder itself, as an engine without data parallelism does; the others ``dp1``, ``dp2`` and so
+    on in it.
 
     Args:
         parallel: vLLM's ParallelConfig of the engine.

@@ -18,34 +18,34 @@ PASSWORD_FILE, CA_FILE = "LMCACHE_HYBRID_REDIS_PASSWORD_FILE", "LMCACHE_HYBRID_R
 SEVERAL_HOSTS = ("redis-cluster", "redis-sentinel")
 # Keys of LMCache's extra_config that its Redis plugin reads a URL from.
 PLUGIN_URLS = ("remote_storage_plugin.redis.redis_url", "redis_url")
-# redis-py takes a password there, too: unix:///run/redis.sock?password=...
+# redis-py also takes a password there: unix:///run/redis.sock?password=...
 _IN_QUERY = re.compile(r"(?<=[?&])password=([^&#]*)&?")
 
-# (user, password) that :func:`hide_passwords` took out of a URL, by the URL that is left.
+# (user, password) that :func:`hide_passwords` took out of a URL, by the remaining URL.
 _hidden: dict[str, tuple[str, str]] = {}
 
 
 def without_password(url: str) -> str:
-    """Return ``url`` without user, password and query, fit to be shown."""
+    """Return ``url`` without user, password and query, safe to show."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         return url.rpartition("@")[2]
-    if scheme not in ("fs", "file"):  # these have none, but paths with any sign
+    if scheme not in ("fs", "file"):  # these have no login, but paths with any character
         # Up to the last "@": a password that is not escaped may hold "/", "?" and "#".
         rest = re.split("[?#]", rest.rpartition("@")[2])[0]
     return scheme + separator + rest
 
 
 def shown(value: Any) -> str:
-    """What a user wrote, without what stands in URLs before their hosts."""
+    """Format a value without the logins of its URLs."""
     return re.sub(r"//[^\s'\"]*@", "//", repr(value))
 
 
 def connection_options(url: str) -> dict[str, Any]:
-    """Return the options of a connection to ``url`` as redis-py names them. The URL's own win.
+    """Return the connection options of ``url`` as redis-py names them. The URL's own win.
 
     Raises:
-        ConfigError: the password's or the certificates' file cannot be read.
+        ConfigError: the password file or the certificates cannot be read.
     """
     options: dict[str, Any] = {}
     user, password = login_of(url)
@@ -91,7 +91,7 @@ def login_of(url: str) -> tuple[str, str]:
 
 
 def _has_query(url: str) -> bool:
-    """Whether redis-py takes settings from this URL's query."""
+    """Whether redis-py reads settings from this URL's query."""
     return url.partition("://")[0].lower() in ("redis", "rediss", "unix")
 
 
@@ -101,16 +101,16 @@ def _login_and_rest(url: str) -> tuple[str, str]:
     several = scheme.lower() in SEVERAL_HOSTS
     if not separator or scheme.lower() in ("fs", "file"):
         return "", url
-    # Elsewhere a path or a query may have an "@", too.
+    # In other URLs a path or a query may also contain an "@".
     login, at, _ = (rest if several else re.split("[/?#]", rest)[0]).rpartition("@")
     return login, f"{scheme}://{rest[len(login) + len(at) :]}"
 
 
 def split_url(url: str) -> SplitResult:
-    """Take a URL apart.
+    """Parse a URL.
 
     Raises:
-        ValueError: its port is not a number, often because the password holds a "/". Unlike
+        ValueError: its port is not a number, often because the password contains a "/". Unlike
             Python's, the message quotes no part of the URL.
     """
     try:
@@ -119,7 +119,7 @@ def split_url(url: str) -> SplitResult:
             parts.port  # noqa: B018
     except ValueError:
         raise ValueError(
-            "its port is no number; write the signs / ? # @ of a password as %2F %3F %23 %40"
+            "its port is not a number; write the signs / ? # @ of a password as %2F %3F %23 %40"
         ) from None
     return parts
 
@@ -127,7 +127,7 @@ def split_url(url: str) -> SplitResult:
 def hide_passwords(config: "LMCacheEngineConfig") -> None:
     """Take logins out of URLs before LMCache logs them. Mutates ``config``.
 
-    In this process :func:`connection_options` still finds them by the URL that is left.
+    In this process :func:`connection_options` still finds them by the remaining URL.
     """
     if config.remote_url:
         config.remote_url = _hide(config.remote_url)
@@ -138,7 +138,7 @@ def hide_passwords(config: "LMCacheEngineConfig") -> None:
 
 
 def plugin_url(config: "LMCacheEngineConfig") -> tuple[str, str]:
-    """(option, URL) of LMCache's Redis plugin, as LMCache's own adapter finds it."""
+    """Return (option, URL) of LMCache's Redis plugin, as LMCache's own adapter finds it."""
     extra = config.extra_config or {}
     for name in PLUGIN_URLS:
         if extra.get(name):
@@ -147,9 +147,9 @@ def plugin_url(config: "LMCacheEngineConfig") -> tuple[str, str]:
 
 
 def with_login(url: str, user: str, password: str) -> str:
-    """Return a URL that stands for ``url``, which has no login, with this one.
+    """Add a login to ``url``, which has none.
 
-    As after :func:`hide_passwords`, the password is not in it.
+    As after :func:`hide_passwords`, the returned URL does not contain the password.
     """
     if password:
         _hidden[url] = user, password
@@ -177,7 +177,7 @@ def holds_password(value: object) -> bool:
 
 
 def unencrypted(url: str | None) -> str | None:
-    """Return ``url``, fit to be shown, if records leave this machine without TLS; else None."""
+    """Return ``url``, safe to show, if records leave this machine without TLS; else None."""
     scheme = (url or "").partition("://")[0].lower()
     if not url or scheme not in ("redis", *SEVERAL_HOSTS):
         return None

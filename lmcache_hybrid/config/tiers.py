@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where LMCache keeps records, and how many of the longest prompts fit there."""
+"""Lists where LMCache keeps records, and how many of the longest prompts fit there."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class Tier:
 
     Attributes:
         name: as it is shown.
-        setting: what bounds it, empty where no setting does.
-        limit: bytes of each rank, or of all where they are ``shared``; 0 where nobody here knows.
+        setting: the setting that bounds it, empty if none.
+        limit: bytes of each rank, or of all together if ``shared``; 0 if unknown.
         last: whether no larger tier is below it.
     """
 
@@ -33,13 +33,13 @@ class Tier:
     last: bool = True
 
     def holds(self, taken: int) -> str:
-        """How many prompts of ``taken`` bytes fit, as a number to show."""
+        """Return how many prompts of ``taken`` bytes fit, as text."""
         held = self.limit / taken
         return f"{held:,.{held < 10:d}f}"
 
 
 def tiers(config: "LMCacheEngineConfig", options: Options) -> Iterator[Tier]:
-    """Each place that the configuration names, in the order in which LMCache looks there."""
+    """Yield each place that the configuration names, in LMCache's lookup order."""
     remote = places(config)
     if config.local_cpu:
         limit = int(config.max_local_cpu_size * GIB)
@@ -65,7 +65,7 @@ def prompt_bytes(
     attention_bytes: int,
     state_bytes: int,
 ) -> int:
-    """Bytes of all pages and states that a prompt of ``longest`` tokens leaves on a rank.
+    """Return the bytes that a prompt of ``longest`` tokens leaves on a rank, states included.
 
     Args:
         step_tokens: ``max_num_batched_tokens``.
@@ -81,12 +81,12 @@ def prompt_bytes(
 
 
 def described(places: Iterable[Tier], taken: int, longest: int, ranks: int) -> str:
-    """The tiers in words.
+    """Describe the tiers in words.
 
     Args:
-        taken: bytes of the longest prompt on a rank; 0 where they are not known.
+        taken: bytes of the longest prompt on a rank; 0 if unknown.
         longest: ``max_model_len`` in tokens.
-        ranks: that share a tier.
+        ranks: how many share a tier.
     """
     named = []
     for tier in places:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of LMCache's options, as the user wrote them.
+"""Checks the values of LMCache's options as the user wrote them.
 
-LMCache reads what it does not understand as something else: a default, None, or ``false``. So
-each value is looked at before.
+LMCache turns a value that it does not understand into a default, None, or ``false``, so each is
+checked first.
 """
 
 import math
@@ -17,39 +17,39 @@ from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.upstream.lmcache_home import take
 
 PREFIX = "LMCACHE_"
-# Options in GB, of which LMCache's have 2^30 bytes.
+# Options in GB, for LMCache 2^30 bytes.
 SIZES = (
     *("max_local_cpu_size", "max_local_disk_size", "reserve_local_cpu_size"),
     *("lazy_memory_safe_size", "maru_pool_size", "max_hidden_state_cpu_size"),
 )
 # Options in tokens.
 LENGTHS = ("chunk_size", "min_retrieve_tokens")
-# Whose default is 0, and which LMCache compares with it, so that it must be a number.
+# Options with default 0 that LMCache compares with 0, so they must be numbers.
 COMPARED = ("min_retrieve_tokens",)
-# First parts of options that nothing here reads.
+# Prefixes of options that nothing here reads.
 UNREAD = ("mp_", "blend_", "pd_", "nixl_", "p2p_")
 _WITH_UNIT = re.compile(r"\s*([\d.]+)\s*([kmgt])(i?)b?\s*", re.IGNORECASE)
-# What a shell would expand in a list of paths.
+# Parts of a list of paths that a shell would expand.
 _EXPANDED = re.compile(r"(^|,)\s*~|\$[\w{]")
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
-# LMCache takes the first two for true, and all else for false, these as they are meant.
+# LMCache reads _TRUE as true and all else as false; _FALSE are the values that mean it.
 _TRUE = ("true", "1")
 _FALSE = ("false", "0", "0.0", "no", "off", "n", "f", "none", "null", "disabled", "")
 
-# By option: where it is set, and the value as it is written there.
+# By option: where it is set, and the value as written.
 Values = dict[str, tuple[str, Any]]
 
 
 def read_values(file: str | None, environment: Mapping[str, str]) -> Values:
-    """What the user wrote and LMCache looks at. The environment wins over the file.
+    """Read the values that LMCache will read. The environment wins over the file.
 
-    Left out are empty variables by which nothing changes.
+    Empty variables that change nothing are left out.
 
     Args:
-        file: LMCache's YAML; None where there is none.
+        file: LMCache's YAML; None for none.
 
     Raises:
-        ConfigError: the file does not exist, or is not YAML that holds options.
+        ConfigError: the file does not exist, or is not a YAML mapping of options.
     """
     definitions, aliases, deprecated, unquoted = (
         take("v1.config", "_CONFIG_DEFINITIONS"),
@@ -57,7 +57,7 @@ def read_values(file: str | None, environment: Mapping[str, str]) -> Values:
         take("v1.config", "_DEPRECATED_CONFIGS"),
         take("v1.config_base", "_parse_quoted_string"),
     )
-    # Other old names LMCache warns of and ignores.
+    # LMCache warns of other old names and ignores them.
     names = {name: name for name in definitions} | {
         old: new for old, new in aliases.items() if old in deprecated and new in definitions
     }
@@ -77,10 +77,10 @@ def read_values(file: str | None, environment: Mapping[str, str]) -> Values:
 
 
 def _changes(kind: type | None, before: Any, from_file: bool) -> bool:
-    """Whether an empty variable makes another value of the one before."""
+    """Whether an empty variable changes the value ``before``."""
     if kind is bool:
         return _is_on(before)
-    # Where there is a file LMCache keeps its number, or the default; else it has none.
+    # With a file LMCache keeps the number, or the default; without, it becomes None.
     return kind is not None and not from_file and before is not None
 
 
@@ -112,7 +112,7 @@ def _in_file(file: str | None) -> dict[Any, Any]:
 
 
 def problems(values: Values) -> Iterator[str]:
-    """A sentence for each value that LMCache would take for another one, or fail on."""
+    """Yield a sentence for each value that LMCache would misread, or fail on."""
     definitions = take("v1.config", "_CONFIG_DEFINITIONS")
     for option, (where, value) in values.items():
         definition = definitions.get(option)
@@ -120,7 +120,7 @@ def problems(values: Values) -> Iterator[str]:
             continue
         kind, default = _kind(definition), definition["default"]
         if value is None or (isinstance(value, str) and not value.strip()):
-            # An empty variable by which nothing changes is left out already; a switch is off.
+            # Empty variables that change nothing are left out already; an empty switch is off.
             off = kind is bool and value is not None
             changed = default or option in COMPARED or (off and where.startswith(PREFIX))
             if kind and changed and not option.startswith(UNREAD):
@@ -132,7 +132,7 @@ def problems(values: Values) -> Iterator[str]:
 
 
 def taken_away(file: str | None, environment: Mapping[str, str]) -> Iterator[str]:
-    """A sentence for each empty variable that takes a text, as a URL, out of the file."""
+    """Yield a sentence for each empty variable that removes a text (a URL) of the file."""
     definitions = take("v1.config", "_CONFIG_DEFINITIONS")
     for option, value in _in_file(file).items():
         variable = f"{PREFIX}{str(option).upper()}"
@@ -142,7 +142,7 @@ def taken_away(file: str | None, environment: Mapping[str, str]) -> Iterator[str
 
 
 def without_prefix(extra: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each option of LMCache in ``kv_connector_extra_config`` that nobody reads."""
+    """Yield a sentence for each LMCache option in ``kv_connector_extra_config`` without prefix."""
     definitions = take("v1.config", "_CONFIG_DEFINITIONS")
     for key, value in extra.items():
         option = key.lower().removeprefix(PREFIX.lower())
@@ -158,7 +158,7 @@ def without_prefix(extra: Mapping[str, Any]) -> Iterator[str]:
 
 
 def as_lmcache_reads(values: Values) -> dict[str, Any]:
-    """By option, for values without :func:`problems`."""
+    """Convert values without :func:`problems`, by option."""
     definitions = take("v1.config", "_CONFIG_DEFINITIONS")
     return {
         option: definitions[option]["env_converter"](value)
@@ -168,9 +168,9 @@ def as_lmcache_reads(values: Values) -> dict[str, Any]:
 
 
 def settle_empty(config: Any) -> None:
-    """Have an empty text, and no number, be LMCache's default. Mutates ``config``.
+    """Replace empty texts and missing numbers with LMCache's defaults. Mutates ``config``.
 
-    LMCache opens an empty ``remote_url``, cannot, and then is off as a whole.
+    LMCache fails to open an empty ``remote_url`` and then switches off entirely.
     """
     for name, definition in take("v1.config", "_CONFIG_DEFINITIONS").items():
         value = getattr(config, name, None)
@@ -180,7 +180,7 @@ def settle_empty(config: Any) -> None:
 
 
 def _kind(definition: dict[str, Any]) -> type | None:
-    """bool, int or float; None for other options."""
+    """Return bool, int or float; None for other options."""
     converter = definition.get("env_converter")
     if definition["type"] is bool or getattr(converter, "__name__", "") == "_to_bool":
         return bool
@@ -188,7 +188,7 @@ def _kind(definition: dict[str, Any]) -> type | None:
 
 
 def _wrong(option: str, kind: type | None, converter: Callable | None, value: Any) -> str:
-    """Why a value is none of its option, and what to write; "" where it is one."""
+    """Return why a value is invalid, and what to write; "" if it is valid."""
     if kind is bool:
         text = str(value).strip().lower()
         said = isinstance(value, bool) or text in _TRUE or text.strip("\"'") in _FALSE
@@ -219,7 +219,7 @@ def _wrong(option: str, kind: type | None, converter: Callable | None, value: An
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether ``int`` makes of it what is written."""
+    """Whether ``int`` keeps its value."""
     try:
         return int(value) == float(value)
     except (ValueError, OverflowError):  # "256.0", infinity
@@ -227,7 +227,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    """None for what is no number, as NaN and a boolean."""
+    """Convert to a float; None if not a number, also for NaN and booleans."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -236,7 +236,7 @@ def _number(value: Any) -> float | None:
 
 
 def _instead(option: str, value: Any) -> str:
-    """What to write in place of a size with a unit."""
+    """Return what to write in place of a size with a unit."""
     match = _WITH_UNIT.fullmatch(str(value)) if option in SIZES + LENGTHS else None
     number = _number(match[1]) if match else None
     if match is None or number is None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words that every room uses: groups, keys, digests, errors, counts, threads."""
+"""Used by all other packages: groups, keys, digests, errors, counts, threads."""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long something that failed is left alone."""
+"""Pauses after failures."""
 
 import math
 import time
 
 
 class Backoff:
-    """A pause after each failure, twice as long as the one before, until something succeeds.
+    """A pause after each failure, twice as long as the last one, until a success.
 
     Used by one thread at a time.
 
@@ -15,8 +15,7 @@ class Backoff:
     """
 
     def __init__(self, first: float, longest: float) -> None:
-        """No pause yet.
-
+        """
         Args:
             first, longest: pauses in seconds.
         """
@@ -35,5 +34,5 @@ class Backoff:
         return seconds
 
     def succeed(self) -> None:
-        """The next pause is short again."""
+        """Make the next pause short again."""
         self._next = self._first

@@ -36,10 +36,10 @@ class SchedulerCounts:
 
     Attributes:
         lookups: answered ones by outcome: hit, miss, local (vLLM holds all that can be
-            restored) or unavailable (a rank gave no verdict).
+            restored) or unavailable (a rank gave no answer).
         lookup_seconds: from the request to its result.
-        delayed_lookups: requests that were looked up later than vLLM asked, because those that
-            waited with a hit pinned too much of LMCache's RAM.
+        delayed_lookups: requests that were looked up later than vLLM asked, because waiting
+            requests pinned too much of LMCache's RAM.
         shared_prefills: requests that waited for a prefix which another one was computing.
         shared_prefill_tokens: that they did not compute because of it.
         hits: requests that started from LMCache, by the backend of their last block.
@@ -49,15 +49,15 @@ class SchedulerCounts:
         lost_tokens: how much deeper, in tokens.
         skipped_loads: hits that are computed because that is faster, by the backend of their
             last block.
-        skipped_load_tokens: of these.
+        skipped_load_tokens: their tokens.
         loads_in_flight: gauge of requests that wait for a load.
         failed_loads: requests whose load failed on some rank.
         failed_tokens: tokens to be loaded for them, which are computed instead.
-        granularity_tokens: of prompts that may be cached, past their last boundary and without
-            the last token: no later request can hit them.
-        dropped_offers: states that vLLM handed off and nobody stored, by reason.
+        granularity_tokens: of cacheable prompts, past their last boundary and without the last
+            token: no later request can hit them.
+        dropped_offers: states that vLLM handed off and that were not stored, by reason.
         skipped_requests: requests that are not looked up, or not stored (any more), by reason.
-        caught_errors: errors that nobody foresaw, by where they were caught: :mod:`.faults`.
+        caught_errors: unexpected errors, by where they were caught: :mod:`.faults`.
     """
 
     lookups: Counter[str] = _split()
@@ -89,7 +89,7 @@ class WorkerCounts:
         saved_windows: pages of window groups.
         saved_states: boundaries; each is one record per state group.
         saved_bytes: of all these.
-        save_seconds: for which saves held up one step, all its requests together. Excludes
+        save_seconds: time by which saves delayed one step, all its requests together. Excludes
             asynchronous device copies.
         skipped_saves: saves of one request in one step that stored nothing, by reason.
         failed_writes: records that a backend accepted and could not write, by backend. The
@@ -177,7 +177,7 @@ class Ledger(Generic[C]):
         news: dict[str, Any] = {}
         with self._lock:
             self._changed = False
-            # Compared as it is in this copy: a backend's writers count without our lock.
+            # Compare copies: a backend's writers count without our lock.
             before, self._reported = self._reported, self._totals()
             for each in dataclasses.fields(self.counts):
                 value, name = self._reported[each.name], f"{self._side}.{each.name}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of stored bytes: plain ones find damage, keyed ones also what others wrote.
+"""Digests of stored bytes: plain ones detect damage, keyed ones also foreign writes.
 
 Anybody can compute a plain digest (xxh3). A keyed one (BLAKE3) needs a key that only the engines
-have, so it also finds bytes that another program wrote to the store.
+have, so it also detects bytes that another program wrote to the store.
 """
 
 import hmac
@@ -39,7 +39,7 @@ class Digester(Protocol):
     key_id: bytes
 
     def name(self, fingerprint: bytes) -> bytes:
-        """Fingerprint for engines with this key, so that records of two keys never mix."""
+        """Make the fingerprint for engines with this key, so that records of two keys never mix."""
 
     def chunk(self, data: Chunk) -> bytes:
         """Digest a chunk of the payload: DIGEST_BYTES. Releases the GIL."""
@@ -55,7 +55,7 @@ class Digester(Protocol):
 
 
 class PlainDigester:
-    """Finds damage; seals nothing."""
+    """Detects damage; seals nothing."""
 
     key_id = b""
 
@@ -63,7 +63,7 @@ class PlainDigester:
         return fingerprint
 
     def chunk(self, data: Chunk) -> bytes:
-        # To its stubs an array is a buffer from Python 3.12 on.
+        # Its stubs accept an array as a buffer only from Python 3.12 on.
         return xxhash.xxh3_128_digest(data)  # type: ignore[arg-type]
 
     def digests(self, data: bytes) -> bytes:
@@ -77,10 +77,10 @@ class PlainDigester:
 
 
 class KeyedDigester:
-    """Finds damage, and bytes written without the key. Never shows the key."""
+    """Detects damage, and bytes written without the key. Never shows the key."""
 
     def __init__(self, secret: bytes) -> None:
-        """Derive one key per purpose from ``secret``, so that no digest stands for another."""
+        """Derive one key per purpose from ``secret``, so that no digest passes for another."""
         self.key_id = _derive("key id", secret)[:KEY_ID_BYTES]
         self._chunks = _derive("chunk of a payload", secret)
         self._digests = _derive("digests of a payload", secret)
@@ -111,16 +111,16 @@ def _derive(purpose: str, secret: bytes) -> bytes:
 
 
 def read_key(setting: str, path: str) -> KeyedDigester:
-    """Make the digester of a key file. Every byte counts, a final newline too.
+    """Make the digester of a key file. Every byte counts, even a final newline.
 
     Args:
         setting: name of the setting, for errors.
 
     Raises:
-        ConfigError: no such file, no key by its size, or others can read it.
+        ConfigError: the file does not exist, is too short or long, or others can read it.
     """
     try:
-        # Links are followed: Kubernetes mounts secrets as links. A folder is no file to open().
+        # Follow links: Kubernetes mounts secrets as links. open() refuses a folder.
         opened = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     except OSError as error:
         raise ConfigError(

@@ -15,22 +15,22 @@ class ConfigError(ValueError):
 
 
 class UnknownContentError(Exception):
-    """Nobody knows what pages would hold, so nothing may be stored or loaded.
+    """It is unknown what pages would hold, so nothing may be stored or loaded.
 
     The message says why and what to change, as a part of a sentence.
     """
 
 
 class UnknownWeightsError(UnknownContentError):
-    """Nobody knows which weights were loaded."""
+    """It is unknown which weights were loaded."""
 
 
 class UnknownCodeError(UnknownContentError):
-    """Nobody knows which code computes a model."""
+    """It is unknown which code computes a model."""
 
 
 class UnknownPagesError(UnknownContentError):
-    """Nobody knows how pages are laid out."""
+    """It is unknown how pages are laid out."""
 
 
 class StoreError(Exception):
@@ -87,11 +87,11 @@ class SlowError(LoadError):
     """Computing is expected to be done before the load.
 
     Attributes:
-        seconds: that the whole load would take; 0 where nobody knows.
+        seconds: estimate for the whole load; 0 if unknown.
     """
 
     def __init__(self, seconds: float) -> None:
-        super().__init__("it takes longer than computing them would", "slow")
+        super().__init__("slower than recomputing", "slow")
         self.seconds = seconds
 
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps errors away from the threads that run the model and the scheduler.
 
-What a store, a folder or an adapter does may raise where nobody foresaw it, and an error that
-reaches vLLM there ends the engine. It is turned into a miss, a dropped save or a failed load
-instead, and is never silent.
+A store, a folder or an adapter may raise an unexpected error, which would end the engine if it
+reached vLLM. It becomes a miss, a dropped save or a failed load instead, and is always counted.
 """
 
 import functools
@@ -19,7 +18,7 @@ from lmcache_hybrid.core.counts import Ledger
 
 logger = init_logger("vllm.lmcache_hybrid.core.faults")
 
-# Environment variable of tests: errors are raised again, so that none is hidden.
+# Environment variable for tests: caught errors are raised again, so that none is hidden.
 STRICT = "LMCACHE_HYBRID_STRICT"
 # How often each place has caught an error in this process.
 COUNTS: Counter[str] = Counter()
@@ -38,7 +37,7 @@ def caught(
     Args:
         place: one name, for the counter; its first error is logged with a traceback.
         consequence: what happens instead, as a part of a sentence.
-        ledger: of the side that it happened on; None where that side is off, which counts nothing.
+        ledger: of the side that it happened on; None where that side is off.
 
     Raises:
         Exception: ``error`` itself, in tests (:data:`STRICT`).
@@ -65,7 +64,7 @@ def caught(
 class _Side(Protocol):
     @property
     def ledger(self) -> Ledger[Any] | None:
-        """Where this side counts; None while it is off."""
+        """The ledger of this side; None while it is off."""
 
 
 S = TypeVar("S", bound=_Side)
@@ -78,8 +77,8 @@ def guarded(
 
     Args:
         consequence: see :func:`caught`.
-        instead: called with the same arguments after an error. Puts the books in order and
-            returns what vLLM is told; must be too simple to fail.
+        instead: called with the same arguments after an error. Restores the bookkeeping and
+            returns the result for vLLM; must be too simple to fail.
     """
 
     def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:

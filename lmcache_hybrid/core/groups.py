@@ -11,9 +11,9 @@ from lmcache_hybrid.core.errors import ConfigError
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
-# vLLM's block id; where a record holds several blocks, the ids of all.
+# vLLM's block id, or the ids of all blocks of a record that holds several.
 Block = int | tuple[int, ...]
-# Written by this package: another connector is beside ours in a MultiConnector.
+# Set by this package where a MultiConnector has another connector beside ours.
 BESIDE_KEY = "lmcache.hybrid_beside_others"
 
 
@@ -39,16 +39,16 @@ class GroupPlan:
     """The groups of one model, by their index in ``kv_cache_config.kv_cache_groups``.
 
     Attributes:
-        block_size: N, tokens between two boundaries: a block of every group (the unified block
-            size), or where these differ their least common multiple.
+        block_size: N, tokens between two boundaries: the unified block size of all groups, or
+            their least common multiple where they differ.
         attention: groups whose pages of [0, B) make a hit at B, in order.
         states: groups whose state at B makes a hit at B, in order.
         windows: groups whose last pages before B make a hit at B, in order.
         replicated: attention groups whose pages are equal on all tensor-parallel ranks.
-        unit: U, tokens between two boundaries; divides N. 0 for N: no hits inside a block.
-        split: (group, blocks in N tokens) of those groups with records that have more than one.
+        unit: U, tokens between two boundaries inside a block; divides N. 0 for no hits there.
+        split: (group, blocks in N tokens) of groups with records that have more than one.
         whole_items: whether tokens of an image, audio or video attend to each other in both
-            directions: no boundary inside one counts.
+            directions, which bars boundaries inside it.
     """
 
     block_size: int
@@ -61,23 +61,23 @@ class GroupPlan:
     whole_items: bool = False
 
     def with_unit(self, unit: int) -> "GroupPlan":
-        """Add hits every ``unit`` tokens, where vLLM makes them: beside states, without windows.
+        """Add hits every ``unit`` tokens, where vLLM supports them: with states, without windows.
 
-        No such hits where groups have blocks of several sizes: a boundary is whole blocks of each.
+        Not where groups have blocks of several sizes: a boundary must be whole blocks of each.
         """
         inside = self.states and not (self.windows or self.split) and unit < self.block_size
         return replace(self, unit=unit if inside else 0)
 
     def blocks_in(self, group: int) -> int:
-        """How many of vLLM's blocks of a group are N tokens."""
+        """Return the number of vLLM's blocks of a group in N tokens."""
         return dict(self.split).get(group, 1)
 
     def blocks_per_record(self, group: int) -> int:
-        """Of an attention group as many as are N tokens; a state is in one."""
+        """Return the blocks in a record: N tokens of an attention group, one for a state."""
         return self.blocks_in(group) if group in self.attention else 1
 
     def pages(self, ids: Sequence[int], group: int, start: int, end: int) -> tuple[Block, ...]:
-        """The blocks with tokens [start * N, end * N) of a request, one entry for each N.
+        """Return the blocks with tokens [start * N, end * N) of a request, one entry per N.
 
         Args:
             ids: all of the request's in ``group``.
@@ -88,7 +88,7 @@ class GroupPlan:
         return tuple(tuple(ids[at * count : (at + 1) * count]) for at in range(start, end))
 
     def state_block(self, ids: Sequence[int], group: int, boundary: int) -> int:
-        """The block that holds the state at ``boundary`` times N tokens; 0 where there is none."""
+        """Return the block with the state at ``boundary`` times N tokens; 0 if there is none."""
         at = boundary * self.blocks_in(group) - 1
         return ids[at] if at < len(ids) else 0
 
@@ -99,9 +99,9 @@ class GroupPlan:
 
 
 def suggested_unit(block_size: int, wanted: int = 64) -> int:
-    """The ``--prefix-match-unit`` nearest to ``wanted`` tokens: a divisor of N below it.
+    """Return the best ``--prefix-match-unit``: the divisor of N nearest to ``wanted`` tokens.
 
-    A multiple of 16, which every chunked kernel takes; 0 where N has no such divisor.
+    It is below N and a multiple of 16, as every chunked kernel needs; 0 if there is none.
     """
     fitting = [unit for unit in range(16, block_size, 16) if block_size % unit == 0]
     return min(fitting, key=lambda unit: max(unit / wanted, wanted / unit), default=0)
@@ -110,7 +110,7 @@ def suggested_unit(block_size: int, wanted: int = 64) -> int:
 def is_served(kv_cache_config: "KVCacheConfig") -> bool:
     """Whether this package serves the groups: states, or windows beside full attention.
 
-    A hit in any other model needs pages of [0, B) only: LMCache's own adapter serves it.
+    In any other model a hit needs pages of [0, B) only, which LMCache's own adapter serves.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
@@ -129,7 +129,7 @@ def plan_groups(kv_cache_config: "KVCacheConfig") -> GroupPlan:
             windows.
 
     Raises:
-        ConfigError: a group of a kind that is not served, block sizes that are not (see
+        ConfigError: a group of an unsupported kind, unsupported block sizes (see
             ``_block_size``), or a state group outside align mode.
     """
     attention: list[int] = []
@@ -174,10 +174,10 @@ def plan_groups(kv_cache_config: "KVCacheConfig") -> GroupPlan:
 
 
 def layer_specs(group: "KVCacheGroupSpec") -> "Collection[KVCacheSpec]":
-    """Specs in a group: one per layer where they differ, else one for all layers.
+    """List the specs in a group: one per layer where they differ, else one for all layers.
 
-    Layers of one kind with pages of several sizes share a group where vLLM packs a
-    block of all layers together, as with a drafter beside the model.
+    Layers of one kind with pages of several sizes share a group where vLLM packs a block of all
+    layers together, as with a drafter beside the model.
     """
     from vllm.v1.kv_cache_interface import iter_layer_specs
 
@@ -185,7 +185,7 @@ def layer_specs(group: "KVCacheGroupSpec") -> "Collection[KVCacheSpec]":
 
 
 def page_bytes(group: "KVCacheGroupSpec", layers: Sequence[str] | None = None) -> int:
-    """Bytes stored for one block of ``layers`` (all by default), padding left out.
+    """Return the bytes stored for one block of ``layers`` (all by default), without padding.
 
     0 on a pipeline stage that has no layer of the group.
     """
@@ -199,7 +199,7 @@ def page_bytes(group: "KVCacheGroupSpec", layers: Sequence[str] | None = None) -
 
 
 def _kind(spec: "KVCacheSpec") -> str | None:
-    """What a hit needs of a layer; None for a spec that is not served."""
+    """Return what a hit needs of a layer; None for an unsupported spec."""
     from vllm.v1.kv_cache_interface import (
         CircularBufferSpec,
         FullAttentionSpec,
@@ -210,8 +210,8 @@ def _kind(spec: "KVCacheSpec") -> str | None:
 
     if isinstance(spec, MambaSpec):
         return "state"
-    # A block per request, of what is not compressed yet: nothing at a boundary. vLLM's own hits
-    # come without it, too.
+    # One block per request for tokens not compressed yet: holds nothing at a boundary, and vLLM's
+    # own hits do not restore it.
     if type(spec) is CircularBufferSpec and not spec.prefix_cacheable:
         return "scratch"
     # Exact types: a subclass may drop or share blocks in ways not served here.
@@ -225,7 +225,8 @@ def _kind(spec: "KVCacheSpec") -> str | None:
 def _is_replicated(spec: "KVCacheSpec") -> bool:
     """Whether vLLM says that all tensor-parallel ranks hold the same bytes of a layer.
 
-    It does for latent attention (MLA), whose one latent is of all heads. None is "not known".
+    It does for latent attention (MLA), whose one latent serves all heads. ``max_tp_shards`` None
+    means unknown.
     """
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
@@ -248,14 +249,14 @@ def _refuse_other_modes(index: int, states: "Iterable[KVCacheSpec]") -> None:
 
 
 def _block_size(kv_cache_config: "KVCacheConfig", states: Collection[int], windows: bool) -> int:
-    """N: vLLM hits at common multiples of all blocks, also of those that hold scratch.
+    """Return N: vLLM hits at common multiples of all block sizes, those of scratch included.
 
     Sizes differ where attention layers have pages of several sizes: vLLM makes the blocks of
     those with smaller pages larger, and leaves states as they are.
 
     Raises:
-        ConfigError: scratch moves the multiples, or sizes differ in another way. Beside windows,
-            too: vLLM keeps those blocks that the window reaches, which may be a part of N tokens.
+        ConfigError: scratch moves the multiples, or sizes differ in another way or beside
+            windows: vLLM keeps the blocks that a window reaches, maybe a part of N tokens.
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     sizes = {spec.block_size for spec in specs if spec.prefix_cacheable}

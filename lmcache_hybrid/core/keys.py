@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of records."""
+"""Record keys."""
 
 import hashlib
 from typing import NamedTuple
@@ -18,8 +18,8 @@ class RecordKey(NamedTuple):
         group: KV cache group index.
         block_hash: vLLM's block hash of all tokens up to ``boundary``. It covers
             tokens, multimodal items, LoRA name and cache salt; 32 bytes for SHA-256.
-        boundary: in tokens, a multiple of U. Inside a block the page is partly filled, and a
-            record of its own: the whole block's has another hash and boundary.
+        boundary: in tokens, a multiple of U. A partly filled page is a record of its own: the
+            whole block's has another hash and boundary.
         tags: further (name, value) pairs that keep requests apart, such as a LoRA adapter's.
     """
 
@@ -40,12 +40,12 @@ class RecordKey(NamedTuple):
 
 
 def tags_digest(tags: tuple[tuple[str, str], ...]) -> bytes:
-    """16 bytes that stand for ``tags`` in a header."""
-    # Clients choose them, so not a hash that can be made to collide.
+    """Digest ``tags`` to 16 bytes, for a header."""
+    # Clients choose them, so use a hash without known collisions.
     return hashlib.blake2b(repr(tags).encode(), digest_size=16).digest()
 
 
 def wide_hash(block_hash: bytes) -> bytes:
-    """32 bytes that stand for a block hash in a header: itself where it is a SHA-256."""
-    # "32s" would cut a longer hash and pad a shorter one without a word.
+    """Fit a block hash into 32 bytes, for a header; a SHA-256 stays as it is."""
+    # "32s" would silently cut a longer hash and pad a shorter one.
     return block_hash if len(block_hash) == 32 else xxhash.xxh3_128_digest(block_hash) * 2

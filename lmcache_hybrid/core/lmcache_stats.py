@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Feeds LMCache's own metrics (``lmcache:*``), which its engine counts on a path we bypass.
 
-They keep their meaning: tokens looked up and found, tokens to be retrieved and retrieved, and
-tokens stored, each once per rank.
+Their meaning stays: tokens looked up and found, tokens to retrieve and retrieved, and tokens
+stored, each once per rank.
 """
 
 from collections.abc import Iterator
@@ -18,19 +18,19 @@ logger = init_logger("vllm.lmcache_hybrid.core.lmcache_stats")
 
 
 class Monitor(Protocol):
-    """Receives what ended. Called from any thread; never raises.
+    """Counts finished lookups, loads and saves. Called from any thread; never raises.
 
     ``started`` is the ``time.perf_counter`` of the start, in seconds.
     """
 
     def looked_up(self, tokens: int, found: int, started: float) -> None:
-        """The first ``found`` of ``tokens`` (whole blocks) can be loaded."""
+        """Count a lookup of ``tokens``, of which the first ``found`` can be loaded."""
 
     def retrieved(self, tokens: int, loaded: int, started: float) -> None:
-        """``loaded`` of ``tokens`` promised tokens came."""
+        """Count a load of ``tokens`` promised tokens, of which ``loaded`` arrived."""
 
     def stored(self, tokens: int, started: float) -> None:
-        """``tokens`` were stored; 0 for a save of states only."""
+        """Count a save of ``tokens``; 0 for a save of states only."""
 
 
 class _NoMonitor:
@@ -56,10 +56,10 @@ def only_logged() -> Iterator[None]:
 
 
 class LMCacheMonitor:
-    """Tells LMCache's monitor afterwards, so that only what happened is counted.
+    """Reports to LMCache's monitor afterwards, so that only finished work is counted.
 
-    LMCache's monitor takes the start time itself when it is told of a start, so the real one is
-    put in before it is told of the end.
+    That monitor takes the time at which it is told of a start, so the real start time is set
+    before it is told of the end.
     """
 
     def __init__(self, monitor: "LMCStatsMonitor") -> None:

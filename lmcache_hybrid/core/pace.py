@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends a load that has a deadline as soon as it is seen that it will miss it.
+"""Aborts a load early when its rate shows that it will miss its deadline.
 
 LMCache's backends stand between a load and the thread that receives its bytes, and pass nothing
-on. So the read under way is a context variable, which goes along from thread to thread.
+through, so the current read travels in a context variable.
 """
 
 import contextvars
@@ -14,9 +14,9 @@ from contextlib import contextmanager
 
 from lmcache_hybrid.core.errors import SlowError
 
-# The share of its time after which a load's rate says something.
+# Share of the deadline to wait before judging a load by its rate.
 FIRST_LOOK = 0.2
-# A load counts as having got at least so much of its bytes.
+# Lower bound of the received share, so that the estimate stays finite.
 LEAST = 1 / 64
 
 
@@ -24,7 +24,7 @@ class Pace:
     """The progress of one load. Thread-safe."""
 
     def __init__(self, deadline: float, size: int) -> None:
-        """The load begins now.
+        """Start the clock of a load.
 
         Args:
             deadline: ``time.monotonic`` at which it must have ended; ``inf`` for none.
@@ -34,23 +34,23 @@ class Pace:
         self._lock = threading.Lock()
         self._got = self._unreported = 0  # bytes; see Reading.report
         self._connecting = 0.0  # seconds of the read that took longest to connect
-        # Once it is late: what SlowError says of it.
+        # Once it is late: SlowError.seconds.
         self._estimate: float | None = None
 
     @property
     def seconds(self) -> float:
-        """How many are left."""
+        """Seconds left until the deadline."""
         return max(0.0, self._deadline - time.monotonic())
 
     @property
     def late(self) -> bool:
-        """Whether the rest, at the rate so far, comes too late. It stays so."""
+        """Whether the rest, at the rate so far, would come too late. Stays True once it is."""
         if self._deadline == math.inf:
             return False
         with self._lock:
             if self._estimate is None:
                 whole, limit = self._whole(), self._deadline - self._began
-                if limit <= 0:  # it waited for others, and nobody knows what it would take
+                if limit <= 0:  # spent waiting for other loads: no estimate
                     self._estimate = 0.0
                 elif whole is not None and whole > limit:
                     self._estimate = whole
@@ -65,8 +65,8 @@ class Pace:
         """Count progress.
 
         Args:
-            got: bytes that are here.
-            unreported: bytes of reads that do not report what they got.
+            got: bytes received.
+            unreported: bytes of reads that do not report progress.
             connecting: seconds that a read took to connect.
         """
         with self._lock:
@@ -75,13 +75,13 @@ class Pace:
             self._connecting = max(self._connecting, connecting)
 
     def _whole(self) -> float | None:
-        """Seconds for all of it at the rate so far; None where it is too early to say."""
+        """Estimate the seconds of the whole load at the rate so far; None if too early."""
         passed, limit = time.monotonic() - self._began, self._deadline - self._began
-        # To connect takes as long for a small load as for a large one.
+        # The time to connect does not depend on the size.
         read = passed - self._connecting
         if read < FIRST_LOOK * limit and passed <= limit:
             return None
-        # Of reads that report nothing all may be here: several run side by side.
+        # Reads without reports run side by side; all their bytes may have arrived.
         got = (self._got + self._unreported) / self._size
         return self._connecting + read / min(1.0, max(got, LEAST))
 
@@ -102,7 +102,7 @@ class Pace:
 
 
 class Reading:
-    """One read of a load, on whatever threads."""
+    """One read of a load, on any threads."""
 
     def __init__(self, pace: Pace, size: int) -> None:
         self.pace = pace
@@ -110,10 +110,10 @@ class Reading:
         pace.count(0, size)
 
     def report(self, connecting: float = 0.0) -> None:
-        """Report bytes as they come from now on, with :meth:`got`. Idempotent.
+        """Announce that bytes will be reported with :meth:`got`. Idempotent.
 
         Args:
-            connecting: seconds that it took until the store could be asked.
+            connecting: seconds that it took to connect to the store.
         """
         if not self._unreported:
             return
@@ -124,7 +124,7 @@ class Reading:
         """Count bytes as they come; raise SlowError where the load is late."""
         if self is _UNLIMITED:
             return
-        size = min(size, self._left)  # a read that is tried again counts once
+        size = min(size, self._left)  # a retried read counts once
         self._left -= size
         self.pace.count(size)
         self.pace.check()
@@ -139,5 +139,5 @@ _READING: contextvars.ContextVar[Reading] = contextvars.ContextVar("reading", de
 
 
 def reading() -> Reading:
-    """The read that the calling thread or task takes part in; without a deadline by default."""
+    """Return the read of the calling thread or task; one without a deadline by default."""
     return _READING.get()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a prefill leaves states. Imports no vLLM: ``lmcache-hybrid plan`` runs without it."""
+"""Lists where a prefill leaves states. Imports no vLLM: ``lmcache-hybrid plan`` runs without."""
 
 
 def chunk_tokens(step_tokens: int, block_size: int) -> int:
-    """Tokens of a chunk of a prefill that is alone in the engine: each ends at a multiple of N."""
+    """Return the tokens per chunk of a lone prefill: each chunk ends at a multiple of N."""
     return max(1, step_tokens // block_size) * block_size
 
 

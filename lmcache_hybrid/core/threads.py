@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thread pools whose threads all run from the start, and on every core of the process."""
+"""Thread pools that start all threads at once, on any core of the process."""
 
 import os
 import queue
@@ -17,9 +17,9 @@ def started(
 ) -> ThreadPoolExecutor:
     """Make a pool and start its threads, so that ``submit`` starts none later.
 
-    A ``ThreadPoolExecutor`` queues work before it starts a thread for it. Where the process may
-    not start another, ``submit`` raises, and yet a running thread does the work: nobody waits
-    for it, and it may write to blocks that vLLM has given to another request.
+    A ``ThreadPoolExecutor`` queues work before it starts a thread for it. If no thread can be
+    started, ``submit`` raises, and yet a running thread does the work: nobody waits for it, and
+    it may write to blocks that vLLM has given to another request.
 
     Args:
         threads: number of threads.
@@ -45,15 +45,15 @@ def started(
 
 
 def before_the_process_ends(close: Callable[[], object]) -> None:
-    """Have ``close`` called when the script has ended, before Python waits for other threads.
+    """Call ``close`` when the script has ended, before Python waits for other threads.
 
-    LMCache has threads for which Python waits and which nobody ends, so a script that ends
-    without closing its engine would never end. :mod:`atexit` comes after that wait, and pools of
-    threads take no more work then. Python's own pools end in this way too.
+    Python waits for LMCache's threads, which only a closed engine ends, so a script that does not
+    close its engine would never end. :mod:`atexit` runs after that wait, when thread pools take
+    no more work. Python's own pools use the same hook.
 
     Args:
-        close: called on the main thread; must not raise. Not in processes that are forked off
-            this one, which have a copy of what is to be closed.
+        close: called on the main thread; must not raise. Not called in forked processes, which
+            hold copies of what it closes.
     """
     process = os.getpid()
 
@@ -79,8 +79,8 @@ def anywhere(wanted: set[int]) -> Callable[[], None]:
     """Make an initializer that lets its thread run on these cores."""
 
     def run_anywhere() -> None:
-        # Cores may have been taken from the process since, and a pool whose threads
-        # raise here takes no work any more.
+        # The process may have lost cores since, and a pool takes no more work once an initializer
+        # raises.
         with suppress(OSError):
             os.sched_setaffinity(0, wanted)
 
@@ -88,10 +88,10 @@ def anywhere(wanted: set[int]) -> Callable[[], None]:
 
 
 class DaemonPool:
-    """Threads for calls that may never return, of a file server that is away.
+    """Threads for calls that may never return, as to a file server that is away.
 
-    Python waits for the threads of a ``ThreadPoolExecutor`` before it ends; for these it does not.
-    Any thread may call it.
+    At exit Python waits for the threads of a ``ThreadPoolExecutor``, but not for these. Any thread
+    may call it.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class DaemonPool:
             RuntimeError: not all threads could be started; none is left.
         """
         self._jobs: queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards closing, so that nothing is queued behind its end
+        self._lock = threading.Lock()  # so that nothing is queued after close()
         self._closed = False
         self.threads: list[threading.Thread] = []
         try:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this engine computes with: weights, LoRA adapters, media."""
+"""Identifies what this engine computes with: weights, code, LoRA adapters, media."""

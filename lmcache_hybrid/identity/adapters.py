@@ -2,8 +2,7 @@
 """Identifies LoRA adapters by the content that vLLM has loaded on a rank.
 
 vLLM reads an adapter's files when a request first needs it, again after it was evicted, and when it
-is reloaded in place. Only the loaded tensors say what a request is computed with; paths, sizes and
-times of files do not.
+is reloaded in place. Only the loaded tensors identify it; paths, sizes and times of files do not.
 """
 
 import hashlib
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.lmcache_hybrid.identity.adapters")
 
-# Adapters to keep in host memory after a lookup read them, until vLLM takes them.
+# Max adapters that lookups have read and that wait in host memory for vLLM.
 MOST_WAITING = 4
 UNKNOWN = b""
 
@@ -39,7 +38,7 @@ class Adapter(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         lora: as the request names it.
-        contents: digest of what each rank computes with, by rank; empty until the ranks said.
+        contents: digest of the adapter on each rank; empty until the ranks have reported it.
     """
 
     lora: LoRARequest
@@ -47,12 +46,12 @@ class Adapter(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def tag(self) -> tuple[str, str]:
-        """Keeps records apart. Covers all ranks: each one's bytes depend on the others' weights."""
+        """The tag in record keys. Covers all ranks: pages depend on the others' weights."""
         return "lora", hashlib.sha256(b"".join(self.contents)).hexdigest()[:32]
 
 
 class _Waiting(NamedTuple):
-    """An adapter that a lookup read, and the files that it came from."""
+    """An adapter that a lookup has read, and its files."""
 
     lora: LoRARequest
     files: tuple
@@ -60,7 +59,7 @@ class _Waiting(NamedTuple):
     content: bytes
 
     def serves(self, lora: LoRARequest) -> bool:
-        """Whether vLLM, asked for ``lora``, would read the same files unchanged."""
+        """Whether vLLM would read the same, unchanged files for ``lora``."""
         same = (lora.lora_name, lora.lora_path, lora.is_3d_lora_weight) == (
             self.lora.lora_name,
             self.lora.lora_path,
@@ -72,16 +71,16 @@ class _Waiting(NamedTuple):
 class LoadedAdapters:
     """The adapters that vLLM has loaded in this process, which is one rank. Thread-safe.
 
-    vLLM loads on the thread that runs the model; the lookup thread calls :meth:`content`. An
-    adapter that is not loaded is read for the lookup and waits for vLLM, which takes it instead
-    of reading the files again: so the request is computed with what its lookup named.
+    vLLM loads on the thread that runs the model; the lookup thread calls :meth:`content`. A lookup
+    reads an adapter that is not loaded, and vLLM takes that instead of reading the files again: so
+    the request is computed with the content that its lookup named.
 
     Attributes:
-        rank, ranks: number of this rank, and of all ranks of the engine. Where experts are
-            spread over more ranks, the content is unknown.
-        stages: of the pipeline. With several nothing is known: each would have to know whether
-            the others still hold an adapter, before it saves, and they are at other steps.
-        ledger: of this rank, which counts errors; None until its store is open.
+        rank, ranks: number of this rank, and of all ranks of the engine. If experts are spread
+            over more ranks, the content is unknown.
+        stages: of the pipeline. With several the content is unknown: before a save each would have
+            to know whether the others still hold the adapter, and they are at other steps.
+        ledger: of this rank; counts errors. None until its store is open.
     """
 
     def __init__(self) -> None:
@@ -90,9 +89,9 @@ class LoadedAdapters:
         self._manager: WorkerLoRAManager | None = None
         self._read: Callable[[WorkerLoRAManager, LoRARequest], LoRAModel] | None = None
         self._contents: dict[int, bytes] = {}
-        # All contents of what vLLM's own caches take for one adapter, by its names.
+        # All contents that vLLM's own caches take for one adapter, by its names.
         self._ever: dict[tuple[str, ...], set[bytes]] = {}
-        # With adapters in the encoder, the encoder's cache knows them by name and outlives resets.
+        # With adapters in the encoder, its cache knows them by name and outlives resets.
         self._encoder_knows = False
         self._waiting: OrderedDict[int, _Waiting] = OrderedDict()
         self._lock = threading.Lock()
@@ -104,7 +103,7 @@ class LoadedAdapters:
         manager: "WorkerLoRAManager",
         read: "Callable[[WorkerLoRAManager, LoRARequest], LoRAModel]",
     ) -> None:
-        """Start over with this process's manager; ``read`` is vLLM's own loading."""
+        """Start over with this process's manager; ``read`` is vLLM's own loader."""
         with self._lock:
             self._manager, self._read = manager, read
             self._encoder_knows = manager.lora_config.enable_tower_connector_lora
@@ -132,12 +131,12 @@ class LoadedAdapters:
             self._ever.setdefault(self._name(lora), set()).add(content)
         return model
 
-    # Questions
+    # Queries
 
     def content(self, lora: LoRARequest) -> bytes:
-        """Digest what a request with ``lora`` would be computed with; UNKNOWN where unsure.
+        """Digest the adapter that a request with ``lora`` would get; UNKNOWN if unsure.
 
-        Never raises: the thread that runs the model asks, too, and other ranks wait for it.
+        Never raises: the thread that runs the model also calls it, and other ranks wait for that.
         """
         try:
             return self._content(lora)
@@ -173,7 +172,7 @@ class LoadedAdapters:
         return UNKNOWN
 
     def holds(self, adapter: Adapter | None) -> bool:
-        """Whether requests have been computed with what this rank said ever since."""
+        """Whether this rank has computed with the reported content ever since."""
         if adapter is None:
             return True
         said = adapter.contents[self.rank] if adapter.contents else UNKNOWN
@@ -182,8 +181,8 @@ class LoadedAdapters:
     def all_hold(self, adapters: Sequence[Adapter | None]) -> list[bool]:
         """Whether every rank of this engine holds each adapter.
 
-        A collective call where there is an adapter: each rank makes it once in a step, on the
-        thread that runs the model, with the same adapters.
+        A collective call if there is an adapter: each rank makes it once per step, on the thread
+        that runs the model, with the same adapters.
         """
         held = [self.holds(adapter) for adapter in adapters]
         if not any(adapters) or not torch.distributed.is_initialized():
@@ -199,7 +198,7 @@ class LoadedAdapters:
         return flags.bool().tolist()
 
     def forget(self) -> None:
-        """Forget earlier contents: vLLM's own prefix cache was emptied."""
+        """Forget earlier contents: vLLM's own prefix cache was reset."""
         if self._encoder_knows:
             return
         with self._lock:
@@ -208,7 +207,7 @@ class LoadedAdapters:
                 contents &= now
 
     def _name(self, lora: LoRARequest) -> tuple[str, ...]:
-        """The names by which vLLM's own caches know an adapter."""
+        """Return the names by which vLLM's own caches know an adapter."""
         return (lora.lora_name,) if self._encoder_knows else (lora.lora_name, lora.lora_path)
 
     def _known(self, lora: LoRARequest) -> bytes:
@@ -226,14 +225,14 @@ class LoadedAdapters:
     def _read_ahead(self, manager: "WorkerLoRAManager", lora: LoRARequest) -> bytes:
         """Read an adapter that is not loaded and keep it for vLLM."""
         if lora.load_inplace or self._read is None:
-            return UNKNOWN  # vLLM reads it again in any case
+            return UNKNOWN  # vLLM always reads it again
         files = _files(lora)
         if not files:
-            return UNKNOWN  # vLLM has to download it, or its files cannot be watched
+            return UNKNOWN  # vLLM must download it, or its files cannot be checked for changes
         try:
             model = self._read(manager, lora)
         except Exception as error:
-            # vLLM meets the same error and answers the request with it.
+            # vLLM gets the same error and answers the request with it.
             logger.debug("LoRA adapter %s cannot be read: %r", lora.lora_name, error)
             return UNKNOWN
         content = self._content_of(manager, model)
@@ -245,7 +244,7 @@ class LoadedAdapters:
         return content
 
     def _content_of(self, manager: "WorkerLoRAManager", model: "LoRAModel") -> bytes:
-        """Digest a model that was read; UNKNOWN where that fails. vLLM's own load calls it."""
+        """Digest an adapter that was read; UNKNOWN if that fails. Must not fail vLLM's own load."""
         experts = manager._adapter_manager.moe_ep_load_spec
         if experts and experts.global_num_experts > experts.local_num_experts * self.ranks:
             return UNKNOWN  # some experts are on ranks of other engines
@@ -260,12 +259,12 @@ class LoadedAdapters:
 
 
 def refuse(load: object, claim: object, after: object) -> int:
-    """Fail a load whose records name an adapter that vLLM no longer computes with."""
+    """Fail a load whose records are of an adapter that vLLM no longer computes with."""
     raise LoadError("its LoRA adapter was loaded anew with another content", "adapter")
 
 
 def report_lost(ledger: Ledger, request_id: str) -> None:
-    """Count and log a load that ended well after its adapter had changed."""
+    """Count and log a successful load whose adapter had changed meanwhile."""
     with ledger as counts:
         counts.failed_loads["adapter,none"] += 1
     logger.warning(
@@ -274,7 +273,7 @@ def report_lost(ledger: Ledger, request_id: str) -> None:
     )
 
 
-# The one of this process: vLLM's loading and the connector meet here.
+# Shared by vLLM's loader and the connector in this process.
 ADAPTERS = LoadedAdapters()
 
 
@@ -303,10 +302,10 @@ def _parts(model: "LoRAModel") -> Iterator[tuple[tuple, torch.Tensor | None]]:
 
 
 def _files(lora: LoRARequest) -> tuple:
-    """Names, inodes, sizes and times of an adapter's files; empty for what is no local folder.
+    """List names, inodes, sizes and times of an adapter's files; empty if not a local folder.
 
-    Empty also where one of them cannot be looked at, as behind a link that leads nowhere: nobody
-    would notice that it changes.
+    Also empty if one of them cannot be read, as behind a broken link: its changes would go
+    unnoticed.
     """
     found = []
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names code that other packages bring: by distribution and version, or by its content."""
+"""Identifies code of other packages: by distribution and version, or by its content."""
 
 import importlib.util
 import json
@@ -14,16 +14,16 @@ from types import FunctionType
 
 import xxhash
 
-# What Python writes beside what it imports. All other files count: kernels may be compiled from
-# any of them at run time.
+# Python's own files in a package. All others count: kernels may be compiled from any of them at
+# run time.
 _CACHE = "__pycache__"
-# Given out by Python itself, or made up on the spot.
+# Modules without files of a package.
 _NO_PACKAGE = ("builtins", "__main__", "__mp_main__")
-# Packages whose functions are around others without changing what these compute.
+# Packages whose decorators do not change the results of functions.
 _DECORATORS = frozenset(
     {"huggingface_hub", "torch", "lmcache_hybrid", "vllm_patch", *sys.stdlib_module_names}
 )
-# What a class holds functions in.
+# Types of class attributes that hold functions.
 _HOLDERS = (
     FunctionType,
     staticmethod,
@@ -36,12 +36,12 @@ _HOLDERS = (
 
 
 def homes(code: type) -> set[str]:
-    """Modules that a class is written in, its bases' not included.
+    """Find the modules that a class is written in, without those of its bases.
 
-    One that was derived on the spot, as vLLM does with ``type()``, says ``abc``: it is written
-    where its base and its own functions are. A plugin may have put a function of its own in the
-    place of one of the class's, so other packages' functions count, but for those that only
-    decorate, and for classes of torch, whose functions transformers replaces.
+    A class derived at run time, as vLLM does with ``type()``, says ``abc``: it counts as written
+    where its base and its own functions are. A plugin may have replaced a function of the class,
+    so other packages' functions count, except decorators, and those in classes of torch, which
+    transformers replaces.
     """
     top, on_the_spot = code.__module__.partition(".")[0], code.__module__ == "abc"
     own = {function.__globals__.get("__name__", "") for function in _functions(code)}
@@ -52,9 +52,9 @@ def homes(code: type) -> set[str]:
 
 
 def _functions(code: type) -> Iterator[FunctionType]:
-    """The functions in a class's body, and those within decorators and descriptors.
+    """Yield the functions in a class's body, and those within decorators and descriptors.
 
-    By what they are, not by ``__module__``, which ``functools.wraps`` copies.
+    Found by type, not by ``__module__``, which ``functools.wraps`` copies.
     """
     within = [*vars(code).values()]
     while within:
@@ -68,15 +68,15 @@ def _functions(code: type) -> Iterator[FunctionType]:
 
 @cache
 def code_identity(module: str) -> str | None:
-    """Name the code that a module is part of.
+    """Identify the code of a module's package.
 
     Args:
         module: dotted name of a module that is, or can be, imported.
 
     Returns:
-        Distribution and version. Where none has installed the module's file (a checkout, an
-        editable install), also a digest of all files of the outermost package. None where nobody
-        can tell: the module has no files, or is the program that was started.
+        Distribution and version. If none has installed the module's file (a checkout, an
+        editable install), also a digest of all files of the outermost package. None if unknown:
+        the module has no files, or is the program that was started.
     """
     top = module.partition(".")[0]
     if top in _NO_PACKAGE:
@@ -93,18 +93,18 @@ def code_identity(module: str) -> str | None:
 
 @cache
 def _packages() -> Mapping[str, list[str]]:
-    """Names of distributions by the package that they hold."""
+    """Map packages to the names of their distributions."""
     return packages_distributions()
 
 
 def forget() -> None:
-    """Look at all packages anew: for tests, which change them."""
+    """Clear all caches: for tests, which change packages."""
     for each in (code_identity, _packages, _files_installed, _content):
         each.cache_clear()
 
 
 def _distributions(top: str, module: str) -> tuple[list[str], bool]:
-    """Names and versions of those that hold a package, and whether one installed the module."""
+    """List the distributions of a package with versions, and whether one installed the module."""
     spec = _spec(module) or _spec(top)
     file = Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
     found, installed, editable = [], False, False
@@ -120,7 +120,7 @@ def _distributions(top: str, module: str) -> tuple[list[str], bool]:
 
 
 def _has_installed(distribution: Distribution, file: Path) -> bool:
-    """Whether the file is one that came with the distribution, and is not in front of it."""
+    """Whether the file came with the distribution, and does not only shadow it."""
     return os.path.join(os.path.realpath(file.parent), file.name) in _files_installed(
         distribution.name
     )
@@ -128,7 +128,7 @@ def _has_installed(distribution: Distribution, file: Path) -> bool:
 
 @cache
 def _files_installed(name: str) -> frozenset[str]:
-    """Files that came with a distribution; none of a checkout of setuptools' ``develop``."""
+    """List the files of a distribution; none for a checkout of setuptools' ``develop``."""
     distribution = Distribution.from_name(name)
     if distribution.read_text("RECORD") is None:
         return frozenset()
@@ -140,7 +140,7 @@ def _files_installed(name: str) -> frozenset[str]:
 
 
 def _is_editable(distribution: Distribution) -> bool:
-    """Whether files were left where they are edited, under one version; see PEP 610."""
+    """Whether it is an editable install, whose files change under one version; see PEP 610."""
     text = distribution.read_text("direct_url.json")
     try:
         return text is not None and "editable" in json.loads(text).get("dir_info", {})
@@ -150,12 +150,12 @@ def _is_editable(distribution: Distribution) -> bool:
 
 @cache
 def _content(top: str) -> str | None:
-    """Digest of all files of a package or module. Raises OSError."""
+    """Digest all files of a package or module. Raises OSError."""
     spec = _spec(top)
     if spec is None:
         return None
     digest, empty = xxhash.xxh3_128(), True
-    # A package may have folders that only its import has found (``pkgutil.extend_path``).
+    # A package may have folders that only its import finds (``pkgutil.extend_path``).
     imported = getattr(sys.modules.get(top), "__path__", ())
     for name, file in _files(spec, {*(spec.submodule_search_locations or ()), *imported}):
         content, empty = file.read_bytes(), False
@@ -166,15 +166,15 @@ def _content(top: str) -> str | None:
 def _spec(top: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(top)
-    except (ImportError, ValueError):  # ValueError: __main__, and modules made by hand
+    except (ImportError, ValueError):  # ValueError: __main__, and modules created by hand
         return None
 
 
 def _files(spec: ModuleSpec, folders: set[str]) -> Iterator[tuple[str, Path]]:
-    """Files with their names in the package, in one order; links are followed.
+    """Yield files with their names in the package, in fixed order; follows links.
 
     Args:
-        folders: of the package; none of a module that is a single file.
+        folders: of the package; none for a module that is a single file.
     """
     if not folders:
         if spec.has_location and spec.origin is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models in the cache of ``huggingface_hub``: at which commit they are, and whether unchanged.
+"""Finds models in the cache of ``huggingface_hub``: their commit, and whether they are unchanged.
 
-With ``HF_HUB_OFFLINE=1`` vLLM takes a folder of this cache in the name's place.
+With ``HF_HUB_OFFLINE=1`` vLLM uses a folder of this cache in place of the name.
 """
 
 import hashlib
@@ -31,9 +31,9 @@ class Snapshot:
         return f"{self.name}@{self.commit}"
 
     def listed(self) -> dict[str, str] | None:
-        """Hashes that the Hub gave of the files at the commit, by path; None if not kept here.
+        """Return the Hub's hashes of the files at the commit, by path; None if not cached here.
 
-        Git's SHA-1 of a file, or the SHA-256 of one that the Hub keeps apart from git.
+        Git's SHA-1 of a file, or the SHA-256 of one that the Hub stores outside of git.
         """
         try:
             from huggingface_hub import get_cached_repo_tree
@@ -44,12 +44,12 @@ class Snapshot:
         try:
             files = get_cached_repo_tree(self.name, revision=self.commit, cache_dir=cache)
         except (CachedRepoTreeNotFoundError, ValueError, OSError):
-            return None  # also a name that the Hub cannot have
+            return None  # includes invalid names
         return {file.path: file.lfs.sha256 if file.lfs else file.blob_id for file in files}
 
 
 def snapshot_at(folder: Path) -> Snapshot | None:
-    """The snapshot whose place in a cache a folder is; None for any other folder."""
+    """Return the snapshot that a folder of a cache holds; None for any other folder."""
     try:
         found = folder.resolve()
     except (OSError, RuntimeError, ValueError):  # no path at all, or links in a circle
@@ -59,7 +59,7 @@ def snapshot_at(folder: Path) -> Snapshot | None:
 
 
 def snapshot_of(name: str, commit: str) -> Snapshot:
-    """The snapshot of a model in this process' own cache."""
+    """Return the snapshot of a model in this process' own cache."""
     from huggingface_hub import constants
 
     place = f"models--{name.replace('/', '--')}", "snapshots", commit
@@ -67,7 +67,7 @@ def snapshot_of(name: str, commit: str) -> Snapshot:
 
 
 def main_commit(name: str) -> str | None:
-    """The commit that a name's main branch was last seen at; None where none of it is cached."""
+    """Return the last known commit of a name's main branch; None if not cached."""
     from huggingface_hub import constants
 
     place = f"models--{name.replace('/', '--')}", "refs", "main"
@@ -83,7 +83,7 @@ def are_as_listed(files: Mapping[str, Path], listed: Mapping[str, str]) -> bool:
 
 
 def content_of(file: Path) -> bytes:
-    """Read a file. An OSError names it, also where reading fails and not opening."""
+    """Read a file. An OSError names it even if reading fails, not opening."""
     try:
         return file.read_bytes()
     except OSError as error:

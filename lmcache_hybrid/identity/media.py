@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides whether a request's images, audio and videos are named by their content.
 
-vLLM names an item by the hash of its content, or as the client says (``multi_modal_uuids``), and
-block hashes take either. The process that reads the item marks the request, see
+vLLM names an item by the hash of its content, or by the client's ``multi_modal_uuids``, and block
+hashes cover either name. The process that reads the item marks the request, see
 :mod:`vllm_patch.media`; the scheduler reads the mark here.
 """
 
@@ -19,16 +19,16 @@ logger = init_logger("vllm.lmcache_hybrid.identity.media")
 # Key in ``SamplingParams.extra_args``. A client's own value is overwritten.
 MARK = "lmcache_hybrid_media"
 CONTENT, CLIENT = "content", "client"
-# Prefix of every name that a client gave, so none of them is the hash of something else.
+# Prefix of all names from clients, so that none equals a content hash.
 CLIENT_PREFIX = "client-uuid:"
 
 
 def may_cache(request: "Request") -> bool:
     """Whether blocks with the request's media may be stored and hit.
 
-    True without media, and where vLLM hashed all of them. Names from clients count only with a
-    ``cache_salt``: two clients may give one name to two images. False for a request that no
-    process has marked, and behind vLLM's Rust front end, where a client could have.
+    True without media, and if vLLM hashed all of them. Names from clients count only with a
+    ``cache_salt``: two clients may give one name to two images. False for an unmarked request, and
+    behind vLLM's Rust front end, where a client could have set the mark.
     """
     features = request.mm_features
     if not features:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names the code from outside vLLM that a model is made of.
+"""Identifies a model's code from outside vLLM.
 
-vLLM's own classes count with vLLM's version, torch's change the order of sums at most, and code
-beside the weights counts with those files (:mod:`lmcache_hybrid.identity.weights`). What remains
-is code of plugins, of transformers, and of other repositories than the model's.
+vLLM's own classes count with vLLM's version, torch's change at most the order of sums, and code
+beside the weights counts with those files (:mod:`lmcache_hybrid.identity.weights`). The rest is
+code of plugins, of transformers, and of other repositories than the model's.
 """
 
 import json
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _VLLM = frozenset({"vllm", "torch", *sys.stdlib_module_names})
-# The same functions in every version; many of vLLM's own vision towers take them from there.
+# The same functions in every version; many of vLLM's own vision towers use them.
 _ACTIVATIONS = "transformers.activations"
-# Where transformers imports code from that comes with models (`auto_map`): of a repository at a
-# commit, or of a folder, with a digest of the file and of all that it imports beside it.
+# Package of code that comes with models (`auto_map`): of a repository at a commit, or of a
+# folder, with a digest of the file and of its imports beside it.
 _REMOTE = "transformers_modules"
 _OF_REPOSITORY = re.compile(rf"{_REMOTE}\.(.+)\.([0-9a-f]{{40}})\.")
 _OF_FOLDER = re.compile(rf"{_REMOTE}\.([^.]+)\.([0-9a-f]{{16}})\.")
-# Whose code `auto_map` names for media.
+# Keys of `auto_map` for media processors.
 _PROCESSORS = frozenset(
     {"AutoProcessor", "AutoImageProcessor", "AutoVideoProcessor", "AutoFeatureExtractor"}
 )
 
 
 def classes_of(model: nn.Module) -> frozenset[type]:
-    """The classes of all parts of a model, and of their quantisation methods."""
+    """Return the classes of all modules of a model, and of their quantisation methods."""
     parts = list(model.modules())
     methods = (getattr(part, "quant_method", None) for part in parts)
     return frozenset(map(type, parts)) | {type(each) for each in methods if each is not None}
 
 
 def model_code(vllm_config: "VllmConfig") -> dict[str, list[str]]:
-    """Name the code from outside vLLM of the models that this process has loaded.
+    """Identify the code from outside vLLM of the models that this process has loaded.
 
     Packages count with distribution and version, or by content, see :func:`.code_identity`; code
     of another repository than the model's with its commit; code of another folder by content.
@@ -55,7 +55,7 @@ def model_code(vllm_config: "VllmConfig") -> dict[str, list[str]]:
         Names by ``model`` and ``draft model``; no entry for one that is all vLLM's.
 
     Raises:
-        UnknownCodeError: nobody can tell which code it is.
+        UnknownCodeError: some of the code cannot be identified.
     """
     models = models_of(vllm_config)
     known = {commit for config in models.values() for commit in _commits(config)}
@@ -64,7 +64,7 @@ def model_code(vllm_config: "VllmConfig") -> dict[str, list[str]]:
 
 
 def _commits(config: Any) -> Iterator[str | None]:
-    """Commits that the fingerprint has from elsewhere: of the model's files and of its code."""
+    """Yield commits that the fingerprint already has: of the model's files and of its code."""
     yield getattr(config.revision, "resolved", config.revision)
     yield config.code_revision
     snapshot = snapshot_at(Path(config.model))
@@ -77,7 +77,7 @@ def _names(config: Any, known: Collection[str | None]) -> set[str]:
     names: set[str] = set()
     modules: dict[str, str] = {}
     computing = set(_homes(LOADED.classes_of(config)))
-    # What configurations of transformers' own hold is in the fingerprint, whatever reads it.
+    # The fingerprint has the values of transformers' own configurations, so their code is left out.
     reading = {
         (module, code)
         for module, code in _homes(map(type, _configurations(config.hf_config)))
@@ -103,7 +103,7 @@ def _names(config: Any, known: Collection[str | None]) -> set[str]:
 
 
 def _homes(classes: Iterable[type]) -> Iterator[tuple[str, str]]:
-    """Modules that classes and their bases are written in, with the name of each class."""
+    """Yield the modules that classes and their bases are written in, with each class's name."""
     for code in classes:
         for base in code.__mro__:
             for module in homes(base):
@@ -111,7 +111,7 @@ def _homes(classes: Iterable[type]) -> Iterator[tuple[str, str]]:
 
 
 def _configurations(config: Any) -> Iterator[Any]:
-    """A configuration and those within it."""
+    """Yield a configuration and those within it."""
     yield config
     for value in vars(config).values():
         if hasattr(value, "model_type"):
@@ -119,15 +119,15 @@ def _configurations(config: Any) -> Iterator[Any]:
 
 
 def _processors(config: Any, known: Collection[str | None]) -> Iterator[str]:
-    """Name other repositories that processors come from, which prepare media in any process.
+    """Name other repositories of processors, which prepare media in any process.
 
-    No rank says which commit was imported there: transformers takes that of the main branch, whose
-    last one is noted in the Hub's cache.
+    Which commit was imported there is not reported: transformers takes that of the main branch,
+    whose last one is in the Hub's cache.
     """
     for file in folder_of(config).glob("*config*.json"):
         try:
             places = json.loads(file.read_bytes()).get("auto_map", {})
-        except (ValueError, AttributeError):  # nobody reads a class out of it
+        except (ValueError, AttributeError):  # no class is read from it
             continue
         for kind in _PROCESSORS & places.keys():
             name = places[kind].rpartition("--")[0]
@@ -137,16 +137,15 @@ def _processors(config: Any, known: Collection[str | None]) -> Iterator[str]:
 
 
 def _remote(module: str, code: str, config: Any, known: Collection[str | None]) -> set[str]:
-    """Name code that came with a model; nothing for what counts with the model's files.
+    """Name code that came with a model; empty if it counts with the model's files.
 
     Raises:
-        UnknownCodeError: transformers names its modules in another way.
+        UnknownCodeError: the module's name is not one that transformers gives.
     """
     if found := _OF_REPOSITORY.match(module):
         return set() if found[2] in known else {f"{found[1]}@{found[2]}"}
     folder = os.path.basename(os.path.normpath(config.model))
-    # Another folder, of the configuration (--hf-config-path) or named with "--", may have the
-    # same name.
+    # Another folder (of --hf-config-path, or named with "--") may have the same name.
     references = (getattr(config.hf_config, "auto_map", None) or {}).values()
     elsewhere = config.hf_config_path is not None or any("--" in str(each) for each in references)
     if not elsewhere and module.startswith(f"{_REMOTE}.{_module_name(folder)}."):
@@ -160,6 +159,6 @@ def _remote(module: str, code: str, config: Any, known: Collection[str | None]) 
 
 
 def _module_name(folder: str) -> str:
-    """A folder's name as transformers puts it into the name of a module."""
+    """Convert a folder's name as transformers does for module names."""
     name = folder.replace(".", "_dot_").replace("-", "_hyphen_")
     return f"_{name}" if name[:1].isdigit() else name

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names a model: its weights by a digest of what a rank has loaded, and the files beside them.
+"""Identifies a model: a digest of the weights that a rank has loaded, and the files beside them.
 
-Paths do not count: different weights get different names, copies share one.
+Paths do not count: different weights get different names, copies the same.
 """
 
 import os
@@ -33,16 +33,15 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.lmcache_hybrid.identity.weights")
 
-# Files beside the weights that decide what is computed: configurations and code. Code imports
-# from subfolders, too.
+# Files beside the weights that affect results: configurations and code, also in subfolders.
 _CODE = "*.py"
 _FILES = ("*config*.json", _CODE)
-# Raised by a tensor whose bytes cannot be read.
+# Errors of tensors whose bytes cannot be read.
 UNREADABLE = (RuntimeError, TypeError, ValueError, NotImplementedError, OSError, MemoryError)
 
 
 class TensorDigest:
-    """Digest over named tensors in any order. Not thread-safe."""
+    """Digests named tensors, in any order. Not thread-safe."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -62,13 +61,13 @@ class TensorDigest:
         self._lines.append(f"{name} {digest}\n")
 
     def hexdigest(self) -> str | None:
-        """Digest of all tensors so far; None without any."""
+        """Return the digest of all tensors so far; None without any."""
         lines = "".join(sorted(self._lines))
         return xxhash.xxh3_128_hexdigest(lines.encode()) if lines else None
 
 
 class WeightsStream:
-    """Digests what a loader reads from a checkpoint, and passes it on. Not thread-safe."""
+    """Digests the tensors that a loader reads, and passes them on. Not thread-safe."""
 
     def __init__(self) -> None:
         self._digest = TensorDigest()
@@ -88,10 +87,10 @@ class WeightsStream:
             yield name, tensor
 
     def identity(self, model: nn.Module) -> str | None:
-        """Name what was streamed, or the model's tensors if nothing was.
+        """Name the streamed tensors, or the model's if none were streamed.
 
         Returns:
-            None where a tensor could not be read.
+            None if a tensor could not be read.
         """
         if self._problem is not None:
             return None
@@ -100,12 +99,12 @@ class WeightsStream:
 
 
 def tensors_identity(model: nn.Module) -> str | None:
-    """Name the tensors that a model holds; None where one cannot be read.
+    """Name a model's tensors; None if one cannot be read.
 
-    For loaders that write into a model's tensors themselves; call it before those are converted
+    For loaders that write into a model's tensors themselves; call it before these are converted
     for kernels.
     """
-    # Imported here, because most processes do not need it.
+    # Imported here, as most processes do not need it.
     from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
 
     tensors = TensorDigest()
@@ -133,16 +132,14 @@ class _Loaded(NamedTuple):
 
 
 class LoadedWeights:
-    """Which weights this process has loaded, and into which classes.
-
-    By vLLM's ``ModelConfig`` object.
+    """The weights and classes that this process has loaded, by vLLM's ``ModelConfig`` object.
 
     Written by the thread that loads and runs the model; any thread may read. An entry lives as
     long as its configuration. A reload in place does not change it, see
     :mod:`lmcache_hybrid.storage.weights_guard`.
 
     Attributes:
-        changes: counts the times that weights were written into a loaded model.
+        changes: counts writes of weights into a loaded model.
         discarded: a sleep discarded the weights, and none were loaded since.
     """
 
@@ -154,10 +151,10 @@ class LoadedWeights:
     def note(
         self, model_config: Any, identity: str | None, classes: frozenset[type] = frozenset()
     ) -> None:
-        """Keep what was loaded for a model; None forgets it.
+        """Note the identity of a loaded model; None forgets it.
 
         Args:
-            classes: what the model is made of.
+            classes: those of the model's modules.
         """
         self._loaded.pop(id(model_config), None)
         if identity is not None:
@@ -165,12 +162,12 @@ class LoadedWeights:
             self._loaded[id(model_config)] = loaded
 
     def of(self, model_config: Any) -> str | None:
-        """The identity that was noted for this very object; None where nothing was."""
+        """Return the identity noted for this very object; None if none."""
         loaded = self._of(model_config)
         return loaded and loaded.identity
 
     def classes_of(self, model_config: Any) -> frozenset[type]:
-        """The classes that were noted for this very object; none where nothing was."""
+        """Return the classes noted for this very object; empty if none."""
         loaded = self._of(model_config)
         return loaded.classes if loaded is not None else frozenset()
 
@@ -180,12 +177,12 @@ class LoadedWeights:
 
 
 LOADED = LoadedWeights()
-# What a rank says instead of its weights, in _of_all_ranks.
+# Key under which a rank sends its problem instead of its weights, in _of_all_ranks.
 _PROBLEM = "problem"
 
 
 def models_of(vllm_config: "VllmConfig") -> dict[str, Any]:
-    """The configurations of the model and, where there is one, of the draft model."""
+    """Return the configurations of the model and of the draft model, if any."""
     speculative = vllm_config.speculative_config
     draft = speculative.draft_model_config if speculative is not None else None
     return {"model": vllm_config.model_config, **({"draft model": draft} if draft else {})}
@@ -196,22 +193,21 @@ def weights_identity(
     problem: str | None = None,
     code: Mapping[str, list[str]] = MappingProxyType({}),
 ) -> dict[str, list[str]]:
-    """Name the weights of model and draft model on all ranks, and what computes with them.
+    """Name the weights of model and draft model on all ranks, and the code that computes with them.
 
-    A rank's pages depend on the other ranks' weights too. A collective call: every rank
-    makes it once, after its model is loaded, and also one that has a problem: the others would
-    wait for it for ever.
+    A rank's pages also depend on the other ranks' weights. A collective call: every rank makes it
+    once, after its model is loaded, even one with a problem: the others would wait for ever.
 
     Args:
         problem: why this rank can serve nothing, as a part of a sentence.
         code: this rank's code from outside vLLM, see :func:`.model_code`.
 
     Raises:
-        UnknownWeightsError: on every rank, where any rank has a problem, or does not know what
-            it has loaded.
+        UnknownWeightsError: on every rank, if any rank has a problem or does not know its
+            weights.
     """
     models = models_of(vllm_config)
-    # A rank that joins later gets its weights from others after it has loaded made-up ones.
+    # A rank that joins later gets its weights from others after it has loaded dummy ones.
     elastic = vllm_config.parallel_config.enable_elastic_ep
     own = {label: None if elastic else LOADED.of(config) for label, config in models.items()}
     for label, names in code.items():
@@ -231,7 +227,7 @@ def weights_identity(
                 f"{cause} does not tell which weights the {label} {config.model} has got, "
                 "use another one"
             )
-        # All the same, as of loaders that read the whole checkpoint on every rank.
+        # One name if all are equal: some loaders read the whole checkpoint on every rank.
         found[label] = known if len(set(known)) > 1 else known[:1]
     return found
 
@@ -255,10 +251,10 @@ def _of_all_ranks(own: dict[str, str | None]) -> list[dict[str, str | None]]:
 def files_identity(model_config: Any) -> str:
     """Name the files beside the weights: configurations, processors and code.
 
-    For a name on the Hub the name and its commit, unless the Hub's cache has other files than the
-    Hub listed. For the name's folder in that cache the same, where it has all files that were
-    listed. For any other folder (or a weight file's folder) a digest of all bytes of these
-    files, without their paths and times.
+    A name on the Hub gives the name and its commit, unless files in the Hub's cache differ from
+    those that the Hub listed. So does the name's folder in that cache, if it has all listed files.
+    Any other folder (or a weight file's folder) gives a digest of these files, without their paths
+    and times.
 
     Raises:
         UnknownWeightsError: neither files nor commit are known, or a file cannot be read.
@@ -279,8 +275,8 @@ def _files_identity(model_config: Any) -> str:
         files = _files_in(folder_of(model_config))
         snapshot = snapshot_at(path)
         listed = snapshot.listed() if snapshot is not None else None
-        # What is missing may be read from another place, or be made up by a default. Code in a
-        # subfolder may be missing: the engine does not start where the model's code needs it.
+        # A missing file may be read from another place, or replaced by a default. Code in a
+        # subfolder may be missing: if the model's code needs it, the engine does not start.
         whole = listed is not None and _counted(listed) == {n for n in files if "/" not in n}
     else:
         snapshot = snapshot_of(model, _commit(model_config))
@@ -295,7 +291,7 @@ def _files_identity(model_config: Any) -> str:
 
 
 def folder_of(model_config: Any) -> Path:
-    """Where the files beside the weights are, or would be.
+    """Return the folder of the files beside the weights, which may not exist.
 
     Raises:
         UnknownWeightsError: neither a folder nor a commit is known.
@@ -307,14 +303,14 @@ def folder_of(model_config: Any) -> Path:
 
 
 def _counted(names: Iterable[str]) -> set[str]:
-    """Those of file names that :data:`_FILES` are, without those in subfolders."""
+    """Select the names that match :data:`_FILES`, without those in subfolders."""
     return {n for n in names if "/" not in n and any(fnmatch(n, each) for each in _FILES)}
 
 
 def _files_in(folder: Path) -> dict[str, Path]:
-    """Files of a folder that :data:`_FILES` are, by their names in it, in one order.
+    """Find the files of a folder that match :data:`_FILES`, by name, in fixed order.
 
-    Code in subfolders counts, behind links too; none where there is no folder.
+    Includes code in subfolders, links followed. Empty if there is no folder.
     """
     found = {file.name: file for pattern in _FILES for file in folder.glob(pattern)}
     seen = {os.path.realpath(folder)}
@@ -335,10 +331,10 @@ def _seen(folder: str, seen: set[str]) -> bool:
 
 
 def _commit(model_config: Any) -> str:
-    """The commit that vLLM loads, from ``ModelConfig.revision``.
+    """Return the commit that vLLM loads, from ``ModelConfig.revision``.
 
-    vLLM resolves the revision once. What it gets from ``huggingface_hub`` is text that reads as
-    the user wrote it ("main" where nothing was written), and has the commit beside it.
+    vLLM resolves the revision once. ``huggingface_hub`` returns a text that reads as the user
+    wrote it ("main" by default), with the commit as an attribute.
 
     Raises:
         UnknownWeightsError: it is not known.

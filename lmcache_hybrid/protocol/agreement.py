@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks agree on the boundary of a hit: their smallest result is the next limit."""
+"""Makes the ranks agree on the boundary of a hit: their smallest result is the next limit."""
 
 from collections.abc import Callable
 
@@ -11,11 +11,11 @@ from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupRes
 def agree(
     ask: Callable[[LookupRequest], list[LookupResult]], request: LookupRequest
 ) -> LookupResult:
-    """Ask all ranks until they name one boundary; UNAVAILABLE where one has no verdict.
+    """Ask all ranks until they name one boundary; UNAVAILABLE where one does not answer.
 
     Takes one round trip, and one more for each boundary that some rank lacks. Each rank then
-    holds a claim for the result, or none where ``boundary`` is 0. Where a rank fell silent,
-    others may hold one until it is dropped.
+    holds a claim for the result, or none for a miss. If a rank falls silent, others may hold
+    claims until these are dropped.
 
     Args:
         ask: sends a request to all ranks; returns [] when one did not answer.

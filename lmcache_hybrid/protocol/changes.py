@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks tell the scheduler of the records that they hold, for KV cache events."""
+"""Reports of the ranks on the records that they hold, for KV cache events."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Tier = int
 
 
 class RecordName(NamedTuple):
-    """A record, whatever rank holds it.
+    """Names a record on any rank.
 
     Attributes:
         group: KV cache group index.
@@ -34,7 +34,7 @@ class RankReport:
         rank: from 0.
         epoch: number of store resets when the records were stored.
         changes: (record, nearest tier that holds it), None where it is gone.
-        serving: whether the rank loads records at all now.
+        serving: whether the rank loads records now.
         writing: whether writes are in flight, so that another report follows.
     """
 
@@ -48,9 +48,9 @@ class RankReport:
 class RankReports(KVConnectorKVEvents):
     """Carries the reports of a step from the workers to the scheduler.
 
-    vLLM adds up what the ranks return with :meth:`add_events`. Only events that several ranks
-    agree on would survive its own aggregation; here ranks may report at different steps, so all
-    reports are kept and :mod:`lmcache_hybrid.scheduler.announced_prefixes` combines them.
+    vLLM joins the ranks' events with :meth:`add_events`. Its own aggregation keeps only events on
+    which the ranks agree; ours may report at different steps, so all reports are kept and
+    :mod:`lmcache_hybrid.scheduler.announced_prefixes` combines them.
     """
 
     def __init__(self, reports: Sequence[RankReport]) -> None:

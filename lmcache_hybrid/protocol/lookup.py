@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler asks a rank about a prompt, and what that answers.
+"""Lookup messages: the scheduler's request to the ranks, and their result.
 
 A hit at B needs the attention pages of [0, B), the last pages before B of window groups, and the
 state at B, of every group and rank.
@@ -15,18 +15,18 @@ from lmcache_hybrid.protocol.prefix import Prefix
 
 
 class LookupRequest(msgspec.Struct, frozen=True, array_like=True):
-    """What the scheduler asks every rank.
+    """A lookup that the scheduler sends to every rank.
 
     Attributes:
         request_id: whose claim the result replaces.
         prefix: of the prompt.
         limit: deepest boundary allowed, in blocks; 0, without a tail, only drops the claim.
         floor: blocks that vLLM holds; nothing at or below them is claimed.
-        deadline: ``time.monotonic`` by which a rank must end this one round, before the
-            scheduler stops waiting. The clock is the host's: ranks run on the scheduler's host.
+        deadline: ``time.monotonic`` by which a rank must end this round, before the scheduler
+            stops waiting. The clock is shared: ranks run on the scheduler's host.
         again: whether this is a further round of the same lookup.
         number: of the lookup, higher than any before; a drop names it.
-        limit_tail: tokens past ``limit`` that are allowed, too; less than N.
+        limit_tail: tokens allowed past ``limit``; less than N.
         barred: boundaries, in tokens, that are not allowed.
     """
 
@@ -42,15 +42,15 @@ class LookupRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LookupResult(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank can restore, in blocks.
+    """A lookup's result on one rank, in blocks.
 
     Attributes:
-        boundary: whole blocks before the deepest boundary with everything it needs.
+        boundary: whole blocks before the deepest boundary that can be restored.
         attention: leading blocks whose attention pages exist.
         sources: (backend, how many) of the blocks from the request's floor to the boundary, a
             partly filled one included, by their pages of the first attention group.
-        available: False where there is no verdict, which is a miss.
-        adapter: what the ranks compute the prefix's adapter with; filled in after
+        available: False where a rank gave no answer, which is a miss.
+        adapter: with the content that the ranks know of it; filled in after
             :func:`.agreement.agree`, None where they do not know.
         tail: tokens from ``boundary`` to the deepest boundary, where it lies inside a block.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler side tells the worker side, once per step."""
+"""Messages from the scheduler side to the worker side, one per step."""
 
 import math
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ class LoadSpec:
     """Restore blocks [start, boundary), ``tail`` tokens of the next one, and the state there.
 
     Attributes:
-        attention_blocks: per attention group of the plan, what vLLM has for each of
+        attention_blocks: per attention group of the plan, vLLM's block id (or ids) for each of
             ``start .. boundary - 1``, and for ``boundary`` where there is a tail.
-        state_blocks: per state group of the plan, the block id that shall hold the state.
+        state_blocks: per state group of the plan, the block id to load the state into.
         window_blocks: per window group of the plan, one block id for each of
             ``window.first(start, boundary) .. boundary - 1``.
         tail: in tokens; the load then ends inside block ``boundary``.
-        deadline: ``time.monotonic`` after which computing is faster. The load is given up as
-            soon as its rate says that it will be late, see :class:`.pace.Pace`. The clock is
-            the host's, as in :class:`.lookup.LookupRequest`.
+        deadline: ``time.monotonic`` after which computing is faster. The load is aborted as soon
+            as its rate shows that it will be late, see :class:`.pace.Pace`. The clock is shared,
+            as in :class:`.lookup.LookupRequest`.
     """
 
     request_id: str
@@ -39,11 +39,11 @@ class LoadSpec:
     deadline: float = math.inf
 
     def end(self, plan: GroupPlan) -> int:
-        """The token that it loads up to."""
+        """Return the token that it loads up to."""
         return self.boundary * plan.block_size + self.tail
 
     def pages(self, plan: GroupPlan) -> list[tuple[RecordKey, Block]]:
-        """(record, block id) of every block that the load writes: attention, windows, states."""
+        """List (record, block id) of what the load writes: attention, windows, states."""
         pages: list[tuple[RecordKey, Block]] = []
         for index, block in enumerate(range(self.start, self.boundary)):
             keys = record_keys(self.prefix, block, plan.block_size, ATTENTION, plan.attention)
@@ -72,13 +72,13 @@ class SaveSpec:
     """Store blocks that this step's forward completed.
 
     Attributes:
-        attention: (block number, what vLLM has for it per attention group of the plan).
+        attention: (block number, its block id or ids per attention group of the plan).
         states: (boundary in blocks, block id per state group of the plan).
         windows: (group, block number, block id).
-        boundaries: the request's boundaries to keep longest, in blocks; empty when neither they
-            nor what lies behind them changed.
+        boundaries: the request's boundaries to evict last, in blocks; empty when neither they
+            nor the pages behind them changed.
         tails: (boundary in tokens, inside a block; block id per attention group of the plan;
-            block id per state group). What the attention pages hold behind it is of no record.
+            block id per state group). Tokens behind the boundary are not part of the record.
         inner: the request's boundaries inside a block to keep, likewise.
     """
 
@@ -92,9 +92,9 @@ class SaveSpec:
     inner: tuple[int, ...] = ()
 
     def pages(self, plan: GroupPlan) -> list[tuple[RecordKey, Block]]:
-        """(record, block id) of every block that the save reads.
+        """List (record, block id) of all blocks that the save reads.
 
-        States come last: when a state can be found, its attention pages are being written.
+        States come last: a state is found only when its attention pages are stored or in flight.
         """
         pages: list[tuple[RecordKey, Block]] = []
         for kind, groups, blocks in (
@@ -120,17 +120,17 @@ class SaveSpec:
 
 @dataclass(frozen=True)
 class ConnectorMetadata(KVConnectorMetadata):
-    """What the worker side has to do in one step.
+    """The work of one step for the worker side.
 
     Attributes:
         dropped: (request, number of its lookup) of claims to release.
         idle: no forward runs in this step.
-        waits: nor does one anywhere else that this rank would hold up by waiting for a load.
-        epoch: number of store resets when the step was scheduled. Nothing that a step of an
-            earlier epoch computed is stored: the weights may have changed since.
-        ended: requests that vLLM keeps blocks of for this step's saves, and for no other.
-        unloadable: requests that vLLM has blocks for and nobody can load: every rank reports
-            their loads as failed at once, and releases their claims.
+        waits: a rank may wait for a load: no forward runs on any rank that it would delay.
+        epoch: number of store resets when the step was scheduled. Saves of an earlier epoch are
+            dropped: the weights may have changed since.
+        ended: requests whose blocks vLLM keeps only for this step's saves.
+        unloadable: requests with blocks for a load that cannot be sent: every rank reports the
+            load as failed at once and releases its claim.
     """
 
     loads: tuple[LoadSpec, ...] = ()

@@ -17,8 +17,8 @@ class Prefix(msgspec.Struct, frozen=True, array_like=True):
         hashes: vLLM's block hash at the end of each block of N tokens.
         tags: (name, value) pairs that keep requests apart beyond the hashes.
         adapter: the LoRA adapter; its tag is among ``tags`` once the ranks named its content.
-        inner: vLLM's block hash at boundaries inside a block, by tokens; of those that matter
-            to who gets the prefix.
+        inner: vLLM's block hash at boundaries inside a block, by tokens; only those that the
+            receiver needs.
     """
 
     hashes: tuple[bytes, ...]
@@ -72,7 +72,7 @@ def load_keys(
     """Keys that a load of blocks [start, boundary) reads: attention, windows, states.
 
     Args:
-        tail: tokens of block ``boundary`` that it loads, too; the states are those behind them.
+        tail: tokens of block ``boundary`` that it also loads; the states are those behind them.
     """
     keys = [
         key
@@ -95,14 +95,14 @@ def tail_keys(prefix: Prefix, tokens: int, plan: GroupPlan) -> list[RecordKey]:
 def used_keys(
     prefix: Prefix, boundaries: Iterable[int], plan: GroupPlan, inner: Iterable[int] = ()
 ) -> list[RecordKey]:
-    """Keys that hits at some boundaries need, the most worth keeping first.
+    """Keys that hits at ``boundaries`` need, those to evict last first.
 
     Args:
         boundaries: in blocks.
         inner: boundaries inside a block, in tokens.
 
-    The first pages are shared the most, so pages come in order; each state comes behind the
-    pages that it needs and before those that it does not.
+    The first pages are shared the most, so pages come in order; each state comes right behind the
+    pages that it needs.
     """
     keys: list[RecordKey] = []
     start = 0
@@ -111,7 +111,7 @@ def used_keys(
         boundary, tail = divmod(end, plan.block_size)
         new = load_keys(prefix, start, boundary, plan, tail)
         for window in plan.windows:
-            # Those before ``start`` may be among what the boundary before has.
+            # Pages before ``start`` may already be listed for the boundary before.
             new += window_keys(prefix, 0, boundary, plan.block_size, window)
         keys += new
         start = boundary

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks tell the scheduler of loads that failed."""
+"""Reports of the ranks on failed loads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SlowLoads(KVConnectorWorkerMetadata):
-    """Tells loads that were given up, because they were too slow, from all others that failed.
+    """Separates loads that were given up as too slow from all other failures.
 
     Ranks may report one load at different steps.
 
     Attributes:
-        seconds: by request, what the load would have taken; 0 where nobody knows, None where
-            it failed for another reason on one rank.
+        seconds: by request, the estimated time of the whole load; 0 if unknown, None where it
+            failed for another reason on any rank.
     """
 
     seconds: Mapping[str, float | None]
@@ -35,13 +35,13 @@ class SlowLoads(KVConnectorWorkerMetadata):
     def after(
         self, output: "KVConnectorOutput", loading: set[str]
     ) -> tuple["SlowLoads", dict[str, float]]:
-        """Take in what ranks said in a step.
+        """Add a step's reports, and split off the loads that have ended.
 
         Args:
             loading: requests whose loads are under way, those that end now included.
 
         Returns:
-            (what is known of loads that go on, seconds of those that ended and were too slow).
+            (reports of loads that go on, seconds of ended ones that were too slow).
         """
         said, known = output.kv_connector_worker_meta, self
         if isinstance(said, SlowLoads):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says from which boundary a request starts: asks the ranks, has the policy judge, lets it wait."""
+"""Finds the boundary a request starts from: asks the ranks and the policy, and makes it wait."""
 
 import time
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ from lmcache_hybrid.scheduler.waits import LookupWait
 
 
 class Admission:
-    """What the store has for requests that wait. Used by the scheduler's thread only."""
+    """Looks up hits for waiting requests. Used by the scheduler's thread only."""
 
     def __init__(
         self,
@@ -41,13 +41,12 @@ class Admission:
         store_watch: StoreWatch,
         events: KVEvents | None,
     ) -> None:
-        """Ask nobody yet.
-
+        """
         Args:
-            queue: asks the ranks.
-            pins: says when.
+            queue: sends lookups to the ranks.
+            pins: bounds how many may be sent.
             prefills: prefixes that others compute, for which a request may wait.
-            store_watch, events: told of what the ranks have of each request.
+            store_watch, events: receive each lookup result.
         """
         self._plan, self._options = plan, options
         self._queue, self._policy, self._pins, self._prefills = queue, policy, pins, prefills
@@ -56,15 +55,15 @@ class Admission:
         self._dropped: list[tuple[str, int]] = []
 
     def begin(self, idle: bool) -> None:
-        """A scheduling pass begins, see :meth:`LookupWait.begin`."""
+        """Begin a scheduling pass, see :meth:`LookupWait.begin`."""
         self._wait.begin(idle)
         self._pins.begin()
 
     def promise(self, tracker: RequestTracker, num_computed_tokens: int) -> int | None:
-        """Tokens past ``num_computed_tokens`` that are promised to vLLM; 0 for no load.
+        """Promise vLLM tokens past ``num_computed_tokens``; 0 for no load.
 
         None while the request waits: for the ranks, until others pin less, or for a prefix that
-        another one computes.
+        another request computes.
         """
         gain = self._offered(tracker, num_computed_tokens)
         if gain == 0:
@@ -74,7 +73,7 @@ class Admission:
             wait = self._prefills.wait(tracker, num_computed_tokens + gain)
             if wait:
                 return None
-            if wait is None:  # in vain: the store may have more of it by now
+            if wait is None:  # waited in vain: the store may have more of it by now
                 if isinstance(tracker.phase, Offered):
                     self._ask(tracker, num_computed_tokens // self._plan.block_size)
                 gain = self._offered(tracker, num_computed_tokens)
@@ -85,17 +84,17 @@ class Admission:
         return gain
 
     def load(self, tracker: RequestTracker, tokens: int) -> LookupResult:
-        """vLLM has blocks for what was promised. Returns what the ranks offered."""
+        """Start the promised load, for which vLLM has blocks. Returns the ranks' offer."""
         result = tracker.load(tokens, self._plan.block_size, time.monotonic())
         self._pins.drop(tracker.request.request_id)
         return result
 
     def admit(self, tracker: RequestTracker) -> None:
-        """vLLM has blocks and loads nothing."""
+        """Start a request that loads nothing; vLLM has blocks for it."""
         self._drop(tracker, tracker.admit())
 
     def withdraw(self, tracker: RequestTracker) -> None:
-        """Take a promise back."""
+        """Take back a promise and release its claim."""
         self._drop(tracker, tracker.withdraw())
 
     def _drop(self, tracker: RequestTracker, claim: int) -> None:
@@ -105,16 +104,16 @@ class Admission:
             self._dropped.append((tracker.request.request_id, claim))
 
     def take_dropped(self) -> list[tuple[str, int]]:
-        """(request, number of the lookup) whose claims the ranks must release, each once."""
+        """Return (request, lookup number) of claims that the ranks must release, each once."""
         while self._queue.unreleased:
             self._dropped.append(self._queue.unreleased.popleft())
         dropped, self._dropped = self._dropped, []
         return dropped
 
     def _offered(self, tracker: RequestTracker, num_computed_tokens: int) -> int | None:
-        """Tokens past ``num_computed_tokens`` that the ranks offer.
+        """Return the tokens past ``num_computed_tokens`` that the ranks offer.
 
-        None while they are asked, or while other requests pin so much that they must not be.
+        None while a lookup is pending, or must wait until other requests pin less.
         """
         request = tracker.request
         self._pins.consider(request.request_id)
@@ -143,7 +142,7 @@ class Admission:
                         return None
                 case Offered(result):
                     tracker.checkpoints.junction = result.attention * self._plan.block_size
-                    if not reads:  # it was asked to learn what need not be stored again
+                    if not reads:  # looked up only to skip what is stored already
                         self._mark_as_stored(tracker, result)
                         return 0
                     return self._judge(tracker, result, num_computed_tokens)
@@ -153,7 +152,7 @@ class Admission:
     def _judge(
         self, tracker: RequestTracker, result: LookupResult, num_computed_tokens: int
     ) -> int:
-        """The tokens to load of what the ranks offer: none where computing them is faster."""
+        """Return the tokens to load of the ranks' offer: 0 where computing is faster."""
         end = result.boundary * self._plan.block_size + result.tail
         gain = end - num_computed_tokens
         if gain < max(1, self._options.min_retrieve_tokens):
@@ -168,13 +167,13 @@ class Admission:
         return gain
 
     def _mark_as_stored(self, tracker: RequestTracker, result: LookupResult) -> None:
-        """Store no state again up to the deepest that was found; some may be missing before it."""
+        """Mark all states up to the deepest hit as stored, though some before it may be missing."""
         size = self._plan.block_size
         end = result.boundary * size + result.tail
         tracker.stored.states.update(range(size, end, size), [end])
 
     def _ask(self, tracker: RequestTracker, floor: int) -> bool:
-        """Ask the ranks, if there is anything to ask for.
+        """Ask the ranks, unless nothing can be loaded or learned.
 
         Returns:
             False where the request must wait until others pin less.
@@ -191,14 +190,14 @@ class Admission:
                     counts.delayed_lookups += 1
             return False
         tracker.load_seconds = None
-        # What is computed anew is stored anew: it may be missing because its save failed.
+        # Store again what is computed again: it may be missing because its save failed.
         tracker.stored.forget(tracker.stored.attention)
         if nothing and not tracker.save:
             tracker.offer(LookupResult(0, 0), floor)
             return True
         lookup = self._queue.submit(question_of(tracker, floor, self._plan, limit, tail))
         if nothing and len(prefix.hashes) <= floor and prefix.identified:
-            # Nothing to load and nothing new: nobody waits to learn what is stored already.
+            # Nothing to load and no new block: look up what is stored without waiting for it.
             tracker.background = lookup
             tracker.offer(LookupResult(0, 0), floor)
         else:
@@ -209,13 +208,13 @@ class Admission:
     def answered(
         self, tracker: RequestTracker, lookup: PendingLookup, result: LookupResult
     ) -> None:
-        """Note what the ranks have of the request's blocks, count and log it, and tell of it."""
+        """Take a lookup result: count it, log it and pass it to ``store_watch`` and ``events``."""
         known = tracker.take_answer(result)
         self._store_watch.answered(tracker, lookup.request, result)
         if self._events is not None:
             self._events.learn_answer(tracker.request, tracker.prefix, result)
         if tracker.request.skip_reading_prefix_cache:
-            return  # nothing of it is loaded, whatever there is
+            return  # it loads nothing
         size, floor = self._plan.block_size, lookup.request.floor
         count_lookup(self._ledger, lookup, result, size, known)
         log_lookup(tracker.request, floor, result, size, first=not tracker.logged)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which boundaries are reusable on all ranks, for KV cache events.
+"""Finds the boundaries that are reusable on all ranks, for KV cache events.
 
 Blocks form a tree by the hash of the block before. A boundary is *reusable* when every rank
 holds the attention pages of all blocks up to it, the last pages of window groups, and all states.
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.protocol.changes import RankReport, RecordName, Tier
 
-# Blocks to remember at most that were to be stored and are nowhere yet; more until the next settle.
+# Max learned blocks to remember that no rank holds; more until the next settle.
 KEPT_UNHELD = 1 << 14
 
 # Block hash and digest of the tags.
@@ -28,7 +28,7 @@ BlockKey = tuple[bytes, bytes]
 
 @dataclass(frozen=True, slots=True)
 class EventBlock:
-    """What events say of a block, in every group.
+    """A block as events describe it, the same in every group.
 
     Attributes:
         block_hash, parent_hash: vLLM's.
@@ -49,18 +49,16 @@ class BlockNode:
     """One block, or the tokens of one up to a boundary inside it.
 
     Attributes:
-        key: of it.
-        block: what events say of it; None until :meth:`AnnouncedPrefixes.learn`.
+        block: its description; None until :meth:`AnnouncedPrefixes.learn`.
         parent: the block before; None for the first one, and until it is learned.
         depth: blocks up to and with this one.
         tiers: by group, the nearest tier of each rank that holds its record.
         rooted: whether all ranks hold the attention pages up to its end.
         ready: whether its end is a reusable boundary.
-        runs: by window group, of how many blocks up to this one all ranks hold the pages; no
-            more are counted than the window needs.
-        below: how many of its end, and of its children, are a reusable boundary or have one
-            behind them.
-        announced: the tier that consumers know of, by group.
+        runs: by window group, how many blocks in a row up to this one have pages on all ranks,
+            counted up to what the window needs.
+        below: reusable boundaries at or past its end, each child's branch counted as one.
+        announced: by group, the tier that consumers were told.
     """
 
     key: BlockKey
@@ -77,7 +75,7 @@ class BlockNode:
 
 
 class Change(NamedTuple):
-    """What consumers must be told of one record."""
+    """One record that consumers must be told of."""
 
     block: EventBlock
     group: int
@@ -85,7 +83,7 @@ class Change(NamedTuple):
 
 
 class AnnouncedPrefixes:
-    """Combines what the ranks report. Used by the scheduler's thread only."""
+    """Combines the ranks' reports. Used by the scheduler's thread only."""
 
     def __init__(self, plan: GroupPlan, ranks: int) -> None:
         self._plan, self._ranks = plan, ranks
@@ -104,10 +102,10 @@ class AnnouncedPrefixes:
         return node is not None and node.block is not None
 
     def learn(self, key: BlockKey, parent: BlockKey | None, block: EventBlock) -> None:
-        """Say what comes before a block, and what events say of it.
+        """Learn a block's parent and description.
 
         Args:
-            parent: learned before and known; None for the first block of a prompt.
+            parent: learned before; None for the first block of a prompt.
         """
         node = self._node(key)
         if node.block is not None:
@@ -122,7 +120,7 @@ class AnnouncedPrefixes:
             self._unheld[node] = None
 
     def take(self, report: RankReport) -> None:
-        """Take what one rank reports."""
+        """Apply one rank's report."""
         for name, tier in report.changes:
             self._change(report.rank, name, tier)
         if report.serving == (report.rank in self._refusing):  # that has changed
@@ -142,13 +140,13 @@ class AnnouncedPrefixes:
         self._changed[node] = None
 
     def forget(self) -> None:
-        """No rank holds anything any more."""
+        """Forget what ranks hold, after a reset."""
         for node in self._nodes.values():
             node.tiers.clear()
             self._changed[node] = None
 
     def unsay(self) -> None:
-        """Consumers have forgotten all that they were told."""
+        """Announce everything again: consumers have forgotten all."""
         for node in self._nodes.values():
             if node.announced:
                 node.announced.clear()
@@ -156,14 +154,14 @@ class AnnouncedPrefixes:
 
     @property
     def settled(self) -> bool:
-        """Whether there is nothing to tell."""
+        """Whether there is nothing to announce."""
         return not (self._changed or self._unsaid)
 
     def settle(self) -> tuple[list[Change], list[Change]]:
-        """Say what consumers must be told since the last call.
+        """Return the changes to announce since the last call.
 
         Returns:
-            What is gone, the deepest first, and what is there, the shallowest first.
+            Removed records, deepest first, and stored ones, shallowest first.
         """
         changed, self._changed = self._changed, {}
         self._reconsider(changed)
@@ -172,7 +170,7 @@ class AnnouncedPrefixes:
         stored: list[Change] = []
         for node in unsaid:
             block, before, now = node.block, node.announced, self._wanted(node)
-            if block is not None:  # else nobody knows which prompt it is of
+            if block is not None:  # else its prompt is unknown
                 removed += [Change(block, g, t) for g, t in before.items() if now.get(g) != t]
                 stored += [Change(block, g, t) for g, t in now.items() if before.get(g) != t]
             node.announced = now
@@ -184,10 +182,10 @@ class AnnouncedPrefixes:
             self._prune(self._unheld.popitem(last=False)[0])
         return removed, stored
 
-    # What holds of a block
+    # State of a block
 
     def _tier(self, node: BlockNode, group: int) -> Tier | None:
-        """The slowest of the ranks' nearest tiers; None where a rank lacks the record."""
+        """Return the slowest of the ranks' nearest tiers; None where a rank lacks the record."""
         tiers = node.tiers.get(group, {})
         return max(tiers.values()) if len(tiers) == self._ranks else None
 
@@ -195,7 +193,7 @@ class AnnouncedPrefixes:
         return all(len(node.tiers.get(group, ())) == self._ranks for group in groups)
 
     def _run(self, node: BlockNode, group: int, most: int) -> int:
-        """See :attr:`BlockNode.runs`; those of the block before are known."""
+        """Compute :attr:`BlockNode.runs` from the parent's."""
         if not self._holds(node, (group,)):
             return 0
         return min(most, 1 + (node.parent.runs.get(group, 0) if node.parent is not None else 0))
@@ -215,8 +213,8 @@ class AnnouncedPrefixes:
         )
 
     def _reconsider(self, changed: Iterable[BlockNode]) -> None:
-        """Find out anew what is rooted and ready from ``changed`` on, each block once."""
-        # By depth, and how far behind each its window pages count: a block follows its parent.
+        """Update rooted and ready of ``changed`` and the blocks behind, each block once."""
+        # By depth, so that a block follows its parent; with how many blocks its window pages reach.
         waiting: dict[int, dict[BlockNode, int]] = {}
         for node in changed:
             self._unsaid[node] = None
@@ -237,7 +235,7 @@ class AnnouncedPrefixes:
                     level[child] = max(level.get(child, 0), reach - 1)
 
     def _update(self, node: BlockNode) -> bool:
-        """Find out anew what holds of a block; returns whether that is so of rooted."""
+        """Update a block's runs, rooted and ready; returns whether rooted changed."""
         for window in self._plan.windows:
             node.runs[window.group] = self._run(node, window.group, window.blocks)
         rooted = self._is_rooted(node)
@@ -249,20 +247,20 @@ class AnnouncedPrefixes:
         return moved
 
     def _count(self, node: BlockNode, change: int) -> None:
-        """Count one more boundary, or one less, at the end of ``node``."""
+        """Add ``change`` (1 or -1) to the boundaries at the end of ``node``."""
         current: BlockNode | None = node
         self._unsaid[node] = None
         while current is not None:
             before, current.below = current.below, current.below + change
             if before and current.below:
-                return  # the blocks before it have one behind them as before
+                return  # nothing changes for the blocks before it
             self._unsaid[current] = None
             current = current.parent
 
-    # What consumers are told
+    # Announcements
 
     def _wanted(self, node: BlockNode) -> dict[int, Tier]:
-        """What consumers should know of a block: tiers by group."""
+        """Return what consumers should know of a block: tiers by group."""
         if self._refusing or not node.below:
             return {}
         groups = self._groups if node.ready else self._pages
@@ -278,7 +276,7 @@ class AnnouncedPrefixes:
         return node
 
     def _prune(self, node: BlockNode) -> None:
-        """Forget a block that nobody holds and nobody builds on, and those before it."""
+        """Forget a block without records and children, and such blocks before it."""
         current: BlockNode | None = node
         while current is not None:
             if current.tiers or current.children or current in self._unheld:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says what of a new request may be cached, stored and loaded, and counts what may not."""
+"""Decides what of a new request may be cached, stored and loaded; counts what may not."""
 
 import functools
 from typing import TYPE_CHECKING
@@ -31,7 +31,7 @@ class Arrivals:
     ) -> None:
         """
         Args:
-            ledger: where requests are counted that are not stored or not loaded.
+            ledger: counts requests that are not stored or not loaded.
         """
         self._plan, self._options, self._ledger = plan, options, ledger
         self._hashes_per_block = hashes_per_block
@@ -44,13 +44,13 @@ class Arrivals:
         """Begin to track a request, or the next part of a session.
 
         Args:
-            before: of the session's last part; None for the first one, and where there is none.
+            before: tracker of the session's last part; None for a first part.
         """
         plan, options = self._plan, self._options
         asked = self._configs.read(request)
         prefix = prefix_of(request, plan.block_size, self._hashes_per_block, asked.tags)
-        # vLLM knows a session by its last part's parameters; what was asked for the parts
-        # before holds for their tokens.
+        # vLLM keeps only the last part's parameters, but those of earlier parts still hold for
+        # their tokens.
         if before is not None and (prefix is None or before.tags != prefix.tags):
             prefix = None
         unsaved = why_unsaved(request, prefix, options, asked.skip_save)

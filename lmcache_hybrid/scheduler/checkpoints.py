@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Drafter:
-    """What a drafter changes in where vLLM ends the steps of a prefill.
+    """How a drafter moves the ends of prefill steps.
 
     Attributes:
         drops_block: vLLM gives up the last block of its own hits (EAGLE, MTP), and ends a step
             one block earlier so that there is a state.
         runway: known tokens that vLLM keeps behind the end of a step, for several MTP modules.
-            It shortens a step that leaves fewer, to no token at all.
+            A step that leaves fewer is shortened, down to no token.
     """
 
     drops_block: bool = False
@@ -33,7 +33,7 @@ class Drafter:
 
     @classmethod
     def of(cls, config: "VllmConfig") -> "Drafter":
-        """The engine's drafter; without one nothing changes."""
+        """Read the engine's drafter; without one nothing changes."""
         speculative = config.speculative_config
         return cls(
             speculative is not None and speculative.use_eagle_block_drop(),
@@ -53,16 +53,15 @@ class Checkpoints:
         block_size: N.
         interval: T, a multiple of N; a state every T tokens of a prefill. 0 for none.
         decode: whether boundaries in generated tokens are wanted.
-        offered: whether vLLM ends a step at the last boundary and offers it by itself, as it does
-            with states.
-        junction: where the request leaves what other requests computed, 0 for nowhere.
-        meetings: where other requests wait for this one's state.
+        offered: whether vLLM itself ends a step at the last boundary and hands off its state.
+        junction: where the request leaves a prefix that others computed, 0 for nowhere.
+        meetings: boundaries whose state other requests wait for.
         drafter: the engine's.
         chunk_ends: whether the ends of the prefill's steps are wanted where they are boundaries.
-        known: tokens that were known at the start.
+        known: tokens at the start.
         last: the last boundary before the last known token that is not barred.
-        stop: where vLLM ends the prefill's last step but one by itself.
-        end: the deepest boundary up to there that is not barred.
+        stop: where vLLM itself ends the last but one step of the prefill.
+        end: the deepest boundary up to ``stop`` that is not barred.
         is_barred: whether no request may start from a boundary, given in tokens.
     """
 
@@ -90,9 +89,9 @@ class Checkpoints:
         self.end = self._up_to(self.stop)
 
     def lasting(self, boundary: int) -> bool:
-        """Whether later requests will want it: where prompts part, where the prefill ends, or past.
+        """Whether later requests will want it: where prompts part, at the prefill's end or past it.
 
-        A checkpoint waits for a branch that may never come.
+        An interval checkpoint does not count: no prompt may ever branch there.
         """
         return boundary in (self.junction, *self.meetings) or boundary >= self.end
 
@@ -105,8 +104,8 @@ class Checkpoints:
     def wants_end(self, computed: int) -> bool:
         """Whether the state is wanted where a step of the prefill ends at ``computed`` tokens.
 
-        Not at the last boundary, where vLLM ends a step by itself. With a runway vLLM may compute
-        the last tokens of a step once more, in the next one.
+        Not at the last boundary, where vLLM itself ends a step. With a runway vLLM may compute the
+        last tokens of a step again in the next one.
         """
         return self.chunk_ends and not self.drafter.runway and computed < self.end
 
@@ -125,9 +124,9 @@ class Checkpoints:
         return min((each for each in wanted if self._can_end(each)), default=0)
 
     def _can_end(self, boundary: int) -> bool:
-        """Whether vLLM would end a step there, from which a request may start.
+        """Whether a request may start there, and vLLM would end a step for its state.
 
-        What is stored without a state needs no end of a step.
+        Without states no step needs to end there.
         """
         if self.is_barred(boundary):
             return False

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
     from vllm.v1.request import Request
 
-# An idle engine makes steps for so long while writes are in flight, so that their end is
-# published.
+# Seconds that an idle engine keeps stepping while writes are in flight, to publish their end.
 FLUSH_SECONDS = 10.0
 
 # Medium, locality and ownership in events.
@@ -54,18 +53,18 @@ WHERE: dict[Tier, tuple[str, str, str | None]] = {
 
 
 class KVEvents:
-    """Turns reports of the ranks into events. Used by the scheduler's thread only.
+    """Turns the ranks' reports into events. Used by the scheduler's thread only.
 
-    Reports name records by hashes, and only a request shows which block comes after which: what
-    a rank found at its start is announced once one has asked for it.
+    Reports name records by hash, and only a request tells the order of blocks: records that a rank
+    found at start-up are announced once a request has looked them up.
     """
 
     def __init__(self, plan: GroupPlan, groups: "Sequence[KVCacheGroupSpec]", ranks: int) -> None:
-        """Announce nothing yet, but that whatever was known of this engine is void.
+        """Begin with one AllBlocksCleared: what consumers knew of this engine is void.
 
         Args:
             groups: vLLM's KV cache groups.
-            ranks: which must all hold a boundary.
+            ranks: how many must hold a boundary.
         """
         self._plan, self._size = plan, plan.block_size
         specs = [group.kv_cache_spec for group in groups]
@@ -78,10 +77,10 @@ class KVEvents:
         self._writing: set[int] = set()
         self._until = 0.0
 
-    # What becomes known of blocks
+    # Blocks
 
     def learn_save(self, request: "Request", save: SaveSpec) -> None:
-        """The blocks of ``save`` are about to be stored."""
+        """Learn the blocks that ``save`` is about to store."""
         ends = [block + 1 for block, _ in save.attention]
         ends += [end for end, _ in save.states]
         ends += [block + 1 for _, block, _ in save.windows]
@@ -90,7 +89,7 @@ class KVEvents:
         self.learn(request, save.prefix, max(ends, default=0), inner)
 
     def learn_answer(self, request: "Request", prefix: Prefix, result: LookupResult) -> None:
-        """The ranks hold of a request's blocks what ``result`` says."""
+        """Learn the blocks that a lookup found."""
         if not (result.attention or result.tail):
             return
         inner = [result.boundary * self._size + result.tail] if result.tail else []
@@ -100,14 +99,14 @@ class KVEvents:
     def learn(
         self, request: "Request", prefix: Prefix, blocks: int, inner: Iterable[int] = ()
     ) -> None:
-        """Take note of what a request's first blocks are.
+        """Learn a request's first ``blocks`` blocks.
 
         Args:
             inner: boundaries inside a block, in tokens.
         """
         own = () if prefix.adapter is None else (prefix.adapter.tag,)
         if prefix.tags != own:
-            return  # for requests with the same tags only, of which events say nothing
+            return  # events do not carry tags, and other requests must not expect a hit
         tags = tags_digest(prefix.tags)
 
         def key(at: int) -> BlockKey:
@@ -141,43 +140,39 @@ class KVEvents:
             extra,
         )
 
-    # What becomes known of the store
+    # Reports
 
     def receive(self, reports: Any) -> None:
-        """Take what ranks report in a step."""
+        """Apply the ranks' reports of a step."""
         if not isinstance(reports, RankReports):
             return
         for report in reports.reports:
             if report.epoch != self._epoch:
-                continue  # of records that were forgotten since
+                continue  # its records were dropped by a reset
             self._prefixes.take(report)
             self._until = time.monotonic() + FLUSH_SECONDS
             (self._writing.add if report.writing else self._writing.discard)(report.rank)
 
     def reset(self, epoch: int) -> None:
-        """The ranks forget all records.
-
-        Args:
-            epoch: of the reports that count from now on.
-        """
+        """Forget all records; only reports of ``epoch`` count from now on."""
         self._epoch = epoch
         self._prefixes.forget()
 
     def cleared(self) -> None:
-        """Announce everything again: vLLM tells consumers to forget all of this engine."""
+        """Announce everything again, after vLLM told consumers to forget this engine."""
         self._prefixes.unsay()
 
-    # What is published
+    # Events
 
     @property
     def pending(self) -> bool:
-        """Whether a step must be made although no request runs."""
+        """Whether vLLM must step although no request runs."""
         if self._first or not self._prefixes.settled:
             return True
         return bool(self._writing) and time.monotonic() < self._until
 
     def take(self) -> list[KVCacheEvent]:
-        """Events since the last call: what is gone, then what is there."""
+        """Return the events since the last call: removals, then stores."""
         if not self._first and self._prefixes.settled:
             return []
         events, self._first = self._first, []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says what of a request may be loaded, and into which blocks. Changes nothing."""
+"""Plans a request's lookup and load. Pure functions."""
 
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
@@ -12,9 +12,9 @@ from lmcache_hybrid.scheduler.whole_items import barred
 def question_of(
     tracker: RequestTracker, floor: int, plan: GroupPlan, limit: int, tail: int
 ) -> LookupRequest:
-    """What the ranks are asked: the deepest boundary that may be loaded, and what lies before it.
+    """Make the lookup of a request, down to its deepest loadable boundary.
 
-    Hashes each boundary inside a block: not for requests that may not ask yet.
+    Hashes each boundary inside a block, so call it only when the request may ask.
 
     Args:
         floor: local blocks.
@@ -35,11 +35,11 @@ def question_of(
 
 
 def limit_of(tracker: RequestTracker, floor: int, plan: GroupPlan, most: int) -> tuple[int, int]:
-    """The deepest boundary that may be loaded: whole blocks, and tokens past them.
+    """Return the deepest loadable boundary: whole blocks, and tokens past them.
 
     Args:
         floor: local blocks.
-        most: tokens that one request may load, 0 for any number.
+        most: max tokens per load, 0 for no limit.
     """
     size, unit = plan.block_size, plan.unit
     # The last token is always computed: a state that has seen it is too deep.
@@ -60,7 +60,7 @@ def load_of(
     start: int,
     result: LookupResult,
 ) -> LoadSpec:
-    """The load of what the ranks offered, from block ``start`` on.
+    """Make the load of the ranks' offer, from block ``start`` on.
 
     Args:
         block_ids: of the request, per KV cache group.

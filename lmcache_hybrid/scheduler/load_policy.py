@@ -20,19 +20,19 @@ logger = init_logger("vllm.lmcache_hybrid.scheduler.load_policy")
 
 # A backend that was too slow is used again once it takes this share of the time to compute.
 BACK_AT = 0.8
-# One of so many hits that are not loaded is loaded all the same, to measure.
+# Load every 32nd skipped hit anyway, to keep the measurement fresh.
 TRY_EVERY = 32
-# Short hits may be too slow where long ones are not: what is said of a backend is said so seldom.
+# Seconds between two log lines about one backend, which may flip with each hit's length.
 LOG_SECONDS = 60.0
 # The first load of a backend may take a moment longer than computing would.
 MOMENT_SECONDS = 0.05
-# Tokens a second that an engine counts as computing until it has measured prompts. Few are slower;
-# without it the first requests would wait for a slow store however long it takes.
+# Assumed prefill speed in tokens/s before the first measurement, below that of most engines: the
+# first requests must not wait for a slow store without end.
 ASSUMED_SPEED = 100.0
-# A load that failed late counts as one that takes so many times as long.
+# Factor on the time of a load that failed after its expected end.
 FAILED = 2.0
-# A try has so many times as long as computing is expected to take. The workers end it at a fifth
-# of that where its rate says that it will be late.
+# Deadline of a trial load, in expected prefill times. The workers end it after a fifth of that
+# where its rate says that it will be late.
 PATIENCE = 1.25
 
 
@@ -40,7 +40,7 @@ class LoadPolicy:
     """Loads every hit, measures nothing. Called by the scheduler's thread only."""
 
     def judge(self, request: "Request", result: LookupResult, start: int) -> float | None:
-        """Seconds that loading a hit may take; None where it is to be computed.
+        """Return the seconds that loading a hit may take; None to compute it.
 
         Args:
             result: of the ranks.
@@ -49,29 +49,29 @@ class LoadPolicy:
         return math.inf
 
     def sent(self, request_id: str, result: LookupResult, start: int) -> None:
-        """A load of what follows the first ``start`` tokens begins with this step."""
+        """Note a load past the first ``start`` tokens, which begins with this step."""
 
     def ended(self, done: Iterable[str], failed: Iterable[str], slow: Mapping[str, float]) -> None:
-        """Loads ended on all ranks.
+        """Take loads that ended on all ranks.
 
         Args:
-            failed: those of them that failed.
-            slow: those of these that were given up, and the seconds that each would have
-                taken; 0 where nobody knows.
+            failed: the failed ones among them.
+            slow: failed ones that were given up as too slow, with the seconds that each would
+                have taken; 0 if unknown.
         """
 
     def scheduled(self, requests: Iterable["Request"]) -> None:
-        """A step is about to run, in which ``requests`` begin to compute."""
+        """Take the ``requests`` that begin to compute in the next step."""
 
     def finished(self, request: "Request") -> None:
-        """A request is about to be forgotten."""
+        """Forget a request; its time counts if it has its first token."""
 
 
 class LoadWhenFaster(LoadPolicy):
-    """Loads what is expected to be loaded faster than it is computed.
+    """Loads a hit where that is expected to be faster than computing it.
 
-    Both are times that requests here have waited: a load's until it was reported, and from a
-    request's first step to its first token. What runs beside them is a part of them.
+    Both times are measured end to end, so they include other work on the engine: from load submit
+    to report, and from a request's first step to its first token.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class LoadWhenFaster(LoadPolicy):
         page_bytes: Mapping[int, int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Measure nothing yet: the first load of each backend is a try.
+        """Start without measurements: the first load of each backend is a trial.
 
         Args:
             page_bytes: of one block, per group of the plan, on one rank.
@@ -121,7 +121,7 @@ class LoadWhenFaster(LoadPolicy):
             loading,
             computing,
         )
-        # A backend is not slow because others are waited for.
+        # The wait for other loads does not make a backend slow.
         slow = own > computing * (BACK_AT if source in self._slow else 1.0)
         self._note(source, slow, end - start, own, computing)
         if not slow and loading <= computing:
@@ -174,19 +174,19 @@ class LoadWhenFaster(LoadPolicy):
         if not loads:
             return
         now, failed = self._clock(), set(failed)
-        # They run one after the other: this is what these took of that.
+        # Loads run one after the other: count from the end of the one before.
         seconds = now - max(self._last_end, min(began for began, _ in loads.values()))
         self._last_end = now
         waiting = (self._speeds.load_seconds(sizes) or 0.0 for _, sizes in self._sent.values())
         self._free_at = now + sum(waiting)
         if slow.keys() & loads.keys():
-            # Beside one that was given up nobody knows what the others took.
+            # The time of the others is unknown beside one that was given up.
             for request in slow.keys() & loads.keys():
                 if slow[request]:
                     self._loaded([loads[request][1]], slow[request])
             return
         if failed & loads.keys():
-            # Those that broke off early say nothing.
+            # Early failures are no measurement.
             loads = {
                 request: load
                 for request, load in loads.items()
@@ -198,7 +198,7 @@ class LoadWhenFaster(LoadPolicy):
 
     def _loaded(self, loads: Sequence[dict[str, int]], seconds: float) -> None:
         """Take the time of loads, bytes by backend."""
-        # What was measured before hits were left out was long ago.
+        # A backend that skipped many hits since was measured too long ago.
         long_ago = {tier for tier, left in self._left.items() if left >= TRY_EVERY}
         self._speeds.forget(long_ago & {tier for each in loads for tier in each})
         self._speeds.loaded(loads, seconds)

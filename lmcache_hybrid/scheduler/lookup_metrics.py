@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts and logs what the ranks found for a request."""
+"""Counts and logs lookups and loads."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ def count_lookup(
     block_size: int,
     known: bool,
 ) -> None:
-    """Count a lookup that was answered.
+    """Count an answered lookup.
 
     Args:
         known: whether the ranks knew the request's adapter.
@@ -47,7 +47,7 @@ def count_lookup(
 def log_lookup(
     request: "Request", floor: int, result: LookupResult, block_size: int, first: bool
 ) -> None:
-    """Log it in LMCache's own words; a request's later ones for debugging only.
+    """Log a lookup in LMCache's own words; at INFO only a request's first.
 
     Args:
         floor: local blocks.

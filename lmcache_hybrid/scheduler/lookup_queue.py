@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends lookups to the ranks without making the scheduler wait."""
+"""Sends lookups to the ranks without blocking the scheduler."""
 
 import itertools
 import threading
@@ -21,18 +21,17 @@ from lmcache_hybrid.protocol.lookup import MISS, UNAVAILABLE, LookupRequest, Loo
 class PendingLookup:
     """One lookup in flight.
 
-    The scheduler's thread polls and cancels it; the queue's thread settles it. Whoever comes
-    first decides: a result that was not taken before the cancel is never taken.
+    The scheduler's thread polls and cancels it; the queue's thread settles it. Whichever comes
+    first wins: after a cancel a late result is dropped.
 
     Attributes:
         sent: ``time.monotonic`` when it was queued.
     """
 
     def __init__(self, request: LookupRequest, deadline: float) -> None:
-        """Not sent yet.
-
+        """
         Args:
-            deadline: ``time.monotonic`` from which on no result counts as a miss.
+            deadline: ``time.monotonic`` from which on a missing result counts as a miss.
         """
         self.request = request
         self.sent = time.monotonic()
@@ -47,14 +46,14 @@ class PendingLookup:
         """Return the result, or None while there is none.
 
         Args:
-            seconds: to wait for it at most.
+            seconds: max time to wait.
         """
         if not self._settled.wait(seconds) and time.monotonic() < self._deadline:
             return None
         return self.cancel() or UNAVAILABLE
 
     def cancel(self) -> LookupResult | None:
-        """Return the result if there is one already; drop one that comes later."""
+        """Return the result if there is one already; else a late one is dropped."""
         with self._lock:
             self._cancelled |= self._result is None
             return self._result
@@ -77,7 +76,7 @@ class PendingLookup:
         """File the result.
 
         Returns:
-            False when the lookup was cancelled: the ranks' claims are nobody's.
+            False when the lookup was cancelled: the ranks' claims must be released.
         """
         with self._lock:
             if self._cancelled:
@@ -94,7 +93,7 @@ class LookupQueue:
     Attributes:
         unreleased: (request, number of the lookup) of cancelled lookups whose ranks may
             still hold a claim. The queue's thread appends, the scheduler's takes.
-        ledger: of the scheduler's side, which counts errors; None until there is one.
+        ledger: counts errors on the scheduler's side; None until it is set.
     """
 
     def __init__(
@@ -108,11 +107,11 @@ class LookupQueue:
 
         Args:
             ask: sends a lookup to every rank, see :func:`lmcache_hybrid.protocol.agreement.agree`.
-            timeout_ms: of one ``ask``. A request waits for its result, and for those of
-                the requests before it, twice as long at most.
-            executor: runs the lookups instead, one at a time.
-            contents: asks every rank what it computes a LoRA adapter with; empty when one
-                did not answer.
+            timeout_ms: of one ``ask``. A request waits at most twice as long, time in the
+                queue included.
+            executor: replaces the thread; must run one lookup at a time.
+            contents: asks every rank for the content of a LoRA adapter; empty when one did
+                not answer.
         """
         self.unreleased: deque[tuple[str, int]] = deque()
         self.ledger: Ledger[SchedulerCounts] | None = None
@@ -143,12 +142,12 @@ class LookupQueue:
             result = UNAVAILABLE
         if lookup.settle(result):
             return
-        # Whoever cancelled could not know of the claims that were being made.
+        # The lookup was cancelled while ranks were pinning; release those pins.
         if not self._release(lookup.request):
             self.unreleased.append((lookup.request.request_id, lookup.request.number))
 
     def _release(self, request: LookupRequest) -> bool:
-        """Ask the ranks to drop a lookup's claims; False where one may still hold one."""
+        """Ask the ranks to drop a lookup's claims; False if a rank may still hold one."""
         try:
             return bool(self._ask(msgspec.structs.replace(request, limit=0, limit_tail=0)))
         except Exception as error:
@@ -157,7 +156,7 @@ class LookupQueue:
             return False
 
     def _look_up(self, request: LookupRequest) -> LookupResult:
-        """Agree on records of the content that the ranks have of the adapter."""
+        """Look up on all ranks, with keys for the adapter's content."""
         if request.prefix.adapter is None:
             return agree(self._ask, request)
         contents = self._contents(request.prefix.adapter.lora)

@@ -15,29 +15,28 @@ from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.scheduler.lookup_queue import PendingLookup
 
-# Waiting requests pin this part of the pool, or the records of so many of them.
+# Waiting requests pin at most this part of the pool, or the records of this many.
 PART = 0.5
 FEW = 4
 
-# Records that are pinned together: (tags, block hash, whether they are those of a boundary).
+# Records that are pinned together: (tags, block hash, whether states and windows at its end).
 Key = tuple[tuple[tuple[str, str], ...], bytes, bool]
 
 
 class Pins:
-    """Records in RAM that lookups of waiting requests pin, those of several requests once.
+    """Counts the records in RAM that waiting requests pin, shared ones once.
 
-    Until a lookup is answered it counts with all that it may find. Loads do not count: they end
-    by themselves. Used by the scheduler's thread only.
+    A pending lookup counts with all that it may find. Loads do not count: they end by themselves.
+    Used by the scheduler's thread only.
     """
 
     def __init__(
         self, plan: GroupPlan, page_bytes: Mapping[int, int], pool_gib: float | None
     ) -> None:
-        """Nothing is pinned.
-
+        """
         Args:
-            page_bytes: of one record, per group of the plan, on one rank. A rank's RAM has a copy
-                also of pages that are equal on all ranks.
+            page_bytes: of one record, per group of the plan, on one rank. Each rank's RAM has a
+                copy even of pages that are equal on all ranks.
             pool_gib: size of one rank's pool; None where RAM keeps nothing: no bound.
         """
         self._size = plan.block_size
@@ -56,18 +55,18 @@ class Pins:
         self.bytes = 0
 
     def begin(self) -> None:
-        """A scheduling pass begins."""
+        """Begin a scheduling pass."""
         self._head, self._full = None, False
 
     def consider(self, request_id: str) -> None:
-        """vLLM asks for a request; the first one of a pass is the head of its queue."""
+        """Note a request that vLLM asks for; a pass's first one is the head of its queue."""
         if self._head is None:
             self._head = request_id
 
     def may_ask(self, request_id: str) -> bool:
-        """Whether the ranks may be asked for a request that pins nothing yet.
+        """Whether a request that pins nothing yet may be looked up.
 
-        The head always may, so none waits for ever. Where one may not, those behind it wait, too.
+        The head always may, so none waits for ever. Those behind a refused one are also refused.
         """
         if request_id == self._head:
             return True
@@ -77,7 +76,7 @@ class Pins:
         return not self._full
 
     def ask(self, lookup: PendingLookup) -> None:
-        """A lookup was sent; what it finds replaces what the request pinned."""
+        """Count a lookup that was sent, in place of the request's earlier pins."""
         if self._most == math.inf:
             return
         request, request_id = lookup.request, lookup.request.request_id
@@ -88,18 +87,18 @@ class Pins:
         self._unanswered[request_id] = lookup
 
     def answer(self, request_id: str, result: LookupResult) -> None:
-        """The request's lookup was answered, or given up."""
+        """Count what the request's lookup found; a miss where it was given up."""
         lookup = self._unanswered.pop(request_id, None)
         if lookup is not None:
             self._hold(request_id, self._keys(lookup.request, result))
 
     def drop(self, request_id: str) -> None:
-        """The request pins nothing any more, or its load does."""
+        """Count no pins of the request any more: they are released, or its load's."""
         self._unanswered.pop(request_id, None)
         self._hold(request_id, ())
 
     def _take_answers(self) -> None:
-        """Count what those lookups found that were answered since and not polled yet."""
+        """Count the results of lookups that were answered but not polled yet."""
         while self._unanswered:  # they are answered in order
             request_id, lookup = next(iter(self._unanswered.items()))
             if lookup.result is None:
@@ -124,7 +123,7 @@ class Pins:
         return self._end_bytes if key[2] else self._page_bytes
 
     def _keys(self, request: LookupRequest, result: LookupResult) -> tuple[Key, ...]:
-        """What a claim of ``result`` pins in RAM."""
+        """Return what a claim for ``result`` pins in RAM."""
         prefix, end = request.prefix, result.boundary * self._size + result.tail
         tail = (prefix.inner[end],) if result.tail else ()
         hashes = [*prefix.hashes[request.floor : result.boundary], *tail]

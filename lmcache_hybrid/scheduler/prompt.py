@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says what of a request may be cached, and under which keys."""
+"""Derives a request's cacheable prefix and its keys."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -25,8 +25,8 @@ def prefix_of(
     """Return the prompt's whole blocks; None when the request must not be cached.
 
     vLLM's block hashes cover tokens, multimodal items, LoRA name and path, and cache salt.
-    Tags add the user's ``lmcache.tag.*`` and, once the ranks have named it, the content of
-    the LoRA adapter.
+    Tags add the user's ``lmcache.tag.*`` and, once the ranks have reported it, the content of the
+    LoRA adapter.
 
     Args:
         tags: the user's, see :class:`.request_configs.RequestConfigs`.
@@ -57,7 +57,7 @@ def why_unsaved(
 def why_unread(request: "Request") -> str | None:
     """Return why nothing is loaded for a request, as counters name it; None if it may be.
 
-    It is looked up all the same, so that nothing is stored twice.
+    It is still looked up, so that nothing is stored twice.
     """
     return "skip_reading" if request.skip_reading_prefix_cache else None
 

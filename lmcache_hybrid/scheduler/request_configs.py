@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what a request asks of LMCache: the ``lmcache.*`` entries of its ``kv_transfer_params``."""
+"""Reads a request's settings: the ``lmcache.*`` entries of its ``kv_transfer_params``."""
 
 import difflib
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_hybrid.scheduler.request_configs")
 
 SKIP_SAVE, TAG = "lmcache.skip_save", "lmcache.tag."
-# LMCache's multiprocess connector reads it, its in-process one does not.
+# Read by LMCache's multiprocess connector, not by its in-process one.
 UNSERVED = "lmcache.max_offload_tokens"
-# Names as they are shown, by what they begin with after "lmcache.".
+# Names to suggest, by their first part after "lmcache.".
 _SERVED = {"skip_save": SKIP_SAVE, "tag": f"{TAG}NAME"}
 # As in JSON, or as a string; True == 1 and False == 0.
 _SWITCH: dict[int | str, bool] = {
     **{"true": True, "1": True, True: True},
     **{"false": False, "0": False, False: False},
 }
-# Clients choose names: so many are warned of, of tags and of unknown names each.
+# Clients choose names: max names to warn of per kind of mistake.
 MOST_NAMES = 20
 # Characters of a name or value that are logged.
 SHOWN = 60
@@ -30,11 +30,11 @@ SHOWN = 60
 
 @dataclass(frozen=True)
 class RequestConfigs:
-    """What a request asks for.
+    """A request's settings.
 
     Attributes:
-        tags: (name, value) pairs of its namespace, in order; None where a value is no tag, so
-            that the request must not be cached.
+        tags: (name, value) pairs of its namespace, in order; None where a value is invalid and
+            the request must not be cached.
         skip_save: whether nothing of it is stored.
     """
 
@@ -46,17 +46,17 @@ NONE = RequestConfigs()
 
 
 class RequestConfigsReader:
-    """Reads each request once, and warns once of each mistake. Of the scheduler's thread."""
+    """Reads settings, and warns once of each mistake. Used by the scheduler's thread only."""
 
     def __init__(self) -> None:
         from lmcache.integration.vllm.utils import extract_request_configs_from_request
 
         self._extract = extract_request_configs_from_request
-        # What was warned of, by kind of mistake.
+        # Names already warned of, by kind of mistake.
         self._warned: dict[str, set[str]] = {}
 
     def read(self, request: "Request") -> RequestConfigs:
-        """Read a request. A value that is none is the safer one: not stored, or not cached."""
+        """Read a request. An invalid value is taken as the safer one: not stored, or not cached."""
         configs = self._extract(request)
         if not configs:
             return NONE
@@ -81,7 +81,7 @@ class RequestConfigsReader:
                     )
             elif self._is_first("unknown", name):
                 logger.warning(
-                    "%s of a request is no setting that LMCache knows, and is ignored; %s",
+                    "%s of a request is not a setting that LMCache knows, and is ignored; %s",
                     _shown_name(name),
                     _instead_of(name),
                 )
@@ -103,9 +103,9 @@ class RequestConfigsReader:
         return True
 
     def _tag(self, name: str, value: Any) -> str | None:
-        """A tag's value as it stands in LMCache's names of records; None where it is none.
+        """Return a tag's value as LMCache's record names spell it; None if invalid.
 
-        There 7 and "7" are one. A float or a boolean has more than one spelling, and is no tag.
+        There 7 and "7" are equal. Floats and booleans have several spellings and are invalid.
         """
         if type(value) is int:
             value = str(value)
@@ -113,15 +113,15 @@ class RequestConfigsReader:
             return value
         if self._is_first("tag", name):
             logger.warning(
-                "%s=%s of a request is no tag of LMCache's; write a printable string without '@' "
-                "and '%%', or a whole number. Requests with such a tag are not cached.",
+                "%s=%s of a request is not a tag that LMCache takes; write a printable string "
+                "without '@' and '%%', or a whole number. Requests with such a tag are not cached.",
                 _shown_name(name),
                 _shown(value),
             )
         return None
 
     def _is_first(self, kind: str, name: str) -> bool:
-        """Whether to warn of a name; says so once where it is one too many of its kind."""
+        """Whether to warn of a name. Logs once that a kind has too many to warn of."""
         warned, name = self._warned.setdefault(kind, set()), name[:SHOWN]
         if name in warned or len(warned) > MOST_NAMES:
             return False
@@ -143,7 +143,7 @@ def _instead_of(name: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """What a client wrote, on one line and cut to what the log can bear."""
+    """Format a client's value for the log: one line, cut to 2 * SHOWN characters."""
     return repr(value)[: 2 * SHOWN]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides what of a step is stored, and where the next steps end so that a state can be."""
+"""Plans the saves of each step, and makes vLLM end steps where a state should be saved."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 NULL_BLOCK = 0
-# A state that vLLM hands off: (KV cache group, block id, boundary in tokens).
+# A state that vLLM offers to store: (KV cache group, block id, boundary in tokens).
 Offer = tuple[int, int, int]
 
 
@@ -28,7 +28,7 @@ class SavePlanner:
     """Plans saves, one request at a time. Mutates trackers; used by the scheduler's thread only.
 
     Attributes:
-        ledger: where offers that nobody stores are counted.
+        ledger: counts offers that are not stored.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class SavePlanner:
         self.ledger = ledger
 
     def admit(self, tracker: RequestTracker, computed: int, gain: int) -> None:
-        """Start over: the request computes from token ``computed + gain`` on.
+        """Start over for a request that computes from token ``computed + gain`` on.
 
         Args:
             computed: tokens in vLLM's own cache.
@@ -62,7 +62,7 @@ class SavePlanner:
         tracker.chunks = tracker.save and checkpoints.wants_end(computed + gain)
 
     def extend(self, tracker: RequestTracker, blocks: int) -> None:
-        """Take generated tokens into the prefix, ``blocks`` blocks in all."""
+        """Extend the prefix with generated tokens, to ``blocks`` blocks in all."""
         if tracker.save and blocks > len(tracker.prefix.hashes):
             tracker.prefix = extended(
                 tracker.prefix, tracker.request, blocks, self._hashes_per_block
@@ -78,11 +78,11 @@ class SavePlanner:
         """Plan the saves of one step.
 
         Args:
-            computed: the request's tokens whose forward has run when this step ends.
-            offers: states that vLLM hands off in this step; they are gone after it.
+            computed: the request's tokens that are computed when this step ends.
+            offers: states that vLLM hands off in this step; they do not outlive it.
 
         Returns:
-            None where nothing is new.
+            None if there is nothing new.
         """
         rid = tracker.request.request_id
         if offers:
@@ -111,7 +111,7 @@ class SavePlanner:
     def meet(self, tracker: RequestTracker, boundary: int) -> None:
         """Let a running request end a step at ``boundary`` (tokens), where another waits for it.
 
-        It lies past what the step at hand computes.
+        The boundary lies past the current step.
         """
         tracker.checkpoints.meetings.add(boundary)
         self._aim(tracker, tracker.request.num_computed_tokens)
@@ -119,21 +119,21 @@ class SavePlanner:
     def _aim(self, tracker: RequestTracker, computed: int) -> None:
         """Let vLLM end a step at the next boundary wanted past ``computed`` tokens."""
         boundary = tracker.request.shared_prefix_boundary = tracker.checkpoints.after(computed)
-        # How far generated tokens reach depends on drafts: there the hand-off of a state says it.
+        # Drafts decide how far generated tokens reach: there wait for vLLM to hand off the state.
         said = bool(self._plan.states) and boundary >= tracker.checkpoints.known
         tracker.seal = 0 if said else boundary
 
     def _reach(self, tracker: RequestTracker, boundary: int) -> None:
-        """``boundary`` (tokens) can be stored now: aim at the next one."""
+        """Aim past ``boundary`` (tokens), which can be stored now."""
         self._aim(tracker, boundary)
         if self._options.save_decode:
             self.extend(tracker, boundary // self._plan.block_size)
 
     def _seal(self, tracker: RequestTracker, computed: int) -> list[int]:
-        """Boundaries in blocks that the step reached, without waiting for vLLM to say so.
+        """Return the boundaries in blocks that the step reached, before vLLM reports them.
 
-        With states it may hand them off only in the request's next step, which is to end at the
-        next boundary already.
+        vLLM may hand off their states only in the request's next step, which must already end at
+        the next boundary.
         """
         size, sealed = self._plan.block_size, []
         # Tokens still in flight and drafts have no hash.
@@ -142,8 +142,8 @@ class SavePlanner:
             sealed.append(tracker.seal // size)
             self._reach(tracker, tracker.seal)
         if self._plan.states:
-            return []  # what is stored there comes with the state
-        # A resumed request may be past its prompt, where nothing is stored unless asked for.
+            return []  # stored with the state
+        # A resumed request may be past its prompt; there only save_decode stores.
         return [boundary for boundary in sealed if boundary <= len(tracker.prefix.hashes)]
 
     def _end_chunk(
@@ -153,14 +153,14 @@ class SavePlanner:
         offers: Sequence[Offer],
         block_state: "KVConnectorBlockState",
     ) -> tuple[list[int], Sequence[Offer]]:
-        """Where a step of a prefill ends at a boundary that nobody asked for, store it as well.
+        """Also store the end of a prefill step that happens to be a boundary.
 
-        vLLM hands off only what its own cache keeps. But it writes a state where a step ends, and
-        where that is a boundary, the block before it in the table holds it until the next step
+        vLLM hands off only states that its own cache keeps. But every step writes one at its end:
+        at a boundary, the block before it in the table holds that state until the next step
         (``Scheduler._mamba_block_aligned_split``, "Invariant").
 
         Returns:
-            The boundary in blocks where no state tells, and ``offers`` with its states.
+            The boundary in blocks for models without states, and ``offers`` with its states.
         """
         tracker.chunks = tracker.checkpoints.wants_end(computed)
         boundary, rest = divmod(computed, self._plan.block_size)
@@ -181,9 +181,9 @@ class SavePlanner:
     def _attention(
         self, tracker: RequestTracker, computed: int, block_state: "KVConnectorBlockState"
     ) -> tuple[tuple[int, tuple[Block, ...]], ...]:
-        """Blocks that are full after this step and not in the store yet."""
+        """Return the blocks that are full after this step and not stored yet."""
         if tracker.background is not None:
-            return ()  # not known yet; the pages stay what they are while the request runs
+            return ()  # lookup pending; full pages do not change while the request runs
         first = tracker.stored.attention
         last = min(computed // self._plan.block_size, len(tracker.prefix.hashes))
         if last <= first:
@@ -198,13 +198,13 @@ class SavePlanner:
     def _states(
         self, tracker: RequestTracker, computed: int, offers: Iterable[Offer]
     ) -> list[tuple[int, tuple[int, ...]]]:
-        """Boundaries in tokens that vLLM hands off for every state group, and its blocks."""
+        """Return (boundary in tokens, blocks) where vLLM hands off all state groups."""
         by_boundary: dict[int, dict[int, int]] = {}
         for group, block, tokens in offers:
             boundary, rest = divmod(tokens, self._plan.block_size)
             inside = rest > 0 and self._plan.unit > 0
             if tokens in tracker.stored.states or boundary > len(tracker.prefix.hashes):
-                continue  # stored already, or of generated tokens, which nobody asked for
+                continue  # stored already, or of generated tokens without save_decode
             if inside and tokens > tracker.inner:
                 continue
             if is_barred(tracker.request, tokens, self._plan):
@@ -230,10 +230,10 @@ class SavePlanner:
         offered: Sequence[tuple[int, tuple[int, ...]]],
         block_state: "KVConnectorBlockState",
     ) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]:
-        """(boundary, attention blocks, state blocks) of boundaries inside a block.
+        """Return (boundary, attention blocks, state blocks) of boundaries inside a block.
 
-        The request's own page holds all tokens up to the boundary for as long as it runs; what
-        this step and later ones write lies behind it.
+        The request's own page holds all tokens up to the boundary for as long as it runs; this and
+        later steps write behind it.
         """
         if not offered:
             return ()
@@ -251,7 +251,7 @@ class SavePlanner:
         boundaries: Iterable[int],
         block_state: "KVConnectorBlockState",
     ) -> tuple[tuple[int, int, int], ...]:
-        """(group, block, block id) of the last pages before each boundary."""
+        """Return (group, block, block id) of the last pages before each boundary."""
         wanted = dict.fromkeys(
             (window.group, block)
             for boundary in boundaries
@@ -265,7 +265,7 @@ class SavePlanner:
         assert block_ids is not None
         tracker.stored.windows.update(wanted)
         pages = ((group, block, block_ids[group][block]) for group, block in wanted)
-        # vLLM may have given up a page that drafts have passed: then there is no hit here.
+        # vLLM may have freed a page that drafts have passed: then this boundary has no hit.
         return tuple(page for page in pages if page[2] != NULL_BLOCK)
 
     def _keep(
@@ -274,16 +274,16 @@ class SavePlanner:
         sealed: Iterable[int],
         attention: Sequence[tuple[int, tuple[Block, ...]]],
     ) -> tuple[int, ...]:
-        """Boundaries in tokens to evict last, when records that are stored now change that."""
+        """Return the boundaries in tokens to evict last; () if this save changes nothing."""
         size, checkpoints = self._plan.block_size, tracker.checkpoints
         new = [boundary for boundary in sealed if checkpoints.lasting(boundary)]
-        # Pages that a prompt's last step leaves behind its last state would outlive it.
+        # Pages that a prompt's last step stores behind its last state would outlive that state.
         first = attention[0][0] * size if attention else checkpoints.known
         behind = checkpoints.end in tracker.kept and checkpoints.end <= first < checkpoints.known
         if not new and not behind:
             return ()
         tracker.kept.update(new)
-        # Of boundaries in generated tokens the next turn needs the deepest only.
+        # In generated tokens the next turn needs only the deepest boundary.
         whole = {b for b in tracker.kept if b % size == 0}
         tracker.kept.difference_update(sorted(b for b in whole if b > checkpoints.last)[:-1])
         # One inside a block is needed until there is a deeper one, or where prompts part.
@@ -292,18 +292,18 @@ class SavePlanner:
         return tuple(sorted(tracker.kept))
 
     def drop_offers(self, reason: str, offers: int) -> None:
-        """Count states that vLLM handed off and nobody stores."""
+        """Count handed-off states that are not stored."""
         if offers:
             with self.ledger as counts:
                 counts.dropped_offers[reason] += offers
 
 
 class CachedBlocks:
-    """Says whether a block that vLLM hands off still holds the state of its boundary.
+    """Checks that a block that vLLM hands off still holds the state of its boundary.
 
     vLLM queues a hand-off when it hashes the block. With asynchronous scheduling, or with drafts
-    since 0.33, it does so when a step has ended; the next pass may free that block, and give it to
-    another request, before it passes the hand-off on. A block that is given away loses its hash.
+    since 0.33, that is at the end of a step; the next pass may free the block and give it to
+    another request before we get the hand-off. A reused block loses its hash.
 
     Used by the scheduler's thread only.
     """
@@ -317,7 +317,7 @@ class CachedBlocks:
         self._pool, self._hash_block_size = pool, hash_block_size
 
     def hold(self, request: "Request", offer: Offer) -> bool:
-        """Whether the offered block is known as the request's at the offered boundary."""
+        """Whether the offered block still has the request's hash at that boundary."""
         group, block_id, tokens = offer
         end = tokens // self._hash_block_size
         if self._pool is None or not 0 < end <= len(request.block_hashes):
@@ -328,7 +328,7 @@ class CachedBlocks:
 
 
 class FinalSaves:
-    """Waits for the next step, which may have no forward. Used by the scheduler's thread only.
+    """Saves of ended requests, for the next step. Used by the scheduler's thread only.
 
     vLLM keeps the blocks of these requests until every rank has reported them.
     """
@@ -338,21 +338,21 @@ class FinalSaves:
         self._ended: list[str] = []
 
     def add(self, save: SaveSpec) -> None:
-        """Save in the next step what an ended request leaves."""
+        """Queue an ended request's save."""
         self._saves.append(save)
         self._ended.append(save.request_id)
 
     def forget(self) -> None:
-        """Save none of it; the requests are reported all the same."""
+        """Drop all saves; the requests are still reported."""
         self._saves.clear()
 
     def remove(self, request_id: str) -> None:
-        """Save nothing of a request, and do not report it."""
+        """Drop a request's save, and do not report it."""
         self._saves = [save for save in self._saves if save.request_id != request_id]
         self._ended = [each for each in self._ended if each != request_id]
 
     def take(self) -> tuple[Sequence[SaveSpec], tuple[str, ...]]:
-        """Return the saves, and the requests to report when they are made. Forgets both."""
+        """Return and forget the saves, and the requests to report when they are done."""
         taken = self._saves, tuple(self._ended)
         self._saves, self._ended = [], []
         return taken

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scheduler side: which boundary a request starts from, and what its steps store."""
+"""Scheduler side of the connector: lookups, loads and saves of all requests."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -41,14 +41,14 @@ class HybridScheduler:
     """Tracks requests from lookup to completion. Called by vLLM's scheduler thread only.
 
     Attributes:
-        ledger: what is counted, for metrics.
+        ledger: counts, for metrics.
         events: as given.
-        blocks: vLLM's. Until they are known no state is stored.
+        blocks: vLLM's; no state is stored before :meth:`bind`.
         idle_steps: says when a step may wait for loads.
         drafter: the engine's; none by default.
-        prefills: whose prefixes others wait for.
-        store_watch: warns where nothing is stored or hit; to be told what the ranks count.
-        closed: nothing is looked up and stored, because a reset failed or is under way.
+        prefills: running prefills that others wait for.
+        store_watch: warns where nothing is stored or hit; the caller passes it the ranks' counts.
+        closed: a reset failed or is under way: nothing is looked up or stored.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class HybridScheduler:
             hash_block_size: tokens per entry of ``request.block_hashes``; divides N.
             queue: asks the ranks.
             policy: which hits are loaded; all by default.
-            events: told of what is stored and found; None where no events are published.
-            pins: says how many requests may wait with a hit; any number by default.
+            events: publishes what is stored and found; None to publish nothing.
+            pins: bounds what waiting requests pin; no bound by default.
             store_watch: warns where nothing is stored or hit; one of its own by default.
 
         Raises:
@@ -85,16 +85,16 @@ class HybridScheduler:
         self._queue = queue
         self._policy, self.events = policy or LoadPolicy(), events
         self._trackers: dict[str, RequestTracker] = {}
-        # Requests that may have blocks to store: all that a step looks at, beside those of which
-        # vLLM hands off states. One is added when vLLM asks for it, and when another waits for its
-        # prefix; it goes once it stores nothing, or after a step of its own that leaves nothing.
+        # Requests that may have blocks to store. A step looks only at these and at those with
+        # states handed off. A request enters when vLLM asks for it or another waits for its
+        # prefix, and leaves once it stores nothing, or after a step that leaves nothing to store.
         self._storing: dict[str, None] = {}
         self._loads: list[LoadSpec] = []
         self._unloadable: list[str] = []
         self._final = FinalSaves()
         # Loads under way, those of requests that have ended included.
         self._loading: set[str] = set()
-        # Of these, what ranks have said of their failures.
+        # Failures among these, as ranks reported them.
         self._failures = SlowLoads({})
         self._epoch = 0
         self.drafter = Drafter()
@@ -125,7 +125,7 @@ class HybridScheduler:
         return len(self._trackers)
 
     def bind(self, pool: "BlockPool") -> None:
-        """Take vLLM's blocks, before its first step."""
+        """Set vLLM's block pool, before its first step."""
         self.blocks = CachedBlocks(pool, self._hash_block_size)
 
     # Admission
@@ -133,13 +133,13 @@ class HybridScheduler:
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Say how many tokens past ``num_computed_tokens`` can be loaded.
+        """Return how many tokens past ``num_computed_tokens`` can be loaded.
 
         vLLM calls it again for as long as the request waits; the ranks are asked once.
 
         Returns:
-            (tokens, True) for an asynchronous load, (0, False) for none, and
-            (None, False) as long as the ranks have not answered.
+            (tokens, True) for an asynchronous load, (0, False) for none, and (None, False) while
+            the request must wait.
         """
         if request.request_id.startswith("mock_req") or self.closed:
             return 0, False
@@ -152,7 +152,7 @@ class HybridScheduler:
     def update_state_after_alloc(
         self, request: "Request", block_ids: tuple[list[int], ...], num_external_tokens: int
     ) -> None:
-        """Load into the blocks that vLLM has for the request, if it takes our tokens.
+        """Start the promised load into the blocks that vLLM has allocated, if any.
 
         Args:
             block_ids: of the request, per KV cache group.
@@ -190,7 +190,7 @@ class HybridScheduler:
                 self._planner.extend(tracker, blocks)
         else:
             if before is not None:
-                # The next part of a session has started over, see vllm_patch/sessions.py.
+                # A session's next part has started over, see vllm_patch/sessions.py.
                 self.request_finished(request)
             tracker = self._arrivals.track(request, before, self.drafter)
             self._trackers[request.request_id] = tracker
@@ -205,10 +205,10 @@ class HybridScheduler:
     # After an error
 
     def give_up(self, request_id: str, waits: bool = False) -> None:
-        """Neither load nor store anything of a request any more.
+        """Stop loading and storing a request.
 
         Args:
-            waits: vLLM has blocks for its load: it must hear that this failed.
+            waits: vLLM has blocks for its load, so report it as failed.
         """
         tracker = self._trackers.get(request_id)
         if waits:
@@ -224,16 +224,16 @@ class HybridScheduler:
             self._admission.admit(tracker)
 
     def leave_tail(self, request_id: str) -> None:
-        """Store nothing of a request that has ended: vLLM frees its blocks."""
+        """Drop the final save of an ended request: vLLM frees its blocks."""
         self._final.remove(request_id)
 
     # Reset
 
     def begin_reset(self) -> int:
-        """Forget what was promised and stored before. Until :meth:`end_reset` nothing is looked up.
+        """Forget all promises and records. Nothing is looked up until :meth:`end_reset`.
 
-        Requests that have computed or loaded something go on without the store: their
-        blocks may be of weights that were replaced. The others start anew.
+        Requests that have computed or loaded something go on without the store: their blocks may
+        be of replaced weights. The others start over.
 
         Returns:
             The number of the new epoch.
@@ -259,7 +259,7 @@ class HybridScheduler:
         return self._epoch
 
     def end_reset(self, done: bool) -> None:
-        """Serve again, if every rank was reset; else serve nothing until a reset succeeds."""
+        """Serve again if every rank was reset; else serve nothing until a reset succeeds."""
         self.closed = not done
         if not done:
             logger.error(
@@ -286,7 +286,7 @@ class HybridScheduler:
         return self.send(output, saves)
 
     def send(self, output: "SchedulerOutput", saves: list[SaveSpec]) -> ConnectorMetadata:
-        """Return ``saves`` and whatever else waits to be sent to the workers."""
+        """Return ``saves`` and all other work queued for the workers."""
         dropped = tuple(self._admission.take_dropped())
         final, ended = self._final.take()
         saves = [*saves, *final]
@@ -309,7 +309,7 @@ class HybridScheduler:
     def _saves(
         self, scheduled: dict[str, int], block_state: KVConnectorBlockState
     ) -> Iterator[SaveSpec]:
-        """What each scheduled request stores of this step."""
+        """Plan the saves of each scheduled request."""
         offers = block_state.boundary_state_offloads
         for request_id in dict.fromkeys((*self._storing, *offers)):
             tracker, offered = self._trackers.get(request_id), offers.get(request_id, ())
@@ -327,13 +327,13 @@ class HybridScheduler:
                 continue
             if save is not None:
                 yield save
-            if tracker.unsaved:  # also where a hand-off says that there is more to store
+            if tracker.unsaved:  # a handed-off state may add blocks to store
                 self._storing[request_id] = None
             else:
                 self._storing.pop(request_id, None)
 
     def _drop_offers(self, tracker: RequestTracker | None, offers: Sequence[Offer]) -> None:
-        """Count states of a request that does not run, unless it never saves any."""
+        """Count handed-off states of a request that does not run, unless it saves none."""
         if tracker is None or tracker.saving:
             self._planner.drop_offers("not_running", len(offers))
 
@@ -344,7 +344,7 @@ class HybridScheduler:
         offered: Sequence[Offer],
         block_state: KVConnectorBlockState,
     ) -> SaveSpec | None:
-        """What one request stores of a step that computes ``scheduled`` of its tokens."""
+        """Plan the save of a request for a step that computes ``scheduled`` of its tokens."""
         if tracker.background is not None:
             result = tracker.background.poll()
             if result is not None:
@@ -361,7 +361,7 @@ class HybridScheduler:
     # Completions
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
-        """Take note of loads that ended on all ranks, and of those that failed on one."""
+        """Take the loads that ended on all ranks, and those that failed on any."""
         if self.events is not None:
             self.events.receive(output.kv_cache_events)
         self._failures, slow = self._failures.after(output, self._loading)
@@ -384,7 +384,7 @@ class HybridScheduler:
                 counts.loads_in_flight = len(self._loading)
 
     def end_loads(self, output: "KVConnectorOutput") -> None:
-        """The least that :meth:`update_connector_output` must do: no load is under way for ever."""
+        """End loads after :meth:`update_connector_output` failed, so that none lasts for ever."""
         for request_id in output.finished_recving or ():
             tracker = self._trackers.get(request_id)
             if tracker is not None and isinstance(tracker.phase, Loading):
@@ -407,8 +407,8 @@ class HybridScheduler:
         """
         tracker = self._trackers.get(request.request_id)
         if not self._options.alone:
-            # MultiConnector does not count it beside another's save: the first of the two that
-            # ends frees the blocks, and the second ends the engine.
+            # MultiConnector does not count saves of two connectors: the first that ends frees the
+            # blocks, and the second crashes the engine.
             self._planner.drop_offers("beside_others", len(offers))
             return False
         if tracker is None or not tracker.saving or tracker.background is not None:
@@ -428,7 +428,7 @@ class HybridScheduler:
         self._storing.pop(request.request_id, None)
         self.prefills.forget(request.request_id)
         if tracker is not None:
-            # The worker's load holds the claim itself and drops it when it ends.
+            # The worker's load owns its claim and releases it at its end.
             if not isinstance(tracker.phase, Loading):
                 self._admission.withdraw(tracker)
             tracker.cancel_background()
@@ -436,7 +436,7 @@ class HybridScheduler:
         if not self._trackers:
             self._admission.begin(idle=self.idle_steps.alone)
         if tracker is not None:
-            # Last: it only tells, and what fails there keeps no claim.
+            # Last: it only warns, and an error in it must leave no claim behind.
             self.store_watch.ended(tracker)
 
     def check_integrity(self) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lets a request wait for a prefix that another one is computing.
 
-Prompts with one long prefix that arrive together would each compute it. Where one of them is still
-far from the last boundary that both have, it ends a step there, and the other one starts from the
-state that this leaves, in vLLM's own cache or in the store.
+Prompts with one long prefix that arrive together would each compute it. Instead, one of them (the
+leader) ends a step at their last common boundary, and the other waits and starts from the state
+there, in vLLM's own cache or in the store.
 """
 
 import math
@@ -19,25 +19,25 @@ from lmcache_hybrid.scheduler.tracker import RequestTracker
 if TYPE_CHECKING:
     from vllm.config import SchedulerConfig
 
-# Passes for which a request waits at most while the other one does not move, and once it has
-# reached the boundary: vLLM knows the state there a step later, with steps in flight two.
+# Max passes that a request waits while the leader does not move, and after it has reached the
+# boundary: vLLM knows the state one step later, two with steps in flight.
 STILL, LATE = 16, 4
-# Requests that wait at most: in each pass vLLM looks for each of them in its own cache.
+# Max waiting requests: in each pass vLLM looks up each of them in its own cache.
 WAITERS = 16
-# How often one request waits at most for another that ends, or is preempted, before the boundary.
+# Max waits of one request for leaders that end, or are preempted, before the boundary.
 TRIES = 3
 
 
 @dataclass
 class Wait:
-    """A request waits for another one.
+    """A request that waits for another one.
 
     Attributes:
         leader: computes the prefix.
         boundary: in tokens, where the request is to start.
-        start: from where it would start now.
-        at: tokens that the leader had computed when it was last looked at.
-        still: passes since it moved.
+        start: in tokens, where it would start without waiting.
+        at: tokens that the leader had computed at the last look.
+        still: passes since the leader moved.
         late: passes since it reached the boundary.
         reached: the request can start at the boundary.
         over: the leader has started over and ends no step there.
@@ -54,13 +54,13 @@ class Wait:
 
 
 class SharedPrefills:
-    """Prompts that are being computed, and who waits for them.
+    """Tracks running prefills and the requests that wait for them.
 
-    Used by the scheduler's thread only. A step looks at all that compute a prompt, a pass at each
-    request that waits.
+    Used by the scheduler's thread only. A step costs one look per running prefill, a pass one per
+    waiting request.
 
     Attributes:
-        step_tokens: of one request in one step at most; inf, as at first, lets none wait.
+        step_tokens: max tokens of one request in a step; inf, the default, lets none wait.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class SharedPrefills:
         """
         self.step_tokens = math.inf
         self._size, self._ledger, self._meet = block_size, ledger, meet
-        # By the hash of their first block, then by request.
+        # By hash of the first block, then by request.
         self._leaders: dict[bytes, dict[str, RequestTracker]] = {}
         self._waits: dict[str, Wait] = {}
-        # By request: how many leaders had begun when it last looked for one, and its tries left.
+        # By request: value of _begun at its last search for a leader, and its tries left.
         self._looked: dict[str, tuple[int, int]] = {}
         self._begun = 0
 
     def end_wait(self, tracker: RequestTracker) -> None:
-        """A request has blocks: it waits no longer."""
+        """End a request's wait: it has blocks."""
         wait = self._waits.get(tracker.request.request_id)
         if wait is not None and wait.reached:
             with self._ledger as counts:
@@ -93,13 +93,13 @@ class SharedPrefills:
         self.forget(tracker.request.request_id)
 
     def begin(self, tracker: RequestTracker) -> None:
-        """A request computes its prompt from here on."""
+        """Add a request that starts to compute its prompt."""
         for wait in self._waits.values():
             if wait.leader is tracker:
                 wait.over = True
         checkpoints, hashes = tracker.checkpoints, tracker.prefix.hashes
         drafter = checkpoints.drafter
-        # Beside such drafters vLLM's own hits end elsewhere than steps.
+        # With such drafters vLLM's own hits end elsewhere than its steps.
         if not checkpoints.offered or drafter.drops_block or drafter.runway:
             return
         if hashes and tracker.saving and self.step_tokens < checkpoints.known:
@@ -107,31 +107,31 @@ class SharedPrefills:
             self._begun += 1
 
     def step(self) -> None:
-        """Forget those that have computed their prompt or do not run."""
+        """Drop leaders that have computed their prompt or do not run."""
         for first, leaders in [*self._leaders.items()]:
             for request_id, leader in [*leaders.items()]:
                 computed = leader.request.num_computed_tokens
-                # Waits that end there still look at it.
+                # Requests that wait for it keep their own reference.
                 if computed >= leader.checkpoints.known or not _runs(leader):
                     del leaders[request_id]
             if not leaders:
                 del self._leaders[first]
 
     def forget(self, request_id: str) -> None:
-        """A request has ended."""
+        """Drop a request's wait."""
         self._waits.pop(request_id, None)
         self._looked.pop(request_id, None)
 
     def clear(self) -> None:
-        """What is computed now is nobody's to start from."""
+        """Drop all leaders and waits, after a reset."""
         self._leaders.clear()
         self._waits.clear()
 
     def wait(self, tracker: RequestTracker, start: int) -> bool | None:
-        """Whether a request that could start at token ``start`` now waits for another one.
+        """Whether a request that could start at token ``start`` must wait for another one.
 
         Returns:
-            None where it has waited in vain: the store may have more of it by now.
+            None where it has waited in vain: look it up again, the store may have more by now.
         """
         request_id = tracker.request.request_id
         wait = self._waits.get(request_id)
@@ -140,7 +140,7 @@ class SharedPrefills:
         leader, computed = wait.leader, wait.leader.request.num_computed_tokens
         wait.reached = start >= wait.boundary
         if wait.reached:
-            if leader.saving and leader.prefix.tags == tracker.prefix.tags:  # it has stored it
+            if leader.saving and leader.prefix.tags == tracker.prefix.tags:  # it stores the prefix
                 blocks = wait.boundary // self._size
                 tracker.stored.attention = max(tracker.stored.attention, blocks)
             return False
@@ -157,7 +157,7 @@ class SharedPrefills:
         return True
 
     def _find(self, tracker: RequestTracker, start: int) -> bool:
-        """Choose whom to wait for, if anybody."""
+        """Choose a leader to wait for; False for none."""
         request_id, hashes = tracker.request.request_id, tracker.prefix.hashes
         leaders = self._leaders.get(hashes[0]) if hashes else None
         if not leaders or len(self._waits) >= WAITERS:
@@ -168,12 +168,12 @@ class SharedPrefills:
         best: Wait | None = None
         for leader in leaders.values():
             boundary, computed = self._meeting(leader, tracker), leader.request.num_computed_tokens
-            # Computing less than half a step is quicker than a step more.
+            # Computing less than half a step is faster than waiting for one more step.
             if boundary - start <= self.step_tokens / 2 or not start <= computed < boundary:
                 continue
             if not (_runs(leader) and leader.saving):
                 continue
-            # Where the leader's next step ends may be settled already.
+            # The end of the leader's next step may already be fixed.
             if boundary - computed <= self.step_tokens and not leader.checkpoints.ends_at(boundary):
                 continue
             if best is None or boundary > best.boundary:
@@ -186,7 +186,7 @@ class SharedPrefills:
         return True
 
     def _meeting(self, leader: RequestTracker, follower: RequestTracker) -> int:
-        """The deepest boundary, in tokens, that both have and from which both may start."""
+        """Return the deepest common boundary, in tokens, from which both may start."""
         one, other = leader.prefix.hashes, follower.prefix.hashes
         last = min(leader.checkpoints.last, follower.checkpoints.last) // self._size
         low, high = 0, min(len(one), len(other), last)
@@ -199,7 +199,7 @@ class SharedPrefills:
         boundary = low * self._size
         while boundary and any(each.checkpoints.is_barred(boundary) for each in (leader, follower)):
             boundary -= self._size
-        # Each further one may cost the leader a step.
+        # Reuse a meeting nearby: each further one may cost the leader a step.
         near = [m for m in leader.checkpoints.meetings if 0 <= boundary - m <= self.step_tokens / 2]
         near = [meeting for meeting in near if not follower.checkpoints.is_barred(meeting)]
         return max(near, default=boundary)
@@ -216,8 +216,8 @@ def _runs(leader: RequestTracker) -> bool:
 
 
 def step_tokens_of(config: "SchedulerConfig") -> float:
-    """Tokens of one request in one step at most."""
+    """Return the max tokens of one request in one step."""
     most = config.max_num_scheduled_tokens or config.max_num_batched_tokens
-    # An adaptive threshold rises up to that.
+    # An adaptive threshold can rise up to ``most``.
     fixed = not config.long_prefill_token_threshold_adaptive and config.long_prefill_token_threshold
     return min(most, fixed or math.inf)

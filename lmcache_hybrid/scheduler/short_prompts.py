@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what hits at boundaries leave out, and says once where a finer unit would help most."""
+"""Counts tokens past the last boundary, and advises once to set a finer unit if it would help."""
 
 from typing import TYPE_CHECKING
 
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.lmcache_hybrid.scheduler.short_prompts")
 
-# Requests per look at their lengths.
+# Requests between two checks.
 REQUESTS = 100
 
 
 class ShortPromptAdvice:
-    """Looks at the length of each prompt that may be cached. Used by the scheduler's thread only.
+    """Checks the length of each cacheable prompt. Used by the scheduler's thread only.
 
     Attributes:
-        ledger: where the tokens past each prompt's last boundary are counted.
+        ledger: counts the tokens past each prompt's last boundary.
     """
 
     def __init__(self, plan: GroupPlan, ledger: Ledger[SchedulerCounts]) -> None:
         self._size, self._unit = plan.block_size, plan.unit or plan.block_size
-        # A unit that has no effect is no advice, see GroupPlan.with_unit.
+        # Advise only where a unit has an effect, see GroupPlan.with_unit.
         helps = plan.with_unit(1).unit and not plan.unit
         self._advice = suggested_unit(plan.block_size) if helps else 0
         self.ledger = ledger
         self._requests = self._short = 0
 
     def add(self, request: "Request") -> None:
-        """Count what no later request with this prompt can hit."""
+        """Count the tokens that no later request with this prompt can hit."""
         tokens = request.num_prompt_tokens - 1  # the last token is always computed
         with self.ledger as counts:
             counts.granularity_tokens += tokens % self._unit

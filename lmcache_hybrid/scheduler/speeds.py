@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long this engine takes to compute tokens and to load bytes, as it has measured."""
+"""Measured times of this engine to compute tokens and to load bytes."""
 
 from collections.abc import Iterable, Mapping
 
-# How much a measurement still counts after the next one.
+# Weight of a measurement after the next one.
 KEEP_COMPUTED, KEEP_LOADED = 0.9, 0.7
 # Sizes below which fixed costs are most of the time.
 SMALL_TOKENS, SMALL_BYTES = 256, 1 << 20
 
 
 class Line:
-    """seconds = a * x + b * y with a, b >= 0, by least squares relative to a size."""
+    """Fits seconds = a * x + b * y with a, b >= 0, by least squares relative to a size."""
 
     def __init__(self, keep: float) -> None:
         self._keep = keep
         self._xx = self._xy = self._yy = self._xs = self._ys = 0.0
 
     def add(self, x: float, y: float, seconds: float, size: float) -> None:
-        """Take a measurement; ``x`` must be above 0."""
+        """Add a measurement; ``x`` must be above 0."""
         x, y, seconds = x / size, y / size, seconds / size
         self._xx = self._keep * self._xx + x * x
         self._xy = self._keep * self._xy + x * y
@@ -26,11 +26,11 @@ class Line:
         self._ys = self._keep * self._ys + y * seconds
 
     def at(self, x: float, y: float) -> float | None:
-        """Seconds for ``x`` and ``y``; None before the first measurement."""
+        """Estimate the seconds for ``x`` and ``y``; None before the first measurement."""
         if not self._xx:
             return None
         determinant = self._xx * self._yy - self._xy * self._xy
-        # Where all measurements had one size they say nothing of ``y``.
+        # Measurements of one size cannot tell ``a`` from ``b``.
         if determinant > 1e-3 * self._xx * self._yy:
             a = (self._xs * self._yy - self._ys * self._xy) / determinant
             b = (self._ys * self._xx - self._xs * self._xy) / determinant
@@ -49,17 +49,17 @@ class Speeds:
         self._tiers: dict[str, Line] = {}
 
     def computed(self, start: int, end: int, seconds: float) -> None:
-        """A request's tokens [start, end) took ``seconds``, with all that ran beside them."""
+        """Add a prefill of tokens [start, end), ``seconds`` with all that ran beside it."""
         tokens = end - start
         self._compute.add(tokens, tokens * (start + end) / 2, seconds, SMALL_TOKENS + tokens)
 
     def compute_seconds(self, start: int, end: int) -> float | None:
-        """Estimate for tokens [start, end); None where none were computed yet."""
+        """Estimate for tokens [start, end); None before the first prefill."""
         tokens = end - start
         return self._compute.at(tokens, tokens * (start + end) / 2)
 
     def loaded(self, loads: Iterable[Mapping[str, int]], seconds: float) -> None:
-        """Loads, bytes by backend, took ``seconds`` together. Split as it was expected."""
+        """Add loads (bytes by backend) that took ``seconds`` together, split as expected."""
         count, sizes = 0, dict[str, int]()
         for load in loads:
             count += 1
@@ -76,12 +76,12 @@ class Speeds:
         return self._expected(load) if load.keys() <= self._tiers.keys() else None
 
     def forget(self, tiers: Iterable[str]) -> None:
-        """Drop what was measured of these backends."""
+        """Drop the measurements of these backends."""
         for tier in tiers:
             self._tiers.pop(tier, None)
 
     def _expected(self, load: Mapping[str, int]) -> float:
-        """The same, with 1 GB/s where nothing is known."""
+        """Estimate as :meth:`load_seconds`, with 1 GB/s for unmeasured backends."""
         seconds = 1e-9
         for tier, size in load.items():
             known = self._tiers[tier].at(size, 1) if tier in self._tiers else None

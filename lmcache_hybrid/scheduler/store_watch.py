@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warns where nothing is stored of many prompts, or nothing hits, and names what stops them."""
+"""Warns where many prompts are not stored, or many lookups miss, and names the reasons."""
 
 import time
 from collections import Counter
@@ -16,28 +16,28 @@ from lmcache_hybrid.scheduler.tracker import RequestTracker
 
 logger = init_logger("vllm.lmcache_hybrid.scheduler.store_watch")
 
-# Prompts of which nothing was stored, and lookups without a hit, before a warning.
+# Prompts not stored, and lookups without a hit, before a warning.
 PROMPTS, LOOKUPS = 50, 200
-# Fewer prompts are enough over so many seconds.
+# This many prompts are enough after this many seconds.
 FEW_PROMPTS, LONG_SECONDS = 10, 600.0
-# What the last prompts stored is reported a few steps after they end.
+# Ranks report saves a few steps after a prompt has ended.
 SETTLE_SECONDS = 10.0
 REPEAT_SECONDS = 3600.0
-# Prompts or lookups from one look at the clock to the next, which costs more than counting.
+# Prompts or lookups between two looks at the clock, which costs more than counting.
 LOOK = 5
 SEE = "See docs/troubleshooting.md, 'No hits at all'."
 
 
 @dataclass
 class Spell:
-    """A time in which something did not happen.
+    """A spell without saves, or without hits.
 
     Attributes:
         count: prompts or lookups in it.
         since: clock at its first look, when ``count`` was LOOK.
-        why: what stopped them, how often.
-        said: whether there was a warning of it.
-        silent_until: clock before which there is none, of this or a later spell.
+        why: reasons, with their counts.
+        said: whether it was warned of.
+        silent_until: clock before which there is no warning, of this or a later spell.
     """
 
     count: int = 0
@@ -47,7 +47,7 @@ class Spell:
     silent_until: float = 0.0
 
     def add(self, why: str | None) -> bool:
-        """Count one more, and what stopped it where that is known. Returns whether to look."""
+        """Count one more, with its reason if known. Returns whether to look at the clock."""
         self.count += 1
         if why is not None:
             self.why[why] += 1
@@ -55,13 +55,13 @@ class Spell:
 
 
 class StoreWatch:
-    """Looks at prompts as they are answered and end. Used by the scheduler's thread only.
+    """Watches lookups and ended prompts. Used by the scheduler's thread only.
 
-    A prompt counts when it ends, because only then all of it was to be stored.
+    A prompt counts when it ends, because only then all of it should be stored.
 
     Attributes:
-        in_ram: whether LMCache keeps records in RAM, too, so that those are stored whose write to
-            another backend fails.
+        in_ram: whether LMCache also keeps records in RAM: then a record counts as stored even if
+            its write to another backend fails.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class StoreWatch:
         self.in_ram = True
 
     def answered(self, tracker: RequestTracker, asked: LookupRequest, result: LookupResult) -> None:
-        """The ranks have said what they have of a prompt."""
+        """Take a prompt's lookup result."""
         if result.boundary or result.tail:
             tracker.found = self._holds = True
             if self._missed.count:
@@ -89,7 +89,7 @@ class StoreWatch:
         elif not result.available:
             why = "silent"
             self._unstored.why[why] += 1
-        # What vLLM's own cache holds, or a prompt of one block, can be no hit.
+        # Count only prompts with a boundary to hit and without local blocks.
         could_hit = not asked.floor and (asked.limit or asked.limit_tail)
         is_first = not (tracker.logged or tracker.request.skip_reading_prefix_cache)
         spell = self._missed
@@ -102,11 +102,11 @@ class StoreWatch:
             )
 
     def ended(self, tracker: RequestTracker) -> None:
-        """A request has ended."""
+        """Take a request that has ended."""
         request = tracker.request
         if tracker.found or request.num_computed_tokens < request.num_prompt_tokens:
             return
-        # Who may not be stored is worth a word only where nothing ever was.
+        # Requests that may not be stored matter only as long as nothing was stored.
         if not self._options.save or self._holds and tracker.unstored:
             return
         spell = self._unstored
@@ -115,7 +115,7 @@ class StoreWatch:
             self._warn(f"LMCache has stored nothing of the last {spell.count} prompts", spell)
 
     def reported(self, counts: Mapping[str, Any]) -> None:
-        """The ranks have counted something.
+        """Take the ranks' counts.
 
         Args:
             counts: see :meth:`lmcache_hybrid.core.counts.Ledger.report`.
@@ -131,7 +131,7 @@ class StoreWatch:
             self._unstored.why[f"write {backend}"] += times
 
     def forget(self) -> None:
-        """The store was cleared."""
+        """Start over: the store was cleared."""
         self._holds = False
         self._unstored, self._missed = Spell(), Spell()
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tracks one request from its first lookup to its end.
 
-Its :data:`Phase` says what the ranks were asked and what they promised::
+Its :data:`Phase` is that of its lookup and load::
 
     NotAsked --ask--> Asked --offer--> Offered --load--> Loading --end_load--> NotAsked
         ^                                 |
         '-------------admit---------------'
 
-:meth:`RequestTracker.withdraw` takes a promise back: what was asked is cancelled, what was
-offered is no longer.
+:meth:`RequestTracker.withdraw` takes a promise back: it cancels a pending lookup and drops an
+offer.
 """
 
 import math
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NotAsked:
-    """Not looked up yet, or running: the next admission asks the ranks."""
+    """Not looked up yet, or running: the next admission looks it up."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Waits for the ranks. Each of them may hold a claim already."""
+    """Its lookup is pending. Each rank may already hold a claim."""
 
     lookup: PendingLookup
 
@@ -74,7 +74,7 @@ Phase = NotAsked | Asked | Offered | Loading
 
 @dataclass
 class Stored:
-    """What of a request is in the store, or sent to be saved. What ranks say counts more.
+    """Parts of a request that need not be saved again; a lookup result overrides it.
 
     Attributes:
         attention: leading blocks whose attention pages are stored.
@@ -88,7 +88,7 @@ class Stored:
     windows: set[tuple[int, int]] = field(default_factory=set)
 
     def forget(self, attention: int = 0) -> None:
-        """Store everything anew but the first ``attention`` blocks of attention pages."""
+        """Save everything again but the first ``attention`` blocks of attention pages."""
         self.attention = attention
         self.states.clear()
         self.windows.clear()
@@ -99,10 +99,10 @@ class RequestTracker:
     """One request. Used by the scheduler's thread only.
 
     Attributes:
-        prompt_tokens: of the prompt that is tracked; a session's grows with each part.
+        prompt_tokens: length of the prompt; a session's grows with each part.
         prefix: the prompt's whole blocks, and those of generated tokens as far as they
             are stored; empty where nothing may be cached.
-        inner: tokens of the prompt up to its last boundary inside a block; 0 where none counts.
+        inner: tokens of the prompt up to its last boundary of U tokens; 0 without such.
         tags: the user's; None where nothing may be cached.
         skip_save: whether the user asked that nothing is stored.
         unstored: why nothing of it is stored, as counters name it; None if it is.
@@ -110,17 +110,16 @@ class RequestTracker:
         save: whether this request's blocks are stored.
         checkpoints: where its steps end so that a state can be stored.
         phase: of its lookup and load.
-        load_seconds: after which a load of what was offered is given up; None until it was judged.
+        load_seconds: max time of a load of the offer; None until the policy has judged it.
         background: lookup of what is stored already; admission does not wait for it.
-        stored: what need not be stored again.
+        stored: what need not be saved again.
         kept: boundaries in tokens that later requests are likeliest to need.
-        seal: the next boundary in tokens that a step reaches without vLLM saying so: of known
-            tokens, and without state groups any.
-        chunks: whether steps of its prefill are still to come whose ends are stored.
+        seal: the next boundary in tokens to store without a hand-off from vLLM: one in known
+            tokens, or without state groups any. 0 for none.
+        chunks: whether further steps of its prefill end where a state is stored.
         logged: whether its first lookup has been logged.
-        delayed: whether a lookup of it had to wait for those of others.
-        may_load: False once a load failed, or a reset came after its first step: what the
-            store promises is no longer taken.
+        delayed: whether its lookup had to wait until others pinned less.
+        may_load: False once a load failed, or a reset came after its first step.
     """
 
     request: "Request"
@@ -169,12 +168,12 @@ class RequestTracker:
         self.phase = Offered(result, floor, self.claim)
 
     def promise(self, tokens: int) -> None:
-        """vLLM is told to load ``tokens`` of what was offered."""
+        """Promise vLLM ``tokens`` of the offer."""
         assert isinstance(self.phase, Offered) and 0 < tokens
         self.phase = replace(self.phase, tokens=tokens)
 
     def load(self, tokens: int, block_size: int, now: float) -> LookupResult:
-        """vLLM has blocks for what was promised.
+        """Start the promised load, for which vLLM has blocks.
 
         Args:
             now: ``time.monotonic``, from which on the load may take ``load_seconds``.
@@ -194,24 +193,24 @@ class RequestTracker:
         return offered.result
 
     def fail_load(self, slow: bool) -> None:
-        """A rank could not load what was promised: nothing is loaded for it any more.
+        """Load nothing for the request any more: its load failed on a rank.
 
         Args:
-            slow: the store has it, and was too slow; else all of it is stored anew.
+            slow: the store was only too slow; else all of it is saved again.
         """
         self.may_load = False
         if not slow:
             self.stored.forget()
 
     def end_load(self) -> None:
-        """The load ended on all ranks, well or not."""
+        """End a load that all ranks have reported, failed or not."""
         assert isinstance(self.phase, Loading)
         if self.may_load:
             self.stored.states.add(self.phase.boundary)
         self.phase = NotAsked()
 
     def withdraw(self) -> int:
-        """Offer nothing; a late answer is dropped.
+        """Cancel the pending lookup or drop the offer; a late answer is dropped.
 
         Returns:
             Number of the lookup whose claims the ranks must drop, 0 for none.
@@ -228,18 +227,18 @@ class RequestTracker:
         return claim
 
     def admit(self) -> int:
-        """vLLM has blocks and loads nothing. Returns as :meth:`withdraw` does."""
+        """Start without a load; vLLM has blocks. Returns as :meth:`withdraw` does."""
         claim = self.withdraw()
         self.phase = NotAsked()
         return claim
 
     def leave_store(self) -> None:
-        """Neither load nor store anything of it any more."""
+        """Stop loading and storing it."""
         self.may_load = self.save = False
         self.cancel_background()
 
     def cancel_background(self) -> None:
-        """Do not wait for the lookup of what is stored already."""
+        """Cancel the lookup of what is stored already."""
         if self.background is not None:
             self.background.cancel()
             self.background = None
@@ -247,7 +246,7 @@ class RequestTracker:
     # Keys
 
     def take_answer(self, result: LookupResult) -> bool:
-        """Note what the ranks have of its blocks.
+        """Take a lookup result.
 
         Returns:
             Whether the prefix's keys are known.
@@ -259,7 +258,7 @@ class RequestTracker:
         return known
 
     def identify(self, adapter: Adapter | None) -> bool:
-        """Take what the ranks compute the adapter with; cache nothing where they do not know.
+        """Take the adapter's content from the ranks; cache nothing where they do not know it.
 
         Returns:
             Whether the prefix's keys are known.
@@ -279,7 +278,7 @@ class RequestTracker:
 
     @property
     def unsaved(self) -> bool:
-        """Whether it has blocks to store, or may hear that it has."""
+        """Whether it has blocks to save, or a pending lookup may show that it has."""
         if not self.save:
             return False
         waits = self.background is not None or self.seal > 0 or self.chunks

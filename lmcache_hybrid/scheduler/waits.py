@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long one scheduling pass waits for lookups, all its requests together; when a step waits."""
+"""Bounds how long a scheduling pass waits for lookups, and tells when a step may wait for loads."""
 
 import math
 import time
@@ -11,25 +11,23 @@ from lmcache_hybrid.scheduler.lookup_queue import PendingLookup
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
 
-# Max seconds where no other request can run: spinning through empty steps would take the
-# processor from the lookup.
+# Max seconds where no other request can run: empty steps would take the CPU from the lookup.
 IDLE_SECONDS = 0.005
-# Max share of a step beside requests that run, for lookups that were just sent, and its bounds
-# in seconds. A store on this machine answers within it, and the request does not wait for the
-# next pass, a whole step later.
+# Max share of a step to wait for lookups just sent while others run, and its bounds in seconds.
+# A store on this machine answers within it, which saves the request one whole step.
 BUSY_SHARE = 0.05
 BUSY_SECONDS = 0.001, 0.01
 
 
 class LookupWait:
-    """What is left of a pass's time. Used by the scheduler's thread only."""
+    """The time that a pass may still wait. Used by the scheduler's thread only."""
 
     def __init__(self) -> None:
         self._began = -math.inf
         self.begin(idle=True)
 
     def begin(self, idle: bool) -> None:
-        """A new pass begins.
+        """Begin a scheduling pass.
 
         Args:
             idle: whether no other request can run.
@@ -43,10 +41,10 @@ class LookupWait:
         """Wait for a lookup, as long as this pass may.
 
         Returns:
-            Its result, None for none yet.
+            Its result; None while pending.
         """
         began = time.monotonic()
-        # One of an earlier pass belongs to a store that is slow, and each pass would wait anew.
+        # A lookup from an earlier pass shows a slow store; each pass would wait again.
         waits = self._idle or lookup.sent >= self._began
         result = lookup.poll(max(0.0, self._left) if waits else 0.0)
         self._left -= time.monotonic() - began
@@ -54,26 +52,26 @@ class LookupWait:
 
 
 class IdleSteps:
-    """Tells when nothing is computed anywhere, so that a step may wait for loads.
+    """Tells when nothing is computed, so that a step may wait for loads.
 
     Used by the scheduler's thread only.
 
     Attributes:
-        waits: whether the last step may wait. One of those in flight does, so that a request
-            which comes meanwhile is held up once.
+        waits: whether the last step may wait. Only one of those in flight may, so that a new
+            request is delayed once.
     """
 
     def __init__(self, batches: float = 1) -> None:
         """
         Args:
-            batches: steps in flight at most; inf where other engines compute in step with this
-                one, whose step must not be held up.
+            batches: max steps in flight; inf where other engines run in lockstep with this one
+                and must not be delayed.
         """
         self._batches, self._count, self.waits = batches, 0, False
 
     @classmethod
     def of(cls, parallel: "ParallelConfig") -> "IdleSteps":
-        """Those of an engine."""
+        """Make those of an engine."""
         if parallel.data_parallel_size > 1:
             return cls(math.inf)
         # The ranks of one stage take one step after the other. With asynchronous scheduling a
@@ -83,7 +81,7 @@ class IdleSteps:
 
     @property
     def alone(self) -> bool:
-        """Whether no other engine computes in step with this one."""
+        """Whether no other engine runs in lockstep with this one."""
         return self._batches < math.inf
 
     def add(self, empty: bool) -> bool:

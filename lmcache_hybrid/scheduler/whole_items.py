@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bars boundaries inside media whose tokens attend to each other in both directions.
 
-Such an item, as an image of Gemma 3, must be computed in one step. vLLM ends no step inside one
-if the step begins before it (``Scheduler._try_schedule_encoder_inputs``). It may split what is
-left of an item, and one that begins right at the start of a step: so a request must start at
-neither.
+Such an item (an image of Gemma 3) must be computed in one step. vLLM ends no step inside an item
+that begins after the step's start (``Scheduler._try_schedule_encoder_inputs``). It may split one
+that begins at the start or before it, so a request must not start at or inside an item.
 """
 
 from typing import TYPE_CHECKING
@@ -24,7 +23,7 @@ def is_barred(request: "Request", tokens: int, plan: GroupPlan) -> bool:
 
 
 def barred(request: "Request", plan: GroupPlan) -> tuple[int, ...]:
-    """All boundaries, in tokens, that the request must not start from."""
+    """List the boundaries, in tokens, that the request must not start from."""
     if not plan.whole_items:
         return ()
     step = plan.unit or plan.block_size

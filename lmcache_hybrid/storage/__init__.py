@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records in LMCache's storage backends, and lookups in them."""
+"""Stores records in LMCache's storage backends, and looks them up there."""

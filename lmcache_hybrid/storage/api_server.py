@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which endpoints of LMCache's internal API server work with a hybrid model.
+"""Refuses endpoints of LMCache's internal API server that do not work with a hybrid model.
 
-The others answer 501 and say why. LMCache's own would answer "success" and change nothing, or put
-a backend of LMCache's, which has not one of the records, in the place of one of this package's.
+They answer 501 and say why. LMCache's own would answer "success" and change nothing, or replace
+this package's backend with one of LMCache's, without any records.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ _UNKNOWN = "nobody has checked what it does to records; restart the engine inste
 
 
 def guard(server: Any, manager: "LMCacheManager") -> None:
-    """Have a server refuse what does not work. Call before it starts.
+    """Make a server refuse what does not work. Call before it starts.
 
     Args:
         server: LMCache's InternalAPIServer.
@@ -62,7 +62,7 @@ def guard(server: Any, manager: "LMCacheManager") -> None:
 
 
 def _why_not(request: Request, engine: "LMCacheEngine | None") -> str | None:
-    """Why a request is refused, and the fix; None where it is not."""
+    """Return why a request is refused, and the fix; None to let it pass."""
     call = request.method, request.url.path
     if request.method in READS or call in _WORK:
         return None

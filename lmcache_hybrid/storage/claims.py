@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claims of records in the tiers of a rank."""
+"""Claims on records in the tiers of a rank."""
 
 import threading
 import time
@@ -13,11 +13,11 @@ from lmcache_hybrid.storage.tiers.base import StorageTier, Unpin
 
 
 class LMCacheClaim:
-    """Records that no tier here evicts until :meth:`release`, which the owner calls.
+    """Records that no indexed tier evicts until :meth:`release`, which the owner calls.
 
     Attributes:
         keys: of the records.
-        located: tier of each record, by its name.
+        located: name of each record's tier.
         made: ``time.monotonic`` of the claim; a remote store that was silent since is not asked.
         held: False once released.
     """
@@ -35,7 +35,7 @@ class LMCacheClaim:
         tiers: Mapping[str, StorageTier],
         engine_key: Callable[[RecordKey], CacheEngineKey],
     ) -> bool:
-        """Pin every key where it was located. On False one is gone: release the claim."""
+        """Pin every key where it was located. False if one is gone: then release the claim."""
         for name in dict.fromkeys(self.located.values()):
             keys = [engine_key(key) for key, where in self.located.items() if where == name]
             unpin = tiers[name].pin(keys)
@@ -49,6 +49,6 @@ class LMCacheClaim:
         with self._lock:
             self.held = False
             pinned, self._pinned = self._pinned, []
-        with ExitStack() as each:  # an error of one keeps none of the others pinned
+        with ExitStack() as each:  # if one raises, the others are still unpinned
             for unpin in pinned:
                 each.callback(unpin)

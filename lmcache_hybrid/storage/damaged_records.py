@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Removes records that were found damaged, and hides those that cannot be read."""
+"""Removes damaged records, and hides unreadable ones from lookups."""
 
 import threading
 import time
@@ -14,14 +14,14 @@ from lmcache_hybrid.storage.tiers.base import StorageTier
 
 logger = init_logger("vllm.lmcache_hybrid.storage.damaged_records")
 
-# Records of one backend to hide at most; those that were hidden first come back first.
+# Max hidden records of one backend; the one hidden first comes back first.
 MAX_HIDDEN = 4096
-# They are looked up again after so long.
+# Seconds after which they are looked up again.
 HIDDEN_SECONDS = 600.0
 
 
 class HiddenRecords:
-    """Records of one backend that are not looked up for a while, or until the engine writes them.
+    """Records of one backend that are hidden for a while, or until the engine writes them.
 
     Any thread may call it.
     """
@@ -30,7 +30,7 @@ class HiddenRecords:
         self._lock = threading.Lock()
         # ``time.monotonic`` at which each is looked up again.
         self._until: dict[CacheEngineKey, float] = {}
-        # And until which nobody's word is taken for it that another rank has written it.
+        # Until then another rank's write of it does not show it again.
         self._doubted: dict[CacheEngineKey, float] = {}
 
     def __contains__(self, key: Any) -> bool:
@@ -46,9 +46,9 @@ class HiddenRecords:
             self._until.pop(key, None)
 
     def show_once(self, key: CacheEngineKey) -> None:
-        """Look a record up again that another rank is to write, which may fail there.
+        """Show a record that another rank should write; that write may fail.
 
-        Once in HIDDEN_SECONDS: else it would fail every second request of its prefix.
+        Only once in HIDDEN_SECONDS: else every second request of its prefix could fail.
         """
         if key not in self._until:
             return
@@ -64,7 +64,7 @@ class HiddenRecords:
 
 
 def _remember(times: dict[CacheEngineKey, float], key: CacheEngineKey) -> None:
-    """Set the end of HIDDEN_SECONDS for a key, the last of MAX_HIDDEN."""
+    """Note a key for HIDDEN_SECONDS; the oldest of MAX_HIDDEN is dropped."""
     times.pop(key, None)
     if len(times) >= MAX_HIDDEN:
         del times[next(iter(times))]
@@ -74,16 +74,15 @@ def _remember(times: dict[CacheEngineKey, float], key: CacheEngineKey) -> None:
 class DamagedRecords:
     """Removes damaged records from one rank's tiers. Any thread may call it.
 
-    RAM and disk lose a record with its entry in their index. Any other tier may fail to delete
-    it. What could not be read may be whole, so nobody deletes it. Both would be promised and fail
-    for every later request, so they are hidden from lookups.
+    RAM and disk lose a record with its index entry; any other tier may fail to delete it. An
+    unreadable record may be whole, so it is not deleted. Both would be promised to every later
+    request and fail, so they are hidden from lookups.
     """
 
     def __init__(
         self, names: Iterable[str], tiers: Mapping[str, StorageTier], residency: Residency | None
     ) -> None:
-        """Hide nothing.
-
+        """
         Args:
             names: of all tiers, which need not be open yet.
         """
@@ -91,32 +90,32 @@ class DamagedRecords:
         self._hidden = {name: HiddenRecords() for name in names}
 
     def hidden(self, backend: str) -> Container[CacheEngineKey]:
-        """Keys that are not to be looked up in a backend."""
+        """Return the keys not to look up in a backend."""
         return self._hidden.get(backend, ())
 
     def written(self, backend: str, key: CacheEngineKey) -> None:
-        """Look a record up again, which has been written to a backend."""
+        """Show a record that was written to a backend."""
         self._hidden[backend].show(key)
 
     def written_elsewhere(self, backend: str, key: CacheEngineKey) -> None:
-        """Look a record up again, which another rank writes to a backend; once in a while."""
+        """Show a record that another rank writes to a backend; once in HIDDEN_SECONDS."""
         self._hidden[backend].show_once(key)
 
     def clear(self) -> None:
-        """Hide nothing: all records have new names."""
+        """Show all records, after a reset has renamed them."""
         for hidden in self._hidden.values():
             hidden.clear()
 
     def unreadable(self, key: CacheEngineKey, location: str) -> None:
-        """Leave a record alone that a backend holds and could not read."""
+        """Hide a record that a backend holds and could not read."""
         self._hide(location, key)
 
     def remove(self, key: CacheEngineKey, location: str | None) -> None:
         """Remove a damaged record; never raises.
 
         Args:
-            location: backend that it was read from. Copies in others stay: nobody has seen them,
-                and one that is damaged, too, goes when it is read. None for all backends.
+            location: backend that it was read from; None for all. Copies in others stay: each is
+                checked when it is read.
         """
         for name, tier in self._tiers.items():
             if location not in (None, name):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps other engines off the address at which a rank answers lookups.
+"""Locks the address at which a rank answers lookups against other engines.
 
-ZMQ takes an address from whoever listens there, and lookups of two engines would go to one.
+ZMQ takes over an address from another listener, so lookups of two engines would go to one.
 """
 
 import contextlib
@@ -12,17 +12,17 @@ from lmcache_hybrid.core.errors import ConfigError
 
 
 def hold(path: str, engine_id: str | None) -> int | None:
-    """Hold the address of a socket at ``path``.
+    """Lock the address of a socket at ``path``.
 
     Returns:
-        A file descriptor that holds it until :func:`release`, or the end of the process; None where
-        no lock can be had there.
+        A file descriptor that holds the lock until :func:`release` or the end of the process; None
+        if no file can be locked there.
 
     Raises:
         ConfigError: another engine holds it.
     """
     flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-    # The file that is locked may be one that an engine deleted meanwhile as it ended.
+    # An ending engine may have deleted the locked file meanwhile.
     for _ in range(10):
         try:
             held = os.open(f"{path}.lock", flags, 0o600)
@@ -46,7 +46,7 @@ def hold(path: str, engine_id: str | None) -> int | None:
 
 
 def release(path: str, held: int | None) -> None:
-    """Let go of what :func:`hold` returned."""
+    """Release the lock that :func:`hold` returned."""
     if held is None:
         return
     with contextlib.suppress(OSError):
@@ -56,7 +56,7 @@ def release(path: str, held: int | None) -> None:
 
 
 def _lies_at(path: str, held: int) -> bool:
-    """Whether the file of that descriptor is still the one at the path."""
+    """Whether the descriptor's file is still the one at the path."""
     with contextlib.suppress(OSError):
         return os.path.samestat(os.fstat(held), os.stat(f"{path}.lock", follow_symlinks=False))
     return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evicts what was stored once and never asked for again before what was hit."""
+"""Evicts records that were never hit before those that were."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -14,36 +14,36 @@ from lmcache_hybrid.core.lmcache_stats import only_logged
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
 
-# Share of a prompt that must have been known before, for what it adds to count as used, too.
+# If this share of a prompt was known before, all of it counts as used.
 KNOWN = 0.5
-# In place of the request that stored a record before the start.
+# Owner of records that were stored before the start.
 BEFORE = "before"
 
 
 class ARC(LRUCachePolicy):
     """ARC (Megiddo and Modha, FAST 2003) in place of LMCache's LRU.
 
-    Two queues, each evicted by last use. The records of a prompt that nobody asked before join the
-    first once all of it is stored. When they are hit, or another request computes the same prefix,
-    they move to the second. The first gives way while it holds more than a share that adapts:
-    records that are stored again after they left the first raise it, those that left the second
-    lower it. So prompts that never come back push out one another and not what is used.
+    Two queues, each evicted by last use. Records of a new prompt join the first once all of it is
+    stored. When they are hit, or another request computes the same prefix, they move to the
+    second. The first is evicted while it holds more than a share that adapts: records stored again
+    after eviction from the first raise it, from the second lower it. So prompts that never come
+    back evict each other and not used records.
 
-    Other than in ARC a prompt comes and goes as a whole. Where half of it was known before, as in a
-    conversation that goes on, all of it counts as used. The newest prompt and what was stored
-    since are evicted last, the end of a prompt before its beginning. States that only a branch
-    could want go first.
+    Unlike in ARC a prompt comes and goes as a whole. If half of it was known before, as in a
+    growing conversation, all of it counts as used. The newest prompt and records stored since are
+    evicted last, the end of a prompt before its beginning. States that only a branch could use go
+    first.
 
     Call with the backend's lock held, as LMCache's policies.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # The request that stored each record that nobody hit, the next to be evicted first.
+        # First queue: the request that stored each record; the next to be evicted comes first.
         self._once: OrderedDict[CacheEngineKey, str] = OrderedDict()
-        # Whether each other record was asked for twice; else its prompt is still being stored.
+        # Second queue: whether each record was used; else its prompt is still being stored.
         self._main: OrderedDict[CacheEngineKey, bool] = OrderedDict()
-        # Keys of what was evicted from either.
+        # Keys evicted from either queue.
         self._once_lost: OrderedDict[CacheEngineKey, None] = OrderedDict()
         self._main_lost: OrderedDict[CacheEngineKey, None] = OrderedDict()
         # Records that the first queue may hold.
@@ -68,7 +68,7 @@ class ARC(LRUCachePolicy):
         self._newest.add(key)
 
     def found_again(self, key: CacheEngineKey) -> None:
-        """Count a record that was there before the start: nobody has asked for it since."""
+        """Add a record from before the start to the first queue."""
         self._once[key] = BEFORE
 
     def update_on_hit(self, key: CacheEngineKey, cache_dict: Any) -> None:
@@ -90,10 +90,10 @@ class ARC(LRUCachePolicy):
     def arrange(
         self, keys: Sequence[CacheEngineKey], passing: Iterable[CacheEngineKey], owner: str
     ) -> None:
-        """Set the order of a prompt's records.
+        """Set the eviction order of a prompt's records.
 
         Args:
-            keys: of the prompt up to where it is stored, the first to be evicted first.
+            keys: of the prompt as far as it is stored, the first to be evicted first.
             passing: states that are evicted before all others unless they are hit.
             owner: the request that stored them.
         """
@@ -122,11 +122,11 @@ class ARC(LRUCachePolicy):
         over = max(0, len(self._once) - int(self._share))
         older = chain(islice(self._once, over), self._main)
         newest_last = (key for key in older if key not in self._newest)
-        # What it was not told of can be evicted, too.
+        # Records that it was not told of may also be evicted.
         order = chain(newest_last, self._once, self._main, cache_dict)
         candidates: dict[CacheEngineKey, None] = {}
         for key in order:
-            # One that is being written is not in it yet.
+            # Records in flight are not indexed yet.
             if key in cache_dict and cache_dict[key].can_evict:
                 candidates[key] = None
             if len(candidates) == num_candidates:
@@ -152,10 +152,10 @@ def arrange(
     passing: Iterable[CacheEngineKey],
     owner: str,
 ) -> None:
-    """Set the order of a prompt's records in a backend; call with its lock held.
+    """Set the eviction order of a prompt's records in a backend; call with its lock held.
 
-    LMCache's own LRU keeps it in ``index``; other policies have an order of their own, or count.
-    For the rest see :meth:`ARC.arrange`.
+    LMCache's own LRU keeps the order in ``index``; its other policies are left alone. For the rest
+    see :meth:`ARC.arrange`.
     """
     if isinstance(policy, ARC):
         policy.arrange(keys, passing, owner)
@@ -166,6 +166,6 @@ def arrange(
 
 
 def policy_for(policy: Any, config: "LMCacheEngineConfig") -> Any:
-    """LMCache's policy of an empty backend, or :class:`ARC` where nobody chose one."""
+    """Return :class:`ARC` in place of an empty backend's LRU, unless the user chose a policy."""
     chosen = "cache_policy" in getattr(config, "_user_set_keys", ())
     return ARC() if type(policy) is LRUCachePolicy and not chosen else policy

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory of LMCache's CPU pool: pinned, and no more than was asked for."""
+"""Allocates pinned host memory for LMCache's CPU pool, no more than asked for."""
 
 import contextlib
 import ctypes
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_hybrid.storage.host_memory")
 
 PAGE = mmap.PAGESIZE
-# Has torch leave sizes above 64 MB as they are.
+# Makes torch not round sizes above 64 MB.
 DONT_ROUND = "PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:64"
-# torch takes the first of these that is set.
+# torch reads the first of these that is set.
 TORCH_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 NODES = Path("/sys/devices/system/node")
 # Threads that touch the pool's pages, and bytes that one touches at a time.
@@ -36,16 +36,16 @@ TOUCHED_AT_ONCE = 256 << 20
 
 
 def rounded(size: int) -> int:
-    """Bytes of pinned memory that torch takes for a pool of ``size`` bytes.
+    """Return the bytes of pinned memory that torch takes for a pool of ``size`` bytes.
 
-    LMCache asks torch for a page more, so even a power of two is rounded to the next.
+    LMCache asks torch for one page more, so even a power of two is rounded up to the next.
     """
     asked = size + PAGE
     return asked if asked > _rounding_ends_at() else 1 << (asked - 1).bit_length()
 
 
 def _rounding_ends_at() -> int:
-    """Largest size in bytes that torch rounds up."""
+    """Return the largest size in bytes that torch rounds up."""
     options = next((os.environ[name] for name in TORCH_OPTIONS if name in os.environ), "")
     limits = re.findall(r"pinned_max_(?:round_threshold|cached_size)_mb\s*:\s*(\d+)", options)
     return min((int(limit) << 20 for limit in limits), default=sys.maxsize)
@@ -67,7 +67,7 @@ class ExactPinned:
     def __init__(self, ops: Any, spec: Any) -> None:
         """
         Args:
-            ops: LMCache's ``DeviceOps``; its class allocates where this one cannot.
+            ops: LMCache's ``DeviceOps``; its class is the fallback.
             spec: LMCache's ``DeviceSpec``, which pins memory with the CUDA runtime.
         """
         self._ops, self._spec = ops, spec
@@ -102,7 +102,7 @@ class ExactPinned:
         self._free(ptr)
 
     def _bytes_at(self, ptr: int) -> int | None:
-        """Bytes held at ``ptr``; None where that is not ours."""
+        """Return the bytes held at ``ptr``; None if not ours."""
         return len(self._held[ptr]) if ptr in self._held else None
 
     def _allocate(self, size: int, node: int) -> int:
@@ -205,7 +205,7 @@ def _touched(size: int, node: int) -> mmap.mmap:
     memory = mmap.mmap(-1, -(-size // PAGE) * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
-    # After a fork the first write would move our page from under the device.
+    # After a fork the first write would replace our page under the device.
     memory.madvise(mmap.MADV_DONTFORK)
     start = _address(memory)
     with ThreadPoolExecutor(TOUCHERS, initializer=partial(_stay_on, node)) as pool:

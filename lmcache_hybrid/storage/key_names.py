@@ -16,15 +16,15 @@ _KEY = re.compile(
     r"(?:@of%(?P<tags>[0-9a-f]{32}))?",
     re.DOTALL,
 )
-# A file name has 255 bytes. Behind the model come up to 108, and an ending.
+# A file name has at most 255 bytes. The model's part is followed by up to 108, and a suffix.
 MODEL_NAME_LENGTH, MODEL_NAME_BYTES = 64, 96
-# What LMCache appends to a key for each of the two values of a record in Redis.
+# LMCache's suffixes for the two values of a record in Redis.
 VALUE, METADATA = "kv_bytes", "metadata"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """What a record's name says of it; the record itself may differ.
+    """A record's name, parsed; the record itself may differ.
 
     Attributes:
         model: readable name, see :func:`readable_name`.
@@ -45,7 +45,7 @@ class StoredKey:
 
 
 def parse_key(text: str) -> StoredKey | None:
-    """Parse a name; None where it names no record of this package."""
+    """Parse a name; None if it is not of a record of this package."""
     found = _KEY.fullmatch(text)
     if found is None:
         return None
@@ -61,17 +61,17 @@ def parse_key(text: str) -> StoredKey | None:
 
 
 def readable_name(model: str) -> str:
-    """The part of a model's name or folder that keys carry; short, as keys become file names.
+    """Shorten a model's name or folder for keys, which become file names.
 
-    A folder in the Hub's cache is called by the model's name, as the model is without it.
+    A folder in the Hub's cache gets the model's name, as if the model was given by name.
     """
     snapshot = snapshot_at(Path(model))
     name = snapshot.name if snapshot is not None else model
     short = Path(name).name.replace("@", "-")[:MODEL_NAME_LENGTH]
-    # Only whole characters, and none that UTF-8 lacks, as of a folder in another encoding.
+    # Only whole characters, and only valid ones: a folder may have another encoding.
     return short.encode(errors="ignore")[:MODEL_NAME_BYTES].decode(errors="ignore")
 
 
 def printable(text: str) -> str:
-    """``text`` without what could steer a terminal: anybody may have chosen the name."""
+    """Replace characters that could steer a terminal: anybody may have chosen the name."""
     return "".join(char if char.isprintable() else "?" for char in text)

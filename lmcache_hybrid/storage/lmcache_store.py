@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records in LMCache's StorageManager: RAM, local disk, ``fs://``, Redis, S3.
 
-LMCache's ``store`` and ``retrieve`` know attention slots only, so records go to its storage
-backends directly. The settings that those two calls honour are honoured here: health, freeze
-mode, ``store_location``, ``retrieve_locations``, pins.
+LMCache's ``store`` and ``retrieve`` handle attention slots only, so records go to its storage
+backends directly. This module honours the same settings: health, freeze mode,
+``store_location``, ``retrieve_locations``, pins.
 """
 
 import math
@@ -43,7 +43,7 @@ class LMCacheStore:
     Any thread may call it; :meth:`locate` only the lookup thread.
 
     Attributes:
-        tiers: the backends, by their names, the nearest first.
+        tiers: the backends by name, the nearest first.
         reads: records read, by backend.
         failed_writes: records that a backend accepted and could not write, by backend.
     """
@@ -66,8 +66,8 @@ class LMCacheStore:
             fingerprint: 16 bytes naming model, layout and rank.
             max_payload: bytes of the largest record's payload.
             digester: keyed where others can write to a backend.
-            replicas: records that other ranks have, too; None where there are none.
-            residency: told of all records, where KV cache events are published.
+            replicas: groups that other ranks also hold; None where there are none.
+            residency: follows all records, where KV cache events are published.
         """
         self._engine = engine
         self.manager = engine.storage_manager
@@ -206,11 +206,11 @@ class LMCacheStore:
             raise LoadError(f"{location} failed: {error!r}", "unreachable") from error
 
     def keep(self, claim: LMCacheClaim, records: Iterable[tuple[RecordKey, LMCacheBuffer]]) -> None:
-        """Copy records of other tiers to RAM, where LMCache is told to use it (local_cpu)."""
+        """Copy records of other tiers to RAM, if LMCache uses it (local_cpu)."""
         read = [(k, b) for k, b in records if not self.tiers[claim.located[k]].in_place]
-        # Named first: a reset that gives new names has been noted before.
+        # Make the names first: a reset sets _cleared before it renames.
         names = [self.engine_key(key) for key, _ in read]
-        if read and claim.made > self._cleared:  # else the records say names of before the reset
+        if read and claim.made > self._cleared:  # else the records have names from before
             self.manager.local_cpu_backend.batched_submit_put_task(
                 names, [buffer.memory for _, buffer in read]
             )
@@ -221,14 +221,14 @@ class LMCacheStore:
                 buffer.record, key, self._names.fingerprint_of(key), self._digester
             )
         except RecordError as error:
-            # Kept, it would be promised and fail again for every later request.
+            # Kept, it would be promised to every later request and fail.
             self.discard(key, claim)
             raise DamagedError(key, error) from error
 
     def _why_unread(self, key: RecordKey, claim: LMCacheClaim) -> LoadError | RecordError:
         """Find out why a promised record could not be read.
 
-        One that is damaged is removed. One that may be whole stays; it is not promised for a while.
+        A damaged one is removed. One that may be whole stays, hidden for a while.
         """
         location = claim.located[key]
         what = f"record {key.label} at token {key.boundary}"
@@ -281,12 +281,12 @@ class LMCacheStore:
             for _, buffer in records:
                 buffer.release()
         if self._residency is not None:
-            # Those of another writer are asked for in its store, too.
+            # Replicas count although another rank writes them: remote stores are asked for them.
             written = [self.engine_key(key) for key, _ in records]
             self._residency.written(written, self._engine.store_location)
 
     def _locations(self, shared: bool) -> list[str]:
-        """The tiers that all ranks see, or this one alone, of those that are written to."""
+        """List the tiers written to that all ranks share, or only this one sees."""
         wanted = self._engine.store_location
         return [
             name
@@ -299,7 +299,7 @@ class LMCacheStore:
         records: Sequence[tuple[RecordKey, LMCacheBuffer]],
         locations: Sequence[str | None],
     ) -> None:
-        """Hand records to backends, None for all; these take references of their own."""
+        """Hand records to backends, None for all; these take their own references."""
         keys = [self.engine_key(key) for key, _ in records]
         memories = [buffer.memory for _, buffer in records]
         for location in locations if records else ():
@@ -320,8 +320,8 @@ class LMCacheStore:
     def clear(self, epoch: int) -> None:
         """Forget all records of this rank, in-flight saves included. Mutates the fingerprint.
 
-        LMCache empties only RAM and keeps what is pinned there; other backends may be shared.
-        So from now on this rank reads and writes under names that no other engine has.
+        LMCache clears only unpinned records in RAM, and other backends may be shared. So from now
+        on this rank reads and writes under names that no other engine has.
         """
         self._cleared = time.monotonic()
         self._names.reset(epoch)

@@ -31,9 +31,9 @@ def open_store(
     Args:
         model: name or folder.
         fingerprint: of this rank, before it is renamed for the digester's key.
-        replicas: records that other ranks have, too, likewise.
+        replicas: groups that other ranks also hold, likewise.
 
-    The others are :class:`LMCacheStore`'s.
+    For the others see :class:`LMCacheStore`.
     """
     from lmcache_hybrid.storage.lmcache_store import LMCacheStore
 

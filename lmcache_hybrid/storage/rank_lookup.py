@@ -22,7 +22,7 @@ from lmcache_hybrid.protocol.prefix import (
 )
 from lmcache_hybrid.storage.store import Claim, Store
 
-# Boundaries to locate at once after the deepest one turned out incomplete.
+# Boundaries to locate at once if the deepest one is incomplete.
 CANDIDATES = 1024
 
 
@@ -34,7 +34,7 @@ class _Found:
     """Locates the records of one prefix in a few calls. Lives for one lookup, on its thread.
 
     Attributes:
-        where: backend of each record that was found.
+        where: backend of each record found.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class _Found:
         # A partly filled page follows whole ones.
         limit = min(request.limit * size + request.limit_tail, blocks * size + size - 1)
         inner = (tokens for tokens in self._prefix.inner if floor < tokens <= limit)
-        # All boundaries in (floor, limit], deepest first, in tokens; and how many are deepest.
+        # All boundaries in (floor, limit], deepest first, in tokens; how many end the last block.
         self._ends = sorted({*range(floor + size, limit + 1, size), *inner}, reverse=True)
         self._deepest = sum(end >= limit // size * size for end in self._ends)
 
     def attention(self) -> int:
         """Count the leading blocks whose attention pages all exist, in one call.
 
-        It locates what the deepest boundaries need, too: those of the last block that may be
-        loaded, where most hits are. Pages past the limit count: they need not be stored again.
+        Also locates the records of the deepest block's boundaries, where most hits are. Pages
+        past the limit count: they need not be stored again.
         """
         groups, ends = self._plan.attention, self._ends[: self._deepest]
         keys = [key for at in range(len(self._prefix.hashes)) for key in self._pages(at, groups)]
@@ -70,11 +70,11 @@ class _Found:
         return next(missing, len(keys)) // len(groups)
 
     def boundaries(self, attention: int) -> Iterator[int]:
-        """Boundaries with all states and windows, deepest first, in tokens.
+        """Yield boundaries with all states and windows, deepest first, in tokens.
 
-        Locates those of the deepest block in the call of :meth:`attention`, then
-        :data:`CANDIDATES` more in one call, and in a further one what a state that was found
-        inside a block needs.
+        :meth:`attention` has located those of the deepest block. Each call then locates
+        :data:`CANDIDATES` more, and a second one the rest of boundaries inside a block whose state
+        exists.
 
         Args:
             attention: leading blocks whose attention pages all exist.
@@ -90,15 +90,15 @@ class _Found:
         return [end for end in ends if end % self._plan.block_size]
 
     def _blocks(self, ends: Sequence[int]) -> range:
-        """The whole boundaries among ``ends``, deepest first, in blocks; there are no gaps."""
+        """Return the whole boundaries among ``ends``, in blocks; there are no gaps."""
         whole = [end // self._plan.block_size for end in ends if not end % self._plan.block_size]
         return range(whole[-1], whole[0] + 1) if whole else range(0)
 
     def _complete(self, ends: Sequence[int]) -> Iterator[int]:
-        """Those of ``ends`` that are complete, deepest first.
+        """Yield the complete ones of ``ends``, deepest first.
 
-        In one call; a second one where a state is found inside a block of which nothing else
-        was asked for yet. All that every such boundary needs would be many keys.
+        Boundaries inside a block are first asked for one state each, as all their records would
+        be many keys. Those found need a second call.
         """
         blocks = self._blocks(ends)
         probes = {
@@ -116,14 +116,14 @@ class _Found:
                 yield end
 
     def _add(self, keys: Iterable[RecordKey]) -> None:
-        """Locate those keys that were not asked for yet."""
+        """Locate the keys not asked for yet."""
         unknown = [key for key in keys if key not in self._asked]
         if unknown:
             self._asked.update(unknown)
             self.where.update(self._locate(unknown))
 
     def _needs(self, blocks: range) -> list[RecordKey]:
-        """Keys of the states and window pages of boundaries at ``blocks``, ascending."""
+        """List the keys of states and window pages of the boundaries ``blocks``, ascending."""
         if not blocks:
             return []
         pages = [
@@ -135,7 +135,7 @@ class _Found:
         return [*pages, *itertools.chain.from_iterable(map(self._states, blocks))]
 
     def _whole(self, blocks: range) -> list[int]:
-        """Complete boundaries among ``blocks``, whose keys were located."""
+        """List the complete boundaries among ``blocks``, whose keys were located."""
         if not blocks:
             return []
         windows = self._plan.windows
@@ -175,9 +175,8 @@ class RankLookup:
     and :meth:`refresh`; any thread may call the rest.
 
     A claim lives until its load takes it (:meth:`take`; the load releases it), its request
-    gives it up (:meth:`drop`), or the request's next lookup replaces it. A drop counts also
-    when it overtakes its lookup, because the scheduler stopped waiting; one that comes after
-    the next lookup leaves that one's claim alone.
+    gives it up (:meth:`drop`), or the request's next lookup replaces it. A drop names its lookup:
+    it cancels that lookup even while it is being answered, and never a later one.
     """
 
     def __init__(self, plan: GroupPlan, store: Store, monitor: Monitor = NO_MONITOR) -> None:
@@ -190,7 +189,7 @@ class RankLookup:
         self._answering = "", 0
         self._given_up = False
         self._lock = threading.Lock()  # guards these three
-        # What the last lookup used, see refresh(): prefix, boundaries, boundaries inside a block.
+        # Used by the last lookup, see refresh(): prefix, boundaries, boundaries inside a block.
         self._used: tuple[Prefix, tuple[int, ...], tuple[int, ...]] | None = None
 
     def answer(self, request: LookupRequest) -> LookupResult:
@@ -208,10 +207,10 @@ class RankLookup:
         return result
 
     def refresh(self) -> None:
-        """Mark as recently used what the last lookup found.
+        """Mark the records that the last lookup found as recently used.
 
-        Apart from :meth:`answer`, so that nobody waits for it: what is claimed is not evicted.
-        The next lookup makes up for a call that was left out.
+        Called after the answer is sent, so that nobody waits for it; claimed records are not
+        evicted meanwhile. Skipping this call is safe: the next :meth:`answer` calls it.
         """
         used, self._used = self._used, None
         if used is not None:
@@ -251,7 +250,7 @@ class RankLookup:
                 pages = keys[:: len(plan.attention)][: boundary - floor + bool(tail)]
                 sources = _runs(found.where[key] for key in pages)
                 return LookupResult(boundary, attention, sources, tail=tail)
-        # vLLM uses its own copy, which may be gone the next time.
+        # vLLM uses its own blocks, which it may have evicted by the next time.
         self._used = prefix, (min(floor, len(prefix.hashes)),), ()
         return LookupResult(0, attention)
 
@@ -262,14 +261,14 @@ class RankLookup:
     def _check_wanted(self, request: LookupRequest) -> None:
         """Raise _UnwantedError once nobody waits for the answer.
 
-        A drop that came before the lookup leaves no mark. It comes after the deadline, though,
-        so the deadline ends such a lookup here.
+        A drop that comes before its lookup is not remembered. But the scheduler sends it only
+        after the deadline, which ends such a lookup here.
         """
         if self._given_up or time.monotonic() > request.deadline:
             raise _UnwantedError
 
     def _keep(self, request: LookupRequest, claim: Claim) -> bool:
-        """File the claim, or release it where its lookup was dropped meanwhile."""
+        """Keep the claim, or release it if its lookup was dropped meanwhile."""
         with self._lock:
             self._answering = "", 0
             if not self._given_up:
@@ -279,12 +278,12 @@ class RankLookup:
         return False
 
     def take(self, request_id: str) -> Claim | None:
-        """Hand a request's claim over; the caller releases it."""
+        """Hand over a request's claim; the caller releases it."""
         with self._lock:
             return self._claims.pop(request_id, (0, None))[1]
 
     def drop(self, request_id: str, number: int = sys.maxsize) -> None:
-        """Release the claim of a request that will not load, also one that is being made.
+        """Release the claim of a request that will not load, even one being made.
 
         Args:
             number: of the lookup given up; claims of later ones stay.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets memory aside for reads before they begin.
+"""Reserves memory for reads before they begin.
 
-LMCache's reads wait for memory as long as it takes. Loads side by side could each hold a part of
-what they need and wait for one another for ever, so here no read waits: a load sets aside all that
-it reads into, or it fails and its tokens are computed.
+LMCache's reads wait for memory without end. Concurrent loads could each hold a part of what they
+need and deadlock, so here no read waits: a load reserves all memory that it reads into, or it
+fails and its tokens are computed.
 """
 
 import threading
@@ -23,10 +23,10 @@ logger = init_logger("vllm.lmcache_hybrid.storage.read_reservation")
 
 
 class ReadReservation:
-    """LMCache's CPU pool, with room set aside for the loads in flight.
+    """LMCache's CPU pool, with memory reserved for the loads in flight.
 
-    Any thread may call it; LMCache's event loop does. Owns the room until a read takes it or
-    its load ends.
+    Any thread may call it; LMCache's event loop does. Owns reserved memory until a read takes it
+    or its load ends.
 
     Attributes:
         largest: bytes of the largest record.
@@ -44,14 +44,14 @@ class ReadReservation:
         self.largest = largest
         self._allocate = backend.allocate
         self._lock = threading.Lock()
-        # Set aside for whichever read comes next; records that the loads in flight asked for.
+        # Memory for whichever read comes next; how many records are reserved in all.
         self._room: list[MemoryObj] = []
         self._promised = 0
         backend.allocate = self.allocate
 
     @contextmanager
     def room_for(self, records: int) -> Iterator[None]:
-        """Set aside memory for ``records`` records of the largest size while reading them.
+        """Reserve memory for ``records`` records of the largest size while reading them.
 
         Raises:
             NoRoomError: there is not enough.
@@ -76,7 +76,7 @@ class ReadReservation:
         finally:
             with self._lock:
                 self._promised -= records
-                # Left over by reads that failed or found nothing.
+                # Unused by reads that failed or found nothing.
                 spare = self._room[self._promised :]
                 del self._room[self._promised :]
                 _free(spare)
@@ -92,8 +92,7 @@ class ReadReservation:
         """Replaces ``LocalCPUBackend.allocate``: never waits, and gives memory to records only.
 
         Sizes and types of remote values come from the store. For a damaged size LMCache would
-        evict all it holds and then wait for ever; a buffer of floats, or of a negative length,
-        is of no use to anybody.
+        evict all it holds and then wait for ever; floats or a negative length are never a record.
 
         Bug: ``RemoteConnector`` classes and ``LocalDiskBackend`` read into memory that
         ``LocalCPUBackend.allocate`` waits for as long as it takes.
@@ -105,8 +104,8 @@ class ReadReservation:
             busy_loop: True for a read, which may use what :meth:`room_for` set aside.
 
         Returns:
-            The memory, which the caller owns; None where there is none, or no record has this
-            shape and type.
+            The memory, which the caller owns; None if there is none, or no record has this shape
+            and type.
         """
         shape_list = [shapes] if isinstance(shapes, torch.Size) else list(shapes)
         dtype_list = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
@@ -122,7 +121,7 @@ class ReadReservation:
             return None
         with self._lock:
             if busy_loop and self._room:
-                # Nobody else allocates between these two.
+                # The lock keeps others from allocating between these two.
                 self._room.pop().ref_count_down()
             memory = self._plain(shapes, dtypes, fmt, eviction)
             if memory is None and busy_loop:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stored form of one block of one group: checked header, the pages' bytes, their digests.
+"""Writes and checks records: header, pages of one block of one group, and their digests.
 
-Each chunk of bytes has a digest of its own, so it is copied and digested, or checked and copied,
-while it lies in a core's cache: memory is read once.
+Each chunk of bytes has its own digest, so it is copied and digested, or checked and copied, while
+it lies in a core's cache: memory is read once.
 
-The record alone shows whether its bytes are the right ones: not under a wrong key, of another
-model, layout, rank or request, cut off or damaged. That holds against damage and mix-ups; with a
-keyed digester also against others who write to the store, see :mod:`lmcache_hybrid.core.digests`.
+A record proves that its bytes are the right ones: not those of another key, model, layout, rank or
+request, not cut off or damaged. That holds against damage and mix-ups; with a keyed digester also
+against others who write to the store, see :mod:`lmcache_hybrid.core.digests`.
 """
 
 import struct
@@ -38,7 +38,7 @@ HEADER_BYTES = 192
 _SEAL = _FIELDS.size + _CHECKSUM.size
 assert _SEAL + SEAL_BYTES <= HEADER_BYTES
 
-# Bytes of a chunk: it and its copy fit into a core's second-level cache.
+# Bytes of a chunk: it and its copy fit into a core's L2 cache.
 CHUNK_BYTES = 512 << 10
 
 
@@ -59,12 +59,12 @@ def _header(key: RecordKey, fingerprint: bytes, length: int, checksum: bytes) ->
 
 
 def record_bytes(payload: int) -> int:
-    """Bytes of a record whose pages have ``payload`` bytes."""
+    """Return the bytes of a record with ``payload`` bytes of pages."""
     return HEADER_BYTES + payload + DIGEST_BYTES * -(-payload // CHUNK_BYTES)
 
 
 def payload_bytes(record: int) -> int:
-    """The inverse of :func:`record_bytes`; at most 0 for what cannot be a record's size."""
+    """Invert :func:`record_bytes`; at most 0 for a size that is too small for a record."""
     rest = record - HEADER_BYTES
     return rest - DIGEST_BYTES * -(-rest // (CHUNK_BYTES + DIGEST_BYTES))
 
@@ -94,7 +94,7 @@ def seal(
 
     Args:
         record: writable, ``record_bytes`` of the payload.
-        key: what the payload is.
+        key: of the payload.
         fingerprint: 16 bytes naming model, layout and rank.
         digests: of the payload's chunks, by ``digester``.
 
@@ -150,7 +150,7 @@ def check_digests(digests: bytes, header: "Header", digester: Digester = PLAIN) 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A header whose own checksum is right; seal and payload are not checked yet."""
+    """A header whose checksum is right; seal and payload are not checked yet."""
 
     fields: tuple
     kind: int
@@ -170,7 +170,7 @@ class Header:
 
     @property
     def label(self) -> str:
-        """As :attr:`RecordKey.label`; of a kind that does not exist, the number."""
+        """As :attr:`RecordKey.label`; with the number for an unknown kind."""
         return f"{'as'[self.kind] if self.kind < 2 else self.kind}{self.group}"
 
 

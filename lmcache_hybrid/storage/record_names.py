@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names a rank's records: fingerprints, and LMCache's keys.
 
-A record that all tensor-parallel ranks hold alike has one name on all of them, so that the stores
-they share get it once.
+A record that is equal on all tensor-parallel ranks has one name on all of them, so that shared
+stores get it once.
 """
 
 import functools
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from lmcache.v1.metadata import LMCacheMetadata
 
 TAG = "lmcache.tag."
-# LMCache's keys to keep: lookup, pin, read and refresh of a prefix need the same ones.
+# Cached keys: lookup, pin, read and refresh of a prefix need the same ones.
 KEPT_KEYS = 1 << 14
-# Groups and tags whose part of a key is kept.
+# Cached tags of keys, one per group and tags.
 KEPT_TAGS = 1 << 10
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Groups whose pages all tensor-parallel ranks hold alike; all these ranks have equal objects.
+    """Groups whose pages are equal on all tensor-parallel ranks, which have equal objects of this.
 
-    One of them, the owner, writes their records to the stores that ranks share, and all read them
-    there. What only one rank sees, its RAM and ``local_disk``, each rank fills for itself.
+    One rank, the owner, writes their records to shared stores, and all read them there. Each rank
+    fills the tiers that only it sees: RAM and ``local_disk``.
 
     Attributes:
         groups: indices of the groups.
-        fingerprint: 16 bytes naming model and layout, and no rank.
+        fingerprint: 16 bytes naming model and layout, but not the rank.
         owner: the rank whose number is in the keys.
         salt: random bytes of this start of the engine.
     """
@@ -52,10 +52,10 @@ class Replicas:
         return replace(self, fingerprint=digester.name(self.fingerprint))
 
     def after_reset(self, epoch: int) -> "Replicas":
-        """Rename so that no other engine has the name, and all ranks of this one do.
+        """Take a name that all ranks of this engine share, and no other engine has.
 
         Args:
-            epoch: number of the reset, which the scheduler tells all ranks.
+            epoch: number of the reset, the same on all ranks.
         """
         data = self.salt + epoch.to_bytes(8, "big")
         name = hashlib.blake2b(data, digest_size=len(self.fingerprint))
@@ -63,11 +63,11 @@ class Replicas:
 
 
 class RecordNames:
-    """The names that one rank uses now; any thread may ask.
+    """The names that one rank uses now. Any thread may call it.
 
     Attributes:
         fingerprint: of the records that only this rank has.
-        replicas: those that other ranks have, too; None where there are none.
+        replicas: groups that other ranks also hold; None where there are none.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class RecordNames:
         return self.fingerprint
 
     def writer(self, key: RecordKey) -> int:
-        """The rank that writes a record to stores that ranks share."""
+        """Return the rank that writes a record to shared stores."""
         replicas = self.replicas
         if replicas is not None and key.group in replicas.groups:
             return replicas.owner
         return self._metadata.worker_id
 
     def writers(self) -> dict[bytes, int]:
-        """The fingerprints of this rank's records, and the rank in the keys of each."""
+        """Return the fingerprints of this rank's records, with the rank in their keys."""
         writers = {self.fingerprint: self._metadata.worker_id}
         if self.replicas is not None:
             writers[self.replicas.fingerprint] = self.replicas.owner
@@ -108,8 +108,8 @@ class RecordNames:
     def engine_key(self, key: RecordKey) -> CacheEngineKey:
         """Make LMCache's key: model, writer, 64 bits of the block hash, and one or two tags.
 
-        One tag carries group and fingerprint, the other a digest of the request's own tags,
-        which may have any name and length. The record's header has the full hash.
+        One tag holds group and fingerprint, the other a digest of the request's own tags, which
+        may have any name and length. The record's header has the full hash.
         """
         return self._keys(self.fingerprint_of(key), key)
 
@@ -135,7 +135,7 @@ class RecordNames:
 def _engine_tags(
     fingerprint: bytes, label: str, tags: tuple[tuple[str, str], ...]
 ) -> Mapping[str, str]:
-    """What :meth:`RecordNames.engine_key` says of the tags; all keys of a group share it."""
+    """Make the tags of :meth:`RecordNames.engine_key`; all keys of a group share them."""
     made = {f"{TAG}hybrid": f"{label}-{fingerprint.hex()[:16]}"}
     if tags:
         made[f"{TAG}of"] = tags_digest(tags).hex()

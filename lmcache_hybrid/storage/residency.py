@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes which records of one rank come and go, for KV cache events.
+"""Tracks which records of one rank come and go, for KV cache events.
 
-The indexes of RAM and disk note each key that they gain or lose; what is reported is where the
-key's record lies when the report is made, so a note too many does no harm. A remote store has no
-index here: what was written is asked for once, and lookups tell what has gone.
+The indexes of RAM and disk note each key that they gain or lose. Extra notes are harmless: the
+report reads the current state. A remote store has no index here: it is asked for written records
+until they are found, and lookups show which are gone.
 """
 
 import threading
@@ -20,12 +20,12 @@ from lmcache_hybrid.protocol.changes import REMOTE, RankReport, RecordName, Tier
 from lmcache_hybrid.storage.record import Header
 from lmcache_hybrid.storage.tiers.base import Observer, StorageTier
 
-# Records of a remote store to know of at most, and records that were never found.
+# Max records of a remote store to remember, and max expected records.
 KEPT_REMOTE = 1 << 17
 KEPT_EXPECTED = 1 << 15
-# A record that a remote store does not hold so long after it was sent was not written.
+# A record that a remote store does not hold this long after it was sent was not written.
 CONFIRM_SECONDS = 10.0
-# Between two questions to a remote store for what was written; doubled while nothing arrives.
+# Between two lookups of written records in a remote store; doubled while none is found.
 PAUSE_SECONDS, LONGEST_PAUSE = 0.05, 1.0
 ANSWER_SECONDS = 2.0
 
@@ -33,10 +33,10 @@ ANSWER_SECONDS = 2.0
 def watched(
     index: MutableMapping[CacheEngineKey, Any], touched: deque[CacheEngineKey]
 ) -> MutableMapping[CacheEngineKey, Any]:
-    """Copy a backend's index into one of the same kind that notes each key it gains or loses.
+    """Copy a backend's index into one of the same type that notes each key it gains or loses.
 
     Args:
-        touched: where the keys are noted, by the thread that changes the index.
+        touched: takes the keys, from the thread that changes the index.
     """
     kind: Any = type(index)
 
@@ -67,11 +67,10 @@ def watched(
 
 
 class Residency(Observer):
-    """What a rank holds, as far as the scheduler has been told.
+    """Tracks a rank's records, and those that the scheduler was told of.
 
-    Any thread may call it; :meth:`report` is called by the thread that runs the model, in every
-    step, and takes a lock only where something changed. :meth:`close` ends the thread that asks
-    remote stores.
+    Any thread may call it. The thread that runs the model calls :meth:`report` in every step; it
+    takes a lock only if something changed. :meth:`close` ends the thread that asks remote stores.
     """
 
     def __init__(self, rank: int) -> None:
@@ -81,12 +80,12 @@ class Residency(Observer):
         self._writing: list[Callable[[], bool]] = []
         self._remotes: dict[str, StorageTier] = {}
         self._lock = threading.Lock()  # guards all below
-        # Names of records that were reported, the tier that was, and names of further ones.
+        # Names and tiers of reported records, and names of expected ones.
         self._names: dict[CacheEngineKey, RecordName] = {}
         self._said: dict[CacheEngineKey, Tier] = {}
         self._expected: OrderedDict[CacheEngineKey, RecordName] = OrderedDict()
         self._in_remote: OrderedDict[CacheEngineKey, None] = OrderedDict()
-        # What a remote store was sent, and ``time.monotonic`` until which it is asked for it.
+        # Records sent to remote stores, and ``time.monotonic`` until which these are asked.
         self._unconfirmed: dict[CacheEngineKey, float] = {}
         self._confirming = False
         # Serving and writing, as reported last; None so that there is a first report.
@@ -94,7 +93,7 @@ class Residency(Observer):
         self._stop = threading.Event()
         self._thread = started(1, "hybrid-events")
 
-    # What the store tells
+    # From the store
 
     def follow(
         self,
@@ -114,19 +113,19 @@ class Residency(Observer):
         self._remotes[tier.name] = tier
 
     def restored(self, key: CacheEngineKey, header: Header) -> None:
-        """A record was found on disk at the start."""
-        with self._lock:  # all of them are there, so none gives way to another
+        """Note a record found on disk at the start."""
+        with self._lock:  # not limited by KEPT_EXPECTED: all of them exist
             self._expected[key] = RecordName(header.group, header.block_hash, header.tags)
         self._touched.append(key)
 
     def expect(self, records: Iterable[tuple[CacheEngineKey, RecordKey]]) -> None:
-        """Records are about to be written."""
+        """Expect records that are about to be written."""
         with self._lock:
             for key, record in records:
                 self._expect(key, _name(record))
 
     def written(self, keys: Sequence[CacheEngineKey], location: str | None) -> None:
-        """Records were handed to the backend ``location``, or to all of them."""
+        """Note records that were handed to the backend ``location``, or to all."""
         self._touched.extend(keys)
         if not (location in self._remotes if location else self._remotes):
             return
@@ -141,7 +140,7 @@ class Residency(Observer):
     def found(
         self, records: Mapping[CacheEngineKey, RecordKey], located: Mapping[RecordKey, str]
     ) -> None:
-        """A lookup asked for ``records`` and found those in ``located``."""
+        """Note a lookup of ``records`` that found those in ``located``."""
         with self._lock:
             for key, record in records.items():
                 location = located.get(record)
@@ -154,13 +153,13 @@ class Residency(Observer):
                     self._hold_remotely(key)
 
     def discarded(self, key: CacheEngineKey) -> None:
-        """A remote store's record is damaged: it counts as gone, also where the store keeps it."""
+        """Count a remote store's damaged record as gone, even if the store keeps it."""
         with self._lock:
             self._unconfirmed.pop(key, None)
             self._lose_remotely(key)
 
     def clear(self, epoch: int) -> None:
-        """All records were forgotten.
+        """Forget all records, after a reset.
 
         Args:
             epoch: of the records from now on.
@@ -174,13 +173,13 @@ class Residency(Observer):
             self._touched.clear()
             self._state = None
 
-    # What the scheduler is told
+    # To the scheduler
 
     def report(self, serving: bool, unfinished: bool) -> RankReport | None:
-        """Say what changed since the last report; None for nothing.
+        """Report what changed since the last report; None for nothing.
 
         Args:
-            serving: whether records are loaded at all now.
+            serving: whether records are loaded now.
             unfinished: whether saves have not reached the store yet.
         """
         writing = unfinished or self._confirming or any(busy() for busy in self._writing)
@@ -242,7 +241,7 @@ class Residency(Observer):
     # Remote stores
 
     def _confirm(self) -> None:
-        """Ask remote stores for what they were sent until they hold it."""
+        """Ask remote stores for the records sent to them until they hold these."""
         pause = PAUSE_SECONDS
         while not self._stop.wait(pause):
             with self._lock:
@@ -266,7 +265,7 @@ class Residency(Observer):
         for tier in self._remotes.values():
             try:
                 answers = tier.held(keys, ANSWER_SECONDS)
-            except Exception:  # asked again until it is too late
+            except Exception:  # retried until CONFIRM_SECONDS are over
                 continue
             held.update(key for key, is_held in zip(keys, answers, strict=True) if is_held)
         return held

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups from the scheduler to every rank, over LMCache's ZMQ transports."""
+"""Sends lookups from the scheduler to every rank, over LMCache's ZMQ transports."""
 
 import hashlib
 import threading
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.lmcache_hybrid.storage.rpc")
 
-# After a rank did not answer in time, lookups miss at once for the first time; twice as long after
-# each further silence, up to the second.
+# Seconds for which lookups miss at once after a rank did not answer in time; doubled with each
+# further silence, up to the second.
 FIRST_PAUSE_SECONDS = 1.0
 PAUSE_SECONDS = 10.0
-# Part of lookup_timeout_ms in which a rank ends its lookup, so that its answer comes in time.
+# Share of lookup_timeout_ms after which a rank ends its lookup, so that its answer arrives in time.
 ANSWER_WITHIN = 0.8
-# Before a rank listens again after its socket failed.
+# Pause of a rank after its socket failed.
 RETRY_SECONDS = 0.1
-# Raised by a message that is not from our scheduler.
+# Errors on a message that is not from our scheduler.
 NO_LOOKUP = (ValueError, TypeError, RecursionError, msgspec.MsgspecError)
 
 
 def _socket_path(vllm_config: "VllmConfig", rank: int) -> str:
-    """Path of a rank's socket, no longer than vLLM's own there.
+    """Return the path of a rank's socket, no longer than vLLM's own there.
 
-    The path of a socket has at most 107 characters. LMCache's name has 77 without the folder,
-    which is ``TMPDIR`` by default and may be long.
+    A socket's path has at most 107 characters. LMCache's name takes 77 without the folder, which
+    is ``TMPDIR`` by default and may be long.
     """
     transfer = vllm_config.kv_transfer_config
     engine = transfer.engine_id, transfer.get_from_extra_config("lmcache_rpc_port", 0)
@@ -57,7 +57,7 @@ def _socket_path(vllm_config: "VllmConfig", rank: int) -> str:
 
 
 class LookupClient:
-    """Asks all ranks. One thread at a time: that of the scheduler's lookup queue."""
+    """Asks all ranks. Used by one thread at a time: that of the scheduler's lookup queue."""
 
     def __init__(self, vllm_config: "VllmConfig", timeout_ms: int) -> None:
         ranks = range(vllm_config.parallel_config.world_size)
@@ -78,7 +78,7 @@ class LookupClient:
         ]
 
     def clear(self, epoch: int) -> bool:
-        """Have every rank forget its records; False when one did not confirm it.
+        """Make every rank forget its records; False when one did not confirm it.
 
         Args:
             epoch: number of this reset, see :class:`~.protocol.metadata.ConnectorMetadata`.
@@ -87,7 +87,7 @@ class LookupClient:
         return len(done) == len(self._transport.sockets) and all(done)
 
     def contents(self, lora: LoRARequest) -> tuple[bytes, ...]:
-        """Ask each rank what it computes an adapter with; UNKNOWN where it does not know.
+        """Ask each rank for the content of an adapter; UNKNOWN where it does not know.
 
         Returns:
             By rank; empty when one does not answer.
@@ -98,13 +98,13 @@ class LookupClient:
         return tuple(msgspec.msgpack.decode(content, type=bytes) for content in raw)
 
     def _send(self, verb: str, body: LookupRequest | LoRARequest | int) -> list[bytes]:
-        # LMCache's transport wants three frames, each packed by itself.
+        # LMCache's transport needs three frames, each packed by itself.
         raw = self._transport.send_and_recv_all([verb, msgspec.msgpack.encode(body), 0])
         if raw:
             self._pause.succeed()
             return raw
         logger.warning(
-            "A rank did not answer a cache lookup within %d ms (lookup_timeout_ms): "
+            "A rank did not answer within %d ms (lookup_timeout_ms): "
             "computing without the cache for %.0f s.",
             self._timeout_ms,
             self._pause.fail(),
@@ -121,11 +121,11 @@ class LookupServer:
     """Answers the scheduler on a thread of its own until :meth:`close`.
 
     Starts before the store exists and answers UNAVAILABLE until :meth:`serve`, so a rank whose
-    store failed never keeps the scheduler waiting. The engine's main thread calls its methods.
+    store failed never blocks the scheduler. The engine's main thread calls its methods.
     """
 
     def __init__(self, vllm_config: "VllmConfig") -> None:
-        """Listen at this rank's address. Raises ConfigError where another engine does."""
+        """Listen at this rank's address. Raises ConfigError if another engine does."""
         self._path = _socket_path(vllm_config, vllm_config.parallel_config.rank)
         self._address = engine_address.hold(self._path, vllm_config.kv_transfer_config.engine_id)
         try:
@@ -155,8 +155,8 @@ class LookupServer:
         """Answer from ``lookup`` from now on.
 
         Args:
-            clear: empties the store for a reset.
-            ledger: of this rank, which counts errors from now on.
+            clear: clears the store for a reset.
+            ledger: of this rank; counts errors from now on.
         """
         with self._lock:
             self._ledger = ledger
@@ -170,7 +170,7 @@ class LookupServer:
                 self._serve_one()
             except NO_LOOKUP as error:
                 # Without this thread every lookup would miss until the engine is restarted.
-                logger.warning("A message that is no lookup was dropped: %r", error)
+                logger.warning("A message that is not a lookup was dropped: %r", error)
             except Exception as error:
                 if self._running:  # else its socket was closed
                     lost = "a lookup may get no answer, which is a miss"
@@ -207,7 +207,7 @@ class LookupServer:
         return ADAPTERS.content(msgspec.msgpack.decode(body, type=LoRARequest))
 
     def _reset(self, body: bytes) -> bool:
-        """Clear the store; True once nothing stored before can be served by this rank."""
+        """Clear the store; True once this rank cannot serve anything stored before."""
         epoch = msgspec.msgpack.decode(body, type=int)
         try:
             with self._lock:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has LMCache build its engine, backends and health checks for a hybrid model."""
+"""Makes LMCache build its engine, backends and health checks for a hybrid model."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class HybridServiceFactory(VllmServiceFactory):
-    """Builds what LMCacheManager runs for a hybrid model.
+    """Builds LMCacheManager's services for a hybrid model.
 
     Differs from LMCache's own factory where that one assumes attention layers only: the KV
     shape, the connector that copies slots (:mod:`lmcache_hybrid.worker.worker` copies records
@@ -48,14 +48,14 @@ class HybridServiceFactory(VllmServiceFactory):
 
     def get_or_create_metadata(self) -> LMCacheMetadata | None:
         if self.metadata is None:
-            # For a worker LMCache asks the platform which device is its own, which no served
-            # backend uses, and raises for all data-parallel engines but the first where vLLM gives
-            # each engine a list of its own devices, as on CPU: it counts the engines before
-            # this one again. For the scheduler it does not ask.
+            # Build it as for the scheduler. For a worker LMCache computes its device, which no
+            # served backend uses, and raises on all data-parallel engines but the first where vLLM
+            # gives each engine its own list of devices, as on CPU: it adds the other engines'
+            # devices again.
             asked = VllmServiceFactory(self.lmcache_config, self.vllm_config, "scheduler")
-            # LMCache counts every layer of the model, and for MLA keeps one rank's
-            # bytes for all; states are sharded, so each rank keeps its own. A pipeline stage
-            # may have no attention layer.
+            # LMCache counts every layer of the model, and for MLA stores one rank's bytes for
+            # all; but states are sharded, so each rank stores its own. A pipeline stage may have
+            # no attention layer.
             self.metadata = dataclasses.replace(
                 asked.get_or_create_metadata(),
                 role=self.role,

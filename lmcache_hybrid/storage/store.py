@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface between a rank and its store.
 
-Verb pairs: ``reserve`` / ``put`` (or ``release``) for writing, ``claim`` /
-``fetch`` / ``release`` for reading. The real one is in
-:mod:`lmcache_hybrid.storage.lmcache_store`.
+A write is ``reserve`` and ``put`` (or ``release``), a read ``claim``, ``fetch`` and ``release``.
+The implementation is :mod:`lmcache_hybrid.storage.lmcache_store`.
 """
 
 import math
@@ -18,9 +17,9 @@ from lmcache_hybrid.core.keys import RecordKey
 
 
 class Buffer(Protocol):
-    """Memory of one record. Whoever got it from ``reserve`` or ``fetch`` must release it.
+    """Memory of one record. The caller of ``reserve`` or ``fetch`` must release it.
 
-    ``put`` releases what it was given.
+    ``put`` releases the buffers it is given.
 
     Attributes:
         digests: of the payload's chunks, see :mod:`lmcache_hybrid.storage.record`.
@@ -35,13 +34,13 @@ class Buffer(Protocol):
         """The record's pages: uint8 on the CPU, one dimension."""
 
     def release(self) -> None:
-        """Give the memory back. Call exactly once."""
+        """Release the memory. Call exactly once."""
 
 
 class Claim(Protocol):
     """Records that are pinned in the store until ``release``, which the owner calls.
 
-    The lookup owns a claim until a load takes it, then the load does.
+    The lookup owns a claim until a load takes it over.
 
     Attributes:
         keys: of the records.
@@ -62,7 +61,7 @@ B = TypeVar("B", bound=Buffer)
 class Store(Protocol[C, B]):
     """Records of one rank. Any thread may call it; ``locate`` only the lookup thread.
 
-    A store takes back only claims and buffers of its own.
+    A store accepts only claims and buffers of its own.
 
     Attributes:
         failed_writes: records that a backend accepted and could not write, by backend.
@@ -71,7 +70,7 @@ class Store(Protocol[C, B]):
     failed_writes: Counter[str]
 
     def readable(self) -> bool:
-        """Whether lookups and loads make sense now."""
+        """Whether lookups and loads are possible now."""
 
     def writable(self) -> bool:
         """Whether saves are wanted and possible now."""
@@ -86,7 +85,7 @@ class Store(Protocol[C, B]):
         """
 
     def claim(self, located: Mapping[RecordKey, str]) -> C | None:
-        """Pin all keys where ``locate`` found them; None, and no pin, where one is gone."""
+        """Pin all keys where ``locate`` found them; None, without pins, if one is gone."""
 
     def fetch(self, claim: C, keys: Sequence[RecordKey]) -> list[B]:
         """Read records of a claim and check all but their payloads; all or nothing.
@@ -94,12 +93,12 @@ class Store(Protocol[C, B]):
         The caller releases the buffers.
 
         Raises:
-            LoadError: a record is gone or there is no memory to read it into.
+            LoadError: a record is gone, or there is no memory to read it into.
             DamagedError: stored bytes are not the record of their key; they were removed.
         """
 
     def keep(self, claim: C, records: Iterable[tuple[RecordKey, B]]) -> None:
-        """Offer records that were read and found good to a nearer backend."""
+        """Copy records that were read and checked to a nearer backend."""
 
     def discard(self, key: RecordKey, claim: C | None = None) -> None:
         """Remove a damaged record from the backend that it was read from; never raises.
@@ -109,10 +108,10 @@ class Store(Protocol[C, B]):
         """
 
     def reserve(self, payload: int) -> B | None:
-        """Memory for a record with ``payload`` bytes of pages; None when the store is full."""
+        """Reserve memory for a record with ``payload`` bytes of pages; None when full."""
 
     def put(self, records: Iterable[tuple[RecordKey, B]]) -> None:
-        """Seal and store records; releases their buffers, also when it raises."""
+        """Seal and store records; releases their buffers even when it raises."""
 
     def refresh(self, keys: Sequence[RecordKey]) -> None:
         """Mark as recently used, first key most recent."""
@@ -123,8 +122,8 @@ class Store(Protocol[C, B]):
         """Set the eviction order of new records without counting an access.
 
         Args:
-            keys: of a prompt up to where it is stored, the most worth keeping first.
-            passing: states that are worth less than all else unless they are hit.
+            keys: of a prompt as far as it is stored, the first to be evicted last.
+            passing: states to evict before all else unless they are hit.
             owner: the request that stored them.
         """
 

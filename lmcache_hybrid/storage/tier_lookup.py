@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Locates many records in a rank's tiers, in one call to each.
 
-LMCache's own ``batched_contains`` stops at the first missing key, and asks most remote stores for
-one key after the other.
+LMCache's own ``batched_contains`` stops at the first missing key, and asks most remote stores
+key by key.
 """
 
 import concurrent.futures
@@ -18,15 +18,15 @@ from lmcache_hybrid.storage.tiers.base import StorageTier
 
 logger = init_logger("vllm.lmcache_hybrid.storage.tier_lookup")
 
-# The first and the longest pause in which a store that did not answer is not asked.
+# The first and the longest pause for a store that did not answer.
 FIRST_PAUSE_SECONDS = 1.0
 PAUSE_SECONDS = 10.0
-# A store that was given less than this part of the longest time so far is not blamed.
+# A store given less than this share of the longest time so far is not taken as silent.
 FAIR_PART = 0.25
 
 
 class SilentStores:
-    """Remote stores that did not answer in time, which are left alone for a while.
+    """Remote stores that did not answer in time, and are not asked for a while.
 
     Otherwise every request would wait for a store that is down. Used by the lookup thread only.
     """
@@ -39,12 +39,12 @@ class SilentStores:
         return name in self._pauses and self._pauses[name].lasts
 
     def add(self, name: str) -> float:
-        """Leave a store alone, longer each time; returns the seconds."""
+        """Pause a store, longer each time; returns the seconds."""
         new = Backoff(FIRST_PAUSE_SECONDS, PAUSE_SECONDS)
         return self._pauses.setdefault(name, new).fail()
 
     def is_fair(self, seconds: float) -> bool:
-        """Whether a store that does not answer within ``seconds`` is silent."""
+        """Whether ``seconds`` is long enough to call a store silent that does not answer."""
         if seconds < math.inf:
             self._longest = max(self._longest, seconds)
         return seconds > 0 and seconds >= FAIR_PART * self._longest
@@ -68,9 +68,9 @@ def locate(
     Args:
         tiers: those to ask, the nearest first.
         deadline: ``time.monotonic`` by which the lookup must end. A remote store gets half of
-            what is left, so records in nearer tiers can still be claimed when it is silent.
-        silent: remote stores that are left alone. Mutated.
-        hidden: by name of a tier, keys that it is not asked for.
+            the time left, so records in nearer tiers can still be claimed when it is silent.
+        silent: remote stores that are not asked. Mutated.
+        hidden: by tier name, keys not to ask for.
     """
     found: list[str | None] = [None] * len(keys)
     missing = list(range(len(keys)))
@@ -102,7 +102,7 @@ def _held(
         silent.answered(name)
         return held
     except (TimeoutError, concurrent.futures.TimeoutError):
-        if not fair:  # a busy rank began late: that says nothing of the store
+        if not fair:  # a busy rank began late: not the store's fault
             return [False] * len(keys)
         pause = silent.add(name)
         logger.warning(
@@ -112,7 +112,7 @@ def _held(
             pause,
         )
     except Exception as error:
-        # In its repr redis leaves out what the server said.
+        # redis errors leave the server's message out of their repr.
         said = f"{type(error).__name__}: {error}"
-        logger.warning("%s counts as empty in one cache lookup: %s", name, said)
+        logger.warning("Lookup in %s failed and counts as a miss: %s", name, said)
     return [False] * len(keys)

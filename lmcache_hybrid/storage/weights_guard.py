@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stops loads and saves once weights are written into the running model.
 
-The fingerprint names what was loaded at start-up, not what a reload in place brought. vLLM's own
-reset leaves connectors alone unless it is asked to include them.
+The fingerprint names the weights loaded at start-up, not those of a reload in place. vLLM's own
+reset skips connectors unless it is asked to include them.
 """
 
 from vllm.logger import init_logger
@@ -15,7 +15,7 @@ logger = init_logger("vllm.lmcache_hybrid.storage.weights_guard")
 
 
 class WeightsGuard:
-    """Knows whether this rank still computes with the weights that its fingerprint names.
+    """Tells whether this rank still computes with the weights that its fingerprint names.
 
     Called by the thread that runs the model, and by the one that answers lookups and resets.
     """
@@ -29,8 +29,8 @@ class WeightsGuard:
     def stands(self) -> bool:
         """Whether records may be loaded and stored.
 
-        False from a change of weights until a reset, and from a sleep that discards the
-        weights until others are loaded.
+        False from a change of weights until a reset, and from a sleep that discards the weights
+        until they are loaded again.
         """
         if self._loaded.discarded:
             self._say(
@@ -59,23 +59,23 @@ class WeightsGuard:
             logger.warning(why)
 
     def computing(self) -> None:
-        """Note that a step computes: from now on a change of weights counts."""
+        """Note that a step computes: a change of weights counts from now on."""
         self._unused = False
 
     def reset(self) -> None:
-        """Note that all caches were reset: what earlier steps computed is not stored any more."""
+        """Note a reset of all caches: results of earlier steps are no longer stored."""
         self._seen, self._unused = self._loaded.changes, True
         self._said = ""
 
 
 class GuardedLookup:
-    """Answers from ``lookup`` for as long as ``guard`` stands."""
+    """Answers from ``lookup`` while ``guard`` stands."""
 
     def __init__(self, lookup: RankLookup, guard: WeightsGuard) -> None:
         self._lookup, self._guard = lookup, guard
 
     def answer(self, request: LookupRequest) -> LookupResult:
-        """See :meth:`RankLookup.answer`; no verdict, and no claim, after a change of weights."""
+        """See :meth:`RankLookup.answer`; UNAVAILABLE once the weights have changed."""
         if self._guard.stands():
             return self._lookup.answer(request)
         self._lookup.drop(request.request_id, request.number)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operators run. No engine imports anything from here."""
+"""Operators' commands. No engine imports anything from here."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's flags, read as ``vllm serve MODEL FLAGS`` reads them."""
+"""Parses vLLM's flags as ``vllm serve MODEL FLAGS`` does."""
 
 import re
 from argparse import Namespace
@@ -18,7 +18,7 @@ CONNECTOR = "LMCacheConnectorV1"
 DEFAULT_TRANSFER = {"kv_connector": CONNECTOR, "kv_role": "kv_both"}
 
 
-# What pydantic says around its complaints: how many, of which class, and an address for each.
+# Pydantic's text around its complaints: how many, of which class, and a URL for each.
 _PYDANTIC = re.compile(
     r"\d+ validation errors? for \w+ | \[type=.*?\] For further information visit \S+"
 )
@@ -37,18 +37,18 @@ class _Parser(FlexibleArgumentParser):
 
 
 def parse_flags(model: str | None, flags: Sequence[str]) -> Namespace:
-    """What vLLM's parser makes of them, with our connector where they name none.
+    """Parse flags with vLLM's parser, with our connector if they name none.
 
     Flags of the server alone (``--port``, ``--api-key``) are accepted and have no effect.
 
     Args:
-        model: name or folder; None where none was named. vLLM's default stays then, so make no
-            engine's arguments of it: that would look for a model that nobody asked for.
+        model: name or folder; None leaves vLLM's default. Then do not make engine arguments of
+            the result: that would look up the default model.
 
     Raises:
-        ConfigError: vLLM does not take one of them. One sentence.
+        ConfigError: vLLM refuses one of them. One sentence.
     """
-    load_general_plugins()  # a missing kv_role is filled in by the plugin
+    load_general_plugins()  # the plugin fills in a missing kv_role
     named = [] if model is None else [model]
     parser = make_arg_parser(_Parser(prog="vllm serve"))
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package replaces in vLLM and LMCache, read from its own code without running it."""
+"""Lists what this package replaces in vLLM and LMCache, from its own docstrings."""
 
 import ast
 import re
@@ -15,12 +15,12 @@ _END = re.compile(r"Remove when: (.+?)(?:\n\n|$)", re.DOTALL)
 
 
 class Repair(NamedTuple):
-    """A function that stands in for one of vLLM's or LMCache's with a bug.
+    """A function that replaces one of vLLM's or LMCache's with a bug.
 
     Attributes:
         name: with its module.
-        does: what it sees to, in one sentence.
-        remove_when: what makes it needless.
+        does: its purpose, in one sentence.
+        remove_when: the upstream change that makes it unnecessary.
     """
 
     name: str
@@ -29,13 +29,13 @@ class Repair(NamedTuple):
 
 
 def places() -> list[tuple[str, str]]:
-    """(module of ``vllm_patch``, what it replaces in vLLM)."""
+    """List (module of ``vllm_patch``, what it replaces in vLLM)."""
     text = ast.get_docstring(ast.parse((ROOT / "vllm_patch/__init__.py").read_text())) or ""
     return [(module, _plain(what)) for module, what in _ROW.findall(text)]
 
 
 def repairs() -> Iterator[Repair]:
-    """All repairs, by file."""
+    """Yield all repairs, by file."""
     for package in PACKAGES:
         for file in sorted((ROOT / package).rglob("*.py")):
             module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
@@ -52,9 +52,9 @@ def _repairs_in(node: ast.AST, name: str) -> Iterator[Repair]:
 
 
 def stand_ins() -> Iterator[tuple[str, str]]:
-    """(name, what it is) of each class of ours that LMCache uses in place of one of its own.
+    """Yield (name, what it is) of each class of ours that replaces one of LMCache's.
 
-    And of what is put in place of something without a bug.
+    Also of replacements for something without a bug.
     """
     for file in sorted((ROOT / "lmcache_hybrid").rglob("*.py")):
         module = ".".join(file.relative_to(ROOT).with_suffix("").parts)

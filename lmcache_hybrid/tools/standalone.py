@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's engine and backends without vLLM around them: for the doctor, benchmarks and tests."""
+"""Makes LMCache's engine and backends without vLLM: for the doctor, benchmarks and tests."""
 
 import torch
 from lmcache.v1.config import LMCacheEngineConfig
@@ -14,8 +14,7 @@ def make_engine(
 ) -> LMCacheEngine:
     """Make an engine that copies no slots, as ``storage/service_factory.py`` does in vLLM.
 
-    Its backends are there after its ``post_init``; ``LMCacheEngineBuilder.destroy(name)``
-    ends it.
+    Its backends exist after ``post_init``; ``LMCacheEngineBuilder.destroy(name)`` ends it.
 
     Args:
         name: of the engine, once per process.
@@ -32,7 +31,7 @@ def make_engine(
             worker_id=rank,
             local_worker_id=rank,
             kv_dtype=torch.bfloat16,
-            # Of one chunk of attention, which no record is.
+            # The shape of an attention chunk, which records do not have.
             kv_shape=(1, 2, config.chunk_size, 1, 8),
             role="worker",
             chunk_size=config.chunk_size,

@@ -16,11 +16,11 @@ def start_module(
 ) -> tuple[subprocess.Popen, TextIO]:
     """Start ``python -m MODULE FD``, which reads JSON from standard input and answers on FD.
 
-    Ctrl-C does not reach it: the caller ends it, with :func:`kill_group` at last.
+    Ctrl-C does not reach it: the caller must end it, with :func:`kill_group` at last.
 
     Args:
-        log: takes what it and its libraries print.
-        environment: of the process, whole.
+        log: gets its output.
+        environment: the whole environment of the process.
 
     Returns:
         The process, with a text pipe as ``stdin``, and its answers, a JSON value per line, which
@@ -47,7 +47,7 @@ def start_module(
 
 
 def send(process: subprocess.Popen, message: Any) -> None:
-    """Write a line of JSON; that the process is gone shows in its answers."""
+    """Write a line of JSON; if the process is gone, reading its answers shows it."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(json.dumps(message) + "\n")
@@ -55,10 +55,10 @@ def send(process: subprocess.Popen, message: Any) -> None:
 
 
 def kill_group(process: subprocess.Popen) -> None:
-    """End a process of its own session and all that it has started. Closes its ``stdin``."""
+    """End a process with its own session, and its children. Closes its ``stdin``."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     if process.stdin is not None:
-        with contextlib.suppress(OSError):  # what it was not sent any more
+        with contextlib.suppress(OSError):  # unsent data
             process.stdin.close()

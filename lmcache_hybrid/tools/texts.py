@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long texts that are on every machine: the documentation strings of Python's standard library."""
+"""Makes long texts from the docstrings of Python's standard library, as on every machine."""
 
 import importlib
 
@@ -14,7 +14,7 @@ LENGTHS = (1500, 3000, 5000, 8000, 12000)
 
 
 def texts(count: int) -> list[str]:
-    """``count`` long texts from the documentation strings of Python's standard library."""
+    """Return ``count`` long texts from the docstrings of Python's standard library."""
     made = []
     for index in range(count):
         length = LENGTHS[index % len(LENGTHS)]
@@ -28,7 +28,7 @@ def texts(count: int) -> list[str]:
 
 
 def documentation(module_name: str) -> str:
-    """All documentation strings of a module, its classes and functions."""
+    """Join all docstrings of a module, its classes and functions."""
     module = importlib.import_module(module_name)
     owners = [module]
     for value in vars(module).values():

@@ -45,7 +45,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(max_position: int) -> PreTrainedTokenizerFast:
-    """A tokenizer whose first 256 ids are the bytes themselves, then the specials."""
+    """Make a tokenizer whose first 256 ids are the bytes themselves, then the specials."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -106,7 +106,7 @@ def _mute_unprintable(rows: Any, std: float) -> None:
 
 
 def _recipe(family: str, seed: int, max_position: int) -> dict[str, Any]:
-    """Everything that decides what is on disk; stored beside the weights."""
+    """Return all settings that decide the files on disk; stored beside the weights."""
     spec = FAMILIES[family]
     config = {**COMMON, **spec.config, "max_position_embeddings": max_position}
     config["tie_word_embeddings"] = spec.tied
@@ -122,7 +122,7 @@ def _recipe(family: str, seed: int, max_position: int) -> dict[str, Any]:
 
 
 def _finish(folder: Path, spec: Family) -> None:
-    """Make of what transformers wrote what vLLM reads."""
+    """Convert the files of transformers to those that vLLM reads."""
     if spec.extra:
         file = folder / "config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), **spec.extra}, indent=2))

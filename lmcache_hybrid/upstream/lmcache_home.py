@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's in-process part, in whichever of its two homes the installed release keeps it.
+"""Imports LMCache's in-process part from the home where the installed release keeps it.
 
-Until 0.5.6 it lies in ``lmcache``, since 0.5.7 in ``lmcache.inprocess``. This package takes the
+Until 0.5.6 that is ``lmcache``, since 0.5.7 ``lmcache.inprocess``. This package imports the
 :data:`NAMES` from here::
 
     from lmcache_hybrid.upstream.lmcache_home import LMCacheEngine
 
-vLLM looks for LMCache's adapter in the old home only: :func:`install` lets imports of a module
-that has gone from there find it in the new one. Imports nothing of LMCache by itself.
+vLLM looks for LMCache's adapter in the old home only: :func:`install` redirects imports of a
+module that has moved. Imports nothing of LMCache by itself.
 """
 
 import importlib
@@ -24,7 +24,7 @@ from typing import Any
 
 OLD, NEW = "lmcache", "lmcache.inprocess"
 
-# What this package takes, and the module that has it, relative to either home.
+# Names that this package imports, with their modules, relative to either home.
 NAMES = {
     "LMCacheEngine": "v1.cache_engine",
     "LMCacheEngineBuilder": "v1.cache_engine",
@@ -43,11 +43,11 @@ def __getattr__(name: str) -> Any:
 
 
 def take(module: str, name: str) -> Any:
-    """``name`` of LMCache's in-process part.
+    """Import ``name`` of LMCache's in-process part.
 
     Args:
-        module: relative to the homes, such as ``v1.cache_engine``. Both homes may have one of
-            this name; the one of the new home counts.
+        module: relative to the homes, such as ``v1.cache_engine``. If both homes have one of
+            this name, the new home's counts.
 
     Raises:
         ImportError: neither home has it.
@@ -62,7 +62,7 @@ def take(module: str, name: str) -> Any:
 
 
 def moved(module: str) -> str | None:
-    """Where a release with the new home has ``module`` if it has gone from the old one."""
+    """Return the name of ``module`` in the new home; None if it is not of the old one."""
     if not module.startswith(f"{OLD}.") or f"{module}.".startswith(f"{NEW}."):
         return None
     return NEW + module.removeprefix(OLD)
@@ -86,16 +86,16 @@ def install() -> bool:
     folders = spec.submodule_search_locations if spec else None
     if not any(Path(folder, "inprocess", "__init__.py").is_file() for folder in folders or ()):
         return False
-    # In front: in a package that moved, Python would execute each module a second time.
+    # In front: else Python would execute each module of a moved package a second time.
     sys.meta_path.insert(0, _MovedFinder())
     return True
 
 
 class _MovedFinder(MetaPathFinder):
-    """Maps a module that has gone from the old home to the one of the new home.
+    """Maps a module that is missing in the old home to the one in the new home.
 
     Both names are one module object, executed once. A module that the old home has is never
-    mapped, also where the new home has another one of its name.
+    mapped, even if the new home has another one of its name.
     """
 
     _told = False
@@ -151,16 +151,16 @@ class _OneModule(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # It has run under its own name; importlib has just given it the second name's spec.
+        # It ran under its own name; restore the spec that importlib has just replaced.
         vars(module)["__spec__"] = self._spec
 
 
 def _module(name: str) -> ModuleType | None:
-    """The module, imported, or None where there is none of this name."""
+    """Import a module; None if there is none of this name."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # Something that the module itself imports may be missing, too.
+        # A module that it imports may be missing instead.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of vLLM and LMCache that this package replaces or relies on, with their parameters.
+"""Lists functions of vLLM and LMCache that this package replaces or relies on, with parameters.
 
 They are checked, by import, on untested releases only. Functions whose absence fails start-up
 with a clear error anyway are left out. Add each function that you replace:
@@ -13,11 +13,11 @@ from typing import Any
 
 from lmcache_hybrid.upstream import lmcache_home
 
-# Module to functions, a line each, with the positional parameters that are passed, without
-# self; upstream may add others that have defaults. (...) leaves them open.
+# By module: one line per function, with the positional parameters passed, without self; upstream
+# may add others with defaults. (...) leaves them open.
 Signatures = dict[str, str]
 
-# Replaced when the plugin loads; their modules are imported then in any case.
+# Replaced when the plugin loads, which imports their modules anyway.
 AT_START: Signatures = {
     "vllm.config": """
         KVTransferConfig.__post_init__()
@@ -132,7 +132,7 @@ ALL = AT_START | SERVING
 
 
 def listed(signatures: Signatures) -> Iterator[tuple[str, str, tuple[str, ...] | None]]:
-    """(module, name in it, parameters) of each function; None where these are open."""
+    """Yield (module, name in it, parameters) of each function; None if these are open."""
     for module, lines in signatures.items():
         for line in filter(None, map(str.strip, lines.splitlines())):
             name, _, inside = line.removesuffix(")").partition("(")
@@ -141,7 +141,7 @@ def listed(signatures: Signatures) -> Iterator[tuple[str, str, tuple[str, ...] |
 
 
 def problems(signatures: Signatures, packages: tuple[str, ...]) -> list[str]:
-    """What the installed release has otherwise, a few words for each function.
+    """Describe where the installed release differs, a few words for each function.
 
     Imports the modules.
 
@@ -160,7 +160,7 @@ def _problem(module: str, name: str, takes: tuple[str, ...] | None) -> str | Non
         function = _find(module, name)
     except AttributeError:
         return f"{module}.{name} is missing"
-    except Exception as error:  # whatever a module of another release does when it is imported
+    except Exception as error:  # a module of another release may raise anything
         return f"{module} cannot be imported ({type(error).__name__}: {error})"
     if takes is None:
         return None
@@ -177,7 +177,7 @@ _COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _find(module: str, name: str) -> Any:
-    """The function; LMCache's in-process part has two homes.
+    """Import the function; LMCache's in-process part has two homes.
 
     Raises:
         AttributeError: it is not there.

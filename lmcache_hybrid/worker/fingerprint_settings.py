@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's settings that enter the fingerprint.
+"""Selects vLLM's settings that enter the fingerprint.
 
-Every field of the sections named here enters it unless it is listed with a reason, so a
-setting that a new release adds enters by default.
+Every field of the sections named here enters unless it is listed with a reason, so a setting
+that a new release adds enters by default.
 """
 
 import dataclasses
@@ -74,7 +74,7 @@ NOT_COUNTED: Mapping[str, Mapping[str, str]] = {
 
 
 def counted(vllm_config: Any) -> dict[str, dict[str, Any]]:
-    """The settings that count, by section and name."""
+    """Return the settings that count, by section and name."""
     return {
         section: {
             field.name: getattr(config, field.name)

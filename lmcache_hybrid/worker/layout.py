@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the bytes of a layer's block lie in memory, and in which order they are stored.
+"""Finds where the bytes of a layer's block lie in memory, and the order to store them in.
 
-vLLM shows each layer's KV cache as a view of the same dimensions whatever the order in
-memory is: heads before tokens or behind them, layers or heads between blocks, a block in
-one piece or in kernel blocks. A block is stored in memory order, so contiguous bytes
-are copied in one piece.
+vLLM shows each layer's KV cache as a view with the same dimensions for every order in memory:
+heads before tokens or behind them, layers or heads between blocks, a block in one piece or in
+kernel blocks. A block is stored in memory order, so contiguous bytes are copied in one piece.
 """
 
 import itertools
@@ -21,10 +20,10 @@ class Run:
     """Bytes that lie back to back in every block.
 
     Attributes:
-        storage: the memory that they lie in.
-        start: offset of block 0's in bytes.
+        storage: the memory that contains them.
+        start: byte offset of those of block 0.
         size: bytes per block.
-        stride: bytes from one block's to the next one's.
+        stride: bytes from one block to the next.
     """
 
     storage: torch.UntypedStorage
@@ -33,10 +32,10 @@ class Run:
     stride: int
 
     def rows(self, num_blocks: int) -> torch.Tensor:
-        """uint8 [num_blocks, size] over ``storage``, never an inference tensor.
+        """Make a uint8 view [num_blocks, size] of ``storage``, never an inference tensor.
 
-        Other threads write to it outside of inference mode, which is an error for
-        tensors that were made inside.
+        Other threads write to it outside of inference mode, which is an error for tensors made
+        inside.
         """
         with torch.inference_mode(False):
             memory = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
@@ -61,30 +60,30 @@ def runs_of(name: str, tensor: torch.Tensor, num_blocks: int) -> tuple[list[Run]
     Args:
         name: of the layer, for errors.
         tensor: the layer's KV cache. Its first dimension counts blocks, or kernel
-            blocks: then each block has as many of them, one behind the other.
-        num_blocks: how many blocks vLLM gives out.
+            blocks: then each block is an equal number of adjacent ones.
+        num_blocks: how many blocks vLLM has.
 
     Returns:
-        The runs of a block in the order of their bytes in memory, and a text that says
-        which value of a block is where in them. The text leaves out what can differ
-        under the same bytes: padding, the number of blocks, what lies between blocks.
+        The runs of a block in memory order, and a text that says where each value of a block
+        lies in them. The text leaves out what does not change these bytes: padding, the number
+        of blocks, what lies between blocks.
 
     Raises:
-        ConfigError: the tensor has not the blocks that vLLM gives out, or several of
-            its values share bytes.
+        ConfigError: the tensor's blocks are not a multiple of ``num_blocks``, or several of its
+            values share bytes.
     """
     kernel_blocks, rest = divmod(tensor.shape[0], num_blocks)
     if rest or not kernel_blocks:
         raise ConfigError(
-            f"KV cache of layer {name} has {tensor.shape[0]} blocks, which is no multiple of "
+            f"KV cache of layer {name} has {tensor.shape[0]} blocks, which is not a multiple of "
             f"vLLM's {num_blocks}; choose another --attention-backend."
         )
     width = tensor.element_size()
     strides = [stride * width for stride in tensor.stride()]
     block_stride = kernel_blocks * strides[0]
     shape = (kernel_blocks, *tensor.shape[1:])
-    # (bytes from one to the next, how many, dimension), the widest first; kernel blocks
-    # are dimension 0. How far apart the values of a dimension of one are means nothing.
+    # (stride in bytes, count, dimension), the widest first; kernel blocks are dimension 0. The
+    # stride of a dimension of size one means nothing.
     inner = sorted(((strides[d], n, d) for d, n in enumerate(shape) if n > 1), reverse=True)
     _refuse_overlaps(name, tensor, [*inner, (block_stride, num_blocks, -1)])
     size = width
@@ -107,7 +106,7 @@ def _layout(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) ->
 def _refuse_overlaps(
     name: str, tensor: torch.Tensor, dimensions: Sequence[tuple[int, int, int]]
 ) -> None:
-    """Raises ConfigError when two values may share bytes, within a block or of two blocks."""
+    """Raise ConfigError if two values may share bytes, within a block or of two blocks."""
     extent = tensor.element_size()
     for stride, count, _ in sorted(dimensions):
         if count == 1:
@@ -123,9 +122,9 @@ def _refuse_overlaps(
 
 
 def merge(runs: Sequence[Run]) -> list[Run]:
-    """Join neighbours that lie back to back; the order of the bytes stays the same.
+    """Join runs that lie back to back; the order of the bytes stays the same.
 
-    So a block of all layers together, as block-outermost layouts keep it, is one run.
+    In block-outermost layouts all layers of a block become one run.
     """
     merged: list[Run] = []
     for run in runs:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads of one rank: records from the store into vLLM's blocks, off the model's thread.
+"""Loads records of one rank from the store into vLLM's blocks, off the model's thread.
 
 Their requests wait outside the running batch until the load is reported.
 """
@@ -38,14 +38,14 @@ from lmcache_hybrid.worker.pages import GroupPages, in_parts
 
 logger = init_logger("vllm.lmcache_hybrid.worker.loads")
 
-# Max seconds that a step without a forward waits for a load, instead of spinning through
-# empty steps beside the loading thread.
+# Max seconds that a step without a forward waits for a load; empty steps would take the GIL from
+# the loading thread.
 IDLE_WAIT_SECONDS = 0.005
-# Bytes to read, check and copy at once, one record at least; as many parts run side by side
-# as there are copying threads.
+# Bytes to read, check and copy at once, one record at least; each copying thread takes one part
+# at a time.
 PART_BYTES = 8 << 20
-# A long load has parts up to so many times as large, but no fewer than these: each part costs its
-# thread a dozen turns at the GIL, of some 75 us each beside three others on an H100's host.
+# Max factor on the parts of a long load, and its min number of parts. Each part takes the GIL a
+# dozen times, some 75 us each beside three other threads on an H100's host.
 LARGER, FEWEST = 4, 8
 
 Restore = Callable[[LoadSpec, Claim | None, StreamEvent], int]
@@ -58,8 +58,8 @@ class TransferResult:
     Attributes:
         error: why it failed; None when every byte is in place.
         size: bytes copied.
-        seconds: from its turn to its end.
-        slow: of one that was given up, see :attr:`.SlowError.seconds`; None for others.
+        seconds: from its start to its end.
+        slow: :attr:`.SlowError.seconds` of a load that was given up; None for others.
     """
 
     request_id: str
@@ -75,7 +75,7 @@ class TransferResult:
 
 @dataclass(frozen=True)
 class _Running:
-    """A load that was not reported yet. It owns ``claim`` until it ends or is cancelled."""
+    """A load not reported yet. It owns ``claim`` until it ends or is cancelled."""
 
     load: LoadSpec
     claim: Claim | None
@@ -89,7 +89,7 @@ class LoadQueue:
     own and copies its parts on several.
 
     Attributes:
-        failed: of the loads that :meth:`results` returned last, see
+        failed: failures among the loads that :meth:`results` returned last, see
             :attr:`.SlowLoads.seconds`.
     """
 
@@ -111,18 +111,18 @@ class LoadQueue:
         self._threads = CopyThreads("hybrid-restore")
         self._executor = started(1, "hybrid-load")
         self._running: dict[str, _Running] = {}
-        # Requests that ended while their load runs: vLLM keeps their blocks until it is reported.
+        # Requests that ended during their load: vLLM keeps their blocks until it is reported.
         self._unwanted: set[str] = set()
         # The KV cache has no memory, see suspend().
         self._asleep = False
         self.failed: dict[str, float | None] = {}
 
     def __len__(self) -> int:
-        """How many loads were not reported yet."""
+        """Return the number of loads not reported yet."""
         return len(self._running)
 
     def start(self, load: LoadSpec, claim: Claim | None) -> None:
-        """Queue a load, which takes the claim over. Never blocks on the store."""
+        """Queue a load, which takes over the claim. Never blocks on the store."""
         after = self._copies.mark()
         restore: Restore = self._restore if self._adapters.holds(load.prefix.adapter) else refuse
         asked = time.perf_counter()
@@ -130,7 +130,7 @@ class LoadQueue:
         self._running[load.request_id] = _Running(load, claim, future)
 
     def refuse(self, load: LoadSpec) -> None:
-        """Report a load as failed, unless it was queued. Its claim is the caller's."""
+        """Report a load as failed, unless it was queued. The caller keeps its claim."""
         if load.request_id in self._running:
             return
         future: Future[TransferResult] = Future()
@@ -145,7 +145,7 @@ class LoadQueue:
         Args:
             finished: requests that ended. Their queued loads are dropped; one that runs stops
                 at its next part and counts as failed.
-            waits: whether waiting a moment for a load delays nobody.
+            waits: whether it may wait for a load, up to IDLE_WAIT_SECONDS.
         """
         results = KVConnectorTransferResults()
         self.failed = {}
@@ -175,9 +175,9 @@ class LoadQueue:
         return results
 
     def _ended(self, running: _Running) -> tuple[bool, float | None]:
-        """Whether what was loaded is used, and :attr:`.TransferResult.slow` where not."""
+        """Whether the loaded blocks are used, and :attr:`.TransferResult.slow` where not."""
         future, load = running.future, running.load
-        # A cancelled one has failed, too: vLLM may give its ID to a new request at once.
+        # A cancelled load counts as failed: vLLM may give its ID to a new request at once.
         if future.cancelled() or future.exception():
             return False, None
         result = future.result()
@@ -260,11 +260,11 @@ class LoadQueue:
             except NoRoomError:
                 crowded_out.append(part)
 
-        # One with a deadline is a try: it looks at its pace before each record.
+        # A load with a deadline is a trial: it checks its pace before each record.
         most = self._part_bytes if load.deadline == math.inf else 1
         larger = max(most, min(size // FEWEST, LARGER * most))
         self._threads.each(restore, list(in_parts(targets, self._pages, larger)), size)
-        # Parts that ran beside these may have held the room that they needed.
+        # Retry alone: other parts may have held the memory that these needed.
         for part in crowded_out:
             for piece in in_parts(part, self._pages, most):
                 self._check_wanted(load)
@@ -304,7 +304,7 @@ class LoadQueue:
             for (key, block), buffer in zip(part, buffers, strict=True):
                 pages, size = self._pages[key.group], buffer.payload.numel()
                 if size != pages.block_bytes:
-                    # If it stayed, every later request would be promised it and fail.
+                    # Kept, it would be promised to every later request and fail.
                     self._store.discard(key, claim)
                     raise LoadError(f"record {key.label} has {size} bytes", "length", key)
                 items.append(CopyJob(key, pages, block, buffer))
@@ -316,7 +316,7 @@ class LoadQueue:
             self._store.keep(claim, [(item.key, item.buffer) for item in items])
 
     def suspend(self) -> None:
-        """Fail all loads, those to come included, and wait until none copies. Idempotent."""
+        """Fail all loads, later ones included, and wait until none copies. Idempotent."""
         self._asleep = True
         futures = [load.future for load in self._running.values()]
         for future in [future for future in futures if not future.cancel()]:

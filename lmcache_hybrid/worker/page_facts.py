@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decides the bytes within a block and shows neither in shapes nor in settings.
+"""Collects facts that decide the bytes of a block and show neither in shapes nor in settings.
 
-Each attention backend and each kind of recurrent layer of vLLM has been looked at; what was found
-is in ``reviewed_backends.txt``. Nothing is added for those where nothing was found. Code from
-outside vLLM counts by its distribution and version.
+Each attention backend and each kind of recurrent layer of vLLM was reviewed; the results are in
+``reviewed_backends.txt``. Code from outside vLLM counts by its distribution and version.
 """
 
 import importlib.util
@@ -26,18 +25,18 @@ if TYPE_CHECKING:
 REVIEWED_FILE = "reviewed_backends.txt"
 # Packages with a device's own kernels that write pages; vLLM ships those of CUDA and CPUs.
 KERNELS = {"rocm": "aiter", "xpu": "vllm_xpu_kernels"}
-# Tokens, and values that differ from each other, of a block that shows how a kernel packs it.
+# Tokens and distinct values of the block that probes how a kernel packs.
 PROBED_TOKENS, PROBED_VALUES = 64, 251
 
 
 def page_facts(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, Any]:
-    """Facts by layer, and those of the whole device under ``""``; no entry without facts.
+    """Return facts by layer, and those of the device under ``""``; no entry without facts.
 
     Args:
         layers: names of those whose pages are stored.
 
     Raises:
-        UnknownPagesError: a layer is of code that nobody has looked at.
+        UnknownPagesError: a layer's code was not reviewed.
     """
     context = vllm_config.compilation_config.static_forward_context
     found = {name: _layer_facts(context[name], vllm_config) for name in layers if name in context}
@@ -66,7 +65,7 @@ def _layer_facts(layer: Any, vllm_config: "VllmConfig") -> dict[str, Any]:
             for name in _reviewed_facts(code, outside=origin is not None):
                 facts.update(_fact(name, layer, vllm_config))
     if backend is not None and not hasattr(layer, "attn_backend") and not _has_states(layer):
-        # Otherwise the layer's class says it, or its backend is named among the fingerprint's.
+        # Otherwise the layer's class decides, or the fingerprint names its backend.
         facts["backend"] = f"{backend.__module__}.{backend.__qualname__}"
     return facts
 
@@ -82,7 +81,7 @@ def _has_states(layer: Any) -> bool:
 
 
 def _impl_classes(layer: Any) -> list[type]:
-    """Of what a backend has made for the layer: one, or as many as it is composed of."""
+    """List the classes of the layer's implementation: one, or one per variant."""
     impl: Any = getattr(layer, "impl", None)
     if impl is None:
         return []
@@ -94,10 +93,10 @@ def _impl_classes(layer: Any) -> list[type]:
 
 
 def _origin(code: type) -> str | None:
-    """Name the packages from outside vLLM that wrote a class; None for one that is all vLLM's.
+    """Name the packages outside vLLM that a class and its bases come from; None for none.
 
     Raises:
-        UnknownPagesError: nobody can tell.
+        UnknownPagesError: a class belongs to no package and no file.
     """
     names = []
     inherited = set[str]().union(*map(homes, code.__mro__[1:])) - sys.stdlib_module_names
@@ -117,20 +116,20 @@ def _origin(code: type) -> str | None:
 
 @cache
 def reviewed() -> Mapping[str, tuple[str, ...]]:
-    """Names of facts by the class that has them, out of ``reviewed_backends.txt``."""
+    """Read ``reviewed_backends.txt``: names of facts by class."""
     text = files(__package__).joinpath(REVIEWED_FILE).read_text()
     lines = (line.split("|") for line in text.splitlines() if line and not line.startswith("#"))
     return {f"vllm.{path.strip()}": tuple(names.split()) for path, names, _ in lines}
 
 
 def _reviewed_facts(code: type, outside: bool) -> tuple[str, ...]:
-    """Facts of the first class of vLLM's with pages that ``code`` is, or is derived from.
+    """Return the facts of the first reviewed class in ``code``'s MRO.
 
-    Not those of a further base: a class that overrides how its base writes needs its own line.
-    Classes that vLLM derives on the spot have no module of their own.
+    A class of vLLM's with pages needs a line of its own: it may override how its base writes.
+    Classes that vLLM derives at run time have no module of their own.
 
     Raises:
-        UnknownPagesError: nobody has looked at that class.
+        UnknownPagesError: that class was not reviewed.
     """
     for base in code.__mro__:
         path = f"{base.__module__}.{base.__name__}"
@@ -148,7 +147,7 @@ def _reviewed_facts(code: type, outside: bool) -> tuple[str, ...]:
 
 
 def _has_pages(code: type) -> bool:
-    """Whether a class is a layer with pages or their backend, and not only the root of those."""
+    """Whether a class is a layer with pages or a backend, other than the abstract roots."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.mamba.abstract import MambaBase
     from vllm.v1.attention.backend import AttentionBackend
@@ -161,7 +160,7 @@ def _has_pages(code: type) -> bool:
 
 
 def _fact(name: str, layer: Any, vllm_config: "VllmConfig") -> dict[str, Any]:
-    """Read one. Raises UnknownPagesError where vLLM does not say it."""
+    """Read a fact. Raises UnknownPagesError where vLLM lacks the attribute."""
     try:
         return FACTS[name](layer, vllm_config)
     except AttributeError as error:
@@ -209,10 +208,10 @@ def _int4_signs(layer: Any, vllm_config: "VllmConfig") -> dict[str, Any]:
 
 
 def _cpu_packing(layer: Any, vllm_config: "VllmConfig") -> dict[str, Any]:
-    """On x86 the fingerprint has what decides; elsewhere it also matters how vLLM was compiled.
+    """On x86 the fingerprint is enough; elsewhere it also matters how vLLM was compiled.
 
-    On Arm keys are packed for BFMMLA where the compiler had bf16, under one version of vLLM and
-    whatever the machine.
+    On Arm keys are packed for BFMMLA if the compiler had bf16, so builds of one vLLM version
+    differ.
     """
     if platform.machine().lower() in ("x86_64", "amd64"):
         return {}
@@ -232,7 +231,7 @@ FACTS: Mapping[str, Callable[[Any, "VllmConfig"], dict[str, Any]]] = {
 
 
 def packing(layer: Any, dtype: torch.dtype) -> str:
-    """Digest of a block that vLLM's CPU kernel has written; calls it as vLLM does."""
+    """Digest a block that vLLM's CPU kernel writes, called as vLLM calls it."""
     heads, size = layer.impl.num_kv_heads, layer.impl.head_size
     values = torch.arange(2 * PROBED_TOKENS * heads * size) * 37 % PROBED_VALUES
     key, value = values.to(dtype).view(2, PROBED_TOKENS, heads, size)
@@ -245,10 +244,10 @@ def packing(layer: Any, dtype: torch.dtype) -> str:
 
 
 def _version_of(package: str) -> dict[str, str]:
-    """Version of a package whose kernels write pages; nothing where it is not installed.
+    """Return the version of a package whose kernels write pages; empty if not installed.
 
     Raises:
-        UnknownPagesError: it is there, and nobody can tell which.
+        UnknownPagesError: it is installed, but its version is unknown.
     """
     if importlib.util.find_spec(package) is None:
         return {}

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One record's blocks of one group as bytes: one block, or several where they are smaller than N.
+"""Copies a record's blocks of one group as bytes: one block, or several smaller than N.
 
-Pages are copied whole and as bytes, so every layout is right without knowing what
-its bytes mean; the layout is part of the fingerprint.
+Pages are copied whole and as bytes, so any layout works; the layout is part of the fingerprint.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Spans(NamedTuple):
-    """Where pieces of memory lie: int64 [pieces] each, so that thousands cost no more than one.
+    """Addresses of pieces of memory: int64 [pieces] each, so that thousands cost no more than one.
 
     A tensor for each piece would cost the host some 25 us, and the GIL each time.
 
@@ -31,7 +30,7 @@ class Spans(NamedTuple):
         pages: addresses in the KV cache.
         host: addresses in host memory.
         sizes: bytes.
-        memory: of the KV cache, that a piece lies in; copies never span two.
+        memory: address of the KV cache allocation of each piece; copies never span two.
     """
 
     pages: np.ndarray
@@ -46,14 +45,14 @@ class GroupPages:
     Attributes:
         layers: names of the layers, in the order their pages are stored, without those
             that share another one's pages.
-        num_blocks: how many blocks vLLM gives out, the null block included.
-        block_bytes: bytes of one record: of its blocks over all layers, without padding.
-        rows: uint8 [num_blocks, bytes], the KV cache itself; one after the other they
-            are the bytes of a block as they are stored, and a record has them of one block
-            after the other. Never inference tensors. None while the memory is freed, and on a
-            pipeline stage that has no layer of the group: its records are empty.
+        num_blocks: how many blocks vLLM has, the null block included.
+        block_bytes: bytes of one record: its blocks over all layers, without padding.
+        rows: uint8 [num_blocks, bytes] each, the KV cache itself. A record is block after block,
+            and each block is its bytes in all rows, in order. Never inference tensors. Empty
+            while the memory is freed, and on a pipeline stage that has no layer of the group: its
+            records are empty.
         count: blocks in a record.
-        layout: one string per layer that says which value of a block is where in them.
+        layout: one string per layer that says where each value of a block lies in the rows.
     """
 
     def __init__(
@@ -69,12 +68,11 @@ class GroupPages:
             layers: names of the group's layers.
             kv_caches: per layer a tensor whose first dimension is the block, or the
                 kernel block where the attention backend splits blocks.
-            num_blocks: how many blocks vLLM gives out; None takes the first dimension.
+            num_blocks: how many blocks vLLM has; None takes the first dimension.
             count: blocks in a record.
 
         Raises:
-            ConfigError: a layer has no single tensor, or one whose blocks cannot be
-                told apart, see :func:`lmcache_hybrid.worker.layout.runs_of`.
+            ConfigError: a layer has no single tensor, or :func:`.layout.runs_of` refuses it.
         """
         tensors = _own({name: _single_tensor(name, kv_caches.get(name)) for name in layers})
         if num_blocks is None:
@@ -102,9 +100,9 @@ class GroupPages:
         self._offsets = np.cumsum(self._lengths) - self._lengths
 
     def unmap(self) -> None:
-        """Let go of the KV cache, whose memory is about to be freed; all copies fail from now on.
+        """Release the KV cache, whose memory is about to be freed; all copies fail from now on.
 
-        Must not be called while one is under way. Sizes and layout stay known. Idempotent.
+        Must not be called while one is in flight. Sizes and layout stay known. Idempotent.
         """
         self.rows = []
         self._host = None
@@ -114,7 +112,7 @@ class GroupPages:
         """Map the layers' tensors again, wherever their memory is now. Idempotent.
 
         Raises:
-            ConfigError: the bytes of a block would be others than before.
+            ConfigError: the layout of a block has changed.
         """
         before = self.layout, self.block_bytes
         self._map({name: _single_tensor(name, kv_caches.get(name)) for name in self.layers})
@@ -132,7 +130,7 @@ class GroupPages:
         """Copy a record's blocks of every layer into ``out``. Mutates ``out``.
 
         Args:
-            block: its block id, or all if there are more, never 0 (the null block).
+            block: its block id, or all if it has several, never 0 (the null block).
             out: uint8 of ``block_bytes`` elements, in CPU memory.
 
         Returns:
@@ -173,7 +171,7 @@ class GroupPages:
                 np.copyto(page[at : at + size], source[to : to + size])
 
     def check_payload(self, data: torch.Tensor, digests: bytes, digester: Digester = PLAIN) -> None:
-        """Raises RecordError when ``data`` is not what was digested."""
+        """Raise RecordError unless ``data`` has these digests."""
         source = data.numpy()
         for number in range(len(self._chunks)):
             self._check_chunk(number, source, digests, digester)
@@ -200,27 +198,28 @@ class GroupPages:
         return list(zip(pages, data.split(self._sizes), strict=True))
 
     def spans(self, block: Block, data: torch.Tensor) -> Spans:
-        """The same as addresses, see :meth:`pieces`."""
+        """Return :meth:`pieces` as addresses."""
         blocks = self._check(block, data)
         pages = self._address + np.array(blocks, np.int64)[:, None] * self._stride
         host = data.data_ptr() + self._offsets
         return Spans(pages.reshape(-1), host, self._lengths, np.tile(self._memory, self.count))
 
     def takes(self, block: Block) -> bool:
-        """Whether these are as many of vLLM's blocks as a record has."""
+        """Whether these are valid block ids, as many as a record has."""
         ids = _ids(block)
         return len(ids) == self.count and all(0 < each < self.num_blocks for each in ids)
 
     def _check(self, block: Block, data: torch.Tensor) -> tuple[int, ...]:
-        """The ids in ``block``; raises where they and ``data`` cannot be copied."""
+        """Return the ids in ``block``; raises where they and ``data`` cannot be copied."""
         if not self._mapped:
             raise LoadError("vLLM has freed the KV cache to sleep", "asleep")
-        # Not asserts: with python -O other bytes would be stored.
+        # Not asserts: with python -O wrong bytes would be stored.
         if not self.takes(block):
             raise ValueError(f"block {block} of {self.num_blocks} cannot be copied")
         if data.dtype != torch.uint8 or data.numel() != self.block_bytes:
             raise ValueError(
-                f"{data.numel()} elements of {data.dtype} are no block of {self.block_bytes} bytes"
+                f"{data.numel()} elements of {data.dtype} are not a block "
+                f"of {self.block_bytes} bytes"
             )
         return _ids(block)
 
@@ -230,7 +229,7 @@ def _ids(block: Block) -> tuple[int, ...]:
 
 
 def _chunks(rows: Sequence[int]) -> list[list[tuple[int, int, int, int]]]:
-    """Per chunk of a payload the pieces of rows in it: (row, from, to in the payload, size)."""
+    """List the pieces of rows in each chunk: (row, offset in it, offset in the payload, size)."""
     chunks: list[list[tuple[int, int, int, int]]] = [
         [] for _ in range(-(-sum(rows) // CHUNK_BYTES))
     ]
@@ -262,7 +261,7 @@ def _single_tensor(name: str, tensor: object) -> torch.Tensor:
 
 
 def _own(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Leave out layers that share the KV cache of another: its pages are stored once."""
+    """Leave out layers that share another one's KV cache: its pages are stored once."""
     own: dict[tuple, str] = {}
     for name, tensor in tensors.items():
         own.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype), name)
@@ -272,7 +271,7 @@ def _own(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def in_parts(
     targets: Sequence[tuple[RecordKey, Block]], pages: Mapping[int, GroupPages], most: int
 ) -> Iterator[list[tuple[RecordKey, Block]]]:
-    """Split (record, block id) pairs into runs of ``most`` bytes at most, one pair at least.
+    """Split (record, block id) pairs into parts of at most ``most`` bytes, one pair at least.
 
     Args:
         pages: of every group, by group index.

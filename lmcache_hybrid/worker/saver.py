@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves of one rank: vLLM's blocks into the store.
+"""Saves vLLM's blocks of one rank into the store.
 
-They are copied, or queued to be copied, inside the step that computed them, because the next
-step may overwrite a state in place.
+They are copied, or their copies queued, inside the step that computed them, because the next step
+may overwrite a state in place.
 """
 
 import threading
@@ -47,11 +47,11 @@ class Saver:
         self._plan, self._pages, self._store = plan, pages, store
         self._copies, self._ledger, self._monitor = copies, ledger, monitor
         self._adapters = adapters
-        # Completes what a device has not copied when its step ends, in the order of the steps.
+        # Completes device copies that outlast their step, in the order of the steps.
         self._finisher = started_thread(1, "hybrid-finish")
-        # Whether failed saves were logged for want of room (True), and for other errors (False).
+        # Kinds of failure already logged: out of memory (True), other errors (False).
         self._warned: set[bool] = set()
-        # Saves handed to that thread, and those that it has ended.
+        # Saves handed to that thread, and those that it has finished.
         self._queued = self._ended = 0
         self._epoch = 0
         # Held while a step's blocks are copied: a reset comes before or after all of them.
@@ -138,17 +138,17 @@ class Saver:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a device still copies what a save is to store."""
+        """Whether device copies of saves are still in flight."""
         return self._ended < self._queued
 
     def _put(self, save: SaveSpec, records: Records, started: float) -> None:
-        """Hand copied records to the store, which takes their buffers over."""
+        """Hand copied records to the store, which takes over their buffers."""
         size = sum(self._pages[key.group].block_bytes for key, _ in records)
         self._store.put(records)
-        # In the order of writing the first pages of a prefix would be evicted first.
+        # In write order the first pages of a prefix would be evicted first.
         used = used_keys(save.prefix, save.boundaries, self._plan, save.inner)
         lasting = set(used)
-        # Where a chunk ended, or every T tokens: a later prompt may part there, or none ever.
+        # States at chunk ends or every T tokens: a later prompt may branch there, or none ever.
         passing = [key for key, _ in records if key.kind == STATE and key not in lasting]
         if used or passing:
             self._store.arrange(used, passing, save.request_id)
@@ -177,7 +177,7 @@ class Saver:
         self._finisher.submit(self._store.clear, epoch).result()
 
     def suspend(self) -> None:
-        """Skip saves from now on, and wait until those of steps before are copied. Idempotent."""
+        """Skip saves from now on, and wait until earlier ones are copied. Idempotent."""
         with self._saving:
             self._asleep = True
         self._finisher.submit(int).result()

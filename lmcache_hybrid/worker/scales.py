@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scales that vLLM keeps beside the values of a page, one per token and head.
+"""Resets the scales that vLLM keeps beside the values of a page, one per token and head.
 
-vLLM's Triton backend sets those of a layer to one, in every block, in the layer's first
-forward. Blocks loaded before it would lose them, and states of other groups in the same
-memory would be overwritten. So it is made to do that before the first load.
+vLLM's Triton backend sets a layer's scales to one, in every block, in the layer's first forward.
+Blocks loaded before it would lose them, and states of other groups in the same memory would be
+overwritten. So it is made to do that before the first load.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ def reset_scales(
         layers: by name, bound to their KV caches.
 
     Raises:
-        ConfigError: a layer would still reset them later, or it cannot be told.
+        ConfigError: a layer may still reset them later.
     """
     from vllm.v1.kv_cache_interface import kv_cache_uses_per_token_head_scales
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker side of one rank: joins loads and saves to the connector's calls."""
+"""Worker side of one rank: runs loads and saves for the connector's calls."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -25,12 +25,12 @@ from lmcache_hybrid.worker.saver import Saver
 
 
 class HybridWorker:
-    """Copies of one rank. Called by the thread that runs the model, but for :meth:`reset`.
+    """Loads and saves of one rank. Called by the thread that runs the model, except :meth:`reset`.
 
     Attributes:
         plan, pages, store: as given.
-        ledger: what is counted, for metrics.
-        loads, saves: what is under way.
+        ledger: counts, for metrics.
+        loads, saves: those in flight.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class HybridWorker:
         Args:
             pages: of every group in the plan, by group index.
             device: where the KV cache lies.
-            part_bytes: most bytes to read, check and copy at once, one record at least.
+            part_bytes: max bytes to read, check and copy at once, one record at least.
             monitor: LMCache's own metrics.
             adapters: what vLLM has loaded on this rank.
             residency: of the store, where KV cache events are published. Taken over.
@@ -103,7 +103,7 @@ class HybridWorker:
             caught("release_claim", error, "its records may stay pinned", self.ledger)
 
     def refuse_loads(self, metadata: ConnectorMetadata) -> None:
-        """Report those of a step's loads as failed that were not queued."""
+        """Report the step's loads that were not queued as failed."""
         for load in metadata.loads:
             self._give_back(self._lookup.take(load.request_id))
             self.loads.refuse(load)
@@ -113,7 +113,7 @@ class HybridWorker:
         return self.loads.results(finished, waits)
 
     def failed_loads(self) -> SlowLoads | None:
-        """Say why loads failed that :meth:`results` returned last; None where none did."""
+        """Return the failures among the loads of the last :meth:`results`; None for none."""
         return SlowLoads(self.loads.failed) if self.loads.failed else None
 
     def save(self, metadata: ConnectorMetadata) -> None:
@@ -127,10 +127,10 @@ class HybridWorker:
                 counts.skipped_saves["error"] += len(metadata.saves)
 
     def report(self, serving: Callable[[], bool]) -> RankReport | None:
-        """Say what the store has gained and lost, for events; None for nothing.
+        """Report what the store has gained and lost, for events; None for nothing.
 
         Args:
-            serving: says whether weights are those that records are named by.
+            serving: tells whether the fingerprint still names the running weights.
         """
         if self._residency is None:
             return None
@@ -158,15 +158,15 @@ class HybridWorker:
         self.unmap()
 
     def unmap(self) -> None:
-        """Let go of the KV cache: what copies from now on fails."""
+        """Release the KV cache: all copies fail from now on."""
         for pages in self.pages.values():
             pages.unmap()
 
     def resume(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Map the KV cache anew, whose memory vLLM has allocated again. Idempotent.
+        """Map the KV cache again, whose memory vLLM has reallocated. Idempotent.
 
         Raises:
-            ConfigError: its layout is another one; then nothing is loaded and saved.
+            ConfigError: its layout has changed; then nothing is loaded or saved.
         """
         for pages in self.pages.values():
             pages.map(kv_caches)

@@ -55,13 +55,15 @@ def test_refuses_what_is_no_whole_number(value):
 
 def test_a_setting_of_earlier_versions_is_ignored_with_a_warning(hybrid_log):
     assert options(**{"lmcache.hybrid_attention_group": 3}) == options()
-    assert "lmcache.hybrid_attention_group is no setting any more" in hybrid_log.text
+    assert "lmcache.hybrid_attention_group is not a setting any more" in hybrid_log.text
 
 
 def test_the_load_policy_is_one_of_two():
     assert options().load_policy == "always"
     assert options(**{"lmcache.hybrid_load_policy": "faster"}).load_policy == "faster"
-    with pytest.raises(ConfigError, match="^lmcache.hybrid_load_policy='fast' is no policy; write"):
+    with pytest.raises(
+        ConfigError, match="^lmcache.hybrid_load_policy='fast' is not a policy; write"
+    ):
         options(**{"lmcache.hybrid_load_policy": "fast"})
 
 
@@ -190,7 +192,7 @@ def test_limits_hold_in_a_plugins_folders():
 def test_refuses_what_is_no_limit(key, value):
     with pytest.raises(ConfigError) as error:
         options(lmcache=lmcache_config(remote_url=FS), **{key: value})
-    assert str(error.value).startswith(f"{key}={value!r} is no limit; write a number of ")
+    assert str(error.value).startswith(f"{key}={value!r} is not a limit; write a number of ")
     assert_one_sentence(str(error.value))
 
 

@@ -173,7 +173,7 @@ def test_refuses_another_number_of_blocks(blocks):
     with pytest.raises(ConfigError) as error:
         GroupPages(["a"], {"a": attention_cache()}, blocks)
     assert str(error.value) == (
-        f"KV cache of layer a has {BLOCKS} blocks, which is no multiple of vLLM's {blocks}; "
+        f"KV cache of layer a has {BLOCKS} blocks, which is not a multiple of vLLM's {blocks}; "
         "choose another --attention-backend."
     )
 
@@ -276,7 +276,7 @@ def test_spans_never_leave_the_blocks(block):
     pages = GroupPages(["a"], {"a": torch.zeros(BLOCKS, PAGE, dtype=torch.uint8)})
     with pytest.raises(ValueError, match="cannot be copied"):
         pages.spans(block, torch.empty(PAGE, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="are no block of"):
+    with pytest.raises(ValueError, match="are not a block of"):
         pages.spans(1, torch.empty(PAGE + 1, dtype=torch.uint8))
 
 

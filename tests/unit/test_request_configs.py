@@ -48,8 +48,8 @@ def test_a_value_that_is_no_tag_is_said_once_for_each_name(hybrid_log):
         request = make_request(str(number), params={f"lmcache.tag.{name}": value})
         assert rig.match(request) == (0, False)
     assert said(hybrid_log) == [
-        f"{shown} of a request is no tag of LMCache's; write a printable string without '@' and "
-        "'%', or a whole number. Requests with such a tag are not cached."
+        f"{shown} of a request is not a tag that LMCache takes; write a printable string "
+        "without '@' and '%', or a whole number. Requests with such a tag are not cached."
         for shown in ("lmcache.tag.user=7.5", "lmcache.tag.te\\nam='a'")
     ]
 
@@ -70,7 +70,7 @@ def test_an_unknown_name_is_ignored_and_said_once(name, instead, hybrid_log):
         configs = reader.read(request)
         assert configs.tags == () and not configs.skip_save
     assert said(hybrid_log) == [
-        f"{name} of a request is no setting that LMCache knows, and is ignored; {instead}"
+        f"{name} of a request is not a setting that LMCache knows, and is ignored; {instead}"
     ]
 
 

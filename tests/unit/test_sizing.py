@@ -322,7 +322,7 @@ def test_an_interval_of_your_own_is_a_row_and_counts():
     ("words", "said"),
     [
         *(
-            (["Qwen3.6-27B", "--context", text], "is no number of tokens")
+            (["Qwen3.6-27B", "--context", text], "is not a number of tokens")
             for text in ("k", "-1", "1.5", "100g", "1.2.3", "")
         ),
         (["Qwen3.6-27B", "--context", "0"], "write 1 or more"),

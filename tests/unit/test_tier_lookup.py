@@ -213,7 +213,9 @@ def test_a_store_that_fails_counts_as_empty_with_a_warning(box, monkeypatch, hyb
     monkeypatch.setattr(RemoteTier, "held", fails)
     assert list(box.store.locate(KEYS)) == KEYS[:2]
     said = [record.getMessage() for record in hybrid_log.records]
-    (warning,) = [line for line in said if "RemoteBackend counts as empty" in line]
+    (warning,) = [
+        line for line in said if "Lookup in RemoteBackend failed and counts as a miss" in line
+    ]
     assert "of the test" in warning
 
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stores that a configuration names, and why some cannot hold records.
+"""Finds the stores that a configuration names, and refuses those that cannot hold records.
 
-A record is a buffer of bytes as long as its block or state. Most of LMCache's connectors read
-everything into buffers of one chunk of attention; those of :data:`KINDS` are replaced here by our
-own.
+A record is as long as its block or state. Most of LMCache's connectors read every value into a
+buffer of one attention chunk; those of :data:`KINDS` are replaced here by our own.
 """
 
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
 
 MEMORY, LOCAL_DISK, REDIS = Memory(), Disk(), Redis()
-# Every kind outside the engine that is tested.
+# Every supported kind outside the engine.
 KINDS: tuple[StoreKind, ...] = (Folders(), REDIS, Bucket(), File())
 BY_SCHEME = {scheme: kind for kind in KINDS for scheme in kind.schemes}
 BY_PLUGIN = {kind.plugin: kind for kind in KINDS if kind.plugin}
@@ -48,14 +47,14 @@ REASONS = {
 
 
 def all_places(config: "LMCacheEngineConfig") -> list[Place]:
-    """Where records are kept, the nearest first."""
+    """List the places where records are kept, the nearest first."""
     local = [Place(MEMORY, "")] if config.local_cpu else []
     local += [Place(LOCAL_DISK, config.local_disk)] if config.local_disk else []
     return local + places(config)
 
 
 def places(config: "LMCacheEngineConfig") -> list[Place]:
-    """Every store of a kind in :data:`KINDS`, in the order in which LMCache looks there."""
+    """List the stores of :data:`KINDS`, in LMCache's lookup order."""
     found = []
     for name in config.remote_storage_plugins or ():
         if kind := BY_PLUGIN.get(_type_of(name)):
@@ -67,7 +66,7 @@ def places(config: "LMCacheEngineConfig") -> list[Place]:
 
 
 def check_places(config: "LMCacheEngineConfig") -> None:
-    """Raises ConfigError when a store that is named cannot hold records, or cannot be used."""
+    """Raise ConfigError if a named store cannot hold records, or cannot be used."""
     plugins = config.remote_storage_plugins or ()
     for name in plugins:
         if plugins.count(name) > 1:
@@ -88,9 +87,9 @@ def check_places(config: "LMCacheEngineConfig") -> None:
 
 
 def _check_scheme(url: str) -> None:
-    """Raises ConfigError where no kind has the URL's scheme, letter for letter.
+    """Raise ConfigError if no kind has the URL's scheme, letter for letter.
 
-    Python reads ``REDIS://host`` and ``redis:host``, too, but LMCache has no connector then and
+    Python also reads ``REDIS://host`` and ``redis:host``, but LMCache has no connector then and
     goes on without the store.
     """
     scheme = url.partition("://")[0]
@@ -103,23 +102,23 @@ def _check_scheme(url: str) -> None:
 
 
 def shared_folders(config: "LMCacheEngineConfig") -> list[tuple[str, tuple[str, ...]]]:
-    """(option, folders) of each store in folders that engines share.
+    """List (option, folders) of each store in folders that engines share.
 
     Raises:
-        ConfigError: an option names a folder that has no name, or none.
+        ConfigError: an option names no folder, or one without a name.
     """
     found = (place.kind.folders(place, config) for place in reversed(places(config)))
     return [each for each in found if each is not None]
 
 
 def in_the_clear(config: "LMCacheEngineConfig") -> list[str]:
-    """URLs, fit to be shown, of the stores that records reach over a network without TLS."""
+    """List the URLs, safe to show, of stores reached over a network without TLS."""
     found = (place.kind.unencrypted(place, config) for place in reversed(places(config)))
     return list(dict.fromkeys(url for url in found if url))
 
 
 def _type_of(plugin: object) -> str:
-    """The type of one of LMCache's ``remote_storage_plugins``, which may have a name of its own."""
+    """Return the type of one of LMCache's ``remote_storage_plugins``, as in TYPE.NAME."""
     return str(plugin).partition(".")[0]
 
 

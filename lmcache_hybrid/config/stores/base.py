@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine, the doctor, accept and operators' commands know of a store.
+"""Describes a kind of store for the engine, the doctor, accept and operators' commands.
 
-A kind of store is a subclass in a file of its own, and a line in ``KINDS`` of
+Each kind is a subclass in a file of its own, and a line in ``KINDS`` of
 :mod:`lmcache_hybrid.config.stores`. Operators' commands import all of these files, so they import
-neither LMCache nor torch: what needs them is named as text, "module:function".
+neither LMCache nor torch: code that needs them is named as text, "module:function".
 """
 
 import importlib
@@ -27,7 +27,7 @@ class Place:
 
     Attributes:
         kind: of store.
-        url: where it is; of a plugin that names folders only its scheme, of RAM empty.
+        url: where it is; only the scheme for a plugin with folders, empty for RAM.
         plugin: its name among LMCache's ``remote_storage_plugins``; empty for ``remote_url``.
     """
 
@@ -54,7 +54,7 @@ class Place:
         """What it is, for people."""
         if not self.plugin:
             return self.kind.title or f"{self.scheme}://"
-        # What stands for a plugin's URL may be none, and hold a password.
+        # A plugin's URL may be invalid, and contain a password.
         scheme = self.scheme if self.scheme in self.kind.schemes else self.kind.plugin
         return f"{scheme}:// (plugin {self.plugin})"
 
@@ -65,22 +65,22 @@ class Place:
 
 
 class StoreKind:
-    """Stores that are reached, checked and looked into in one way.
+    """A kind of store: how to reach, check and inspect it.
 
     Attributes:
         backend: LMCache's name of the backend that reaches it, without a plugin's.
-        option: the one that names it, where no plugin does.
+        option: the option that names it, without a plugin.
         title: what it is, for people; empty where its scheme says so.
         survives: whether a restart of the engine finds its records again.
         schemes: of ``remote_url``.
-        tool_schemes: those of them that operators' commands take.
+        tool_schemes: those that operators' commands take.
         plugin: type of ``remote_storage_plugins``; empty where there is none.
         make_connector: "module:function" that makes the engine's connector of a place and
             LMCache's ``ConnectorContext``; see ``storage/remote/record_connector.py``.
-        open_records: "module:function" that opens what operators' commands look into, see
-            ``tools/stored/record_store.py``, of a URL; empty where they take none.
-        tool_advice: what to do instead, where they take none.
-        ping: "module:function" that raises ConfigError or StoreError where the server of a URL
+        open_records: "module:function" that opens a URL for operators' commands, see
+            ``tools/stored/record_store.py``; empty where they do not support it.
+        tool_advice: what to do instead, where they do not support it.
+        ping: "module:function" that raises ConfigError or StoreError if the server of a URL
             does not answer; empty where only a record shows it.
         own_options: keys of LMCache's ``extra_config`` that it reads itself, though they are
             refused elsewhere.
@@ -100,42 +100,42 @@ class StoreKind:
     own_options: tuple[str, ...] = ()
 
     def of_plugin(self, name: str, config: "LMCacheEngineConfig") -> Place:
-        """The place of a plugin of this kind."""
+        """Make the place of a plugin of this kind."""
         return Place(self, f"{self.plugin}://", name)
 
     def check(self, place: Place, config: "LMCacheEngineConfig") -> None:
-        """Raises ConfigError where LMCache or this package could not use it."""
+        """Raise ConfigError if LMCache or this package could not use it."""
 
     def folders(
         self, place: Place, config: "LMCacheEngineConfig"
     ) -> tuple[str, tuple[str, ...]] | None:
-        """The option that names its folders, and these; None where it lies in none.
+        """Return the option that names its folders, and these; None if it has none.
 
         Raises:
-            ConfigError: none are named, or one without a name.
+            ConfigError: the option names no folder, or one without a name.
         """
         return None
 
     def shown(self, place: Place) -> str:
-        """Where a place is, without a password."""
+        """Return where a place is, without a password."""
         return without_password(place.url) if place.url.partition("://")[2] else place.title
 
     def unencrypted(self, place: Place, config: "LMCacheEngineConfig") -> str | None:
-        """Its URL, fit to be shown, if records leave this machine without TLS; else None."""
+        """Return its URL, safe to show, if records leave this machine without TLS; else None."""
         return None
 
 
 def imported(function: str) -> Any:
-    """What "module:function" names. Imports the module."""
+    """Import "module:function"."""
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def parts_of(url: str, option: str = "remote_url") -> SplitResult:
-    """Take a URL apart. Raises ConfigError where it is none.
+    """Parse a URL. Raises ConfigError if it is invalid.
 
     Args:
-        option: of LMCache's, which gives it.
+        option: the LMCache option that names it.
     """
     try:
         return split_url(url)
@@ -146,7 +146,7 @@ def parts_of(url: str, option: str = "remote_url") -> SplitResult:
 
 
 def folders_in(option: str, value: object) -> tuple[str, ...]:
-    """Split folders that are separated by commas; spaces around one do not count.
+    """Split a comma-separated list of folders; spaces around one do not count.
 
     Args:
         option: the LMCache option that names them.

@@ -25,13 +25,13 @@ class File(Folders):
 
 
 def folders_of(option: str, url: str) -> tuple[str, ...]:
-    """The folders of a ``file:///`` URL, as engine and operators' commands read it.
+    """Return the folders of a ``file:///`` URL, for the engine and operators' commands.
 
-    Signs that URLs give another meaning are refused: readers of URLs differ in them, and a folder
-    that one of them does not mean would be made, filled or emptied.
+    Characters with a special meaning in URLs are refused: parsers differ in them, and a wrong
+    folder would be created, filled or emptied.
 
     Args:
-        option: what the URL was given for.
+        option: the option or argument that gives the URL.
 
     Raises:
         ConfigError: it is not one absolute path, or several with commas between them.

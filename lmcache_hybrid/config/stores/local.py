@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one engine keeps for itself: RAM, and ``local_disk``."""
+"""Stores of one engine: RAM, and ``local_disk``."""
 
 from lmcache_hybrid.config.stores.base import DISK, RAM, Place, StoreKind
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Redis(StoreKind):
-    """One value for each record: on one server, a cluster, a primary that sentinels name."""
+    """One value for each record: on one server, a cluster, a primary behind sentinels."""
 
     tool_schemes = ("redis", "rediss", "unix", "redis-cluster", "redis-sentinel")
     schemes = (*tool_schemes, "resp", "valkey")  # see other_names.py

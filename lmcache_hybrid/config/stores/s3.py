@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``s3://``: a bucket, with LMCache's options for it as they are or refused.
+"""``s3://``: a bucket. Refuses wrong options.
 
-Where one is wrong LMCache logs a warning and goes on without the store.
+LMCache would log a warning and go on without the store.
 """
 
 import ipaddress
@@ -26,7 +26,7 @@ class Bucket(StoreKind):
         "list and delete objects with the AWS command line, and have a lifecycle rule of the "
         "bucket delete old ones"
     )
-    own_options = ("save_chunk_meta",)  # a value says its size itself, see _check
+    own_options = ("save_chunk_meta",)  # an object has its size, see _check
 
     def check(self, place: Place, config: "LMCacheEngineConfig") -> None:
         _check(parts_of(place.url), config.extra_config or {})
@@ -69,6 +69,6 @@ def _check(parts: SplitResult, extra: dict[str, Any]) -> None:
     threads = extra.get("s3_num_io_threads", 1)
     if not str(threads).isdecimal() or not int(threads):
         raise ConfigError(
-            f"LMCache option extra_config.s3_num_io_threads={threads!r} is no number of threads; "
-            "write a whole number above 0, or remove it."
+            f"LMCache option extra_config.s3_num_io_threads={threads!r} is not a number of "
+            "threads; write a whole number above 0, or remove it."
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LMCache's ``local_disk`` made to survive restarts, lost files and write errors.
 
-``LocalDiskBackend`` keeps its index in memory, so a restart forgets every file it wrote. Headers
-say what the files hold, so the index is rebuilt from them.
+``LocalDiskBackend`` keeps its index in memory, so a restart forgets every file it wrote. Here the
+index is rebuilt from the records' headers.
 """
 
 import contextlib
@@ -37,15 +37,15 @@ logger = init_logger("vllm.lmcache_hybrid.storage.disk.backend")
 
 
 class LocalDisk(LocalDiskBackend):
-    """LMCache's backend, which here counts every file of this package.
+    """LMCache's backend, with a size limit that counts every file of this package.
 
-    LMCache writes into one of the folders that ``local_disk`` names, by the rank's device. What
-    lies in the others, since the list was another one, is found, counted and evicted there.
+    LMCache writes into one of the folders that ``local_disk`` names, by the rank's device. Files
+    in the others, from when the list was different, are found, counted and evicted there.
 
     Strangers (files of other models, versions and fingerprints) are never read. They count
-    towards the size limit and are evicted before any record that can still be found. What cannot
-    be deleted counts, too. All else, the eviction policy too, is LMCache's. Any thread may call
-    it; ``disk_lock`` guards its books.
+    towards the size limit and are evicted before any record that can still be found. Files that
+    cannot be deleted also count. All else is LMCache's. Any thread may call it; ``disk_lock``
+    guards its state.
 
     Methods that replace LMCache's for a bug have a test in tests/repairs/test_disk.py, which
     says when they can go. Seen in: LMCache 0.5.6 and 0.5.7rc2.
@@ -58,13 +58,13 @@ class LocalDisk(LocalDiskBackend):
     # Bytes of each stranger by path, the oldest first, and their sum.
     _strangers: dict[str, int]
     _strange_bytes: int
-    # Files on other file systems than the folder's that is written to.
+    # Files on other file systems than that of the folder written to.
     _elsewhere: set[str]
     # Bytes of each file that could not be deleted, by path.
     _kept: dict[str, int]
-    # By record in flight: the order to put it in, and which others of that order are in flight.
+    # By record in flight: its save's eviction order, and which of that save are in flight.
     _arranged: dict[CacheEngineKey, tuple[Sequence[CacheEngineKey], set[CacheEngineKey]]]
-    # Threads whose write has come so far that LMCache's writer has given its buffer back.
+    # Threads in whose write LMCache's writer has already released the buffer.
     _given_back: set[int]
     # Makes room on a full disk; whether a full disk, and a failed write, were logged.
     _disk_full: DiskFullHandler
@@ -78,9 +78,9 @@ class LocalDisk(LocalDiskBackend):
         failed: Callable[[int], None] = lambda records: None,
         written: Callable[[CacheEngineKey], None] = lambda key: None,
     ) -> "LocalDisk":
-        """Take over all that ``backend`` has, its threads too; nobody may use it any more.
+        """Take over ``backend`` with its threads; it must not be used any more.
 
-        LMCache makes its own class, and another instance would start threads again.
+        LMCache makes an instance of its own class, and another instance would start threads again.
 
         Args:
             failed: called with the number of records that were not written, by any thread.
@@ -109,9 +109,9 @@ class LocalDisk(LocalDiskBackend):
         folders: Sequence[str] = (),
         restored: Callable[[CacheEngineKey, Header], None] = lambda key, header: None,
     ) -> int:
-        """Index the records of this model, layout and rank that lie on disk.
+        """Index the records of this model, layout and rank on disk.
 
-        The oldest come first, so LMCache's policy evicts them first. What exceeds the limit is
+        The oldest come first, so the policy evicts them first. Files past the size limit are
         deleted: strangers, then the oldest records.
 
         Args:
@@ -176,7 +176,7 @@ class LocalDisk(LocalDiskBackend):
         return True
 
     def watch(self, wrap: Callable[[Any], Any]) -> Any:
-        """Replace the index by ``wrap`` of it, which is returned."""
+        """Replace the index by ``wrap`` of it, and return that."""
         with self.disk_lock:
             index = self.dict = wrap(self.dict)  # type: ignore[has-type]
         return index
@@ -192,8 +192,8 @@ class LocalDisk(LocalDiskBackend):
     ) -> None:
         """Write each record that there is room for; never raises: other backends follow.
 
-        Writing and deleting begin when all are queued: the step that saves waits for this call,
-        and would wait for a core and the GIL beside them.
+        Writing and deleting begin when all are queued: the saving step waits for this call, and
+        they would take a core and the GIL from it.
         """
         with self._deleter.queueing:
             for key, memory in zip(keys, memory_objs, strict=False):
@@ -207,7 +207,7 @@ class LocalDisk(LocalDiskBackend):
         with self.disk_lock:
             new = key not in self.dict and not self.exists_in_put_tasks(key)
             if new:
-                # Before anything is evicted for a record that cannot be written.
+                # Check first: evict nothing for a record that cannot be written.
                 os.stat(self.path)
                 if not os.access(self.path, os.W_OK | os.X_OK):
                     raise OSError(errno.EACCES, os.strerror(errno.EACCES))
@@ -217,9 +217,9 @@ class LocalDisk(LocalDiskBackend):
         super().submit_put_task(key, memory_obj, **kwargs)
 
     def _make_room(self, path: str, size: int) -> None:
-        """Evict for a new record, strangers first; nothing where all of it is too little.
+        """Evict for a new record, strangers first; nothing if even all would be too little.
 
-        LMCache then refuses it. Its own way to make room adds up the sizes of all records for
+        LMCache then refuses the record. LMCache's own code adds up the sizes of all records for
         each new one. Call with ``disk_lock`` held.
         """
         if path in self._strangers:  # about to be replaced
@@ -228,18 +228,18 @@ class LocalDisk(LocalDiskBackend):
         self.max_cache_size = max(0, self._limit - self._others(path))
 
     def _others(self, path: str) -> int:
-        """Bytes that no record can have, but the one at ``path`` in place of what stayed there."""
+        """Return bytes of strangers and undeletable files, except one that ``path`` replaces."""
         kept = sum(self._kept.values()) - self._kept.get(path, 0)
         return self._strange_bytes + kept
 
     def _delete_stranger(self, path: str) -> int:
-        """Delete one and return the bytes that this frees; call with ``disk_lock`` held."""
+        """Delete a stranger and return the bytes freed; call with ``disk_lock`` held."""
         size = self._strangers.pop(path)
         self._strange_bytes -= size
         return size if self._delete(path) else 0
 
     def _delete(self, path: str) -> bool:
-        """Delete a file, or count it as one that stays; call with ``disk_lock`` held."""
+        """Delete a file, or count it as undeletable; call with ``disk_lock`` held."""
         try:
             self._deleter.delete(path)
         except OSError as error:
@@ -267,7 +267,7 @@ class LocalDisk(LocalDiskBackend):
         """Evict ``size`` bytes of this file system, strangers first.
 
         Returns:
-            False, with nothing evicted, where all is less.
+            False, with nothing evicted, if even all would be less.
         """
         with self.disk_lock:
             if not self._evict_bytes(size, self._elsewhere):
@@ -289,8 +289,7 @@ class LocalDisk(LocalDiskBackend):
             but: files that stay.
 
         Raises:
-            OSError: too few of the files can be deleted. Of the records that can be found no
-                more than one is lost for it.
+            OSError: too few of the files can be deleted. At most one findable record is lost.
         """
         index = self.dict
         if but:
@@ -312,10 +311,10 @@ class LocalDisk(LocalDiskBackend):
         return True
 
     def _evict(self, index: Any) -> int:
-        """Delete the record that LMCache's policy names and return the bytes that this frees.
+        """Delete the record that the policy names and return the bytes freed.
 
         Args:
-            index: what the policy sees of the index.
+            index: the part of the index that the policy sees.
         """
         candidates = self.cache_policy.get_evict_candidates(index, num_candidates=1)
         if not candidates:
@@ -331,9 +330,9 @@ class LocalDisk(LocalDiskBackend):
     ) -> None:
         """Write a record, and clean up after a failed write.
 
-        In LMCache's writer an error (disk full, folder gone) ends the job before it gives back
-        the buffer, the bytes of the size account and the in-flight mark: each failure leaks a
-        buffer of the CPU pool and blocks the key for ever.
+        In LMCache's writer an error (disk full, folder gone) skips releasing the buffer, the bytes
+        of the size account and the in-flight mark: each failure leaks a buffer of the CPU pool
+        and blocks the key for ever.
         """
         self._deleter.wait_for_queueing()
         size, length = memory_obj.get_physical_size(), len(memory_obj.byte_array)
@@ -351,12 +350,12 @@ class LocalDisk(LocalDiskBackend):
             self._discard(self._key_to_path(key))
             if here not in self._given_back:
                 memory_obj.ref_count_down()
-            # From here on another write of this record may begin.
+            # From here on the record may be written again.
             self.disk_worker.remove_put_task(key)
             self._arrive(key)
 
     def _discard(self, path: str) -> None:
-        """Delete what a failed write has left, or count it."""
+        """Delete the rest of a failed write, or count it."""
         with self.disk_lock:
             self._kept.pop(path, None)
         try:
@@ -367,7 +366,7 @@ class LocalDisk(LocalDiskBackend):
             self._stays(path, error)
 
     def insert_key(self, key: CacheEngineKey, *args: Any, **kwargs: Any) -> None:
-        self._given_back.add(threading.get_ident())  # LMCache's writer has done so before
+        self._given_back.add(threading.get_ident())  # LMCache's writer released it before
         with self.disk_lock:
             self._kept.pop(self._key_to_path(key), None)  # replaced
         super().insert_key(key, *args, **kwargs)
@@ -382,7 +381,7 @@ class LocalDisk(LocalDiskBackend):
     ) -> None:
         """Set the eviction order of records, as :func:`.eviction_order.arrange`. Thread-safe.
 
-        LMCache's LRU orders what is indexed, so it waits until those in flight are.
+        LMCache's LRU orders only indexed records, so this waits for those in flight.
         """
         with self.disk_lock:
             if type(self.cache_policy) is not LRUCachePolicy:
@@ -395,12 +394,12 @@ class LocalDisk(LocalDiskBackend):
                 self._move_to_end(keys)
 
     def _being_written(self) -> set[CacheEngineKey]:
-        """Copy LMCache's list of writes in flight: each search in it would walk it."""
+        """Copy LMCache's list of writes in flight to a set, for fast search."""
         with self.disk_worker.put_lock:
             return set(self.disk_worker.put_tasks)
 
     def _arrive(self, key: CacheEngineKey) -> None:
-        """Note the end of a write; the last one of its save sets the save's order."""
+        """Note the end of a write; the last one of a save sets the save's eviction order."""
         with self.disk_lock:
             keys, pending = self._arranged.pop(key, ((), set()))
             pending.discard(key)
@@ -438,7 +437,7 @@ class LocalDisk(LocalDiskBackend):
     # Reading
 
     def read_file(self, key: CacheEngineKey, buffer: Any, path: str) -> None:
-        """Read a record, or what there is of it; forget it where the file is gone."""
+        """Read a record, which may be cut off; forget it if the file is gone."""
         try:
             with open_regular(path) as data:
                 data.readinto(buffer)  # type: ignore[attr-defined]
@@ -455,10 +454,10 @@ class LocalDisk(LocalDiskBackend):
     def load_bytes_from_disk(
         self, key: CacheEngineKey, path: str, dtype: Any, shape: Any, fmt: MemoryFormat
     ) -> MemoryObj | None:
-        """Read one record; None where it cannot be read, as when several are read.
+        """Read one record; None if it cannot be read, like LMCache's read of several.
 
-        LMCache's own raises then and loses the buffer; the caller takes the whole disk for away
-        and tries the record again.
+        LMCache's own raises and leaks the buffer; the caller then takes the whole disk as
+        unreachable and retries the record.
         """
         memory = self.local_cpu_backend.allocate(shape, dtype, fmt)
         return self._load_chunk_into_memory(key, path, memory)
@@ -468,7 +467,7 @@ class LocalDisk(LocalDiskBackend):
     def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
         """Remove a record from the index, whether or not its file still exists.
 
-        LMCache deletes on the caller's thread, and fails where it cannot.
+        LMCache's own deletes on the caller's thread, and raises if it cannot.
         """
         entry = self.dict.get(key)
         if entry is None:
@@ -484,7 +483,7 @@ class LocalDisk(LocalDiskBackend):
 
     def forget(self, key: CacheEngineKey) -> None:
         """Remove one record, its file and its share of the size account."""
-        with self.disk_lock:  # two may find it damaged, one removes it
+        with self.disk_lock:  # two threads may find it damaged
             entry = self.dict.get(key)
             if entry is not None:
                 self.remove(key, force=False)
@@ -510,7 +509,7 @@ class LocalDisk(LocalDiskBackend):
 
 
 def _different(*folders: str) -> list[str]:
-    """Each folder once, by its first name; it may have others."""
+    """List each folder once, by the first of its names."""
     by_place: dict[tuple[int, int], str] = {}
     for folder in folders:
         status = os.stat(folder)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deletes evicted files on a thread of its own, and never beside a save that is being queued."""
+"""Deletes evicted files on a thread of its own, never while a save is being queued."""
 
 import contextlib
 import itertools
@@ -12,7 +12,7 @@ from lmcache_hybrid.storage.disk.index import EVICTED
 
 
 class Deleter:
-    """Any thread may call it; ``close`` ends its thread.
+    """Deletes files in the background. Any thread may call it; ``close`` ends its thread.
 
     Attributes:
         queueing: held while records are queued; no write and no deletion begins meanwhile.
@@ -22,7 +22,7 @@ class Deleter:
         """Start the thread.
 
         Args:
-            failed: called on the thread with a file that stays, under its new name, and why.
+            failed: called on the thread with the new name of a file that stays, and the error.
         """
         self._failed = failed
         self.queueing = threading.Lock()
@@ -30,13 +30,13 @@ class Deleter:
         self._numbers = itertools.count()
 
     def delete(self, path: str) -> None:
-        """Take a file's name away now, and the file later.
+        """Rename a file now, and delete it later.
 
-        The file system frees the file's cached pages, which takes several times as long as all
-        else that a save does. A file whose name has no room for more is deleted now.
+        Deleting frees the file's cached pages, which takes several times as long as the rest of a
+        save. A file whose name is too long to rename is deleted now.
 
         Raises:
-            OSError: it cannot be deleted, and takes its room still.
+            OSError: it cannot be deleted, and still takes its space.
         """
         old = f"{path}.{os.getpid()}.{next(self._numbers)}{EVICTED}"
         try:
@@ -56,7 +56,7 @@ class Deleter:
             self._failed(path, error)
 
     def wait_for_queueing(self) -> None:
-        """Wait until all records of a save that is being queued are."""
+        """Wait until no save is being queued."""
         with self.queueing:
             pass
 

@@ -12,19 +12,19 @@ from typing import BinaryIO
 
 logger = logging.getLogger("vllm.lmcache_hybrid.storage.disk.files")
 
-# Records contain prompts: file modes that keep others out.
+# File modes that keep other users out: records contain prompts.
 PRIVATE_FILE = 0o600
 GROUP_FILE = 0o660
-# There is no regular file of this name: nothing, a link, a socket.
+# Errors that mean no regular file: nothing of this name, a link, a socket.
 NO_FILE = frozenset(
     (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG)
 )
-# What earlier versions kept beside the records of local_disk: prompts in the clear.
+# Files of earlier versions beside the records of local_disk, with prompts in clear text.
 OLD_PROMPTS = (".lmcache-hybrid-prompts", ".lmcache-hybrid-prompts.new")
 
 
 def delete_old_prompts(folders: Iterable[str]) -> None:
-    """Delete OLD_PROMPTS in each folder, as far as it can be; never what a link points to."""
+    """Delete OLD_PROMPTS in each folder where possible; never the target of a link."""
     for folder in folders:
         for name in OLD_PROMPTS:
             path = os.path.join(folder, name)
@@ -43,7 +43,7 @@ def delete_old_prompts(folders: Iterable[str]) -> None:
 
 @contextmanager
 def open_regular(path: str) -> Iterator[BinaryIO]:
-    """Open a regular file; no link that took its place, no pipe that never answers.
+    """Open a regular file; refuse a link that took its place, or a pipe that never answers.
 
     Raises:
         FileNotFoundError: there is no regular file of this name.
@@ -58,12 +58,12 @@ def open_regular(path: str) -> Iterator[BinaryIO]:
 
 @contextmanager
 def create_anew(path: str) -> Iterator[BinaryIO]:
-    """Make a file for this user alone, in place of whatever has the name.
+    """Create a file for this user alone, in place of whatever has the name.
 
-    In a set-group-ID folder that the group may write to, the group may read and write it, too.
+    In a set-group-ID folder that the group may write to, the group may also read and write it.
 
     Raises:
-        OSError: it cannot be made, or somebody else made it meanwhile.
+        OSError: it cannot be created, or somebody else created it meanwhile.
     """
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)

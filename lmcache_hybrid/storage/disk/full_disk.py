@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frees space on a disk that others fill too; an LFU that tolerates writes in flight."""
+"""Frees space on a disk that others also fill; an LFU that tolerates writes in flight."""
 
 import errno
 import math
@@ -14,22 +14,21 @@ from lmcache.v1.storage_backend.cache_policy.lfu import LFUCachePolicy
 from lmcache_hybrid.core.backoff import Backoff
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-# Attempts to write one record. Writes beside it may each take what it made room with; LMCache
-# has four threads for them.
+# Attempts to write one record: LMCache's three other writers may each take the space that it
+# freed.
 TRIES = 5
-# After the disk was full, writes are made one by one for so long.
+# Seconds for which writes run one by one after the disk was full.
 ALONE_SECONDS = 60.0
-# The first and the longest pause without evictions after one in vain.
+# The first and the longest pause after an eviction that freed nothing.
 PAUSE_SECONDS, LONGEST_PAUSE = 60.0, 3600.0
 
 
 class DiskFullHandler:
-    """Makes room for records on a disk that is full.
+    """Makes room for records on a disk that is full. Thread-safe.
 
-    Thread-safe. A write that finds the disk full has as much evicted as it needs. That may be in
-    vain: other programs take the room, and a file that a link or a snapshot holds frees none.
-    The whole store would be lost for nothing, record by record, so after an eviction in vain
-    there is none for a while, twice as long each time.
+    On ENOSPC, evict as many bytes as the write needs and retry. Other programs may take the space,
+    and a file that a link or a snapshot holds frees none. To not lose the whole store for nothing,
+    stop evicting for a while if the retries fail; double the pause each time.
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class DiskFullHandler:
         """Watch the file system of ``folder``.
 
         Args:
-            evict: deletes files of at least so many bytes, or returns False and deletes none.
+            evict: deletes files of at least that many bytes, or returns False and deletes none.
             finish_deleting: waits until evicted files are deleted.
         """
         self._folder, self._evict, self._finish_deleting = folder, evict, finish_deleting
@@ -50,7 +49,7 @@ class DiskFullHandler:
         """Call ``write``, which writes ``size`` bytes or leaves nothing behind.
 
         Raises:
-            OSError: of ``write``; or the disk is full and may not be made room on.
+            OSError: of ``write``; or the disk is full and no space may be freed.
         """
         if time.monotonic() >= self._alone_until:
             try:
@@ -62,7 +61,7 @@ class DiskFullHandler:
             self._write_alone(write, size)
 
     def _note(self, error: OSError) -> None:
-        """Note a full disk: writes are now made one by one. Raises any other error."""
+        """Note a full disk: writes now run one by one. Raises any other error."""
         if error.errno not in FULL:
             raise error
         self._alone_until = time.monotonic() + ALONE_SECONDS
@@ -93,18 +92,18 @@ class DiskFullHandler:
             return False
         try:
             return self._evict(size)
-        except (LookupError, ValueError):  # of a policy of eviction: it ends no writer
+        except (LookupError, ValueError):  # of an eviction policy: must not end the writer
             return False
 
 
 def free_bytes(folder: str) -> int:
-    """Bytes free on its file system for this user."""
+    """Return the bytes free for this user on the folder's file system."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
 
 
 class LFUWithPendingWrites(LFUCachePolicy):
-    """LMCache's LFU, made to bear records that it counts and the index does not have.
+    """LMCache's LFU, which here tolerates records missing in the index.
 
     A record is counted when its write begins, and indexed when it ends.
     """

@@ -58,10 +58,10 @@ def find(
 
     Ranks share folders, each with a size limit of its own. A rank counts the files of its own
     number, and its share of those of ranks that this engine does not have. Files that are not
-    named like a record are nobody's and stay.
+    named like a record stay and do not count.
 
     Deletes files that an engine had evicted and not yet deleted. Header and length of this rank's
-    records are checked here, the payload's digests when it is loaded.
+    records are checked here, payload digests at the load.
 
     Args:
         folders: each of them once.
@@ -74,7 +74,7 @@ def find(
         name = _NAME.fullmatch(entry.name)
         if name is None:
             continue
-        # Our own model's name may hold any character.
+        # Our model's name may contain any character.
         own = name[1].startswith(prefix)
         stored = parse_key("model" + name[1][len(model) :] if own else name[1])
         if stored is None or stored.rank % metadata.world_size != metadata.worker_id:
@@ -88,7 +88,7 @@ def find(
             own = own and not name[2]
             record = _own(entry, model_name, writers, status.st_size) if own else (None,)
             found.append(Found(entry.path, status.st_size, status.st_dev, status.st_mtime, *record))
-        except OSError as error:  # gone meanwhile, or of somebody who keeps it
+        except OSError as error:  # gone meanwhile, or not accessible
             logger.debug("Left %s alone: %s", entry.name, error)
     return sorted(found, key=lambda file: file.written)
 
@@ -99,7 +99,7 @@ def _entries(folder: str) -> Iterator["os.DirEntry[str]"]:
 
 
 def _deleted(path: str) -> bool:
-    """Delete a file; False where it stays and takes its room still."""
+    """Delete a file; False if it stays and still takes its space."""
     try:
         os.unlink(path)
     except OSError as error:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of LMCache's ``fs://``, which several engines share and LMCache never cleans."""
+"""Folders of ``fs://``, which several engines share and LMCache never cleans."""

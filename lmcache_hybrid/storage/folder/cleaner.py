@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the folders of ``fs://`` within limits, and free of what killed engines left."""
+"""Keeps the folders of ``fs://`` within limits, and deletes leftovers of killed engines."""
 
 import math
 import os
@@ -25,31 +25,30 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_hybrid.storage.folder.cleaner")
 
 PAUSE_SECONDS = 60.0
-# Without limits, only what killed engines left is looked for.
+# The pause without limits, where only leftovers of killed engines are deleted.
 SWEEP_SECONDS = 3600.0
-# What is deleted brings the folder down to this part of its limit, so that not every round does.
+# Delete down to this part of the limit, so that not every round has to delete.
 LOW = 0.95
-# A round that had nothing to do is followed by so many that only ask for the disk's used bytes.
-# Other programs that delete there hide what engines write, but not for longer.
+# Rounds that only ask for the disk's used bytes after one that deleted nothing. Deletions by other
+# programs may hide new records for that long.
 SKIPPED_ROUNDS = 10
-# Files to look at, and to delete, before the thread lets others work for a while.
+# Files to look at, and to delete, before the thread yields to others.
 LOOKED_AT, DELETED = 200, 16
 BREATH_SECONDS = 0.01
-# Most records that a round deletes; the next one goes on after its pause. A wrong clock empties no
-# store at once.
+# Max records to delete per round, so that a wrong clock cannot empty the store at once.
 MOST_DELETED = 20_000
 
-# Called with why ("age", "size" or "unfinished"), and how many bytes of one record.
+# Called with the reason ("age", "size" or "unfinished") and the bytes of one record.
 Count = Callable[[str, int], None]
 
 
 def start_cleaners(
     config: "LMCacheEngineConfig", limits: FolderLimits, ledger: Ledger[WorkerCounts]
 ) -> "list[FolderCleaner]":
-    """Keep each store in folders within ``limits``: ``fs://``, and those of plugins.
+    """Start a cleaner for each store in folders: ``fs://``, and those of plugins.
 
     Args:
-        ledger: of this rank, where the deleted records are counted.
+        ledger: of this rank, which counts the deleted records.
 
     Raises:
         RuntimeError: no thread could be started; none is left.
@@ -72,7 +71,7 @@ def start_cleaners(
 
 @dataclass
 class _Round:
-    """What one round saw and did; sizes in bytes."""
+    """Results of one round; sizes in bytes."""
 
     found: int = 0
     deleted: int = 0
@@ -87,13 +86,12 @@ class _Round:
 class FolderCleaner:
     """Deletes records by size and age, on a thread of its own. Any thread may close it.
 
-    What an engine began to write and did not finish goes in any case, when it is old.
+    Old files that an engine did not finish are deleted even without limits.
 
-    Of all processes that clean a folder one at a time does, the one that holds the lock file in
-    it; the others only try the lock. In a folder with the sticky bit a user may delete only files
-    of his own: only those count, and the lock is released after each round, for the processes of
-    other users. A file that goes between a lookup and its load is a failed
-    load, which vLLM computes.
+    One process at a time cleans a folder, the one that holds the lock file in it; the others only
+    try the lock. In a folder with the sticky bit a user may delete only their own files: only
+    those count, and the lock is released after each round, for the processes of other users. A
+    file deleted between a lookup and its load is a failed load, which vLLM computes.
     """
 
     def __init__(
@@ -106,7 +104,7 @@ class FolderCleaner:
         """Start the thread.
 
         Args:
-            folders: of one store; the limit of bytes is of all together.
+            folders: of one store; the byte limit is for all together.
             count: called on the thread, once for each deleted record.
             pause: seconds between two rounds.
         """
@@ -115,20 +113,19 @@ class FolderCleaner:
         self._lock = FolderLock(folders[0])
         self._skip = 0
         self._told = False
-        # Bytes of records, and of all files on their disks, after the last round that looked.
+        # Bytes of records, and of all files on their disks, after the last full round.
         self._last = 0, 0
         self._closing = threading.Event()
-        # It may be waiting for a file server that is away, which must not hold up the end.
+        # A daemon: it may wait for a file server that is away, which must not delay the exit.
         self._thread = threading.Thread(target=self._run, name="hybrid-cleaner", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after the file that it is at; does not wait. Idempotent."""
+        """End the thread after its current file; does not wait. Idempotent."""
         self._closing.set()
 
     def _run(self) -> None:
-        # At the priority of all others: a thread that holds the interpreter and gets no core
-        # holds up the model.
+        # Do not lower this thread's priority: it would hold the GIL while it waits for a core.
         try:
             while not self._closing.is_set():
                 self._try_round()
@@ -141,7 +138,7 @@ class FolderCleaner:
             self.round()
         except _ClosedError:
             pass
-        except Exception as error:  # cleaning is not worth an engine
+        except Exception as error:  # cleaning must not end the engine
             if self._limits:
                 logger.warning_once(
                     "%s is not cleaned now (%r); lmcache.hybrid_fs_max_size_gb and "
@@ -152,7 +149,7 @@ class FolderCleaner:
             self._lock.release()
 
     def round(self) -> None:
-        """Clean, if this process is the one that does and there may be something to clean.
+        """Clean, if this process holds the lock and there may be something to clean.
 
         Raises:
             OSError: a folder cannot be read, or its file system has no locks.
@@ -174,11 +171,11 @@ class FolderCleaner:
         self._last = left, _used_bytes(self._folders)
         if done.kept_bytes:
             self._lock.release()
-        # Some file systems free later what was deleted.
+        # Some file systems free the space of deleted files later.
         self._skip = 0 if done.deleted else SKIPPED_ROUNDS
 
     def _is_due(self) -> bool:
-        """Whether the folder may be over a limit, as far as can be told without a look at it."""
+        """Whether the folder may be over a limit, without reading it."""
         if not self._limits:
             return True
         self._skip -= 1
@@ -189,7 +186,7 @@ class FolderCleaner:
         return limit is not None and records + _used_bytes(self._folders) - before > limit
 
     def _by_age(self, done: _Round) -> None:
-        """Add up the folder, and delete what is too old on the way."""
+        """Add up the folder, and delete files that are too old."""
         seconds = self._limits.max_seconds
         before = -math.inf if seconds is None else time.time() - seconds
         for file in self._all_files():
@@ -250,7 +247,7 @@ class FolderCleaner:
                 yield file
 
     def _breathe(self) -> None:
-        """Let other threads have the interpreter, and end where the cleaner is closed."""
+        """Yield to other threads. Raises _ClosedError once the cleaner is closed."""
         if self._closing.wait(BREATH_SECONDS):
             raise _ClosedError
 
@@ -260,6 +257,6 @@ class _ClosedError(Exception):
 
 
 def _used_bytes(folders: Sequence[str]) -> int:
-    """Bytes in use on the disks that ``folders`` are on, whoever uses them."""
+    """Return the bytes in use on the disks of ``folders``, other programs' included."""
     disks = {os.stat(folder).st_dev: os.statvfs(folder) for folder in folders}
     return sum((disk.f_blocks - disk.f_bfree) * disk.f_frsize for disk in disks.values())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets the time of files of ``fs://`` that are hit, by which they are deleted."""
+"""Sets the times of files of ``fs://`` that are hit; the cleaner deletes by them."""
 
 import contextlib
 import os
@@ -16,15 +16,15 @@ from lmcache_hybrid.storage.folder.least_used import MINUTE
 
 logger = init_logger("vllm.lmcache_hybrid.storage.folder.file_uses")
 
-# Hits to remember while a file server is slow; those beyond are forgotten.
+# Max lookups to queue while a file server is slow; older ones are dropped.
 MOST_WAITING = 1000
 
 
 class FileUses:
     """Marks files as used, each at most once a minute. Thread-safe.
 
-    Works on a thread of its own, so a lookup does not wait for a file server. A file that may not
-    be changed, because another user wrote it, keeps its time.
+    Works on a thread of its own, so a lookup does not wait for a file server. A file of another
+    user that may not be changed keeps its time.
     """
 
     def __init__(self, path_of: Callable[[CacheEngineKey], str]) -> None:
@@ -46,7 +46,7 @@ class FileUses:
         self._minute = 0
 
     def mark(self, keys: Sequence[CacheEngineKey]) -> None:
-        """Have the files of ``keys`` marked as used now."""
+        """Queue the files of ``keys`` to be marked as used now."""
         with self._lock:
             self._waiting.append(keys)
             if self._running:
@@ -66,7 +66,7 @@ class FileUses:
                 keys = self._waiting.popleft()
             try:
                 self._mark(keys)
-            except Exception:  # else nothing would be marked any more
+            except Exception:  # else marking would stop for ever
                 logger.debug("Files are not marked as used", exc_info=True)
 
     def _mark(self, keys: Sequence[CacheEngineKey]) -> None:
@@ -81,6 +81,6 @@ class FileUses:
                     os.utime(self._path_of(key), follow_symlinks=False)
 
     def close(self) -> None:
-        """End the thread after the file that it is at; does not wait. Idempotent."""
+        """End the thread after its current file; does not wait. Idempotent."""
         self._waiting.clear()
         self._thread.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has one process at a time clean a folder."""
+"""Lets one process at a time clean a folder."""
 
 import errno
 import fcntl
@@ -15,7 +15,7 @@ LOCK_NAME = ".lmcache-hybrid-cleaner"
 class FolderLock:
     """A lock file in a folder. The system releases it when the process ends. One thread.
 
-    The users who share the folder's records share the file: it has the mode of a record.
+    Users who share the folder's records share the file: it has the mode of a record.
     """
 
     def __init__(self, folder: str) -> None:
@@ -27,8 +27,8 @@ class FolderLock:
         """Take the lock, or make sure that it is still held; False where another holds it.
 
         Raises:
-            OSError: the folder is away, its file system has no locks, or what has the lock's
-                name is no file of its own that this user may read.
+            OSError: the folder is away, its file system has no locks, or the lock's name is not
+                a regular file, without further links, that this user may read.
         """
         if self._number is not None and not self._is_in_place(self._number):
             self.release()
@@ -44,7 +44,7 @@ class FolderLock:
         except FileNotFoundError:
             if not os.path.isdir(self._folder):
                 raise
-            return None  # deleted between the two; the next call makes it anew
+            return None  # deleted between the two; the next call creates it again
         taken = False
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,7 +58,7 @@ class FolderLock:
         return number if taken else None
 
     def _create(self) -> int | None:
-        """Make the file; None where something has its name."""
+        """Create the file; None if something has its name."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             number = os.open(self._path, flags, MODE)
@@ -73,16 +73,16 @@ class FolderLock:
         return number
 
     def _open(self) -> int:
-        """Open what has the name, which somebody else may have put there; it stays as it is."""
+        """Open the existing file, which may be somebody else's; never changes it."""
         flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            number = os.open(self._path, flags | os.O_RDWR)  # NFS locks only what can be written
+            number = os.open(self._path, flags | os.O_RDWR)  # NFS locks only writable files
         except PermissionError:
             number = os.open(self._path, flags | os.O_RDONLY)
         status = os.fstat(number)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             os.close(number)
-            raise OSError(errno.EINVAL, "this is no lock file, delete it", self._path)
+            raise OSError(errno.EINVAL, "this is not a lock file, delete it", self._path)
         return number
 
     def _is_in_place(self, number: int) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which records of a folder to delete for room, in memory that does not grow with the folder."""
+"""Chooses records of a folder to delete, in memory that does not grow with the folder."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -8,20 +8,20 @@ from typing import Protocol, TypeVar
 from lmcache_hybrid.core.errors import RecordError
 from lmcache_hybrid.storage.record import read_header
 
-# Records of one minute count as used at the same time: those of one prompt mostly are.
+# Records used within one minute count as used together: those of one prompt mostly are.
 MINUTE = 60.0
 # Lower goes first.
 Depth = tuple[int, int]
-# What no engine of this version can read.
+# Records that no engine of this version can read.
 UNREADABLE: Depth = (-(1 << 64), 0)
 
 
 class Deletable(Protocol):
-    """A record as :func:`least_used` sees it."""
+    """A record for :func:`least_used`."""
 
     @property
     def used(self) -> float:
-        """Seconds since the epoch of its last use, or of its writing."""
+        """Seconds since the epoch of its last use, or else of its write."""
 
     @property
     def taken(self) -> int:
@@ -36,11 +36,10 @@ K = TypeVar("K", int, Depth)
 
 
 def depth_of(head: bytes) -> Depth:
-    """Order records that were used at the same time, by their headers: the deepest goes first.
+    """Order records used at the same time, by their headers: the deepest goes first.
 
-    What lies behind a deleted record of a prompt is of no use any more, so the end of a prompt
-    goes first; and at one boundary the state, which serves that boundary only, before the page,
-    which every longer hit needs too.
+    Records behind a deleted one are useless, so the end of a prompt goes first. At one boundary
+    the state, which serves only that boundary, goes before the page, which longer hits also need.
     """
     try:
         header = read_header(head)
@@ -53,8 +52,8 @@ def least_used(scan: Callable[[], Iterable[R]], excess: int) -> Iterator[R]:
     """Choose the least recently used records, by minutes; within the last minute by depth.
 
     Args:
-        scan: lists the records that may go; called up to three times. They may change meanwhile.
-        excess: bytes; records of at least so many are chosen, or all.
+        scan: lists the deletable records; called up to three times. They may change meanwhile.
+        excess: bytes to free; records of at least that many are chosen, or all.
     """
     if excess <= 0:
         return
@@ -78,10 +77,10 @@ def _minute(record: Deletable) -> int:
 
 
 def _reach(sizes: Iterable[tuple[K, int]], wanted: int) -> tuple[K | None, int]:
-    """Find the key with which all up to it have ``wanted`` bytes; None where all have less.
+    """Find the first key at which the running total reaches ``wanted`` bytes; None if none.
 
     Returns:
-        The key, and how many of its own bytes that takes.
+        The key, and how many of its own bytes are needed.
     """
     totals: Counter[K] = Counter()
     for key, size in sizes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of ``fs://`` that hold records, as LMCache names and lays them out."""
+"""Lists and describes the record files of ``fs://``, named and laid out as LMCache does."""
 
 import errno
 import math
@@ -18,25 +18,26 @@ from lmcache_hybrid.storage.key_names import StoredKey, parse_key
 from lmcache_hybrid.storage.record import HEADER_BYTES
 
 DATA, TEMPORARY = ".data", ".tmp"
-# LMCache's own header in front of a record: length, memory format, dtype, four dimensions, of
-# one group of layers, as this package configures LMCache. A unit test compares it with LMCache's.
+# LMCache's header in front of a record: length, memory format, dtype, four dimensions; for one
+# group of layers, as this package configures LMCache. A unit test compares it with LMCache's.
 WRAPPER = struct.Struct("7i")
 WRAPPER_BYTES = WRAPPER.size
 _KV_2LTD, _UINT8 = 1, 6
-# Of a file that is being written, with host, process and number; LMCache's own connector, which
-# earlier releases used, writes to the record's name with TEMPORARY instead of DATA.
+# Prefix of files being written, followed by host, process and number. LMCache's own connector,
+# which earlier releases used, writes to the record's name with TEMPORARY instead of DATA.
 WRITING = ".lmcache-hybrid-writing-"
-# An incomplete record that was changed since may still be in the writing.
+# A temporary file changed within this time may still be in flight.
 WRITING_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class RecordFile:
-    """
+    """A record's file.
+
     Attributes:
         used: seconds since the epoch; engines set the time of a file that they hit.
         taken: its bytes.
-        foreign: another user's, which the folder's sticky bit keeps this one from deleting.
+        foreign: another user's, which the folder's sticky bit protects from this one.
     """
 
     path: str
@@ -64,21 +65,21 @@ class RecordFile:
 
 
 def temporary_prefix() -> str:
-    """What is before the number in the temporary names of one writer of this process."""
+    """Make the part before the number in temporary names, for one writer of this process."""
     host = "".join(c if c.isalnum() and c.isascii() else "-" for c in socket.gethostname())
     return f"{WRITING}{host[:64]}-{os.getpid()}-{os.urandom(4).hex()}-"
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file's name is that of a record that is being written."""
+    """Whether a file name is that of a record being written."""
     return name.startswith(WRITING) and name.endswith(TEMPORARY)
 
 
 def wrapper_of(size: int) -> bytes:
-    """Make LMCache's header of a record of ``size`` bytes.
+    """Make LMCache's header for a record of ``size`` bytes.
 
     Raises:
-        OSError: LMCache's header has no room for the size.
+        OSError: the size does not fit LMCache's header.
     """
     try:
         return WRAPPER.pack(size, _KV_2LTD, _UINT8, 1, 1, 1, size)
@@ -87,7 +88,7 @@ def wrapper_of(size: int) -> bytes:
 
 
 def check_wrapper(wrapper: bytes, size: int) -> None:
-    """Raises RecordError when LMCache would not read a record of ``size`` bytes by it."""
+    """Raise RecordError unless LMCache would read a record of ``size`` bytes with this header."""
     if len(wrapper) != WRAPPER_BYTES:
         raise RecordError("wrapper", f"LMCache's header has {len(wrapper)} bytes")
     length, memory_format, dtype, *shape = WRAPPER.unpack(wrapper)
@@ -98,13 +99,13 @@ def check_wrapper(wrapper: bytes, size: int) -> None:
 
 
 def key_of(name: str, *suffixes: str) -> StoredKey | None:
-    """What a file's name says; None where it is none of ours."""
+    """Parse a file name; None if it is not of a record."""
     stem, suffix = os.path.splitext(name)
     return parse_key(stem) if suffix in suffixes else None
 
 
 def record_files(folder: str, *suffixes: str) -> Iterator[RecordFile]:
-    """List the regular files directly in ``folder`` that have a record's name, or are to get one.
+    """List the regular files directly in ``folder`` that have a record's or a temporary name.
 
     Args:
         suffixes: of the names, DATA and TEMPORARY by default.

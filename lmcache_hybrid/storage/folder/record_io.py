@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads, writes and looks for one file of ``fs://``, in a folder that others may write to.
+"""Reads, writes and looks up one file of ``fs://``, in a folder that others may write to.
 
-What has a record's name there may be a link, a pipe or anything else that somebody put there. Only
-regular files are read, and no link is followed. A file that cannot be read may be whole, and is
-told apart from one that is damaged.
+Somebody may put a link, a pipe or anything else under a record's name. Only regular files are
+read, and no link is followed. An unreadable file may be whole, and is distinguished from a damaged
+one.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from lmcache_hybrid.core.errors import RecordError
 from lmcache_hybrid.storage.disk.files import NO_FILE, is_shared, open_regular
 from lmcache_hybrid.storage.folder.record_files import WRAPPER_BYTES, check_wrapper, wrapper_of
 
-# Bytes to read or write at once: between two of them progress is noted.
+# Bytes to read or write at once; progress is noted after each.
 STEP_BYTES = 4 << 20
-# Mode of a new file, less the umask, and what its group gets in a folder that a group shares.
+# Mode of a new file, less the umask, and that added in a folder that a group shares.
 MODE, SHARED_MODE = 0o666, 0o660
-# Why a promised record could not be read: it is not there; it may be whole; it is not whole.
+# Why a promised record could not be read: missing; maybe whole; not whole.
 Fate = Literal["gone", "unreadable", "damaged"]
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ def holds(path: str) -> bool:
     """Whether there is a record that this user may read.
 
     Raises:
-        OSError: nobody can tell.
+        OSError: that cannot be found out.
     """
     try:
         status = _again(lambda: os.stat(path, follow_symlinks=False))
@@ -40,7 +40,7 @@ def holds(path: str) -> bool:
         raise
     if not stat.S_ISREG(status.st_mode):
         return False
-    # Promised, another user's private file would fail one load after the other.
+    # Another user's private file, if promised, would fail one load after the other.
     return status.st_uid == os.geteuid() or os.access(path, os.R_OK, effective_ids=True)
 
 
@@ -52,13 +52,13 @@ def read(
     """Read a record into the memory that ``reserve`` gives for its size.
 
     Args:
-        got: called with the bytes of the record as they come; what it raises ends the read.
+        got: called with the number of bytes as they arrive; raises to end the read.
 
     Returns:
         False where there is none.
 
     Raises:
-        RecordError: it is damaged, as far as can be seen from outside.
+        RecordError: LMCache's header does not fit it.
         MemoryError: ``reserve`` gave none.
         OSError: it cannot be read, or another file took its place meanwhile.
     """
@@ -99,17 +99,17 @@ def write(
     record: memoryview,
     moved: Callable[[], object] = lambda: None,
 ) -> None:
-    """Write a record under a temporary name, and give it its own.
+    """Write a record under a temporary name, and rename it.
 
-    What has that name is replaced, and not written to. In a set-group-ID folder that the group may
-    write to, the group may read the file whatever the umask is.
+    An existing file of its name is replaced, not written to. In a set-group-ID folder that the
+    group may write to, the group may read the file whatever the umask is.
 
     Args:
         temporary: name in ``folder`` that no other write has.
         moved: called after each part.
 
     Raises:
-        FileExistsError: somebody else has made ``temporary``.
+        FileExistsError: ``temporary`` exists already.
         OSError: it was not written; nothing is left of it.
     """
     path = os.path.join(folder, temporary)
@@ -141,7 +141,7 @@ def _write(number: int, record: memoryview, moved: Callable[[], object]) -> None
 
 
 def delete(path: str) -> None:
-    """Delete a record; one that is not there is no error."""
+    """Delete a record; a missing one is not an error."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 
@@ -166,7 +166,7 @@ def fate(path: str, largest: int) -> Fate:
 
 
 def _again(call: Callable[[], T]) -> T:
-    """Call, and once more where the file was replaced on its server meanwhile."""
+    """Call, and retry once if the file was replaced on its server meanwhile."""
     try:
         return call()
     except OSError as error:

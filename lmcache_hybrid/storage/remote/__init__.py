@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records in Redis and in shared folders: LMCache's remote connectors."""
+"""Connectors to shared folders, Redis and S3, in place of LMCache's."""

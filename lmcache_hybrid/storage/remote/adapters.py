@@ -24,7 +24,7 @@ PLUGIN = "plugin://"
 
 
 def place_of(url: str, config: "LMCacheEngineConfig") -> Place | None:
-    """The store at one of LMCache's URLs; None where it is none of ours."""
+    """Return the store at one of LMCache's URLs; None if this package does not serve it."""
     scheme, _, plugin = url.partition("://")
     if url.startswith(PLUGIN):
         kind = BY_PLUGIN.get(extract_plugin_type(plugin))
@@ -41,7 +41,7 @@ def create_connector(
     metadata: "LMCacheMetadata",
     plugin_name: str | None = None,
 ) -> InstrumentedRemoteConnector:
-    """Make the connector of a ``RemoteBackend``, now and when it connects again."""
+    """Make the connector of a ``RemoteBackend``, at the start and when it reconnects."""
     place = place_of(url, config)
     if place is None:
         return CreateConnector(url, loop, local_cpu_backend, config, metadata, plugin_name)

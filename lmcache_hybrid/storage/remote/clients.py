@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of redis-py for every Redis URL: a server, a cluster, a primary that sentinels name."""
+"""Makes redis-py clients for any Redis URL: a server, a cluster, a primary behind sentinels."""
 
 import os
 from typing import Any, TypeAlias
@@ -16,7 +16,7 @@ CLUSTER, SENTINEL = "redis-cluster", "redis-sentinel"
 SCHEMES = ("redis", "rediss", "unix", CLUSTER, SENTINEL)
 # LMCache's names.
 SERVICE_VARIABLE, SERVICE_DEFAULT = "REDIS_SERVICE_NAME", "redismaster"
-# Settings of connections that those to sentinels share.
+# Connection settings that also apply to sentinels.
 _OF_SENTINELS = ("socket_timeout", "socket_connect_timeout", "ssl", "ssl_ca_certs")
 
 Client: TypeAlias = redis.Redis | redis.RedisCluster
@@ -24,7 +24,7 @@ Hosts: TypeAlias = tuple[tuple[str, int], ...]
 
 
 def hosts_of(url: str) -> Hosts:
-    """(name, port) pairs of a ``redis-cluster://`` or ``redis-sentinel://`` URL, as LMCache's.
+    """List (name, port) of a ``redis-cluster://`` or ``redis-sentinel://`` URL, as LMCache does.
 
     Raises:
         ValueError: a host without a name or port. The message has no part of the URL.
@@ -48,7 +48,7 @@ def _host(url: str) -> tuple[str, int]:
 def make_client(url: str, options: dict[str, Any]) -> Client:
     """Make a client that logs in and speaks TLS as configured, and tries each command once.
 
-    A client of a cluster connects at once, every other one at its first command.
+    A cluster's client connects at once, any other at its first command.
 
     Args:
         options: of connections, as redis-py names them.
@@ -64,7 +64,7 @@ def make_client(url: str, options: dict[str, Any]) -> Client:
         nodes = [ClusterNode(*host) for host in hosts_of(url)]
         return redis.RedisCluster(startup_nodes=nodes, **options)
     if scheme == SENTINEL:
-        # Asked one after the other, so none is asked twice.
+        # They are asked one after the other, so do not retry.
         asking = {name: options[name] for name in _OF_SENTINELS if name in options}
         sentinels = redis.Sentinel(
             list(hosts_of(url)), sentinel_kwargs={"retry": Retry(NoBackoff(), 0), **asking}

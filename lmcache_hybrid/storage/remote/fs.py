@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A connector to folders that engines share, ``fs://``.
 
-The files are those of LMCache's ``FSConnector``, which earlier releases used: same names, same
-header of LMCache's in front of each record. A record goes between its file and LMCache's pool
-without a copy, on a fixed number of threads: a file server that hangs keeps these, and what they
-read or write, but nothing else.
+Files have the names and the header of LMCache's ``FSConnector``, which earlier releases used. A
+record goes between its file and LMCache's pool without a copy, on a fixed number of threads: a
+file server that hangs blocks these, and the memory they read or write, but nothing else.
 """
 
 import asyncio
@@ -37,24 +36,24 @@ logger = init_logger("vllm.lmcache_hybrid.storage.remote.fs")
 
 READERS = 4
 WRITERS = 4
-# Threads for what has short answers: lookups, and removals of damaged records.
+# Threads for short calls: lookups, and removals of damaged records.
 ASKERS = 8
-# One thread is not asked for less of a lookup's files, where they are many.
+# Min files of a large lookup per thread.
 LEAST_ASKED = 32
-# Writers that are all busy and get nothing done for so long are stuck.
+# Writers are stuck when all are busy and none makes progress for this long.
 WRITE_SECONDS = 20.0
-# Between two looks at whether they are.
+# Seconds between two checks for that.
 LOOK_SECONDS = 0.5
-# At shutdown, wait so long for queued writes.
+# Max seconds to wait for queued writes at shutdown.
 FLUSH_SECONDS = 8.0
-# Names that somebody else has taken, before a write gives up.
+# Temporary names to try if somebody else has taken them.
 TRIES = 3
 
 T = TypeVar("T")
 
 
 class BusyThreads:
-    """Tells whether all threads of a pool are in calls that make no progress. Thread-safe."""
+    """Tells whether all threads of a pool are stuck in calls. Thread-safe."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
@@ -78,7 +77,7 @@ class BusyThreads:
         self._moved = time.monotonic()
 
     def stuck(self, seconds: float) -> bool:
-        """Whether all are busy, and none got anything done for ``seconds``."""
+        """Whether all are busy, and none made progress for ``seconds``."""
         return self._busy >= self._threads and time.monotonic() - self._moved >= seconds
 
 
@@ -89,10 +88,10 @@ class HybridFSConnector(RecordConnector):
     """
 
     def __init__(self, folders: Sequence[str], context: ConnectorContext) -> None:
-        """Make the folders if they are missing, as LMCache does.
+        """Create missing folders, as LMCache does.
 
         Args:
-            folders: a record's hash says which of them has it.
+            folders: a record's hash chooses among them.
 
         Raises:
             OSError: a folder cannot be made.
@@ -106,7 +105,7 @@ class HybridFSConnector(RecordConnector):
             os.makedirs(folder, exist_ok=True)
         self._prefix, self._numbers = temporary_prefix(), itertools.count()
         unbound = anywhere(cores())
-        with ExitStack() as stack:  # LMCache tries again: where one fails, the others end
+        with ExitStack() as stack:  # LMCache retries: if one pool fails, the others must end
             self._readers = DaemonPool(READERS, "hybrid-fs-read", unbound)
             stack.callback(self._readers.close)
             self._writers = DaemonPool(WRITERS, "hybrid-fs-write", unbound)
@@ -143,7 +142,7 @@ class HybridFSConnector(RecordConnector):
 
         def reserve(size: int) -> memoryview | None:
             part.report(time.monotonic() - begun)
-            while taken:  # asked for again, after the file was replaced
+            while taken:  # called again, after the file was replaced
                 taken.pop().ref_count_down()
             memory = self._pool.allocate(record_shape(size), torch.uint8, MemoryFormat.KV_2LTD)
             if memory is None:
@@ -183,21 +182,21 @@ class HybridFSConnector(RecordConnector):
     ) -> None:
         """Write values; each that fails is counted.
 
-        Where all threads are stuck in writes, those that wait behind them are given up: they would
-        hold the pool's memory for as long as the file server is away.
+        If all threads are stuck in writes, those queued behind them are dropped: they would hold
+        the pool's memory for as long as the file server is away.
 
         Raises:
-            Exception: of one that failed. The others were written all the same.
+            Exception: of one that failed; the others were written.
         """
         jobs = [self._submit(*each) for each in zip(keys, memory_objs, strict=True)]
         ends = {asyncio.wrap_future(job) for job in jobs}
-        for end in ends:  # else asyncio logs an error for each that nobody waits for any more
+        for end in ends:  # else asyncio logs an error for each that is not awaited
             end.add_done_callback(lambda end: end.cancelled() or end.exception())
         left = ends
         while left:
             if self._put.stuck(WRITE_SECONDS):
                 for job in set(self._writes):
-                    job.cancel()  # those that are under way go on
+                    job.cancel()  # running ones go on
                 raise TimeoutError("the file server does not take what is written")
             _, left = await asyncio.wait(left, timeout=LOOK_SECONDS)
         for end in ends:
@@ -218,7 +217,7 @@ class HybridFSConnector(RecordConnector):
                 self.written(key)
 
         job = self._writers.submit(self._write, key, memory)
-        # Who is cancelled gives its own reference back while the write may go on.
+        # A cancelled caller drops its own reference while the write may go on.
         memory.ref_count_up()
         self._writes.add(job)
         job.add_done_callback(ended)
@@ -239,7 +238,7 @@ class HybridFSConnector(RecordConnector):
                     self._say("written", error, "Other backends keep what they have of it.")
                     raise
 
-    # Short answers
+    # Short calls
 
     async def exists(self, key: CacheEngineKey) -> bool:
         return await asyncio.wrap_future(self._question(record_io.holds, self.path(key)))
@@ -248,10 +247,10 @@ class HybridFSConnector(RecordConnector):
         return self.existing([key], self._seconds)[0]
 
     def existing(self, keys: Sequence[CacheEngineKey], seconds: float) -> list[bool]:
-        """See :meth:`RecordConnector.existing`. A file that cannot be looked for is none.
+        """See :meth:`RecordConnector.existing`. A file that cannot be looked up is a miss.
 
         Raises:
-            TimeoutError: no answer in time, or reads that would follow are stuck.
+            TimeoutError: no answer in time, or all reads are stuck.
         """
         if self._reading.stuck(self._seconds):
             raise TimeoutError("the file server does not give what is read")
@@ -285,7 +284,7 @@ class HybridFSConnector(RecordConnector):
         self._ask(record_io.delete, seconds, self.path(key))
 
     def remove_sync(self, key: CacheEngineKey) -> bool:
-        """Delete a record; False where there is none, or it cannot be deleted."""
+        """Delete a record; False if there is none, or it cannot be deleted."""
         try:
             self._ask(os.unlink, self._seconds, self.path(key))
         except (OSError, TimeoutError):
@@ -300,7 +299,7 @@ class HybridFSConnector(RecordConnector):
             job.cancel()
 
     def _question(self, function: Callable[..., T], *args: object) -> Future[T]:
-        """Have a thread ask the file server; questions do not pile up behind those that hang."""
+        """Queue a call to the file server; raises TimeoutError while all threads are stuck."""
 
         def ask() -> T:
             with self._asking:
@@ -337,7 +336,7 @@ class HybridFSConnector(RecordConnector):
 
 
 def connect(place: Place, context: ConnectorContext) -> HybridFSConnector:
-    """Reach the folders of a place."""
+    """Make the connector to the folders of a place."""
     found = place.kind.folders(place, context.config)
     assert found is not None
     return HybridFSConnector(found[1], context)
@@ -352,6 +351,6 @@ def _bytes(memory: MemoryObj) -> memoryview:
 
 
 def _release(job: Future[MemoryObj | None]) -> None:
-    """Give back the memory of a value that nobody waited for."""
+    """Release the memory of a value that nobody waited for."""
     if not job.cancelled() and job.exception() is None and (memory := job.result()) is not None:
         memory.ref_count_down()

@@ -19,18 +19,18 @@ from lmcache_hybrid.core.threads import started
 if TYPE_CHECKING:
     from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
-# Reads in flight at once from a store, of one load and of all.
+# Max reads in flight from a store, of one load and of all.
 READERS = 4
-# A read that failed after so much of blocking_timeout_secs has timed out: the client of the
-# store has a timeout of its own, which may end a moment earlier.
+# A read that failed after this share of blocking_timeout_secs has timed out: the store's client
+# has its own timeout, which may end a moment earlier.
 MOST_OF_IT = 0.9
 
 
 class RemoteReader:
     """Reads from one store for all loads of a rank, several at a time. Any thread may call it.
 
-    A read that timed out shows that the store is silent. Every load promised before that fails
-    then, so no load waits behind the timeouts of others.
+    A read that timed out shows that the store is silent. Every load promised before that then
+    fails, so no load waits behind the timeouts of others.
     """
 
     def __init__(self) -> None:
@@ -43,8 +43,8 @@ class RemoteReader:
     ) -> list[MemoryObj | None]:
         """Read values, up to the first that fails.
 
-        The next read starts as soon as one ends, whichever it is.
-        ``batched_get_blocking`` would lose the buffers beside a failed read.
+        The next read starts as soon as any one ends. ``batched_get_blocking`` would leak the
+        buffers beside a failed read.
 
         Args:
             promised: ``time.monotonic`` at which these were located in the store.
@@ -54,9 +54,9 @@ class RemoteReader:
 
         Raises:
             SlowError: the load will end too late.
-            LoadError: since then the store did not answer a read in time.
+            LoadError: the store did not answer a read in time since ``promised``.
             RuntimeError: no threads could be started.
-            Exception: whatever the backend raised; no buffer of the others is kept.
+            Exception: of the backend; the buffers of the other reads are released.
         """
 
         def read(key: CacheEngineKey) -> MemoryObj | None:
@@ -74,7 +74,7 @@ class RemoteReader:
         def tried(key: CacheEngineKey) -> MemoryObj | None:
             try:
                 return here.copy().run(read, key)
-            except Exception as error:  # raised once it is known what the others have read
+            except Exception as error:  # raised once the other reads have ended
                 errors.append(error)
                 return None
 

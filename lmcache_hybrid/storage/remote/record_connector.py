@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package's own connectors do beyond LMCache's interface."""
+"""The interface of this package's own connectors, beyond LMCache's."""
 
 import abc
 from collections.abc import Callable, Sequence
@@ -13,12 +13,12 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.storage.folder.record_io import Fate
 
-# LMCache's health check writes memory as it finds it: one byte says nothing of a prompt.
+# LMCache's health check writes uninitialized memory: one byte reveals nothing of a prompt.
 CHECKED_BYTES = 1
 
 
 class RecordConnector(RemoteConnector):
-    """A connector to a store of records; :mod:`.adapters` says which class serves which scheme.
+    """A connector to a store of records; :mod:`.adapters` chooses the class by URL.
 
     Attributes:
         failed: called, from any thread, with the number of records that were not written.
@@ -30,8 +30,8 @@ class RecordConnector(RemoteConnector):
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context.config, context.metadata)
-        # A store that LMCache's health monitor has switched off stays off until the monitor has
-        # written and read a value of this shape and type.
+        # LMCache's health monitor writes and reads a value of this shape and type before it
+        # switches a store on again.
         self.meta_shapes, self.meta_dtypes = [record_shape(CHECKED_BYTES)], [torch.uint8]
         self.failed = lambda records: None
         self.written = lambda key: None
@@ -39,7 +39,7 @@ class RecordConnector(RemoteConnector):
     @property
     @abc.abstractmethod
     def writing(self) -> int:
-        """How many values wait to be written, or are being written."""
+        """The number of writes queued or in flight."""
 
     @abc.abstractmethod
     def existing(self, keys: Sequence[CacheEngineKey], seconds: float) -> Sequence[bool]:
@@ -50,7 +50,7 @@ class RecordConnector(RemoteConnector):
         """
 
     def fate(self, key: CacheEngineKey, largest: int, seconds: float) -> Fate:
-        """Find out why a value that was promised could not be read. Blocks.
+        """Find out why a promised value could not be read. Blocks.
 
         Args:
             largest: bytes of the largest record.
@@ -61,11 +61,11 @@ class RecordConnector(RemoteConnector):
         return "unreadable" if self.existing([key], seconds)[0] else "gone"
 
     def used(self, keys: Sequence[CacheEngineKey]) -> None:
-        """Values were hit; does not wait. Most stores note by themselves what is read."""
+        """Note hits, without waiting. Most stores note reads by themselves."""
 
     @abc.abstractmethod
     def delete(self, key: CacheEngineKey, seconds: float) -> None:
-        """Delete a value; one that is not there is no error. Blocks.
+        """Delete a value; a missing one is not an error. Blocks.
 
         Raises:
             Exception: the store did not delete it within ``seconds``.
@@ -73,7 +73,7 @@ class RecordConnector(RemoteConnector):
 
 
 def unwrapped(connector: Any) -> Any:
-    """The connector that does the work, without LMCache's instruments around it."""
+    """Return the connector without LMCache's instruments around it."""
     while hasattr(connector, "getWrappedConnector"):
         connector = connector.getWrappedConnector()
     return connector

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connector to Redis and Valkey: one server, a cluster, a primary that sentinels name.
+"""A connector to Redis and Valkey: one server, a cluster, a primary behind sentinels.
 
 A record is one value, ``KEYkv_bytes``. (LMCache's own connectors, which earlier releases used,
-keep its size and shape in a second one; its record says both itself.) Values go between sockets
-and LMCache's pool without a copy, on threads, off the event loop.
+keep size and shape in a second value; a record contains both.) Values go between sockets and
+LMCache's pool without a copy, on threads, off the event loop.
 """
 
 import asyncio
@@ -36,13 +36,13 @@ from lmcache_hybrid.storage.remote.servers import TRY_AGAIN, Server, servers_at
 
 READERS = 4
 WRITERS = 2
-# Threads for what has short answers: lookups, and removals of damaged records.
+# Threads for short calls: lookups, and removals of damaged records.
 ASKERS = 2
 # Max seconds for one write.
 WRITE_SECONDS = 20.0
-# A write that failed after so long shows that the server is silent.
+# A write that failed after this long shows that the server is silent.
 SILENT_SECONDS = 1.0
-# At shutdown, wait so long for queued writes.
+# Max seconds to wait for queued writes at shutdown.
 FLUSH_SECONDS = 8.0
 # LMCache's name: seconds for one command behind sentinels.
 SENTINEL_TIMEOUT = "REDIS_TIMEOUT"
@@ -54,7 +54,7 @@ class HybridRedisConnector(RecordConnector):
     """Reads, writes and looks up records. Made on any thread; its coroutines run on LMCache's loop.
 
     Connects when first used, and again after a failure: an idle connection that the server has
-    closed, a node that has gone and a primary that was replaced cost one more try each.
+    closed, a node that left and a primary that was replaced cost one retry each.
     """
 
     def __init__(self, url: str, context: ConnectorContext) -> None:
@@ -77,11 +77,11 @@ class HybridRedisConnector(RecordConnector):
             {
                 "socket_timeout": self._seconds,
                 "socket_connect_timeout": self._seconds,
-                "protocol": 2,  # nothing comes that was not asked for
+                "protocol": 2,  # no push messages
             },
         )
         unbound = anywhere(cores())
-        with ExitStack() as stack:  # LMCache tries again: where one fails, the others end
+        with ExitStack() as stack:  # LMCache retries: if one pool fails, the others must end
             stack.callback(self._servers.close)
             self._readers = started(READERS, "hybrid-redis-read", unbound)
             stack.callback(self._readers.shutdown)
@@ -90,7 +90,7 @@ class HybridRedisConnector(RecordConnector):
             self._askers = started(ASKERS, "hybrid-redis-ask", unbound)
             stack.pop_all()
         self._writes: set[Future[None]] = set()
-        self._silent = -math.inf  # time.monotonic of the last write that failed so
+        self._silent = -math.inf  # time.monotonic of the last write that timed out
 
     # Reading
 
@@ -107,7 +107,7 @@ class HybridRedisConnector(RecordConnector):
         begun = time.monotonic()
 
         def reserve(size: int) -> memoryview | None:
-            while taken:  # asked for again, on a new connection
+            while taken:  # called again, on a new connection
                 taken.pop().ref_count_down()
             memory = self._pool.allocate(record_shape(size), torch.uint8, MemoryFormat.KV_2LTD)
             if memory is None:
@@ -127,7 +127,7 @@ class HybridRedisConnector(RecordConnector):
         try:
             found = self._twice(name, read, min(self._seconds, part.pace.seconds))
         except (SlowError, TimeoutError):
-            # A failed read is one of a broken store for LMCache; RemoteReader drops what came.
+            # A failed read would mark the store as broken in LMCache; RemoteReader drops this one.
             if not part.pace.late or not (taken or reserve(1)):
                 raise
             found = True
@@ -150,11 +150,11 @@ class HybridRedisConnector(RecordConnector):
     ) -> None:
         """Write values; each that fails is counted.
 
-        Where one found the server silent, those that waited behind it fail at once: they would
-        hold the pool's memory, one after the other, for as long as it is.
+        If one finds the server silent, those queued behind it fail at once: they would hold the
+        pool's memory, one after the other, for as long as it is silent.
 
         Raises:
-            Exception: of the first that failed. The others were written all the same.
+            Exception: of the first that failed; the others were written.
         """
         jobs = [self._submit(*each) for each in zip(keys, memory_objs, strict=True)]
         for outcome in await asyncio.gather(*jobs, return_exceptions=True):
@@ -167,7 +167,7 @@ class HybridRedisConnector(RecordConnector):
         await self.batched_put([key], [memory_obj])
 
     def _submit(self, key: CacheEngineKey, memory: MemoryObj) -> asyncio.Future[None]:
-        # Who is cancelled gives its own reference back while the write may go on.
+        # A cancelled caller drops its own reference while the write may go on.
         memory.ref_count_up()
 
         def written(job: Future[None]) -> None:
@@ -201,7 +201,7 @@ class HybridRedisConnector(RecordConnector):
                 self._silent = time.monotonic()
             raise
 
-    # Short answers
+    # Short calls
 
     async def exists(self, key: CacheEngineKey) -> bool:
         job = self._askers.submit(self._existing, [key], self._seconds)
@@ -224,13 +224,13 @@ class HybridRedisConnector(RecordConnector):
             self._servers.refresh(error)
             answers = self._exist(names, deadline)
         return [
-            # Of a slot that is on its way to another node.
+            # AskError: the slot is moving to another node.
             self._exists_at(each, name, deadline) if type(each) is AskError else _is_one(each)
             for name, each in zip(names, answers, strict=True)
         ]
 
     def _exist(self, names: list[str], deadline: float) -> list[bytes | redis.ResponseError]:
-        """Ask every server for all its names at once, and each name's answer."""
+        """Ask each server for all its names at once; return the answers by name."""
         asked: dict[Server, list[int]] = defaultdict(list)
         for at, name in enumerate(names):
             asked[self._servers.of(name)].append(at)
@@ -269,7 +269,7 @@ class HybridRedisConnector(RecordConnector):
         return self._ask(self._delete, key, self._seconds)
 
     def _ask(self, function: Callable[..., T], what: object, seconds: float) -> T:
-        """Call on a thread, since no deadline ends the search for a host's address."""
+        """Call on a thread, since resolving a host name has no deadline."""
         job = self._askers.submit(function, what, seconds)
         try:
             return job.result(seconds)
@@ -277,7 +277,7 @@ class HybridRedisConnector(RecordConnector):
             job.cancel()
 
     def _twice(self, name: str, job: Callable[[socket, float], T], seconds: float) -> T:
-        """Do something on a connection to the server that has a key, once more if need be."""
+        """Run ``job`` on a connection to the server of a key; retry once after TRY_AGAIN."""
         deadline = time.monotonic() + seconds
         try:
             with self._servers.of(name).connection() as sock:
@@ -293,7 +293,7 @@ class HybridRedisConnector(RecordConnector):
         raise NotImplementedError("lmcache-hybrid inspect lists what a Redis holds")
 
     async def close(self) -> None:
-        """Wait for queued writes, end all others and every thread."""
+        """Wait for queued writes, then end the threads and connections."""
         if jobs := [asyncio.wrap_future(job) for job in set(self._writes)]:
             await asyncio.wait(jobs, timeout=FLUSH_SECONDS)
         for threads in (self._readers, self._writers, self._askers):
@@ -302,12 +302,12 @@ class HybridRedisConnector(RecordConnector):
 
 
 def connect(place: Place, context: ConnectorContext) -> HybridRedisConnector:
-    """Reach the server of a place, the cluster or the primary. Nothing is sent yet."""
+    """Make the connector to a place: server, cluster or primary. Nothing is sent yet."""
     return HybridRedisConnector(place.url, context)
 
 
 def _release(job: Future[MemoryObj | None]) -> None:
-    """Give back the memory of a value that nobody waited for."""
+    """Release the memory of a value that nobody waited for."""
     if not job.cancelled() and job.exception() is None and (memory := job.result()) is not None:
         memory.ref_count_down()
 
@@ -331,6 +331,6 @@ def _is_one(answer: bytes | redis.ResponseError) -> bool:
 
 
 def _ask_anyway(sock: socket, deadline: float) -> None:
-    """Have the node answer the next command, although the slot is not its own yet."""
+    """Make the node answer the next command although it does not own the slot yet."""
     sockets.send(sock, sockets.command(b"ASKING"), deadline)
     _checked(sockets.replies(sock, 1, deadline)[0])

@@ -2,9 +2,9 @@
 """Records as objects of an S3 bucket, through AWS' own client.
 
 LMCache's connector makes the client from its options: endpoint, region, threads, HTTP/2, TLS, S3
-Express, credentials. Nothing else of it is used. It writes and reads values of one chunk's size
-only, asks for each object on its event loop while that waits, takes an object that it saw once for
-there for ever, and does without the store from the third failed connection on.
+Express, credentials. Nothing else of it is used: it writes and reads values of one chunk's size
+only, blocks its event loop for each lookup, never notices that an object it saw once is gone, and
+stops using the store after the third failed connection.
 """
 
 import asyncio
@@ -33,9 +33,9 @@ from lmcache_hybrid.storage.remote.record_connector import RecordConnector
 # Writes in flight at once, and the seconds that one may take.
 WRITERS = 4
 WRITE_SECONDS = 20.0
-# At shutdown, wait so long for queued writes, and for requests that were cancelled.
+# Max seconds to wait at shutdown for queued writes, and for cancelled requests.
 FLUSH_SECONDS, CANCEL_SECONDS = 8.0, 2.0
-# Questions in flight at once. A LIST would name the records of all prompts of a model.
+# HEAD requests in flight at once. A LIST would return the records of all prompts of a model.
 SIDE_BY_SIDE = 64
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ _CODE = re.compile(rb"<Code>(\w{1,64})</Code>")
 
 
 class S3Error(Exception):
-    """The server answered, but did not do what it was asked.
+    """The server answered with an error.
 
     Attributes:
         status: HTTP status code.
@@ -60,7 +60,7 @@ class HybridS3Connector(RecordConnector):
     """One object per record. Its coroutines run on LMCache's event loop.
 
     AWS' client reads and writes the pool's memory on threads of its own. So each request holds a
-    reference to its memory until the client has ended it, whoever has stopped waiting by then.
+    reference to its memory until the client has ended it, even if nobody waits any more.
     """
 
     def __init__(self, theirs: S3Connector, context: ConnectorContext) -> None:
@@ -78,7 +78,7 @@ class HybridS3Connector(RecordConnector):
         self._unreachable = -math.inf  # time.monotonic of the last write that got no answer
 
     async def exists(self, key: CacheEngineKey) -> bool:
-        """Raises S3Error or AwsCrtError where the server cannot tell."""
+        """Whether the object exists. Raises S3Error or AwsCrtError if the server cannot tell."""
         try:
             await self._answer(self._request("HEAD", key, S3RequestType.DEFAULT, "HeadObject"))
         except S3Error as error:
@@ -91,7 +91,7 @@ class HybridS3Connector(RecordConnector):
         return self._wait(self.exists(key), self._seconds)
 
     def existing(self, keys: Sequence[CacheEngineKey], seconds: float) -> list[bool]:
-        """Ask for SIDE_BY_SIDE objects at once; S3 has no question for several."""
+        """Ask for up to SIDE_BY_SIDE objects at once; S3 has no request for several."""
         return self._wait(self._existing(keys), seconds)
 
     async def _existing(self, keys: Sequence[CacheEngineKey]) -> list[bool]:
@@ -104,7 +104,7 @@ class HybridS3Connector(RecordConnector):
         return await asyncio.gather(*map(exists, keys))
 
     def _wait(self, job: Coroutine[Any, Any, T], seconds: float) -> T:
-        """Run on LMCache's loop; cancelled where it takes longer than ``seconds``."""
+        """Run on LMCache's loop; cancel after ``seconds``."""
         answer = asyncio.run_coroutine_threadsafe(job, self._theirs.loop)
         try:
             return answer.result(seconds)
@@ -115,10 +115,10 @@ class HybridS3Connector(RecordConnector):
         """Read an object into memory of its size, which the caller then owns.
 
         Returns:
-            None where there is no such object.
+            None if there is no such object.
 
         Raises:
-            Exception: there is no memory of this size, or the server did not send all of it.
+            Exception: no memory of this size, or the server did not send all of it.
         """
         read = _Read(self._theirs.local_cpu_backend)
         request = self._request(
@@ -140,8 +140,8 @@ class HybridS3Connector(RecordConnector):
     async def put(self, key: CacheEngineKey, memory_obj: MemoryObj) -> None:
         """Write a record; the caller keeps its reference.
 
-        Where one got no answer, those that waited behind it fail at once: they would hold the
-        pool's memory, one after the other, for as long as the server is away.
+        If one gets no answer, those queued behind it fail at once: they would hold the pool's
+        memory, one after the other, for as long as the server is away.
 
         Raises:
             Exception: it was not written.
@@ -218,14 +218,14 @@ class HybridS3Connector(RecordConnector):
         return request
 
     async def _answer(self, request: S3Request, seconds: float | None = None) -> None:
-        """Wait for the end of a request; cancel it where nobody waits any more.
+        """Wait for the end of a request; cancel it after ``seconds``, or if cancelled.
 
         Raises:
             S3Error: the server answered with an error.
-            Exception: it did not answer within ``seconds``, or what a callback raised.
+            Exception: no answer within ``seconds``, or an error of a callback.
         """
         ended = asyncio.wrap_future(request.finished_future)
-        # Else asyncio logs an error for each that ends after nobody waits.
+        # Else asyncio logs an error for each that fails after its caller has gone.
         ended.add_done_callback(lambda job: job.cancelled() or job.exception())
         try:
             await asyncio.wait_for(asyncio.shield(ended), seconds)
@@ -239,7 +239,7 @@ class HybridS3Connector(RecordConnector):
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Write what is queued, for FLUSH_SECONDS at most, and cancel the rest."""
+        """Wait for queued writes, FLUSH_SECONDS at most, and cancel the rest."""
         if self._writing:
             await asyncio.wait(self._writing, timeout=FLUSH_SECONDS)
         rest = list(self._in_flight)
@@ -252,12 +252,12 @@ class HybridS3Connector(RecordConnector):
 
 
 def connect(place: Place, context: ConnectorContext) -> HybridS3Connector:
-    """Reach a bucket; LMCache's own adapter reads the options."""
+    """Make the connector to a bucket; LMCache's own adapter reads the options."""
     return HybridS3Connector(S3ConnectorAdapter().create_connector(context), context)
 
 
 class _Read:
-    """Memory of the pool that one object is read into. AWS' client calls it, on one thread."""
+    """Reads one object into the pool's memory. AWS' client calls it, on one thread."""
 
     def __init__(self, pool: LocalCPUBackend) -> None:
         self._pool = pool
@@ -266,7 +266,7 @@ class _Read:
         self._received = 0
 
     def reserve(self, status_code: int, headers: Sequence[tuple[str, str]], **_: Any) -> None:
-        """Raises MemoryError where the pool has no memory of the object's size."""
+        """Allocate memory of the object's size. Raises MemoryError if the pool has none."""
         if status_code not in (200, 206) or self._memory is not None:
             return
         length = next((value for name, value in headers if name.lower() == "content-length"), "")
@@ -278,14 +278,14 @@ class _Read:
         self._target = numpy.frombuffer(memory.byte_array, numpy.uint8)[:size]
 
     def take(self, chunk: bytes, offset: int, **_: Any) -> None:
-        """Copy a part, without the GIL. Raises ValueError where it lies past the object's end."""
+        """Copy a part, without the GIL. Raises ValueError if it lies past the object's end."""
         numpy.copyto(
             self._target[offset : offset + len(chunk)], numpy.frombuffer(chunk, numpy.uint8)
         )
         self._received += len(chunk)
 
     def whole(self) -> MemoryObj:
-        """Return the memory. Raises EOFError where a part of the object did not come."""
+        """Return the memory. Raises EOFError if a part of the object is missing."""
         if self._memory is None or self._received != len(self._target):
             raise EOFError(f"S3 sent {self._received} of {len(self._target)} bytes of an object")
         return self._memory

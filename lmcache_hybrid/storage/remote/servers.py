@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections to the servers behind one Redis URL, and which of them has a key.
+"""Lends connections to the servers behind one Redis URL, and finds the server of a key.
 
-redis-py makes the connections: login, TLS, sockets in files, what sentinels call primary, the
-nodes of a cluster.
+redis-py makes the connections: login, TLS, Unix sockets, the sentinels' primary, the nodes of a
+cluster.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ from redis.exceptions import AskError, ReadOnlyError, RedisClusterException
 from lmcache_hybrid.core.threads import started
 from lmcache_hybrid.storage.remote import clients
 
-# Connections that wait for the next command; each thread that reads or writes needs one.
+# Max idle connections; each thread that reads or writes needs one.
 KEPT = 8
-# After these another try, on a new connection to whichever server it is then, may succeed.
+# After these errors a retry on a new connection, maybe to another server, may succeed.
 TRY_AGAIN = (redis.ConnectionError, ConnectionError, AskError, ReadOnlyError)
 
 
@@ -30,7 +30,7 @@ class Server:
     def __init__(self, make: Callable[[], Any]) -> None:
         """
         Args:
-            make: a connection of redis-py, which connects later.
+            make: makes a redis-py connection, which connects later.
         """
         self._make = make
         self._lock = threading.Lock()
@@ -43,7 +43,7 @@ class Server:
         """Lend the socket of a connection.
 
         It is closed when an error leaves the block: it may be in the middle of a value. After
-        :data:`TRY_AGAIN` those that are idle are closed, too, for the server may have done so.
+        :data:`TRY_AGAIN` idle ones are also closed, as the server may have closed them.
 
         Raises:
             redis.RedisError, OSError: the server cannot be reached, or refuses us.
@@ -78,7 +78,7 @@ class Server:
             connection.disconnect()
 
     def close(self) -> None:
-        """Close what is idle, and end what waits for the server. Idempotent."""
+        """Close idle connections, and shut down busy ones. Idempotent."""
         with self._lock:
             self._closed = True
             busy = list(self._busy)
@@ -89,12 +89,12 @@ class Server:
 
 
 def _connection(pool: redis.ConnectionPool) -> Any:
-    """Make a connection outside of its pool, which counts those it made and ends at 100."""
+    """Make a connection outside of its pool, which refuses to make more than 100."""
     return pool.connection_class(**pool.connection_kwargs)
 
 
 class OneServer:
-    """One server, or whichever one the sentinels call primary. See :class:`Servers`."""
+    """One server, or the primary behind sentinels. See :class:`Servers`."""
 
     def __init__(self, pool: redis.ConnectionPool) -> None:
         self._server = Server(lambda: _connection(pool))
@@ -113,14 +113,14 @@ class OneServer:
 
 
 class ClusterServers:
-    """The nodes of a cluster, which are asked for when the first key is. See :class:`Servers`."""
+    """The nodes of a cluster, discovered at the first key. See :class:`Servers`."""
 
     def __init__(self, make_client: Callable[[], redis.RedisCluster], seconds: float) -> None:
         """Start a thread.
 
         Args:
             make_client: asks one node after the other, until one answers.
-            seconds: to wait for an answer at most, whichever nodes are silent.
+            seconds: max time to wait for an answer, even if nodes are silent.
 
         Raises:
             RuntimeError: no thread could be started.
@@ -140,11 +140,11 @@ class ClusterServers:
         return self._wait_for_nodes()
 
     def _wait_for_nodes(self) -> redis.RedisCluster:
-        """Have the nodes say who has which slots; several callers wait for one answer.
+        """Ask the nodes for the slots of each; several callers share one answer.
 
         Raises:
             redis.ConnectionError: no node answers.
-            TimeoutError: none did so in time. It goes on, and the next caller waits for the rest.
+            TimeoutError: none did so in time. The search goes on, and the next caller joins it.
         """
         with self._lock:
             if self._closed:
@@ -222,8 +222,8 @@ class ClusterServers:
         self._asker.shutdown(wait=False, cancel_futures=True)
 
 
-# Which server has a key. ``of`` says which; ``after`` says which to try once more after one of
-# TRY_AGAIN, and asks a cluster anew, as ``refresh`` does. All may block, and raise as a command.
+# Finds the server of a key. ``of`` returns it. ``after`` returns the one to retry after an error of
+# TRY_AGAIN; like ``refresh`` it asks a cluster again. All may block, and raise as commands do.
 Servers = OneServer | ClusterServers
 
 

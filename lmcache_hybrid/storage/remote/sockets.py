@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speaks Redis' protocol on a connected socket: values go to and from where they lie, uncopied.
+"""Speaks Redis' protocol on a connected socket, without copying values.
 
-A value says its length itself, so one command reads it to its place. Python receives and sends
-with the GIL released.
+A reply begins with its value's length, so it is received right into its memory. Python receives
+and sends with the GIL released.
 """
 
 import socket
@@ -12,19 +12,19 @@ from collections.abc import Callable
 import redis
 from redis.exceptions import AskError, MovedError, ReadOnlyError
 
-# Bytes of the line before a value, at most; a longer one is no reply of Redis.
+# Max bytes of the line before a value; a longer one is not from Redis.
 LONGEST_LINE = 512
-# Bytes to take at once of replies that are short lines.
+# Bytes to receive at once of replies that are short lines.
 LINES_BYTES = 1 << 16
 
-# Gives writable memory for so many bytes; None for no memory.
+# Returns writable memory of a size in bytes; None if there is none.
 Reserve = Callable[[int], memoryview | None]
 
 _ERRORS = {b"MOVED": MovedError, b"ASK": AskError, b"READONLY": ReadOnlyError}
 
 
 class NoMemoryError(Exception):
-    """Nobody has memory for a value of this size."""
+    """There is no memory for a value of this size."""
 
 
 def command(*words: bytes) -> bytes:
@@ -50,10 +50,10 @@ def send_value(sock: socket.socket, name: bytes, value: memoryview, deadline: fl
 
 
 def replies(sock: socket.socket, count: int, deadline: float) -> list[bytes | redis.ResponseError]:
-    """Receive so many replies of one line each, ``:1`` or ``+OK``; an error is one, too.
+    """Receive ``count`` replies of one line each: ``:1``, ``+OK`` or an error.
 
     Raises:
-        ConnectionError: these are no such replies, or more than ``count``.
+        ConnectionError: other replies came, or more than ``count``.
         OSError: the server did not answer in time, or closed the connection.
     """
     got = bytearray()
@@ -96,15 +96,15 @@ def receive(
 
     Args:
         deadline: ``time.monotonic``.
-        got: called with the bytes of the value as they come; what it raises ends the read.
+        got: called with the number of bytes as they arrive; raises to end the read.
 
     Returns:
         False where the server has no such value.
 
     Raises:
         NoMemoryError: ``reserve`` gave none.
-        redis.RedisError, OSError: the server did not answer in time, refused or failed. What is
-            in the memory is then undefined.
+        redis.RedisError, OSError: the server did not answer in time, refused or failed. The
+            memory's content is then undefined.
     """
     head = bytearray()
     while (end := head.find(b"\r\n")) < 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The storage tiers of a rank: a class for each kind of LMCache's backends."""
+"""Opens the storage tiers of a rank: a class for each kind of LMCache's backends."""
 
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from lmcache_hybrid.storage.tiers.remote import RemoteTier
 if TYPE_CHECKING:
     from lmcache.v1.storage_backend.storage_manager import StorageManager
 
-# The class of each kind of backend that records are kept in.
+# The tier class of each supported backend class.
 KINDS: tuple[tuple[type, type[StorageTier]], ...] = (
     (LocalCPUBackend, RamTier),
     (LocalDiskBackend, DiskTier),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package does with a storage backend of LMCache's, whichever it is.
+"""The interface of a storage tier, which wraps one of LMCache's backends.
 
-A kind of backend is a subclass in a file of its own, and a line in ``KINDS`` of
+Each kind of backend is a subclass in a file of its own, and a line in ``KINDS`` of
 :mod:`lmcache_hybrid.storage.tiers`.
 """
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
     from lmcache.v1.metadata import LMCacheMetadata
 
-# Gives pins back. Call it exactly once, from any thread.
+# Releases pins. Call it exactly once, from any thread.
 Unpin = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Opening:
-    """What a rank opens its tiers with.
+    """The arguments for opening a rank's tiers.
 
     Attributes:
         config, metadata: LMCache's.
@@ -36,7 +36,7 @@ class Opening:
         failed: called with a tier's name and the number of records that it accepted and could
             not write, by any thread.
         written: called with a tier's name and the key of each record that it wrote, by any thread.
-        restored: called for each record that was there before the start.
+        restored: called for each record found from before the start.
     """
 
     config: "LMCacheEngineConfig"
@@ -49,7 +49,7 @@ class Opening:
 
 
 class Observer(Protocol):
-    """Is told what comes and goes in a tier, see :class:`.residency.Residency`."""
+    """Follows the records in a tier, see :class:`.residency.Residency`."""
 
     def follow(
         self,
@@ -57,29 +57,29 @@ class Observer(Protocol):
         index: MutableMapping[CacheEngineKey, Any],
         is_writing: Callable[[], bool] | None = None,
     ) -> MutableMapping[CacheEngineKey, Any]:
-        """Note what an index gains and loses from now on.
+        """Note the keys that an index gains and loses from now on.
 
         Args:
-            is_writing: whether writes are under way that it will gain.
+            is_writing: whether writes are in flight that it will gain.
 
         Returns:
-            What must take the index's place.
+            The index to use instead.
         """
 
     def ask(self, tier: "StorageTier") -> None:
-        """Note what a tier without an index here is found to hold from now on."""
+        """Note the records that a tier without an index is found to hold from now on."""
 
 
 class StorageTier:
     """One of LMCache's storage backends. Any thread may call it.
 
     Attributes:
-        name: LMCache's, of the backend.
-        backend: LMCache's, or what took its place.
-        indexed: whether its index is in this process. Then it answers at once, keeps what is
-            pinned, and tells by itself what it gains and loses.
+        name: LMCache's name of the backend.
+        backend: LMCache's, or its replacement.
+        indexed: whether its index is in this process. Then it answers at once, keeps pinned
+            records, and notes the keys it gains and loses.
         in_place: whether records are used where they lie, and reads take no memory.
-        shared: whether all ranks see what is in it.
+        shared: whether all ranks see its records.
     """
 
     indexed = False
@@ -91,15 +91,15 @@ class StorageTier:
         self.name, self.backend = name, backend
 
     def restore(self, opening: Opening) -> None:
-        """Find the records that are there from before the start. Once, before all others."""
+        """Find records from before the start. Called once, before all other methods."""
 
     def observe(self, observer: Observer) -> None:
-        """Tell of what comes and goes from now on."""
+        """Notify the observer from now on."""
 
     # Reading
 
     def held(self, keys: Sequence[CacheEngineKey], seconds: float) -> Sequence[bool]:
-        """Whether it holds each record, asked in as few questions as it takes.
+        """Whether it holds each record, in as few round trips as possible.
 
         Raises:
             Exception: no answer within ``seconds``, or a failure.
@@ -107,27 +107,27 @@ class StorageTier:
         raise NotImplementedError
 
     def pin(self, keys: Sequence[CacheEngineKey]) -> Unpin | None:
-        """Keep records from being evicted; None, and no pin, where one of them is gone.
+        """Protect records from eviction; None, without pins, if one of them is gone.
 
-        A tier without an index here has no pins and promises nothing.
+        A tier without an index has no pins and promises nothing.
         """
         return _nothing
 
     def read(self, keys: Sequence[CacheEngineKey], promised: float) -> list[MemoryObj | None]:
-        """Each record, which the caller owns, or None; may end after the first None.
+        """Read each record, which the caller owns, or None; may end after the first None.
 
         Args:
             promised: ``time.monotonic`` at which they were located here.
 
         Raises:
             LoadError: the load will end too late, or the tier has been silent since ``promised``.
-            Exception: whatever the backend raises.
+            Exception: of the backend.
         """
         memories: list[MemoryObj | None] = self.backend.batched_get_blocking(keys)
         return memories
 
     def fate(self, key: CacheEngineKey, largest: int) -> Fate:
-        """Find out why a record that was promised could not be read.
+        """Find out why a promised record could not be read.
 
         Args:
             largest: bytes of the largest record.
@@ -137,7 +137,7 @@ class StorageTier:
         """
         return "unreadable" if self.backend.contains(key) else "gone"
 
-    # Order of eviction
+    # Eviction order
 
     def used(self, keys: Sequence[CacheEngineKey]) -> None:
         """Note hits, the most recent last. Does not wait, and never raises."""
@@ -148,15 +148,15 @@ class StorageTier:
         """Set the eviction order of new records without counting an access.
 
         Args:
-            keys: of a prompt, the most worth keeping last.
-            passing: states that are worth less than all else unless they are hit.
+            keys: of a prompt, the first to be evicted first.
+            passing: states to evict before all else unless they are hit.
             owner: the request that stored them.
         """
 
     # Damaged records
 
     def remove(self, key: CacheEngineKey) -> None:
-        """Remove a damaged record; one that is gone is no error.
+        """Remove a damaged record; a missing one is not an error.
 
         Raises:
             Exception: it is still there.
@@ -171,4 +171,4 @@ class StorageTier:
 
 
 def _nothing() -> None:
-    """Nothing was pinned."""
+    """Unpin nothing."""

@@ -16,7 +16,7 @@ from lmcache_hybrid.storage.tiers.indexed import IndexedTier
 
 
 class DiskTier(IndexedTier):
-    """Files of one folder, or of several that ``local_disk`` names."""
+    """Files in the folder, or folders, that ``local_disk`` names."""
 
     backend: LocalDisk
 
@@ -47,7 +47,7 @@ class DiskTier(IndexedTier):
         self.backend.watch(lambda index: observer.follow(DISK, index, self.backend.is_writing))
 
     def pin(self, keys: Sequence[CacheEngineKey]) -> Unpin | None:
-        """Pin the index entries; a new file under one of these keys gets another entry."""
+        """Pin the index entries; a rewritten record gets a new entry."""
         with self._lock:
             index = self._index
             entries = [index.get(key) for key in keys]

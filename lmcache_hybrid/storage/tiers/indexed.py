@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tiers have in common whose index is in this process."""
+"""The common base of tiers whose index is in this process."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,10 +16,10 @@ logger = init_logger("vllm.lmcache_hybrid.storage.tiers.indexed")
 class IndexedTier(StorageTier):
     """A tier that evicts by a policy of LMCache's interface.
 
-    A pin is of the records, not of their keys. A key may name another record later, after a
-    removal and a new write, and LMCache's ``unpin(key)`` takes a pin from whichever record the
-    key names now. Its pin monitor removes all pins of a record after ``pin_timeout_sec``; a later
-    ``unpin(key)`` may then release another request's pin.
+    Pins belong to records, not to keys. After a removal and a new write a key names another
+    record, and LMCache's ``unpin(key)`` would unpin that one. Its pin monitor removes all pins of
+    a record after ``pin_timeout_sec``; a later ``unpin(key)`` could then release another request's
+    pin.
     """
 
     indexed = True
@@ -30,12 +30,12 @@ class IndexedTier(StorageTier):
 
     @property
     def _lock(self) -> Any:
-        """LMCache's, which guards the index and the policy."""
+        """LMCache's lock, which guards the index and the policy."""
         raise NotImplementedError
 
     @property
     def _index(self) -> Any:
-        """Records by key, of the type that the policy wants."""
+        """Records by key, in the type that the policy needs."""
         raise NotImplementedError
 
     def held(self, keys: Sequence[CacheEngineKey], seconds: float) -> Sequence[bool]:
@@ -50,7 +50,7 @@ class IndexedTier(StorageTier):
                 if key in index:
                     try:
                         self.backend.cache_policy.update_on_hit(key, index)
-                    except Exception as error:  # claims are not lost for an order's sake
+                    except Exception as error:  # a wrong eviction order must not lose claims
                         logger.warning_once(
                             "LMCache's eviction policy failed (%r): records are evicted in "
                             "another order than by use. Loads and saves go on.",

@@ -16,7 +16,7 @@ from lmcache_hybrid.storage.tiers.indexed import IndexedTier
 
 
 class RamTier(IndexedTier):
-    """Records lie in the pool, where loads use them."""
+    """Records in the pool, which loads use in place."""
 
     in_place = True
     backend: LocalCPUBackend
@@ -35,10 +35,10 @@ class RamTier(IndexedTier):
             backend.hot_cache = observer.follow(RAM, backend.hot_cache)
 
     def pin(self, keys: Sequence[CacheEngineKey]) -> Unpin | None:
-        """Hold references, because anybody can take LMCache's own pins away.
+        """Hold references, because anybody can remove LMCache's own pins.
 
-        LMCache evicts no record that somebody refers to. One that is removed by force keeps its
-        memory until the last reference is gone.
+        LMCache never evicts a referenced record. One removed by force keeps its memory until the
+        last reference is dropped.
         """
         with self._lock:
             index = self._index
@@ -57,6 +57,6 @@ class RamTier(IndexedTier):
 
 
 def unpin_memory(memories: Sequence[MemoryObj]) -> None:
-    """Give the references of a pin back."""
+    """Drop the references of a pin."""
     for memory in memories:
         memory.ref_count_down()

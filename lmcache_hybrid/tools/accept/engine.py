@@ -25,7 +25,7 @@ LOG_LINES = 15
 
 
 class EngineError(RuntimeError):
-    """The engine refused to start, or died. The message says why, as far as is known.
+    """The engine refused to start, or died. The message says why, if known.
 
     Attributes:
         refused: whether the message is a sentence with the fix, and the log adds nothing.
@@ -40,7 +40,7 @@ class Engine:
     """``with Engine(model, flags, log) as engine: engine.ask(...)``; one thread.
 
     Attributes:
-        facts: what the engine says of itself once it has started.
+        facts: the engine's own facts, once it has started.
     """
 
     def __init__(self, model: str, flags: Sequence[str], log: Path, environment: dict) -> None:
@@ -73,7 +73,7 @@ class Engine:
             self.kill()
 
     def close(self) -> None:
-        """Let LMCache write what it has queued, then end the engine."""
+        """Wait for LMCache's queued writes, then end the engine."""
         try:
             self.settle()
             assert self._process.stdin is not None
@@ -84,10 +84,10 @@ class Engine:
             self.kill()
 
     def kill(self) -> None:
-        """End the process and all that it has started."""
+        """End the process and its children."""
         kill_group(self._process)
         self._replies.close()
-        # Its workers give a device's memory back when they are gone, which the next engine needs.
+        # Workers release device memory only when they are gone, and the next engine needs it.
         deadline = time.monotonic() + GONE_SECONDS
         with contextlib.suppress(ProcessLookupError, PermissionError):
             while time.monotonic() < deadline:
@@ -112,7 +112,7 @@ class Engine:
     def _reply(self) -> str:
         """Read the next line; "" once the process is gone.
 
-        Forked workers hold the pipe open and can outlive a killed engine, so its end is no sign.
+        Forked workers hold the pipe open and can outlive a killed engine, so do not wait for EOF.
         """
         while not wait([self._replies.fileno()], POLL_SECONDS):
             gone = self._process.poll() is not None
@@ -128,7 +128,7 @@ class Engine:
         Args:
             salt: prompts of another salt are never hit.
             save: whether the connector may store them.
-            tokens: of an answer; 0 for what the acceptance test asks for.
+            tokens: of an answer; 0 for the acceptance test's default.
         """
         answers = self.call("ask", prompts=prompts, salt=salt, save=save, tokens=tokens)
         return [Answer(**answer) for answer in answers]
@@ -166,7 +166,7 @@ class Engine:
         self.call("rank", method="accept_lose", arguments=[group])
 
     def reads(self) -> dict[str, int]:
-        """Records read since the start, by LMCache's backend, over all ranks."""
+        """Return the records read since the start, by backend, over all ranks."""
         total: dict[str, int] = {}
         for rank in self.call("rank", method="accept_reads"):
             for tier, count in rank.items():
@@ -174,15 +174,15 @@ class Engine:
         return total
 
     def copies(self) -> list[dict[str, Any]]:
-        """Of every rank, see :meth:`~.worker.AcceptExtension.accept_copies`."""
+        """Return the results of :meth:`~.worker.AcceptExtension.accept_copies`, by rank."""
         return self.call("rank", method="accept_copies")
 
     def metrics(self) -> dict[str, float]:
-        """This package's counters since the start; histograms as ``..._sum`` and ``..._count``."""
+        """Return this package's totals; histograms as ``..._sum`` and ``..._count``."""
         return self.call("metrics")
 
     def _error(self, said: str) -> EngineError:
-        """Make the error to raise: an engine's processes name the cause only in its log."""
+        """Make the error to raise, with its cause from the log."""
         with self._log.open("rb") as file:
             file.seek(self._written)
             log = file.read().decode(errors="replace")
@@ -196,12 +196,12 @@ _USER = re.compile(r"""://[^\s'"<>]*@""")
 
 
 def sentence_in(log: str) -> str | None:
-    """The first sentence of ours in a log."""
+    """Find our first error sentence in a log."""
     return next((text for kind, text in _ERROR.findall(log) if kind == "ConfigError"), None)
 
 
 def cause_in(log: str) -> str | None:
-    """The last error in a log that is no consequence of another."""
+    """Find the last error in a log that is not a consequence of another."""
     causes = [
         f"{kind}: {text}"
         for kind, text in _ERROR.findall(log)
@@ -211,10 +211,10 @@ def cause_in(log: str) -> str | None:
 
 
 def tail(log: Path, lines: int = LOG_LINES) -> str:
-    """The log's last lines, without users and passwords."""
+    """Return the log's last lines, without users and passwords."""
     return redacted("\n".join(log.read_text(errors="replace").splitlines()[-lines:]))
 
 
 def redacted(text: str) -> str:
-    """The text without users and passwords of URLs."""
+    """Remove users and passwords of URLs."""
     return _USER.sub("://...@", text)

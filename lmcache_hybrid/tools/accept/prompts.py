@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked: prompts around multiples of N, longer ones, a branch, a chat, a batch."""
+"""Makes the prompts: around multiples of N, longer ones, a branch, a chat, a batch."""
 
 import random
 from collections.abc import Sequence
@@ -32,12 +32,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Limits:
-    """What an engine can be asked.
+    """Limits on an engine's prompts.
 
     Attributes:
         block: N, tokens.
-        longest: most tokens of a prompt and its answer together.
-        together: most tokens of all prompts of a case, which must be kept at once.
+        longest: max tokens of a prompt and its answer together.
+        together: max tokens of all prompts of a case, which must be kept at once.
         unit: U, tokens between two boundaries inside a block; 0 for none.
     """
 
@@ -49,10 +49,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked.
+    """The cases to ask.
 
     Attributes:
-        left_out: names of what does not fit in the limits.
+        left_out: names of cases that exceed the limits.
     """
 
     cases: tuple[Case, ...]
@@ -60,16 +60,16 @@ class Plan:
 
 
 def chunk_of(facts: dict) -> int:
-    """Tokens from one end of a chunk that leaves a state to the next, 0 where none does."""
+    """Return the tokens between two chunk ends that leave a state, 0 if none does."""
     block, budget = facts["block_size"], facts["chunk_budget"]
     return max(1, budget // block) * block if budget else 0
 
 
 def limits_of(facts: dict, longest: int = 0) -> Limits:
-    """What fits in the engine's context, in its KV cache and in LMCache's pool.
+    """Compute the limits from the engine's context, KV cache and LMCache's pool.
 
-    Half of the KV cache and of the pool: a case's prompts must still be there when they
-    are asked again.
+    Uses half of the KV cache and of the pool: a case's prompts must still be there when they are
+    asked again.
 
     Args:
         facts: of :meth:`lmcache_hybrid.tools.accept.child.Child.start`.
@@ -78,7 +78,7 @@ def limits_of(facts: dict, longest: int = 0) -> Limits:
     block = facts["block_size"]
     usable = facts["num_blocks"] // 2 - 4 * facts["groups"]["state"]
     pool = facts["pool_bytes"] // 2 - 3 * facts["state_bytes"]
-    # States that a long prefill leaves behind, per block; vLLM does not keep those of chunk ends.
+    # States that a long prefill leaves, per block; vLLM does not keep those of chunk ends.
     kept = block / facts["checkpoint_tokens"] if facts["checkpoint_tokens"] else 0
     stored = kept + (block / chunk_of(facts) if chunk_of(facts) else 0)
     blocks = usable / (facts["paged_blocks"] + kept * facts["groups"]["state"])
@@ -89,7 +89,7 @@ def limits_of(facts: dict, longest: int = 0) -> Limits:
 
 
 def plan_prompts(limits: Limits, ordinary: Sequence[int], quick: bool = False) -> Plan:
-    """All prompts, the same for the same arguments.
+    """Make all prompts, the same for the same arguments.
 
     Args:
         ordinary: token ids to draw from, none of them special.
@@ -122,14 +122,14 @@ def plan_prompts(limits: Limits, ordinary: Sequence[int], quick: bool = False) -
 
 
 def length_of(case: Case) -> int:
-    """Tokens of the case's longest prompt, with the answers that a chat has in it."""
+    """Return the tokens of the case's longest prompt, answers in a chat included."""
     if case.kind == "chat":
         return sum(map(len, case.steps)) + ANSWER_TOKENS * (len(case.steps) - 1)
     return max(map(len, case.steps))
 
 
 def other_prefix(prompt: Sequence[int], boundary: int, ordinary: Sequence[int]) -> Ids:
-    """``prompt`` with other tokens before ``boundary``: what a wrong hit would stand for."""
+    """Replace the tokens before ``boundary``, as a wrong hit would."""
     draw = _Draw(ordinary, seed=len(prompt))
     return draw(boundary) + tuple(prompt[boundary:])
 
@@ -140,7 +140,7 @@ def _fits(case: Case, limits: Limits) -> bool:
 
 
 class _Draw:
-    """Random token ids, the same ones every time."""
+    """Draws random token IDs, the same ones every time."""
 
     def __init__(self, ordinary: Sequence[int], seed: int = 0) -> None:
         self._ordinary, self._random = ordinary, random.Random(seed)
@@ -155,14 +155,14 @@ def _repeat(draw: _Draw, name: str, length: int) -> Case:
 
 
 def _extended(draw: _Draw, n: int, half: int) -> Case:
-    """A prompt that goes on past the next boundary; again, it starts there."""
+    """Make a prompt that goes on past the next boundary, and starts there when asked again."""
     first = draw(n + half + 1)
     longer = first + draw(n)
     return Case("extended", "series", (first, longer, longer))
 
 
 def _branch(draw: _Draw, n: int, half: int) -> Case:
-    """Two prompts that leave a third one in its middle, where no prompt ended."""
+    """Make two prompts that branch off a third one in its middle, where no prompt ended."""
     trunk = draw(3 * n + half)
     shared = trunk[: 2 * n + half // 2]
     first, second = shared + draw(n), shared + draw(n)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is shown in one screen, and the JSON to send.
+"""Formats the result: one screen, and the JSON to send.
 
-The JSON names versions, hardware, sizes, times and differences. It holds no path, no
-name of a host, user or model, no flag as it was typed, and of prompts only digests.
+The JSON has versions, hardware, sizes, times and differences. It has no path, no name of a host,
+user or model, no flag as typed, and only digests of prompts.
 """
 
 import hashlib
@@ -25,12 +25,12 @@ COLOURS = {Verdict.PASS: "bold green", Verdict.FAIL: "bold red", Verdict.UNDECID
 # The worst first.
 SEVERITY = (*BAD, Outcome.ONCE, Outcome.UNCOMPARED, *GOOD)
 SHOWN_TIMES = 4
-# Failures that are no wrong answers.
+# Failures other than wrong answers.
 KINDS = {Outcome.MISSED: "missed hits", Outcome.BOUNDARY: "hits at other boundaries"}
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """Everything that was measured; plain JSON without infinities."""
+    """Return all measurements, as plain JSON without infinities."""
     noise = result.noise
     report = {
         "format": FORMAT,
@@ -61,7 +61,7 @@ def as_json(result: Result) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """The same with None for infinities, which JSON does not have."""
+    """Replace infinities, which JSON lacks, with None."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -74,7 +74,7 @@ def _digest(prompt: tuple[int, ...]) -> str:
 
 
 def print_verdict(console: Console, result: Result) -> None:
-    """One screen: at most 40 lines of 100 columns."""
+    """Print one screen: at most 40 lines of 100 columns."""
     parts: list[Any] = [*_heading(result), Text()]
     if result.checks:
         parts += [Text("Restored, against vLLM's own hit at the same boundary", "bold")]
@@ -130,7 +130,7 @@ def _column(check: Check) -> str:
 
 
 def _cell(result: Result, checks: list[Check]) -> Text:
-    """The worst outcome of some comparisons, with its difference."""
+    """Show the worst outcome of some comparisons, with its difference."""
     if not checks:
         return Text("")
     judge = result.noise.judge
@@ -159,7 +159,7 @@ def _noise(result: Result) -> Iterator[Text]:
 
 
 def _times(result: Result) -> Table:
-    """The shortest and the longest prompts that were asked twice."""
+    """Make the table of the shortest and longest prompts that were asked twice."""
     table = _table()
     names = [name for name in result.first_token if result.first_token[name].get("own")]
     length = {told.case.name: len(told.prompts[-1]) for told in result.told}
@@ -176,9 +176,9 @@ def _times(result: Result) -> Table:
 
 
 def rates(result: Result) -> dict[str, float]:
-    """GB/s of rank 0; ``plain``: one large copy of the same bytes.
+    """Return GB/s of rank 0; ``to_host`` and ``to_device`` are one large copy of the same bytes.
 
-    ``load TIER`` is what requests saw: reading, checking and copying.
+    ``load TIER`` is the rate that requests saw: reading, checking and copying.
     """
     found: dict[str, float] = {}
     for where, counts in result.metrics.items():
@@ -257,7 +257,7 @@ def _last_line(result: Result) -> Text:
 
 
 def _title(result: Result, outcomes: set[Outcome]) -> str:
-    """The verdict, and what kind of failure it is: a wrong answer is worse than a miss."""
+    """Return the verdict and the kind of failure: a wrong answer is worse than a miss."""
     if result.verdict is not Verdict.FAIL:
         return result.verdict.value
     kinds = []

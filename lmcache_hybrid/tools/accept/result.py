@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines answered, and what follows from it."""
+"""Collects the engines' answers, and derives the verdict."""
 
 import math
 from dataclasses import dataclass, field
@@ -22,15 +22,15 @@ from lmcache_hybrid.tools.accept.prompts import Case, Ids, Limits, Plan
 
 @dataclass
 class Told:
-    """What the first engine answered to one case; grows while it is asked.
+    """The first engine's answers to one case; grows while it is asked.
 
     Attributes:
-        prompts: as they were asked; those of a chat hold answers.
+        prompts: as they were asked; those of a chat contain answers.
         own: with vLLM's own cache only, per prompt.
         again: the same once more.
-        restored: with vLLM's cache emptied before each prompt.
+        restored: with vLLM's cache reset before each prompt.
         batch: of a batch, from vLLM's own cache and from the tier, all prompts at once.
-        control: the answer to the last prompt with another prefix; None where nothing hits.
+        control: the answer to the last prompt with another prefix; None if nothing hits.
     """
 
     case: Case
@@ -48,19 +48,19 @@ class Told:
 
     @property
     def shows(self) -> float:
-        """What another prefix changes in the last answer; infinite where nothing hits."""
+        """Change of the last answer by another prefix; infinite if nothing hits."""
         return math.inf if self.control is None else difference(self.own[-1], self.control)
 
     @property
     def last(self) -> list[tuple[int, Ids]]:
-        """(step, prompt) that a restarted engine is asked for."""
+        """(step, prompt) to ask a restarted engine."""
         steps = range(1, len(self.prompts), 2) if self.batch else [len(self.prompts) - 1]
         return [(step, self.prompts[step]) for step in steps]
 
 
 @dataclass
 class Result:
-    """Everything that is reported; grows while engines are asked. One thread.
+    """All that is reported; grows while engines are asked. One thread.
 
     Attributes:
         facts: of the first engine, without token ids.
@@ -70,9 +70,9 @@ class Result:
         metrics: increases of this package's counters while restored prompts were asked,
             by tier.
         copies: per rank, see ``AcceptExtension.accept_copies``.
-        lost: positive controls: what one lost block changed, by group.
-        first_token: seconds by case name and by where the prefix came from.
-        problems: what is wrong beside the answers, a sentence each.
+        lost: positive controls: change by one lost block, by group.
+        first_token: seconds, by case name and source of the prefix.
+        problems: other faults than wrong answers, a sentence each.
         seconds: of each part of the run.
     """
 
@@ -93,9 +93,9 @@ class Result:
 
     @property
     def save_own(self) -> bool:
-        """Whether prompts are stored that are not loaded: saves can split a prefill.
+        """Whether to store prompts that are not loaded, because saves can split a prefill.
 
-        Those of chunk ends split none.
+        Saves at chunk ends split none.
         """
         return bool(self.facts["checkpoint_tokens"] or self.facts["save_decode"])
 
@@ -106,12 +106,12 @@ class Result:
 
     @property
     def drafts(self) -> Drafts | None:
-        """Of prompts that hit; None without a drafter."""
+        """Drafts of prompts that hit; None without a drafter."""
         return drafts_of(self.draft_pairs, self._own_twice)
 
     @property
     def noise(self) -> Noise:
-        # Many tokens after the prefix would wash out what it changes.
+        # Many tokens after the prefix would hide its effect.
         controls = [each for each in self.told if each.control is not None]
         fewest = min((each.after for each in controls), default=0)
         wrong = min((each.shows for each in controls if each.after == fewest), default=0.0)
@@ -119,7 +119,7 @@ class Result:
 
     @property
     def loser(self) -> str | None:
-        """Name of the case that is asked again with a block lost; None where nothing hits."""
+        """Name of the case to ask again with a block lost; None if nothing hits."""
         hits = [
             each.case.name
             for each in self.told
@@ -129,13 +129,13 @@ class Result:
 
     @property
     def all_problems(self) -> list[str]:
-        """Those that were found while engines were asked, and what drafts show."""
+        """Problems found while engines were asked, and that of drafts."""
         drafts = self.drafts
         return self.problems + ([drafts.problem] if drafts and drafts.problem else [])
 
     @property
     def doubts(self) -> list[str]:
-        """Why equal answers prove nothing, one sentence each; empty where they do."""
+        """Why equal answers would prove nothing, one sentence each; empty if they prove it."""
         noise = self.noise
         doubts: list[str] = []
         if not noise.shows(noise.wrong):
@@ -158,7 +158,7 @@ class Result:
 
     @property
     def verdict(self) -> Verdict:
-        """What all comparisons and problems amount to."""
+        """The overall verdict from all comparisons and problems."""
         judge = self.noise.judge
         if self.all_problems or any(judge(each) in BAD for each in self.checks):
             return Verdict.FAIL

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which engines are asked, and what is made of their answers.
+"""Asks the engines in order, and collects their answers.
 
-First engine: every case from vLLM's own cache, twice (the second time tells the noise),
-then from the nearest tier, with vLLM's cache emptied before each prompt. Second engine, if
-a tier survives a restart: the last prompt of each case from each such tier.
+First engine: every case from vLLM's own cache, twice (the second time measures the noise), then
+from the nearest tier, with vLLM's cache reset before each prompt. Second engine, if a tier
+survives a restart: the last prompt of each case from each such tier.
 """
 
 import math
@@ -37,7 +37,7 @@ from lmcache_hybrid.tools.accept.result import Result, Told
 
 RESTART = "after a restart"
 SAVING = "while saving"
-# How often a difference that noise may have made is asked for again.
+# How often to ask again if noise may explain a difference.
 AGAIN = 3
 
 
@@ -45,7 +45,7 @@ class Run:
     """Asks one engine, then its successor, and collects a :class:`Result`. One thread.
 
     Attributes:
-        result: of what has been asked so far; there once :meth:`first` has begun.
+        result: so far; set once :meth:`first` has begun.
     """
 
     result: Result
@@ -53,16 +53,16 @@ class Run:
     def __init__(self, say: Callable[[str], None], longest: int = 0, quick: bool = False) -> None:
         """
         Args:
-            say: is told what is being done.
-            longest: most tokens of a prompt; 0 for a default.
+            say: shows progress.
+            longest: max tokens of a prompt; 0 for a default.
             quick: two short cases only.
         """
         self._say, self._longest, self._quick = say, longest, quick
-        # Nobody else's prompts are hit, and nobody ever hits these.
+        # No prompts of others are hit, and none of these by others.
         self._salt = f"accept-{secrets.token_hex(8)}"
 
     def ask_engines(self, start: Callable[[], Engine]) -> Result:
-        """Ask a first engine, and a second one where a tier survives a restart.
+        """Ask a first engine, and a second one if a tier survives a restart.
 
         Args:
             start: makes an engine that is not up yet.
@@ -91,7 +91,7 @@ class Run:
         return result
 
     def first(self, engine: Engine) -> Result:
-        """Ask everything that one engine can tell."""
+        """Ask one engine all that does not need a restart."""
         facts = dict(engine.facts)
         ordinary = facts.pop("ordinary")
         limits = limits_of(facts, self._longest)
@@ -99,7 +99,7 @@ class Run:
         self._engine, self.result = engine, Result(limits, plan, facts)
         if self._problems():
             return self.result
-        # A first request pays for work that is not prefill: kernels are chosen and compiled.
+        # A first request includes work that is not prefill: kernels are chosen and compiled.
         for length in {limits.block + 1, *(len(c.steps[-1]) for c in plan.cases)}:
             self._ask(other_prefix((0,) * length, length, ordinary), "warm")
         engine.use(())  # nothing may be loaded, whatever is stored
@@ -116,7 +116,7 @@ class Run:
         return self.result
 
     def second(self, engine: Engine) -> None:
-        """Ask a restarted engine for what survives, tier by tier."""
+        """Ask a restarted engine for the surviving records, tier by tier."""
         self._engine, result = engine, self.result
         engine.use(())
         for told in result.told:
@@ -141,7 +141,7 @@ class Run:
         engine.use(None)
 
     def _problems(self) -> list[str]:
-        """Add what keeps everything from being asked to the result's problems."""
+        """Add problems that make asking pointless to the result, and return all."""
         result = self.result
         problems, facts, limits = result.problems, result.facts, result.limits
         problems += [
@@ -188,7 +188,7 @@ class Run:
                 told.control = self._ask(other, "other")
 
     def _restored(self, tier: dict[str, Any]) -> None:
-        """Ask the nearest tier, with vLLM's cache emptied before each prompt."""
+        """Ask the nearest tier, with vLLM's cache reset before each prompt."""
         where = tier["title"]
         with self._counted(tier["name"], where):
             for told in self._each_told(where):
@@ -209,7 +209,7 @@ class Run:
                     self._lose(told)
 
     def _batch(self, told: Told, where: str) -> None:
-        """Load side by side; then ask for what was restored, one prompt at a time."""
+        """Load prompts concurrently; then ask for them one at a time."""
         engine, result = self._engine, self.result
         engine.forget()
         for index, prompt in enumerate(told.case.steps):
@@ -225,7 +225,7 @@ class Run:
             result.problems.append(
                 f"batch: {answers[0].external} tokens were loaded, and {loaded} not computed."
             )
-        # In a batch matrix products have other shapes, and round otherwise.
+        # In a batch matrix products have other shapes, and round differently.
         noise = result.noise
         slack = max(
             2 * noise_of(zip(told.own[1::2], told.batch[0], strict=True)),
@@ -235,13 +235,13 @@ class Run:
             step, prompt = 2 * index + 1, told.case.steps[index]
             alike = {"external": answer.cached, "slack": slack}
             self._compare(told, step, f"{where}, at once", answer, **alike)
-            # The blocks that were loaded are vLLM's own now, to be compared exactly.
+            # The loaded blocks are vLLM's own now; compare them exactly.
             alone = self._ask(prompt)
             external = min(alone.cached, answer.cached)
             self._compare(told, step, f"{where}, one by one", alone, external=external)
 
     def _lose(self, told: Told) -> None:
-        """Positive controls: does this test see one lost block of each group?"""
+        """Run positive controls: does this test see one lost block of each group?"""
         own, restored = told.own[-1], told.restored[-1]
         expected = own if own.cached == restored.cached else restored
         for group, kind in self.result.facts["group_kinds"]:
@@ -252,12 +252,12 @@ class Run:
             loaded = answer.external == answer.cached == expected.cached
             change = difference(expected, answer) if loaded else 0.0
             self.result.lost[f"{kind} of group {group}"] = change
-        self._engine.forget()  # vLLM's own cache holds what was lost
+        self._engine.forget()  # vLLM's own cache holds the zeroed blocks
 
     # Outliers
 
     def _confirm(self, told: Told, where: str, tiers: Sequence[str] | None) -> None:
-        """Ask again what differs on an engine with noise: one answer may be an outlier."""
+        """Ask again for differing answers on an engine with noise: one may be an outlier."""
         result = self.result
         for index, made in enumerate(result.checks):
             tier, _, how = made.where.partition(", ")
@@ -290,7 +290,7 @@ class Run:
         """Ask one prompt.
 
         Args:
-            salt: "" for the prompts that are stored and restored; others are apart from these.
+            salt: "" for the prompts that are stored and restored; others are kept apart.
             save: whether the connector may store it.
         """
         (answer,) = self._engine.ask([prompt], f"{self._salt}-{salt}" if salt else self._salt, save)
@@ -302,7 +302,7 @@ class Run:
             yield told
 
     def _compare(self, told: Told, step: int, where: str, answer: Answer, **fields: Any) -> None:
-        """Add a check of ``answer`` against vLLM's own; ``fields`` of the check go first."""
+        """Add a check of ``answer`` against vLLM's own; ``fields`` override those of the check."""
         made = check(told.case.name, step, where, len(told.prompts[step]), told.own[step], answer)
         shows = told.shows if made.boundary else math.inf
         facts, restarted = self.result.facts, RESTART in where
@@ -313,14 +313,14 @@ class Run:
             self.result.draft_pairs.append((told.own[step], answer))
 
     def _time(self, told: Told, where: str, answer: Answer) -> None:
-        """Only of prompts asked twice: those of other cases share parts."""
+        """Note the time of a prompt asked twice; those of other cases share parts."""
         if told.case.kind == "repeat":
             times = self.result.first_token.setdefault(told.case.name, {})
             times.setdefault(where, []).append(answer.first_token_seconds)
 
     @contextmanager
     def _counted(self, tier: str, where: str) -> Iterator[None]:
-        """Add counters' increases to the result; every read must be of this tier."""
+        """Add the increases of counters to the result; all reads must be of this tier."""
         engine, result = self._engine, self.result
         self._flush_counts()
         metrics, reads = engine.metrics(), engine.reads()
@@ -336,20 +336,20 @@ class Run:
             )
 
     def _flush_counts(self) -> None:
-        """Counts travel with the next step."""
+        """Make a step, with which counts are sent."""
         self._engine.settle()
         self._ask((1, 2, 3), "flush")
 
 
 def _steps(case: Case) -> list[Ids]:
-    """What is asked in this order; the last prompt has been asked before."""
+    """List the prompts in order; the last one repeats an earlier one."""
     if case.kind == "batch":
         return [prompt for prompt in case.steps for _ in range(2)]
     return [*case.steps, ()] if case.kind == "chat" else list(case.steps)
 
 
 def _next_turn(told: Told, tail: Ids) -> Ids:
-    """The conversation so far and ``tail``; without a tail the last turn again."""
+    """Append ``tail`` to the conversation so far; without a tail repeat the last turn."""
     if not told.prompts or not tail:
         return told.prompts[-1] if told.prompts else tail
     return (*told.prompts[-1], *told.own[-1].tokens, *tail)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tiers of a rank's store are tested, and which settings prevent the test."""
+"""Lists the tiers of a rank's store to test, and settings that prevent the test."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def _located(store: "LMCacheStore") -> list[Place]:
-    """Where a lookup may find records, the nearest first."""
+    """List the places where a lookup may find records, the nearest first."""
     config, there = store._engine.config, store.manager.storage_backends
     asked = config.retrieve_locations or there
     return [p for p in all_places(config) if p.backend in there and p.backend in asked]
 
 
 def tiers_of(store: "LMCacheStore") -> list[dict[str, Any]]:
-    """What is written and may answer a lookup, the nearest first; whether a restart keeps it."""
+    """List the tiers that are written and read, the nearest first; do they survive a restart?"""
     chosen = store._engine.config.store_location
     return [
         {"name": place.backend, "title": place.title, "survives": place.kind.survives}
@@ -68,7 +68,7 @@ def refusals(options: Options, store: "LMCacheStore", least: int) -> list[str]:
 
 
 def missing_of(store: "LMCacheStore") -> list[str]:
-    """Stores that are configured and that LMCache did not open."""
+    """List configured stores that LMCache did not open."""
     config, there = store._engine.config, store.manager.storage_backends
     named = (place.backend for place in all_places(config))
     return [name for name in named if name not in there]

@@ -42,7 +42,7 @@ class AcceptExtension:
     device: torch.device
 
     def accept_facts(self) -> dict[str, Any]:
-        """Device, groups, layout and tiers; ``served`` is False where no store is open."""
+        """Return device, groups, layout and tiers; ``served`` is False without an open store."""
         connector = _connector()
         if connector is None or connector.worker is None:
             return {"served": False}
@@ -65,7 +65,7 @@ class AcceptExtension:
                 *((group, "attention") for group in plan.attention),
                 *((window.group, "window") for window in plan.windows),
             ],
-            # Of vLLM's, for N tokens.
+            # vLLM's blocks for N tokens.
             "paged_blocks": sum(pages[group].count for group in paged),
             "block_bytes": sum(pages[group].block_bytes for group in paged),
             "state_bytes": sum(pages[group].block_bytes for group in plan.states),
@@ -105,12 +105,12 @@ class AcceptExtension:
         """Zero the last block of a group after each load; None ends that.
 
         Loads are then wrong on purpose: no request may save meanwhile, and vLLM's own cache
-        must be emptied afterwards.
+        must be reset afterwards.
         """
         lose(_worker(), group)
 
     def accept_reads(self) -> dict[str, int]:
-        """Records read since the start, by backend."""
+        """Return the records read since the start, by backend."""
         return dict(_store(_worker()).reads)
 
     def accept_pending(self) -> int:
@@ -136,7 +136,7 @@ class AcceptExtension:
         try:
             copies = copies_for(self.device, threads)
             _wait(self.device)
-            # As vLLM computes: drivers take no batches of copies on the default stream.
+            # Like vLLM, on a stream of its own: drivers refuse batches on the default stream.
             cpu = self.device.type == "cpu"
             with nullcontext() if cpu else torch.Stream(device=self.device):
                 return _measure(copies, self.device, items, targets)
@@ -149,8 +149,8 @@ class AcceptExtension:
 def lose(worker: "HybridWorker", group: int | None) -> None:
     """Zero a group's last block at the end of each load, on the loading thread.
 
-    Zeros are finite in every dtype, and a free block does not hold them by chance.
-    Mutates ``worker``; None undoes it.
+    Zeros are finite in every dtype, and no free block holds them by chance. Mutates ``worker``;
+    None undoes it.
     """
     vars(worker.loads).pop("_restore", None)
     if group is None:
@@ -222,13 +222,13 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 
 def _items(worker: "HybridWorker") -> tuple[list[CopyJob], list[Block]]:
-    """Blocks to copy, with a buffer each, and the blocks to copy them into.
+    """Choose blocks to copy, with a buffer each, and the blocks to copy them into.
 
-    A block of each group, then attention and window blocks in turn, as many as are copied in
-    one go; fewer where KV cache or pool are small. The caller owns the buffers.
+    A block of each group, then attention and window blocks in turn, up to COPIED_BYTES; fewer if
+    KV cache or pool are small. The caller owns the buffers.
     """
     plan, pages = worker.plan, worker.pages
-    # Block ids that are copied from; those copied to come behind them.
+    # Number of block IDs to copy from; those to copy to follow.
     most = min(group.num_blocks for group in pages.values()) // 2 - 1
     paged = (*plan.attention, *(window.group for window in plan.windows))
     wanted = [*plan.states, *paged]
@@ -270,7 +270,7 @@ def _measure(
         for _ in range(ROUNDS + 1):
             times["gather"].append(_seconds(device, lambda: copies.gather(items)))
             finish = copies.gather(items)
-            if finish is not None:  # the digests, which a thread of the worker computes
+            if finish is not None:  # digests, which a worker thread would compute
                 finish()
             times["scatter"].append(
                 _seconds(device, lambda: copies.scatter(restored, copies.mark()))
@@ -295,7 +295,7 @@ def _measure(
 
 
 def _plain(device: torch.device, size: int) -> dict[str, float]:
-    """Seconds of one plain copy of ``size`` bytes each way; empty where memory is too short."""
+    """Time one plain copy of ``size`` bytes each way; empty if memory is too short."""
     try:
         host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
         there = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -330,7 +330,7 @@ def _random(size: int, seed: int) -> torch.Tensor:
 
 
 def _read(pages: Any, block: Block) -> torch.Tensor:
-    """A block's bytes, by plain copies one after another."""
+    """Read a block's bytes, by plain copies one after another."""
     data = torch.empty(pages.block_bytes, dtype=torch.uint8)
     for page, part in pages.pieces(block, data):
         part.copy_(page)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``lmcache-hybrid bench MODEL`` measures: servers with and without LMCache, side by side.
+"""``lmcache-hybrid bench MODEL``: measures servers with and without LMCache, side by side.
 
-:mod:`.workload` says what is asked, :mod:`.run` asks it of :mod:`.server` through vLLM's own
-client (:mod:`.client`), and :mod:`.report` says what came out.
+:mod:`.workload` makes the prompts, :mod:`.run` sends them to :mod:`.server` through vLLM's own
+client (:mod:`.client`), and :mod:`.report` shows the results.
 """

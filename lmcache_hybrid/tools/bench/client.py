@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own client: ``python -m lmcache_hybrid.tools.bench.client FD``.
 
-Reads one JSON object a line from standard input: ``url``, ``model``, ``served`` (its name there),
+Reads one JSON object per line from standard input: ``url``, ``model``, ``served`` (its name there),
 ``tokenizer`` (flags), ``prompts`` as token IDs, ``output_tokens`` and ``concurrency``. Runs
-``vllm bench serve`` with it, and writes that one's result to the file descriptor. So it is
-imported once, which takes ten seconds.
+``vllm bench serve`` with it, and writes the result to the file descriptor. One process for all, as
+importing it takes ten seconds.
 """
 
 import json
@@ -23,7 +23,7 @@ def main() -> None:
 
     def run(task: dict[str, Any]) -> dict[str, Any]:
         prompts, output = task["prompts"], task["output_tokens"]
-        # Its datasets know neither conversations nor a second question to the same document.
+        # Its datasets have neither conversations nor second questions to one document.
         vars(serve).update(
             get_samples=lambda arguments, tokenizer: [
                 SampleRequest(prompt=ids, prompt_len=len(ids), expected_output_len=output)

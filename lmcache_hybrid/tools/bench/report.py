@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of :mod:`.run`, for people and for programs."""
+"""Formats the results of :mod:`.run`, for people and for programs."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,7 +14,7 @@ BAR = 24
 
 
 def print_table(console: Console, found: Sequence[Measured]) -> None:
-    """A row for each round and server, with a bar of the time to the first token."""
+    """Print a row for each round and server, with a bar of the time to the first token."""
     longest = max(each.first_token_ms for each in found)
     console.print(f"{'':15}{'first token':>12}{'requests/s':>12}{'from LMCache':>14}")
     for title in dict.fromkeys(each.round for each in found):
@@ -30,7 +30,7 @@ def print_table(console: Console, found: Sequence[Measured]) -> None:
 
 
 def sentences(found: Sequence[Measured]) -> list[str]:
-    """What the figures say in words, and what is wrong with them."""
+    """Summarize the figures in words, with warnings."""
     times = {(each.arm, each.round): each.first_token_ms for each in found}
     told = []
     for each in found:
@@ -52,7 +52,7 @@ def sentences(found: Sequence[Measured]) -> list[str]:
 def as_json(
     model: str, flags: Sequence[str], load: Load, found: Sequence[Measured]
 ) -> dict[str, Any]:
-    """All of it."""
+    """Return all results."""
     return {
         "model": model,
         "flags": list(flags),

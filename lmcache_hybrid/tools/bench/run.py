@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the rounds of servers with and without LMCache."""
+"""Sends the rounds to servers with and without LMCache."""
 
 import contextlib
 import json
@@ -21,13 +21,13 @@ ALONE, WITH = "vLLM alone", "with LMCache"
 
 @dataclass(frozen=True)
 class Load:
-    """How much is asked.
+    """The size of the workload.
 
     Attributes:
         documents: in a round.
         tokens: of a prompt; 0 for half of ``max_model_len``, at most 8,192.
         output_tokens: of an answer.
-        concurrency: requests in flight at most.
+        concurrency: max requests in flight.
         seed: of the prompts, the same for both servers. A store may hold those of earlier runs.
     """
 
@@ -61,7 +61,7 @@ class Measured:
 
 
 def arms(flags: Sequence[str]) -> dict[str, list[str]]:
-    """The flags of each server: those given, without and with our connector."""
+    """Return the flags of each server: those given, without and with our connector."""
     alone, transfer = [], json.dumps(CONNECTOR)
     given = iter(flags)
     for flag in given:
@@ -78,7 +78,7 @@ class Client:
 
     def __init__(self, model: str, flags: Sequence[str], log: Path) -> None:
         """Start it; it needs the model's tokenizer."""
-        # A mode, or a tokenizer of its own, is none of the client's business: prompts are IDs.
+        # The client does not need the server's tokenizer flags: prompts are IDs.
         trusts = [flag for flag in flags if flag == "--trust-remote-code"]
         self._model = {"model": model, "tokenizer": trusts}
         with log.open("ab") as out:
@@ -104,7 +104,7 @@ class Client:
         return answer
 
     def close(self) -> None:
-        """End it."""
+        """End the client."""
         kill_group(self._process)
         self._answers.close()
 
@@ -122,8 +122,8 @@ def measure(
     Args:
         flags: of ``vllm serve``.
         environment: of the server with LMCache, beside this process's.
-        log: takes what servers and client print.
-        say: told what is being done.
+        log: gets the output of servers and client.
+        say: shows progress.
 
     Raises:
         ServerError: a server or the client failed.

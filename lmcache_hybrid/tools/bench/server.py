@@ -16,7 +16,7 @@ from urllib.request import Request, urlopen
 from lmcache_hybrid.tools.subprocesses import kill_group
 
 COMMAND = Path(__file__).parents[1] / "vllm_command.py"
-# To end one: LMCache writes what it has queued.
+# STOP_SECONDS includes LMCache's queued writes.
 STOP_SECONDS, FORGET_SECONDS, POLL_SECONDS = 120.0, 60.0, 0.5
 COUNTERS = {
     "prompt": "vllm:prompt_tokens_total",
@@ -53,7 +53,7 @@ class Server:
         with log.open("ab") as out:
             self._process = subprocess.Popen(
                 [sys.executable, str(COMMAND), "serve", model, *flags, *own],
-                # The endpoint that empties vLLM's own cache is one of its development mode.
+                # The endpoint that resets vLLM's own cache needs the development mode.
                 env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", **environment},
                 stdout=out,
                 stderr=out,
@@ -85,26 +85,26 @@ class Server:
             return False
 
     def longest(self) -> tuple[str, int]:
-        """(the model's name, ``max_model_len``), as the server says them."""
+        """Return (the model's name, ``max_model_len``) from the server."""
         (model, *_) = json.load(urlopen(f"{self.url}/v1/models"))["data"]
         return model["id"], model["max_model_len"]
 
     def forget(self) -> None:
-        """Empty vLLM's own prefix cache, not LMCache's stores.
+        """Reset vLLM's own prefix cache, not LMCache's stores.
 
         Raises:
-            ServerError: it does not.
+            ServerError: it was not reset in time.
         """
         deadline = time.monotonic() + FORGET_SECONDS
         request = Request(f"{self.url}/reset_prefix_cache", method="POST")
-        # Not while requests, or saves of theirs, hold blocks.
+        # It fails while requests or their saves hold blocks.
         while not json.load(urlopen(request))["success"]:
             if time.monotonic() > deadline:
                 raise ServerError("vLLM does not empty its own prefix cache")
             time.sleep(POLL_SECONDS)
 
     def counts(self) -> dict[str, float]:
-        """Tokens so far: of prompts, found in vLLM's own cache, loaded, not loaded by failures."""
+        """Return tokens so far: of prompts, hit in vLLM's own cache, loaded, failed to load."""
         totals = dict.fromkeys(COUNTERS, 0.0)
         for line in urlopen(f"{self.url}/metrics").read().decode().splitlines():
             name, _, value = line.rpartition(" ")

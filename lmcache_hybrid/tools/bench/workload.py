@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked: rounds of prompts, as token IDs."""
+"""Makes the rounds of prompts, as token IDs."""
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 Prompt = list[int]
-# Every tokenizer has these IDs, and nothing depends on what they say.
+# Every tokenizer has these IDs, and their meaning does not matter.
 LOWEST, HIGHEST = 32, 126
 QUESTION_TOKENS = 48
-# Parts of which a conversation grows by one in each turn.
+# Parts of a conversation; it grows by one in each turn.
 TURNS = 3
 
 
@@ -20,8 +20,8 @@ class Round:
     Attributes:
         title: as the table shows it.
         prompts: token IDs.
-        forget: empty vLLM's own cache before, as other prompts do that need its room.
-        restart: it is asked of a server that was started anew.
+        forget: reset vLLM's own cache first, as if other prompts had evicted all.
+        restart: ask a restarted server.
         measured: whether it is in the table; others only prepare.
     """
 
@@ -33,12 +33,12 @@ class Round:
 
 
 def rounds(documents: int, tokens: int, seed: int) -> list[Round]:
-    """All rounds, in order.
+    """Make all rounds, in order.
 
     Args:
-        documents: and as many conversations.
+        documents: number of documents, and of conversations.
         tokens: of a document with its question, and of a conversation's last turn.
-        seed: other seeds are other prompts.
+        seed: each seed makes other prompts.
     """
     draw = random.Random(seed)
 

@@ -89,7 +89,7 @@ def accept(
 
 
 def _driver() -> str:
-    """Version of NVIDIA's driver; "" where there is none."""
+    """Return the version of NVIDIA's driver; "" if there is none."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)

@@ -20,7 +20,7 @@ from lmcache_hybrid.tools.cli.terminal import (
 )
 
 EXIT_FAILED = 1
-# What servers with LMCache get without a file: RAM, and a disk that survives the restart.
+# Default stores of servers with LMCache: RAM, and a disk that survives the restart.
 POOL_GB, DISK_GB = 4.0, 16.0
 
 
@@ -84,7 +84,7 @@ def bench(
 
 
 def _written(folder: Path) -> Path:
-    """An LMCache YAML of RAM and a disk in ``folder``; JSON is YAML."""
+    """Write an LMCache YAML with RAM and a disk in ``folder``; JSON is YAML."""
     file = folder / "lmcache.yaml"
     disk = {"local_disk": str(folder / "records"), "max_local_disk_size": DISK_GB}
     file.write_text(json.dumps({"max_local_cpu_size": POOL_GB, **disk}))

@@ -18,7 +18,7 @@ from lmcache_hybrid.tools.cli.terminal import live_line, need_host
 from lmcache_hybrid.tools.texts import texts
 
 FLAGS = ("--max-model-len", "16384", "--enforce-eager")
-# Apart from what the demo asks: the first request pays for start-up work that is not prefill.
+# Kept apart from the demo's prompts: the first request includes start-up work.
 SALT, WARM_UP = "demo", "warm-up"
 ANSWER_TOKENS = 16
 LOG_LINES = 30
@@ -58,12 +58,12 @@ def run_engine(model: Path, store: Path, asked: list[str], what: str, log: Path)
 
 
 def tokens_of(text: str) -> list[int]:
-    """Bytes are the tokens of a tiny model."""
+    """Tokenize for a tiny model, whose tokens are bytes."""
     return list(text.encode())
 
 
 def report(asked: list[str], cold: list[Answer], restored: list[Answer]) -> bool:
-    """Print the table; whether every answer was the same and every prompt was hit."""
+    """Print the table; returns whether every answer was the same and every prompt hit."""
     table = Table(title="First engine (cold) against second engine (restored from disk)")
     for name in ("prompt", "tokens", "hit tokens", "cold [ms]", "restored [ms]", "same tokens"):
         table.add_column(name, justify="right")

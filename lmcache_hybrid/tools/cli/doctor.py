@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lmcache-hybrid doctor``: finds in one run what would otherwise take a restart each."""
+"""``lmcache-hybrid doctor``: finds in one run problems that would otherwise take a restart each."""
 
 import contextlib
 import json
@@ -107,7 +107,7 @@ def diagnose(model: str | None, flags: Sequence[str] = ()) -> Generator[Finding,
 
 
 def _stop(process: subprocess.Popen) -> None:
-    """Let the checks clean up, then end them and whatever they have started."""
+    """Let the checks clean up, then end them and their children."""
     try:
         if process.poll() is None:
             process.terminate()

@@ -113,16 +113,16 @@ def verify_store(
 
 
 def digester_of(key_file: Path | None) -> Digester:
-    """What checks records, with the key of ``--key-file`` where one is named.
+    """Make the digester that checks records, with the key of ``--key-file`` if given.
 
     Raises:
-        ConfigError: the file holds no key.
+        ConfigError: the file contains no key.
     """
     return PLAIN if key_file is None else read_key("--key-file", str(key_file))
 
 
 def open_stores(store: str | None, lmcache_config: Path | None) -> Iterator[RecordStore]:
-    """Every store that the command names, each closed before the next is opened.
+    """Open every store that the command names, each closed before the next is opened.
 
     Raises:
         ConfigError, StoreError: a wrong name, a store that cannot be reached.
@@ -140,7 +140,7 @@ def open_stores(store: str | None, lmcache_config: Path | None) -> Iterator[Reco
 
 @contextmanager
 def progress(quiet: bool) -> Iterator[Callable[[Iterator[Verdict]], Iterator[Verdict]]]:
-    """Gives a function that passes verdicts on, and shows on standard error how many."""
+    """Yield a function that passes on verdicts, and shows their number on standard error."""
     console = Console(stderr=True)
     with live_line(console, "Reading", disable=quiet or not console.is_terminal) as say:
 
@@ -158,7 +158,7 @@ def progress(quiet: bool) -> Iterator[Callable[[Iterator[Verdict]], Iterator[Ver
 
 
 def age_of(seconds: float | None) -> str:
-    """In the largest unit that fits: ``3 d``."""
+    """Format an age in the largest unit that fits: ``3 d``."""
     if seconds is None:
         return "?"
     unit = next((unit for unit in "dhm" if seconds >= UNITS[unit]), "s")
@@ -172,7 +172,9 @@ def _print_rows(store: RecordStore, rows: list[Row]) -> None:
     if unfinished:
         notes.append(f"{unfinished} records are being written.")
     if store.foreign:
-        notes.append(f"{store.foreign} files or values of others are left alone.")
+        notes.append(
+            f"{store.foreign} files or values that lmcache-hybrid did not write are skipped."
+        )
     if any(row.damaged for row in rows):
         notes.append("`lmcache-hybrid purge STORE --damaged` deletes what is damaged.")
     for note in notes:
@@ -180,7 +182,7 @@ def _print_rows(store: RecordStore, rows: list[Row]) -> None:
 
 
 def print_rows(store: RecordStore, rows: list[Row]) -> None:
-    """The store's name and each model's, a line per fingerprint, and what no engine loads of it."""
+    """Print the names of store and models, a line per fingerprint, and its unusable records."""
     console = Console()
     console.print(Text(store.name, "bold"))
     for model in dict.fromkeys(row.model for row in rows):
@@ -195,7 +197,7 @@ def print_rows(store: RecordStore, rows: list[Row]) -> None:
 
 
 def _table_of(rows: list[Row]) -> Table:
-    """In 80 columns; the model's name may be long and has its own line."""
+    """Make a table of 80 columns; the model's name may be long and has its own line."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("rank")
     table.add_column("fingerprint", no_wrap=True)

@@ -30,7 +30,7 @@ BackendName = StrEnum("BackendName", ["ram", "disk", "fs", "redis"])
 
 
 def tokens(text: str | int) -> int:
-    """``100k`` or ``1.5M`` as a whole number of tokens."""
+    """Parse ``100k`` or ``1.5M`` as a whole number of tokens."""
     found = re.fullmatch(r"([\d_.]+)([kKmM]?)", str(text))
     try:
         if found is None:
@@ -39,20 +39,22 @@ def tokens(text: str | int) -> int:
         if not number.is_integer():
             raise ValueError
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no number of tokens; write 100000 or 100k") from None
+        raise typer.BadParameter(
+            f"{text!r} is not a number of tokens; write 100000 or 100k"
+        ) from None
     return int(number)
 
 
 def some_tokens(text: str | int) -> int:
-    """:func:`tokens`, at least one."""
+    """Parse :func:`tokens`, at least one."""
     number = tokens(text)
     if not number:
-        raise typer.BadParameter(f"{text!r} is no token at all; write 1 or more")
+        raise typer.BadParameter(f"{text!r} is not a number of tokens; write 1 or more")
     return number
 
 
 def checkpoints(text: str | int) -> str | int:
-    """CHUNK_ENDS, or :func:`tokens`."""
+    """Parse CHUNK_ENDS, or :func:`tokens`."""
     try:
         return text if text == CHUNK_ENDS else tokens(text)
     except typer.BadParameter as error:
@@ -172,7 +174,7 @@ def plan(
 
 
 def _flags(given: dict[str, tuple[int | str, int | str]]) -> list[str]:
-    """Those of (value, default) that differ, name and value in turn."""
+    """List the flags whose (value, default) differ, name and value in turn."""
     return [
         word
         for flag, (value, default) in given.items()
@@ -210,7 +212,7 @@ def _print(console: Console, made: dict[str, Any], model_type: str, served: str)
     """Print :func:`plan_of`.
 
     Args:
-        served: what ``vllm serve`` calls the model.
+        served: the model's name for ``vllm serve``.
     """
     n, tp, work = made["block_size"], made["tensor_parallel"], made["workload"]
     hopper, copies = made["block_size_with_flashinfer_prefill"], made["ranks_per_kv_head"]
@@ -258,9 +260,9 @@ def _print(console: Console, made: dict[str, Any], model_type: str, served: str)
         rate, rates = made["rates"]["prefill_tokens"], made["rates"]["load_bytes"]
         console.print(_units(made))
         console.print(
-            "Faster from: the shortest hit that loads in less time than it computes, at\n"
-            f"{rate:,} tokens a second (--prefill-rate), {rates['ram'] / GIB:g} GiB/s from RAM\n"
-            f"and {rates['network'] / GIB:g} GiB/s over a network."
+            "Faster from: the shortest hit that is quicker to load than to compute, assuming\n"
+            f"{rate:,} prefill tokens/s (--prefill-rate), {rates['ram'] / GIB:g} GiB/s from RAM\n"
+            f"and {rates['network'] / GIB:g} GiB/s from the network."
         )
     first, *others = made["backends"]
     also = f"; --backend {'|'.join(others)}: another" if others else ""

@@ -43,14 +43,14 @@ Show = Callable[[Iterator[Verdict]], Iterator[Verdict]]
 
 @dataclass(frozen=True)
 class Choice:
-    """Which records to delete: those that meet every condition that is set.
+    """Selects the records to delete: those that meet every condition that is set.
 
     Attributes:
         model: as keys have it.
-        fingerprints: beginnings, one of which must match.
-        seconds: least age.
-        digester: checks the payloads where only ``damaged`` records are wanted.
-        max_bytes: only as many, least recently used first, as bring the whole store down to it.
+        fingerprints: prefixes, one of which must match.
+        seconds: min age.
+        digester: checks the payloads if only ``damaged`` records are wanted.
+        max_bytes: delete only down to this size of the store, least recently used first.
     """
 
     model: str | None
@@ -62,10 +62,10 @@ class Choice:
     max_bytes: int | None
 
     def of(self, store: RecordStore, show: Show) -> Iterator[Verdict]:
-        """The records to delete.
+        """Yield the records to delete.
 
         Args:
-            show: passes on what is read, for the user to see.
+            show: passes on records and shows progress.
         """
         if self.max_bytes is None:
             yield from show(self._meeting(store))
@@ -74,7 +74,7 @@ class Choice:
         yield from least_used(lambda: self._whole(store, show), size - self.max_bytes)
 
     def _whole(self, store: RecordStore, show: Show) -> Iterator[Verdict]:
-        # What is being written is the newest anyway.
+        # Records being written are the newest anyway.
         return (v for v in show(self._meeting(store)) if v.status != Status.UNFINISHED)
 
     def _meeting(self, store: RecordStore) -> Iterator[Verdict]:
@@ -165,7 +165,7 @@ def _choice(
     """Check the conditions.
 
     Raises:
-        typer.BadParameter: one that would choose other records than was meant.
+        typer.BadParameter: one that would choose other records than meant.
     """
     for option, values in (
         ("--model", (model,)),
@@ -175,13 +175,13 @@ def _choice(
     ):
         for value in values:
             if value is not None and not value.strip():
-                # An unset variable of a script must not widen what goes.
+                # An unset variable of a script must not delete more.
                 raise typer.BadParameter(f"{option} {value!r} is empty, name what to delete")
     for value in fingerprints:
         if not re.fullmatch(rf"[0-9a-fA-F]{{{FEWEST_DIGITS},16}}", value):
             raise typer.BadParameter(
-                f"--fingerprint {value!r} is none, give {FEWEST_DIGITS} to 16 of the digits that "
-                "`inspect` shows"
+                f"--fingerprint {value!r} is not a fingerprint; give {FEWEST_DIGITS} to 16 of the "
+                "hex digits that `inspect` shows"
             )
     if damaged and other_version:
         raise typer.BadParameter("a record is --damaged or of --other-version, give one of them")
@@ -219,22 +219,22 @@ def _check_size(store: RecordStore, choice: Choice) -> None:
 def _bytes(text: str) -> int:
     found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([kMGT]|[KMGT]i)B?", text)
     if found is None:
-        raise typer.BadParameter(f"--max-size {text!r} is no size; write 500GB, 1.5TB or 200GiB")
+        raise typer.BadParameter(f"--max-size {text!r} is not a size; write 500GB, 1.5TB or 200GiB")
     return int(float(found[1]) * SIZES[found[2]])
 
 
 def _seconds(text: str) -> float:
     found = re.fullmatch(r"(\d{1,6})([smhdw])", text)
     if found is None:
-        raise typer.BadParameter(f"--older-than {text!r} is no age; write 30m, 12h, 7d or 2w")
+        raise typer.BadParameter(f"--older-than {text!r} is not an age; write 30m, 12h, 7d or 2w")
     return int(found[1]) * UNITS[found[2]]
 
 
 def _show(store: RecordStore, choice: Choice, chosen: Names) -> str:
-    """Print the fingerprints of what is chosen and add its names to ``chosen``.
+    """Print the fingerprints of the chosen records and add their names to ``chosen``.
 
     Returns:
-        How much it is, and where.
+        Their size and place, as text.
     """
 
     def added(verdicts: Iterator[Verdict]) -> Iterator[Verdict]:
@@ -263,11 +263,11 @@ def _delete(store: RecordStore, chosen: Names) -> int:
 
 
 def _agreed(what: str) -> bool:
-    """Ask whether ``what`` shall be deleted.
+    """Ask whether to delete ``what``.
 
     Raises:
-        typer.Abort: no.
-        typer.Exit: 2, there is nobody to ask; said so.
+        typer.Abort: the answer is no.
+        typer.Exit: 2, with a message: there is no terminal.
     """
     if not sys.stdin.isatty():
         _refuse(f"There is no terminal to ask on whether to delete {what}; add --yes")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several commands share: live progress, MODEL and vLLM's flags, no engine without vLLM."""
+"""Shared by several commands: live progress, MODEL and vLLM's flags, a check for vLLM."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ from lmcache_hybrid.upstream import versions
 
 Say = Callable[[str], None]
 
-# What commands take that start MODEL, or ask about it.
+# Arguments of commands that start MODEL, or ask about it.
 ModelArgument = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="Name or folder, as for vllm serve.", show_default=False),
@@ -37,12 +37,12 @@ ConfigFile = Annotated[
 ]
 
 
-# Of a command with vLLM's flags: what it does not know itself is one of them, with and without --.
+# For a command with vLLM's flags: unknown options are vLLM's, with and without "--".
 TAKES_VLLM_FLAGS = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
 
 
 class TakesVllmFlags(typer.core.TyperCommand):
-    """Its ``-h`` is a word of its own: typer would read it out of vLLM's ``-dph``, too."""
+    """Takes ``-h`` only as a separate word: typer would also find it in vLLM's ``-dph``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
@@ -51,22 +51,22 @@ class TakesVllmFlags(typer.core.TyperCommand):
 
 
 def check_model(model: str) -> None:
-    """Refuse what stands for a MODEL and is none; a name is for vLLM to find.
+    """Refuse a MODEL that cannot be one; vLLM looks up names.
 
     Raises:
         typer.BadParameter: a flag, or a path that does not exist.
     """
     if model.startswith("-"):
-        raise typer.BadParameter(f"{model!r} is no MODEL, which comes before vLLM's flags")
+        raise typer.BadParameter(f"{model!r} is not a MODEL, which comes before vLLM's flags")
     if model.startswith(("/", "./", "../", "~")) and not os.path.exists(model):
         raise typer.BadParameter(f"MODEL {model!r} does not exist")
 
 
 def need_host(code: int) -> None:
-    """End with ``code`` and one sentence where vLLM or LMCache is not installed.
+    """End with ``code`` and one sentence if vLLM or LMCache is not installed.
 
     Raises:
-        typer.Exit: it is not.
+        typer.Exit: one is missing.
     """
     problem = versions.absent()
     if problem is not None:
@@ -78,7 +78,7 @@ def need_host(code: int) -> None:
 def live_line(
     console: Console, text: str, *, keep: bool = False, disable: bool = False
 ) -> Iterator[Say]:
-    """Show one line with a spinner and the time taken; gives the function that changes its text.
+    """Show one line with a spinner and the time taken; yields a function that sets its text.
 
     Args:
         keep: leave the line on the screen at the end.
@@ -92,7 +92,7 @@ def live_line(
 
 @contextmanager
 def progress(console: Console) -> Iterator[Say]:
-    """Gives a function that shows what is being done: one live line, or one line each."""
+    """Yield a function that shows progress: one live line, or one line each."""
     started = time.monotonic()
     if not console.is_terminal:
         yield lambda text: console.print(

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``lmcache-hybrid doctor`` checks. One function per check, see :mod:`.__main__`."""
+"""The checks of ``lmcache-hybrid doctor``. One function per check, see :mod:`.__main__`."""

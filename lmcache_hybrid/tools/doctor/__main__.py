@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks, in a process of their own: ``python -m lmcache_hybrid.tools.doctor FD``.
+"""Runs the checks in a process of their own: ``python -m lmcache_hybrid.tools.doctor FD``.
 
 Reads a line ``{"model": ..., "flags": [...]}`` from standard input and writes one JSON line per
-finding to the file descriptor. So vLLM's and LMCache's output stays apart, what was found stays
-found when a check hangs or dies, and nothing is left running.
+finding to the file descriptor. So vLLM's and LMCache's output stays apart, findings survive a
+check that hangs or dies, and nothing is left running.
 """
 
 import json
@@ -26,7 +26,7 @@ from lmcache_hybrid.tools.doctor.installation import (
 
 
 def findings(model: str | None, flags: Sequence[str] = ()) -> Generator[Finding, None, None]:
-    """All checks in the order in which their answers help."""
+    """Run all checks, those that explain others first."""
     yield from check_versions()
     from lmcache_hybrid.upstream import versions
 
@@ -66,7 +66,7 @@ def findings(model: str | None, flags: Sequence[str] = ()) -> Generator[Finding,
 
 
 def guarded(check: Callable[..., Iterator[Finding]], *arguments: Any) -> Iterator[Finding]:
-    """A check that fails must not hide what the others find."""
+    """Run a check; its failure becomes a finding, and the others go on."""
     try:
         yield from check(*arguments)
     except Exception as failure:
@@ -84,7 +84,7 @@ def main() -> None:
         task = json.loads(sys.stdin.readline())
         with (
             os.fdopen(int(sys.argv[1]), "w", buffering=1) as out,
-            # Where nobody reads on, a check that has begun still cleans up.
+            # If nobody reads on, a check that has begun still cleans up.
             closing(findings(**task)) as found,
         ):
             for finding in found:
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def _stop(*_: Any) -> None:
-    """End by an exception, so that the test record is deleted; once, for that must not end, too."""
+    """End by an exception, so that the test record is deleted; only once, to let that finish."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit
 

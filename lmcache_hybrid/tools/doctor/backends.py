@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A record goes through every configured backend, by LMCache's own StorageManager."""
+"""Sends a record through every configured backend, by LMCache's own StorageManager."""
 
 import copy
 import itertools
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lmcache_hybrid.storage.lmcache_store import LMCacheStore
 
 MODEL_NAME = "lmcache-hybrid-doctor"
-# Bytes of the test record: where no model was named, and at most.
+# Bytes of the test record: without a model, and at most.
 DEFAULT_BYTES, MOST_BYTES = 1 << 20, 256 << 20
 WAIT_SECONDS = 20.0
 # Max seconds for a write in flight to end before the test record is deleted.
@@ -66,7 +66,7 @@ def check_backends(context: Context) -> Iterator[Finding]:
 
 def _through_all(config: "LMCacheEngineConfig", size: int) -> Iterator[Finding]:
     with _opened(config, size) as store, listen("lmcache", "vllm.lmcache_hybrid") as heard:
-        # Without local_cpu RAM is memory to copy through, and keeps nothing.
+        # Without local_cpu, RAM is only a buffer for copies and keeps nothing.
         kept_in = {place.backend for place in all_places(config)}
         tried = [name for name in store.manager.storage_backends if name in kept_in]
         if not tried:
@@ -96,7 +96,7 @@ def _through_all(config: "LMCacheEngineConfig", size: int) -> Iterator[Finding]:
             store.put([(key, buffer)])
             for name in tried:
                 yield _through(store, name, key, expected, _label(config, name), heard)
-        finally:  # also when a check fails, and when somebody does not want to wait for it
+        finally:  # even if a check fails, or is interrupted
             left = _delete(store, tried, key)
         for name in left:
             option, shown = _label(config, name)
@@ -108,7 +108,7 @@ def _through_all(config: "LMCacheEngineConfig", size: int) -> Iterator[Finding]:
 
 
 def _away(store: "LMCacheStore", name: str, key: RecordKey) -> str:
-    """Why a remote store does not answer; empty where it does."""
+    """Return why a remote store does not answer; empty if it does."""
     tier = store.tiers[name]
     if not tier.indexed and tier.backend.connection is not None:
         try:
@@ -173,14 +173,14 @@ def _through(
 
 
 def _reason(heard: list[str]) -> str:
-    """LMCache's last warning, in parentheses."""
+    """Return LMCache's last warning, in parentheses."""
     return f" ({heard[-1]})" if heard else ""
 
 
 def _delete(store: "LMCacheStore", names: list[str], key: RecordKey) -> list[str]:
     """Delete the test record; returns the backends that still hold it."""
     for name in names:
-        # Deleted before it is written, it would stay.
+        # Wait for the write: a record deleted before it would stay.
         until(partial(_holds, store, name, key), min(SETTLE_SECONDS, WAIT_SECONDS))
     store.discard(key)
     return [name for name in names if not _deleted(store, name, key)]
@@ -200,7 +200,7 @@ def _deleted(store: "LMCacheStore", name: str, key: RecordKey) -> bool:
 def _gone(store: "LMCacheStore", name: str, key: RecordKey) -> bool:
     backend = store.manager.storage_backends[name]
     if isinstance(backend, LocalDiskBackend):
-        # Out of its index before the file is deleted, on another thread and under another name.
+        # It leaves the index first; another thread deletes the file, under another name.
         file = Path(backend._key_to_path(store.engine_key(key)))
         return not any(each.name.startswith(file.name) for each in file.parent.iterdir())
     return not _holds(store, name, key)
@@ -214,7 +214,7 @@ def _holds(store: "LMCacheStore", name: str, key: RecordKey) -> bool:
 
 
 def until(condition: Callable[[], bool], seconds: float | None = None) -> bool:
-    """Whether it became true in time; LMCache writes asynchronously."""
+    """Wait until ``condition`` holds; returns whether it did. LMCache writes asynchronously."""
     deadline = time.monotonic() + (WAIT_SECONDS if seconds is None else seconds)
     while not condition():
         if time.monotonic() > deadline:
@@ -224,14 +224,14 @@ def until(condition: Callable[[], bool], seconds: float | None = None) -> bool:
 
 
 def _label(config: "LMCacheEngineConfig", name: str) -> tuple[str, str]:
-    """Option, and what it names as it may be shown."""
+    """Return the option, and its value without passwords."""
     place = next(place for place in all_places(config) if place.backend == name)
     return place.option, place.shown
 
 
 @contextmanager
 def _opened(config: "LMCacheEngineConfig", size: int) -> Iterator["LMCacheStore"]:
-    """An LMCache engine of our own with a small pool, without vLLM."""
+    """Open an LMCache engine of our own with a small pool, without vLLM."""
     from lmcache_hybrid.storage.lmcache_store import LMCacheStore
     from lmcache_hybrid.tools.standalone import make_engine
     from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder
@@ -242,10 +242,10 @@ def _opened(config: "LMCacheEngineConfig", size: int) -> Iterator["LMCacheStore"
     engine = make_engine(name, config, MODEL_NAME)
     try:
         engine.post_init()
-        # A fingerprint of its own, so that nobody else's record is ever read or deleted.
+        # A fingerprint of its own, so that no other record is ever read or deleted.
         yield LMCacheStore(engine, MODEL_NAME, os.urandom(16), size)
     finally:
-        # LMCache's shutdown may wait for a backend for ever.
+        # LMCache's shutdown may wait for ever for a backend.
         closing = threading.Thread(target=LMCacheEngineBuilder.destroy, args=(name,), daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)

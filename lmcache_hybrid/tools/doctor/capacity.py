@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether RAM, disks and Redis have the room that the configuration counts on, and for what."""
+"""Checks that RAM, disks and Redis have the configured room, and how many prompts it holds."""
 
 import shutil
 from collections.abc import Iterator
@@ -25,13 +25,13 @@ from lmcache_hybrid.tools.stored.redis_client import connect
 
 # Less than this is as good as full.
 FULL_BYTES = 64 << 20
-# A store that holds fewer of the longest prompts keeps hardly anything until it is asked again.
+# A store that holds fewer of the longest prompts evicts nearly all before they are asked again.
 FEW = 4
 EVICTING = ("allkeys-lru", "allkeys-lfu", "allkeys-random", "allkeys-lrm")
 
 
 def check_memory(context: Context) -> Iterator[Finding]:
-    """LMCache takes its pool at start-up, once per rank."""
+    """Check that memory is enough for LMCache's pools, one per rank, taken at start-up."""
     if context.config is None:
         return
     wanted = int(context.config.max_local_cpu_size * GIB)
@@ -56,7 +56,7 @@ def check_memory(context: Context) -> Iterator[Finding]:
 
 
 def check_prompts(context: Context) -> Iterator[Finding]:
-    """How many of the longest prompts RAM, local disk and folders hold."""
+    """Check how many of the longest prompts RAM, local disk and folders hold."""
     options = _options(context)
     for tier in tiers(context.config, options) if options else ():
         if tier.limit:
@@ -81,7 +81,7 @@ def _prompts(context: Context, tier: Tier) -> Iterator[Finding]:
         f"{tier.name} holds about {tier.holds(taken)} prompts of max_model_len={model.longest:,} "
         f"tokens, which take {size_text(taken)}{'' if tier.shared else ' per rank'}"
     )
-    # Before a larger tier it holds what is asked for again soon.
+    # A small tier in front of a larger one is fine: it holds what is hit again soon.
     if tier.limit >= FEW * taken or not tier.last:
         yield ok("prompts", f"{message}.")
         return
@@ -94,14 +94,14 @@ def _prompts(context: Context, tier: Tier) -> Iterator[Finding]:
 
 
 def _options(context: Context) -> Options | None:
-    """None where one is refused, or nothing can be read: those who check the options say so."""
+    """Read the options; None if one is refused or unreadable, which other checks report."""
     with suppress(ConfigError):
         return context.read_options() if context.config else None
     return None
 
 
 def check_disks(context: Context) -> Iterator[Finding]:
-    """Free space against what may still be written."""
+    """Compare free space with what may still be written."""
     config = context.config
     if config is None:
         return
@@ -109,7 +109,7 @@ def check_disks(context: Context) -> Iterator[Finding]:
     for part in (config.local_disk or "").split(","):
         if part.strip():
             yield _local_disk(Path(part.strip()), limit)
-    with suppress(ConfigError):  # those who check the options say so
+    with suppress(ConfigError):  # reported by other checks
         for _, folders in shared_folders(config):
             for folder in folders:
                 options = _options(context)
@@ -163,7 +163,7 @@ def _shared_folder(path: Path, limits: FolderLimits) -> Finding:
 
 
 def check_redis(context: Context) -> Iterator[Finding]:
-    """What happens when a server is full: of ``remote_url``, and of a plugin."""
+    """Check what happens when a Redis of ``remote_url`` or a plugin is full."""
     named = reversed(places(context.config)) if context.config else ()
     servers = list(dict.fromkeys(place.url for place in named if place.kind is REDIS))
     for url in servers:
@@ -173,7 +173,7 @@ def check_redis(context: Context) -> Iterator[Finding]:
 def _server(context: Context, url: str, name: str) -> Iterator[Finding]:
     """
     Args:
-        name: which of several it is, in front of what is said of it.
+        name: of one of several servers, put in front of its findings.
     """
     try:
         client = connect(url)
@@ -201,7 +201,7 @@ def _server(context: Context, url: str, name: str) -> Iterator[Finding]:
 
 
 def _memories(client: Client) -> Iterator[tuple[str, dict]]:
-    """What each server that takes writes says of its memory, and how to name it."""
+    """Yield (name, memory info) of each server that takes writes."""
     if not isinstance(client, redis.RedisCluster):
         yield "", client.info("memory")
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's settings and model, read as an engine reads them."""
+"""Reads the user's settings and model as an engine does."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 class Context:
     """
     Attributes:
-        transfer: ``kv_transfer_config``, ours of those in a ``MultiConnector``; None where vLLM
-            does not take the flags.
-        config: LMCache's configuration, not settled yet; None where it cannot be read.
-        model: groups and sizes; None where no model was named, or vLLM refuses it.
-        named: the model's name, None where none was named.
-        troubles: what went wrong while reading these.
+        transfer: ``kv_transfer_config``, ours of those in a ``MultiConnector``; None if vLLM
+            refuses the flags.
+        config: LMCache's configuration, not settled yet; None if it cannot be read.
+        model: groups and sizes; None if no model was named, or vLLM refuses it.
+        named: the model's name, if any.
+        troubles: findings made while reading these.
     """
 
     transfer: "KVTransferConfig | None"
@@ -37,7 +37,7 @@ class Context:
 
     @property
     def block_size(self) -> int | None:
-        """N in tokens, None where it is not known."""
+        """N in tokens, None if unknown."""
         return self.model.block_size if self.model and self.model.served else None
 
     def read_options(self) -> Options:
@@ -46,7 +46,7 @@ class Context:
         Raises:
             ConfigError: the first that is refused.
         """
-        # Whether vLLM publishes events is not asked here.
+        # Whether vLLM publishes events does not matter here.
         settings = SimpleNamespace(kv_transfer_config=self.transfer, kv_events_config=None)
         return read_options(settings, self.config)
 
@@ -81,7 +81,7 @@ def read_context(model: str | None, flags: Sequence[str] = ()) -> Context:
 
 
 def _ours(transfer: "KVTransferConfig", troubles: list[Finding]) -> "KVTransferConfig":
-    """This package's connector, the one of a ``MultiConnector``'s that it is."""
+    """Return the configuration of this package's connector, also inside a ``MultiConnector``."""
     if transfer.kv_connector == "MultiConnector":
         try:
             beside = transfer.kv_connector_extra_config.get("connectors", ())
@@ -119,7 +119,7 @@ def _read_lmcache(
         return config
     except ConfigError as failure:
         troubles.append(error("LMCache config", str(failure)))
-    except Exception as failure:  # YAML, types, LMCache's own checks: whatever it raises
+    except Exception as failure:  # YAML, types, LMCache's own checks: it may raise anything
         troubles.append(
             error(
                 "LMCache config",

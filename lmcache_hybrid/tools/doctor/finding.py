@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a check says, and what libraries log while it runs."""
+"""Findings of the checks, and the warnings that libraries log while they run."""
 
 import logging
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ class Status(StrEnum):
 class Finding:
     """
     Attributes:
-        check: what was looked at, in a word or two.
+        check: its subject, in a word or two.
         message: one sentence.
-        fix: what to do; empty where nothing is to be done, or the message says it.
+        fix: what to do; empty if nothing, or if the message says it.
     """
 
     check: str
@@ -47,7 +47,7 @@ def skipped(check: str, message: str, fix: str = "") -> Finding:
 
 
 def one_line(failure: BaseException) -> str:
-    """The message of an error as one line without a full stop; of pydantic's, each complaint."""
+    """Format an error as one line without a full stop; for pydantic's, each complaint."""
     errors = getattr(failure, "errors", None)
     if callable(errors):
         told = "; ".join(map(_complaint, errors()))

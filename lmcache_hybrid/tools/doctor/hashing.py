@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether two processes give a prompt the same block hash, by which records are found."""
+"""Checks that two processes give a prompt the same block hash, by which records are found."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ SECONDS = 300
 
 
 def block_hash(algorithm: str) -> str:
-    """vLLM's hash of a prompt's first block, in hex."""
+    """Return vLLM's hash of a prompt's first block, in hex."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
 
@@ -26,8 +26,8 @@ def block_hash(algorithm: str) -> str:
 def in_another_process(algorithm: str) -> Callable[[], str]:
     """Start hashing in another process; the returned function waits for the hash.
 
-    Its environment is this one's. Where that does not set PYTHONHASHSEED, Python seeds
-    its own hashes anew, as it does for every engine.
+    It has this process's environment. Without PYTHONHASHSEED Python uses a new seed for its
+    hashes, as in every engine.
     """
     code = f"from {__name__} import block_hash; print(block_hash({algorithm!r}))"
     process = subprocess.Popen(

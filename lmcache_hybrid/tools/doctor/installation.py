@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions, and whether vLLM loads the plugin. Imports vLLM for the last only."""
+"""Checks versions, and that vLLM loads the plugin. Imports vLLM for the last only."""
 
 import importlib
 import os
@@ -19,14 +19,14 @@ PLUGIN = "lmcache_hybrid"
 
 
 def check_versions() -> Iterator[Finding]:
-    """One finding per package."""
+    """Yield one finding per package."""
     yield ok("lmcache-hybrid", f"lmcache-hybrid {__version__}.")
     yield from _pair()
     yield _torch()
 
 
 def _pair() -> Iterator[Finding]:
-    """vLLM and LMCache, as the pair that they are."""
+    """Check vLLM and LMCache as a pair."""
     found = versions.found()
     pair = versions.admitted(found) or versions.nearest()
     allowed = os.environ.get(versions.ALLOW_UNTESTED) == "1"
@@ -48,7 +48,7 @@ def _pair() -> Iterator[Finding]:
 
 
 def _torch() -> Finding:
-    """vLLM is built for one torch, and its metadata says which."""
+    """Check for the torch that vLLM was built for, by its metadata."""
     found = versions.installed("torch")
     wanted = next(
         (
@@ -72,7 +72,7 @@ def _applies(requirement: Requirement) -> bool:
 
 
 def check_compiled() -> Iterator[Finding]:
-    """Whether LMCache's compiled part loads with this torch; a torch for CPU needs none."""
+    """Check that LMCache's compiled part loads with this torch; a torch for CPU needs none."""
     import torch
 
     from lmcache_hybrid.storage.host_memory import DONT_ROUND
@@ -95,7 +95,7 @@ def check_compiled() -> Iterator[Finding]:
 
 
 def check_allocator() -> Iterator[Finding]:
-    """vLLM refuses every connector where PyTorch may move memory to other pages."""
+    """Check PyTorch's allocator: vLLM refuses connectors if it may move memory."""
     chosen = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if "expandable_segments:True" in chosen:
         yield warning(
@@ -107,7 +107,7 @@ def check_allocator() -> Iterator[Finding]:
 
 
 def check_plugin() -> Iterator[Finding]:
-    """Whether vLLM finds, admits and loads the plugin, and whether that has its effect."""
+    """Check that vLLM finds, admits and loads the plugin, and that it takes effect."""
     found = [point for point in entry_points(group=PLUGINS) if point.name == PLUGIN]
     if not found:
         yield error(

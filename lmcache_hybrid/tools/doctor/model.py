@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups, block size and bytes of a model, from vLLM itself but without an engine.
+"""Computes groups, block size and bytes of a model with vLLM's own code, but without an engine.
 
-The model is built on torch's meta device: no weights are read or allocated, and vLLM's
-layers still say what they keep. The steps are those of vLLM's engine core.
+The model is built on torch's meta device: no weights are read or allocated, and vLLM's layers
+still return their KV cache specs. The steps are those of vLLM's engine core.
 """
 
 import copy
@@ -39,7 +39,7 @@ class ModelError(Exception):
 class Model:
     """
     Attributes:
-        served: whether its groups are this package's and not LMCache's own adapter's.
+        served: whether this package serves its groups, not LMCache's own adapter.
         block_size: N in tokens.
         attention, windows, states: group indices.
         attention_bytes: of all attention pages of one block, on one rank of all stages.
@@ -72,8 +72,8 @@ class Model:
 def read_model(arguments: "EngineArgs") -> Model:
     """
     Args:
-        arguments: of the engine. A ``prefix_match_unit`` need not fit the model. Of a data
-            parallel engine one copy is looked at.
+        arguments: of the engine. A ``prefix_match_unit`` need not fit the model. One copy of a
+            data parallel engine is read.
 
     Raises:
         ModelError: vLLM or this package refuses the model or its configuration.
@@ -126,7 +126,7 @@ def read_model(arguments: "EngineArgs") -> Model:
 
 
 def kv_cache_config(config: "VllmConfig") -> "KVCacheConfig":
-    """The model's groups, with no memory behind them. Mutates ``config`` as an engine does."""
+    """Make the model's groups, without memory. Mutates ``config`` as an engine does."""
     import torch
     from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -150,7 +150,7 @@ def kv_cache_config(config: "VllmConfig") -> "KVCacheConfig":
 
 
 def _planned(config: "VllmConfig", specs: "dict[str, KVCacheSpec]") -> "KVCacheConfig":
-    """Grouped and sized, which vLLM 0.33 does in two steps and 0.32 in one."""
+    """Group and size the layers, in two steps with vLLM 0.33 and in one with 0.32."""
     from vllm.v1.engine import core
 
     group = getattr(core, "get_global_kv_cache_groups", None)
@@ -160,7 +160,7 @@ def _planned(config: "VllmConfig", specs: "dict[str, KVCacheSpec]") -> "KVCacheC
 
 @contextmanager
 def _one_of(ranks: int) -> Iterator[None]:
-    """Layers ask for their rank, and of how many, when they are made: here for the first's."""
+    """Make layers see rank 0 of ``ranks`` ranks when they are built."""
     from vllm.distributed import parallel_state
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model's groups mean for hits, and settings that will not do what they say."""
+"""Checks what the model's groups mean for hits, and settings that have no effect."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ from lmcache_hybrid.tools.doctor.model import Model
 
 
 def check_model(context: Context) -> Iterator[Finding]:
-    """Groups, N, bytes per block and per state."""
+    """Report groups, N, bytes per block and per state."""
     model = context.model
     if model is None:
         if context.named is None:
@@ -46,14 +46,14 @@ def check_model(context: Context) -> Iterator[Finding]:
 
 
 def _unit(model: Model) -> Finding:
-    """N, and U where hits end inside a block too."""
+    """Report N, and U if hits may end inside a block."""
     size, unit = model.block_size, model.unit
     other = 0 if model.whole else suggested_unit(size)
     if not unit:
         better = (
             f"Set --prefix-match-unit {other}: hits from {other + 1} tokens on." if other else ""
         )
-        message = f"N is {size} tokens: prompts longer than that hit, at multiples of it."
+        message = f"N is {size} tokens: only longer prompts can hit, at multiples of {size}."
         return Finding("block size", Status.OK, message, better)
     if size % unit or not other:
         return error(
@@ -72,7 +72,7 @@ def _unit(model: Model) -> Finding:
 
 
 def check_options(context: Context) -> Iterator[Finding]:
-    """LMCache's options and ours, by the checks that an engine makes."""
+    """Check LMCache's options and ours as an engine does."""
     yield from context.troubles
     config = context.config
     if config is None:
@@ -106,7 +106,7 @@ def check_options(context: Context) -> Iterator[Finding]:
 
 
 def check_chunk_size(context: Context) -> Iterator[Finding]:
-    """LMCache's chunk against the model's block; a wrong one is refused with the options."""
+    """Compare LMCache's chunk with the model's block; check_options refuses a wrong one."""
     config, size = context.config, context.block_size
     if config is None or (context.model and not context.model.served):
         return

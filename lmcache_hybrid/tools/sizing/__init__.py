@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a hybrid model's blocks and states take, from its ``config.json`` alone.
+"""Computes the size of a hybrid model's blocks and states from its ``config.json`` alone.
 
-:mod:`shape` reads the config, :mod:`blocks` computes what vLLM makes of it (N, groups,
-bytes), :mod:`storage` what prompts take in LMCache's backends, :mod:`to_write` the settings
-that hold them, :mod:`plan` all of it together; :mod:`catalogue` knows some models by name.
-No torch, no vLLM: plain integers that a test compares with vLLM's.
+:mod:`shape` reads the config, :mod:`blocks` computes N, groups and bytes as vLLM does,
+:mod:`storage` the size of prompts in LMCache's backends, :mod:`to_write` the settings for them,
+:mod:`plan` all of it together; :mod:`catalogue` has some models by name. No torch, no vLLM: plain
+integers that a test compares with vLLM's.
 """

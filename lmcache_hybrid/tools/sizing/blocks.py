@@ -17,9 +17,9 @@ DTYPE_BYTES = {
     "fp8_e5m2": 1,
 }
 STATE_DTYPES = ("float32", "bfloat16", "float16")
-# The decode kernels of latent attention want whole multiples of this.
+# The decode kernels of latent attention need multiples of this.
 LATENT_ALIGNMENT = 128
-# Tokens of which vLLM makes N a multiple, by the prefill kernels of gated delta nets.
+# By prefill kernel of gated delta nets: tokens that N must be a multiple of.
 # FlashInfer writes states inside a prefill, from vLLM 0.33 on.
 GDN_PREFILLS = {"triton": 1, "flashinfer": 64}
 
@@ -31,7 +31,7 @@ class Platform:
     Attributes:
         block_size: vLLM's default, which hybrid models round up from.
         kernel_block: smallest block of the attention kernels; N is a multiple.
-        ssm_dtype: what ``auto`` means here whatever the model says; empty to follow the model.
+        ssm_dtype: what ``auto`` means for any model; empty to follow the model.
         gdn_prefill: vLLM's ``--gdn-prefill-backend``, of GDN_PREFILLS.
     """
 
@@ -60,8 +60,7 @@ class Group:
         kind: ATTENTION or STATE.
         layers: how many share its block table.
         bytes: of a block's pages, or of a boundary's states, without padding.
-        replicated: the bytes are equal on all ranks (MLA), so that stores that ranks share keep
-            them once.
+        replicated: the bytes are equal on all ranks (MLA), so that shared stores keep them once.
     """
 
     kind: str
@@ -72,7 +71,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What vLLM makes of a model, per rank.
+    """vLLM's sizes for a model, per rank.
 
     Attributes:
         block_size: N in tokens, "Setting attention block size to N tokens".
@@ -89,11 +88,11 @@ class Sizes:
     tp: int
 
     def per_rank(self, kind: str) -> int:
-        """Bytes of one block's attention, or of one boundary's states, on one rank."""
+        """Return the bytes of one block's attention, or one boundary's states, on one rank."""
         return sum(group.bytes for group in self.groups if group.kind == kind)
 
     def in_all(self, kind: str) -> int:
-        """The same over all ranks."""
+        """Return the same over all ranks."""
         return self.per_rank(kind) * self.tp
 
 
@@ -109,7 +108,7 @@ def compute(
     """Compute sizes as vLLM does at start-up.
 
     Args:
-        block_size: ``--block-size`` where the user sets one, 0 for the platform's.
+        block_size: the user's ``--block-size``, 0 for the platform's default.
 
     Raises:
         ConfigError: a dtype that cannot be sized, or a ``tp`` that does not divide.
@@ -153,14 +152,14 @@ def unified_block_size(
     latent: bool,
     multiple: int = 1,
 ) -> int:
-    """N: the smallest block whose attention page is no smaller than a state.
+    """Return N: the smallest block whose attention page is not smaller than a state.
 
     vLLM: ``Platform._align_hybrid_block_size``.
 
     Args:
         token_bytes: one layer's keys and values of a token on one rank.
         state_bytes: one layer's state on one rank.
-        multiple: tokens; N is a multiple of it where states are written inside a prefill.
+        multiple: tokens that N must be a multiple of, if states are written inside a prefill.
     """
     block_size = block_size or platform.block_size
     alignment = max(platform.kernel_block, block_size, LATENT_ALIGNMENT if latent else 0)
@@ -171,10 +170,10 @@ def unified_block_size(
 
 
 def grouped(kinds: tuple[str, ...]) -> list[tuple[str, int]]:
-    """(kind, layers) of each group.
+    """List (kind, layers) of each group.
 
-    vLLM: ``_get_kv_cache_groups_uniform_page_size``. Groups are as long as the kind with
-    fewer layers, or as the other one where that is less than half longer.
+    vLLM: ``_get_kv_cache_groups_uniform_page_size``. Groups are as long as the kind with fewer
+    layers, or as the other one if that is less than half longer.
     """
     counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
     fewest, most = min(counts.values()), max(counts.values())

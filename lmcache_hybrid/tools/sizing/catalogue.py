@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Well-known hybrid models by name, and where their figures come from."""
+"""Lists well-known hybrid models by name, with the source of their figures."""
 
 import difflib
 import functools
@@ -41,7 +41,7 @@ def models() -> tuple[Known, ...]:
 
 
 def find_shape(model: str) -> tuple[str, ModelShape]:
-    """(name, shape) of a folder, a ``config.json`` or a model of the table.
+    """Return (name, shape) of a folder, a ``config.json`` or a model of the table.
 
     Raises:
         ConfigError: it is none of these, or cannot be sized.
@@ -59,14 +59,14 @@ def find_shape(model: str) -> tuple[str, ModelShape]:
 
 
 def _meant(model: str) -> str:
-    """Name the model of the table that a mistyped name is nearest to, if one is near."""
+    """Suggest the model of the table nearest to a mistyped name, if one is near."""
     names = {name.lower(): name for known in models() for name in (known.name, *known.hub)}
     near = difflib.get_close_matches(model.lower(), names, n=1, cutoff=0.8)
     return f"did you mean {names[near[0]]}? Otherwise " if near else ""
 
 
 def hub_name(model: str) -> str:
-    """What ``vllm serve`` takes for a model of the table; a folder, or a file's, stays."""
+    """Return the name of a model of the table for ``vllm serve``; a folder, or a file's, stays."""
     path = Path(model)
     if path.exists():
         return str(path.parent if path.is_file() else path)
@@ -90,7 +90,7 @@ HEAD = (
 
 
 def table(platform: Platform) -> list[list[str]]:
-    """Rows below HEAD: every model on one rank, in the dtypes that vLLM chooses."""
+    """Make the rows below HEAD: every model on one rank, in the dtypes that vLLM chooses."""
     rows = []
     for known in models():
         shape = known.shape
@@ -114,6 +114,6 @@ def table(platform: Platform) -> list[list[str]]:
 
 
 def markdown(platform: Platform) -> str:
-    """The same as a Markdown table, as docs/sizing.md has it."""
+    """Make the Markdown table of docs/sizing.md."""
     rule = ["---", *["---:"] * (len(HEAD) - 2), "---"]
     return "\n".join("| " + " | ".join(line) + " |" for line in [HEAD, rule, *table(platform)])

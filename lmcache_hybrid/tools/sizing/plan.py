@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that ``lmcache-hybrid plan`` says, as its JSON has it."""
+"""Computes all figures of ``lmcache-hybrid plan``, as in its JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -32,14 +32,14 @@ def plan_of(
     backends: Sequence[str],
     flags: list[str],
 ) -> dict[str, Any]:
-    """Compute what a workload takes; bytes over all ranks unless named so.
+    """Compute the size of a workload; bytes are over all ranks unless named per rank.
 
     Args:
         raised: whether N is more than the block size that vLLM starts from.
         hopper: N with FlashInfer's prefill of gated delta nets, which is for GPUs only.
         prefill_rate: tokens a second.
         backends: names in BACKENDS.
-        flags: vLLM's that the sizes are of, name and value in turn.
+        flags: vLLM's flags for these sizes, name and value in turn.
     """
     n, heads = sizes.block_size, shape.attention.heads
     return {
@@ -49,7 +49,7 @@ def plan_of(
         "block_size": n,
         "block_size_is_logged": raised,
         "block_size_with_flashinfer_prefill": hopper,
-        # That hold the same KV head, and store it; latent attention is another matter.
+        # Ranks that hold and store the same KV head; not of latent attention.
         "ranks_per_kv_head": 1 if shape.attention.latent else max(1, sizes.tp // heads),
         # Whether a prompt of this length can hit at all.
         "hits": bool(boundaries(work.context, n, 0, work.unit)),
@@ -80,7 +80,7 @@ def _backend(name: str, sizes: Sizes, work: Workload, flags: list[str]) -> dict[
 
 
 def _intervals(work: Workload, n: int) -> list[int | str]:
-    """T in each row of its table: ends of chunks, none, and the largest first."""
+    """List T of each row of its table: chunk ends, none, then the largest first."""
     chosen = {blocks * n for blocks in INTERVALS if blocks * n < work.context}
     if isinstance(work.checkpoint, int) and work.checkpoint:
         chosen.add(work.checkpoint)
@@ -88,7 +88,7 @@ def _intervals(work: Workload, n: int) -> list[int | str]:
 
 
 def _checkpoint(sizes: Sizes, work: Workload, tokens: int | str) -> dict[str, Any]:
-    """What one T brings and costs."""
+    """Compute the gain and cost of one T."""
     work = replace(work, checkpoint=tokens)
     context, n, interval = work.context, sizes.block_size, work.interval(sizes.block_size)
     at_most, expected = storage.after_branch(context, n, interval)
@@ -104,13 +104,13 @@ def _checkpoint(sizes: Sizes, work: Workload, tokens: int | str) -> dict[str, An
 
 
 def _units(work: Workload, n: int) -> list[int]:
-    """N, and the units worth a look, the user's included; the largest first."""
+    """List N and the useful units, the user's included; the largest first."""
     chosen = {n, suggested_unit(n), suggested_unit(n, n // 8), suggested_unit(n, 16), work.unit}
     return sorted(chosen - {0}, reverse=True)
 
 
 def _unit(sizes: Sizes, work: Workload, unit: int, prefill_rate: int) -> dict[str, Any]:
-    """What one U brings and costs, in tokens; with N itself hits end at multiples of N only.
+    """Compute the gain and cost of one U, in tokens; N stands for hits at multiples of N only.
 
     ``faster_from`` is the shortest hit that loads faster than it computes, by RATES.
     """

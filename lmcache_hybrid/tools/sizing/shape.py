@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's attention and recurrent layers, read from its ``config.json``."""
+"""Reads a model's attention and recurrent layers from its ``config.json``."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 from lmcache_hybrid.core.errors import ConfigError
 
 ATTENTION, STATE = "attention", "state"
-# What configs call a layer, old names and new ones. Others keep nothing between tokens.
+# Layer types in configs, old names and new ones. Others keep nothing between tokens.
 _KINDS = {
     "attention": ATTENTION,
     "full_attention": ATTENTION,
@@ -25,7 +25,7 @@ _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 @dataclass(frozen=True)
 class Attention:
-    """What one attention layer keeps of a token, all ranks together.
+    """The KV cache of one attention layer per token, all ranks together.
 
     Attributes:
         heads: key/value heads; 1 for a latent (MLA), which every rank holds whole.
@@ -38,7 +38,7 @@ class Attention:
     latent: bool = False
 
     def elements(self, tp: int) -> int:
-        """Elements per token on one of ``tp`` ranks; vLLM: ``FullAttentionSpec``.
+        """Return the elements per token on one of ``tp`` ranks; vLLM: ``FullAttentionSpec``.
 
         With fewer heads than ranks each rank holds one (``ModelConfig.get_num_kv_heads``).
         """
@@ -70,12 +70,12 @@ class Recurrent:
     group_channels: int = 0
 
     def conv_elements(self, tp: int) -> int:
-        """On one rank. Groups that do not divide are repeated, as each rank needs its heads'."""
+        """Count them on one rank. Groups that do not divide are repeated on each rank."""
         groups = self.groups if self.groups % tp == 0 else tp
         return _share(self.channels + groups * self.group_channels, tp) * self.columns
 
     def state_elements(self, tp: int) -> int:
-        """On one rank."""
+        """Count them on one rank."""
         return _share(self.heads, tp) * self.head_elements
 
 
@@ -90,7 +90,7 @@ def _share(whole: int, tp: int) -> int:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Everything of a model that sizes depend on.
+    """The properties of a model that sizes depend on.
 
     Attributes:
         kinds: ATTENTION or STATE per layer that keeps something, in vLLM's order.
@@ -113,7 +113,7 @@ class ModelShape:
         return FAMILIES[self.model_type] is _qwen
 
     def with_dtype(self, dtype: str) -> "ModelShape":
-        """With vLLM's ``--dtype``, which the other two follow where they are the weights'."""
+        """Apply vLLM's ``--dtype``; the other dtypes follow if they are the weights'."""
         own = self.dtype
         return replace(
             self,
@@ -156,7 +156,7 @@ def load_shape(path: Path) -> ModelShape:
 
 
 def read_shape(config: Config) -> ModelShape:
-    """The shape of a model of a known family.
+    """Return the shape of a model of a known family.
 
     Raises:
         ConfigError: another family, no recurrent or no attention layers, a field is missing.
@@ -192,7 +192,7 @@ def read_shape(config: Config) -> ModelShape:
 
 
 def _kinds(text: _Fields) -> tuple[str, ...]:
-    """Per layer, from whichever field this family has for it."""
+    """List the kind of each layer, from the field that this family has for it."""
     names: Sequence[str]
     layers = range(text.get("num_hidden_layers") or 0)
     if listed := text.get("layer_types") or text.get("layers_block_type"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What prompts take in LMCache's backends, and what checkpoints cost and save."""
+"""Computes the size of prompts in LMCache's backends, and the cost and gain of checkpoints."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -38,9 +38,9 @@ class Backend:
 
     Attributes:
         title: as it is printed.
-        stored: bytes that a record of so many bytes takes there.
-        limit: LMCache's setting that bounds it, in GiB per rank; empty where there is none.
-        shared: all ranks read what one of them wrote.
+        stored: maps the bytes of a record to the bytes it takes there.
+        limit: LMCache's setting that bounds it, in GiB per rank; empty if none.
+        shared: all ranks read the same records.
     """
 
     title: str
@@ -49,7 +49,7 @@ class Backend:
     shared: bool = False
 
     def copies(self, group: Group, ranks: int) -> int:
-        """How many records of one block of a group it keeps."""
+        """Return how many records of one block of a group it keeps."""
         return 1 if self.shared and group.replicated else ranks
 
 
@@ -86,13 +86,13 @@ class Workload:
     step_tokens: int = 8192
 
     def interval(self, block_size: int) -> int:
-        """Tokens from one state on the way to the next, 0 for none on the way."""
+        """Return the tokens between two states of a prefill, 0 for none before its end."""
         if isinstance(self.checkpoint, str):
             return chunk_tokens(self.step_tokens, block_size)
         return self.checkpoint
 
     def check(self, block_size: int) -> None:
-        """Raises ConfigError where T is no multiple of N, U no divisor, or ``shared`` too much."""
+        """Raise ConfigError if T or U does not fit N, or ``shared`` is too large."""
         if self.unit and block_size % self.unit:
             nearest = suggested_unit(block_size, self.unit)
             fix = f"use {nearest}" if nearest else "leave it out"
@@ -113,7 +113,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Stored:
-    """What a workload leaves in a store.
+    """The content of a store after a workload.
 
     Attributes:
         blocks: attention blocks.
@@ -131,11 +131,11 @@ class Stored:
 
 
 def stored(sizes: Sizes, work: Workload, backend: Backend) -> Stored:
-    """Count what is stored when every prompt is asked once and nothing is evicted."""
+    """Count the records when every prompt is asked once and nothing is evicted."""
     n, shared = sizes.block_size, work.shared
     interval = work.interval(n)
     states = boundaries(work.context, n, interval, work.unit)
-    # A page that is partly filled at the last boundary is a record of its own.
+    # A partly filled page at the last boundary is a record of its own.
     blocks = work.context // n + sum(boundary % n > 0 for boundary in states)
     common_blocks = shared // n
     junction = common_blocks * n  # where the second prompt branches off
@@ -143,7 +143,7 @@ def stored(sizes: Sizes, work: Workload, backend: Backend) -> Stored:
     own_states = later_states = len(states) - len(common_states)
     if work.prompts > 1 and common_blocks:
         common_states.add(junction)
-        if work.checkpoint == CHUNK_ENDS:  # whose chunks begin there
+        if work.checkpoint == CHUNK_ENDS:  # chunks of later prompts begin there
             later = boundaries(work.context, n, interval, work.unit, start=junction)
             later_states = sum(boundary > shared for boundary in later)
     all_blocks = common_blocks + work.prompts * (blocks - common_blocks)
@@ -162,15 +162,15 @@ def stored(sizes: Sizes, work: Workload, backend: Backend) -> Stored:
 
 
 def bytes_of_one(sizes: Sizes, work: Workload) -> int:
-    """Payload of one prompt alone, over all ranks, each with pages of its own."""
+    """Return the payload of a lone prompt over all ranks, each with its own pages."""
     return stored(sizes, replace(work, prompts=1, shared=0), BACKENDS["ram"]).payload
 
 
 def after_branch(context: int, block_size: int, interval: int) -> tuple[int, float]:
-    """Tokens that the first prompt to branch off somewhere in a stored one computes again.
+    """Return the tokens that the first prompt to branch off a stored one computes again.
 
     Returns:
-        At most, in the worst place to branch; and where each place is as likely as any other.
+        The maximum over all places to branch, and the mean.
     """
     starts = [0, *boundaries(context, block_size, interval)]
     lengths = [end - start for start, end in zip(starts, [*starts[1:], context], strict=True)]
@@ -179,7 +179,7 @@ def after_branch(context: int, block_size: int, interval: int) -> tuple[int, flo
 
 
 def prefill_steps(context: int, block_size: int, interval: int, budget: int, unit: int = 0) -> int:
-    """Count the steps of a cold prefill that has an engine to itself.
+    """Count the steps of a cold prefill that is alone in its engine.
 
     ``budget`` is the engine's ``max_num_batched_tokens``, all arguments are in tokens.
     A step ends at each boundary that is kept, and otherwise at a multiple of N.
@@ -191,7 +191,7 @@ def prefill_steps(context: int, block_size: int, interval: int, budget: int, uni
 
 
 def break_even(sizes: Sizes, unit: int, computed: float, loaded: float) -> int | None:
-    """The shortest hit that takes less time to load than to compute, in tokens.
+    """Return the shortest hit that loads faster than it computes, in tokens.
 
     Args:
         unit: U, or N for hits at multiples of N only.
@@ -199,7 +199,7 @@ def break_even(sizes: Sizes, unit: int, computed: float, loaded: float) -> int |
         loaded: bytes per second, of all ranks together.
 
     Returns:
-        None where even the deepest of 64 blocks is computed faster.
+        None if even the deepest of 64 blocks computes faster.
     """
     page, states = sizes.in_all(ATTENTION), sizes.in_all(STATE)
     for end in range(unit, 64 * sizes.block_size + 1, unit):

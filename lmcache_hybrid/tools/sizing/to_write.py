@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan has you write: LMCache's file and the flags of ``vllm serve``."""
+"""Writes a plan's settings: LMCache's file and the flags of ``vllm serve``."""
 
 import json
 import math
@@ -9,27 +9,26 @@ from lmcache_hybrid.core.sizes import GIB
 from lmcache_hybrid.tools.sizing.blocks import Sizes
 
 # Host memory of an engine that keeps nothing in RAM: LMCache's default. Records are copied
-# through it, and config.options.check_pool wants room for two.
+# through it, and config.options.check_pool needs room for two.
 COPIES_GIB = 5.0
-# Where the user's own name belongs.
+# Placeholders for the user's own names.
 FOLDER, REDIS = "/srv/lmcache", "redis://cache:6379"
 
 
 def to_write(
     backend: str, sizes: Sizes, bytes_taken: int, own: dict[str, Any], flags: list[str]
 ) -> dict[str, Any]:
-    """Bound one backend so that it holds what a plan stores.
+    """Set the limit of one backend so that it holds a plan's records.
 
     Args:
         backend: a name in ``storage.BACKENDS``.
         bytes_taken: there, over all ranks.
-        own: this package's options that the plan was made with.
+        own: this package's options for the plan.
         flags: vLLM's, name and value in turn.
 
     Returns:
-        ``lmcache_yaml``, LMCache's options, with sizes in GiB of one rank; ``vllm_flags``, what
-        follows ``vllm serve MODEL``; ``elsewhere``, what the store itself must be told, empty
-        where that is nothing.
+        ``lmcache_yaml``, LMCache's options, with sizes in GiB per rank; ``vllm_flags``, to append
+        to ``vllm serve MODEL``; ``elsewhere``, settings of the store itself, empty if none.
     """
     largest = max(group.bytes for group in sizes.groups)
     copies = max(COPIES_GIB, gib(8 * largest))
@@ -55,7 +54,7 @@ def to_write(
 
 
 def as_typed(written: dict[str, Any], model: str) -> str:
-    """:func:`to_write` as a shell and an editor take it, in lines of at most 80 columns."""
+    """Format :func:`to_write` for a shell and an editor, in lines of at most 80 columns."""
     values = (
         f"{name}: {value if isinstance(value, str) else json.dumps(value)}"
         for name, value in written["lmcache_yaml"].items()
@@ -70,5 +69,5 @@ def as_typed(written: dict[str, Any], model: str) -> str:
 
 
 def gib(size: float) -> float:
-    """Bytes in GiB, rounded up to a tenth: what LMCache's ``*_size`` options call GB."""
+    """Convert bytes to GiB, rounded up to a tenth; LMCache's ``*_size`` options call it GB."""
     return math.ceil(size / GIB * 10) / 10

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a stored record is what its name claims: by its header, or by all of its bytes."""
+"""Checks that a stored record is what its name claims: by its header, or by all of its bytes."""
 
 import time
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from lmcache_hybrid.tools.stored.record_store import Entry, RecordStore
 
 
 class Status(StrEnum):
-    """What an engine would make of a record."""
+    """How an engine would treat a record."""
 
     GOOD = "good"
     DAMAGED = "damaged"
@@ -47,7 +47,7 @@ class Verdict:
     header: Header | None = None
     reason: str = ""
 
-    # What least_used() asks of a record.
+    # Deletable, for least_used().
 
     @property
     def used(self) -> float:
@@ -62,7 +62,7 @@ class Verdict:
 
 
 def judge(entry: Entry) -> Verdict:
-    """Judge a record by name, sizes and headers alone; its payload is not read."""
+    """Judge a record by name, sizes and headers only; its payload is not read."""
     if entry.missing is not None:
         return _incomplete(entry, entry.missing)
     try:
@@ -100,7 +100,7 @@ def verify(store: RecordStore, entry: Entry, digester: Digester = PLAIN) -> Verd
     except FileNotFoundError:
         return Verdict(entry, Status.GONE)
     except OSError as error:
-        # The disk may be broken, or the file server away: not a reason to delete it.
+        # The disk may be broken, or the file server away: no reason to delete it.
         return Verdict(entry, Status.UNREADABLE, None, f"cannot be read: {error.strerror}")
     except _OtherKey as error:
         return Verdict(entry, Status.UNREADABLE, None, str(error))
@@ -110,7 +110,7 @@ def verify(store: RecordStore, entry: Entry, digester: Digester = PLAIN) -> Verd
 
 
 class _OtherKey(Exception):
-    """Sealed with a key that is not at hand, so nothing can be said about it."""
+    """Sealed with a key that is not available, so it cannot be judged."""
 
 
 def _incomplete(entry: Entry, reason: str) -> Verdict:
@@ -119,12 +119,12 @@ def _incomplete(entry: Entry, reason: str) -> Verdict:
 
 
 def _check_name(key: StoredKey, header: Header) -> None:
-    """A record under another's name is a miss for an engine, whoever put it there."""
+    """Raise if a record is under another one's name, which is a miss for an engine."""
     if header.label != key.label:
         raise RecordError("name", f"holds {header.label} under the name of {key.label}")
     if header.fingerprint[:8].hex() != key.fingerprint:
         raise RecordError("name", "holds bytes of another model, layout or rank")
-    # A hash that is no SHA-256 is stored as twice its digest, which says nothing of the name.
+    # A hash other than SHA-256 is stored as twice its digest, so the name cannot be checked.
     half = len(header.block_hash) // 2
     widened = header.block_hash[:half] == header.block_hash[half:]
     if not widened and int.from_bytes(header.block_hash[:8], "big") != key.block_hash:

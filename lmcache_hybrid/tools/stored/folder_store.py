@@ -29,8 +29,8 @@ from lmcache_hybrid.tools.stored.record_store import Entry
 LOCAL_DISK = ".pt"
 LOCAL_DISK_NOTE = (
     "local_disk keeps its index in memory: an engine finds only the files of its own fingerprint "
-    "again when it starts, counts those of others towards its limit and evicts them first. A "
-    "running engine counts purged files until it misses them."
+    "again when it starts, counts those of others towards its limit and evicts them first. Until "
+    "it misses them, a running engine still counts purged files towards its limit."
 )
 
 
@@ -42,7 +42,7 @@ class FolderStore:
         self.notes: list[str] = []
         self.foreign = 0
         self._unreadable = 0
-        # One folder that is named twice holds its records once.
+        # Read a folder that is named twice only once.
         self._folders = list(dict.fromkeys(folder.resolve() for folder in folders))
 
     def entries(self) -> Iterator[Entry]:
@@ -128,7 +128,7 @@ def open_url(store: str) -> FolderStore:
     """Open a folder, or ``fs://HOST:PORT/PATH``; several with commas between them.
 
     Raises:
-        ConfigError: a folder is not there, or none is named.
+        ConfigError: a folder does not exist, or none is named.
     """
     # LMCache splits at commas, so a folder with one in its name cannot be configured.
     parts = (_path_of(store) if "://" in store else store).split(",")
@@ -136,7 +136,7 @@ def open_url(store: str) -> FolderStore:
 
 
 def open_file_url(store: str) -> FolderStore:
-    """Open ``file:///PATH``. Raises as :func:`open_url` does, and where no engine would take it."""
+    """Open ``file:///PATH``. Raises as :func:`open_url` does, and if an engine would refuse it."""
     return _open(store, list(map(Path, folders_of("STORE", store))))
 
 
@@ -152,17 +152,17 @@ def _open(store: str, paths: list[Path]) -> FolderStore:
 
 
 def _path_of(url: str) -> str:
-    """As LMCache reads it."""
+    """Return the path of a URL as LMCache reads it."""
     try:
         return urlsplit(url).path
     except ValueError as error:
         raise ConfigError(
-            f"STORE {url!r} is no URL ({error}); write fs://localhost:0/absolute/path."
+            f"STORE {url!r} is not a URL ({error}); write fs://localhost:0/absolute/path."
         ) from error
 
 
 def _delete_unfinished(folder: Path) -> None:
-    """Delete what engines that were killed had begun to write."""
+    """Delete unfinished files of killed engines."""
     for file in record_files(str(folder), TEMPORARY):
         if file.unfinished and is_temporary(os.path.basename(file.path)):
             os.unlink(file.path)

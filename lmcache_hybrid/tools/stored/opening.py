@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which stores a command line or an LMCache configuration names."""
+"""Opens the stores that a command line or an LMCache configuration names."""
 
 import os
 from pathlib import Path
@@ -13,10 +13,10 @@ from lmcache_hybrid.tools.stored.record_store import RecordStore
 
 
 def open_store(store: str) -> RecordStore:
-    """Open the store that ``store`` names: a folder, or a URL of a kind that can be looked into.
+    """Open the store that ``store`` names: a folder, or a URL of a supported kind.
 
     Raises:
-        ConfigError: it names no store that can be looked into.
+        ConfigError: it does not name a supported store.
         StoreError: it cannot be reached.
     """
     scheme = store.partition("://")[0].lower() if "://" in store else ""
@@ -40,7 +40,7 @@ def open_store(store: str) -> RecordStore:
 def stores_of(path: Path) -> list[str]:
     """List the folders and URLs that an LMCache file names, local ones first. Imports LMCache.
 
-    Those of LMCache's ``remote_storage_plugins``, too.
+    Includes those of LMCache's ``remote_storage_plugins``.
 
     Raises:
         ConfigError: the file cannot be read, or names RAM only.

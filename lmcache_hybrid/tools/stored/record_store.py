@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store as ``inspect``, ``verify`` and ``purge`` see it, and what it holds."""
+"""The interface of a store for ``inspect``, ``verify`` and ``purge``, and its entries."""
 
 import json
 import tempfile
@@ -10,23 +10,23 @@ from typing import BinaryIO, Protocol
 
 from lmcache_hybrid.storage.key_names import StoredKey
 
-# Names are kept in memory up to here.
+# Max bytes of names to keep in memory.
 IN_MEMORY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One record, or what is left of one.
+    """One record, maybe incomplete.
 
     Attributes:
-        key: what its name claims.
+        key: parsed from its name.
         where: file path or Redis key, as text that the store understands.
-        size: bytes of the record, 0 where it is missing.
+        size: bytes of the record, 0 if missing.
         taken: bytes that it takes in the store.
         age: seconds since it was written (files) or last used (Redis); None if unknown.
-        head: its first HEADER_BYTES, less where it is shorter.
-        wrapper: LMCache's own header in front of it; None where it has none.
-        missing: why it is incomplete, where a writer did not finish; else None.
+        head: its first HEADER_BYTES, or less if it is shorter.
+        wrapper: LMCache's own header in front of it; None if it has none.
+        missing: why it is incomplete, if a writer did not finish; else None.
         in_place: whether it grows while it is written, so a short one may not be damaged.
     """
 
@@ -46,7 +46,7 @@ class RecordStore(Protocol):
 
     Attributes:
         name: for people, without a password.
-        notes: sentences that a reader of the figures must know.
+        notes: sentences to show with the figures.
         foreign: files or values that are not ours, counted by ``entries``.
     """
 
@@ -77,11 +77,11 @@ class RecordStore(Protocol):
         """
 
     def close(self) -> None:
-        """Give back connections."""
+        """Close connections."""
 
 
 class Names:
-    """Keeps ``Entry.where`` values: in memory while they are few, in a temporary file beyond.
+    """Keeps ``Entry.where`` values: few in memory, many in a temporary file.
 
     Iterates in the order of adding; add nothing meanwhile. The owner closes it.
     """
@@ -94,7 +94,7 @@ class Names:
         return self._count
 
     def add(self, where: str) -> None:
-        # JSON escapes line ends, and what is no UTF-8.
+        # JSON escapes line ends and invalid UTF-8.
         self._lines.write(json.dumps(where).encode() + b"\n")
         self._count += 1
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connects to every Redis URL that LMCache takes, and says why it cannot."""
+"""Connects to any Redis URL that LMCache takes, and explains failures."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -20,7 +20,7 @@ from lmcache_hybrid.storage.remote.clients import (
 CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 30.0
 
 Greet: TypeAlias = Callable[[Any], None]
-# RedisClusterException is no RedisError.
+# RedisClusterException is not a RedisError.
 ERRORS = (redis.RedisError, redis.exceptions.RedisClusterException)
 
 
@@ -61,7 +61,7 @@ def connect(url: str, greet: Greet | None = None) -> Client:
     try:
         client = make_client(url, _options(url, greet))
         if isinstance(client, redis.RedisCluster):
-            # Asked without this, any one node answers.
+            # Without this only one node is asked.
             client.ping(target_nodes=redis.RedisCluster.PRIMARIES)
         else:
             client.ping()
@@ -73,5 +73,5 @@ def connect(url: str, greet: Greet | None = None) -> Client:
 
 
 def ping(url: str) -> None:
-    """Raises StoreError or ConfigError where the server of ``url`` cannot be used."""
+    """Raise StoreError or ConfigError if the server of ``url`` cannot be used."""
     connect(url).close()

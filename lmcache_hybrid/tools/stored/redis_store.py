@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records in Redis: ``KEYkv_bytes``, and the ``KEYmetadata`` beside it that earlier releases wrote.
 
-Keys are listed with SCAN and a pattern and asked for in pipelines, so nothing here holds
-up a server for longer than a page of keys takes.
+Keys are listed with SCAN and a pattern and read in pipelines, so nothing here blocks a server for
+longer than a page of keys takes.
 """
 
 import io
@@ -31,7 +31,7 @@ TOUCHED = (
 class RedisStore:
     """Records in one Redis or Valkey database, or in all primaries of a cluster.
 
-    Keys are never kept: what is held in memory is one page of them.
+    Holds only one page of keys in memory.
     """
 
     def __init__(self, url: str) -> None:
@@ -45,7 +45,7 @@ class RedisStore:
         self._client = connect(url, self._greet)
 
     def _greet(self, connection: Any) -> None:
-        """Keep our reads from counting as uses, by which servers evict."""
+        """Keep our reads from counting as uses, which would change the eviction order."""
         connection.send_command("CLIENT", "NO-TOUCH", "ON")
         try:
             connection.read_response()
@@ -70,22 +70,22 @@ class RedisStore:
         return self._client.dbsize()
 
     def _pages(self, suffix: str) -> Iterator[list[str]]:
-        """Names of our keys without ``suffix``.
+        """Yield pages of our keys' names without ``suffix``.
 
-        SCAN may name a key twice while a server resizes its table, which it does when its
-        number of keys doubles or shrinks to an eighth meanwhile. Then it is counted twice.
+        SCAN may return a key twice while a server resizes its table, when its number of keys
+        doubles or shrinks to an eighth meanwhile. Then it counts twice.
         """
         for keys in pages(self._client.scan_iter(PATTERN + suffix, PAGE)):
             names = (key.decode("utf-8", "surrogateescape").removesuffix(suffix) for key in keys)
             yield [name for name in dict.fromkeys(names) if parse_key(name)]
 
     def _described(self, names: list[str], part: str) -> Iterator[Entry]:
-        """Describe records; of METADATA those without a value, which Redis evicted."""
+        """Describe records; for METADATA those without a value, which Redis evicted."""
         answers = self._ask(
             command
             for name in names
             for command in (
-                # First, as the others may count as a use.
+                # First, because the others may count as a use.
                 ("OBJECT", "IDLETIME", _bytes(name + part)),
                 ("EXISTS", _bytes(name + VALUE)),
                 ("STRLEN", _bytes(name + VALUE)),
@@ -96,9 +96,9 @@ class RedisStore:
         for name, (idle, *others) in zip(names, answers_of(answers, 5)):
             there, size, head, extra = map(self._string, others)
             if None in (size, head, extra):
-                continue  # no strings: not ours
+                continue  # not strings: not ours
             if there != (part == VALUE) or not (there or extra):
-                continue  # gone by now, or a record that has been described
+                continue  # gone by now, or already described
             key = parse_key(name)
             assert key is not None
             age = None if isinstance(idle, Exception) or idle is None else float(idle)
@@ -107,7 +107,7 @@ class RedisStore:
 
     @contextmanager
     def open(self, entry: Entry) -> Iterator[BinaryIO]:
-        # In one piece: an engine may write the key anew between two reads.
+        # In one piece: an engine may rewrite the key between two reads.
         with self._answers():
             value = self._client.get(_bytes(entry.where + VALUE))
         if value is None:
@@ -133,10 +133,10 @@ class RedisStore:
         self._client.close()
 
     def _string(self, answer: Any) -> Any:
-        """Return an answer about a string; None where the value is no string.
+        """Return an answer about a string; None if the value is not a string.
 
         Raises:
-            StoreError: the server refuses to say, so nothing is known of its records.
+            StoreError: the server refuses, so nothing is known of its records.
         """
         if not isinstance(answer, Exception):
             return answer
@@ -164,14 +164,14 @@ class RedisStore:
 
 
 def pages(items: Iterable[Any]) -> Iterator[list[Any]]:
-    """PAGE items at a time."""
+    """Yield PAGE items at a time."""
     rest = iter(items)
     while page := list(islice(rest, PAGE)):
         yield page
 
 
 def answers_of(answers: list[Any], count: int) -> Iterator[tuple]:
-    """The answers of a pipeline, ``count`` for each key."""
+    """Yield the answers of a pipeline, ``count`` for each key."""
     return zip(*[iter(answers)] * count)
 
 

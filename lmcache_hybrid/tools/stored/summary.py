@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a store holds, by model, rank and fingerprint."""
+"""Summarizes a store by model, rank and fingerprint."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ import xxhash
 
 from lmcache_hybrid.tools.stored.audit import Status, Verdict
 
-# Most prefixes with states that are kept for each fingerprint: about 10 MB.
+# Max prefixes with states to keep per fingerprint: about 10 MB.
 SAMPLE = 1 << 17
 
 
@@ -19,12 +19,12 @@ class Row:
 
     Attributes:
         rank: ``0/2`` is rank 0 of 2.
-        records: good ones; the other counts are of what is not good.
+        records: good ones; the other counts are of bad ones.
         states: good state records.
-        bytes: of everything, in the store.
-        prompts: at least so many different prompts; see :class:`Tally`.
-        resumable: boundaries that have the states of all groups, where the model has states.
-        estimated: ``resumable`` is of a sample, as there are very many.
+        bytes: of all, in the store.
+        prompts: lower bound of different prompts; see :class:`Tally`.
+        resumable: boundaries with the states of all groups, if the model has states.
+        estimated: ``resumable`` is estimated from a sample.
         deepest: largest boundary, in tokens.
         youngest, oldest: seconds since a record was written (files) or used (Redis).
     """
@@ -49,8 +49,8 @@ class Row:
 class Resumable:
     """Counts prefixes that have the states of all groups.
 
-    Exact up to SAMPLE prefixes; beyond that an even sample of them is kept, and the count
-    is an estimate. So its memory is bounded.
+    Exact up to SAMPLE prefixes; beyond that an even sample is kept and the count is an estimate,
+    so that its memory is bounded.
     """
 
     def __init__(self) -> None:
@@ -81,10 +81,10 @@ class Resumable:
 class Tally:
     """Fills one row while a store is read, in bounded memory.
 
-    A record knows the hash of its whole prefix, but not the block before it. So prompts
-    cannot be told one by one; but prefixes of the same length with different hashes
-    belong to different prompts, and a store has one record of each group for each of
-    them: the most of one group at one boundary is a lower bound.
+    A record has the hash of its whole prefix, but not the block before it, so prompts cannot be
+    counted exactly. But prefixes of one length with different hashes belong to different prompts,
+    and a store has one record of each group for each of them: the largest count of one group at
+    one boundary is a lower bound.
     """
 
     def __init__(self, row: Row) -> None:
@@ -114,7 +114,7 @@ class Tally:
             self._resumable.add(header.block_hash + header.tags, entry.key.label)
 
     def row(self) -> Row:
-        """The row, complete."""
+        """Return the complete row."""
         self._row.resumable = self._resumable.count()
         self._row.estimated = self._resumable.estimated
         return self._row

@@ -243,7 +243,7 @@ DEFECTS = (
     one(
         "a load that fails leaves copies in flight",
         COPIES,
-        "        finally:\n            # Also after an error",
+        "        finally:\n            # Even after an error",
         "        except ZeroDivisionError:\n            raise\n"
         "        else:\n            # Not after one",
     ),
@@ -262,8 +262,8 @@ DEFECTS = (
     one(
         "a new thread waits with another device current",
         COPIES,
-        "it would make a context.\n        self._module.set_device(self._device.index or 0)\n",
-        "it would make a context.\n",
+        "it would create a context.\n        self._module.set_device(self._device.index or 0)\n",
+        "it would create a context.\n",
     ),
     one(
         "more threads copy than the docs say",

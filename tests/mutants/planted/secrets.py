@@ -73,8 +73,8 @@ DEFECTS = (
     one(
         "an error shows the password of a URL that cannot be read",
         "lmcache_hybrid/config/redis_credentials.py",
-        '        raise ValueError(\n            "its port is no number;',
-        '        raise ValueError(\n            f"{url}: its port is no number;',
+        '        raise ValueError(\n            "its port is not a number;',
+        '        raise ValueError(\n            f"{url}: its port is not a number;',
     ),
     one(
         "a password in the query of a URL is told",

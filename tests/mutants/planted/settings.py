@@ -56,8 +56,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "what LMCache asserts ends the start without a word",
         OPTIONS,
-        "    except (AssertionError, ValueError) as error:\n        # Of options",
-        "    except ZeroDivisionError as error:\n        # Of options",
+        "    except (AssertionError, ValueError) as error:\n        # LMCache may fail first",
+        "    except ZeroDivisionError as error:\n        # LMCache may fail first",
     ),
     one(
         "values of the connector's extra config are not looked at",
@@ -182,8 +182,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "what must not be read is loaded",
         "lmcache_hybrid/scheduler/admission.py",
-        "        if not reads:  # it was asked",
-        "        if False:  # it was asked",
+        "        if not reads:  # looked up",
+        "        if False:  # looked up",
     ),
     one(
         "an empty remote_url turns LMCache off without a word",

@@ -13,8 +13,8 @@ DEFECTS = (
     one(
         "plan counts no chunks of later prompts from where they leave the shared prefix",
         "lmcache_hybrid/tools/sizing/storage.py",
-        "        if work.checkpoint == CHUNK_ENDS:  # whose",
-        "        if not work.checkpoint:  # whose",
+        "        if work.checkpoint == CHUNK_ENDS:  # chunks of",
+        "        if not work.checkpoint:  # chunks of",
     ),
     one(
         "plan knows no chunk where a step is shorter than a block",

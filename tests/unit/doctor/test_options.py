@@ -57,7 +57,12 @@ def of(model: Model | None, named: str | None = "m") -> Context:
 @pytest.mark.parametrize(
     "unit, status, says, fix",
     [
-        (0, OK, "hit, at multiples of it", "Set --prefix-match-unit 64: hits from 65 tokens on."),
+        (
+            0,
+            OK,
+            "only longer prompts can hit, at multiples of",
+            "Set --prefix-match-unit 64: hits from 65 tokens on.",
+        ),
         (96, OK, "with --prefix-match-unit 96 prompts of 97 tokens and more hit", ""),
         (100, ERROR, "--prefix-match-unit 100 does not divide this model's", "Use 96."),
     ],
