@@ -35,7 +35,7 @@ CORES = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:2])
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", CORES)
 for name in ("VLLM_LOGGING_LEVEL", "LMCACHE_LOG_LEVEL"):
     os.environ.setdefault(name, "WARNING")  # export INFO to watch LMCache's lookups and hits
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # an example tells nobody that it ran
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # an example sends no usage statistics
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 
 
@@ -87,7 +87,7 @@ def start(model: str, transfer: dict[str, Any] | None, **options: Any) -> Any:
         max_model_len=MAX_MODEL_LEN,
         enable_prefix_caching=True,
         kv_transfer_config=transfer,
-        enforce_eager=True,  # starts faster; leave it out in earnest
+        enforce_eager=True,  # starts faster; leave it out in production
         disable_log_stats=False,  # times and counters
         **options,
     )

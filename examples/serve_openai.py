@@ -48,7 +48,7 @@ def server(model: str, config: Path, log: Path) -> Iterator[str]:
     command = serve_command(model) + ["--served-model-name", "model"]
     command += ["--port", port, "--max-model-len", str(common.MAX_MODEL_LEN)]
     command += ["--enable-prefix-caching", "--kv-transfer-config", json.dumps(common.CONNECTOR)]
-    command += ["--enforce-eager"]  # starts faster; leave it out in earnest
+    command += ["--enforce-eager"]  # starts faster; leave it out in production
     # With its default, 0, vLLM kills its processes before LMCache has written everything.
     command += ["--shutdown-timeout", "30"]
     environment = os.environ | {"LMCACHE_CONFIG_FILE": str(config)}
