@@ -156,10 +156,10 @@ def test_a_load_limit_below_one_block_is_refused(tokens):
 
 
 def test_a_negative_length_is_refused():
-    with pytest.raises(ConfigError, match="max_tokens_per_load=-1 is no number") as error:
+    with pytest.raises(ConfigError, match="max_tokens_per_load=-1 is not a number") as error:
         options(**{"lmcache.max_tokens_per_load": -1})
     assert_one_sentence(str(error.value))
-    with pytest.raises(ConfigError, match="min_retrieve_tokens=-5 is no number"):
+    with pytest.raises(ConfigError, match="min_retrieve_tokens=-5 is not a number"):
         options(lmcache=lmcache_config(min_retrieve_tokens=-5))
 
 
