@@ -52,7 +52,7 @@ test-fast: venv  ## the tests that start no engine
 
 sim: venv  ## a million simulated steps from random seeds: ten minutes; figures go to docs/generated/simulation.json
 	mkdir -p build && rm -f build/sim.*
-	SIM_OUT=build/sim SIM_STEPS=1000000 SIM_SEED=random $(BIN)/python -m pytest tests/sim --numprocesses 2
+	SIM_OUT=build/sim SIM_STEPS=1000000 SIM_SEED=random $(BIN)/python -m pytest tests/sim --numprocesses 2 --dist worksteal
 	$(BIN)/python -m tests.sim.report
 
 mutants: venv  ## plant every known defect, one at a time: the fast tests must find it
