@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from lmcache_hybrid.config.options import Options, log_events, log_sharing, without_hits
+from lmcache_hybrid.config.no_hits import without_hits
+from lmcache_hybrid.config.options import Options, log_events, log_sharing
 from lmcache_hybrid.config.stores import in_the_clear
 from lmcache_hybrid.config.stores.base import folders_in
 from lmcache_hybrid.config.tiers import described, prompt_bytes, tiers

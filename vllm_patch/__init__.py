@@ -2,7 +2,8 @@
 """vLLM plugin: makes ``LMCacheConnectorV1`` serve hybrid models.
 
 vLLM calls :func:`register` in the API server, in EngineCore and in every worker (entry point
-``vllm.general_plugins``), maybe more than once.
+``vllm.general_plugins``), maybe more than once. Function by function:
+``lmcache_hybrid/upstream/signatures.py``. ``loaders`` installs what only a worker needs.
 
 | Module | What it replaces in vLLM |
 |---|---|

@@ -28,6 +28,7 @@ from lmcache_hybrid.storage.read_reservation import ReadReservation
 from lmcache_hybrid.storage.record import open_record, record_bytes, seal
 from lmcache_hybrid.storage.record_names import RecordNames, Replicas
 from lmcache_hybrid.storage.residency import Residency
+from lmcache_hybrid.storage.silent_stores import SilentStores
 from lmcache_hybrid.storage.tiers import open_tiers
 from lmcache_hybrid.storage.tiers.base import Opening, StorageTier
 
@@ -80,7 +81,7 @@ class LMCacheStore:
         self._cleared = -math.inf  # time.monotonic of the last reset
         self.tiers: dict[str, StorageTier] = {}
         self._damaged = DamagedRecords(self.manager.storage_backends, self.tiers, residency)
-        self._silent = tier_lookup.SilentStores()
+        self._silent = SilentStores()
         self._counts_lock = threading.Lock()
         self._reservation = ReadReservation(
             self.manager.local_cpu_backend, record_bytes(max_payload)

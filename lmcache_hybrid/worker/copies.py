@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between pages and record buffers; all code that depends on the device.
+"""Orders the copies between pages and record buffers, by kind of device.
+
+The bytes are copied in :mod:`.pages` on a CPU and in :mod:`.batched_copies` on other devices.
 
 On CPU a few threads copy record after record. Elsewhere the host queues the copies and goes on;
 streams and events order them against the forward.

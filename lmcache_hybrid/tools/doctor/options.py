@@ -3,12 +3,12 @@
 
 from collections.abc import Iterator
 
+from lmcache_hybrid.config.no_hits import without_hits
 from lmcache_hybrid.config.options import (
     DEFAULT_CHUNK_SIZE,
     check_lengths,
     check_pool,
     refusals,
-    without_hits,
 )
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import suggested_unit

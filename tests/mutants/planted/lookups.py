@@ -19,7 +19,7 @@ DEFECTS = (
     ),
     one(
         "a store is blamed for a question that began too late",
-        "lmcache_hybrid/storage/tier_lookup.py",
+        "lmcache_hybrid/storage/silent_stores.py",
         "        return seconds > 0 and seconds >= FAIR_PART * self._longest\n",
         "        return seconds >= 0 * FAIR_PART\n",
     ),

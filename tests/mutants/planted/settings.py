@@ -85,7 +85,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "nobody learns that no prompt is long enough",
-        OPTIONS,
+        "lmcache_hybrid/config/no_hits.py",
         "    if longest <= unit:\n",
         "    if False:\n",
     ),
@@ -373,7 +373,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "what is stored is looked for elsewhere, without a word",
-        OPTIONS,
+        "lmcache_hybrid/config/no_hits.py",
         "    if written and read and written not in read:\n",
         "    if False:\n",
     ),
@@ -385,7 +385,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "a consumer's RAM stays empty without a word",
-        OPTIONS,
+        "lmcache_hybrid/config/no_hits.py",
         '    elif role == "kv_consumer" and not lasting:\n',
         "    elif False:\n",
     ),

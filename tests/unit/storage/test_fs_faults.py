@@ -242,7 +242,7 @@ def hangs(monkeypatch, function: str) -> Iterator[set[int]]:
 def test_lookups_that_hang_miss_and_keep_a_fixed_number_of_threads(box, monkeypatch, hybrid_log):
     box = box("fs", blocking_timeout_secs=0.2).write()
     monkeypatch.setattr(fs, "LEAST_ASKED", 1)
-    monkeypatch.setattr("lmcache_hybrid.storage.tier_lookup.PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("lmcache_hybrid.storage.silent_stores.PAUSE_SECONDS", 0.0)
     with hangs(monkeypatch, "stat") as inside:
         for _ in range(20):
             assert box.store.locate(MANY) == {}
@@ -255,7 +255,7 @@ def test_lookups_that_hang_miss_and_keep_a_fixed_number_of_threads(box, monkeypa
 
 def test_reads_that_hang_keep_a_fixed_number_of_buffers_and_lookups_miss(box, monkeypatch):
     box = box("fs", blocking_timeout_secs=0.2).write(MANY)
-    monkeypatch.setattr("lmcache_hybrid.storage.tier_lookup.PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("lmcache_hybrid.storage.silent_stores.PAUSE_SECONDS", 0.0)
     claims = [box.store.claim(dict.fromkeys(MANY, "RemoteBackend")) for _ in range(3)]
     with hangs(monkeypatch, "readv") as inside:
         for claim in claims:
