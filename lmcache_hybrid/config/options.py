@@ -2,6 +2,7 @@
 """Reads LMCache's options for a hybrid model: keeps, sets or refuses each."""
 
 import copy
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -495,9 +496,12 @@ def _check_remote(config: "LMCacheEngineConfig") -> None:
             check_folder(option, folder, trusted_owner(config))
 
 
-def memory_of_the_machine() -> int:
-    """Return the bytes of memory and swap space."""
-    return psutil.virtual_memory().total + psutil.swap_memory().total
+def memory_of_the_machine() -> float:
+    """Return the bytes of memory and swap space; inf where the system does not say."""
+    try:
+        return float(psutil.virtual_memory().total + psutil.swap_memory().total)
+    except OSError:  # no file descriptor left, or no /proc
+        return math.inf
 
 
 def _check_local(config: "LMCacheEngineConfig") -> None:

@@ -72,6 +72,7 @@ def test_an_engine_takes_what_is_printed(
     parsed = parser.parse_args(serve[2:])
     assert parsed.tensor_parallel_size == 2 and parsed.max_num_batched_tokens == 16_000
     assert (parsed.kv_cache_dtype, parsed.mamba_ssm_cache_dtype) == ("bfloat16", "float32")
+    assert parsed.shutdown_timeout == (0 if backend == "ram" else 30)
     options = read_options(vllm_config(parsed.kv_transfer_config), config)
     check_lengths(options, found["block_size"])
     assert options.checkpoint_tokens == 2 * n

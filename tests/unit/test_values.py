@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A value that LMCache would read as another one ends the start with a sentence."""
 
+import errno
 import json
 import os
 import traceback
 
+import psutil
 import pytest
 import yaml
 from lmcache.integration.vllm import utils as lmcache_utils
@@ -422,6 +424,16 @@ def test_a_path_is_not_expanded(monkeypatch, tmp_path, value):
 def test_a_pool_that_no_machine_has_is_refused():
     message = refusal(max_local_cpu_size=1 << 20)
     assert " GB on each rank, more than the " in message and message.endswith("set it to less.")
+
+
+def test_an_engine_starts_where_the_system_does_not_say_its_memory(monkeypatch):
+    """As with no file descriptor left, or without /proc."""
+
+    def unread():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(psutil, "virtual_memory", unread)
+    settle_lmcache_config(lmcache_config(), BLOCK)
 
 
 def test_a_consumer_needs_a_store_that_others_fill():

@@ -49,6 +49,8 @@ def to_write(
     transfer: dict = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
     if own:
         transfer["kv_connector_extra_config"] = own
+    # For what is still being written when vLLM ends; RAM ends with it.
+    flags = flags if backend == "ram" else [*flags, "--shutdown-timeout", "30"]
     made = [*flags, "--kv-transfer-config", json.dumps(transfer)]
     return {"lmcache_yaml": yaml, "vllm_flags": made, "elsewhere": elsewhere}
 

@@ -384,6 +384,12 @@ DEFECTS: tuple[Defect, ...] = (
         "        if False:\n            yield (\n",
     ),
     one(
+        "an engine without /proc does not start",
+        OPTIONS,
+        "    except OSError:  # no file descriptor left, or no /proc\n",
+        "    except KeyError:\n",
+    ),
+    one(
         "a consumer's RAM stays empty without a word",
         "lmcache_hybrid/config/no_hits.py",
         '    elif role == "kv_consumer" and not lasting:\n',
