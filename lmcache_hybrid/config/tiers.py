@@ -48,8 +48,8 @@ def tiers(config: "LMCacheEngineConfig", options: Options) -> Iterator[Tier]:
     if config.local_disk:
         limit = int(config.max_local_disk_size * GIB)
         yield Tier("local_disk", "max_local_disk_size", limit, last=not remote)
+    bound = options.folder_limits.max_bytes or 0
     for place in remote:
-        bound = options.folder_limits.max_bytes or 0
         if bound and place.kind.folders(place, config):
             yield Tier(place.title, MAX_SIZE_KEY, bound, shared=True)
         else:

@@ -26,12 +26,9 @@ def open_store(store: str) -> RecordStore:
     if kind is not None and kind.tool_advice:
         raise ConfigError(f"STORE {store!r} cannot be looked into here; {kind.tool_advice}.")
     if kind is None or scheme not in kind.tool_schemes:
-        folders = ("fs", "file")
-        others = (name for kind in KINDS for name in kind.tool_schemes if name not in folders)
-        schemes = ", ".join(f"{name}://" for name in others)
+        schemes = ", ".join(f"{name}://" for kind in KINDS for name in kind.tool_schemes)
         raise ConfigError(
-            f"STORE {scheme}:// cannot be looked into; give a folder, fs://HOST:PORT/PATH, "
-            f"file:///PATH, or one of {schemes}."
+            f"STORE {scheme}:// cannot be looked into; give a folder, or a URL of one of {schemes}."
         )
     opened: RecordStore = imported(kind.open_records)(store)
     return opened
