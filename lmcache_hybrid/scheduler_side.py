@@ -46,7 +46,7 @@ def make_scheduler(
         queue: asks the ranks.
     """
     if config.local_disk:
-        delete_old_prompts(folders_in("local_disk", config.local_disk))
+        delete_old_prompts(folders_in("LMCache option local_disk", config.local_disk))
     groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
     sizes = {i: page_bytes(groups[i]) * plan.blocks_per_record(i) for i in plan.groups}
     scheduler = HybridScheduler(

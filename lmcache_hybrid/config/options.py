@@ -500,7 +500,7 @@ def memory_of_the_machine() -> float:
     """Return the bytes of memory and swap space; inf where the system does not say."""
     try:
         return float(psutil.virtual_memory().total + psutil.swap_memory().total)
-    except OSError:  # no file descriptor left, or no /proc
+    except (OSError, KeyError):  # no file descriptor left, or a /proc without some of it
         return math.inf
 
 
@@ -524,5 +524,5 @@ def _check_local(config: "LMCacheEngineConfig") -> None:
             f"LMCache option max_local_disk_size={config.max_local_disk_size} turns local_disk "
             "off; set it to the GB you want to use."
         )
-    for folder in folders_in("local_disk", config.local_disk):
+    for folder in folders_in("LMCache option local_disk", config.local_disk):
         check_folder("local_disk", folder, trusted_owner(config))

@@ -88,7 +88,7 @@ class HybridScheduler:
         # Requests that may have blocks to store. A step looks only at these and at those with
         # states handed off. A request enters when vLLM asks for it or another waits for its
         # prefix, and leaves once it stores nothing, or after a step that leaves nothing to store.
-        self._storing: dict[str, None] = {}
+        self._may_store: dict[str, None] = {}
         self._loads: list[LoadSpec] = []
         self._unloadable: list[str] = []
         self._final = FinalSaves()
@@ -194,13 +194,13 @@ class HybridScheduler:
                 self.request_finished(request)
             tracker = self._arrivals.track(request, before, self.drafter)
             self._trackers[request.request_id] = tracker
-        self._storing[request.request_id] = None
+        self._may_store[request.request_id] = None
         return tracker
 
     def _meet(self, tracker: RequestTracker, boundary: int) -> None:
         """Let a running request end a step at ``boundary`` (tokens), where another waits for it."""
         self._planner.meet(tracker, boundary)
-        self._storing[tracker.request.request_id] = None
+        self._may_store[tracker.request.request_id] = None
 
     # After an error
 
@@ -274,7 +274,7 @@ class HybridScheduler:
         """Return the step's work for the workers, and forget it here."""
         saves: list[SaveSpec] = []
         block_state = output.kv_connector_block_state
-        if block_state is not None and (self._storing or block_state.boundary_state_offloads):
+        if block_state is not None and (self._may_store or block_state.boundary_state_offloads):
             saves = list(self._saves(output.num_scheduled_tokens, block_state))
         self.prefills.step()
         self._policy.scheduled(
@@ -311,13 +311,13 @@ class HybridScheduler:
     ) -> Iterator[SaveSpec]:
         """Plan the saves of each scheduled request."""
         offers = block_state.boundary_state_offloads
-        for request_id in dict.fromkeys((*self._storing, *offers)):
+        for request_id in dict.fromkeys((*self._may_store, *offers)):
             tracker, offered = self._trackers.get(request_id), offers.get(request_id, ())
             if tracker is None or request_id not in scheduled or not tracker.saving:
                 # Finished, preempted or waiting: its blocks may belong to another by now.
                 self._drop_offers(tracker, offered)
                 if tracker is None or not tracker.save:
-                    self._storing.pop(request_id, None)
+                    self._may_store.pop(request_id, None)
                 continue
             try:
                 save = self._save_of(tracker, scheduled[request_id], offered, block_state)
@@ -328,9 +328,9 @@ class HybridScheduler:
             if save is not None:
                 yield save
             if tracker.unsaved:  # a handed-off state may add blocks to store
-                self._storing[request_id] = None
+                self._may_store[request_id] = None
             else:
-                self._storing.pop(request_id, None)
+                self._may_store.pop(request_id, None)
 
     def _drop_offers(self, tracker: RequestTracker | None, offers: Sequence[Offer]) -> None:
         """Count handed-off states of a request that does not run, unless it saves none."""
@@ -425,7 +425,7 @@ class HybridScheduler:
     def request_finished(self, request: "Request") -> None:
         """Forget the request. A load under way goes on until the worker reports it."""
         tracker = self._trackers.pop(request.request_id, None)
-        self._storing.pop(request.request_id, None)
+        self._may_store.pop(request.request_id, None)
         self.prefills.forget(request.request_id)
         if tracker is not None:
             # The worker's load owns its claim and releases it at its end.
@@ -442,7 +442,7 @@ class HybridScheduler:
     def check_integrity(self) -> None:
         """Assert what holds between two calls of vLLM."""
         for request_id, tracker in self._trackers.items():
-            assert request_id in self._storing or not tracker.unsaved, "never looked at"
+            assert request_id in self._may_store or not tracker.unsaved, "never looked at"
             tracker.check_integrity()
             assert tracker.request.request_id == request_id
             loading = isinstance(tracker.phase, Loading)

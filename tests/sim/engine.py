@@ -386,7 +386,7 @@ class SimEngine:
         blocks = self.scheduler.kv_cache_manager.block_pool
         assert blocks.get_num_free_blocks() == blocks.num_gpu_blocks - 1, "blocks are leaked"
         assert self.hybrid.num_tracked == 0, "requests are still tracked"
-        assert not self.hybrid._storing and not self.hybrid._loads
+        assert not self.hybrid._may_store and not self.hybrid._loads
         assert not any(map(vars(self.hybrid._policy).get, ("_sent", "_computing")))
         assert not self.hybrid._queue.unreleased
         assert not any(store.wronged for store in self.stores), "a good record was rejected"

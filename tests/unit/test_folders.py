@@ -127,10 +127,12 @@ def test_a_plugin_without_a_folder_is_refused():
     assert message.endswith(f"names 'fs.second' without a folder; set {option} to its path.")
 
 
-def test_a_folder_of_a_url_is_not_sought_where_the_engine_was_started():
-    message = refusal(remote_url="fs://localhost:0/srv/a,b")
+@pytest.mark.parametrize("name", ["fs", "fs.second"])
+def test_a_plugins_folder_is_not_one_that_each_process_would_look_for_elsewhere(name):
+    message = refusal(**plugin("/srv/a,b", name))
     assert_one_sentence(message)
-    assert "folder 'b'" in message
+    assert message.startswith(f"LMCache option extra_config.remote_storage_plugin.{name}.base_path")
+    assert "has a folder 'b'" in message
 
 
 @pytest.mark.parametrize("url", ["fs://localhost:0/a\x00", "fs://localhost:0/tmp/a\x00"])

@@ -33,7 +33,7 @@ def test_nothing_is_tracked_after_the_end(when):
     rig.scheduler.request_finished(request)
     rig.scheduler.request_finished(request)
     metadata = rig.step()
-    assert rig.scheduler.num_tracked == 0 and not rig.scheduler._storing
+    assert rig.scheduler.num_tracked == 0 and not rig.scheduler._may_store
     if when in ("allocated", "loading"):
         # The load goes on and reports its end; its claim ends with it.
         assert (when == "allocated") == bool(metadata.loads)
@@ -167,7 +167,7 @@ def test_a_fully_stored_prompt_costs_later_steps_nothing():
     rig.loaded(request)
     request.num_computed_tokens = 3 * N
     rig.forward(request, 1)
-    assert not rig.scheduler._storing
+    assert not rig.scheduler._may_store
 
 
 def test_a_request_that_stores_nothing_costs_later_steps_nothing():
@@ -175,7 +175,7 @@ def test_a_request_that_stores_nothing_costs_later_steps_nothing():
     request = make_request(tokens=3 * N + 1)
     rig.match(request)
     rig.forward(request, request.num_tokens)
-    assert not rig.scheduler._storing
+    assert not rig.scheduler._may_store
 
 
 def test_what_is_lost_of_a_resumed_request_is_stored_once_the_ranks_have_said_so():
@@ -186,7 +186,7 @@ def test_what_is_lost_of_a_resumed_request_is_stored_once_the_ranks_have_said_so
     rig.match(request)
     executor.run()
     rig.prefill(request)
-    assert not rig.scheduler._storing
+    assert not rig.scheduler._may_store
     rig.match(request, 3 * N)  # preempted, and what it computed is cached still
     rig.scheduler.update_state_after_alloc(request, table(request), 0)
     request.num_computed_tokens = 3 * N
@@ -201,7 +201,7 @@ def test_what_a_hand_off_adds_is_stored_once_it_is_computed():
     rig = Rig(save_decode=True)
     request = make_request(tokens=3 * N + 1)
     rig.prefill(request)
-    assert not rig.scheduler._storing
+    assert not rig.scheduler._may_store
     request.append_output_token_ids([1] * (N - 1))
     rig.forward(request, N - 2, all_offers(4))
     assert attention_of(rig.forward(request, 1)) == [3]
@@ -221,7 +221,7 @@ def test_a_request_whose_pages_are_all_stored_ends_steps_where_others_wait():
     rig.scheduler.update_connector_output(slow)
     leader.status, leader.shared_prefix_boundary = RequestStatus.RUNNING, 0
     rig.prefill(leader, N)
-    assert not rig.scheduler._storing
+    assert not rig.scheduler._may_store
     for name, blocks in (("b", 4), ("c", 5)):
         follower = make_request(name, [*range(blocks * N), *range(1000, 1000 + N)])
         assert rig.match(follower) == (None, False)

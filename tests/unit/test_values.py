@@ -426,11 +426,12 @@ def test_a_pool_that_no_machine_has_is_refused():
     assert " GB on each rank, more than the " in message and message.endswith("set it to less.")
 
 
-def test_an_engine_starts_where_the_system_does_not_say_its_memory(monkeypatch):
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many"), KeyError(b"MemTotal:")])
+def test_an_engine_starts_where_the_system_does_not_say_its_memory(monkeypatch, error):
     """As with no file descriptor left, or without /proc."""
 
     def unread():
-        raise OSError(errno.EMFILE, "Too many open files")
+        raise error
 
     monkeypatch.setattr(psutil, "virtual_memory", unread)
     settle_lmcache_config(lmcache_config(), BLOCK)

@@ -72,8 +72,7 @@ def check_places(config: "LMCacheEngineConfig") -> None:
         if plugins.count(name) > 1:
             raise ConfigError(
                 f"LMCache option remote_storage_plugins={shown(plugins)} names {name!r} twice; "
-                "name it once, or give the second a name of its own as in "
-                f"{_type_of(name)}.second."
+                "name it once."
             )
         if (kind := _type_of(name)) not in BY_PLUGIN:
             raise ConfigError(

@@ -131,25 +131,25 @@ def imported(function: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def parts_of(url: str, option: str = "remote_url") -> SplitResult:
-    """Parse a URL. Raises ConfigError if it is invalid.
+def parts_of(url: str, given_for: str = "LMCache option remote_url") -> SplitResult:
+    """Take a URL apart.
 
-    Args:
-        option: the LMCache option that names it.
+    Raises:
+        ConfigError: it is none; says for what it was given.
     """
     try:
         return split_url(url)
     except ValueError as error:
         raise ConfigError(
-            f"LMCache option {option}={without_password(url)!r} cannot be read: {error}."
+            f"{given_for}={without_password(url)!r} cannot be read: {error}."
         ) from None
 
 
-def folders_in(option: str, value: object) -> tuple[str, ...]:
-    """Split a comma-separated list of folders; spaces around one do not count.
+def folders_in(given_for: str, value: object) -> tuple[str, ...]:
+    """Split folders that are separated by commas; spaces around one do not count.
 
     Args:
-        option: the LMCache option that names them.
+        given_for: the setting that names them, as messages begin with it.
 
     Raises:
         ConfigError: one of them has no name.
@@ -157,7 +157,7 @@ def folders_in(option: str, value: object) -> tuple[str, ...]:
     folders = tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else ("",)
     if not all(folders):
         raise ConfigError(
-            f"LMCache option {option}={value!r} has a folder without a name; write one path, or "
-            "several with a comma between them."
+            f"{given_for}={value!r} has a folder without a name; write one path, or several with "
+            "a comma between them."
         )
     return folders

@@ -25,32 +25,47 @@ class Folders(StoreKind):
 
     def folders(self, place: Place, config: "LMCacheEngineConfig") -> tuple[str, tuple[str, ...]]:
         if not place.plugin:
-            return "remote_url", _folders_of(place.url)
+            return "remote_url", self.folders_of_url(place.url, "LMCache option remote_url")
         # As LMCache's own connector reads them.
         names = f"remote_storage_plugin.{place.plugin}.base_path", "fs_base_path"
         for name in names:
             if (value := (config.extra_config or {}).get(name)) is not None:
                 option = f"extra_config.{name}"
-                return option, folders_in(option, value)
+                return option, absolute_folders(f"LMCache option {option}", value)
         raise ConfigError(
             f"LMCache option remote_storage_plugins names {place.plugin!r} without a folder; set "
             f"extra_config.{names[0]} to its path."
         )
 
+    def folders_of_url(self, url: str, given_for: str) -> tuple[str, ...]:
+        """The folders of a URL, as engine and operators' commands read it.
 
-def _folders_of(url: str) -> tuple[str, ...]:
-    parts = parts_of(url)
-    if not re.fullmatch(r"[^:]+:\d+", parts.netloc):
-        raise ConfigError(
-            f"LMCache option remote_url={shown(url)} has no host and port, which LMCache needs to "
-            "find the path; write fs://localhost:0/absolute/path."
-        )
-    folders = folders_in("remote_url", parts.path)
+        Args:
+            given_for: the setting or argument that it is, as messages begin with it.
+
+        Raises:
+            ConfigError: it does not name absolute paths alone.
+        """
+        parts = parts_of(url, given_for)
+        if not re.fullmatch(r"[^:]+:\d+", parts.netloc):
+            raise ConfigError(
+                f"{given_for}={shown(url)} has no host and port, which LMCache needs to find the "
+                "path; write fs://localhost:0/absolute/path."
+            )
+        return absolute_folders(given_for, parts.path)
+
+
+def absolute_folders(given_for: str, value: object) -> tuple[str, ...]:
+    """Split folders as :func:`folders_in` does.
+
+    Raises:
+        ConfigError: one has no name, or depends on where a process was started.
+    """
+    folders = folders_in(given_for, value)
     for folder in folders:
         if not folder.startswith("/"):
             raise ConfigError(
-                f"LMCache option remote_url={shown(url)} has a folder {folder!r} that would be "
-                "sought where the engine was started; write fs://localhost:0/absolute/path, and "
-                "behind each comma another absolute path."
+                f"{given_for}={value!r} has a folder {folder!r} that each process would look for "
+                "where it was started; write absolute paths, with a comma between them."
             )
     return folders

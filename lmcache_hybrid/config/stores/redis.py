@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
 
 
+_SCHEMES = "redis", "rediss", "unix", "redis-cluster", "redis-sentinel"
+
+
 class Redis(StoreKind):
     """One value for each record: on one server, a cluster, a primary behind sentinels."""
 
-    tool_schemes = ("redis", "rediss", "unix", "redis-cluster", "redis-sentinel")
-    schemes = (*tool_schemes, "resp", "valkey")  # see other_names.py
+    tool_schemes = _SCHEMES
+    schemes = (*_SCHEMES, "resp", "valkey")  # see other_names.py
     plugin = "redis"
     make_connector = "lmcache_hybrid.storage.remote.redis:connect"
     open_records = "lmcache_hybrid.tools.stored.redis_store:RedisStore"
@@ -33,21 +36,21 @@ class Redis(StoreKind):
         return Place(self, plugin_url(config)[1], name)
 
     def check(self, place: Place, config: "LMCacheEngineConfig") -> None:
-        url, option = place.url, "remote_url"
+        url, given_for = place.url, "LMCache option remote_url"
         if place.plugin:
-            option = plugin_url(config)[0]
-            if place.scheme not in self.tool_schemes:
+            given_for = f"LMCache option {plugin_url(config)[0]}"
+            if place.scheme not in _SCHEMES:
                 raise ConfigError(
-                    f"LMCache option {option}={without_password(url)!r} names no Redis for the "
+                    f"{given_for}={without_password(url)!r} names no Redis for the "
                     f"plugin {place.plugin!r}; set extra_config.{PLUGIN_URLS[-1]} to "
                     "redis://host:port."
                 )
-        parts = parts_of(url, option)
+        parts = parts_of(url, given_for)
         hosts = parts.netloc.rpartition("@")[2].split(",")
         whole = all(re.fullmatch(r"[^:]+:\d+", host) for host in hosts)
         if parts.scheme in SEVERAL_HOSTS and not whole:
             raise ConfigError(
-                f"LMCache option {option}={without_password(url)!r} has a host without a port, "
+                f"{given_for}={without_password(url)!r} has a host without a port, "
                 "and LMCache would do without the store; write "
                 f"{parts.scheme}://host:port,host:port."
             )

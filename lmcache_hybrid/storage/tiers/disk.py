@@ -37,7 +37,7 @@ class DiskTier(IndexedTier):
         return self.backend.dict
 
     def restore(self, opening: Opening) -> None:
-        folders = folders_in("local_disk", opening.config.local_disk)
+        folders = folders_in("LMCache option local_disk", opening.config.local_disk)
         writers = opening.names.writers()
         self.backend.restore(
             opening.model_name, writers, opening.metadata, folders, opening.restored

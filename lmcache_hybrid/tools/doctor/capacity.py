@@ -35,7 +35,11 @@ def check_memory(context: Context) -> Iterator[Finding]:
     if context.config is None:
         return
     wanted = int(context.config.max_local_cpu_size * GIB)
-    free = psutil.virtual_memory().available
+    try:
+        free = psutil.virtual_memory().available
+    except (OSError, KeyError):
+        yield skipped("memory", "This system does not say how much memory is available.")
+        return
     message = (
         f"max_local_cpu_size takes {size_text(wanted)} per rank, {size_text(free)} are available"
     )

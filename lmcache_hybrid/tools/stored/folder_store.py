@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
-from urllib.parse import urlsplit
 
-from lmcache_hybrid.config.stores.file import folders_of
+from lmcache_hybrid.config.stores import BY_SCHEME
+from lmcache_hybrid.config.stores.fs import Folders
 from lmcache_hybrid.core.errors import ConfigError, StoreError
 from lmcache_hybrid.storage.disk.files import OLD_PROMPTS, delete_old_prompts, open_regular
 from lmcache_hybrid.storage.folder.folder_lock import LOCK_NAME
@@ -125,40 +125,25 @@ class FolderStore:
 
 
 def open_url(store: str) -> FolderStore:
-    """Open a folder, or ``fs://HOST:PORT/PATH``; several with commas between them.
+    """Open the folders that a URL names.
 
     Raises:
-        ConfigError: a folder does not exist, or none is named.
+        ConfigError: no engine takes this URL, or a folder does not exist.
     """
-    # LMCache splits at commas, so a folder with one in its name cannot be configured.
-    parts = (_path_of(store) if "://" in store else store).split(",")
-    return _open(store, [Path(part.strip()) for part in parts if part.strip()])
+    kind = BY_SCHEME[store.partition("://")[0].lower()]
+    assert isinstance(kind, Folders)
+    return open_folders(kind.folders_of_url(store, "STORE"))
 
 
-def open_file_url(store: str) -> FolderStore:
-    """Open ``file:///PATH``. Raises as :func:`open_url` does, and if an engine would refuse it."""
-    return _open(store, list(map(Path, folders_of("STORE", store))))
-
-
-def _open(store: str, paths: list[Path]) -> FolderStore:
+def open_folders(folders: Iterable[str]) -> FolderStore:
+    """Open folders. Raises ConfigError where one does not exist."""
+    paths = [Path(folder) for folder in folders]
     for path in paths:
         if not path.is_dir():
             raise ConfigError(
                 f"STORE {str(path)!r} is not a folder; name the one with the records."
             )
-    if not paths:
-        raise ConfigError(f"STORE {store!r} has no path; write fs://localhost:0/absolute/path.")
     return FolderStore(paths)
-
-
-def _path_of(url: str) -> str:
-    """Return the path of a URL as LMCache reads it."""
-    try:
-        return urlsplit(url).path
-    except ValueError as error:
-        raise ConfigError(
-            f"STORE {url!r} is not a URL ({error}); write fs://localhost:0/absolute/path."
-        ) from error
 
 
 def _delete_unfinished(folder: Path) -> None:

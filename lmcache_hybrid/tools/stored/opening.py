@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lmcache_hybrid.config.other_names import name_as_redis
 from lmcache_hybrid.config.stores import BY_SCHEME, KINDS, places
-from lmcache_hybrid.config.stores.base import imported
+from lmcache_hybrid.config.stores.base import folders_in, imported
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.tools.stored import folder_store
 from lmcache_hybrid.tools.stored.record_store import RecordStore
@@ -21,7 +21,8 @@ def open_store(store: str) -> RecordStore:
     """
     scheme = store.partition("://")[0].lower() if "://" in store else ""
     if not scheme:
-        return folder_store.open_url(store)
+        # LMCache splits at commas, so a folder with one in its name cannot be configured.
+        return folder_store.open_folders(folders_in("STORE", store))
     kind = BY_SCHEME.get(scheme)
     if kind is not None and kind.tool_advice:
         raise ConfigError(f"STORE {store!r} cannot be looked into here; {kind.tool_advice}.")

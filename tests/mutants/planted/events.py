@@ -271,14 +271,14 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "prompts that earlier versions kept stay on disk",
         "lmcache_hybrid/scheduler_side.py",
-        '        delete_old_prompts(folders_in("local_disk", config.local_disk))\n',
+        '        delete_old_prompts(folders_in("LMCache option local_disk", config.local_disk))\n',
         "        pass\n",
     ),
     one(
         "prompts that earlier versions kept stay in the second folder",
         "lmcache_hybrid/scheduler_side.py",
-        'delete_old_prompts(folders_in("local_disk", config.local_disk))',
-        'delete_old_prompts(folders_in("local_disk", config.local_disk)[:1])',
+        'delete_old_prompts(folders_in("LMCache option local_disk", config.local_disk))',
+        'delete_old_prompts(folders_in("LMCache option local_disk", config.local_disk)[:1])',
     ),
     one(
         "prompts that cannot be deleted end a start",

@@ -8,10 +8,10 @@ CAPACITY = "lmcache_hybrid/tools/doctor/capacity.py"
 
 DEFECTS: tuple[Defect, ...] = (
     one(
-        "a path of file:/// may be relative beside an absolute one",
+        "a host in file:/// is taken for a folder",
         FILE,
-        " or not all(map(",
-        " or not any(map(",
+        ' or not re.match("/+[^/]", paths):\n',
+        ":\n",
     ),
     one(
         "signs of file:/// that other readers take for no part of a path are taken for one",
@@ -20,13 +20,19 @@ DEFECTS: tuple[Defect, ...] = (
         r"[?#\x00-\x1f]",
     ),
     one(
-        "operators' commands take a file:/// that the engine refuses",
-        FILE,
-        "tools.stored.folder_store:open_file_url",
-        "tools.stored.folder_store:open_url",
+        "operators' commands look into folders of a URL that the engine refuses",
+        "lmcache_hybrid/tools/stored/folder_store.py",
+        'open_folders(kind.folders_of_url(store, "STORE"))',
+        'open_folders(store.partition("://")[2].split(","))',
     ),
     one(
-        "a folder of fs:// is sought where the engine was started",
+        "a login in a URL of folders is shown",
+        FILE,
+        "{given_for}={shown(url)} is",
+        "{given_for}={url!r} is",
+    ),
+    one(
+        "a folder that engines share is sought where each was started",
         "lmcache_hybrid/config/stores/fs.py",
         '        if not folder.startswith("/"):\n',
         "        if False:\n",
@@ -34,7 +40,7 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a plugin of Redis takes any URL",
         "lmcache_hybrid/config/stores/redis.py",
-        "            if place.scheme not in self.tool_schemes:\n",
+        "            if place.scheme not in _SCHEMES:\n",
         "            if False:\n",
     ),
     one(

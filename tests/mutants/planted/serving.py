@@ -186,13 +186,13 @@ DEFECTS = (
     one(
         "each step looks again at what is stored",
         SCHEDULER,
-        "            else:\n                self._storing.pop(request_id, None)\n\n",
+        "            else:\n                self._may_store.pop(request_id, None)\n\n",
         "\n",
     ),
     one(
         "what a hand-off adds is stored with the next one only",
         SCHEDULER,
-        "                self._storing[request_id] = None\n            else:",
+        "                self._may_store[request_id] = None\n            else:",
         "                pass\n            else:",
     ),
     one(

@@ -115,7 +115,7 @@ DEFECTS: tuple[Defect, ...] = (
         "a leader whose pages are all stored is not looked at",
         "lmcache_hybrid/scheduler/scheduler.py",
         "        self._planner.meet(tracker, boundary)\n"
-        "        self._storing[tracker.request.request_id] = None\n",
+        "        self._may_store[tracker.request.request_id] = None\n",
         "        self._planner.meet(tracker, boundary)\n",
     ),
     one(

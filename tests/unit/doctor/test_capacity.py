@@ -135,6 +135,14 @@ def test_memory_that_torch_would_round(context, monkeypatch, size, compiled, sta
     assert ("PYTORCH_ALLOC_CONF" in finding.fix) == (size == 39 and not compiled)
 
 
+def test_memory_that_the_system_does_not_say(context, monkeypatch):
+    def unread():
+        raise FileNotFoundError("/proc/meminfo")
+
+    monkeypatch.setattr(capacity.psutil, "virtual_memory", unread)
+    assert only(assert_sentences(check_memory(context()))).status == SKIPPED
+
+
 @pytest.mark.parametrize(
     "limit, policy, status, told",
     [
