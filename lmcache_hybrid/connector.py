@@ -32,8 +32,8 @@ from lmcache_hybrid.core.lmcache_stats import LMCacheMonitor
 from lmcache_hybrid.core.threads import before_the_process_ends
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.metrics import HybridStats, counts_of
-from lmcache_hybrid.protocol.changes import RankReports
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata
+from lmcache_hybrid.protocol.record_reports import RankReports
 from lmcache_hybrid.protocol.slow_loads import SlowLoads
 from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue

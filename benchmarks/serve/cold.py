@@ -3,6 +3,8 @@
 
 Each run begins with empty caches and stores: servers are reset in between. Servers are made anew
 for each number of requests in flight, because the small pools hold what these need and no more.
+A family with one such number is a part of the file, with its own day and machine: a part that is
+measured again replaces only itself.
 """
 
 import json
@@ -12,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -67,22 +69,11 @@ def main(
     if not render_only:
         asked = chosen(arms, ARMS, "arm")
         counts = [int(count) for count in concurrency.split(",")]
-        runs = {}
         with _progress() as progress:
             for family in chosen(families, FAMILIES, "family"):
                 plan = _Plan(family, asked, counts, rounds, prefixes, prompts)
-                runs[family] = plan.measure(progress)
-        figures = {
-            "command": shlex.join(["python", "-m", "benchmarks.serve.cold", *sys.argv[1:]]),
-            "date": date.today().isoformat(),
-            "machine": machine(),
-            "versions": versions(),
-            "tokens": {"prefix": PREFIX, "suffix": SUFFIX, "output": OUTPUT},
-            "prompts_of_a_prefix": prompts,
-            "rounds": rounds,
-            "families": runs,
-        }
-        out.write_text(json.dumps(figures, indent=1) + "\n")
+                for model, count, part in plan.measure(progress):
+                    cold_report.keep(out, family, model, count, part)
     figures = json.loads(out.read_text())
     page = out.absolute().parent.with_name("performance.md")
     if page.exists():
@@ -115,8 +106,10 @@ class _Plan:
     prefixes: int
     prompts: int
 
-    def measure(self, progress: Progress) -> dict[str, Any]:
-        """The model, the pools, and {concurrency: {arm: {figure: list over rounds}}}."""
+    def measure(
+        self, progress: Progress
+    ) -> Iterator[tuple[dict[str, str | int], int, dict[str, Any]]]:
+        """For each number of requests in flight: the model, that number, and the part."""
         from benchmarks.performance.model import make_model
 
         task = progress.add_task(
@@ -128,7 +121,6 @@ class _Plan:
             model = make_model(folder, self.family)
             pages = -(-(PREFIX + SUFFIX + OUTPUT) // model.block_size)
             need = pages + STATES * model.states
-            runs: dict[str, Any] = {}
             for count in self.at_once:
                 progress.update(task, description=f"{self.family}: starting servers")
                 with ExitStack() as stack:
@@ -147,11 +139,25 @@ class _Plan:
                     for server in servers.values():
                         server.wait()
                     empty = redis.Redis(port=valkey.port).flushall
-                    runs[str(count)] = self._rounds_of(
-                        count, servers, empty, model, place, progress, task
-                    )
-        pools = {str(count): count * need + 1 for count in self.at_once}
-        return {"model": model.record, "small_pool_blocks": pools, "runs": runs}
+                    runs = self._rounds_of(count, servers, empty, model, place, progress, task)
+                yield model.record, count, self._part(count, count * need + 1, runs)
+
+    def _part(self, count: int, blocks: int, runs: Mapping[str, Any]) -> dict[str, Any]:
+        workload = self._workload(count)
+        return {
+            "command": shlex.join(["python", "-m", "benchmarks.serve.cold", *sys.argv[1:]]),
+            "date": date.today().isoformat(),
+            "machine": machine(),
+            "versions": versions(),
+            "rounds": self.rounds,
+            "workload": asdict(workload),
+            "small_pool_blocks": blocks,
+            "runs": runs,
+        }
+
+    def _workload(self, count: int) -> Workload:
+        prefixes = self.prefixes * (4 if count >= MANY else 1)
+        return Workload(prefixes, self.prompts, PREFIX, SUFFIX, OUTPUT)
 
     def _rounds_of(
         self,
@@ -164,8 +170,7 @@ class _Plan:
         task: Any,
     ) -> dict[str, dict[str, list[float]]]:
         """{arm: {figure: list over rounds}} with ``count`` requests in flight."""
-        prefixes = self.prefixes * (4 if count >= MANY else 1)
-        workload = Workload(prefixes, self.prompts, PREFIX, SUFFIX, OUTPUT)
+        workload = self._workload(count)
         few = Workload(1, 2, PREFIX, SUFFIX, OUTPUT)
         runs: dict[str, dict[str, list[float]]] = {arm: {} for arm in servers}
         for server in servers.values():

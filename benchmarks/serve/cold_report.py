@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of :mod:`benchmarks.serve.cold`."""
+"""The file of :mod:`benchmarks.serve.cold`, and its tables."""
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
@@ -16,9 +17,23 @@ from benchmarks.serve.report import BASE, SHOWN, spread
 HEAD = ("requests at once", *SHOWN.values(), "computed", "from LMCache", "prefixes computed again")
 
 
+def keep(
+    out: Path, family: str, model: Mapping[str, Any], count: int, part: Mapping[str, Any]
+) -> None:
+    """Write one part into the file. Those of the family with another model are dropped."""
+    figures = json.loads(out.read_text()) if out.exists() else {"families": {}}
+    known = figures["families"].get(family, {})
+    parts = known["parts"] if known.get("model") == model else {}
+    parts[str(count)] = part
+    parts = {name: parts[name] for name in sorted(parts, key=int)}
+    figures["families"][family] = {"model": model, "parts": parts}
+    out.write_text(json.dumps(figures, indent=1) + "\n")
+
+
 def _rows(family: Mapping[str, Any]) -> Iterator[list[str]]:
     """One for each arm; ratios to vLLM with a pool for everything, taken within each round."""
-    for count, arms in family["runs"].items():
+    for count, part in family["parts"].items():
+        arms = part["runs"]
         for arm, run in arms.items():
             cells = []
             for name in SHOWN:
@@ -36,21 +51,22 @@ def _rows(family: Mapping[str, Any]) -> Iterator[list[str]]:
             yield [f"{count}, {arm}", *cells, f"{median(run['again']):.1f}"]
 
 
-def _model(family: Mapping[str, Any]) -> str:
-    pools = ", ".join(f"{size} at {count}" for count, size in family["small_pool_blocks"].items())
-    return f"{named(family['model'])}; blocks of the small pools: {pools}"
-
-
 def fill(page: Path, figures: Mapping[str, Any]) -> None:
-    """Put the tables into ``page``."""
-    parts = []
+    """Put the tables into ``page``, each with what it was measured on, part by part."""
+    blocks = []
     for family in figures["families"].values():
         lines = [list(HEAD), ["---", *["---:"] * (len(HEAD) - 1)], *_rows(family)]
         table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-        parts.append(f"{_model(family)}:\n\n{table}")
-    made = f"`{figures['command']}`, medians of {figures['rounds']}"
-    parts.append(f"{made}; {figures['date']}; {figures['machine']}.")
-    replace(page, "cold", "\n\n".join(parts))
+        made = "\n".join(_made(count, part) for count, part in family["parts"].items())
+        blocks.append(f"{named(family['model'])}:\n\n{table}\n\n{made}")
+    replace(page, "cold", "\n\n".join(blocks))
+
+
+def _made(count: str, part: Mapping[str, Any]) -> str:
+    return (
+        f"- {count} at once: `{part['command']}`, medians of {part['rounds']}; small pools of "
+        f"{part['small_pool_blocks']} blocks; {part['date']}; {part['machine']}."
+    )
 
 
 def tables(figures: Mapping[str, Any]) -> Iterator[Table]:

@@ -30,13 +30,13 @@ from vllm.v1.request import Request  # noqa: E402
 from lmcache_hybrid.config.options import Options  # noqa: E402
 from lmcache_hybrid.core.groups import GroupPlan  # noqa: E402
 from lmcache_hybrid.core.keys import tags_digest, wide_hash  # noqa: E402
-from lmcache_hybrid.protocol.changes import (  # noqa: E402
+from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult  # noqa: E402
+from lmcache_hybrid.protocol.record_reports import (  # noqa: E402
     RAM,
     RankReport,
     RankReports,
     RecordName,
 )
-from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult  # noqa: E402
 from lmcache_hybrid.scheduler.events import KVEvents  # noqa: E402
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue  # noqa: E402
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler  # noqa: E402

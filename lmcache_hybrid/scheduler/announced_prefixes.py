@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lmcache_hybrid.core.groups import GroupPlan
-from lmcache_hybrid.protocol.changes import RankReport, RecordName, Tier
+from lmcache_hybrid.protocol.record_reports import RankReport, RecordName, Tier
 
 # Max learned blocks to remember that no rank holds; more until the next settle.
 KEPT_UNHELD = 1 << 14

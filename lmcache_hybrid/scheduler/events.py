@@ -25,10 +25,10 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 from lmcache_hybrid.config.stores import base
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.core.keys import tags_digest, wide_hash
-from lmcache_hybrid.protocol.changes import DISK, RAM, REMOTE, RankReports, Tier
 from lmcache_hybrid.protocol.lookup import LookupResult
 from lmcache_hybrid.protocol.metadata import SaveSpec
 from lmcache_hybrid.protocol.prefix import Prefix
+from lmcache_hybrid.protocol.record_reports import DISK, RAM, REMOTE, RankReports, Tier
 from lmcache_hybrid.scheduler.announced_prefixes import (
     AnnouncedPrefixes,
     BlockKey,

@@ -9,7 +9,7 @@ from lmcache.v1.metadata import LMCacheMetadata
 
 from lmcache_hybrid.storage import api_server
 from lmcache_hybrid.storage.host_memory import pin_exactly
-from lmcache_hybrid.storage.remote import adapters
+from lmcache_hybrid.storage.remote import make_connector
 from lmcache_hybrid.upstream.lmcache_home import (
     LMCacheEngine,
     LMCacheEngineBuilder,
@@ -74,7 +74,7 @@ class HybridServiceFactory(VllmServiceFactory):
         if self.role == "scheduler":
             return super().get_or_create_lmcache_engine()
         pin_exactly()
-        adapters.install()
+        make_connector.install()
         self.lmcache_engine = LMCacheEngineBuilder.get_or_create(
             ENGINE_NAME,
             self.lmcache_config,

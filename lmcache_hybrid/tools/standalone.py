@@ -5,7 +5,7 @@ import torch
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.metadata import LMCacheMetadata
 
-from lmcache_hybrid.storage.remote import adapters
+from lmcache_hybrid.storage.remote import make_connector
 from lmcache_hybrid.upstream.lmcache_home import LMCacheEngine, LMCacheEngineBuilder
 
 
@@ -20,7 +20,7 @@ def make_engine(
         name: of the engine, once per process.
         model: first part of the names of its records.
     """
-    adapters.install()
+    make_connector.install()
     return LMCacheEngineBuilder.get_or_create(
         name,
         config,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Orders the copies between pages and record buffers, by kind of device.
 
-The bytes are copied in :mod:`.pages` on a CPU and in :mod:`.batched_copies` on other devices.
+The bytes are copied in :mod:`.pages` on a CPU and in :mod:`.device_copies` on other devices.
 
 On CPU a few threads copy record after record. Elsewhere the host queues the copies and goes on;
 streams and events order them against the forward.
@@ -23,7 +23,7 @@ from lmcache_hybrid.core.threads import anywhere, started
 from lmcache_hybrid.core.threads import cores as _cores
 from lmcache_hybrid.storage.record import digests_of
 from lmcache_hybrid.storage.store import Buffer, Store
-from lmcache_hybrid.worker.batched_copies import Transfer, copy_one_by_one, transfer_for
+from lmcache_hybrid.worker.device_copies import Transfer, copy_one_by_one, transfer_for
 from lmcache_hybrid.worker.pages import GroupPages, Pair, Spans
 
 logger = init_logger("vllm.lmcache_hybrid.worker.copies")

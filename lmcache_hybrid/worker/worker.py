@@ -12,8 +12,8 @@ from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.core.lmcache_stats import NO_MONITOR, Monitor
 from lmcache_hybrid.identity.adapters import ADAPTERS, LoadedAdapters
-from lmcache_hybrid.protocol.changes import RankReport
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
+from lmcache_hybrid.protocol.record_reports import RankReport
 from lmcache_hybrid.protocol.slow_loads import SlowLoads
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.residency import Residency

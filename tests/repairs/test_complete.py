@@ -13,7 +13,7 @@ from unit.test_hooks import targets_of
 from lmcache_hybrid.storage import host_memory as pinned
 from lmcache_hybrid.storage import read_reservation as staging
 from lmcache_hybrid.storage.disk import backend as local_disk
-from lmcache_hybrid.storage.remote import adapters
+from lmcache_hybrid.storage.remote import make_connector
 from lmcache_hybrid.tools import repairs as listed
 from tests.compat.names import HOOKS
 from vllm_patch import compat
@@ -68,11 +68,11 @@ def test_every_repair_with_a_test_is_told_to_users():
 
 
 # Of LMCache's stores, besides what local_disk overrides.
-STORES = (adapters, pinned, staging)
+STORES = (make_connector, pinned, staging)
 # They put repairs in their places; that of staging is its ``allocate``.
 APPLY = {"lmcache_hybrid.storage.read_reservation.ReadReservation.__init__"}
 # What replaces something that works. No test can say when it can go.
-CHOICES = {"lmcache_hybrid.storage.remote.adapters.install"}
+CHOICES = {"lmcache_hybrid.storage.remote.make_connector.install"}
 # Methods of upstream's that put something in a place, as an assignment does.
 SETTERS = {"bind_native"}
 

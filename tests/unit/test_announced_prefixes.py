@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from lmcache_hybrid.core.groups import Window
-from lmcache_hybrid.protocol.changes import DISK, RAM, REMOTE, RankReport, RecordName
+from lmcache_hybrid.protocol.record_reports import DISK, RAM, REMOTE, RankReport, RecordName
 from lmcache_hybrid.scheduler import announced_prefixes as module
 from lmcache_hybrid.scheduler.announced_prefixes import AnnouncedPrefixes
 

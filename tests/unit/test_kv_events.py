@@ -16,8 +16,15 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from lmcache_hybrid.config.options import log_events, read_options
 from lmcache_hybrid.connector import HybridConnector
 from lmcache_hybrid.core.keys import STATE, tags_digest, wide_hash
-from lmcache_hybrid.protocol.changes import DISK, RAM, REMOTE, RankReport, RankReports, RecordName
 from lmcache_hybrid.protocol.prefix import record_keys
+from lmcache_hybrid.protocol.record_reports import (
+    DISK,
+    RAM,
+    REMOTE,
+    RankReport,
+    RankReports,
+    RecordName,
+)
 from lmcache_hybrid.scheduler import events as module
 from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.prompt import prefix_of

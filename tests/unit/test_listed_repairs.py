@@ -30,7 +30,7 @@ def test_what_stands_in_lmcaches_places_is_listed():
     listed = dict(repairs.stand_ins())
     parts = "eviction_order.ARC", "disk.backend.LocalDisk", "disk.full_disk.LFUWithPendingWrites"
     assert {f"lmcache_hybrid.storage.{part}" for part in parts} < listed.keys()
-    for module in ("storage.remote.adapters", "upstream.lmcache_home"):
+    for module in ("storage.remote.make_connector", "upstream.lmcache_home"):
         assert listed[f"lmcache_hybrid.{module}.install"].startswith(("Have ", "Let "))
     assert not listed.keys() & {repair.name for repair in repairs.repairs()}
     assert all("`" not in what for what in listed.values())

@@ -63,25 +63,29 @@ def test_the_page_gets_a_table_for_each_family(tmp_path: Path) -> None:
     }
     twice = {name: [2 * value for value in values] for name, values in run.items()}
     model = {"layers": 8, "parameters": 2_000_000, "dtype": "float32", "block_size": N}
-    figures = {
+    part = {
         "command": "python -m benchmarks.serve.cold",
         "date": "2026-01-02",
         "machine": "2 cores",
         "rounds": 3,
-        "families": {
-            family: {
-                "model": {"family": family, **model},
-                "small_pool_blocks": {"4": 77},
-                "runs": {"4": {"unlimited": run, "ram": twice}},
-            }
-            for family in ("granite4", "qwen3_next")
-        },
+        "small_pool_blocks": 77,
+        "runs": {"unlimited": run, "ram": twice},
     }
-    cold_report.fill(page, json.loads(json.dumps(figures)))
+    out = tmp_path / "cold.json"
+    for family in ("granite4", "qwen3_next"):
+        for count in (16, 4):
+            cold_report.keep(out, family, {"family": family, **model}, count, part)
+    cold_report.keep(out, "granite4", {"family": "granite4", **model}, 4, part | {"rounds": 5})
+    figures = json.loads(out.read_text())
+    cold_report.fill(page, figures)
     text = page.read_text()
     assert "stale" not in text and text.startswith("Before.") and text.endswith("After.\n")
     assert text.count("| 4, unlimited | 200 ms | 2 a second | 10 ms | 30% | 50% | 2.0 |") == 2
     ratio = "2.00 (2.00 to 2.00)"
     assert text.count(f"| 4, ram | {ratio} | {ratio} | {ratio} | 30% | 50% | 4.0 |") == 2
-    assert text.count("blocks of the small pools: 77 at 4") == 2
+    assert text.index("| 4, ram |") < text.index("| 16, unlimited |"), "by number"
+    made = "- 4 at once: `python -m benchmarks.serve.cold`, medians of 5; small pools of 77 blocks;"
+    assert made in text and text.count("medians of 3") == 3, "the others are as they were"
     assert len(list(cold_report.tables(figures))) == 2
+    cold_report.keep(out, "granite4", {"family": "granite4", **model, "layers": 4}, 4, part)
+    assert list(json.loads(out.read_text())["families"]["granite4"]["parts"]) == ["4"]

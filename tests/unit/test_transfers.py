@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lmcache_hybrid.core.errors import LoadError
-from lmcache_hybrid.worker import batched_copies as transfers
 from lmcache_hybrid.worker import copies
-from lmcache_hybrid.worker.batched_copies import (
+from lmcache_hybrid.worker import device_copies as transfers
+from lmcache_hybrid.worker.device_copies import (
     BatchedTransfer,
     copy_one_by_one,
     join,

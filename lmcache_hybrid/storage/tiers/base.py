@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 
-from lmcache_hybrid.protocol.changes import Tier
+from lmcache_hybrid.protocol.record_reports import Tier
 from lmcache_hybrid.storage.folder.record_io import Fate
 from lmcache_hybrid.storage.record import Header
 from lmcache_hybrid.storage.record_names import RecordNames

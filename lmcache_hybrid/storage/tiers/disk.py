@@ -9,7 +9,7 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
 from lmcache_hybrid.config.stores.base import folders_in
-from lmcache_hybrid.protocol.changes import DISK
+from lmcache_hybrid.protocol.record_reports import DISK
 from lmcache_hybrid.storage.disk.backend import LocalDisk
 from lmcache_hybrid.storage.tiers.base import Observer, Opening, Unpin
 from lmcache_hybrid.storage.tiers.indexed import IndexedTier

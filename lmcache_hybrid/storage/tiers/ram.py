@@ -9,7 +9,7 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
-from lmcache_hybrid.protocol.changes import RAM
+from lmcache_hybrid.protocol.record_reports import RAM
 from lmcache_hybrid.storage import eviction_order
 from lmcache_hybrid.storage.tiers.base import Observer, Unpin
 from lmcache_hybrid.storage.tiers.indexed import IndexedTier

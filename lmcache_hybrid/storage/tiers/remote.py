@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tier outside this process: ``fs://``, Redis, S3.
 
-Each has a connector of this package's own, see :mod:`lmcache_hybrid.storage.remote.adapters`.
+Each has a connector of this package's own, see :mod:`lmcache_hybrid.storage.remote.make_connector`.
 """
 
 import contextlib

@@ -9,7 +9,7 @@ _S3 = f"{_BACKENDS}.connector.s3_connector"
 _QUEUE = f"{_BACKENDS}.job_executor.pq_executor"
 _ZMQ = "lmcache.v1.rpc.zmq_transport"
 _REMOTE_PATCH = "lmcache_hybrid/storage/tiers/remote.py"
-_ADAPTERS = "lmcache_hybrid/storage/remote/adapters.py"
+_MAKE_CONNECTOR = "lmcache_hybrid/storage/remote/make_connector.py"
 _CREDENTIALS = "lmcache_hybrid/config/redis_credentials.py"
 _DOCTOR = "lmcache_hybrid/tools/doctor/backends.py"
 _CONFIG = "lmcache.v1.config"
@@ -193,7 +193,7 @@ LMCACHE = (
         "RemoteBackend",
         "connection loop config _mla_worker_id_as0_mode",
     ),
-    Hook(f"{_BACKENDS}.remote_backend", "CreateConnector", replaced_in=_ADAPTERS),
+    Hook(f"{_BACKENDS}.remote_backend", "CreateConnector", replaced_in=_MAKE_CONNECTOR),
     *attributes(f"{_BACKENDS}.connector", "ConnectorAdapter", "can_parse create_connector"),
     *attributes(
         f"{_BACKENDS}.connector",

@@ -5,7 +5,7 @@ from tests.mutants.defect import Defect, one
 
 WORKER = "lmcache_hybrid/worker/worker.py"
 COPIES = "lmcache_hybrid/worker/copies.py"
-TRANSFERS = "lmcache_hybrid/worker/batched_copies.py"
+TRANSFERS = "lmcache_hybrid/worker/device_copies.py"
 PINNED = "lmcache_hybrid/storage/host_memory.py"
 
 DEFECTS = (

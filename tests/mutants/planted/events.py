@@ -9,7 +9,7 @@ NOTES = "lmcache_hybrid/storage/residency.py"
 STORE = "lmcache_hybrid/storage/lmcache_store.py"
 SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
 CONNECTOR = "lmcache_hybrid/connector.py"
-CHANGES = "lmcache_hybrid/protocol/changes.py"
+REPORTS = "lmcache_hybrid/protocol/record_reports.py"
 FILES = "lmcache_hybrid/storage/disk/files.py"
 
 DEFECTS: tuple[Defect, ...] = (
@@ -222,7 +222,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "of the ranks' reports only the first one's reaches the scheduler",
-        CHANGES,
+        REPORTS,
         "        self.reports.extend(events)\n",
         "        pass\n",
     ),

@@ -6,7 +6,7 @@ from tests.mutants.defect import one
 FS = "lmcache_hybrid/storage/remote/fs.py"
 IO = "lmcache_hybrid/storage/folder/record_io.py"
 FILES = "lmcache_hybrid/storage/folder/record_files.py"
-ADAPTERS = "lmcache_hybrid/storage/remote/adapters.py"
+MAKE_CONNECTOR = "lmcache_hybrid/storage/remote/make_connector.py"
 THREADS = "lmcache_hybrid/core/threads.py"
 
 DEFECTS = (

@@ -8,7 +8,7 @@ STORE = "lmcache_hybrid/storage/lmcache_store.py"
 ARC = "lmcache_hybrid/storage/eviction_order.py"
 DISK = "lmcache_hybrid/storage/disk/backend.py"
 ROOM = "lmcache_hybrid/storage/disk/full_disk.py"
-ADAPTERS = "lmcache_hybrid/storage/remote/adapters.py"
+MAKE_CONNECTOR = "lmcache_hybrid/storage/remote/make_connector.py"
 REMOTE = "lmcache_hybrid/storage/tiers/remote.py"
 REDIS = "lmcache_hybrid/storage/remote/redis.py"
 SERVERS = "lmcache_hybrid/storage/remote/servers.py"
@@ -372,19 +372,19 @@ DEFECTS = (
     ),
     one(
         "LMCache's own connector serves Redis",
-        ADAPTERS,
+        MAKE_CONNECTOR,
         "    if place is None:\n",
         "    if place:\n",
     ),
     one(
         "what replaces LMCache's own does not say when it can go",
-        ADAPTERS,
+        MAKE_CONNECTOR,
         "    Remove when: ``ConnectorManager`` asks",
         "    Later ``ConnectorManager`` may ask",
     ),
     one(
         "what repairs no bug says that it does",
-        ADAPTERS,
+        MAKE_CONNECTOR,
         "    No bug: LMCache's ``ConnectorManager``",
         "    Bug: LMCache's ``ConnectorManager``",
     ),

@@ -14,7 +14,7 @@ from lmcache.v1.storage_backend.connector.fs_connector import FSConnector
 from lmcache_hybrid.core.errors import ConfigError, LoadError
 from lmcache_hybrid.storage.folder import record_io
 from lmcache_hybrid.storage.folder.record_files import TEMPORARY, WRAPPER_BYTES
-from lmcache_hybrid.storage.remote import adapters, fs
+from lmcache_hybrid.storage.remote import fs, make_connector
 from lmcache_hybrid.storage.remote.record_connector import unwrapped
 
 from ..helpers import payload_of, put
@@ -94,7 +94,7 @@ def test_a_plugin_says_its_folder_as_in_lmcache(box, tmp_path):
     ):
         config = SimpleNamespace(**vars(box.manager.config) | {"extra_config": extra})
         config.use_layerwise, config.blocking_timeout_secs = False, 5
-        made = adapters.create_connector(
+        made = make_connector.create_connector(
             "plugin://fs.a",
             box.manager.loop,
             box.manager.local_cpu_backend,
@@ -108,7 +108,7 @@ def test_a_plugin_says_its_folder_as_in_lmcache(box, tmp_path):
         run(box, connector.close())
     config.extra_config = {}
     with pytest.raises(ConfigError, match="'fs' without a folder; set "):
-        adapters.create_connector("plugin://fs", None, None, config, None, "fs")
+        make_connector.create_connector("plugin://fs", None, None, config, None, "fs")
 
 
 @pytest.mark.parametrize("step", [1, 7, WRAPPER_BYTES, 1 << 22])

