@@ -45,6 +45,7 @@ SCHEDULER_PLACES = (
     "update_state_after_alloc",
     "build_connector_meta",
     "plan_save",
+    "report_lookup",
     "update_connector_output",
     "register_finished_partial_tail",
     "request_finished",

@@ -8,14 +8,13 @@ from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.protocol.lookup import LookupResult
-from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.load_planner import limit_of, question_of
 from lmcache_hybrid.scheduler.load_policy import LoadPolicy
-from lmcache_hybrid.scheduler.lookup_metrics import count_lookup, count_skipped, log_lookup
+from lmcache_hybrid.scheduler.lookup_metrics import count_skipped
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue, PendingLookup
+from lmcache_hybrid.scheduler.lookup_reports import LookupReports
 from lmcache_hybrid.scheduler.pins import Pins
 from lmcache_hybrid.scheduler.shared_prefills import SharedPrefills
-from lmcache_hybrid.scheduler.store_watch import StoreWatch
 from lmcache_hybrid.scheduler.tracker import (
     Asked,
     Loading,
@@ -38,19 +37,18 @@ class Admission:
         pins: Pins,
         prefills: SharedPrefills,
         ledger: Ledger[SchedulerCounts],
-        store_watch: StoreWatch,
-        events: KVEvents | None,
+        reports: LookupReports,
     ) -> None:
         """
         Args:
             queue: sends lookups to the ranks.
             pins: bounds how many may be sent.
             prefills: prefixes that others compute, for which a request may wait.
-            store_watch, events: receive each lookup result.
+            reports: receives each lookup result.
         """
         self._plan, self._options = plan, options
         self._queue, self._policy, self._pins, self._prefills = queue, policy, pins, prefills
-        self._ledger, self._store_watch, self._events = ledger, store_watch, events
+        self._ledger, self._reports = ledger, reports
         self._wait = LookupWait()
         self._dropped: list[tuple[str, int]] = []
 
@@ -65,22 +63,28 @@ class Admission:
         None while the request waits: for the ranks, until others pin less, or for a prefix that
         another request computes.
         """
-        gain = self._offered(tracker, num_computed_tokens)
-        if gain == 0:
-            self.withdraw(tracker)  # it claims nothing while it waits
-        reads = not tracker.request.skip_reading_prefix_cache
-        if gain is not None and tracker.may_load and reads:
+        request, floor = tracker.request, num_computed_tokens // self._plan.block_size
+        self._pins.consider(request.request_id)
+        tracker.checkpoints.begin(request.num_tokens)
+        while True:
+            gain = 0
+            if self._looks_up(tracker):
+                result = self._answer(tracker, floor)
+                if result is None:
+                    return None
+                gain = self._judge(tracker, result, num_computed_tokens)
+            if not gain:
+                self.withdraw(tracker)  # it claims nothing while it waits
+            if not tracker.may_load or request.skip_reading_prefix_cache:
+                break
             wait = self._prefills.wait(tracker, num_computed_tokens + gain)
             if wait:
                 return None
-            if wait is None:  # waited in vain: the store may have more of it by now
-                if isinstance(tracker.phase, Offered):
-                    self._ask(tracker, num_computed_tokens // self._plan.block_size)
-                gain = self._offered(tracker, num_computed_tokens)
+            if wait is not None:
+                break
+            self.admit(tracker)  # waited in vain: ask again, the store may have more by now
         if gain:
             tracker.promise(gain)
-        elif gain == 0:
-            self.withdraw(tracker)
         return gain
 
     def load(self, tracker: RequestTracker, tokens: int) -> LookupResult:
@@ -110,42 +114,31 @@ class Admission:
         dropped, self._dropped = self._dropped, []
         return dropped
 
-    def _offered(self, tracker: RequestTracker, num_computed_tokens: int) -> int | None:
-        """Return the tokens past ``num_computed_tokens`` that the ranks offer.
+    def _looks_up(self, tracker: RequestTracker) -> bool:
+        """Whether a request can load something, or must not store it again."""
+        reads = not tracker.request.skip_reading_prefix_cache
+        has_keys = bool(tracker.prefix.hashes or tracker.inner)
+        return tracker.may_load and has_keys and (reads or tracker.save)
 
-        None while a lookup is pending, or must wait until other requests pin less.
+    def _answer(self, tracker: RequestTracker, floor: int) -> LookupResult | None:
+        """Return what the ranks offer past ``floor`` local blocks; ask them first if need be.
+
+        None while the lookup is pending, or must wait until other requests pin less.
         """
-        request = tracker.request
-        self._pins.consider(request.request_id)
-        tracker.checkpoints.begin(request.num_tokens)
-        reads = not request.skip_reading_prefix_cache
-        if not (tracker.may_load and (tracker.prefix.hashes or tracker.inner)):
-            return 0
-        if not (reads or tracker.save):
-            return 0
-        floor = num_computed_tokens // self._plan.block_size
         while True:
             match tracker.phase:
-                case NotAsked():
-                    if not self._ask(tracker, floor):
-                        return None
                 case Asked(lookup):
                     result = self._wait.poll(lookup)
                     if result is None:
                         return None
                     self.answered(tracker, lookup, result)
                     tracker.offer(result, lookup.request.floor)
-                    self._pins.answer(request.request_id, result)
-                case Offered(_, asked_floor) if floor < asked_floor:
-                    # vLLM has lost blocks of its own since.
+                    self._pins.answer(tracker.request.request_id, result)
+                case Offered(result, asked_floor) if floor >= asked_floor:
+                    return result
+                case NotAsked() | Offered():  # of these vLLM has lost blocks of its own since
                     if not self._ask(tracker, floor):
                         return None
-                case Offered(result):
-                    tracker.checkpoints.junction = result.attention * self._plan.block_size
-                    if not reads:  # looked up only to skip what is stored already
-                        self._mark_as_stored(tracker, result)
-                        return 0
-                    return self._judge(tracker, result, num_computed_tokens)
                 case Loading():
                     raise AssertionError("vLLM asks for no request whose load is under way")
 
@@ -153,6 +146,10 @@ class Admission:
         self, tracker: RequestTracker, result: LookupResult, num_computed_tokens: int
     ) -> int:
         """Return the tokens to load of the ranks' offer: 0 where computing is faster."""
+        tracker.checkpoints.junction = result.attention * self._plan.block_size
+        if tracker.request.skip_reading_prefix_cache:
+            self._mark_as_stored(tracker, result)  # looked up for nothing else
+            return 0
         end = result.boundary * self._plan.block_size + result.tail
         gain = end - num_computed_tokens
         if gain < max(1, self._options.min_retrieve_tokens):
@@ -208,17 +205,8 @@ class Admission:
     def answered(
         self, tracker: RequestTracker, lookup: PendingLookup, result: LookupResult
     ) -> None:
-        """Take a lookup result: count it, log it and pass it to ``store_watch`` and ``events``."""
-        known = tracker.take_answer(result)
-        self._store_watch.answered(tracker, lookup.request, result)
-        if self._events is not None:
-            self._events.learn_answer(tracker.request, tracker.prefix, result)
-        if tracker.request.skip_reading_prefix_cache:
-            return  # it loads nothing
-        size, floor = self._plan.block_size, lookup.request.floor
-        count_lookup(self._ledger, lookup, result, size, known)
-        log_lookup(tracker.request, floor, result, size, first=not tracker.logged)
-        tracker.logged = True
+        """Take a lookup result, and report it."""
+        self._reports.add(tracker, lookup, result, tracker.take_answer(result))
 
     def check_integrity(self, trackers: Iterable[RequestTracker]) -> None:
         """Assert what holds between two calls of vLLM, for all requests that are tracked."""

@@ -21,6 +21,7 @@ from lmcache_hybrid.scheduler.load_planner import load_of
 from lmcache_hybrid.scheduler.load_policy import LoadPolicy
 from lmcache_hybrid.scheduler.lookup_metrics import count_hit
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
+from lmcache_hybrid.scheduler.lookup_reports import LookupReports
 from lmcache_hybrid.scheduler.pins import Pins
 from lmcache_hybrid.scheduler.save_planner import CachedBlocks, FinalSaves, Offer, SavePlanner
 from lmcache_hybrid.scheduler.shared_prefills import SharedPrefills
@@ -104,6 +105,7 @@ class HybridScheduler:
         self.prefills = SharedPrefills(plan.block_size, self.ledger, self._meet)
         self._arrivals = Arrivals(plan, options, self._hashes_per_block, self.ledger)
         self.store_watch = store_watch or StoreWatch(plan, options)
+        self._reports = LookupReports(plan, self.ledger, self.store_watch, events)
         self._admission = Admission(
             plan,
             options,
@@ -112,8 +114,7 @@ class HybridScheduler:
             pins or Pins(plan, {}, None),
             self.prefills,
             self.ledger,
-            self.store_watch,
-            events,
+            self._reports,
         )
 
     @property
@@ -253,6 +254,7 @@ class HybridScheduler:
                 del self._trackers[request_id]
         self.prefills.clear()
         self._final.forget()
+        self._reports.forget()
         self.store_watch.forget()
         if self.events is not None:
             self.events.reset(self._epoch)
@@ -276,6 +278,7 @@ class HybridScheduler:
         block_state = output.kv_connector_block_state
         if block_state is not None and (self._may_store or block_state.boundary_state_offloads):
             saves = list(self._saves(output.num_scheduled_tokens, block_state))
+        self._reports.send()
         self.prefills.step()
         self._policy.scheduled(
             self._trackers[new.req_id].request

@@ -33,6 +33,9 @@ def test_a_hit_goes_to_the_state_boundary():
     rig = Rig().holds(request, 5, 1, 3)
     assert rig.match(request) == (3 * N, True)
     counts = rig.scheduler.counts
+    assert not counts.lookups, "reported before the end of the pass"
+    rig.step()
+    rig.step()
     assert counts.lookups == {"hit": 1}
     assert (counts.lost_hits, counts.lost_tokens) == (1, 2 * N)
 

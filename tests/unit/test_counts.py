@@ -109,6 +109,7 @@ def test_a_hit_counts_its_tokens_by_source():
     assert rig.match(request, 0) == (4 * N, True)
     assert rig.match(request, N) == (3 * N, True), "vLLM has found a block of its own since"
     rig.scheduler.update_state_after_alloc(request, table(request), 3 * N)
+    rig.step()
     counts = rig.scheduler.counts
     assert counts.hits == {"far": 1}
     assert counts.hit_tokens == {"near": N, "far": 2 * N}
@@ -137,6 +138,7 @@ def test_a_lookup_is_counted_by_outcome_and_by_what_it_lost(
     request = make_request(tokens=4 * N)
     rig = SchedulerRig().holds(request, attention, *states)
     rig.match(request, computed)
+    rig.step()
     counts = rig.scheduler.counts
     assert counts.lookups == {outcome: 1}
     assert (counts.lost_hits, counts.lost_tokens) == (lost > 0, lost * N)
@@ -147,9 +149,11 @@ def test_pages_past_the_last_token_or_a_load_limit_are_not_lost():
     request = make_request(tokens=4 * N)
     rig = SchedulerRig().holds(request, 4, 3)
     assert rig.match(request) == (3 * N, True)
+    rig.step()
     assert rig.scheduler.counts.lost_tokens == 0
     rig = SchedulerRig(max_tokens_per_load=2 * N).holds(request, 4, 2)
     assert rig.match(request) == (2 * N, True)
+    rig.step()
     assert rig.scheduler.counts.lost_tokens == 0
 
 
@@ -160,6 +164,7 @@ def test_a_rank_without_a_verdict_is_told_from_a_miss():
     rig.ranks.silent = False
     rig.ranks.stores[1].readable = lambda: False
     rig.match(make_request("two"))
+    rig.step()
     assert rig.scheduler.counts.lookups == {"unavailable": 2}
 
 

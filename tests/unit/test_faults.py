@@ -212,6 +212,21 @@ def test_a_request_that_cannot_be_planned_keeps_no_other_from_being_stored(lenie
     assert lenient == {"plan_save": 1}
 
 
+def test_a_lookup_that_cannot_be_reported_keeps_no_other_from_it(lenient, monkeypatch):
+    rig = SchedulerRig()
+    for name in ("first", "second"):
+        rig.match(make_request(name))
+    answered = rig.scheduler.store_watch.answered
+
+    def answered_second(tracker, *args):
+        return broken() if tracker.request.request_id == "first" else answered(tracker, *args)
+
+    monkeypatch.setattr(rig.scheduler.store_watch, "answered", answered_second)
+    rig.step()
+    assert lenient == {"report_lookup": 1}
+    assert rig.scheduler.counts.lookups == {"miss": 1}
+
+
 def test_what_waits_to_be_sent_is_sent_although_a_step_cannot_be_planned(lenient, monkeypatch):
     request = make_request("r", 4 * N + 1)
     rig = SchedulerRig().holds(request, 4, 4)

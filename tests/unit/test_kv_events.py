@@ -164,6 +164,7 @@ def test_what_is_found_is_announced_once_a_prompt_has_asked_for_it(tier) -> None
     assert not rig.events.pending
     rig.holds(request, 2, 2)
     assert rig.match(request) == (2 * N, True)
+    rig.step()
     assert [event.group_idx for event in rig.events.take()].count(PAGES) == 2
 
 

@@ -49,6 +49,7 @@ def test_a_request_waits_for_its_answer_and_the_scheduler_does_not(rig):
     assert len(rig.later.waiting) == 1
     rig.later.run()
     assert rig.match() == rig.match() == (4 * N, True)
+    rig.step()
     assert rig.scheduler.counts.lookups == {"hit": 1}
 
 

@@ -196,6 +196,7 @@ def test_a_request_is_logged_once(worker, hybrid_log):
     rig.loaded(request)
     request.num_computed_tokens = 0
     rig.match(request)
+    rig.step()
     assert rig.scheduler.counts.lookups == {"hit": 2}
     worker.saved().run(worker.load())
     (line,) = [r.getMessage() for r in hybrid_log.records if r.levelname != "DEBUG"]

@@ -83,8 +83,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a hit is judged in every pass",
         ADMISSION,
-        "        if gain == 0:\n            self.withdraw(",
-        "        if False:\n            self.withdraw(",
+        "            if not gain:\n                self.withdraw(",
+        "            if False:\n                self.withdraw(",
     ),
     one(
         "estimates can be negative",

@@ -184,6 +184,24 @@ DEFECTS = (
         "                raise\n",
     ),
     one(
+        "a lookup that cannot be reported ends the step's planning",
+        "lmcache_hybrid/scheduler/lookup_reports.py",
+        '                caught("report_lookup", error, "metrics or events lack it", self._ledger)\n',
+        "                raise\n",
+    ),
+    one(
+        "a lookup is reported in each step",
+        "lmcache_hybrid/scheduler/lookup_reports.py",
+        "        answers, self._answers = self._answers, []\n",
+        "        answers = [*self._answers]\n",
+    ),
+    one(
+        "a lookup of before a reset is reported after it",
+        "lmcache_hybrid/scheduler/lookup_reports.py",
+        "        self._answers.clear()\n",
+        "        pass\n",
+    ),
+    one(
         "a step that cannot be planned sends no loads",
         CONNECTOR,
         "        return self.scheduler.send(scheduler_output, [])\n",

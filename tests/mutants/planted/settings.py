@@ -170,7 +170,7 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a request that must not read stores states again",
         "lmcache_hybrid/scheduler/admission.py",
-        "            self._mark_as_stored(tracker, result)\n",
+        "            self._mark_as_stored(tracker, result)  # looked up for nothing else\n",
         "            pass\n",
     ),
     one(
@@ -182,8 +182,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "what must not be read is loaded",
         "lmcache_hybrid/scheduler/admission.py",
-        "        if not reads:  # looked up",
-        "        if False:  # looked up",
+        "        if tracker.request.skip_reading_prefix_cache:\n            self._mark",
+        "        if False:\n            self._mark",
     ),
     one(
         "an empty remote_url turns LMCache off without a word",

@@ -151,13 +151,13 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a request that may not read a cache waits for one",
         ADMISSION,
-        "tracker.may_load and reads:\n            wait",
-        "tracker.may_load:\n            wait",
+        "            if not tracker.may_load or request.skip_reading_prefix_cache:\n",
+        "            if not tracker.may_load:\n",
     ),
     one(
         "who has waited in vain takes what the store had before",
         ADMISSION,
-        "                if isinstance(tracker.phase, Offered):\n                    self._ask(",
-        "                if False:\n                    self._ask(",
+        "            self.admit(tracker)  # waited in vain",
+        "            pass  # waited in vain",
     ),
 )
