@@ -15,17 +15,23 @@ NOTES = {
     "growing": "one more image, anywhere",
     "documents": "each as often as the others",
     "popular": "some far more often",
+    "one-offs": "most occur only once",
 }
 # Arm -> heading, its right end in pixels, colour.
 HEADS = {ARM: ("■ LMCache", 594, OURS), OWN: ("● vLLM alone", 698, THEIRS)}
 GAP = 1  # rows between two sizes of the store
+# By store: vLLM's own cache and the store of "a third" hold the same bytes.
+SIZES = {
+    "restarted": "Room for a tenth in vLLM's cache, for all in the store; one restart",
+    "a third": "Room for a third in either",
+}
 
 
 def draw(figures: dict, path: Path) -> None:
     """Write an SVG: the share of the oracle's tokens that hit, a row for each trace and store."""
     shares: dict[str, dict[str, dict[str, float]]] = {}  # by store, trace and arm
     for run in figures["runs"]:
-        if run["arm"] in (ARM, OWN):
+        if run["arm"] in (ARM, OWN) and run["store"] in SIZES:
             of_store = shares.setdefault(run["store"], {})
             of_store.setdefault(run["trace"], {})[run["arm"]] = 100 * run["share"]
     count = sum(map(len, shares.values())) + GAP * (len(shares) - 1)
@@ -39,9 +45,8 @@ def draw(figures: dict, path: Path) -> None:
             to.cell(to.heading, right, text, color=color, size=12, weight="bold")
         place = 0
         for store, traces in shares.items():
-            size = "everything" if store == "unlimited" else store
             above = place - GAP if place else to.heading
-            to.cell(above, 4, f"Store with room for {size}", ha="left", color=FAINT, size=12)
+            to.cell(above, 4, SIZES[store], ha="left", color=FAINT, size=12)
             for trace, of_trace in traces.items():
                 to.name(place, trace, NOTES.get(trace, ""))
                 _row(to, place, of_trace)

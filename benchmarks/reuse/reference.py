@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is compared with: an oracle without limits, and two policies for a store that is full.
+"""What is compared with: an oracle without limits, policies for a full store.
 
 These work on the tokens alone. A prompt is its chain: one key per whole block,
 which names the block and everything before it. Sizes are in pages, the bytes of
 one block's attention; positions are in blocks.
 """
 
+import bisect
 import hashlib
+import math
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 STATE_PAGES = 3  # a boundary's state against a block's attention, in bytes
@@ -138,6 +140,65 @@ class MarconiReference(LruReference):
         size = self._block_size
         saved = _flops(len(entry.chain) * size) - _flops(parent * size)
         return saved / (STATE_PAGES + sum(self._needed[key] == 1 for key in entry.chain))
+
+
+class Foresight(LruReference):
+    """Knows when each prefix that it has seen before comes again, as no real policy does.
+
+    What is asked again latest goes first (Belady, 1966), and states lie where they will be used.
+    Only prefixes seen for the first time look alike: they go before all others, the oldest first.
+    """
+
+    def __init__(self, block_size: int, capacity: float, prompts: Iterable[list[int]]) -> None:
+        super().__init__(block_size, capacity)
+        # When each block can be reused, by the number of the request.
+        self._uses: dict[bytes, list[int]] = {}
+        for number, prompt in enumerate(prompts, 1):
+            end = limit_of(len(prompt), block_size)
+            for key in chain_of(prompt, block_size)[:end]:
+                self._uses.setdefault(key, []).append(number)
+        self._newcomers: dict[bytes, None] = {}
+
+    def ask(self, prompt: list[int], output: Sequence[int]) -> int:
+        self._clock += 1
+        chain, end = chain_of(prompt, self._block_size), limit_of(len(prompt), self._block_size)
+        hits = [b for b in range(1, end + 1) if chain[b - 1] in self._entries]
+        hit, best = (hits[-1] if hits else 0), self._best(chain, end)
+        for boundary in {hit, best} - {0}:
+            self._use(chain[:boundary])
+        if best:
+            key = chain[best - 1]
+            self._newcomers.pop(key, None)
+            if self._uses[key][0] == self._clock:
+                self._newcomers[key] = None
+        while self.used > self._capacity and len(self._entries) > 1:
+            self._drop(self._victim())
+        return hit * self._block_size
+
+    def _best(self, chain: Chain, end: int) -> int:
+        """The deepest boundary that is asked for again; the last one if none is."""
+        again = (b for b in range(end, 0, -1) if self._next(chain[b - 1]) < math.inf)
+        return next(again, end)
+
+    def _next(self, key: bytes) -> float:
+        uses = self._uses[key]
+        place = bisect.bisect_right(uses, self._clock)
+        return uses[place] if place < len(uses) else math.inf
+
+    def _victim(self) -> _Entry:
+        known = [entry for key, entry in self._entries.items() if key not in self._newcomers]
+        latest = max(known, key=lambda entry: self._next(entry.chain[-1]), default=None)
+        if latest is not None and self._next(latest.chain[-1]) == math.inf:
+            return latest
+        key = next(iter(self._newcomers), None)
+        if key is None:
+            assert latest is not None
+            return latest
+        return self._entries[key]
+
+    def _drop(self, entry: _Entry) -> None:
+        self._newcomers.pop(entry.chain[-1], None)
+        super()._drop(entry)
 
 
 def _flops(tokens: int) -> float:

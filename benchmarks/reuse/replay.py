@@ -11,9 +11,11 @@ What is compared, and how it is kept fair:
   vLLM's own cache is emptied before each request, so every hit comes from the store.
   In the arm "beside vLLM's cache" it is not emptied, as in a usual deployment: with a
   full store that arm has exactly the bytes of vLLM alone.
+- *Restarted* is what users run: vLLM's own cache has room for a tenth of all that the
+  trace stores, beside the working room, and is emptied once, halfway. The store keeps all.
 - The *oracle* has a state at every boundary ever computed and forgets nothing. 100 %
   is what it reuses; a token that cannot be reused by anybody counts for nobody.
-- *LRU* and *Marconi* are policies over whole prefixes in a store of the same bytes,
+- *LRU*, *Marconi* and *foresight* are policies over whole prefixes in a store of the same bytes,
   see :mod:`benchmarks.reuse.reference`. They have no store's or scheduler's rules to
   obey, and keep a state at each prompt's last boundary and where it branches off.
 
@@ -27,12 +29,19 @@ import functools
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.reuse.engine import Outcome, ReplayEngine, Setup
-from benchmarks.reuse.reference import STATE_PAGES, LruReference, MarconiReference, Oracle
-from benchmarks.reuse.traces import Trace, tokens
+from benchmarks.reuse.reference import (
+    STATE_PAGES,
+    Foresight,
+    LruReference,
+    MarconiReference,
+    Oracle,
+)
+from benchmarks.reuse.report import RESTARTED
+from benchmarks.reuse.traces import Span, Trace, tokens
 
 BLOCK_SIZE = 784
 ATTENTION_BYTES = 65_536  # per token: 16 layers, keys and values of 4 heads of 256 in bf16
@@ -41,6 +50,8 @@ ROOM_BESIDE = 256  # more blocks in vLLM's pool beside an unlimited store
 # Traces that are replayed with a full store too.
 FULL = ("documents", "popular", "one-offs")
 CHATS = ("chat", "short chats")
+# The store of a usual deployment, and the arms in it; the part of it that vLLM's pool holds.
+DEPLOYED, POOL_SHARE = ("vllm", "default"), 0.1
 # Boundaries of the finer oracle, in tokens.
 FINE = 16
 
@@ -103,9 +114,15 @@ ARMS = (
     Arm("U56-T4", "LMCache, U = 56, T = 4 N", unit=56, interval=4),
     Arm("U56-decode", "LMCache, U = 56, generated too", unit=56, save_decode=True, only=CHATS),
 )
-REFERENCES = {
-    "lru": ("LRU of whole prefixes", LruReference),
-    "marconi": ("Marconi's eviction", MarconiReference),
+REFERENCES: dict[str, tuple[str, Callable[["Job"], LruReference]]] = {
+    "lru": ("LRU of whole prefixes", lambda job: LruReference(job.block_size, job.capacity)),
+    "marconi": ("Marconi's eviction", lambda job: MarconiReference(job.block_size, job.capacity)),
+    "foresight": (
+        "Foresight of what was seen before",
+        lambda job: Foresight(
+            job.block_size, job.capacity, [tokens(r.spans) for r in job.trace.requests]
+        ),
+    ),
 }
 
 
@@ -114,8 +131,10 @@ class Job:
     """One replay: an arm or a reference on a trace, with a store that may be full.
 
     Attributes:
-        store: "unlimited" or "a third".
+        store: "unlimited", "a third", or "restarted".
         capacity: of the store, in pages.
+        cached: pages of vLLM's own cache besides working room, where it is emptied only once;
+            None where the arm says how large it is and whether it is emptied.
     """
 
     trace: Trace
@@ -124,6 +143,7 @@ class Job:
     block_size: int
     arm: Arm | None = None
     reference: str = ""
+    cached: int | None = None
 
     @property
     def name(self) -> str:
@@ -151,8 +171,14 @@ def jobs(traces: Sequence[Trace], block_size: int) -> list[Job]:
             for a in arms
             if a.room and not a.policy
         ]
+        cached = round(POOL_SHARE * _pages_of((r.spans for r in trace.requests), block_size))
+        made += [
+            Job(trace, RESTARTED, unlimited, block_size, arm, cached=cached)
+            for arm in arms
+            if arm.name in DEPLOYED
+        ]
         if trace.contents:
-            third = _pages_of_contents(trace, block_size) // 3
+            third = _pages_of(trace.contents, block_size) // 3
             made += [Job(trace, "a third", third, block_size, arm) for arm in arms]
             made += [Job(trace, "a third", third, block_size, None, name) for name in REFERENCES]
     return made
@@ -164,10 +190,10 @@ def _pages_at_most(trace: Trace, block_size: int) -> int:
     return (1 + STATE_PAGES) * (tokens_in_all // block_size + len(trace.requests) + 1)
 
 
-def _pages_of_contents(trace: Trace, block_size: int) -> int:
+def _pages_of(contents: Iterable[Sequence[Span]], block_size: int) -> int:
     """Each content's pages and the state at its end; what they begin with counts once."""
     store = LruReference(block_size, math.inf)
-    for spans in trace.contents:
+    for spans in contents:
         store.ask(tokens(spans), ())
     return store.used
 
@@ -184,7 +210,7 @@ def run(job: Job, advance: Callable[[], None] = lambda: None) -> dict:
     started = time.perf_counter()
     saved = held = None
     if job.arm is None:
-        store = REFERENCES[job.reference][1](job.block_size, job.capacity)
+        store = REFERENCES[job.reference][1](job)
         outcomes = []
         for request in job.trace.requests:
             prompt, output = tokens(request.spans), tokens([request.output])
@@ -194,7 +220,7 @@ def run(job: Job, advance: Callable[[], None] = lambda: None) -> dict:
         with ReplayEngine(setup_of(job)) as engine:
             outcomes = replay(engine, job, advance)
             saved, held = engine.saved_pages, engine.held_pages
-            assert job.store != "unlimited" or held == saved, "a page was evicted"
+            assert job.store == "a third" or held == saved, "a page was evicted"
     return {
         "trace": job.trace.name,
         "store": job.store,
@@ -213,11 +239,12 @@ def setup_of(job: Job) -> Setup:
     # The longest request with its states: running, restored, kept, for each group.
     room = job.trace.longest // job.block_size + 4 * STATE_PAGES + 4
     if not arm.store:
-        pool = job.capacity + room * arm.room
+        pool = room * arm.room + (job.capacity if job.cached is None else job.cached)
         return Setup(job.block_size, pool, None, BATCH, unit=arm.unit)
+    beside = ROOM_BESIDE * (arm.beside and job.store == "unlimited")
     return Setup(
         job.block_size,
-        room + ROOM_BESIDE * (arm.beside and job.store == "unlimited"),
+        room + (beside if job.cached is None else job.cached),
         job.capacity,
         BATCH,
         None if arm.interval is None else arm.interval * job.block_size,
@@ -230,9 +257,11 @@ def setup_of(job: Job) -> Setup:
 
 def replay(engine: ReplayEngine, job: Job, advance: Callable[[], None]) -> list[Outcome]:
     """All requests of the trace, in order."""
-    outcomes = []
+    outcomes: list[Outcome] = []
+    half = len(job.trace.requests) // 2
     for request in job.trace.requests:
-        if job.arm.store and not job.arm.beside:
+        always = job.cached is None and job.arm.store and not job.arm.beside
+        if always or job.cached is not None and len(outcomes) == half:
             engine.forget()
         outcomes.append(engine.run(tokens(request.spans), tokens([request.output])))
         advance()

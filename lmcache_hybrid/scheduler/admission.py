@@ -66,6 +66,7 @@ class Admission:
         request, floor = tracker.request, num_computed_tokens // self._plan.block_size
         self._pins.consider(request.request_id)
         tracker.checkpoints.begin(request.num_tokens)
+        in_vain = False
         while True:
             gain = 0
             if self._looks_up(tracker):
@@ -75,14 +76,15 @@ class Admission:
                 gain = self._judge(tracker, result, num_computed_tokens)
             if not gain:
                 self.withdraw(tracker)  # it claims nothing while it waits
-            if not tracker.may_load or request.skip_reading_prefix_cache:
+            if in_vain or not tracker.may_load or request.skip_reading_prefix_cache:
                 break
             wait = self._prefills.wait(tracker, num_computed_tokens + gain)
             if wait:
                 return None
             if wait is not None:
                 break
-            self.admit(tracker)  # waited in vain: ask again, the store may have more by now
+            in_vain = True
+            self.admit(tracker)  # ask again: the store may have more by now
         if gain:
             tracker.promise(gain)
         return gain

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reuse benchmark counts right: its traces, its references, its replay."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.reuse import replay, report, traces  # noqa: E402
 from benchmarks.reuse.engine import ReplayEngine, Setup  # noqa: E402
 from benchmarks.reuse.reference import (  # noqa: E402
+    Foresight,
     LruReference,
     MarconiReference,
     Oracle,
@@ -95,6 +97,16 @@ def test_marconi_drops_what_saves_few_flops_per_byte() -> None:
     assert store.ask(long, ()) == 400
 
 
+def test_foresight_keeps_what_comes_back_and_knows_nothing_of_what_is_new() -> None:
+    a, b, c, d = ([i] * 4 + [i + 10] * 4 + [99] for i in range(4))  # two blocks each
+    order = [a, b, a, b, c, d, a, b, d, c]
+    store = Foresight(4, 3 * (2 + 3), order)
+    hits = [store.ask(prompt, ()) for prompt in order]
+    # c and d look alike when they come: the older one of them goes.
+    assert hits == [0, 0, 8, 8, 0, 0, 8, 8, 8, 0]
+    assert store.used <= 15
+
+
 def test_a_chain_names_everything_before_a_block() -> None:
     first, second = chain_of([1, 2, 3, 4, 5], 2)
     assert chain_of([1, 2, 3, 4], 2) == (first, second)
@@ -136,10 +148,23 @@ def test_five_replayed_requests_hit_as_counted_by_hand(setup: Setup, hits: list[
 )
 def test_an_arm_sets_what_its_title_says(name: str, chunk_ends: bool, interval: int) -> None:
     trace = traces.repeat(scale=N / 784, prompts=1, times=2)
-    (job,) = [job for job in replay.jobs([trace], N) if job.name == name]
+    jobs = [job for job in replay.jobs([trace], N) if job.store == "unlimited"]
+    (job,) = [job for job in jobs if job.name == name]
     with ReplayEngine(replay.setup_of(job)) as engine:
         chosen = engine.options
         assert (chosen.chunk_ends, chosen.checkpoint_tokens) == (chunk_ends, interval)
+
+
+def test_a_restart_empties_vllms_own_cache_and_not_the_store() -> None:
+    trace = traces.repeat(scale=N / 784, prompts=1, times=4)
+    runs = {}
+    for job in replay.jobs([trace], N):
+        if job.store == replay.RESTARTED:
+            job = dataclasses.replace(job, cached=trace.longest)  # room for all of it
+            runs[job.name] = replay.run(job)
+    first = runs["vllm"]["hit_tokens"] / 2  # the second and the fourth request
+    assert runs["default"]["hit_tokens"] == 3 * first > 0
+    assert runs["default"]["local_tokens"] == 2 * first, "the store is asked where vLLM has it"
 
 
 @pytest.mark.parametrize("store", [100, None], ids=["LMCache", "vLLM alone"])
@@ -183,7 +208,7 @@ def test_prompts_that_come_once_do_not_push_out_what_is_asked_for():
     """As in docs/reuse.md, with blocks of 64 tokens and a tenth of the trace's sizes."""
     trace, size = traces.one_offs(0, 64 / replay.BLOCK_SIZE, count=20, questions=120), 64
     assert sum(each.label == "once" for each in trace.requests) == 0.7 * len(trace.requests)
-    third = replay._pages_of_contents(trace, size) // 3
+    third = replay._pages_of(trace.contents, size) // 3
     shares = {}
     for arm in replay.ARMS:
         if arm.name in ("default", "policy-lru"):

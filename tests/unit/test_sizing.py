@@ -318,6 +318,18 @@ def test_an_interval_of_your_own_is_a_row_and_counts():
     assert "100 prompts of 32,000 tokens, T = 2,352" in printed and "\n 2,352 (3 N) " in printed
 
 
+def test_a_slow_store_is_faster_than_computing_only_from_longer_hits_on():
+    rates = ["--ram-rate", "4", "--network-rate", "2"]
+    found = {}
+    for words in ([], rates):
+        answer = json.loads(run("Qwen3.6-27B", *words, "--json").output)
+        (row,) = [unit for unit in answer["units"] if unit["tokens"] == 16]
+        found[bool(words)] = row["faster_from"]
+        assert "(--ram-rate) and" in run("Qwen3.6-27B", *words).output
+    assert all(found[True][name] > found[False][name] for name in ("ram", "network"))
+    assert answer["rates"]["load_bytes"] == {"ram": 4 << 30, "network": 2 << 30}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -332,6 +344,7 @@ def test_an_interval_of_your_own_is_a_row_and_counts():
         (["Qwen3.6-27B", "--prefix-match-unit", "100"], "does not divide N=784; use 112"),
         (["LFM2-350M", "--prefix-match-unit", "10"], "does not divide N=16; leave it out"),
         (["Qwen3.6-27B", "--prefill-rate", "0"], "Input should be greater than or equal to 1"),
+        (["Qwen3.6-27B", "--ram-rate", "0"], "Input should be greater than or equal to 0.001"),
         (["Qwen3.6-27B", "--shared", "64k"], "--shared 64000 is more than --context 32000"),
         (["no-such-model"], "neither a folder with a config.json nor a model of the table"),
         (["Qwen3-6-27B"], "did you mean Qwen3.6-27B?"),

@@ -19,7 +19,7 @@ from lmcache_hybrid.core.sizes import GIB, MIB
 from lmcache_hybrid.tools.cli.terminal import check_model
 from lmcache_hybrid.tools.sizing import catalogue
 from lmcache_hybrid.tools.sizing.blocks import PLATFORMS, Platform, compute
-from lmcache_hybrid.tools.sizing.plan import plan_of
+from lmcache_hybrid.tools.sizing.plan import NETWORK_RATE, RAM_RATE, plan_of
 from lmcache_hybrid.tools.sizing.storage import BACKENDS, CHUNK_ENDS, Workload
 from lmcache_hybrid.tools.sizing.to_write import as_typed, gib
 
@@ -89,6 +89,9 @@ UnitOption = Annotated[int, _tokens("vLLM's --prefix-match-unit; 0: not set.")]
 RateOption = Annotated[
     int, typer.Option(help="Prompt tokens that your engine computes a second.", min=1)
 ]
+LoadRateOption = Annotated[
+    float, typer.Option(help="GiB a second that this store gives a GPU.", min=0.001)
+]
 MarkdownOption = Annotated[
     bool, typer.Option("--markdown", help="With --list: as a Markdown table.")
 ]
@@ -108,6 +111,8 @@ def plan(
     block_size: Annotated[int, typer.Option(help="vLLM's --block-size, if you set it.")] = 0,
     prefix_match_unit: UnitOption = 0,
     prefill_rate: RateOption = 10_000,
+    ram_rate: LoadRateOption = RAM_RATE,
+    network_rate: LoadRateOption = NETWORK_RATE,
     step_tokens: Annotated[int, _tokens("vLLM's --max-num-batched-tokens.", some_tokens)] = 8192,
     platform: Annotated[PlatformName, typer.Option(help="Where the engine runs.")] = PlatformName[
         "gpu"
@@ -153,6 +158,7 @@ def plan(
         raised=sizes.block_size > (block_size or where.block_size),
         hopper=hopper.block_size,
         prefill_rate=prefill_rate,
+        load_rates={"ram": ram_rate * GIB, "network": network_rate * GIB},
         backends=[each.value for each in backend or BackendName],
         flags=_flags(
             {
@@ -262,7 +268,7 @@ def _print(console: Console, made: dict[str, Any], model_type: str, served: str)
         console.print(
             "Faster from: the shortest hit that is quicker to load than to compute, assuming\n"
             f"{rate:,} prefill tokens/s (--prefill-rate), {rates['ram'] / GIB:g} GiB/s from RAM\n"
-            f"and {rates['network'] / GIB:g} GiB/s from the network."
+            f"(--ram-rate) and {rates['network'] / GIB:g} GiB/s from the network (--network-rate)."
         )
     first, *others = made["backends"]
     also = f"; --backend {'|'.join(others)}: another" if others else ""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes all figures of ``lmcache-hybrid plan``, as in its JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,8 +15,8 @@ from lmcache_hybrid.tools.sizing.storage import BACKENDS, CHUNK_ENDS, Workload
 from lmcache_hybrid.tools.sizing.to_write import to_write
 
 INTERVALS = (16, 8, 4, 2, 1)  # T in blocks, as in docs/reuse.md
-# Bytes a second to a GPU: from RAM, and from a store on a 25 Gbit network.
-RATES = {"ram": 20 * GIB, "network": 2.5 * GIB}
+# GiB a second to a GPU: from RAM, and from a store on a 25 Gbit network.
+RAM_RATE, NETWORK_RATE = 20.0, 2.5
 
 
 def plan_of(
@@ -29,6 +29,7 @@ def plan_of(
     raised: bool,
     hopper: int,
     prefill_rate: int,
+    load_rates: Mapping[str, float],
     backends: Sequence[str],
     flags: list[str],
 ) -> dict[str, Any]:
@@ -38,6 +39,7 @@ def plan_of(
         raised: whether N is more than the block size that vLLM starts from.
         hopper: N with FlashInfer's prefill of gated delta nets, which is for GPUs only.
         prefill_rate: tokens a second.
+        load_rates: bytes a second, by where records come from.
         backends: names in BACKENDS.
         flags: vLLM's flags for these sizes, name and value in turn.
     """
@@ -61,8 +63,8 @@ def plan_of(
         "bytes_per_prompt": storage.bytes_of_one(sizes, work),
         "backends": {name: _backend(name, sizes, work, flags) for name in backends},
         "checkpoints": [_checkpoint(sizes, work, tokens) for tokens in _intervals(work, n)],
-        "units": [_unit(sizes, work, unit, prefill_rate) for unit in _units(work, n)],
-        "rates": {"prefill_tokens": prefill_rate, "load_bytes": RATES},
+        "units": [_unit(sizes, work, unit, prefill_rate, load_rates) for unit in _units(work, n)],
+        "rates": {"prefill_tokens": prefill_rate, "load_bytes": dict(load_rates)},
     }
 
 
@@ -109,10 +111,12 @@ def _units(work: Workload, n: int) -> list[int]:
     return sorted(chosen - {0}, reverse=True)
 
 
-def _unit(sizes: Sizes, work: Workload, unit: int, prefill_rate: int) -> dict[str, Any]:
+def _unit(
+    sizes: Sizes, work: Workload, unit: int, prefill_rate: int, load_rates: Mapping[str, float]
+) -> dict[str, Any]:
     """Compute the gain and cost of one U, in tokens; N stands for hits at multiples of N only.
 
-    ``faster_from`` is the shortest hit that loads faster than it computes, by RATES.
+    ``faster_from`` is the shortest hit that loads faster than it computes.
     """
     n = sizes.block_size
     work = replace(work, unit=unit if unit < n else 0)
@@ -126,6 +130,6 @@ def _unit(sizes: Sizes, work: Workload, unit: int, prefill_rate: int) -> dict[st
         ),
         "faster_from": {
             name: storage.break_even(sizes, unit, prefill_rate, rate)
-            for name, rate in RATES.items()
+            for name, rate in load_rates.items()
         },
     }

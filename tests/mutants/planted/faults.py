@@ -186,7 +186,8 @@ DEFECTS = (
     one(
         "a lookup that cannot be reported ends the step's planning",
         "lmcache_hybrid/scheduler/lookup_reports.py",
-        '                caught("report_lookup", error, "metrics or events lack it", self._ledger)\n',
+        '"report_lookup", error, "metrics or events lack it", self._ledger)\n',
+        '"report_lookup", error, "metrics or events lack it", self._ledger)\n'
         "                raise\n",
     ),
     one(

@@ -151,13 +151,19 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a request that may not read a cache waits for one",
         ADMISSION,
-        "            if not tracker.may_load or request.skip_reading_prefix_cache:\n",
-        "            if not tracker.may_load:\n",
+        "            if in_vain or not tracker.may_load or request.skip_reading_prefix_cache:\n",
+        "            if in_vain or not tracker.may_load:\n",
+    ),
+    one(
+        "who has waited in vain looks for another one before that one has begun",
+        ADMISSION,
+        "            in_vain = True\n",
+        "",
     ),
     one(
         "who has waited in vain takes what the store had before",
         ADMISSION,
-        "            self.admit(tracker)  # waited in vain",
-        "            pass  # waited in vain",
+        "            self.admit(tracker)  # ask again",
+        "            pass  # ask again",
     ),
 )
