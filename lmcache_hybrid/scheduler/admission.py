@@ -66,25 +66,24 @@ class Admission:
         request, floor = tracker.request, num_computed_tokens // self._plan.block_size
         self._pins.consider(request.request_id)
         tracker.checkpoints.begin(request.num_tokens)
-        in_vain = False
+        again = False
         while True:
             gain = 0
             if self._looks_up(tracker):
-                result = self._answer(tracker, floor)
+                result = self._answer(tracker, floor, again)
                 if result is None:
                     return None
                 gain = self._judge(tracker, result, num_computed_tokens)
             if not gain:
-                self.withdraw(tracker)  # it claims nothing while it waits
-            if in_vain or not tracker.may_load or request.skip_reading_prefix_cache:
+                self.withdraw(tracker)
+            if again or not tracker.may_load or request.skip_reading_prefix_cache:
                 break
             wait = self._prefills.wait(tracker, num_computed_tokens + gain)
             if wait:
                 return None
             if wait is not None:
                 break
-            in_vain = True
-            self.admit(tracker)  # ask again: the store may have more by now
+            again = True  # it has waited in vain, and the store may have more by now
         if gain:
             tracker.promise(gain)
         return gain
@@ -122,10 +121,13 @@ class Admission:
         has_keys = bool(tracker.prefix.hashes or tracker.inner)
         return tracker.may_load and has_keys and (reads or tracker.save)
 
-    def _answer(self, tracker: RequestTracker, floor: int) -> LookupResult | None:
+    def _answer(self, tracker: RequestTracker, floor: int, again: bool) -> LookupResult | None:
         """Return what the ranks offer past ``floor`` local blocks; ask them first if need be.
 
         None while the lookup is pending, or must wait until other requests pin less.
+
+        Args:
+            again: ask although they have answered.
         """
         while True:
             match tracker.phase:
@@ -136,11 +138,13 @@ class Admission:
                     self.answered(tracker, lookup, result)
                     tracker.offer(result, lookup.request.floor)
                     self._pins.answer(tracker.request.request_id, result)
-                case Offered(result, asked_floor) if floor >= asked_floor:
+                # Asked before vLLM lost blocks of its own, an offer starts too late.
+                case Offered(result, asked_floor) if floor >= asked_floor and not again:
                     return result
-                case NotAsked() | Offered():  # of these vLLM has lost blocks of its own since
+                case NotAsked() | Offered():
                     if not self._ask(tracker, floor):
                         return None
+                    again = False
                 case Loading():
                     raise AssertionError("vLLM asks for no request whose load is under way")
 
@@ -207,7 +211,7 @@ class Admission:
     def answered(
         self, tracker: RequestTracker, lookup: PendingLookup, result: LookupResult
     ) -> None:
-        """Take a lookup result, and report it."""
+        """Take a lookup result, which is reported at the end of the pass."""
         self._reports.add(tracker, lookup, result, tracker.take_answer(result))
 
     def check_integrity(self, trackers: Iterable[RequestTracker]) -> None:

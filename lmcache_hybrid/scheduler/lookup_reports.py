@@ -39,10 +39,6 @@ class LookupReports:
         """
         self._answers.append((tracker, lookup, result, known))
 
-    def forget(self) -> None:
-        """Drop all results, after a reset."""
-        self._answers.clear()
-
     def send(self) -> None:
         """Pass on what was added since the last call."""
         answers, self._answers = self._answers, []

@@ -254,7 +254,6 @@ class HybridScheduler:
                 del self._trackers[request_id]
         self.prefills.clear()
         self._final.forget()
-        self._reports.forget()
         self.store_watch.forget()
         if self.events is not None:
             self.events.reset(self._epoch)
@@ -278,7 +277,6 @@ class HybridScheduler:
         block_state = output.kv_connector_block_state
         if block_state is not None and (self._may_store or block_state.boundary_state_offloads):
             saves = list(self._saves(output.num_scheduled_tokens, block_state))
-        self._reports.send()
         self.prefills.step()
         self._policy.scheduled(
             self._trackers[new.req_id].request
@@ -289,7 +287,8 @@ class HybridScheduler:
         return self.send(output, saves)
 
     def send(self, output: "SchedulerOutput", saves: list[SaveSpec]) -> ConnectorMetadata:
-        """Return ``saves`` and all other work queued for the workers."""
+        """Return ``saves`` and all other work queued for the workers; report the lookups."""
+        self._reports.send()
         dropped = tuple(self._admission.take_dropped())
         final, ended = self._final.take()
         saves = [*saves, *final]

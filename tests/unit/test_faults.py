@@ -236,6 +236,7 @@ def test_what_waits_to_be_sent_is_sent_although_a_step_cannot_be_planned(lenient
     monkeypatch.setattr(rig.scheduler._policy, "scheduled", broken)
     (load,) = connector.build_connector_meta(make_output({}, {}, {}, ())).loads
     assert load.request_id == request.request_id
+    assert rig.scheduler.counts.lookups == {"hit": 1}
     assert lenient == {"build_connector_meta": 1}
 
 

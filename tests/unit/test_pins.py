@@ -116,6 +116,17 @@ def test_a_burst_of_hits_pins_half_of_the_pool(blocks):
     assert queue.pins.bytes == queue.pinned == 0
 
 
+def test_who_has_waited_in_vain_asks_again_whatever_others_pin(monkeypatch):
+    """It would give up the hit that it has, and wait once more."""
+    queue = Queue(None)
+    request = queue.add("r", 4)
+    assert queue.match(request) == (4 * N, True)
+    monkeypatch.setattr(queue.pins, "may_ask", lambda request_id: False)
+    monkeypatch.setattr(queue.scheduler.prefills, "wait", lambda tracker, start: None)
+    assert queue.match(request) == (4 * N, True)
+    assert len(queue.ranks.questions) == 2 and not queue.step().dropped
+
+
 def test_requests_that_wait_for_others_are_counted_once():
     queue = Queue(100).burst(30, 40)
     for _ in range(5):

@@ -81,7 +81,7 @@ DEFECTS: tuple[Defect, ...] = (
         "",
     ),
     one(
-        "a hit is judged in every pass",
+        "a hit that is computed instead keeps its claim",
         ADMISSION,
         "            if not gain:\n                self.withdraw(",
         "            if False:\n                self.withdraw(",

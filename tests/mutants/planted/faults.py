@@ -197,10 +197,10 @@ DEFECTS = (
         "        answers = [*self._answers]\n",
     ),
     one(
-        "a lookup of before a reset is reported after it",
-        "lmcache_hybrid/scheduler/lookup_reports.py",
-        "        self._answers.clear()\n",
-        "        pass\n",
+        "no lookup of a step that cannot be planned is reported",
+        SCHEDULER,
+        "        self._reports.send()\n        dropped =",
+        "        if saves:\n            self._reports.send()\n        dropped =",
     ),
     one(
         "a step that cannot be planned sends no loads",

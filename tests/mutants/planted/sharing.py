@@ -151,19 +151,25 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a request that may not read a cache waits for one",
         ADMISSION,
-        "            if in_vain or not tracker.may_load or request.skip_reading_prefix_cache:\n",
-        "            if in_vain or not tracker.may_load:\n",
+        "            if again or not tracker.may_load or request.skip_reading_prefix_cache:\n",
+        "            if again or not tracker.may_load:\n",
     ),
     one(
         "who has waited in vain looks for another one before that one has begun",
         ADMISSION,
-        "            in_vain = True\n",
-        "",
+        "            if again or not tracker.may_load",
+        "            if not tracker.may_load",
+    ),
+    one(
+        "who has waited in vain gives up its hit where others pin much",
+        ADMISSION,
+        "            again = True  # it has waited",
+        "            again = True\n            self.admit(tracker)  # it has waited",
     ),
     one(
         "who has waited in vain takes what the store had before",
         ADMISSION,
-        "            self.admit(tracker)  # ask again",
-        "            pass  # ask again",
+        "self._answer(tracker, floor, again)",
+        "self._answer(tracker, floor, False)",
     ),
 )
