@@ -28,12 +28,17 @@ SIZES = {
 
 
 def draw(figures: dict, path: Path) -> None:
-    """Write an SVG: the share of the oracle's tokens that hit, a row for each trace and store."""
+    """Write an SVG: the share of the oracle's tokens that hit, a row for each trace and store.
+
+    None without the arms that it shows.
+    """
     shares: dict[str, dict[str, dict[str, float]]] = {}  # by store, trace and arm
     for run in figures["runs"]:
         if run["arm"] in (ARM, OWN) and run["store"] in SIZES:
             of_store = shares.setdefault(run["store"], {})
             of_store.setdefault(run["trace"], {})[run["arm"]] = 100 * run["share"]
+    if not shares:
+        return
     count = sum(map(len, shares.values())) + GAP * (len(shares) - 1)
     title = "Hit tokens as a share of those that could be reused, by trace"
     with rows(path, title, count, row=36, left=200, right=475) as to:

@@ -185,9 +185,10 @@ def test_performance_has_dots_on_a_logarithmic_axis(tmp_path: Path) -> None:
 def test_what_was_not_measured_is_left_out(tmp_path: Path) -> None:
     some = {"answers": {"repeats": {"rounds": 1, "seconds": {"cold": [3.0], "ram": [0.1]}}}}
     assert "hit on disk" not in texts(draw("performance", tmp_path, some))
-    chat = {"trace": "chat", "store": "unlimited", "arm": "T4", "share": 0.9}
-    other = {"trace": "agent", "store": "unlimited", "arm": "default", "share": 0.8}
+    chat = {"trace": "chat", "store": "restarted", "arm": "T4", "share": 0.9}
+    other = {"trace": "agent", "store": "restarted", "arm": "default", "share": 0.8}
     shown = texts(draw("reuse", tmp_path, {"runs": [chat, other]}))
     assert "80.0 %" in shown and "90.0 %" not in shown and "chat" not in shown
     performance.draw({"answers": {}}, tmp_path / "none.svg")
+    reuse.draw({"runs": [chat]}, tmp_path / "none.svg")
     assert not (tmp_path / "none.svg").exists()
