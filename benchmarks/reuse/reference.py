@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is compared with: an oracle without limits, policies for a full store.
+"""What is compared with: an oracle without limits, and policies for a full store.
 
 These work on the tokens alone. A prompt is its chain: one key per whole block,
 which names the block and everything before it. Sizes are in pages, the bytes of
