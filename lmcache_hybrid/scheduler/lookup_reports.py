@@ -41,6 +41,8 @@ class LookupReports:
 
     def send(self) -> None:
         """Pass on what was added since the last call."""
+        if not self._answers:
+            return
         answers, self._answers = self._answers, []
         for tracker, lookup, result, known in answers:
             try:

@@ -344,6 +344,7 @@ def test_a_slow_store_is_faster_than_computing_only_from_longer_hits_on():
         (["Qwen3.6-27B", "--prefix-match-unit", "100"], "does not divide N=784; use 112"),
         (["LFM2-350M", "--prefix-match-unit", "10"], "does not divide N=16; leave it out"),
         (["Qwen3.6-27B", "--prefill-rate", "0"], "Input should be greater than or equal to 1"),
+        (["Qwen3.6-27B", "--ram-rate", "inf"], "Input should be less than or equal to 1000000"),
         (["Qwen3.6-27B", "--ram-rate", "0"], "Input should be greater than or equal to 0.001"),
         (["Qwen3.6-27B", "--shared", "64k"], "--shared 64000 is more than --context 32000"),
         (["no-such-model"], "neither a folder with a config.json nor a model of the table"),

@@ -89,8 +89,11 @@ UnitOption = Annotated[int, _tokens("vLLM's --prefix-match-unit; 0: not set.")]
 RateOption = Annotated[
     int, typer.Option(help="Prompt tokens that your engine computes a second.", min=1)
 ]
-LoadRateOption = Annotated[
-    float, typer.Option(help="GiB a second that this store gives a GPU.", min=0.001)
+RamRateOption = Annotated[
+    float, typer.Option(help="GiB a second from RAM to all GPUs together.", min=0.001, max=1e6)
+]
+NetworkRateOption = Annotated[
+    float, typer.Option(help="The same from a store on the network.", min=0.001, max=1e6)
 ]
 MarkdownOption = Annotated[
     bool, typer.Option("--markdown", help="With --list: as a Markdown table.")
@@ -111,8 +114,8 @@ def plan(
     block_size: Annotated[int, typer.Option(help="vLLM's --block-size, if you set it.")] = 0,
     prefix_match_unit: UnitOption = 0,
     prefill_rate: RateOption = 10_000,
-    ram_rate: LoadRateOption = RAM_RATE,
-    network_rate: LoadRateOption = NETWORK_RATE,
+    ram_rate: RamRateOption = RAM_RATE,
+    network_rate: NetworkRateOption = NETWORK_RATE,
     step_tokens: Annotated[int, _tokens("vLLM's --max-num-batched-tokens.", some_tokens)] = 8192,
     platform: Annotated[PlatformName, typer.Option(help="Where the engine runs.")] = PlatformName[
         "gpu"

@@ -15,7 +15,7 @@ from lmcache_hybrid.tools.sizing.storage import BACKENDS, CHUNK_ENDS, Workload
 from lmcache_hybrid.tools.sizing.to_write import to_write
 
 INTERVALS = (16, 8, 4, 2, 1)  # T in blocks, as in docs/reuse.md
-# GiB a second to a GPU: from RAM, and from a store on a 25 Gbit network.
+# GiB a second to all ranks: from RAM, and from a store on a 25 Gbit network.
 RAM_RATE, NETWORK_RATE = 20.0, 2.5
 
 
@@ -39,7 +39,7 @@ def plan_of(
         raised: whether N is more than the block size that vLLM starts from.
         hopper: N with FlashInfer's prefill of gated delta nets, which is for GPUs only.
         prefill_rate: tokens a second.
-        load_rates: bytes a second, by where records come from.
+        load_rates: bytes a second to all ranks together, by where records come from.
         backends: names in BACKENDS.
         flags: vLLM's flags for these sizes, name and value in turn.
     """
