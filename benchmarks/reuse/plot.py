@@ -4,6 +4,7 @@
 from pathlib import Path
 
 from benchmarks.drawing import FAINT, OURS, THEIRS, Rows, rows
+from benchmarks.reuse.report import RESTARTED, THIRD
 
 ARM, OWN = "default", "vllm"
 NOTES = {
@@ -20,10 +21,10 @@ NOTES = {
 # Arm -> heading, its right end in pixels, colour.
 HEADS = {ARM: ("■ LMCache", 594, OURS), OWN: ("● vLLM alone", 698, THEIRS)}
 GAP = 1  # rows between two sizes of the store
-# By store: vLLM's own cache and the store of "a third" hold the same bytes.
+# By store. That of THIRD and vLLM's own cache there hold the same bytes.
 SIZES = {
-    "restarted": "Room for a tenth in vLLM's cache, for all in the store; one restart",
-    "a third": "Room for a third in either",
+    RESTARTED: "Room for a tenth in vLLM's cache, for all in the store; one restart",
+    THIRD: "Room for a third in either",
 }
 
 

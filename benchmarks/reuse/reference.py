@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is compared with: an oracle without limits, and policies for a full store.
+"""References: an oracle without limits, and policies for a full store.
 
 These work on the tokens alone. A prompt is its chain: one key per whole block,
 which names the block and everything before it. Sizes are in pages, the bytes of
@@ -88,12 +88,16 @@ class LruReference:
         chain, end = chain_of(prompt, self._block_size), limit_of(len(prompt), self._block_size)
         hits = [b for b in range(1, end + 1) if chain[b - 1] in self._entries]
         hit = hits[-1] if hits else 0
-        held = next((b for b, key in enumerate(chain) if key not in self._needed), len(chain))
-        for boundary in {hit, min(held, end), end} - {0}:
+        for boundary in sorted({hit, *self._boundaries(chain, end)} - {0}):
             self._use(chain[:boundary])
         while self.used > self._capacity and len(self._entries) > 1:
             self._drop(self._victim())
         return hit * self._block_size
+
+    def _boundaries(self, chain: Chain, end: int) -> tuple[int, ...]:
+        """Where a prompt leaves states: where it leaves what is held, and at its end."""
+        held = next((b for b, key in enumerate(chain) if key not in self._needed), len(chain))
+        return min(held, end), end
 
     def _use(self, chain: Chain) -> None:
         entry = self._entries.get(chain[-1])
@@ -143,13 +147,17 @@ class MarconiReference(LruReference):
 
 
 class Foresight(LruReference):
-    """Knows when each prefix that it has seen before comes again, as no real policy does.
+    """Knows where prompts will branch, and when what came twice will come again. None can.
 
-    What is asked again latest goes first (Belady, 1966), and states lie where they will be used.
-    Only prefixes seen for the first time look alike: they go before all others, the oldest first.
+    The entry whose next use is furthest away goes first (Belady, 1966). Entries that were used once
+    are ranked by age: they go after those that never return, and before those that do.
     """
 
     def __init__(self, block_size: int, capacity: float, prompts: Iterable[list[int]]) -> None:
+        """
+        Args:
+            prompts: those that it will be asked, in that order.
+        """
         super().__init__(block_size, capacity)
         # When each block can be reused, by the number of the request.
         self._uses: dict[bytes, list[int]] = {}
@@ -157,48 +165,27 @@ class Foresight(LruReference):
             end = limit_of(len(prompt), block_size)
             for key in chain_of(prompt, block_size)[:end]:
                 self._uses.setdefault(key, []).append(number)
-        self._newcomers: dict[bytes, None] = {}
 
-    def ask(self, prompt: list[int], output: Sequence[int]) -> int:
-        self._clock += 1
-        chain, end = chain_of(prompt, self._block_size), limit_of(len(prompt), self._block_size)
-        hits = [b for b in range(1, end + 1) if chain[b - 1] in self._entries]
-        hit, best = (hits[-1] if hits else 0), self._best(chain, end)
-        for boundary in {hit, best} - {0}:
-            self._use(chain[:boundary])
-        if best:
-            key = chain[best - 1]
-            self._newcomers.pop(key, None)
-            if self._uses[key][0] == self._clock:
-                self._newcomers[key] = None
-        while self.used > self._capacity and len(self._entries) > 1:
-            self._drop(self._victim())
-        return hit * self._block_size
-
-    def _best(self, chain: Chain, end: int) -> int:
-        """The deepest boundary that is asked for again; the last one if none is."""
+    def _boundaries(self, chain: Chain, end: int) -> tuple[int, ...]:
+        """The deepest one that is asked for again; its end if none is."""
         again = (b for b in range(end, 0, -1) if self._next(chain[b - 1]) < math.inf)
-        return next(again, end)
+        return (next(again, end),)
 
     def _next(self, key: bytes) -> float:
-        uses = self._uses[key]
-        place = bisect.bisect_right(uses, self._clock)
-        return uses[place] if place < len(uses) else math.inf
+        later = bisect.bisect_right(self._uses[key], self._clock)
+        return self._uses[key][later] if later < len(self._uses[key]) else math.inf
 
     def _victim(self) -> _Entry:
-        known = [entry for key, entry in self._entries.items() if key not in self._newcomers]
-        latest = max(known, key=lambda entry: self._next(entry.chain[-1]), default=None)
-        if latest is not None and self._next(latest.chain[-1]) == math.inf:
-            return latest
-        key = next(iter(self._newcomers), None)
-        if key is None:
-            assert latest is not None
-            return latest
-        return self._entries[key]
+        return max(self._entries.values(), key=self._rank)
 
-    def _drop(self, entry: _Entry) -> None:
-        self._newcomers.pop(entry.chain[-1], None)
-        super()._drop(entry)
+    def _rank(self, entry: _Entry) -> tuple[int, float]:
+        """The highest goes first."""
+        key = entry.chain[-1]
+        first, *others = self._uses[key]
+        if not others or others[0] > self._clock:  # used once so far
+            return 1, -first
+        again = self._next(key)
+        return (2, 0.0) if again == math.inf else (0, again)
 
 
 def _flops(tokens: int) -> float:

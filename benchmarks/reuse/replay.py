@@ -17,7 +17,8 @@ What is compared, and how it is kept fair:
   is what it reuses; a token that cannot be reused by anybody counts for nobody.
 - *LRU*, *Marconi* and *foresight* are policies over whole prefixes in a store of the same bytes,
   see :mod:`benchmarks.reuse.reference`. They have no store's or scheduler's rules to
-  obey, and keep a state at each prompt's last boundary and where it branches off.
+  obey. The first two keep a state at each prompt's last boundary and where it branches
+  off, the third where a later prompt will branch off.
 
 Bytes are those of Qwen3.6-27B on one GPU: a block of 784 tokens has 51.4 MB of
 attention in 16 layers, and a boundary's state in 48 layers has three times that. vLLM
@@ -40,7 +41,7 @@ from benchmarks.reuse.reference import (
     MarconiReference,
     Oracle,
 )
-from benchmarks.reuse.report import RESTARTED
+from benchmarks.reuse.report import RESTARTED, THIRD, UNLIMITED
 from benchmarks.reuse.traces import Span, Trace, tokens
 
 BLOCK_SIZE = 784
@@ -50,7 +51,7 @@ ROOM_BESIDE = 256  # more blocks in vLLM's pool beside an unlimited store
 # Traces that are replayed with a full store too.
 FULL = ("documents", "popular", "one-offs")
 CHATS = ("chat", "short chats")
-# The store of a usual deployment, and the arms in it; the part of it that vLLM's pool holds.
+# Arms of RESTARTED, and vLLM's own cache there, as a share of what the trace stores.
 DEPLOYED, POOL_SHARE = ("vllm", "default"), 0.1
 # Boundaries of the finer oracle, in tokens.
 FINE = 16
@@ -120,7 +121,7 @@ REFERENCES: dict[str, tuple[str, Callable[["Job"], LruReference]]] = {
     "foresight": (
         "Foresight of what was seen before",
         lambda job: Foresight(
-            job.block_size, job.capacity, [tokens(r.spans) for r in job.trace.requests]
+            job.block_size, job.capacity, (tokens(r.spans) for r in job.trace.requests)
         ),
     ),
 }
@@ -131,8 +132,8 @@ class Job:
     """One replay: an arm or a reference on a trace, with a store that may be full.
 
     Attributes:
-        store: "unlimited", "a third", or "restarted".
-        capacity: of the store, in pages.
+        store: UNLIMITED, THIRD or RESTARTED.
+        capacity: of the store, in pages; of vLLM's pool where there is no store.
         cached: pages of vLLM's own cache besides working room, where it is emptied only once;
             None where the arm says how large it is and whether it is emptied.
     """
@@ -167,9 +168,7 @@ def jobs(traces: Sequence[Trace], block_size: int) -> list[Job]:
             arms = [arm for arm in arms if not arm.interval and not arm.unit]
         unlimited = _pages_at_most(trace, block_size)
         made += [
-            Job(trace, "unlimited", unlimited, block_size, a)
-            for a in arms
-            if a.room and not a.policy
+            Job(trace, UNLIMITED, unlimited, block_size, a) for a in arms if a.room and not a.policy
         ]
         cached = round(POOL_SHARE * _pages_of((r.spans for r in trace.requests), block_size))
         made += [
@@ -179,8 +178,8 @@ def jobs(traces: Sequence[Trace], block_size: int) -> list[Job]:
         ]
         if trace.contents:
             third = _pages_of(trace.contents, block_size) // 3
-            made += [Job(trace, "a third", third, block_size, arm) for arm in arms]
-            made += [Job(trace, "a third", third, block_size, None, name) for name in REFERENCES]
+            made += [Job(trace, THIRD, third, block_size, arm) for arm in arms]
+            made += [Job(trace, THIRD, third, block_size, None, name) for name in REFERENCES]
     return made
 
 
@@ -220,7 +219,7 @@ def run(job: Job, advance: Callable[[], None] = lambda: None) -> dict:
         with ReplayEngine(setup_of(job)) as engine:
             outcomes = replay(engine, job, advance)
             saved, held = engine.saved_pages, engine.held_pages
-            assert job.store == "a third" or held == saved, "a page was evicted"
+            assert job.store == THIRD or held == saved, "a page was evicted"
     return {
         "trace": job.trace.name,
         "store": job.store,
@@ -241,7 +240,7 @@ def setup_of(job: Job) -> Setup:
     if not arm.store:
         pool = room * arm.room + (job.capacity if job.cached is None else job.cached)
         return Setup(job.block_size, pool, None, BATCH, unit=arm.unit)
-    beside = ROOM_BESIDE * (arm.beside and job.store == "unlimited")
+    beside = ROOM_BESIDE * (arm.beside and job.store == UNLIMITED)
     return Setup(
         job.block_size,
         room + (beside if job.cached is None else job.cached),
@@ -257,11 +256,13 @@ def setup_of(job: Job) -> Setup:
 
 def replay(engine: ReplayEngine, job: Job, advance: Callable[[], None]) -> list[Outcome]:
     """All requests of the trace, in order."""
-    outcomes: list[Outcome] = []
-    half = len(job.trace.requests) // 2
-    for request in job.trace.requests:
-        always = job.cached is None and job.arm.store and not job.arm.beside
-        if always or job.cached is not None and len(outcomes) == half:
+    outcomes, count = [], len(job.trace.requests)
+    if job.cached is not None:
+        forgetful = {count // 2}
+    else:
+        forgetful = set(range(count)) if job.arm.store and not job.arm.beside else set()
+    for number, request in enumerate(job.trace.requests):
+        if number in forgetful:
             engine.forget()
         outcomes.append(engine.run(tokens(request.spans), tokens([request.output])))
         advance()

@@ -3,7 +3,8 @@
 
 from pathlib import Path
 
-RESTARTED = "restarted"
+# Stores: with room for everything, for a third, and of an engine that is restarted.
+UNLIMITED, THIRD, RESTARTED = "unlimited", "a third", "restarted"
 
 
 def tables(figures: dict) -> str:
@@ -69,7 +70,7 @@ def _scenarios(figures: dict) -> list[tuple[str, str]]:
 
 
 def _scenario(trace: str, store: str) -> str:
-    return trace if store == "unlimited" else f"{trace}, {store}"
+    return trace if store == UNLIMITED else f"{trace}, {store}"
 
 
 def _arms(figures: dict) -> dict[str, str]:
@@ -135,7 +136,7 @@ def _shares(figures: dict) -> str:
 
 def _finest(figures: dict) -> str:
     """What is lost to the size of blocks: all stores unlimited."""
-    traces = [scenario for scenario in _scenarios(figures) if scenario[1] == "unlimited"]
+    traces = [scenario for scenario in _scenarios(figures) if scenario[1] == UNLIMITED]
     rows = []
     for arm, title in _arms(figures).items():
         runs = [_run(figures, arm, scenario) for scenario in traces]
@@ -202,7 +203,7 @@ def _labels(figures: dict) -> str:
     for arm, title in _arms(figures).items():
         cells = []
         for trace, label in columns:
-            run = _run(figures, arm, (trace, "unlimited"))
+            run = _run(figures, arm, (trace, UNLIMITED))
             cells.append(_percent(run and run["by_label"][label]["share"]))
         if any(cells):
             rows.append([title, *cells])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of :mod:`benchmarks.serve.cold`, and its tables."""
+"""Writes the JSON file of :mod:`benchmarks.serve.cold`, and its tables."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -14,17 +14,27 @@ from benchmarks.performance.report import named
 from benchmarks.reuse.report import replace
 from benchmarks.serve.report import BASE, SHOWN, spread
 
-HEAD = ("requests at once", *SHOWN.values(), "computed", "from LMCache", "prefixes computed again")
+HEAD = (
+    "requests at once, arm",
+    *SHOWN.values(),
+    "computed",
+    "from LMCache",
+    "prefixes computed again",
+)
 
 
 def keep(
-    out: Path, family: str, model: Mapping[str, Any], count: int, part: Mapping[str, Any]
+    out: Path, family: str, model: Mapping[str, Any], at_once: int, part: Mapping[str, Any]
 ) -> None:
-    """Write one part into the file. Those of the family with another model are dropped."""
+    """Write one part into the file. Parts with another model of the family are dropped.
+
+    Args:
+        at_once: requests in flight at most, which the part is of.
+    """
     figures = json.loads(out.read_text()) if out.exists() else {"families": {}}
     known = figures["families"].get(family, {})
     parts = known["parts"] if known.get("model") == model else {}
-    parts[str(count)] = part
+    parts[str(at_once)] = part
     parts = {name: parts[name] for name in sorted(parts, key=int)}
     figures["families"][family] = {"model": model, "parts": parts}
     out.write_text(json.dumps(figures, indent=1) + "\n")

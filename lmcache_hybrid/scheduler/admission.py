@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the boundary a request starts from: asks the ranks and the policy, and makes it wait."""
+"""Finds where a waiting request starts: asks the ranks and the policy, or lets it wait longer."""
 
 import time
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.groups import GroupPlan
-from lmcache_hybrid.protocol.lookup import LookupResult
+from lmcache_hybrid.protocol.lookup import MISS, LookupResult
 from lmcache_hybrid.scheduler.load_planner import limit_of, question_of
 from lmcache_hybrid.scheduler.load_policy import LoadPolicy
 from lmcache_hybrid.scheduler.lookup_metrics import count_skipped
@@ -42,7 +42,7 @@ class Admission:
         """
         Args:
             queue: sends lookups to the ranks.
-            pins: bounds how many may be sent.
+            pins: says whether one more may be sent.
             prefills: prefixes that others compute, for which a request may wait.
             reports: receives each lookup result.
         """
@@ -63,27 +63,16 @@ class Admission:
         None while the request waits: for the ranks, until others pin less, or for a prefix that
         another request computes.
         """
-        request, floor = tracker.request, num_computed_tokens // self._plan.block_size
+        request = tracker.request
         self._pins.consider(request.request_id)
         tracker.checkpoints.begin(request.num_tokens)
-        again = False
-        while True:
-            gain = 0
-            if self._looks_up(tracker):
-                result = self._answer(tracker, floor, again)
-                if result is None:
-                    return None
-                gain = self._judge(tracker, result, num_computed_tokens)
-            if not gain:
-                self.withdraw(tracker)
-            if again or not tracker.may_load or request.skip_reading_prefix_cache:
-                break
-            wait = self._prefills.wait(tracker, num_computed_tokens + gain)
-            if wait:
+        gain = self._gain(tracker, num_computed_tokens)
+        if gain is not None and tracker.may_load and not request.skip_reading_prefix_cache:
+            must_wait = self._prefills.wait(tracker, num_computed_tokens + gain)
+            if must_wait:
                 return None
-            if wait is not None:
-                break
-            again = True  # it has waited in vain, and the store may have more by now
+            if must_wait is None:  # it has waited in vain, and the store may have more by now
+                gain = self._gain(tracker, num_computed_tokens, again=True)
         if gain:
             tracker.promise(gain)
         return gain
@@ -115,20 +104,35 @@ class Admission:
         dropped, self._dropped = self._dropped, []
         return dropped
 
+    def _gain(
+        self, tracker: RequestTracker, num_computed_tokens: int, again: bool = False
+    ) -> int | None:
+        """Return the tokens to load past ``num_computed_tokens``; with 0 it claims nothing.
+
+        None while the lookup is pending, or must wait until other requests pin less.
+
+        Args:
+            again: ask the ranks although they have answered.
+        """
+        gain = 0
+        if self._looks_up(tracker):
+            floor = num_computed_tokens // self._plan.block_size
+            result = self._answer(tracker, floor, again)
+            if result is None:
+                return None
+            gain = self._judge(tracker, result, num_computed_tokens)
+        if not gain:
+            self.withdraw(tracker)
+        return gain
+
     def _looks_up(self, tracker: RequestTracker) -> bool:
-        """Whether a request can load something, or must not store it again."""
+        """Whether a lookup helps: to load, or to learn what is stored already."""
         reads = not tracker.request.skip_reading_prefix_cache
         has_keys = bool(tracker.prefix.hashes or tracker.inner)
         return tracker.may_load and has_keys and (reads or tracker.save)
 
     def _answer(self, tracker: RequestTracker, floor: int, again: bool) -> LookupResult | None:
-        """Return what the ranks offer past ``floor`` local blocks; ask them first if need be.
-
-        None while the lookup is pending, or must wait until other requests pin less.
-
-        Args:
-            again: ask although they have answered.
-        """
+        """Return what the ranks offer past ``floor`` local blocks, and else as :meth:`_gain`."""
         while True:
             match tracker.phase:
                 case Asked(lookup):
@@ -138,7 +142,7 @@ class Admission:
                     self.answered(tracker, lookup, result)
                     tracker.offer(result, lookup.request.floor)
                     self._pins.answer(tracker.request.request_id, result)
-                # Asked before vLLM lost blocks of its own, an offer starts too late.
+                # An offer stands unless vLLM has lost local blocks since: it would begin too late.
                 case Offered(result, asked_floor) if floor >= asked_floor and not again:
                     return result
                 case NotAsked() | Offered():
@@ -151,7 +155,11 @@ class Admission:
     def _judge(
         self, tracker: RequestTracker, result: LookupResult, num_computed_tokens: int
     ) -> int:
-        """Return the tokens to load of the ranks' offer: 0 where computing is faster."""
+        """Return the tokens to load of the ranks' offer.
+
+        0 where they are too few, computing is faster, or the request was looked up only so that it
+        stores nothing twice.
+        """
         tracker.checkpoints.junction = result.attention * self._plan.block_size
         if tracker.request.skip_reading_prefix_cache:
             self._mark_as_stored(tracker, result)  # looked up for nothing else
@@ -185,6 +193,7 @@ class Admission:
         most = self._options.max_tokens_per_load
         limit, tail = limit_of(tracker, floor, self._plan, most)
         nothing = (limit, tail) <= (floor, 0)
+        # Who has been answered once is not made to wait: it would give up what it was offered.
         first = isinstance(tracker.phase, NotAsked) and not nothing
         if first and not self._pins.may_ask(request.request_id):
             if not tracker.delayed:
@@ -196,13 +205,13 @@ class Admission:
         # Store again what is computed again: it may be missing because its save failed.
         tracker.stored.forget(tracker.stored.attention)
         if nothing and not tracker.save:
-            tracker.offer(LookupResult(0, 0), floor)
+            tracker.offer(MISS, floor)
             return True
         lookup = self._queue.submit(question_of(tracker, floor, self._plan, limit, tail))
         if nothing and len(prefix.hashes) <= floor and prefix.identified:
-            # Nothing to load and no new block: look up what is stored without waiting for it.
+            # vLLM holds every block: learn what is stored without waiting for it.
             tracker.background = lookup
-            tracker.offer(LookupResult(0, 0), floor)
+            tracker.offer(MISS, floor)
         else:
             tracker.ask(lookup)
             self._pins.ask(lookup)

@@ -13,7 +13,7 @@ from lmcache_hybrid.scheduler.tracker import RequestTracker
 
 
 class LookupReports:
-    """Keeps the results of a scheduling pass, which decide nothing any more, to its end.
+    """Collects the lookup results of a scheduling pass, and reports them at its end.
 
     Used by the scheduler's thread only.
     """
@@ -27,7 +27,7 @@ class LookupReports:
     ) -> None:
         self._size, self._ledger = plan.block_size, ledger
         self._store_watch, self._events = store_watch, events
-        self._answers: list[tuple[RequestTracker, PendingLookup, LookupResult, bool]] = []
+        self._results: list[tuple[RequestTracker, PendingLookup, LookupResult, bool]] = []
 
     def add(
         self, tracker: RequestTracker, lookup: PendingLookup, result: LookupResult, known: bool
@@ -35,16 +35,16 @@ class LookupReports:
         """Add the result of a request's lookup.
 
         Args:
-            known: whether the ranks knew the request's adapter.
+            known: False where the ranks do not know the request's adapter.
         """
-        self._answers.append((tracker, lookup, result, known))
+        self._results.append((tracker, lookup, result, known))
 
     def send(self) -> None:
         """Pass on what was added since the last call."""
-        if not self._answers:
+        if not self._results:
             return
-        answers, self._answers = self._answers, []
-        for tracker, lookup, result, known in answers:
+        results, self._results = self._results, []
+        for tracker, lookup, result, known in results:
             try:
                 self._send(tracker, lookup, result, known)
             except Exception as error:
@@ -54,7 +54,7 @@ class LookupReports:
         self, tracker: RequestTracker, lookup: PendingLookup, result: LookupResult, known: bool
     ) -> None:
         request = tracker.request
-        self._store_watch.answered(tracker, lookup.request, result)
+        self._store_watch.answered(tracker, lookup.request, result)  # reads ``logged``
         if self._events is not None:
             self._events.learn_answer(request, tracker.prefix, result)
         if request.skip_reading_prefix_cache:

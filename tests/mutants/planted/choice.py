@@ -83,8 +83,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a hit that is computed instead keeps its claim",
         ADMISSION,
-        "            if not gain:\n                self.withdraw(",
-        "            if False:\n                self.withdraw(",
+        "        if not gain:\n            self.withdraw(",
+        "        if False:\n            self.withdraw(",
     ),
     one(
         "estimates can be negative",

@@ -151,25 +151,19 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a request that may not read a cache waits for one",
         ADMISSION,
-        "            if again or not tracker.may_load or request.skip_reading_prefix_cache:\n",
-        "            if again or not tracker.may_load:\n",
-    ),
-    one(
-        "who has waited in vain looks for another one before that one has begun",
-        ADMISSION,
-        "            if again or not tracker.may_load",
-        "            if not tracker.may_load",
+        "tracker.may_load and not request.skip_reading_prefix_cache:\n            must_wait",
+        "tracker.may_load:\n            must_wait",
     ),
     one(
         "who has waited in vain gives up its hit where others pin much",
         ADMISSION,
-        "            again = True  # it has waited",
-        "            again = True\n            self.admit(tracker)  # it has waited",
+        "            if must_wait is None:  # it",
+        "            if must_wait is None:\n                self.admit(tracker)  # it",
     ),
     one(
         "who has waited in vain takes what the store had before",
         ADMISSION,
-        "self._answer(tracker, floor, again)",
-        "self._answer(tracker, floor, False)",
+        "num_computed_tokens, again=True)",
+        "num_computed_tokens)",
     ),
 )
