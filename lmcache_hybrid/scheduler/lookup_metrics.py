@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
-from lmcache_hybrid.protocol.lookup import LookupResult
-from lmcache_hybrid.scheduler.lookup_queue import PendingLookup
+from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -18,25 +17,26 @@ logger = init_logger("vllm.lmcache_hybrid.scheduler.lookup_metrics")
 
 def count_lookup(
     ledger: Ledger[SchedulerCounts],
-    lookup: PendingLookup,
+    asked: LookupRequest,
     result: LookupResult,
+    seconds: float,
     block_size: int,
     known: bool,
 ) -> None:
     """Count an answered lookup.
 
     Args:
-        known: whether the ranks knew the request's adapter.
+        seconds: that it took.
+        known: False where the ranks do not know the request's adapter.
     """
-    request = lookup.request
     # Past the limit nothing could be loaded in any case.
     found = result.boundary * block_size + result.tail
-    reach = min(result.attention, request.limit) * block_size
-    lost = reach - max(found, request.floor * block_size)
+    reach = min(result.attention, asked.limit) * block_size
+    lost = reach - max(found, asked.floor * block_size)
     with ledger as counts:
-        past = request.limit + bool(request.limit_tail)
-        counts.lookups[result.outcome(request.floor, past)] += 1
-        counts.lookup_seconds.append(lookup.seconds)
+        past = asked.limit + bool(asked.limit_tail)
+        counts.lookups[result.outcome(asked.floor, past)] += 1
+        counts.lookup_seconds.append(seconds)
         if not known:
             counts.skipped_requests["adapter"] += 1
         if lost > 0:

@@ -2,13 +2,16 @@
 """What the scheduler and the worker count, and how a ledger reports it."""
 
 import threading
+import time
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts, WorkerCounts
+from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest
 from lmcache_hybrid.protocol.metadata import NOTHING
+from lmcache_hybrid.scheduler.lookup_queue import PendingLookup
 
 from .helpers import N, make_request
 from .scheduler_rig import Rig as SchedulerRig
@@ -143,6 +146,18 @@ def test_a_lookup_is_counted_by_outcome_and_by_what_it_lost(
     assert counts.lookups == {outcome: 1}
     assert (counts.lost_hits, counts.lost_tokens) == (lost > 0, lost * N)
     assert len(counts.lookup_seconds) == 1 and 0 <= counts.lookup_seconds[0] < 60
+
+
+def test_a_lookup_without_answer_lasts_until_it_is_given_up_and_not_until_it_is_reported():
+    rig = SchedulerRig()
+    rig.match(make_request("r"))
+    tracker = rig.scheduler._trackers["r"]
+    lookup = PendingLookup(LookupRequest("r", tracker.prefix, 1, 0), time.monotonic())
+    rig.scheduler._reports.add(tracker, lookup, UNAVAILABLE, known=True)
+    lookup.sent -= 100.0
+    rig.step()
+    assert len(rig.scheduler.counts.lookup_seconds) == 2
+    assert max(rig.scheduler.counts.lookup_seconds) < 60.0
 
 
 def test_pages_past_the_last_token_or_a_load_limit_are_not_lost():

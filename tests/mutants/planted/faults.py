@@ -193,8 +193,8 @@ DEFECTS = (
     one(
         "a lookup is reported in each step",
         "lmcache_hybrid/scheduler/lookup_reports.py",
-        "        results, self._results = self._results, []\n",
-        "        results = [*self._results]\n",
+        "        answered, self._answered = self._answered, []\n",
+        "        answered = [*self._answered]\n",
     ),
     one(
         "no lookup of a step that cannot be planned is reported",

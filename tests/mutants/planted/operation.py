@@ -199,7 +199,7 @@ DEFECTS = (
     one(
         "pages that no load could use count as lost",
         ACCOUNTS,
-        "reach = min(result.attention, request.limit) * block_size",
+        "reach = min(result.attention, asked.limit) * block_size",
         "reach = result.attention * block_size",
     ),
     one(
