@@ -287,6 +287,13 @@ METRICS = (
         "source",
         BACKENDS,
     ),
+    _total(
+        "rewritten_bytes",
+        "worker.rewritten_bytes",
+        "Bytes of records that were saved although the backend already held them.",
+        "source",
+        BACKENDS,
+    ),
     # Folders of fs://
     _total(
         "cleaned_records",

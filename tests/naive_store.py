@@ -66,6 +66,7 @@ class NaiveStore:
         self.live_buffers = 0
         self.name = "naive"
         self.failed_writes: Counter[str] = Counter()
+        self.rewritten_bytes: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def count_buffers(self, change: int) -> None:

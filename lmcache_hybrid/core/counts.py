@@ -95,6 +95,8 @@ class WorkerCounts:
         failed_writes: records that a backend accepted and could not write, by backend. The
             store's own counter, written under the store's lock; reported when something else
             here changes.
+        rewritten_bytes: of saved records that a backend already held, by backend; written like
+            failed_writes.
         loaded_attention, loaded_windows, loaded_states, loaded_bytes: as above.
         load_seconds: of one request's load, from its start to its end.
         load_wait_seconds: from the step that asked for the load to its start.
@@ -110,6 +112,7 @@ class WorkerCounts:
     save_seconds: list[float] = _observed()
     skipped_saves: Counter[str] = _split()
     failed_writes: Counter[str] = _split()
+    rewritten_bytes: Counter[str] = _split()
     loaded_attention: int = 0
     loaded_windows: int = 0
     loaded_states: int = 0

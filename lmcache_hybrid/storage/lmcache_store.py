@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from vllm.logger import init_logger
 
@@ -47,6 +48,7 @@ class LMCacheStore:
         tiers: the backends by name, the nearest first.
         reads: records read, by backend.
         failed_writes: records that a backend accepted and could not write, by backend.
+        rewritten_bytes: of records that were put although a backend held them, by backend.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class LMCacheStore:
         self._residency = residency
         self.reads: Counter[str] = Counter()
         self.failed_writes: Counter[str] = Counter()
+        self.rewritten_bytes: Counter[str] = Counter()
         self._cleared = -math.inf  # time.monotonic of the last reset
         self.tiers: dict[str, StorageTier] = {}
         self._damaged = DamagedRecords(self.manager.storage_backends, self.tiers, residency)
@@ -92,6 +95,7 @@ class LMCacheStore:
             model_name,
             self._names,
             self._count_failed_writes,
+            self._count_rewritten,
             self._damaged.written,
             residency.restored if residency is not None else lambda key, header: None,
         )
@@ -304,6 +308,7 @@ class LMCacheStore:
         keys = [self.engine_key(key) for key, _ in records]
         memories = [buffer.memory for _, buffer in records]
         for location in locations if records else ():
+            self._look_for(keys, memories, location)
             for memory in memories:
                 memory.ref_count_up()
             try:
@@ -313,6 +318,23 @@ class LMCacheStore:
                 for memory in memories:
                     memory.ref_count_down()
                 raise
+
+    def _look_for(
+        self,
+        keys: Sequence[CacheEngineKey],
+        memories: Sequence[MemoryObj],
+        location: str | None,
+    ) -> None:
+        """Count records that an index already has; other tiers count when they write."""
+        for name, tier in self.tiers.items():
+            if tier.indexed and location in (None, "", name):
+                held = zip(memories, tier.held(keys, 0), strict=True)
+                if size := sum(memory.get_size() for memory, is_held in held if is_held):
+                    self._count_rewritten(name, size)
+
+    def _count_rewritten(self, name: str, size: int) -> None:
+        with self._counts_lock:  # called by the backends' writers
+            self.rewritten_bytes[name] += size
 
     def _count_failed_writes(self, name: str, records: int) -> None:
         with self._counts_lock:  # called by the backends' writers

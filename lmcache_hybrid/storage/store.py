@@ -65,9 +65,11 @@ class Store(Protocol[C, B]):
 
     Attributes:
         failed_writes: records that a backend accepted and could not write, by backend.
+        rewritten_bytes: of records that were put although a backend held them, by backend.
     """
 
     failed_writes: Counter[str]
+    rewritten_bytes: Counter[str]
 
     def readable(self) -> bool:
         """Whether lookups and loads are possible now."""

@@ -57,7 +57,10 @@ class HybridWorker:
         """
         self.plan, self.pages, self.store = plan, pages, store
         self._lookup, self._residency = lookup, residency
-        self.ledger = Ledger("worker", WorkerCounts(failed_writes=store.failed_writes))
+        self.ledger = Ledger(
+            "worker",
+            WorkerCounts(failed_writes=store.failed_writes, rewritten_bytes=store.rewritten_bytes),
+        )
         adapters.ledger = self.ledger
         # Not the threads of loads, which may be waiting for a store while a step saves.
         self._threads = CopyThreads("hybrid-save")

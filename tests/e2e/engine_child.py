@@ -270,6 +270,22 @@ class Child:
             },
         }
 
+    def rewritten(self) -> dict:
+        """Bytes that were saved although a backend held them, by backend.
+
+        Nothing after a failed load, which saves the whole prompt again.
+        """
+        from vllm.distributed.kv_transfer import has_kv_transfer_group
+
+        worker = getattr(self._worker(), "worker", None) if has_kv_transfer_group() else None
+        if worker is not None:
+            return {} if worker.counts.failed_loads else dict(worker.store.rewritten_bytes)
+        failed, rewritten = "lmcache_hybrid_failed_loads", "lmcache_hybrid_rewritten_bytes"
+        found = [m for m in self._llm.get_metrics() if getattr(m, "value", 0)]
+        if any(m.name == f"vllm:{failed}" for m in found):
+            return {}
+        return {m.labels["source"]: m.value for m in found if m.name == f"vllm:{rewritten}"}
+
     def failures(self) -> dict:
         return dict(self._worker().worker.counts.failed_loads)
 

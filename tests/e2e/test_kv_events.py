@@ -65,6 +65,7 @@ def test_disk_takes_over_what_ram_evicts_and_a_restart_announces_it_once_it_is_a
     config |= {"local_disk": str(tmp_path / "d"), "max_local_disk_size": room_for(model, 8)}
     asks = Asks(router, model, seed=2)
     with publishing(ports, model, config) as engine:
+        engine.rewrites = True  # what the disk has left of a prompt that it evicted in part
         for _ in range(25):
             asks.ask(engine)
         assert asks.wrong == [] and asks.hits >= 8
@@ -74,6 +75,7 @@ def test_disk_takes_over_what_ram_evicts_and_a_restart_announces_it_once_it_is_a
     before, old = router.settled(), tmp_path / "d" / OLD_PROMPTS[0]
     old.write_bytes(b"of an earlier version")
     with publishing(ports, model, config) as engine:
+        engine.rewrites = True
         # An idle engine says that all that was known of it is void, and nothing more.
         deadline = time.monotonic() + 20
         while router.index is before:

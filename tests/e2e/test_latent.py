@@ -56,6 +56,7 @@ def test_one_rank_stores_latent_pages_for_both(model_dir: Path, redis_url: str) 
     assert len(deepest) == 1
     shelf.remove(deepest[0])
     with Engine(model, config, **RANKS) as engine:
+        engine.rewrites = True  # the states behind that page
         for ids, first, hit in zip(prompts, cold, (size, 2 * size, 0), strict=True):
             again = engine.ask(ids, 4)
             assert again.external == again.cached == hit

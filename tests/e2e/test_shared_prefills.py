@@ -39,6 +39,7 @@ def test_who_has_waited_answers_as_behind_vllms_own_hit(lfm2):
 def test_three_prompts_that_arrive_together(lfm2, share):
     option = {"kv_connector_extra_config": {"lmcache.hybrid_share_prefills": share}}
     with Engine(lfm2, {}, option, **STEP) as engine:
+        engine.rewrites = not share  # each stores the prefix
         size = engine.info["block_size"]
         shared = (2 * 2000 // size + 3) * size
         prompts = [text(shared, 0) + text(2 * size + 9, seed) for seed in (1, 2, 3)]

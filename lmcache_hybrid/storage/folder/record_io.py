@@ -98,7 +98,7 @@ def write(
     name: str,
     record: memoryview,
     moved: Callable[[], object] = lambda: None,
-) -> None:
+) -> bool:
     """Write a record under a temporary name, and rename it.
 
     An existing file of its name is replaced, not written to. In a set-group-ID folder that the
@@ -108,11 +108,14 @@ def write(
         temporary: name in ``folder`` that no other write has.
         moved: called after each part.
 
+    Returns:
+        Whether it replaced a file.
+
     Raises:
         FileExistsError: ``temporary`` exists already.
         OSError: it was not written; nothing is left of it.
     """
-    path = os.path.join(folder, temporary)
+    path, final = os.path.join(folder, temporary), os.path.join(folder, name)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     number = os.open(path, flags, MODE)
     try:
@@ -122,11 +125,13 @@ def write(
             _write(number, record, moved)
         finally:
             os.close(number)  # tells on NFS whether the server took it all
-        os.replace(path, os.path.join(folder, name))
+        replaces = os.path.lexists(final)
+        os.replace(path, final)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(path)
         raise
+    return replaces
 
 
 def _write(number: int, record: memoryview, moved: Callable[[], object]) -> None:

@@ -229,7 +229,9 @@ class HybridFSConnector(RecordConnector):
             for left in reversed(range(TRIES)):
                 temporary = f"{self._prefix}{next(self._numbers)}{TEMPORARY}"
                 try:
-                    return record_io.write(folder, temporary, name, record, self._put.move)
+                    if record_io.write(folder, temporary, name, record, self._put.move):
+                        self.rewritten(record.nbytes)
+                    return
                 except FileExistsError as error:
                     if not left:
                         self._say("written", error, "Somebody takes names of this engine's files.")

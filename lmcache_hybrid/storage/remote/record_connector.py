@@ -18,15 +18,18 @@ CHECKED_BYTES = 1
 
 
 class RecordConnector(RemoteConnector):
-    """A connector to a store of records; :mod:`.adapters` chooses the class by URL.
+    """A connector to a store of records; :mod:`.make_connector` chooses the class by URL.
 
     Attributes:
         failed: called, from any thread, with the number of records that were not written.
         written: called, from any thread, with the key of each record that was.
+        rewritten: called, from any thread, with the bytes of each record that the store already
+            held; never where finding that out would cost a request of its own (S3).
     """
 
     failed: Callable[[int], None]
     written: Callable[[CacheEngineKey], None]
+    rewritten: Callable[[int], None]
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context.config, context.metadata)
@@ -35,6 +38,7 @@ class RecordConnector(RemoteConnector):
         self.meta_shapes, self.meta_dtypes = [record_shape(CHECKED_BYTES)], [torch.uint8]
         self.failed = lambda records: None
         self.written = lambda key: None
+        self.rewritten = lambda size: None
 
     @property
     @abc.abstractmethod

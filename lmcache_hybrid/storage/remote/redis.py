@@ -7,6 +7,7 @@ LMCache's pool without a copy, on threads, off the event loop.
 """
 
 import asyncio
+import itertools
 import math
 import os
 import time
@@ -188,12 +189,21 @@ class HybridRedisConnector(RecordConnector):
             raise ConnectionError("Redis did not take a record before this one")
         name, value, begun = key.to_string() + VALUE, _bytes(memory), time.monotonic()
 
-        def write(sock: socket, deadline: float) -> None:
+        tries = itertools.count()
+
+        def write(sock: socket, deadline: float) -> bool:
+            # Not in the second try: the first may have written it, and ASKING is for one command.
+            asks = next(tries) == 0
+            if asks:
+                sockets.send(sock, sockets.command(b"EXISTS", _encoded(name)), deadline)
             sockets.send_value(sock, _encoded(name), value, deadline)
-            _checked(sockets.replies(sock, 1, deadline)[0])
+            *held, answer = sockets.replies(sock, 1 + asks, deadline)
+            _checked(answer)
+            return held == [b"1"]
 
         try:
-            self._twice(name, write, WRITE_SECONDS)
+            if self._twice(name, write, WRITE_SECONDS):
+                self.rewritten(value.nbytes)
         except redis.ResponseError:
             raise  # an answer, however late
         except Exception:

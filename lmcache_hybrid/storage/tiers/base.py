@@ -35,6 +35,8 @@ class Opening:
         names: of this rank's records.
         failed: called with a tier's name and the number of records that it accepted and could
             not write, by any thread.
+        rewritten: called with a tier's name and the bytes of records that it wrote although it
+            held them, by any thread; a tier with an index need not call it.
         written: called with a tier's name and the key of each record that it wrote, by any thread.
         restored: called for each record found from before the start.
     """
@@ -44,6 +46,7 @@ class Opening:
     model_name: str
     names: RecordNames
     failed: Callable[[str, int], None]
+    rewritten: Callable[[str, int], None]
     written: Callable[[str, CacheEngineKey], None]
     restored: Callable[[CacheEngineKey, Header], None]
 

@@ -85,6 +85,7 @@ class RemoteTier(StorageTier):
             if backend.connection is not None:
                 connector = self._connector
                 connector.failed = functools.partial(opening.failed, self.name)
+                connector.rewritten = functools.partial(opening.rewritten, self.name)
                 connector.written = functools.partial(opening.written, self.name)
 
         @functools.wraps(connect)

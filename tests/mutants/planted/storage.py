@@ -546,4 +546,34 @@ DEFECTS = (
         "    if len(found) != count:\n",
         "    if len(found) < count:\n",
     ),
+    one(
+        "what RAM and disk held already is not counted as saved again",
+        "lmcache_hybrid/storage/lmcache_store.py",
+        "            self._look_for(keys, memories, location)\n",
+        "",
+    ),
+    one(
+        "what a backend did not hold counts as saved again",
+        "lmcache_hybrid/storage/lmcache_store.py",
+        "for memory, is_held in held if is_held)",
+        "for memory, is_held in held)",
+    ),
+    one(
+        "what Redis held already is not counted as saved again",
+        "lmcache_hybrid/storage/remote/redis.py",
+        '            return held == [b"1"]\n',
+        "            return False\n",
+    ),
+    one(
+        "a Redis that may not be asked takes no record",
+        "lmcache_hybrid/storage/remote/redis.py",
+        "            _checked(answer)\n            return",
+        "            [_checked(each) for each in (*held, answer)]\n            return",
+    ),
+    one(
+        "what a folder held already is not counted as saved again",
+        "lmcache_hybrid/storage/folder/record_io.py",
+        "    return replaces\n",
+        "    return False\n",
+    ),
 )
