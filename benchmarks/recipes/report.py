@@ -10,9 +10,10 @@ from typing import Any
 from typer.testing import CliRunner
 
 from lmcache_hybrid.tools.cli import app
+from lmcache_hybrid.tools.sizing.plan import RAM_PROMPTS
 
 CONTEXT = 32_000
-IN_RAM, STORED = 10, 100  # prompts
+STORED = 100  # prompts
 WANTED_UNIT = 64
 HEAD = [
     *("Model", "Ranks", "N", "U", "GiB per prompt", "with U"),
@@ -108,7 +109,7 @@ def _unit(sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ram(recipe: Recipe, *more: str) -> int:
-    held = plan(recipe, *more, "--prompts", str(IN_RAM))["backends"]["ram"]
+    held = plan(recipe, *more, "--prompts", str(RAM_PROMPTS))["backends"]["ram"]
     return math.ceil(held["gib_per_rank"])
 
 

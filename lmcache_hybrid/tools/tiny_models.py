@@ -20,6 +20,8 @@ import math
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -171,7 +173,8 @@ def make_model(
     out.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        model.to(torch.bfloat16).save_pretrained(part)
+        with _without_bars():
+            model.to(torch.bfloat16).save_pretrained(part)
         _finish(part, spec)
         make_tokenizer(max_position).save_pretrained(part)
         (part / MARKER).write_text(json.dumps(recipe, indent=2))
@@ -185,6 +188,20 @@ def make_model(
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return out
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Hide the progress bars of ``transformers``."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def main(

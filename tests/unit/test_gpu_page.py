@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from benchmarks.gpu.__main__ import TABLE, table
+from lmcache_hybrid.core.sizes import GIB
+from lmcache_hybrid.tools.sizing.plan import RAM_RATE
 
 ROOT = Path(__file__).parents[2]
 REPORTS = sorted((ROOT / "docs" / "generated" / "gpu").glob("*.json"))
@@ -43,3 +45,15 @@ def test_without_a_gpu_the_drivers_test_says_so():
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1].startswith("There is no CUDA device here")
+
+
+def test_plan_assumes_the_fastest_load_of_the_reports():
+    """And the page has the slowest and the fastest, of saves and of loads."""
+    copies = [rank for path in REPORTS for rank in json.loads(path.read_text())["copies"]]
+    page = " ".join((ROOT / "docs" / "gpu.md").read_text().split())
+    loads, saves = (
+        sorted(rank["bytes"] / rank[way] for rank in copies) for way in ("scatter", "gather")
+    )
+    assert RAM_RATE == round(loads[-1] / GIB, 1)
+    assert f"saved at {saves[0] / 1e9:.1f} to {saves[-1] / 1e9:.1f} GB/s" in page
+    assert f"loaded at {loads[0] / 1e9:.1f} to {loads[-1] / 1e9:.1f} (2.5 GiB/s" in page

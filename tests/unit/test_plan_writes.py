@@ -95,3 +95,16 @@ def test_an_engine_takes_what_is_printed(
     if backend == "fs":
         extra = parsed.kv_transfer_config.kv_connector_extra_config
         assert read_limits(extra, config).max_bytes >= needed
+
+
+@pytest.mark.parametrize("backend", ["disk", "fs"])
+@pytest.mark.parametrize("prompts", [5, 11, 100])
+def test_ram_above_a_disk_holds_ten_prompts_or_nothing(backend: str, prompts: int) -> None:
+    """As in docs/recipes.md: RAM that holds all of the store is of no use."""
+    words = ["Qwen3.6-27B", "--tp", "2", "--context", "32k"]
+    found = json.loads(plan(*words, "--prompts", str(prompts), "--json"))["backends"][backend]
+    ten = json.loads(plan(*words, "--prompts", "10", "--json"))["backends"]["ram"]
+    written = found["write"]["lmcache_yaml"]
+    assert written["local_cpu"] is (prompts > 10)
+    if prompts > 10:
+        assert 0 <= written["max_local_cpu_size"] - ten["gib_per_rank"] <= 0.1

@@ -319,7 +319,7 @@ def test_an_interval_of_your_own_is_a_row_and_counts():
 
 
 def test_a_slow_store_is_faster_than_computing_only_from_longer_hits_on():
-    rates = ["--ram-rate", "4", "--network-rate", "2"]
+    rates = ["--ram-rate", "2", "--network-rate", "1"]
     found = {}
     for words in ([], rates):
         answer = json.loads(run("Qwen3.6-27B", *words, "--json").output)
@@ -327,7 +327,33 @@ def test_a_slow_store_is_faster_than_computing_only_from_longer_hits_on():
         found[bool(words)] = row["faster_from"]
         assert "(--ram-rate) and" in run("Qwen3.6-27B", *words).output
     assert all(found[True][name] > found[False][name] for name in ("ram", "network"))
-    assert answer["rates"]["load_bytes"] == {"ram": 4 << 30, "network": 2 << 30}
+    assert answer["rates"]["load_bytes"] == {"ram": 2 << 30, "network": 1 << 30}
+
+
+def test_the_rate_from_ram_is_said_to_be_of_one_gpu_unless_it_is_yours():
+    told = "2.5 GiB/s is the fastest that one H100 loaded"
+    assert told in run("Qwen3.6-27B").output
+    assert told not in run("Qwen3.6-27B", "--ram-rate", "4").output
+
+
+def test_a_short_prompt_is_told_its_unit_and_a_size_that_can_be_written():
+    printed = run("Qwen3-Next-80B-A3B", "--context", "500").output
+    assert "It hits with --prefix-match-unit 32: add it here and to vllm serve." in printed
+    own = run("Qwen3-Next-80B-A3B", "--context", "500", "--prefix-match-unit", "32").output
+    assert "never hits" not in own and "  --prefix-match-unit 32 \\\n" in own
+    assert "It hits with" not in run("Qwen3-Next-80B-A3B", "--context", "10").output
+    for backend, limit in (("ram", "max_local_cpu_size"), ("disk", "max_local_disk_size")):
+        printed = run("Qwen3-Next-80B-A3B", "--context", "500", "--backend", backend).output
+        assert printed.count(f"{limit}: 0.1\n") + printed.count(f"{limit}: 0.1 ") == 2
+
+
+def test_the_list_for_scripts():
+    found = json.loads(run("--list", "--json").output)
+    assert [row["model"] for row in found] == [known.name for known in catalogue.models()]
+    (row,) = [row for row in found if row["model"] == "Qwen3.6-27B"]
+    answer = json.loads(run("Qwen3.6-27B", "--json").output)
+    for name in ("block_size", "attention_bytes_per_block", "state_bytes_per_boundary"):
+        assert row[name] == answer[name]
 
 
 @pytest.mark.parametrize(
@@ -349,6 +375,10 @@ def test_a_slow_store_is_faster_than_computing_only_from_longer_hits_on():
         (["Qwen3.6-27B", "--shared", "64k"], "--shared 64000 is more than --context 32000"),
         (["no-such-model"], "neither a folder with a config.json nor a model of the table"),
         (["Qwen3-6-27B"], "did you mean Qwen3.6-27B?"),
+        (["Qwen3-Next"], "did you mean Qwen3-Next-80B-A3B?"),
+        (["qwen/qwen3.6"], "did you mean Qwen3.6-27B or Qwen3.6-35B-A3B?"),
+        (["Qwen3.6-27B", "--dtype", "int3"], "--dtype int3 cannot be sized"),
+        (["Qwen3.6-27B", "--kv-cache-dtype", "int3"], "--kv-cache-dtype int3 cannot be sized"),
         (["qwen/Qwen3-Next-80B-A3B-Instuct"], "did you mean Qwen/Qwen3-Next-80B-A3B-Instruct?"),
         (["/no/such/folder"], "MODEL '/no/such/folder' does not exist"),
         ([], "name a MODEL"),

@@ -40,17 +40,17 @@ def accept(
         bool, typer.Option("--quick", help="Two short prompts only, to try the command.")
     ] = False,
 ) -> None:
-    """Check on this machine that restored prompts get the answers that vLLM itself gives.
+    """Test on this machine that prompts restored by LMCache are answered as by vLLM alone.
 
-    Starts MODEL with your flags and your LMCache file, asks prompts cold, from
-    vLLM's own prefix cache and from each tier of LMCache (after a restart where
-    it survives one), and compares log-probabilities. The report fits one screen.
+    Starts MODEL with your flags and LMCache file. Sends prompts cold, then
+    from vLLM's own prefix cache and from each tier of LMCache, also after a
+    restart if the tier survives it, and compares log-probabilities.
 
     lmcache-hybrid accept MODEL --lmcache-config lmcache.yaml -- --max-model-len 32768
 
-    Exit code 0: passed, 1: failed, 2: no verdict, 3: noise is too large to tell.
-    Each run has a cache salt of its own: its prompts never hit records of others,
-    nor do others hit its own. The records stay until the store evicts them.
+    Exit code 0: passed, 1: failed, 2: no verdict, 3: too much noise to tell.
+    Each run has its own cache salt: it shares no records with other requests.
+    Its records stay in the store until they are evicted.
     """
     check_model(model)
     if out is not None and not out.absolute().parent.is_dir():

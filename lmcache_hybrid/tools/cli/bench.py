@@ -48,7 +48,7 @@ def bench(
     prompts through vLLM's own client: new documents, the same again, other
     questions to them, conversations, and all after a restart. Between rounds
     vLLM's own cache is emptied, as other prompts do that need its room.
-    Three starts; 5 to 15 minutes.
+    It takes three starts of the server, and 5 to 15 minutes for the prompts.
 
     lmcache-hybrid bench MODEL -- --max-model-len 32768
 

@@ -65,7 +65,7 @@ def tokens_of(text: str) -> list[int]:
 def report(asked: list[str], cold: list[Answer], restored: list[Answer]) -> bool:
     """Print the table; returns whether every answer was the same and every prompt hit."""
     table = Table(title="First engine (cold) against second engine (restored from disk)")
-    for name in ("prompt", "tokens", "hit tokens", "cold [ms]", "restored [ms]", "same tokens"):
+    for name in ("prompt", "tokens", "hit tokens", "cold, ms", "restored, ms", "same tokens"):
         table.add_column(name, justify="right")
     lengths = [len(tokens_of(prompt)) for prompt in asked]
     for index, (before, after) in enumerate(zip(cold, restored, strict=True)):

@@ -87,10 +87,11 @@ def verify_store(
 ) -> None:
     """Read every record and check it as an engine does.
 
-    Exit code 1 if damaged or unreadable records are left.
+    Exit code 0: all records are good, 1: damaged or unreadable records are left, 2: there is no
+    record to check.
     """
     digester = digester_of(key_file)
-    results, left = [], 0
+    results, left, found = [], 0, 0
     for opened in open_stores(store, lmcache_config):
         counts: Counter[Status] = Counter()
         bad: list[Verdict] = []
@@ -103,13 +104,14 @@ def verify_store(
                     damaged.add(verdict.entry.where)
             deleted = opened.delete(damaged)
         left += sum(counts[status] for status in BAD) - len(damaged)
+        found += counts.total()
         results.append((opened, counts, bad, deleted))
     if as_json:
         print(json.dumps([_described(s) | _verified(c, b, d) for s, c, b, d in results]))
     else:
         for result in results:
             _print_verified(*result)
-    raise typer.Exit(1 if left else 0)
+    raise typer.Exit(1 if left else 0 if found else 2)
 
 
 def digester_of(key_file: Path | None) -> Digester:
@@ -167,6 +169,8 @@ def age_of(seconds: float | None) -> str:
 
 def _print_rows(store: RecordStore, rows: list[Row]) -> None:
     print_rows(store, rows)
+    if not rows:
+        Console().print("No records.")
     unfinished = sum(row.unfinished for row in rows)
     notes = [*store.notes]
     if unfinished:
@@ -228,6 +232,9 @@ def _print_verified(
         console.print(f"... and {more} more.")
     told = ", ".join(f"{count} {status.value}" for status, count in sorted(counts.items()))
     console.print(Text(f"{store.name}: {told or 'no records'}."))
+    if not told:
+        for note in store.notes:
+            console.print(Text(note))
     if deleted:
         console.print(f"Deleted {deleted} damaged records.")
 

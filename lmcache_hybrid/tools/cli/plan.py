@@ -21,7 +21,7 @@ from lmcache_hybrid.tools.sizing import catalogue
 from lmcache_hybrid.tools.sizing.blocks import PLATFORMS, Platform, compute
 from lmcache_hybrid.tools.sizing.plan import NETWORK_RATE, RAM_RATE, plan_of
 from lmcache_hybrid.tools.sizing.storage import BACKENDS, CHUNK_ENDS, Workload
-from lmcache_hybrid.tools.sizing.to_write import as_typed, gib
+from lmcache_hybrid.tools.sizing.to_write import as_typed
 
 # Of PLATFORMS, GDN_PREFILLS and BACKENDS.
 PlatformName = StrEnum("PlatformName", ["gpu", "cpu"])
@@ -90,7 +90,13 @@ RateOption = Annotated[
     int, typer.Option(help="Prompt tokens that your engine computes a second.", min=1)
 ]
 RamRateOption = Annotated[
-    float, typer.Option(help="GiB a second from RAM to all GPUs together.", min=0.001, max=1e6)
+    float,
+    typer.Option(
+        help="GiB a second from RAM to all GPUs together; by default as one H100 loaded "
+        "(docs/gpu.md).",
+        min=0.001,
+        max=1e6,
+    ),
 ]
 NetworkRateOption = Annotated[
     float, typer.Option(help="The same from a store on the network.", min=0.001, max=1e6)
@@ -132,7 +138,7 @@ def plan(
     """
     where = _platform(platform, kernel_block, gdn_prefill_backend)
     if list_models:
-        _list_models(Console(), where, markdown)
+        _list_models(Console(), where, markdown, as_json)
         return
     if model is None:
         raise typer.BadParameter("name a MODEL, or use --list")
@@ -204,7 +210,10 @@ def _platform(name: PlatformName, kernel_block: int, gdn_prefill: GdnPrefill) ->
     )
 
 
-def _list_models(console: Console, platform: Platform, markdown: bool) -> None:
+def _list_models(console: Console, platform: Platform, markdown: bool, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(catalogue.figures(platform), indent=1))
+        return
     if markdown:
         print(catalogue.markdown(platform))
         return
@@ -261,8 +270,15 @@ def _print(console: Console, made: dict[str, Any], model_type: str, served: str)
     if not made["hits"]:
         console.print(
             f"[yellow]A prompt of {work['context']} tokens never hits: it is no longer than "
-            f"{work['unit'] or n}.[/]\n"
+            f"{work['unit'] or n}.[/]"
         )
+        # From the largest, which stores the least.
+        units = [row["tokens"] for row in made["units"] if row["shortest"] <= work["context"]]
+        if units:
+            console.print(
+                f"It hits with --prefix-match-unit {units[0]}: add it here and to vllm serve."
+            )
+        console.print()
     console.print(_backends(made))
     console.print(_checkpoints(made))
     if len(made["units"]) > 1:  # else N has no divisor that is worth a look
@@ -273,6 +289,11 @@ def _print(console: Console, made: dict[str, Any], model_type: str, served: str)
             f"{rate:,} prefill tokens/s (--prefill-rate), {rates['ram'] / GIB:g} GiB/s from RAM\n"
             f"(--ram-rate) and {rates['network'] / GIB:g} GiB/s from the network (--network-rate)."
         )
+        if rates["ram"] == RAM_RATE * GIB:
+            console.print(
+                f"{RAM_RATE:g} GiB/s is the fastest that one H100 loaded; the code that copies\n"
+                "has changed since. `lmcache-hybrid accept` measures your GPU."
+            )
     first, *others = made["backends"]
     also = f"; --backend {'|'.join(others)}: another" if others else ""
     console.print(f"\n[bold]What to write[/] for {BACKENDS[first].title}{also}\n")
@@ -282,14 +303,14 @@ def _print(console: Console, made: dict[str, Any], model_type: str, served: str)
 def _backends(made: dict[str, Any]) -> Table:
     rows = []
     for name, stored in made["backends"].items():
-        limit = f"{stored['limit']}: {gib(stored['gib_per_rank'] * GIB)}" if stored["limit"] else ""
+        limit, settings = stored["limit"], stored["write"]["lmcache_yaml"]
         rows.append(
             [
                 BACKENDS[name].title,
                 f"{stored['records']:,}",
                 f"{stored['taken'] / GIB:,.2f}",
                 _more(stored["taken"], stored["payload"], 2),
-                limit,
+                f"{limit}: {settings[limit]}" if limit else "",
             ]
         )
     work = made["workload"]

@@ -126,10 +126,10 @@ def purge_store(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     key_file: KeyOption = None,
 ) -> None:
-    """Delete the records that meet all conditions, after showing them and asking.
+    """Delete the records that meet all conditions. Lists them and asks first.
 
-    A running engine then misses them. Exit code 2: nothing was deleted, because there was
-    no terminal to ask on, or because the model's name may be another model's, too.
+    Running engines then miss them. Exit code 2: nothing was deleted, because there is no
+    terminal and no --yes, or because other models may have the same name.
     """
     choice = _choice(
         model, tuple(fingerprint or ()), older_than, max_size, damaged, other_version, key_file

@@ -121,8 +121,9 @@ def compute(
         raise ConfigError(
             f"--tp {tp} does not fit {heads} key/value heads; choose a divisor or a multiple."
         )
-    token = shape.attention.elements(tp) * _bytes_of("--kv-cache-dtype", kv_dtype, DTYPE_BYTES)
+    # First: "auto" of the other two is often this one.
     conv = shape.recurrent.conv_elements(tp) * _bytes_of("--dtype", shape.dtype, STATE_DTYPES)
+    token = shape.attention.elements(tp) * _bytes_of("--kv-cache-dtype", kv_dtype, DTYPE_BYTES)
     ssm = shape.recurrent.state_elements(tp) * _bytes_of("--ssm-dtype", ssm_dtype, STATE_DTYPES)
     state = conv + ssm
     multiple = GDN_PREFILLS[platform.gdn_prefill] if shape.has_delta_nets else 1

@@ -7,8 +7,10 @@ import json
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.core.sizes import MIB
 from lmcache_hybrid.tools.sizing.blocks import Platform, compute
 from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE, ModelShape, load_shape, read_shape
 
@@ -59,7 +61,15 @@ def find_shape(model: str) -> tuple[str, ModelShape]:
 
 
 def _meant(model: str) -> str:
-    """Suggest the model of the table nearest to a mistyped name, if one is near."""
+    """Suggest the models whose names begin so, or the one nearest to a mistyped name."""
+    begun = [
+        known.name
+        for known in models()
+        for name in (known.name, *known.hub, *(each.partition("/")[2] for each in known.hub))
+        if name.lower().startswith(model.lower())
+    ]
+    if begun:
+        return f"did you mean {' or '.join(dict.fromkeys(begun))}? Otherwise "
     names = {name.lower(): name for known in models() for name in (known.name, *known.hub)}
     near = difflib.get_close_matches(model.lower(), names, n=1, cutoff=0.8)
     return f"did you mean {names[near[0]]}? Otherwise " if near else ""
@@ -89,28 +99,48 @@ HEAD = (
 )
 
 
-def table(platform: Platform) -> list[list[str]]:
-    """Make the rows below HEAD: every model on one rank, in the dtypes that vLLM chooses."""
-    rows = []
+def figures(platform: Platform) -> list[dict[str, Any]]:
+    """Compute the table: every model on one rank, in the dtypes that vLLM chooses."""
+    found = []
     for known in models():
         shape = known.shape
         sizes = compute(shape, platform)
         counts = [shape.kinds.count(kind) for kind in (ATTENTION, STATE)]
         groups = [sum(g.kind == kind for g in sizes.groups) for kind in (ATTENTION, STATE)]
         block, state = sizes.in_all(ATTENTION), sizes.in_all(STATE)
-        rows.append(
-            [
-                known.name,
-                f"{counts[0]}, {counts[1]}",
-                f"{groups[0]}, {groups[1]}",
-                f"{sizes.block_size:,}",
-                f"{block / 2**20:.2f}",
-                f"{state / 2**20:.2f}",
-                f"{state * sizes.block_size / block:,.0f}",
-                known.source,
-            ]
+        found.append(
+            {
+                "model": known.name,
+                "hub": list(known.hub),
+                "attention_layers": counts[0],
+                "state_layers": counts[1],
+                "attention_groups": groups[0],
+                "state_groups": groups[1],
+                "block_size": sizes.block_size,
+                "attention_bytes_per_block": block,
+                "state_bytes_per_boundary": state,
+                "state_in_tokens": state * sizes.block_size / block,
+                "source": known.source,
+            }
         )
-    return rows
+    return found
+
+
+def table(platform: Platform) -> list[list[str]]:
+    """Make the rows below HEAD."""
+    return [
+        [
+            row["model"],
+            f"{row['attention_layers']}, {row['state_layers']}",
+            f"{row['attention_groups']}, {row['state_groups']}",
+            f"{row['block_size']:,}",
+            f"{row['attention_bytes_per_block'] / MIB:.2f}",
+            f"{row['state_bytes_per_boundary'] / MIB:.2f}",
+            f"{row['state_in_tokens']:,.0f}",
+            row["source"],
+        ]
+        for row in figures(platform)
+    ]
 
 
 def markdown(platform: Platform) -> str:

@@ -15,8 +15,11 @@ from lmcache_hybrid.tools.sizing.storage import BACKENDS, CHUNK_ENDS, Workload
 from lmcache_hybrid.tools.sizing.to_write import to_write
 
 INTERVALS = (16, 8, 4, 2, 1)  # T in blocks, as in docs/reuse.md
-# GiB a second to all ranks: from RAM, and from a store on a 25 Gbit network.
-RAM_RATE, NETWORK_RATE = 20.0, 2.5
+# GiB a second to all ranks: from RAM as in the fastest report of docs/generated/gpu (one H100,
+# small models), and from a store on a 25 Gbit network.
+RAM_RATE, NETWORK_RATE = 2.5, 2.5
+# Prompts in RAM above a disk or folder, as in docs/recipes.md.
+RAM_PROMPTS = 10
 
 
 def plan_of(
@@ -70,6 +73,7 @@ def plan_of(
 
 def _backend(name: str, sizes: Sizes, work: Workload, flags: list[str]) -> dict[str, Any]:
     found = storage.stored(sizes, work, BACKENDS[name])
+    in_ram = storage.stored(sizes, replace(work, prompts=RAM_PROMPTS, shared=0), BACKENDS["ram"])
     own: dict[str, Any] = {}
     if work.checkpoint != CHUNK_ENDS:
         own["lmcache.hybrid_checkpoint_tokens"] = work.checkpoint
@@ -77,7 +81,7 @@ def _backend(name: str, sizes: Sizes, work: Workload, flags: list[str]) -> dict[
         **asdict(found),
         "gib_per_rank": found.taken / sizes.tp / GIB,
         "limit": BACKENDS[name].limit,
-        "write": to_write(name, sizes, found.taken, own, flags),
+        "write": to_write(name, sizes, found.taken, own, flags, bytes_in_ram=in_ram.taken),
     }
 
 

@@ -16,7 +16,13 @@ FOLDER, REDIS = "/srv/lmcache", "redis://cache:6379"
 
 
 def to_write(
-    backend: str, sizes: Sizes, bytes_taken: int, own: dict[str, Any], flags: list[str]
+    backend: str,
+    sizes: Sizes,
+    bytes_taken: int,
+    own: dict[str, Any],
+    flags: list[str],
+    *,
+    bytes_in_ram: int,
 ) -> dict[str, Any]:
     """Set the limit of one backend so that it holds a plan's records.
 
@@ -25,21 +31,26 @@ def to_write(
         bytes_taken: there, over all ranks.
         own: this package's options for the plan.
         flags: vLLM's, name and value in turn.
+        bytes_in_ram: of the prompts that RAM above a disk or folder holds, over all ranks.
 
     Returns:
         ``lmcache_yaml``, LMCache's options, with sizes in GiB per rank; ``vllm_flags``, to append
         to ``vllm serve MODEL``; ``elsewhere``, settings of the store itself, empty if none.
     """
     largest = max(group.bytes for group in sizes.groups)
-    copies = max(COPIES_GIB, gib(8 * largest))
+    least, copies = gib(2 * largest), max(COPIES_GIB, gib(8 * largest))
     taken, elsewhere = gib(bytes_taken / sizes.tp), ""
     yaml: dict[str, bool | float | str]
     if backend == "ram":
-        yaml = {"local_cpu": True, "max_local_cpu_size": max(taken, gib(2 * largest))}
+        yaml = {"local_cpu": True, "max_local_cpu_size": max(taken, least)}
     else:
         yaml = {"local_cpu": False, "max_local_cpu_size": copies}
+    in_ram = max(copies, gib(bytes_in_ram / sizes.tp))
+    # RAM that holds all of the store behind it is of no use.
+    if backend in ("disk", "fs") and in_ram < taken:
+        yaml = {"local_cpu": True, "max_local_cpu_size": in_ram}
     if backend == "disk":
-        yaml |= {"local_disk": FOLDER, "max_local_disk_size": taken}
+        yaml |= {"local_disk": FOLDER, "max_local_disk_size": max(taken, least)}
     elif backend == "fs":
         yaml["remote_url"] = f"fs://localhost:0{FOLDER}"
         own = own | {"lmcache.hybrid_fs_max_size_gb": gib(bytes_taken)}

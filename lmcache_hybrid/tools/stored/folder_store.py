@@ -2,6 +2,7 @@
 """Folders of ``fs://`` (``*.data``) and of LMCache's ``local_disk`` (``*.pt``)."""
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,8 @@ from lmcache_hybrid.storage.record import HEADER_BYTES
 from lmcache_hybrid.tools.stored.record_store import Entry
 
 LOCAL_DISK = ".pt"
+# Max folders to name, and to look into, where a folder holds no record itself.
+NAMED, LOOKED_INTO = 5, 1000
 LOCAL_DISK_NOTE = (
     "local_disk keeps its index in memory: an engine finds only the files of its own fingerprint "
     "again when it starts, counts those of others towards its limit and evicts them first. Until "
@@ -47,11 +50,14 @@ class FolderStore:
 
     def entries(self) -> Iterator[Entry]:
         self.foreign = self._unreadable = 0
+        empty = True
         for folder in self._folders:
             try:
                 with os.scandir(folder) as files:
                     for file in files:
-                        yield from self._entry(file)
+                        for entry in self._entry(file):
+                            empty = False
+                            yield entry
             except OSError as error:
                 raise StoreError(
                     f"{printable(str(folder))} cannot be read ({error.strerror}); run this as the "
@@ -62,6 +68,8 @@ class FolderStore:
                 f"{self._unreadable} files with names of ours cannot be read and are left out; run "
                 "this as the user of the engine."
             )
+        if empty and (inside := _with_records_inside(self._folders)):
+            self.notes.append(f"Records are in {printable(', '.join(inside))}: name that folder.")
 
     def _entry(self, file: os.DirEntry) -> Iterator[Entry]:
         if file.name in (LOCK_NAME, *OLD_PROMPTS) or is_temporary(file.name):
@@ -144,6 +152,23 @@ def open_folders(folders: Iterable[str]) -> FolderStore:
                 f"STORE {str(path)!r} is not a folder; name the one with the records."
             )
     return FolderStore(paths)
+
+
+def _with_records_inside(folders: list[Path]) -> list[str]:
+    """List folders directly in ``folders`` that hold records; those that cannot be read do not."""
+    found: list[str] = []
+    for folder in folders:
+        with contextlib.suppress(OSError), os.scandir(folder) as inside:
+            for each in itertools.islice(inside, LOOKED_INTO):
+                if len(found) < NAMED and each.is_dir() and _holds_records(each.path):
+                    found.append(each.path)
+    return sorted(found)
+
+
+def _holds_records(folder: str) -> bool:
+    with contextlib.suppress(OSError), os.scandir(folder) as files:
+        return any(key_of(file.name, DATA, LOCAL_DISK) for file in files)
+    return False
 
 
 def _delete_unfinished(folder: Path) -> None:

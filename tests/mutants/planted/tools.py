@@ -59,6 +59,42 @@ DEFECTS = (
         "n=1, cutoff=1.0",
     ),
     one(
+        "nobody says how a model's name goes on",
+        "lmcache_hybrid/tools/sizing/catalogue.py",
+        "    if begun:\n",
+        "    if False:\n",
+    ),
+    one(
+        "plan gives a disk no RAM above it",
+        "lmcache_hybrid/tools/sizing/to_write.py",
+        'if backend in ("disk", "fs") and in_ram < taken:',
+        "if False:",
+    ),
+    one(
+        "plan keeps to itself with which unit a short prompt hits",
+        "lmcache_hybrid/tools/cli/plan.py",
+        "        if units:\n",
+        "        if False:\n",
+    ),
+    one(
+        "plan's list is never JSON",
+        "lmcache_hybrid/tools/cli/plan.py",
+        "    if as_json:\n        print(json.dumps(catalogue.figures",
+        "    if False:\n        print(json.dumps(catalogue.figures",
+    ),
+    one(
+        "a store without records is verified",
+        "lmcache_hybrid/tools/cli/inspect.py",
+        "1 if left else 0 if found else 2",
+        "1 if left else 0",
+    ),
+    one(
+        "nobody looks for records one folder below",
+        "lmcache_hybrid/tools/stored/folder_store.py",
+        "if empty and (inside :=",
+        "if not empty and (inside :=",
+    ),
+    one(
         "inspect puts a model's long name into its table",
         "lmcache_hybrid/tools/cli/inspect.py",
         "            row.rank,\n            row.fingerprint,\n",

@@ -192,3 +192,30 @@ def test_a_server_that_is_away_is_named_without_its_password(url):
     for command in ("inspect", "verify"):
         text = run(command, url, exit_code=1)
         assert "cannot be used" in text and "127.0.0.1:1" in text and "secret" not in text
+
+
+# Nothing there
+
+
+@pytest.mark.parametrize("kind", ["fs", "disk"])
+def test_a_folder_above_the_records_names_it(box, kind):
+    filled = box(kind).write()
+    above = str(filled.folder.parent)
+    hint = f"Records are in {filled.folder}: name that folder."
+    text = run("inspect", above)
+    assert "No records." in text and hint in text
+    text = run("verify", above, exit_code=2)
+    assert "no records" in text and hint in text
+    assert run_json("verify", above, exit_code=2)["notes"] == [hint]
+    assert hint not in run("inspect", str(filled.folder))
+
+
+@outside
+def test_what_holds_no_records_was_not_verified(box, kind, tmp_path):
+    """A wrong name must not read as a good store."""
+    filled = box(kind)
+    filled.folder.mkdir(exist_ok=True) if filled.folder else None
+    assert "No records." in run("inspect", store_of(filled))
+    assert "no records" in run("verify", store_of(filled), exit_code=2)
+    filled.write()
+    assert "good" in run("verify", store_of(filled))
