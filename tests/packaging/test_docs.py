@@ -245,3 +245,27 @@ def test_the_design_notes_name_files_and_functions_that_exist() -> None:
                 assert re.search(rf"(def|class) {name}\b", path.read_text()), (
                     f"{name} is not in {file}"
                 )
+
+
+def test_figures_of_the_readme_are_those_of_the_pages() -> None:
+    shown = " ".join((ROOT / "README.md").read_text().split())
+    found = pages()
+    gain = " ".join(found["docs/performance.md"].split())
+    (times,) = re.findall(r"asked before is answered (\d+ to \d+) times as fast", gain)
+    (new,) = re.findall(r"new prompt's first token takes ([\d.]+ to [\d.]+) times", gain)
+    assert f"[{times} times as fast](docs/performance.md), a new one in {new} times" in shown
+    rows = re.findall(
+        r"^\| \[([\w.-]+)\]\S+ \| \d+ \| [\d,]+ \| \d+ \| ([\d.]+) \|",
+        found["docs/recipes.md"],
+        re.M,
+    )
+    sizes = dict(rows)
+    assert f"[{sizes['Qwen3-Next-80B-A3B']} GiB](docs/recipes.md) with Qwen3-Next-80B-A3B" in shown
+    assert f"{sizes['Qwen3.6-27B']} GiB with Qwen3.6-27B" in shown
+
+
+def test_the_template_asks_for_what_the_page_says() -> None:
+    template = (ROOT / ".github/ISSUE_TEMPLATE/accept.md").read_text()
+    (title,) = re.findall(r'^title: "(.+)"$', template, re.M)
+    body = template.split("---\n")[2].strip()
+    assert f"```\nTitle: {title}\n\n{body}\n```" in pages()["docs/accept.md"]
