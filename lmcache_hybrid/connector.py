@@ -16,14 +16,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from lmcache_hybrid.config.options import (
-    Options,
-    check_lengths,
-    check_pool,
+from lmcache_hybrid.config.lmcache_config import (
     load_lmcache_config,
-    read_options,
+    refusals,
     settle_lmcache_config,
 )
+from lmcache_hybrid.config.options import Options, check_lengths, check_pool, read_options
 from lmcache_hybrid.config.parallel import check_parallelism, check_prefix_cache, settle_disk_folder
 from lmcache_hybrid.core.errors import ConfigError, UnknownContentError
 from lmcache_hybrid.core.faults import caught, guarded
@@ -73,6 +71,22 @@ logger = init_logger("vllm.lmcache_hybrid.connector")
 
 def _nothing(connector: "HybridConnector") -> Any:
     return None
+
+
+def check_options(vllm_config: "VllmConfig") -> None:
+    """Refuse options that no model can be served with, before N is known.
+
+    Raises:
+        ConfigError: a sentence for each.
+    """
+    config = load_lmcache_config(vllm_config)
+    wrong = refusals(config, None)
+    try:
+        read_options(vllm_config, config)
+    except ConfigError as error:
+        wrong.append(str(error))
+    if wrong:
+        raise ConfigError(" ".join(wrong))
 
 
 class HybridConnector(KVConnectorBase_V1):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
 from vllm.logger import init_logger
 
+from lmcache_hybrid.config.own_options import LOAD_FAILURE_KEY, load_failure_policy
 from lmcache_hybrid.core.groups import BESIDE_KEY
 from lmcache_hybrid.upstream import versions
 
@@ -22,8 +23,6 @@ logger = init_logger("vllm.lmcache_hybrid.config.options")
 
 CONNECTOR = "LMCacheConnectorV1"
 MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
-# kv_connector_extra_config key, as vLLM cannot tell an explicit "fail" from its default.
-LOAD_FAILURE_KEY = "lmcache.hybrid_load_failure_policy"
 
 # Why no hybrid model can be served in this process, "" when it can.
 _problem = ""
@@ -256,13 +255,11 @@ def _settle_hybrid(config: VllmConfig) -> None:
     _refuse_unsound(config)
     own = _settle_neighbours(transfer)
     _settle_hash(cache)
-    wanted = own.get(LOAD_FAILURE_KEY, "recompute")
-    if wanted not in ("recompute", "fail"):
-        raise ValueError(f"{LOAD_FAILURE_KEY}={wanted!r} is unknown; use 'recompute' or 'fail'.")
+    # An option of ours, as vLLM cannot tell an explicit "fail" from its default.
+    wanted = load_failure_policy(own)
     if transfer.kv_load_failure_policy != wanted:
         logger.info_once(
-            "Setting kv_load_failure_policy to %r for LMCache on a hybrid model "
-            "(%s in kv_connector_extra_config overrides it).",
+            "Setting kv_load_failure_policy to %r for LMCache on a hybrid model (%s overrides it).",
             wanted,
             LOAD_FAILURE_KEY,
         )

@@ -16,7 +16,7 @@ from lmcache_hybrid.identity.model_code import classes_of
 from lmcache_hybrid.identity.weights import LOADED, WeightsStream, tensors_identity
 from vllm_patch import copy_on_write as partial_hits
 from vllm_patch import sessions, sleep
-from vllm_patch.configuration import is_ours
+from vllm_patch.configuration import CONNECTOR, is_ours
 
 if TYPE_CHECKING:
     import torch
@@ -87,6 +87,8 @@ def _load_model(
     """Load the model, and note its weights if this connector is used."""
     if not is_ours(vllm_config):
         return load(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+    if model_config is vllm_config.model_config:
+        _check_options(vllm_config)
     # Before the first step; the runner is imported by now.
     partial_hits.copy_whole_pages()
     sessions.forget_columns_of_parts()
@@ -99,6 +101,23 @@ def _load_model(
         model.load_weights = _changing(model.load_weights)
     _count_reloads()
     return model
+
+
+def _check_options(vllm_config: "VllmConfig") -> None:
+    """Refuse options before the weights are loaded, which may take minutes.
+
+    Inside a ``MultiConnector`` they are refused later, when the connector is made.
+
+    Raises:
+        ConfigError: they cannot be served.
+    """
+    transfer = vllm_config.kv_transfer_config
+    alone = transfer is not None and transfer.kv_connector == CONNECTOR
+    # Off for a model that LMCache's own adapter serves.
+    if alone and not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        from lmcache_hybrid.connector import check_options  # imports LMCache
+
+        check_options(vllm_config)
 
 
 @functools.cache

@@ -23,7 +23,7 @@ import typer
 from rich.progress import track
 
 from benchmarks.reuse import report
-from lmcache_hybrid.config.options import CHUNK_ENDS
+from lmcache_hybrid.config.own_options import CHUNK_ENDS
 from lmcache_hybrid.tools.tiny_models import make_model
 
 BLOCKS = 20

@@ -49,7 +49,9 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 import lmcache_hybrid.connector
 import vllm_patch
-from lmcache_hybrid.config.options import CHECKPOINT_KEY, read_options, settle_lmcache_config
+from lmcache_hybrid.config.lmcache_config import settle_lmcache_config
+from lmcache_hybrid.config.options import read_options
+from lmcache_hybrid.config.own_options import CHECKPOINT_KEY
 from lmcache_hybrid.core.groups import plan_groups
 from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.protocol.metadata import NOTHING

@@ -25,7 +25,7 @@ from rich.table import Table  # noqa: E402
 
 from benchmarks.reuse import traces  # noqa: E402
 from benchmarks.reuse.engine import ReplayEngine, Setup  # noqa: E402
-from lmcache_hybrid.config.options import CHECKPOINT_KEY  # noqa: E402
+from lmcache_hybrid.config.own_options import CHECKPOINT_KEY  # noqa: E402
 from lmcache_hybrid.tools.tiny_models import make_model  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "e2e"))

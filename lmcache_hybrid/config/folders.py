@@ -2,16 +2,16 @@
 """Checks record folders before an engine writes into them, and reads their limits."""
 
 import contextlib
-import math
 import os
-import pwd
 import stat
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from lmcache_hybrid.config.own_options import MAX_AGE_KEY, MAX_SIZE_KEY, TRUSTED_OWNER_KEY
 from lmcache_hybrid.config.redis_credentials import without_password
 from lmcache_hybrid.config.stores import shared_folders
 from lmcache_hybrid.core.errors import ConfigError
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
 
 logger = init_logger("vllm.lmcache_hybrid.config.folders")
-
-MAX_SIZE_KEY = "lmcache.hybrid_fs_max_size_gb"
-MAX_AGE_KEY = "lmcache.hybrid_fs_max_age_hours"
-TRUSTED_OWNER_KEY = "lmcache.hybrid_trusted_folder_owner"
 
 
 @dataclass(frozen=True)
@@ -42,76 +38,34 @@ class FolderLimits:
         return self != FolderLimits()
 
 
-def read_limits(extra: dict[str, Any], config: "LMCacheEngineConfig") -> FolderLimits:
-    """Read MAX_SIZE_KEY and MAX_AGE_KEY.
+def read_limits(own: Mapping[str, Any], config: "LMCacheEngineConfig") -> FolderLimits:
+    """Return the limits among this package's options.
 
     Args:
-        extra: ``kv_connector_extra_config``.
+        own: the options, see :func:`.own_options.read_own_options`.
 
     Raises:
-        ConfigError: one is not a number above 0, or no store is in folders.
+        ConfigError: there is a limit and no store in folders.
     """
-    remote_url = config.remote_url
-
-    def limit(key: str, unit: str) -> float | None:
-        value = extra.get(key)
-        if value is None:
-            return None
-        number = float(value) if isinstance(value, (int, float, str)) and _is_number(value) else 0
-        if isinstance(value, bool) or not 0 < number < math.inf:
+    for key in (MAX_SIZE_KEY, MAX_AGE_KEY):
+        if own[key] is not None and not shared_folders(config):
+            url = config.remote_url
             raise ConfigError(
-                f"{key}={value!r} is not a limit; write a number of {unit} above 0, or remove it."
-            )
-        if not shared_folders(config):
-            raise ConfigError(
-                f"{key}={value!r} limits folders of fs:// and file:/// only, and remote_url is "
-                f"{remote_url and without_password(remote_url)!r}; remove it, or set remote_url to "
+                f"{key}={own[key]:g} limits folders of fs:// and file:/// only, and remote_url is "
+                f"{url and without_password(url)!r}; remove it, or set remote_url to "
                 "fs://localhost:0/absolute/path."
             )
-        return number
-
-    size, hours = limit(MAX_SIZE_KEY, "GB"), limit(MAX_AGE_KEY, "hours")
+    size, hours = own[MAX_SIZE_KEY], own[MAX_AGE_KEY]
     return FolderLimits(
         None if size is None else max(1, int(size * (1 << 30))),
         None if hours is None else hours * 3600,
     )
 
 
-def _is_number(value: float | str) -> bool:
-    try:
-        return not math.isnan(float(value))
-    except (ValueError, OverflowError):
-        return False
-
-
-def read_trusted_owner(extra: dict[str, Any]) -> int | None:
-    """Read TRUSTED_OWNER_KEY, a user's name or number; None where it is not set.
-
-    Args:
-        extra: ``kv_connector_extra_config``.
-
-    Raises:
-        ConfigError: it names no user.
-    """
-    value = extra.get(TRUSTED_OWNER_KEY)
-    if value is None:
-        return None
-    text = "" if isinstance(value, bool) else str(value)
-    if text.isascii() and text.isdecimal():
-        return int(text)
-    try:
-        return pwd.getpwnam(text).pw_uid
-    except (KeyError, ValueError):
-        raise ConfigError(
-            f"{TRUSTED_OWNER_KEY}={value!r} names no user of this machine; write a user's name or "
-            "number, as stat -c %u shows it for the folder, or remove it."
-        ) from None
-
-
 def trusted_owner(config: "LMCacheEngineConfig") -> int | None:
     """Return the user whose folders are accepted beside this user's and root's; None for none.
 
-    It was read by :func:`read_trusted_owner` when the configuration was loaded.
+    It was read when the configuration was loaded.
     """
     return getattr(config, "_hybrid_trusted_owner", None)
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lmcache_hybrid.config.folders import MAX_SIZE_KEY
 from lmcache_hybrid.config.options import Options
+from lmcache_hybrid.config.own_options import MAX_SIZE_KEY
 from lmcache_hybrid.config.stores import places
 from lmcache_hybrid.core.prefill import boundaries, chunk_tokens
 from lmcache_hybrid.core.sizes import GIB

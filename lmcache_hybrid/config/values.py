@@ -6,28 +6,15 @@ checked first.
 """
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import yaml
-
-from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.config.lmcache_file import options_in_file
+from lmcache_hybrid.config.lmcache_options import GIGABYTES, OPTIONS, PLAIN, TOKENS, UNREAD
 from lmcache_hybrid.upstream.lmcache_home import take
 
 PREFIX = "LMCACHE_"
-# Options in GB, for LMCache 2^30 bytes.
-SIZES = (
-    *("max_local_cpu_size", "max_local_disk_size", "reserve_local_cpu_size"),
-    *("lazy_memory_safe_size", "maru_pool_size", "max_hidden_state_cpu_size"),
-)
-# Options in tokens.
-LENGTHS = ("chunk_size", "min_retrieve_tokens")
-# Options with default 0 that LMCache compares with 0, so they must be numbers.
-COMPARED = ("min_retrieve_tokens",)
-# Prefixes of options that nothing here reads.
-UNREAD = ("mp_", "blend_", "pd_", "nixl_", "p2p_")
 _WITH_UNIT = re.compile(r"\s*([\d.]+)\s*([kmgt])(i?)b?\s*", re.IGNORECASE)
 # Parts of a list of paths that a shell would expand.
 _EXPANDED = re.compile(r"(^|,)\s*~|\$[\w{]")
@@ -62,7 +49,7 @@ def read_values(file: str | None, environment: Mapping[str, str]) -> Values:
         old: new for old, new in aliases.items() if old in deprecated and new in definitions
     }
     found: Values = {}
-    for key, value in _in_file(file).items():
+    for key, value in options_in_file(file).items():
         if key in names:
             found[names[key]] = str(key), value
     for key, option in names.items():
@@ -88,29 +75,6 @@ def _is_on(value: Any) -> bool:
     return str(value).strip().lower() in _TRUE
 
 
-def _in_file(file: str | None) -> dict[Any, Any]:
-    if file is None:
-        return {}
-    if not os.path.isfile(file):
-        raise ConfigError(
-            f"LMCACHE_CONFIG_FILE={file!r} is not a file; write the path of an LMCache YAML "
-            "file, or unset it to use RAM with LMCache's defaults."
-        )
-    try:
-        with open(file) as text:
-            options = yaml.safe_load(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        # Its message may quote a password.
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{file} cannot be read as YAML{where}; correct it.") from None
-    if options is None:
-        return {}
-    if not isinstance(options, dict):
-        raise ConfigError(f"{file} holds no options; write lines such as max_local_cpu_size: 5.")
-    return options
-
-
 def problems(values: Values) -> Iterator[str]:
     """Yield a sentence for each value that LMCache would misread, or fail on."""
     definitions = take("v1.config", "_CONFIG_DEFINITIONS")
@@ -122,7 +86,8 @@ def problems(values: Values) -> Iterator[str]:
         if value is None or (isinstance(value, str) and not value.strip()):
             # Empty variables that change nothing are left out already; an empty switch is off.
             off = kind is bool and value is not None
-            changed = default or option in COMPARED or (off and where.startswith(PREFIX))
+            compared = OPTIONS.get(option, PLAIN).least is not None  # LMCache fails on None
+            changed = default or compared or (off and where.startswith(PREFIX))
             if kind and changed and not option.startswith(UNREAD):
                 yield f"{where} is empty; write a value, or remove it for LMCache's default."
         elif why := _wrong(option, kind, definition.get("env_converter"), value):
@@ -134,7 +99,7 @@ def problems(values: Values) -> Iterator[str]:
 def taken_away(file: str | None, environment: Mapping[str, str]) -> Iterator[str]:
     """Yield a sentence for each empty variable that removes a text (a URL) of the file."""
     definitions = take("v1.config", "_CONFIG_DEFINITIONS")
-    for option, value in _in_file(file).items():
+    for option, value in options_in_file(file).items():
         variable = f"{PREFIX}{str(option).upper()}"
         is_text = option in definitions and _kind(definitions[option]) is None
         if is_text and value and environment.get(variable) == "":
@@ -194,12 +159,12 @@ def _wrong(option: str, kind: type | None, converter: Callable | None, value: An
         said = isinstance(value, bool) or text in _TRUE or text.strip("\"'") in _FALSE
         return "" if said else "counts as false in LMCache; write true or false."
     if kind in (int, float):
-        number = _number(value)
-        if number is None or (option in SIZES and math.isinf(number)):
-            unit = " of gigabytes (2^30 bytes)" if option in SIZES else ""
-            return f"is not a number{unit}{_instead(option, value)}"
-        if option in COMPARED and number < 0:
-            return "is negative; write 0 or more."
+        known, number = OPTIONS.get(option, PLAIN), _number(value)
+        if number is None or (known.unit == GIGABYTES and math.isinf(number)):
+            unit = f" of {GIGABYTES}" if known.unit == GIGABYTES else ""
+            return f"is not a number{unit}{_instead(known.unit, value)}"
+        if known.least is not None and number < known.least:
+            return f"is negative; write {known.least} or more."
         if kind is float or _is_whole(value):
             return ""
         return f"is not a whole number; write {f'{number:.0f}' if number.is_integer() else 'one'}."
@@ -235,13 +200,17 @@ def _number(value: Any) -> float | None:
     return None if math.isnan(number) or isinstance(value, bool) else number
 
 
-def _instead(option: str, value: Any) -> str:
-    """Return what to write in place of a size with a unit."""
-    match = _WITH_UNIT.fullmatch(str(value)) if option in SIZES + LENGTHS else None
+def _instead(unit: str, value: Any) -> str:
+    """Return what to write in place of a number that is followed by a unit.
+
+    Args:
+        unit: of the option.
+    """
+    match = _WITH_UNIT.fullmatch(str(value)) if unit in (GIGABYTES, TOKENS) else None
     number = _number(match[1]) if match else None
     if match is None or number is None:
         return "; write one, or remove it for LMCache's default."
     power = _POWERS[match[2].lower()]
-    if option in LENGTHS:
+    if unit == TOKENS:
         return f"; write {number * 1024**power:.0f}."
     return f"; write {number * (1024 if match[3] else 1000) ** power / (1 << 30):.4g}."

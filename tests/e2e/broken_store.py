@@ -17,7 +17,7 @@ from bucket import CREDENTIALS, EXTRA, Bucket
 from engine import Answer, Engine
 from proxy import Proxy
 
-from lmcache_hybrid.config.options import CHECKPOINT_KEY
+from lmcache_hybrid.config.own_options import CHECKPOINT_KEY
 
 N = 128
 # LMCache gives its references back after a write has ended.

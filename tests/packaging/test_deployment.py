@@ -25,7 +25,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.metrics import loggers
 
 from lmcache_hybrid.config import redis_credentials as login
-from lmcache_hybrid.config.options import load_lmcache_config, read_options, settle_lmcache_config
+from lmcache_hybrid.config.lmcache_config import load_lmcache_config, settle_lmcache_config
+from lmcache_hybrid.config.options import read_options
 from lmcache_hybrid.tools.cli import app
 
 ROOT = Path(__file__).parents[2]

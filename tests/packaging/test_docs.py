@@ -21,8 +21,9 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core_client import EngineCoreClient
 
-from lmcache_hybrid.config import options as config
 from lmcache_hybrid.config import stores
+from lmcache_hybrid.config.lmcache_options import EXTRA_OPTIONS, OPTIONS
+from lmcache_hybrid.config.own_options import OWN_OPTIONS
 from lmcache_hybrid.tools.sizing import catalogue
 from lmcache_hybrid.tools.sizing.blocks import PLATFORMS, compute
 from lmcache_hybrid.tools.tiny_families import FAMILIES
@@ -113,7 +114,8 @@ def test_no_mark_was_left_to_be_filled_in() -> None:
 
 def test_every_refused_option_is_on_the_options_page() -> None:
     text = (DOCS / "options.md").read_text()
-    for name in (*config._REFUSED, *config._REFUSED_EXTRA, config.CHECKPOINT_KEY):
+    refused = [name for name, option in (OPTIONS | EXTRA_OPTIONS).items() if option.refused]
+    for name in (*refused, *OWN_OPTIONS):
         assert f"{name}`" in text or f"{name}:" in text, name
     for scheme in stores.BY_SCHEME:
         assert f"`{scheme}://" in text
@@ -124,7 +126,7 @@ def test_the_options_page_has_the_defaults() -> None:
     text = (DOCS / "options.md").read_text()
     rows = re.findall(r'^\| <a id="(\w+)"></a>(.+?) \| (.*?) \| (.*?) \| ', text, re.M)
     ours = {f"lmcache.{anchor}" for anchor, name, *_ in rows if name.startswith("`lmcache.")}
-    assert ours == config.SETTINGS | {config.LOAD_LIMIT_KEY}
+    assert ours == {*OWN_OPTIONS}
     spelt = {"none": None, "`true`": True, "`false`": False}
     compared = 0
     for _, name, _, defaults in rows:

@@ -12,7 +12,8 @@ from lmcache.v1.config import LMCacheEngineConfig
 from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from lmcache_hybrid.config.options import settle_lmcache_config
+from lmcache_hybrid.config import lmcache_config
+from lmcache_hybrid.config.lmcache_config import settle_lmcache_config
 from lmcache_hybrid.tools.sizing import catalogue
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +64,7 @@ def test_the_command_and_the_file_are_taken(
     assert parsed.kv_transfer_config.kv_connector == "LMCacheConnectorV1"
     monkeypatch.chdir(tmp_path)
     # Of the machine that it is for.
-    monkeypatch.setattr("lmcache_hybrid.config.options.memory_of_the_machine", lambda: 1 << 50)
+    monkeypatch.setattr(lmcache_config, "memory_of_the_machine", lambda: 1 << 50)
     file = file.replace("/srv/", f"{tmp_path}/")  # the check makes the folder
     Path("lmcache.yaml").write_text(file)
     config = LMCacheEngineConfig.from_file("lmcache.yaml")

@@ -5,7 +5,8 @@ import pytest
 from lmcache.v1.config import LMCacheEngineConfig
 from vllm.config import KVTransferConfig
 
-from lmcache_hybrid.config.options import Options, read_options, settle_lmcache_config
+from lmcache_hybrid.config.lmcache_config import settle_lmcache_config
+from lmcache_hybrid.config.options import Options, read_options
 from lmcache_hybrid.core.errors import ConfigError
 
 from .helpers import vllm_config

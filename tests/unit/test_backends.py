@@ -6,7 +6,7 @@ from lmcache.v1.storage_backend.connector import ConnectorAdapter
 from lmcache.v1.utils.subclass_discovery import discover_subclasses
 
 from lmcache_hybrid.config import stores
-from lmcache_hybrid.config.options import settle_lmcache_config
+from lmcache_hybrid.config.lmcache_config import settle_lmcache_config
 from lmcache_hybrid.config.redis_credentials import SEVERAL_HOSTS
 
 from .lmcache_settings import BLOCK, assert_one_sentence, lmcache_config, refusal

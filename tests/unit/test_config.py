@@ -8,8 +8,13 @@ import yaml
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.storage_backend.cache_policy.lru import LRUCachePolicy
 
-from lmcache_hybrid.config import options as hybrid_config
-from lmcache_hybrid.config.options import STABLE_HASH, load_lmcache_config, settle_lmcache_config
+from lmcache_hybrid.config import lmcache_config as hybrid_config
+from lmcache_hybrid.config.lmcache_config import (
+    STABLE_HASH,
+    load_lmcache_config,
+    settle_lmcache_config,
+)
+from lmcache_hybrid.config.lmcache_options import EXTRA_OPTIONS, OPTIONS
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.storage.eviction_order import ARC, policy_for
 
@@ -36,10 +41,12 @@ EXTRA_VALUES = {
 }
 
 
+REFUSED = [name for name, option in OPTIONS.items() if option.refused]
+
 # Refusals
 
 
-@pytest.mark.parametrize("name", hybrid_config._REFUSED)
+@pytest.mark.parametrize("name", REFUSED)
 def test_refused_options_name_option_value_and_fix(name):
     value = VALUES.get(name, True)
     message = refusal(**{name: value})
@@ -48,7 +55,7 @@ def test_refused_options_name_option_value_and_fix(name):
     assert any(word in message for word in ("set it to", "remove it", "use ")), "no fix"
 
 
-@pytest.mark.parametrize("name", hybrid_config._MOOT)
+@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.moot])
 def test_what_is_served_anyhow_is_switched_off_with_a_line(name, monkeypatch):
     said = []
     monkeypatch.setattr(hybrid_config.logger, "info", lambda text, *args: said.append(text % args))
@@ -58,14 +65,14 @@ def test_what_is_served_anyhow_is_switched_off_with_a_line(name, monkeypatch):
     assert [text for text in said if name in text and "asynchronous already" in text]
 
 
-@pytest.mark.parametrize("name", hybrid_config._REFUSED_EXTRA)
+@pytest.mark.parametrize("name", EXTRA_OPTIONS)
 def test_refused_extra_options_name_option_and_value(name):
     message = refusal(extra_config={name: EXTRA_VALUES[name]})
     assert_one_sentence(message)
     assert f"extra_config.{name}={EXTRA_VALUES[name]!r}" in message
 
 
-@pytest.mark.parametrize("name", [n for n in hybrid_config._REFUSED if n not in VALUES])
+@pytest.mark.parametrize("name", [n for n in REFUSED if n not in VALUES])
 def test_refused_options_are_switches_of_this_lmcache_that_are_off_by_default(name):
     """A name that LMCache changed would be refused no more."""
     assert getattr(lmcache_config(), name) is False

@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from lmcache_hybrid.config import folders
-from lmcache_hybrid.config.options import settle_lmcache_config
+from lmcache_hybrid.config.lmcache_config import settle_lmcache_config
 from lmcache_hybrid.config.stores import shared_folders
 
 from .lmcache_settings import BLOCK, assert_one_sentence, lmcache_config, refusal

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from lmcache_hybrid import connector
 from lmcache_hybrid.config import redis_credentials as login
-from lmcache_hybrid.config.options import load_lmcache_config, refusals
+from lmcache_hybrid.config.lmcache_config import load_lmcache_config, refusals
 from lmcache_hybrid.config.redis_credentials import PLUGIN_URLS, connection_options, unencrypted
 from lmcache_hybrid.config.stores.base import parts_of
 from lmcache_hybrid.core.errors import ConfigError, StoreError

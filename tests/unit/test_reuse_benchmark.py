@@ -19,7 +19,7 @@ from benchmarks.reuse.reference import (  # noqa: E402
     chain_of,
 )
 from benchmarks.reuse.traces import Span, tokens  # noqa: E402
-from lmcache_hybrid.config.options import CHUNK_ENDS  # noqa: E402
+from lmcache_hybrid.config.own_options import CHUNK_ENDS  # noqa: E402
 
 N = 16
 A, B, C, D, E = (Span(name, length) for name, length in zip("ABCDE", (20, 30, 30, 30, 30)))

@@ -14,7 +14,7 @@ import xxhash
 from typer.testing import CliRunner
 
 from lmcache_hybrid import connector
-from lmcache_hybrid.config.options import KEY_FILE_KEY
+from lmcache_hybrid.config.own_options import KEY_FILE_KEY
 from lmcache_hybrid.core.digests import MAX_KEY, PLAIN, SEAL_BYTES, KeyedDigester, read_key
 from lmcache_hybrid.core.errors import ConfigError, DamagedError, RecordError
 from lmcache_hybrid.storage import lmcache_store, record

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmcache_hybrid.config.folders import TRUSTED_OWNER_KEY, check_folder, read_trusted_owner
-from lmcache_hybrid.config.options import load_lmcache_config, settle_lmcache_config
+from lmcache_hybrid.config.folders import check_folder
+from lmcache_hybrid.config.lmcache_config import load_lmcache_config, settle_lmcache_config
+from lmcache_hybrid.config.own_options import TRUSTED_OWNER_KEY, read_own_options
 from lmcache_hybrid.config.parallel import settle_disk_folder
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.tools.doctor.context import Context
@@ -142,6 +143,6 @@ def test_who_is_no_user_is_refused(value, no_lmcache_settings):
 def test_a_name_and_a_number_are_one_user():
     root = pwd.getpwuid(0).pw_name
     values = [root, "0", 0, 65534, "65534", None]
-    found = [read_trusted_owner({TRUSTED_OWNER_KEY: value}) for value in values]
+    found = [read_own_options({TRUSTED_OWNER_KEY: value})[TRUSTED_OWNER_KEY] for value in values]
     assert found == [0, 0, 0, 65534, 65534, None]
     assert options(**{TRUSTED_OWNER_KEY: 65534})  # a setting that is known

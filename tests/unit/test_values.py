@@ -12,11 +12,8 @@ import yaml
 from lmcache.integration.vllm import utils as lmcache_utils
 from lmcache.v1.config import _CONFIG_DEFINITIONS, LMCacheEngineConfig
 
+from lmcache_hybrid.config.lmcache_config import load_lmcache_config, settle_lmcache_config
 from lmcache_hybrid.config.no_hits import without_hits
-from lmcache_hybrid.config.options import (
-    load_lmcache_config,
-    settle_lmcache_config,
-)
 from lmcache_hybrid.config.values import read_values
 from lmcache_hybrid.core.errors import ConfigError
 

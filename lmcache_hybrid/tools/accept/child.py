@@ -18,7 +18,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from lmcache_hybrid.config.options import CHECKPOINT_KEY, stores_chunk_ends
+from lmcache_hybrid.config.own_options import CHECKPOINT_KEY, CHUNK_ENDS, read_own_options
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.tools.accept.prompts import ANSWER_TOKENS
 from lmcache_hybrid.tools.flags import CONNECTOR, parse_flags
@@ -131,8 +131,8 @@ class Child:
         model, scheduler = config.model_config, config.scheduler_config
         speculative, transfer = config.speculative_config, config.kv_transfer_config
         assert transfer is not None
-        chunk_ends = stores_chunk_ends(transfer)
-        interval = 0 if chunk_ends else int(transfer.get_from_extra_config(CHECKPOINT_KEY, 0))
+        checkpoint = read_own_options(transfer.kv_connector_extra_config)[CHECKPOINT_KEY]
+        chunk_ends = checkpoint == CHUNK_ENDS
         budget = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
         return {
             "architecture": (model.architectures or ["?"])[0],
@@ -148,7 +148,7 @@ class Child:
             "speculative": speculative and speculative.method,
             # vLLM drops the last block of its own hits, so that the drafter has its input.
             "eagle_drop": bool(speculative and speculative.use_eagle_block_drop()),
-            "checkpoint_tokens": interval,
+            "checkpoint_tokens": 0 if chunk_ends else checkpoint,
             # Max tokens of a chunk whose end leaves a state, 0 if none does.
             "chunk_budget": budget if chunk_ends else 0,
             "device_type": config.device_config.device_type,

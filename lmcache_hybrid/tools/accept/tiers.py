@@ -3,7 +3,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from lmcache_hybrid.config.options import LOAD_LIMIT_KEY, POLICIES, POLICY_KEY, Options
+from lmcache_hybrid.config.options import Options
+from lmcache_hybrid.config.own_options import LOAD_LIMIT_KEY, POLICIES, POLICY_KEY
 from lmcache_hybrid.config.stores import all_places
 from lmcache_hybrid.config.stores.base import Place
 

@@ -32,7 +32,7 @@ def findings(model: str | None, flags: Sequence[str] = ()) -> Generator[Finding,
 
     if None in versions.found():
         return  # nothing else can be imported
-    from lmcache_hybrid.config.options import STABLE_HASH
+    from lmcache_hybrid.config.lmcache_config import STABLE_HASH
     from lmcache_hybrid.tools.doctor.hashing import in_another_process
 
     other_hash = in_another_process(STABLE_HASH)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
-from lmcache_hybrid.config.options import refusals, settle_lmcache_config
+from lmcache_hybrid.config.lmcache_config import refusals, settle_lmcache_config
 from lmcache_hybrid.config.stores import all_places, places
 from lmcache_hybrid.config.stores.base import imported
 from lmcache_hybrid.core.errors import LoadError, RecordError, StoreError

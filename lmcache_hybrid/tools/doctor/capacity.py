@@ -10,8 +10,9 @@ import psutil
 import redis
 from lmcache import device_ops
 
-from lmcache_hybrid.config.folders import MAX_AGE_KEY, MAX_SIZE_KEY, FolderLimits
+from lmcache_hybrid.config.folders import FolderLimits
 from lmcache_hybrid.config.options import Options
+from lmcache_hybrid.config.own_options import MAX_AGE_KEY, MAX_SIZE_KEY
 from lmcache_hybrid.config.redis_credentials import without_password
 from lmcache_hybrid.config.stores import REDIS, places, shared_folders
 from lmcache_hybrid.config.tiers import Tier, prompt_bytes, tiers

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from lmcache_hybrid.config.options import Options, load_lmcache_config, read_options
+from lmcache_hybrid.config.lmcache_config import load_lmcache_config
+from lmcache_hybrid.config.options import Options, read_options
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.tools.doctor.finding import Finding, error, listen, one_line, warning
 from lmcache_hybrid.tools.doctor.model import Model, ModelError, read_model

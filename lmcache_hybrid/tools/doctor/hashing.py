@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
-from lmcache_hybrid.config.options import STABLE_HASH
+from lmcache_hybrid.config.lmcache_config import STABLE_HASH
 from lmcache_hybrid.tools.doctor.finding import Finding, error, ok, warning
 
 TOKENS = tuple(range(16))

@@ -3,13 +3,9 @@
 
 from collections.abc import Iterator
 
+from lmcache_hybrid.config.lmcache_config import DEFAULT_CHUNK_SIZE, refusals
 from lmcache_hybrid.config.no_hits import without_hits
-from lmcache_hybrid.config.options import (
-    DEFAULT_CHUNK_SIZE,
-    check_lengths,
-    check_pool,
-    refusals,
-)
+from lmcache_hybrid.config.options import check_lengths, check_pool
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import suggested_unit
 from lmcache_hybrid.tools.doctor.context import Context

@@ -209,8 +209,8 @@ DEFECTS = (
     one(
         "a limit of a folder is taken for a Redis",
         LIMITS,
-        "        if not shared_folders(config):\n",
-        "        if remote_url is None:\n",
+        "        if own[key] is not None and not shared_folders(config):\n",
+        "        if own[key] is not None and config.remote_url is None:\n",
     ),
     one(
         "a purge down to a size counts only what meets its other conditions",

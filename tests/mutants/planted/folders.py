@@ -5,7 +5,7 @@ from tests.mutants.defect import Defect, one
 
 DISK = "lmcache_hybrid/storage/disk/backend.py"
 FOLDERS = "lmcache_hybrid/config/folders.py"
-OPTIONS = "lmcache_hybrid/config/options.py"
+OPTIONS = "lmcache_hybrid/config/lmcache_config.py"
 
 DEFECTS: tuple[Defect, ...] = (
     one(
@@ -71,14 +71,14 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "the trusted owner is not told to whoever checks folders",
         OPTIONS,
-        "    config._hybrid_trusted_owner = read_trusted_owner(\n",
-        "    read_trusted_owner(\n",
+        "    config._hybrid_trusted_owner = own_options.",
+        "    own_options.",
     ),
     one(
         "a trusted owner who is no user is nobody",
-        FOLDERS,
+        "lmcache_hybrid/config/own_options.py",
         "    except (KeyError, ValueError):\n",
-        "    except (KeyError, ValueError):\n        return None\n    except ArithmeticError:\n",
+        "    except (KeyError, ValueError):\n        return -1\n    except ArithmeticError:\n",
     ),
     one(
         "folders of plugins and URLs have no trusted owner",

@@ -107,8 +107,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "beside others the failure policy is read where nobody writes it",
         CONFIGURATION,
-        "wanted = own.get(LOAD_FAILURE_KEY",
-        "wanted = transfer.kv_connector_extra_config.get(LOAD_FAILURE_KEY",
+        "wanted = load_failure_policy(own)",
+        "wanted = load_failure_policy(transfer.kv_connector_extra_config)",
     ),
     one(
         "our connector is not told of others",

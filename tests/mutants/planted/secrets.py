@@ -48,7 +48,7 @@ DEFECTS = (
     # Logins and TLS of Redis
     one(
         "LMCache is told the password",
-        "lmcache_hybrid/config/options.py",
+        "lmcache_hybrid/config/lmcache_config.py",
         "    hide_passwords(config)\n",
         "",
     ),

@@ -94,9 +94,9 @@ DEFECTS = (
     ),
     one(
         "by default no end of a chunk is stored",
-        "lmcache_hybrid/config/options.py",
-        "get_from_extra_config(CHECKPOINT_KEY, None) in",
-        "get_from_extra_config(CHECKPOINT_KEY, 0) in",
+        "lmcache_hybrid/config/own_options.py",
+        "OwnOption(CHECKPOINT_KEY, CHUNK_ENDS, _checkpoint)",
+        "OwnOption(CHECKPOINT_KEY, 0, _checkpoint)",
     ),
     # What is stored
     one(

@@ -4,7 +4,8 @@
 from tests.mutants.defect import Defect, one
 
 CONFIGURATION = "vllm_patch/configuration.py"
-OPTIONS = "lmcache_hybrid/config/options.py"
+OPTIONS = "lmcache_hybrid/config/lmcache_config.py"
+OWN = "lmcache_hybrid/config/own_options.py"
 VALUES = "lmcache_hybrid/config/values.py"
 ADDRESS = "lmcache_hybrid/storage/engine_address.py"
 WATCH = "lmcache_hybrid/scheduler/store_watch.py"
@@ -62,8 +63,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "values of the connector's extra config are not looked at",
         OPTIONS,
-        "[*problems(written), *problems(extra),",
-        "[*problems(written),",
+        "[*_problems({**written, **extra}),",
+        "[*_problems(written),",
     ),
     one(
         "a remote store without a serde never opens",
@@ -127,7 +128,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "a file that is no YAML shows its words",
-        VALUES,
+        "lmcache_hybrid/config/lmcache_file.py",
         'correct it.") from None\n',
         'correct it {error}.") from None\n',
     ),
@@ -344,7 +345,7 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "minutes are read as millions",
         VALUES,
-        "fullmatch(str(value)) if option in SIZES + LENGTHS else None\n",
+        "fullmatch(str(value)) if unit in (GIGABYTES, TOKENS) else None\n",
         "fullmatch(str(value))\n",
     ),
     one(
@@ -362,8 +363,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "an empty variable takes a store out of the file without a word",
         OPTIONS,
-        '        logger.warning("%s", sentence)\n    try:\n        # LMCache has one',
-        "        pass\n    try:\n        # LMCache has one",
+        '        logger.warning("%s", sentence)\n    try:\n        with _knowing',
+        "        pass\n    try:\n        with _knowing",
     ),
     one(
         "a password in the wrong option is shown",
@@ -413,5 +414,65 @@ DEFECTS: tuple[Defect, ...] = (
         "        self.prefills.forget(request.request_id)\n        if tracker is not None:\n",
         "        self.prefills.forget(request.request_id)\n"
         "        if tracker is not None:\n            self.store_watch.ended(tracker)\n",
+    ),
+    one(
+        "options of ours in LMCache's file are not read",
+        OWN,
+        "    for name, value in in_file.items():\n        if is_own(",
+        "    for name, value in ():\n        if is_own(",
+    ),
+    one(
+        "options of ours in LMCache's extra_config are not read",
+        OWN,
+        "    for name, value in _lmcache_extra(extra, environment, in_file).items():\n",
+        "    for name, value in ():\n",
+    ),
+    one(
+        "variables of our options are not read",
+        OWN,
+        "        if value := environment.get(option.variable):",
+        "        if value := None:",
+    ),
+    one(
+        "a misspelt variable of ours does nothing without a word",
+        OWN,
+        "        if name.startswith(_VARIABLES) and name not in known:\n",
+        "        if False:\n",
+    ),
+    one(
+        "a switch of the environment is on whatever it says",
+        OWN,
+        "    known = _SWITCH.get(value.strip().lower()) if isinstance(value, str) else value\n",
+        "    known = bool(value)\n",
+    ),
+    one(
+        "LMCache warns of our options in its file",
+        OPTIONS,
+        "    theirs.addFilter(is_not_ours)\n",
+        "",
+    ),
+    one(
+        "LMCache's warning of an unknown option is lost with ours",
+        OPTIONS,
+        "        return not (isinstance(unknown, tuple) and own_options.is_own(str(unknown[0])))\n",
+        "        return not isinstance(unknown, tuple)\n",
+    ),
+    one(
+        "options are refused only after the weights are loaded",
+        "vllm_patch/loaders.py",
+        "    if model_config is vllm_config.model_config:\n        _check_options(vllm_config)\n",
+        "",
+    ),
+    one(
+        "options of a model that is not hybrid are refused",
+        "vllm_patch/loaders.py",
+        "    if alone and not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:\n",
+        "    if alone:\n",
+    ),
+    one(
+        "what is wrong beside a bad value is told at the next start",
+        OPTIONS,
+        "        yield from _refused(as_lmcache_reads(sound))\n",
+        "        pass\n",
     ),
 )

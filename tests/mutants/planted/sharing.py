@@ -121,20 +121,14 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a request waits although another connector may have its prefix",
         "lmcache_hybrid/config/options.py",
-        "        share_prefills=share and alone,\n",
-        "        share_prefills=share,\n",
+        "        share_prefills=own[SHARE_KEY] and alone,\n",
+        "        share_prefills=own[SHARE_KEY],\n",
     ),
     one(
         "prefills that are to be shared are not, without a word",
         "lmcache_hybrid/config/options.py",
         "    if asked and not options.alone:\n",
         "    if False:\n",
-    ),
-    one(
-        "a setting of ours in LMCache's extra_config is ignored without a word",
-        "lmcache_hybrid/config/options.py",
-        "    for key in config.extra_config or {}:\n        if str(key)",
-        "    for key in ():\n        if str(key)",
     ),
     one(
         "a leader ends no step where others wait",

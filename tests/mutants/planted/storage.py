@@ -47,7 +47,7 @@ DEFECTS = (
     ),
     one(
         "nobody checks the folder of a plugin",
-        "lmcache_hybrid/config/options.py",
+        "lmcache_hybrid/config/lmcache_config.py",
         "    for option, folders in shared_folders(config):\n",
         "    for option, folders in shared_folders(config)[:1 if config.remote_url else 0]:\n",
     ),
@@ -215,7 +215,7 @@ DEFECTS = (
     ),
     one(
         "an eviction policy of extra config is taken for a default",
-        "lmcache_hybrid/config/options.py",
+        "lmcache_hybrid/config/lmcache_config.py",
         '        getattr(config, "_user_set_keys", set()).add(field)\n',
         "",
     ),

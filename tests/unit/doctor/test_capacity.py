@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmcache_hybrid.config.folders import MAX_AGE_KEY, MAX_SIZE_KEY
+from lmcache_hybrid.config.own_options import MAX_AGE_KEY, MAX_SIZE_KEY
 from lmcache_hybrid.core.sizes import GIB
 from lmcache_hybrid.tools.doctor import capacity
 from lmcache_hybrid.tools.doctor.capacity import (

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads LMCache's configuration for a hybrid model: keeps, sets or refuses each option."""
+
+import copy
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from vllm.logger import init_logger
+
+from lmcache_hybrid.config import own_options
+from lmcache_hybrid.config.folders import check_folder, trusted_owner
+from lmcache_hybrid.config.lmcache_file import CONFIG_FILE
+from lmcache_hybrid.config.lmcache_options import EXTRA_OPTIONS, OPTIONS, LMCacheOption
+from lmcache_hybrid.config.other_names import name_as_redis
+from lmcache_hybrid.config.own_options import LOAD_LIMIT_KEY, OWN_PREFIX, TRUSTED_OWNER_KEY
+from lmcache_hybrid.config.redis_credentials import (
+    PASSWORD_FILE,
+    hide_passwords,
+    holds_password,
+    shown,
+)
+from lmcache_hybrid.config.stores import all_places, check_places, places, shared_folders
+from lmcache_hybrid.config.stores.base import folders_in
+from lmcache_hybrid.config.values import (
+    Values,
+    as_lmcache_reads,
+    problems,
+    read_values,
+    settle_empty,
+    taken_away,
+    without_prefix,
+)
+from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.upstream.lmcache_home import take
+
+if TYPE_CHECKING:
+    from lmcache.v1.config import LMCacheEngineConfig
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.lmcache_hybrid.config.lmcache_config")
+
+DEFAULT_CHUNK_SIZE = 256
+STABLE_HASH = "sha256_cbor"
+
+
+def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
+    """Load LMCache's configuration from file, environment and ``lmcache.*`` extra config.
+
+    Without any, LMCache's default applies: 5 GB in RAM.
+
+    Raises:
+        ConfigError: the file that CONFIG_FILE names does not exist, or options, LMCache's and this
+            package's, do not exist or have bad values: a sentence for each.
+    """
+    from lmcache.integration.vllm.utils import lmcache_get_or_create_config
+    from lmcache.v1.config_base import validate_and_set_config_value
+
+    transfer = vllm_config.kv_transfer_config
+    file, transfer_extra = os.environ.get(CONFIG_FILE), transfer.kv_connector_extra_config
+    written = read_values(file, os.environ)
+    extra = {
+        key.removeprefix("lmcache."): (key, value)
+        for key, value in transfer_extra.items()
+        if key.startswith("lmcache.") and not key.startswith(OWN_PREFIX) and key != LOAD_LIMIT_KEY
+    }
+    # kv_connector_extra_config wins.
+    written = {option: value for option, value in written.items() if option not in extra}
+    wrong = [*_problems({**written, **extra}), *without_prefix(transfer_extra)]
+    if wrong := [*wrong, *own_options.problems(transfer_extra, os.environ)]:
+        raise ConfigError(" ".join(wrong))
+    for sentence in taken_away(file, os.environ):
+        logger.warning("%s", sentence)
+    try:
+        with _knowing_our_options():
+            # LMCache has one per process, but the values set here are this engine's.
+            config = copy.deepcopy(lmcache_get_or_create_config())
+    except (AssertionError, ValueError) as error:
+        # LMCache may fail first on what is missing beside an option that is refused here.
+        if refused := list(_refused(as_lmcache_reads(written))):
+            raise ConfigError(" ".join(refused)) from error
+        raise
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"LMCache fails on its configuration ({type(error).__name__}); correct the values of "
+            "its file, also those that the environment takes the place of."
+        ) from error
+    for field, (key, value) in extra.items():
+        # LMCache itself warns of a field that does not exist.
+        if not validate_and_set_config_value(config, field, value) and hasattr(config, field):
+            raise ConfigError(
+                f"{key}={value!r} is not a value that LMCache's {field} takes; correct it or "
+                "remove it from kv_connector_extra_config."
+            )
+        # As LMCache does for its file and the environment.
+        getattr(config, "_user_set_keys", set()).add(field)
+        if holds_password(value):
+            logger.warning(
+                "%s holds a password, which this machine's users see in the list of processes; "
+                "put it into a file and name that in %s.",
+                key,
+                PASSWORD_FILE,
+            )
+    settle_empty(config)
+    config._hybrid_trusted_owner = own_options.read_own_options(transfer_extra)[TRUSTED_OWNER_KEY]
+    name_as_redis(config)
+    hide_passwords(config)
+    return config
+
+
+def _problems(values: Values) -> Iterator[str]:
+    """Yield :func:`.values.problems`; where there are any, with options that are refused."""
+    sound: Values = {}
+    for option, value in values.items():
+        wrong = list(problems({option: value}))
+        yield from wrong
+        if not wrong:
+            sound[option] = value
+    if len(sound) < len(values):
+        yield from _refused(as_lmcache_reads(sound))
+
+
+@contextmanager
+def _knowing_our_options() -> Iterator[None]:
+    """Keep LMCache from warning of this package's options in its file."""
+
+    def is_not_ours(record: logging.LogRecord) -> bool:
+        unknown = str(record.msg).startswith("Unknown configuration key") and record.args
+        return not (isinstance(unknown, tuple) and own_options.is_own(str(unknown[0])))
+
+    theirs = logging.getLogger("lmcache.v1.config_base")
+    theirs.addFilter(is_not_ours)
+    try:
+        yield
+    finally:
+        theirs.removeFilter(is_not_ours)
+
+
+def settle_lmcache_config(config: "LMCacheEngineConfig", block_size: int) -> None:
+    """Refuse unsupported options, then set LMCache's chunk size to N. Mutates ``config``.
+
+    Args:
+        block_size: N in tokens.
+
+    Raises:
+        ConfigError: an option that cannot keep its meaning on a hybrid model.
+    """
+    if refused := refusals(config, block_size):
+        raise ConfigError(" ".join(refused))
+    _settle_chunk_size(config, block_size)
+    moot = [name for name, option in OPTIONS.items() if option.moot]
+    for name in moot:
+        if getattr(config, name):
+            logger.info(
+                "Setting LMCache's %s from True to False: loads of a hybrid model are asynchronous "
+                "already, beside the running requests.",
+                name,
+            )
+        setattr(config, name, False)
+    if config.pre_caching_hash_algorithm != STABLE_HASH:
+        logger.info(
+            "Setting pre_caching_hash_algorithm from %r to %r: keys of a hybrid model come from "
+            "vLLM's block hashes, so PYTHONHASHSEED is not needed whatever LMCache says.",
+            config.pre_caching_hash_algorithm,
+            STABLE_HASH,
+        )
+        config.pre_caching_hash_algorithm = STABLE_HASH
+
+
+def refusals(config: "LMCacheEngineConfig", block_size: int | None) -> list[str]:
+    """List what :func:`settle_lmcache_config` would refuse, one sentence each.
+
+    Args:
+        block_size: N in tokens; None skips the checks that need it.
+    """
+    found = []
+    for check in _checks(config, block_size):
+        try:
+            check()
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def _checks(config: "LMCacheEngineConfig", block_size: int | None) -> Iterator[Callable[[], None]]:
+    extra = config.extra_config or {}
+    own = {name for place in places(config) for name in place.kind.own_options}
+    for name, option in OPTIONS.items():
+        yield partial(_check_option, name, getattr(config, name, None), option)
+    for name, option in EXTRA_OPTIONS.items():
+        if name not in own:
+            yield partial(_check_option, f"extra_config.{name}", extra.get(name), option)
+    yield partial(_check_remote, config)
+    yield partial(_check_local, config)
+    yield partial(_check_policy, config)
+    yield partial(_check_locations, config)
+    if block_size is not None:
+        yield partial(_check_chunk_size, config, block_size)
+
+
+def _refused(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each option that is set and refused."""
+    extra = values.get("extra_config") or {}
+    written = [(name, values.get(name), each) for name, each in OPTIONS.items()]
+    written += [(f"extra_config.{n}", extra.get(n), each) for n, each in EXTRA_OPTIONS.items()]
+    for name, value, option in written:
+        if option.refused:
+            try:
+                _check_option(name, value, option)
+            except ConfigError as error:
+                yield str(error)
+
+
+def _check_option(name: str, value: Any, option: LMCacheOption) -> None:
+    if option.refused and option.is_set(value):
+        raise ConfigError(
+            f"LMCache option {name}={shown(value)} does not work on a hybrid model: "
+            f"{option.refused}."
+        )
+    # Written so that NaN is also refused.
+    if option.above is not None and (value is None or not value > option.above):
+        raise ConfigError(
+            f"LMCache option {name}={value!r} leaves no time to wait; set it to a number of "
+            f"{option.unit} above {option.above}, or remove it for LMCache's default."
+        )
+
+
+def _check_chunk_size(config: "LMCacheEngineConfig", block_size: int) -> None:
+    chosen = config.chunk_size
+    if chosen != DEFAULT_CHUNK_SIZE and chosen % block_size:
+        raise ConfigError(
+            f"LMCache option chunk_size={chosen} is not a multiple of this model's block size "
+            f"{block_size}; remove it, or set it to {block_size}."
+        )
+
+
+def _settle_chunk_size(config: "LMCacheEngineConfig", block_size: int) -> None:
+    if config.chunk_size != block_size:
+        logger.info(
+            "Setting LMCache's chunk_size from %d to the block size %d.",
+            config.chunk_size,
+            block_size,
+        )
+        config.chunk_size = block_size
+
+
+def _check_policy(config: "LMCacheEngineConfig") -> None:
+    known = take("v1.storage_backend.cache_policy", "POLICY_MAPPING")
+    if str(config.cache_policy).upper() not in known:
+        raise ConfigError(
+            f"LMCache option cache_policy={config.cache_policy!r} is none of {', '.join(known)}; "
+            "use one of them, or remove it for the one of this package."
+        )
+
+
+def _check_locations(config: "LMCacheEngineConfig") -> None:
+    """Refuse a store_location, or only retrieve_locations, that keep no records."""
+    backends, wrong = [place.backend for place in all_places(config)], {}
+    if config.store_location and config.store_location not in backends:
+        wrong["store_location"] = config.store_location
+    # A missing one is harmless beside others: it is not asked.
+    if config.retrieve_locations and not any(n in backends for n in config.retrieve_locations):
+        wrong["retrieve_locations"] = config.retrieve_locations
+    for option, value in wrong.items():
+        raise ConfigError(
+            f"LMCache option {option}={shown(value)} names no backend that keeps records here; "
+            + (f"use {' or '.join(backends)}, or remove it." if backends else "remove it.")
+        )
+
+
+def _check_remote(config: "LMCacheEngineConfig") -> None:
+    if (config.remote_url or config.remote_storage_plugins) and config.remote_serde is None:
+        raise ConfigError(
+            "LMCache option remote_serde=None opens no remote store; remove it, or write naive."
+        )
+    check_places(config)
+    for option, folders in shared_folders(config):
+        for folder in folders:
+            check_folder(option, folder, trusted_owner(config))
+
+
+def memory_of_the_machine() -> float:
+    """Return the bytes of memory and swap space; inf where the system does not say."""
+    try:
+        return float(psutil.virtual_memory().total + psutil.swap_memory().total)
+    except (OSError, KeyError):  # no file descriptor left, or a /proc without some of it
+        return math.inf
+
+
+def _check_local(config: "LMCacheEngineConfig") -> None:
+    if config.max_local_cpu_size <= 0:
+        raise ConfigError(
+            f"LMCache option max_local_cpu_size={config.max_local_cpu_size} leaves no memory to "
+            "copy through; set it to a few GB."
+        )
+    taken, whole = config.max_local_cpu_size * (1 << 30), memory_of_the_machine()
+    if taken > whole and not config.enable_lazy_memory_allocator:
+        raise ConfigError(
+            f"LMCache option max_local_cpu_size={config.max_local_cpu_size} takes "
+            f"{taken / 1e9:.1f} GB on each rank, more than the {whole / 1e9:.1f} GB that this "
+            "machine has; set it to less."
+        )
+    if not config.local_disk:
+        return
+    if not (config.max_local_disk_size or 0) > 0:
+        raise ConfigError(
+            f"LMCache option max_local_disk_size={config.max_local_disk_size} turns local_disk "
+            "off; set it to the GB you want to use."
+        )
+    for folder in folders_in("LMCache option local_disk", config.local_disk):
+        check_folder("local_disk", folder, trusted_owner(config))

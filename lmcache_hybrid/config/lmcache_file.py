@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the YAML file of LMCache's options, without LMCache."""
+
+import os
+from typing import Any
+
+import yaml
+
+from lmcache_hybrid.core.errors import ConfigError
+
+CONFIG_FILE = "LMCACHE_CONFIG_FILE"
+
+
+def options_in_file(file: str | None) -> dict[Any, Any]:
+    """Read the options as they are written.
+
+    Args:
+        file: the one that CONFIG_FILE names; None for none.
+
+    Raises:
+        ConfigError: the file does not exist, or is not a YAML mapping of options.
+    """
+    if file is None:
+        return {}
+    if not os.path.isfile(file):
+        raise ConfigError(
+            f"{CONFIG_FILE}={file!r} is not a file; write the path of an LMCache YAML "
+            "file, or unset it to use RAM with LMCache's defaults."
+        )
+    try:
+        with open(file) as text:
+            options = yaml.safe_load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        # Its message may quote a password.
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{file} cannot be read as YAML{where}; correct it.") from None
+    if options is None:
+        return {}
+    if not isinstance(options, dict):
+        raise ConfigError(f"{file} holds no options; write lines such as max_local_cpu_size: 5.")
+    return options

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Describes this package's own options, and reads them wherever a user may write them.
+
+An option may stand, in order of precedence, in ``kv_connector_extra_config`` as
+``lmcache.hybrid_NAME``, in the environment as ``LMCACHE_HYBRID_NAME``, and in LMCache's file or
+its ``extra_config`` as ``hybrid_NAME``. Imports neither vLLM nor LMCache: vLLM's API server
+reads options before LMCache is needed.
+"""
+
+import difflib
+import json
+import math
+import os
+import pwd
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache_hybrid.config.lmcache_file import CONFIG_FILE, options_in_file
+from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.core.groups import BESIDE_KEY
+
+# Keys of kv_connector_extra_config with this prefix are this package's own.
+OWN_PREFIX = "lmcache.hybrid_"
+LOAD_LIMIT_KEY = "lmcache.max_tokens_per_load"
+CHECKPOINT_KEY = f"{OWN_PREFIX}checkpoint_tokens"
+KEY_FILE_KEY = f"{OWN_PREFIX}key_file"
+POLICY_KEY = f"{OWN_PREFIX}load_policy"
+SHARE_KEY = f"{OWN_PREFIX}share_prefills"
+LOAD_FAILURE_KEY = f"{OWN_PREFIX}load_failure_policy"
+MAX_SIZE_KEY = f"{OWN_PREFIX}fs_max_size_gb"
+MAX_AGE_KEY = f"{OWN_PREFIX}fs_max_age_hours"
+TRUSTED_OWNER_KEY = f"{OWN_PREFIX}trusted_folder_owner"
+POLICIES = ("always", "faster")
+# Default of CHECKPOINT_KEY: a state at each chunk end of a prefill.
+CHUNK_ENDS = "chunk"
+# Options of earlier versions: why they are gone.
+GONE = {"lmcache.hybrid_attention_group": "it changed nothing, all attention groups are stored"}
+# Variables of this package that are not options.
+OTHER_VARIABLES = {
+    "LMCACHE_HYBRID_ALLOW_UNTESTED",
+    "LMCACHE_HYBRID_STRICT",
+    "LMCACHE_HYBRID_REDIS_CA",
+    "LMCACHE_HYBRID_REDIS_PASSWORD",
+    "LMCACHE_HYBRID_REDIS_PASSWORD_FILE",
+    "LMCACHE_HYBRID_REDIS_USERNAME",
+}
+_LMCACHE = "lmcache."
+_VARIABLES = "LMCACHE_HYBRID_"
+# What a switch may be in the environment, and in YAML with quotes.
+_SWITCH = {"true": True, "1": True, "false": False, "0": False}
+
+
+@dataclass(frozen=True)
+class OwnOption:
+    """One option.
+
+    Attributes:
+        key: its name in ``kv_connector_extra_config``.
+        default: its value where it is not set.
+        parse: converts what the user wrote, a text in the environment. Raises ValueError with
+            the rest of a sentence: why that is not a value, and what to write.
+    """
+
+    key: str
+    default: Any
+    parse: Callable[[Any], Any]
+
+    @property
+    def variable(self) -> str:
+        """Its name in the environment."""
+        return "LMCACHE_" + self.key.removeprefix(_LMCACHE).upper()
+
+
+def _tokens(value: Any) -> int:
+    number = _whole(value)
+    if number is None:
+        raise ValueError("is not a whole number; write one.")
+    if number < 0:
+        raise ValueError("is not a number of tokens; write one, or 0.")
+    return number
+
+
+def _checkpoint(value: Any) -> int | str:
+    if value == CHUNK_ENDS:
+        return CHUNK_ENDS
+    number = _whole(value)
+    if number is None:
+        raise ValueError(f"is not a whole number; write one, or '{CHUNK_ENDS}'.")
+    return number
+
+
+def _whole(value: Any) -> int | None:
+    try:
+        number = int(value)
+        return number if number == float(value) else None
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _one_of(*names: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if value not in names:
+            raise ValueError(f"is not a policy; write one of {names}.")
+        return str(value)
+
+    return parse
+
+
+def _switch(value: Any) -> bool:
+    known = _SWITCH.get(value.strip().lower()) if isinstance(value, str) else value
+    if not isinstance(known, bool):
+        raise ValueError("is neither true nor false; write one of them.")
+    return known
+
+
+def _limit(unit: str) -> Callable[[Any], float]:
+    def parse(value: Any) -> float:
+        try:
+            number = 0.0 if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = 0.0
+        if not 0 < number < math.inf:
+            raise ValueError(f"is not a limit; write a number of {unit} above 0, or remove it.")
+        return number
+
+    return parse
+
+
+def _user(value: Any) -> int:
+    text = "" if isinstance(value, bool) else str(value)
+    if text.isascii() and text.isdecimal():
+        return int(text)
+    try:
+        return pwd.getpwnam(text).pw_uid
+    except (KeyError, ValueError):
+        raise ValueError(
+            "names no user of this machine; write a user's name or number, as stat -c %u shows it "
+            "for the folder, or remove it."
+        ) from None
+
+
+OWN_OPTIONS = {
+    option.key: option
+    for option in (
+        OwnOption(CHECKPOINT_KEY, CHUNK_ENDS, _checkpoint),
+        OwnOption(POLICY_KEY, POLICIES[0], _one_of(*POLICIES)),
+        OwnOption(SHARE_KEY, True, _switch),
+        OwnOption(LOAD_FAILURE_KEY, "recompute", _one_of("recompute", "fail")),
+        OwnOption(KEY_FILE_KEY, None, str),
+        OwnOption(MAX_SIZE_KEY, None, _limit("GB")),
+        OwnOption(MAX_AGE_KEY, None, _limit("hours")),
+        OwnOption(TRUSTED_OWNER_KEY, None, _user),
+        OwnOption(LOAD_LIMIT_KEY, 0, _tokens),
+    )
+}
+
+
+def read_own_options(
+    extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """Return the value of each option, by key.
+
+    Args:
+        extra: ``kv_connector_extra_config``.
+
+    Raises:
+        ConfigError: LMCache's file cannot be read, or :func:`problems` are found.
+    """
+    if wrong := list(problems(extra, environment)):
+        raise ConfigError(" ".join(wrong))
+    found = {key: option.default for key, option in OWN_OPTIONS.items()}
+    for key, (_, value) in written(extra, environment).items():
+        if key in OWN_OPTIONS:
+            found[key] = OWN_OPTIONS[key].parse(value)
+    return found
+
+
+def load_failure_policy(extra: Mapping[str, Any]) -> str:
+    """Return LOAD_FAILURE_KEY's value; its default in place of a bad one, which is refused later.
+
+    Args:
+        extra: ``kv_connector_extra_config``.
+
+    Raises:
+        ConfigError: LMCache's file cannot be read.
+    """
+    option = OWN_OPTIONS[LOAD_FAILURE_KEY]
+    _, value = written(extra).get(LOAD_FAILURE_KEY, ("", option.default))
+    try:
+        return str(option.parse(value))
+    except ValueError:
+        return str(option.default)
+
+
+def problems(extra: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield a sentence for each option that does not exist, or has a bad value.
+
+    Raises:
+        ConfigError: LMCache's file cannot be read.
+    """
+    for key in extra:
+        if f"{_LMCACHE}{key}" in OWN_OPTIONS:
+            yield f"kv_connector_extra_config has {key}, which nobody reads; write {_LMCACHE}{key}."
+    for key, (where, value) in written(extra, environment).items():
+        if key in OWN_OPTIONS:
+            try:
+                OWN_OPTIONS[key].parse(value)
+            except ValueError as error:
+                yield f"{where}={value!r} {error}"
+        elif key not in GONE and key != BESIDE_KEY:
+            yield f"{where} is not a setting; the settings are {sorted(OWN_OPTIONS)}."
+
+
+def remarks(extra: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield a sentence for each option that is written and does nothing.
+
+    An unknown variable is not an error: Kubernetes makes some of the names of services.
+    """
+    for key, (where, _) in written(extra, environment).items():
+        if key in GONE:
+            yield f"{where} is not a setting any more: {GONE[key]}; remove it."
+    known = [option.variable for option in OWN_OPTIONS.values()] + sorted(OTHER_VARIABLES)
+    for name in environment:
+        if name.startswith(_VARIABLES) and name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            yield f"{name} does nothing; " + (f"did you mean {near[0]}?" if near else "unset it.")
+
+
+def is_own(name: str) -> bool:
+    """Whether LMCache's file may name this package's option so."""
+    return _key(name) in OWN_OPTIONS or _key(name).startswith(OWN_PREFIX)
+
+
+def _key(name: str) -> str:
+    return name if name.startswith(_LMCACHE) else f"{_LMCACHE}{name}"
+
+
+def written(
+    extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ
+) -> dict[str, tuple[str, Any]]:
+    """Return (name where it stands, value as written) by key, of unknown options too.
+
+    Raises:
+        ConfigError: LMCache's file cannot be read.
+    """
+    in_file = options_in_file(environment.get(CONFIG_FILE))
+    found: dict[str, tuple[str, Any]] = {}
+    for name, value in _lmcache_extra(extra, environment, in_file).items():
+        if is_own(str(name)):
+            found[_key(str(name))] = f"extra_config.{name}", value
+    for name, value in in_file.items():
+        if is_own(str(name)):
+            found[_key(str(name))] = str(name), value
+    for key, option in OWN_OPTIONS.items():
+        if value := environment.get(option.variable):  # compose files write empty ones
+            found[key] = option.variable, value
+    for key, value in extra.items():
+        if key in OWN_OPTIONS or key.startswith(OWN_PREFIX):
+            found[key] = key, value
+    return {key: each for key, each in found.items() if each[1] is not None}
+
+
+def _lmcache_extra(
+    extra: Mapping[str, Any], environment: Mapping[str, str], in_file: Mapping[Any, Any]
+) -> Mapping[Any, Any]:
+    """Return LMCache's ``extra_config``; nothing where it is malformed, which LMCache refuses."""
+    value = extra.get(f"{_LMCACHE}extra_config")
+    value = value or environment.get("LMCACHE_EXTRA_CONFIG") or in_file.get("extra_config")
+    try:
+        read = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return {}
+    return read if isinstance(read, dict) else {}

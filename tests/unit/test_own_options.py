@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This package's options: where a user may write them, and what is said of mistakes."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from lmcache.integration.vllm import utils as lmcache_utils
+from vllm.config import KVTransferConfig
+
+from lmcache_hybrid.config.lmcache_config import load_lmcache_config
+from lmcache_hybrid.config.own_options import (
+    CHECKPOINT_KEY,
+    LOAD_LIMIT_KEY,
+    MAX_SIZE_KEY,
+    OWN_OPTIONS,
+    POLICY_KEY,
+    SHARE_KEY,
+    TRUSTED_OWNER_KEY,
+    load_failure_policy,
+    read_own_options,
+    remarks,
+)
+from lmcache_hybrid.connector import check_options
+from lmcache_hybrid.core.errors import ConfigError
+from vllm_patch import loaders
+
+from .helpers import vllm_config
+from .lmcache_settings import assert_one_sentence, transfer
+
+# A value of each that is not the default, and what is read of it.
+VALUES: dict[str, tuple[Any, Any]] = {
+    CHECKPOINT_KEY: (768, 768),
+    POLICY_KEY: ("faster", "faster"),
+    SHARE_KEY: (False, False),
+    "lmcache.hybrid_load_failure_policy": ("fail", "fail"),
+    "lmcache.hybrid_key_file": ("/run/key", "/run/key"),
+    MAX_SIZE_KEY: (2.5, 2.5),
+    "lmcache.hybrid_fs_max_age_hours": (24, 24.0),
+    TRUSTED_OWNER_KEY: (1000, 1000),
+    LOAD_LIMIT_KEY: (4096, 4096),
+}
+
+
+def in_extra(key: str, value: Any, extra: dict, file: dict, environment: dict) -> None:
+    extra[key] = value
+
+
+def in_environment(key: str, value: Any, extra: dict, file: dict, environment: dict) -> None:
+    environment[OWN_OPTIONS[key].variable] = str(value)
+
+
+def in_file(key: str, value: Any, extra: dict, file: dict, environment: dict) -> None:
+    file[key.removeprefix("lmcache.")] = value
+
+
+def in_file_with_prefix(key: str, value: Any, extra: dict, file: dict, environment: dict) -> None:
+    file[key] = value
+
+
+def in_files_extra(key: str, value: Any, extra: dict, file: dict, environment: dict) -> None:
+    file.setdefault("extra_config", {})[key.removeprefix("lmcache.")] = value
+
+
+def in_extra_as_json(key: str, value: Any, extra: dict, file: dict, environment: dict) -> None:
+    environment["LMCACHE_EXTRA_CONFIG"] = json.dumps({key: value})
+
+
+def in_extras_extra(key: str, value: Any, extra: dict, file: dict, environment: dict) -> None:
+    extra["lmcache.extra_config"] = {key: value}
+
+
+Place = Callable[[str, Any, dict, dict, dict], None]
+PLACES: list[Place] = [
+    in_extra,
+    in_environment,
+    in_file,
+    in_file_with_prefix,
+    in_files_extra,
+    in_extra_as_json,
+    in_extras_extra,
+]
+
+
+class Written:
+    """What a user wrote in each place."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._path, self._monkeypatch = folder / "lmcache.yaml", monkeypatch
+        self.extra: dict[str, Any] = {}
+        self._file: dict[str, Any] = {}
+        self.environment: dict[str, str] = {}
+
+    def add(self, place: Place, key: str, value: Any) -> None:
+        place(key, value, self.extra, self._file, self.environment)
+        self._path.write_text(yaml.safe_dump(self._file))
+        for name, text in self.environment.items():
+            self._monkeypatch.setenv(name, text)
+        self._monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(self._path))
+
+    def refusal(self) -> str:
+        with pytest.raises(ConfigError) as error:
+            load_lmcache_config(vllm_config(transfer(**self.extra)))
+        return str(error.value)
+
+
+@pytest.fixture
+def written(no_lmcache_settings, tmp_path, monkeypatch) -> Written:
+    monkeypatch.setattr(lmcache_utils, "_config_instance", None)
+    return Written(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+@pytest.mark.parametrize("key", OWN_OPTIONS)
+def test_each_option_is_read_from_each_place(written, key, place):
+    wrote, read = VALUES[key]
+    assert read != OWN_OPTIONS[key].default == read_own_options(written.extra)[key]
+    written.add(place, key, wrote)
+    assert read_own_options(written.extra)[key] == read
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+def test_lmcache_says_nothing_of_them(written, place, caplog):
+    """It would warn of a key that it does not know."""
+    theirs = logging.getLogger("lmcache.v1.config_base")
+    written.add(place, MAX_SIZE_KEY, 2)
+    written.add(in_file, "max_local_cpu_sice", 1)
+    theirs.addHandler(caplog.handler)
+    try:
+        load_lmcache_config(vllm_config(transfer(**written.extra)))
+    finally:
+        theirs.removeHandler(caplog.handler)
+    warned = [record.getMessage() for record in caplog.records if record.name == theirs.name]
+    assert [said for said in warned if "max_local_cpu_sice" in said]
+    assert not [said for said in warned if "hybrid" in said]
+
+
+@pytest.mark.parametrize("nearer, farther", zip(PLACES, PLACES[1:]), ids=str)
+def test_the_nearer_place_wins(written, nearer, farther):
+    if {nearer, farther} in ({in_file, in_file_with_prefix}, {in_extra_as_json, in_extras_extra}):
+        pytest.skip("one place, two spellings")
+    if {nearer, farther} == {in_files_extra, in_extra_as_json}:
+        nearer, farther = farther, nearer  # the environment wins over the file
+    written.add(farther, LOAD_LIMIT_KEY, 1)
+    written.add(nearer, LOAD_LIMIT_KEY, 2)
+    assert read_own_options(written.extra)[LOAD_LIMIT_KEY] == 2
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+@pytest.mark.parametrize(
+    "key, value, told",
+    [
+        (CHECKPOINT_KEY, "chunks", "is not a whole number; write one, or 'chunk'."),
+        (LOAD_LIMIT_KEY, "4k", "is not a whole number; write one."),
+        (LOAD_LIMIT_KEY, -1, "is not a number of tokens; write one, or 0."),
+        (POLICY_KEY, "fast", "is not a policy; write one of ('always', 'faster')."),
+        (SHARE_KEY, "maybe", "is neither true nor false; write one of them."),
+        (MAX_SIZE_KEY, "2TB", "is not a limit; write a number of GB above 0, or remove it."),
+        (TRUSTED_OWNER_KEY, "nobody-here", "names no user of this machine; write a user's name"),
+        ("lmcache.hybrid_load_failure_policy", "retry", "is not a policy; write one of"),
+    ],
+)
+def test_a_bad_value_is_refused_by_the_name_that_the_user_wrote(written, place, key, value, told):
+    written.add(place, key, value)
+    message = written.refusal()
+    assert_one_sentence(message)
+    name, shown = key.removeprefix("lmcache."), repr(value)
+    if place is in_environment:
+        name, shown = OWN_OPTIONS[key].variable, repr(str(value))
+    assert f"{name}={shown} {told}" in message
+
+
+@pytest.mark.parametrize("place", [p for p in PLACES if p is not in_environment], ids=str)
+def test_an_option_that_does_not_exist_is_refused(written, place):
+    written.add(place, "lmcache.hybrid_checkpoints", 1)
+    message = written.refusal()
+    assert "hybrid_checkpoints is not a setting; the settings are " in message
+    assert_one_sentence(message)
+
+
+def test_a_key_without_its_prefix_is_refused(written):
+    written.extra["hybrid_share_prefills"] = False
+    assert written.refusal() == (
+        "kv_connector_extra_config has hybrid_share_prefills, which nobody reads; write "
+        f"{SHARE_KEY}."
+    )
+
+
+def test_an_unknown_variable_is_named_and_refuses_nothing(written):
+    """Kubernetes makes LMCACHE_HYBRID_SERVICE_HOST for a service of that name."""
+    names = {"LMCACHE_HYBRID_LOAD_POLICI": "faster", "LMCACHE_HYBRID_SERVICE_HOST": "10.0.0.1"}
+    assert read_own_options({}, names)[POLICY_KEY] == "always"
+    said = list(remarks({}, {**names, "LMCACHE_HYBRID_REDIS_PASSWORD": "x"}))
+    assert said[0].endswith("did you mean LMCACHE_HYBRID_LOAD_POLICY?")
+    assert len(said) == 2 and said[1].startswith("LMCACHE_HYBRID_SERVICE_HOST does nothing; ")
+
+
+def test_an_empty_variable_is_not_set(written):
+    """As compose files write them: ``${X:-}``."""
+    assert read_own_options({}, {"LMCACHE_HYBRID_SHARE_PREFILLS": ""})[SHARE_KEY] is True
+
+
+@pytest.mark.parametrize(
+    "text, read", [("true", True), ("False", False), ("0", False), ("1", True)]
+)
+def test_a_switch_of_the_environment_is_a_word(written, text, read):
+    assert read_own_options({}, {"LMCACHE_HYBRID_SHARE_PREFILLS": text})[SHARE_KEY] is read
+
+
+def test_all_mistakes_come_in_one_message(written):
+    """LMCache's and ours, in every place, and options that are refused whatever their value."""
+    written.add(in_file, "lmcache.max_local_cpu_size", "2Gi")
+    written.add(in_file, "lmcache.enable_p2p", True)
+    written.add(in_environment, POLICY_KEY, "fast")
+    written.add(in_extra, SHARE_KEY, "no way")
+    message = written.refusal()
+    assert message.count(". ") == 3
+    for part in ("max_local_cpu_size='2Gi'", "enable_p2p=True", "LOAD_POLICY='fast'", "'no way'"):
+        assert part in message
+
+
+def test_the_failure_policy_is_known_before_lmcache_is_imported(written):
+    assert load_failure_policy({}) == "recompute"
+    written.add(in_file, "lmcache.hybrid_load_failure_policy", "fail")
+    assert load_failure_policy({}) == "fail"
+    written.add(in_extra, "lmcache.hybrid_load_failure_policy", "retry")
+    assert load_failure_policy(written.extra) == "recompute"  # refused with all others
+
+
+# Before the weights are loaded
+
+
+def test_options_are_checked_before_the_weights_are_loaded(written):
+    """A model of 80 billion parameters is minutes of loading."""
+    written.add(in_file, "lmcache.remote_serde", "cachegen")
+    written.add(in_extra, MAX_SIZE_KEY, 5)  # without fs://, which shows only in the end
+    config = vllm_config(transfer(**written.extra))
+    with pytest.raises(ConfigError, match="remote_serde='cachegen' does.* limits folders of fs://"):
+        check_options(config)
+
+
+@pytest.mark.parametrize(
+    "name, off, checked",
+    [
+        ("LMCacheConnectorV1", False, True),
+        ("LMCacheConnectorV1", True, False),
+        ("MultiConnector", False, False),
+    ],
+)
+def test_who_is_served_is_checked_by_the_loader(written, monkeypatch, name, off, checked):
+    """Not a dense model, which LMCache's own adapter serves."""
+    monkeypatch.setattr(
+        "lmcache_hybrid.connector.check_options", lambda config: asked.append(config)
+    )
+    asked: list[Any] = []
+    extra = {"connectors": [{"kv_connector": "LMCacheConnectorV1"}]}
+    config = SimpleNamespace(
+        kv_transfer_config=KVTransferConfig(
+            kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra
+        ),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=off),
+        model_config=object(),
+    )
+
+    class Loader:
+        def load_weights(self) -> None: ...
+
+    def load(**kwargs: Any) -> object:
+        return model
+
+    loader, model = Loader(), object()
+    monkeypatch.setattr(loaders, "_count_reloads", lambda: None)
+    monkeypatch.setattr(loaders.LOADED, "note", lambda *args: None)
+    monkeypatch.setattr(loaders.LOADED, "of", lambda config: 1)
+    assert model is loaders._load_model(loader, load, config, config.model_config)
+    assert asked == [config] * checked
+    loaders._load_model(loader, load, config, object())  # a drafter
+    assert asked == [config] * checked
