@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import math
 import os
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from lmcache.v1.storage_backend.connector import ConnectorContext
 from redis.exceptions import AskError
+from vllm.logger import init_logger
 
 from lmcache_hybrid.config.stores.base import Place
 from lmcache_hybrid.core.errors import SlowError
@@ -34,6 +36,8 @@ from lmcache_hybrid.storage.key_names import VALUE
 from lmcache_hybrid.storage.remote import clients, sockets
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector
 from lmcache_hybrid.storage.remote.servers import TRY_AGAIN, Server, servers_at
+
+logger = init_logger("vllm.lmcache_hybrid.storage.remote.redis")
 
 READERS = 4
 WRITERS = 2
@@ -91,6 +95,9 @@ class HybridRedisConnector(RecordConnector):
             self._askers = started(ASKERS, "hybrid-redis-ask", unbound)
             stack.pop_all()
         self._writes: set[Future[None]] = set()
+        # Kinds of refusals already logged.
+        self._refusals: set[str] = set()
+        self._refusals_lock = threading.Lock()
         self._silent = -math.inf  # time.monotonic of the last write that timed out
 
     # Reading
@@ -204,12 +211,24 @@ class HybridRedisConnector(RecordConnector):
         try:
             if self._twice(name, write, WRITE_SECONDS):
                 self.rewritten(value.nbytes)
-        except redis.ResponseError:
-            raise  # an answer, however late
+        except redis.ResponseError as error:  # an answer, however late
+            self._say_refused(str(error).lstrip("-"))
+            raise
         except Exception:
             if time.monotonic() - begun >= SILENT_SECONDS:
                 self._silent = time.monotonic()
             raise
+
+    def _say_refused(self, words: str) -> None:
+        """Warn once of each kind of refusal, which the server's first word names."""
+        kind = words.partition(" ")[0]
+        with self._refusals_lock:
+            if kind in self._refusals:
+                return
+            self._refusals.add(kind)
+        logger.warning(
+            "Redis refuses records, which are not stored there while that lasts: %s", words
+        )
 
     # Short calls
 

@@ -576,4 +576,16 @@ DEFECTS = (
         "    return replaces\n",
         "    return False\n",
     ),
+    one(
+        "a Redis that refuses every record says nothing",
+        "lmcache_hybrid/storage/remote/redis.py",
+        '            self._say_refused(str(error).lstrip("-"))\n',
+        "",
+    ),
+    one(
+        "each record that Redis refuses is a line of the log",
+        "lmcache_hybrid/storage/remote/redis.py",
+        "            self._refusals.add(kind)\n",
+        "",
+    ),
 )
