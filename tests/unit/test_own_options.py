@@ -140,7 +140,9 @@ def test_lmcache_says_nothing_of_them(written, place, caplog):
     assert not [said for said in warned if "hybrid" in said]
 
 
-@pytest.mark.parametrize("nearer, farther", zip(PLACES, PLACES[1:]), ids=str)
+@pytest.mark.parametrize(
+    "nearer, farther", zip(PLACES, PLACES[1:]), ids=lambda place: place.__name__
+)
 def test_the_nearer_place_wins(written, nearer, farther):
     if {nearer, farther} in ({in_file, in_file_with_prefix}, {in_extra_as_json, in_extras_extra}):
         pytest.skip("one place, two spellings")
@@ -175,7 +177,9 @@ def test_a_bad_value_is_refused_by_the_name_that_the_user_wrote(written, place, 
     assert f"{name}={shown} {told}" in message
 
 
-@pytest.mark.parametrize("place", [p for p in PLACES if p is not in_environment], ids=str)
+@pytest.mark.parametrize(
+    "place", [p for p in PLACES if p is not in_environment], ids=lambda p: p.__name__
+)
 def test_an_option_that_does_not_exist_is_refused(written, place):
     written.add(place, "lmcache.hybrid_checkpoints", 1)
     message = written.refusal()

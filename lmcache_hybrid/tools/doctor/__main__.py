@@ -21,6 +21,7 @@ from lmcache_hybrid.tools.doctor.installation import (
     check_allocator,
     check_compiled,
     check_plugin,
+    check_sockets,
     check_versions,
 )
 
@@ -39,6 +40,7 @@ def findings(model: str | None, flags: Sequence[str] = ()) -> Generator[Finding,
     yield from guarded(check_plugin)
     yield from guarded(check_compiled)
     yield from guarded(check_allocator)
+    yield from guarded(check_sockets)
     from lmcache_hybrid.tools.doctor.backends import check_backends
     from lmcache_hybrid.tools.doctor.capacity import (
         check_disks,
@@ -47,6 +49,7 @@ def findings(model: str | None, flags: Sequence[str] = ()) -> Generator[Finding,
         check_redis,
     )
     from lmcache_hybrid.tools.doctor.context import read_context
+    from lmcache_hybrid.tools.doctor.folders import check_folders
     from lmcache_hybrid.tools.doctor.hashing import check_hash
     from lmcache_hybrid.tools.doctor.options import check_chunk_size, check_model, check_options
 
@@ -58,6 +61,7 @@ def findings(model: str | None, flags: Sequence[str] = ()) -> Generator[Finding,
         check_chunk_size,
         check_memory,
         check_prompts,
+        check_folders,
         check_disks,
         check_redis,
         check_backends,

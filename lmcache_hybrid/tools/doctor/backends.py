@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends a record through every configured backend, by LMCache's own StorageManager."""
 
-import copy
 import itertools
 import math
 import os
@@ -15,16 +14,20 @@ from typing import TYPE_CHECKING
 
 import torch
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
+from redis.exceptions import NoPermissionError
 
 from lmcache_hybrid.config.lmcache_config import refusals, settle_lmcache_config
-from lmcache_hybrid.config.stores import all_places, places
-from lmcache_hybrid.config.stores.base import imported
+from lmcache_hybrid.config.stores import REDIS, all_places, places
+from lmcache_hybrid.config.stores.base import Place, imported
 from lmcache_hybrid.core.errors import LoadError, RecordError, StoreError
 from lmcache_hybrid.core.keys import STATE, RecordKey
 from lmcache_hybrid.storage.record import digests_of
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector, unwrapped
 from lmcache_hybrid.tools.doctor.context import Context
 from lmcache_hybrid.tools.doctor.finding import Finding, error, listen, ok, one_line, skipped
+from lmcache_hybrid.tools.doctor.folders import stand_ins
+from lmcache_hybrid.tools.doctor.redis_rights import refusal
+from lmcache_hybrid.tools.doctor.written import stores_alone
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -43,25 +46,58 @@ _names = itertools.count()
 
 
 def check_backends(context: Context) -> Iterator[Finding]:
-    """Write a test record, read it back and delete it, in RAM, on disk and in the remote store."""
-    if context.config is None or refusals(context.config, context.block_size):
-        yield skipped("backends", "Stores are tried once the options are accepted.")
+    """Write a test record, read it back and delete it, in RAM, on disk and in the remote store.
+
+    Stores are also tried while other options are refused.
+    """
+    config = context.config or context.written
+    if config is None:
+        yield skipped("backends", "Stores are tried once the configuration can be read.")
         return
-    config = copy.deepcopy(context.config)
+    with stand_ins(config) as made:
+        yield from made.findings(_accepted(context, made.config))
+
+
+def _accepted(context: Context, config: "LMCacheEngineConfig") -> Iterator[Finding]:
+    """
+    Args:
+        config: a copy, mutated here.
+    """
+    if context.config is None or refusals(config, context.block_size):
+        config, left_out = stores_alone(config)
+        if left_out:
+            yield skipped(
+                "backends", f"Not tried until it is accepted: {', '.join(left_out)}; see above."
+            )
     # Every backend gets the record and is read, whichever the engine will use.
     config.store_location = config.retrieve_locations = config.remote_config_url = None
     # The test record must evict none of an engine's, nor the files of other fingerprints.
     config.max_local_disk_size += NO_LIMIT_GB
     settle_lmcache_config(config, context.block_size or config.chunk_size)
     for place in places(config):
-        if place.kind.ping and not place.plugin:
-            try:
-                imported(place.kind.ping)(place.url)
-            except StoreError as failure:
-                yield error("remote_url", str(failure))
+        if told := _unusable(place):
+            yield told
+            if place.plugin:
+                names = [name for name in config.remote_storage_plugins if name != place.plugin]
+                config.remote_storage_plugins = names
+            else:
                 config.remote_url = None
     size = DEFAULT_BYTES if context.model is None else context.model.largest or DEFAULT_BYTES
     yield from _through_all(config, min(size, MOST_BYTES))
+
+
+def _unusable(place: Place) -> Finding | None:
+    """Return why no test record is sent to a server; None if one is, or the place has no server."""
+    if place.kind is REDIS and (told := refusal(place)):
+        return told
+    if place.kind.ping and not place.plugin:
+        try:
+            imported(place.kind.ping)(place.url)
+        except StoreError as failure:
+            # An engine sends no PING.
+            if not isinstance(failure.__cause__, NoPermissionError):
+                return error("remote_url", str(failure))
+    return None
 
 
 def _through_all(config: "LMCacheEngineConfig", size: int) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from lmcache_hybrid.config.folders import FolderLimits
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.config.own_options import MAX_AGE_KEY, MAX_SIZE_KEY
 from lmcache_hybrid.config.redis_credentials import without_password
-from lmcache_hybrid.config.stores import REDIS, places, shared_folders
+from lmcache_hybrid.config.stores import MEMORY, REDIS, places, shared_folders
 from lmcache_hybrid.config.tiers import Tier, prompt_bytes, tiers
 from lmcache_hybrid.core.errors import ConfigError, StoreError
 from lmcache_hybrid.core.sizes import GIB, size_text
@@ -27,7 +27,9 @@ from lmcache_hybrid.tools.stored.redis_client import connect
 # Less than this is as good as full.
 FULL_BYTES = 64 << 20
 # A store that holds fewer of the longest prompts evicts nearly all before they are asked again.
-FEW = 4
+# In RAM, requests that wait with a hit may pin half of them.
+FEW, FEW_IN_RAM = 4, 8
+RAM = MEMORY.title
 EVICTING = ("allkeys-lru", "allkeys-lfu", "allkeys-random", "allkeys-lrm")
 
 
@@ -86,14 +88,15 @@ def _prompts(context: Context, tier: Tier) -> Iterator[Finding]:
         f"{tier.name} holds about {tier.holds(taken)} prompts of max_model_len={model.longest:,} "
         f"tokens, which take {size_text(taken)}{'' if tier.shared else ' per rank'}"
     )
+    few = FEW_IN_RAM if tier.name == RAM else FEW
     # A small tier in front of a larger one is fine: it holds what is hit again soon.
-    if tier.limit >= FEW * taken or not tier.last:
+    if tier.limit >= few * taken or not tier.last:
         yield ok("prompts", f"{message}.")
         return
     yield warning(
         "prompts",
         f"{message}, so a few of them push all others out.",
-        f"Set {tier.setting} to {FEW * taken / GIB:,.1f} or more, or --max-model-len to what you "
+        f"Set {tier.setting} to {few * taken / GIB:,.1f} or more, or --max-model-len to what you "
         "serve.",
     )
 
@@ -125,7 +128,7 @@ def check_disks(context: Context) -> Iterator[Finding]:
 
 def _local_disk(path: Path, limit: int) -> Finding:
     try:
-        free = shutil.disk_usage(path).free
+        free = shutil.disk_usage(_there(path)).free
         held = sum(file.stat().st_size for file in path.glob("*.pt"))
     except OSError as failure:
         return skipped("disk space", f"{path} cannot be looked at ({failure.strerror}).")
@@ -144,9 +147,14 @@ def _local_disk(path: Path, limit: int) -> Finding:
     )
 
 
+def _there(path: Path) -> Path:
+    """Return the folder, or the one in which an engine will create it."""
+    return path if path.exists() else path.absolute().parent
+
+
 def _shared_folder(path: Path, limits: FolderLimits) -> Finding:
     try:
-        usage = shutil.disk_usage(path)
+        usage = shutil.disk_usage(_there(path))
     except OSError as failure:
         return skipped("disk space", f"{path} cannot be looked at ({failure.strerror}).")
     message = f"{path} has {size_text(usage.free)} of {size_text(usage.total)} free"
@@ -183,7 +191,7 @@ def _server(context: Context, url: str, name: str) -> Iterator[Finding]:
     try:
         client = connect(url)
     except (ConfigError, StoreError):
-        yield skipped("Redis memory", f"{without_password(url)} cannot be reached.")
+        yield skipped("Redis memory", f"{without_password(url)} cannot be used.")
         return
     try:
         memories = list(_memories(client))

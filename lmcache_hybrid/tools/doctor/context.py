@@ -10,7 +10,8 @@ from lmcache_hybrid.config.lmcache_config import load_lmcache_config
 from lmcache_hybrid.config.options import Options, read_options
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.tools.doctor.finding import Finding, error, listen, one_line, warning
-from lmcache_hybrid.tools.doctor.model import Model, ModelError, read_model
+from lmcache_hybrid.tools.doctor.model import Model, ModelError, read_model, refused
+from lmcache_hybrid.tools.doctor.written import written_config
 from lmcache_hybrid.tools.flags import CONNECTOR, parse_flags
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class Context:
         model: groups and sizes; None if no model was named, or vLLM refuses it.
         named: the model's name, if any.
         troubles: findings made while reading these.
+        written: the options that the user wrote and LMCache understands, see :mod:`.written`;
+            None if unknown.
     """
 
     transfer: "KVTransferConfig | None"
@@ -35,6 +38,7 @@ class Context:
     model: Model | None
     named: str | None
     troubles: tuple[Finding, ...]
+    written: "LMCacheEngineConfig | None" = None
 
     @property
     def block_size(self) -> int | None:
@@ -67,7 +71,7 @@ def read_context(model: str | None, flags: Sequence[str] = ()) -> Context:
         parsed = parse_flags(model, flags)
     except ConfigError as failure:
         told = error("vLLM's flags", str(failure), "Correct them.")
-        return Context(None, None, None, model, (told,))
+        return Context(None, None, None, model, (told,), written_config(None))
     transfer = _ours(parsed.kv_transfer_config, troubles)
     config = _read_lmcache(transfer, troubles)
     found = None
@@ -77,8 +81,9 @@ def read_context(model: str | None, flags: Sequence[str] = ()) -> Context:
         except ModelError as failure:
             troubles.append(error("model", str(failure), failure.fix))
         except Exception as failure:  # made of the arguments themselves
-            troubles.append(error("model", f"vLLM refuses {model!r}: {one_line(failure)}."))
-    return Context(transfer, config, found, model, tuple(troubles))
+            refusal = refused(model, failure)
+            troubles.append(error("model", str(refusal), refusal.fix))
+    return Context(transfer, config, found, model, tuple(troubles), written_config(transfer))
 
 
 def _ours(transfer: "KVTransferConfig", troubles: list[Finding]) -> "KVTransferConfig":

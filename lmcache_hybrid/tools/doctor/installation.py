@@ -3,6 +3,7 @@
 
 import importlib
 import os
+import tempfile
 from collections.abc import Iterator
 from importlib.metadata import entry_points, requires
 
@@ -16,6 +17,8 @@ from lmcache_hybrid.upstream import versions
 
 PLUGINS = "vllm.general_plugins"
 PLUGIN = "lmcache_hybrid"
+# Of vLLM: the folder of the Unix sockets between its processes.
+SOCKETS = "VLLM_RPC_BASE_PATH"
 
 
 def check_versions() -> Iterator[Finding]:
@@ -104,6 +107,19 @@ def check_allocator() -> Iterator[Finding]:
             "allocator is on.",
             "Take expandable_segments:True out, or add --enable-cumem-allocator.",
         )
+
+
+def check_sockets() -> Iterator[Finding]:
+    """Check the folder of vLLM's sockets: it is used only once the engine's processes start."""
+    folder = os.environ.get(SOCKETS)
+    if folder is None or (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
+        return
+    why = "cannot be written" if os.path.isdir(folder) else "is not a folder that exists"
+    yield error(
+        "sockets",
+        f"{SOCKETS}={folder!r} {why}, so vLLM's processes cannot reach each other there.",
+        f"Create it for the engine's user, or unset {SOCKETS} for {tempfile.gettempdir()}.",
+    )
 
 
 def check_plugin() -> Iterator[Finding]:

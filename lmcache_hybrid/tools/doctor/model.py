@@ -6,16 +6,20 @@ still return their KV cache specs. The steps are those of vLLM's engine core.
 """
 
 import copy
+import os
+import shlex
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lmcache_hybrid.core.errors import ConfigError
-from lmcache_hybrid.core.groups import is_served, page_bytes, plan_groups
+from lmcache_hybrid.core.groups import is_served, page_bytes, plan_groups, suggested_unit
 from lmcache_hybrid.tools.doctor.finding import one_line
+from lmcache_hybrid.tools.sizing.blocks import GDN_PREFILLS, PLATFORMS, compute
+from lmcache_hybrid.tools.sizing.shape import read_shape
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,6 +29,10 @@ if TYPE_CHECKING:
 
 # Bytes; vLLM asks how much there is, and the groups do not depend on it.
 ANY_MEMORY = 1 << 50
+CPU = "cpu"
+# One of them is in every model's repository.
+CONFIGS = ("config.json", "params.json")
+NOT_FOUND = "Give a folder, check the name, or set HF_TOKEN if the model is gated or private."
 
 
 class ModelError(Exception):
@@ -51,6 +59,9 @@ class Model:
         ranks: ``--tensor-parallel-size``.
         longest: ``max_model_len`` in tokens.
         step_tokens: ``max_num_batched_tokens``.
+        device: of vLLM's platform here, such as ``cuda`` or ``cpu``; empty if unknown.
+        gpu_sizes: N on a GPU, by prefill kernel, where ``device`` is another; empty if unknown.
+        plan: arguments of ``lmcache-hybrid plan`` for the same model and flags.
     """
 
     served: bool
@@ -67,6 +78,20 @@ class Model:
     ranks: int = 1
     longest: int = 0
     step_tokens: int = 0
+    device: str = ""
+    gpu_sizes: tuple[int, ...] = ()
+    plan: str = ""
+
+    def suggested_unit(self, wanted: int = 64) -> int:
+        """Return the best ``--prefix-match-unit``; 0 for none, or if a GPU would refuse it."""
+        unit = 0 if self.whole else suggested_unit(self.block_size, wanted)
+        return unit if unit and self.fits_gpu(unit) else 0
+
+    def fits_gpu(self, unit: int) -> bool:
+        """Whether vLLM takes this unit on a GPU, too."""
+        if self.device != CPU:
+            return True
+        return bool(self.gpu_sizes) and not any(size % unit for size in self.gpu_sizes)
 
 
 def read_model(arguments: "EngineArgs") -> Model:
@@ -78,6 +103,7 @@ def read_model(arguments: "EngineArgs") -> Model:
     Raises:
         ModelError: vLLM or this package refuses the model or its configuration.
     """
+    from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
 
     model, unit = arguments.model, arguments.prefix_match_unit or 0
@@ -88,7 +114,7 @@ def read_model(arguments: "EngineArgs") -> Model:
     try:
         config = one.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except Exception as failure:  # from the hub, transformers, pydantic, vLLM and us
-        raise ModelError(f"vLLM refuses {model!r}: {one_line(failure)}.") from failure
+        raise refused(model, failure) from failure
     try:
         groups = kv_cache_config(config)
     except Exception as failure:
@@ -122,7 +148,68 @@ def read_model(arguments: "EngineArgs") -> Model:
         config.parallel_config.tensor_parallel_size,
         config.model_config.max_model_len,
         config.scheduler_config.max_num_batched_tokens,
+        current_platform.device_type,
+        gpu_sizes(arguments, config.model_config.hf_config.to_dict()),
+        plan_of(arguments),
     )
+
+
+def refused(model: str, failure: Exception) -> ModelError:
+    """Tell in vLLM's words why it refuses a model; with a fix if it did not find it."""
+    from huggingface_hub import try_to_load_from_cache
+
+    fix = "" if os.path.exists(model) else NOT_FOUND
+    with suppress(ValueError):  # no name that the hub can have
+        if any(isinstance(try_to_load_from_cache(model, name), str) for name in CONFIGS):
+            fix = ""
+    return ModelError(f"vLLM refuses {model!r}: {one_line(failure)}.", fix)
+
+
+# Of vLLM's flags: the one of `lmcache-hybrid plan` for it, and the value that says nothing.
+_PLAN_FLAGS = {
+    "tensor_parallel_size": ("--tp", 1),
+    "dtype": ("--dtype", "auto"),
+    "kv_cache_dtype": ("--kv-cache-dtype", "auto"),
+    "mamba_ssm_cache_dtype": ("--ssm-dtype", "auto"),
+    "block_size": ("--block-size", None),
+}
+
+
+def plan_of(arguments: "EngineArgs") -> str:
+    """Return the arguments of ``lmcache-hybrid plan`` for this model and these flags."""
+    words = [arguments.model]
+    for name, (flag, default) in _PLAN_FLAGS.items():
+        if (value := getattr(arguments, name)) != default:
+            words += [flag, str(value)]
+    return shlex.join(words)
+
+
+def gpu_sizes(arguments: "EngineArgs", config: dict[str, Any]) -> tuple[int, ...]:
+    """Compute N on a GPU, by prefill kernel; empty for a model that cannot be sized.
+
+    Args:
+        config: of the model.
+    """
+    gpu, chosen = PLATFORMS["gpu"], arguments.gdn_prefill_backend
+    try:
+        shape = read_shape(config)
+        if arguments.dtype != "auto":
+            shape = shape.with_dtype(str(arguments.dtype).removeprefix("torch."))
+        return tuple(
+            {
+                compute(
+                    shape,
+                    gpu.with_gdn_prefill(backend),
+                    tp=arguments.tensor_parallel_size,
+                    kv_dtype=arguments.kv_cache_dtype,
+                    ssm_dtype=arguments.mamba_ssm_cache_dtype,
+                    block_size=arguments.block_size or 0,
+                ).block_size: None
+                for backend in ([chosen] if chosen in GDN_PREFILLS else GDN_PREFILLS)
+            }
+        )
+    except ConfigError:
+        return ()
 
 
 def kv_cache_config(config: "VllmConfig") -> "KVCacheConfig":

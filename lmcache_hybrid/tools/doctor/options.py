@@ -3,14 +3,16 @@
 
 from collections.abc import Iterator
 
-from lmcache_hybrid.config.lmcache_config import DEFAULT_CHUNK_SIZE, refusals
+from lmcache_hybrid.config.lmcache_config import DEFAULT_CHUNK_SIZE
 from lmcache_hybrid.config.no_hits import without_hits
 from lmcache_hybrid.config.options import check_lengths, check_pool
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import suggested_unit
 from lmcache_hybrid.tools.doctor.context import Context
 from lmcache_hybrid.tools.doctor.finding import Finding, Status, error, ok, skipped, warning
-from lmcache_hybrid.tools.doctor.model import Model
+from lmcache_hybrid.tools.doctor.folders import stand_ins
+from lmcache_hybrid.tools.doctor.model import CPU, Model
+from lmcache_hybrid.tools.doctor.written import refused_as_written
 
 
 def check_model(context: Context) -> Iterator[Finding]:
@@ -29,6 +31,8 @@ def check_model(context: Context) -> Iterator[Finding]:
         return
     windows = f", windows {model.windows}" if model.windows else ""
     where = f"On each of {model.ranks} ranks" if model.ranks > 1 else "Without tensor parallelism"
+    if model.device:
+        yield _device(model)
     yield ok("groups", f"Attention groups {model.attention}{windows}, state groups {model.states}.")
     yield _unit(model)
     sizes = [f"{model.attention_bytes:,} bytes of attention"]
@@ -41,30 +45,62 @@ def check_model(context: Context) -> Iterator[Finding]:
     )
 
 
+def _device(model: Model) -> Finding:
+    """Name the device that the figures are for."""
+    if model.device != CPU:
+        return ok("device", f"N and bytes are those of vLLM on this device: {model.device}.")
+    sizes = " or ".join(map(str, model.gpu_sizes))
+    also = f" (N is {sizes} there)" if sizes else ""
+    return Finding(
+        "device",
+        Status.OK,
+        f"vLLM runs on the CPU here: on a GPU N and bytes differ{also}.",
+        f"For a GPU: lmcache-hybrid plan {model.plan}." if sizes else "For a GPU: run this on it.",
+    )
+
+
 def _unit(model: Model) -> Finding:
     """Report N, and U if hits may end inside a block."""
     size, unit = model.block_size, model.unit
-    other = 0 if model.whole else suggested_unit(size)
+    other = model.suggested_unit()
     if not unit:
         better = (
             f"Set --prefix-match-unit {other}: hits from {other + 1} tokens on." if other else ""
         )
         message = f"N is {size} tokens: only longer prompts can hit, at multiples of {size}."
         return Finding("block size", Status.OK, message, better)
-    if size % unit or not other:
+    if model.whole or not suggested_unit(size):
         return error(
             "block size",
-            f"--prefix-match-unit {unit} does not divide this model's block size {size}."
-            if size % unit
-            else f"--prefix-match-unit {unit} has no effect: this model hits at multiples of "
-            f"{size} only.",
-            f"Use {suggested_unit(size, unit)}." if other else "Leave it out.",
+            f"--prefix-match-unit {unit} has no effect: this model hits at multiples of {size} "
+            "only.",
+            "Leave it out.",
         )
-    return ok(
-        "block size",
+    if size % unit:
+        nearest = model.suggested_unit(unit)
+        fix = f"Use {nearest}." if nearest else f"Leave it out{_for_gpus(model)}."
+        message = f"--prefix-match-unit {unit} does not divide this model's block size {size}"
+        if model.device == CPU and model.fits_gpu(unit):
+            return error(
+                "block size", f"{message} on a CPU.", "Leave it out here; on a GPU it is right."
+            )
+        return error("block size", f"{message}.", fix)
+    message = (
         f"N is {size} tokens, and with --prefix-match-unit {unit} prompts of {unit + 1} tokens and "
-        f"more hit, at multiples of {unit}; engines that share a store need the same.",
+        f"more hit, at multiples of {unit}; engines that share a store need the same"
     )
+    if not model.fits_gpu(unit) and model.gpu_sizes:
+        sizes = " or ".join(map(str, model.gpu_sizes))
+        return warning(
+            "block size",
+            f"{message}; on a GPU vLLM exits, as N is {sizes} there.",
+            f"For a GPU choose U with lmcache-hybrid plan {model.plan}.",
+        )
+    return ok("block size", f"{message}.")
+
+
+def _for_gpus(model: Model) -> str:
+    return "; `lmcache-hybrid plan` has units for a GPU" if model.device == CPU else ""
 
 
 def check_options(context: Context) -> Iterator[Finding]:
@@ -74,7 +110,9 @@ def check_options(context: Context) -> Iterator[Finding]:
     if config is None:
         yield skipped("options", "There is no configuration to check; see above.")
         return
-    refused = refusals(config, context.block_size)
+    with stand_ins(config) as made:
+        told = refused_as_written(made.config, context.written, context.block_size)
+        refused = [made.sentence(each) for each in told]
     yield from (error("options", sentence) for sentence in refused)
     try:
         options = context.read_options()
@@ -96,6 +134,8 @@ def check_options(context: Context) -> Iterator[Finding]:
     model = context.model if context.block_size else None
     longest, unit = (model.longest, model.unit or model.block_size) if model else (1, 0)
     finer = suggested_unit(unit) if model and not model.whole else 0
+    if model and finer and not model.fits_gpu(finer):
+        finer = 0
     role = None if context.transfer is None else context.transfer.kv_role
     for sentence in without_hits(config, role, longest, unit, finer):
         yield error("options", sentence)

