@@ -161,7 +161,7 @@ def settle_lmcache_config(config: "LMCacheEngineConfig", block_size: int) -> Non
                 "already, beside the running requests.",
                 name,
             )
-        setattr(config, name, False)
+    config.use_layerwise = config.enable_async_loading = False
     if config.pre_caching_hash_algorithm != STABLE_HASH:
         logger.info(
             "Setting pre_caching_hash_algorithm from %r to %r: keys of a hybrid model come from "

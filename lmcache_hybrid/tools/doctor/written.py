@@ -52,7 +52,7 @@ def written_config(transfer: "KVTransferConfig | None") -> "LMCacheEngineConfig 
             except Exception:  # of LMCache's converters; other checks say so
                 continue
             for name, value in read.items():
-                setattr(config, name, value)
+                vars(config)[name] = value
     settle_empty(config)
     try:
         name_as_redis(config)
@@ -96,9 +96,9 @@ def stores_alone(
     for option in _OF_STORES:
         for value in _parts(option, getattr(config, option), made):
             before = getattr(made, option)
-            setattr(made, option, value(before))
+            vars(made)[option] = value(before)
             if refusals(made, None):
-                setattr(made, option, before)
+                vars(made)[option] = before
                 if option in _NAMES_STORES:
                     refused.append(option)
     return made, list(dict.fromkeys(refused))

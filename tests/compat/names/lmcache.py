@@ -247,7 +247,11 @@ LMCACHE = (
         "enable_lazy_memory_allocator",
     ),
     *(
-        Hook(_CONFIG, f"_CONFIG_DEFINITIONS.{name}", replaced_in="lmcache_hybrid/config/options.py")
+        Hook(
+            _CONFIG,
+            f"_CONFIG_DEFINITIONS.{name}",
+            replaced_in="lmcache_hybrid/config/lmcache_config.py",
+        )
         for name in (
             "chunk_size",
             "pre_caching_hash_algorithm",
