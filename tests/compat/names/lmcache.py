@@ -281,6 +281,19 @@ LMCACHE = (
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.remote_config_url", replaced_in=_DOCTOR),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.store_location", replaced_in=_DOCTOR),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.retrieve_locations", replaced_in=_DOCTOR),
+    Hook(_CONFIG, "_CONFIG_DEFINITIONS.remote_storage_plugins", replaced_in=_DOCTOR),
+    *(
+        Hook(
+            _CONFIG,
+            f"_CONFIG_DEFINITIONS.{name}",
+            replaced_in=f"lmcache_hybrid/tools/doctor/{file}",
+        )
+        for file, name in (
+            ("folders.py", "local_disk"),
+            ("folders.py", "remote_url"),
+            ("written.py", "remote_url"),
+        )
+    ),
     # lmcache_hybrid/storage/host_memory.py
     Hook(_OPS, "DeviceOps.bind_native", holds=("setattr(self, name, native_sym)",)),
     Hook(_OPS, "DeviceOps.device_type"),
