@@ -79,7 +79,7 @@ def check_options(vllm_config: "VllmConfig") -> None:
     Raises:
         ConfigError: a sentence for each.
     """
-    config = load_lmcache_config(vllm_config)
+    config = load_lmcache_config(vllm_config, quiet=True)
     wrong = refusals(config, None)
     try:
         read_options(vllm_config, config)

@@ -49,10 +49,13 @@ DEFAULT_CHUNK_SIZE = 256
 STABLE_HASH = "sha256_cbor"
 
 
-def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
+def load_lmcache_config(vllm_config: "VllmConfig", quiet: bool = False) -> "LMCacheEngineConfig":
     """Load LMCache's configuration from file, environment and ``lmcache.*`` extra config.
 
     Without any, LMCache's default applies: 5 GB in RAM.
+
+    Args:
+        quiet: leave out warnings, of a configuration that will be loaded again.
 
     Raises:
         ConfigError: the file that CONFIG_FILE names does not exist, or options, LMCache's and this
@@ -74,7 +77,7 @@ def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
     wrong = [*_problems({**written, **extra}), *without_prefix(transfer_extra)]
     if wrong := [*wrong, *own_options.problems(transfer_extra, os.environ)]:
         raise ConfigError(" ".join(wrong))
-    for sentence in taken_away(file, os.environ):
+    for sentence in () if quiet else taken_away(file, os.environ):
         logger.warning("%s", sentence)
     try:
         with _knowing_our_options():
@@ -99,7 +102,7 @@ def load_lmcache_config(vllm_config: "VllmConfig") -> "LMCacheEngineConfig":
             )
         # As LMCache does for its file and the environment.
         getattr(config, "_user_set_keys", set()).add(field)
-        if holds_password(value):
+        if holds_password(value) and not quiet:
             logger.warning(
                 "%s holds a password, which this machine's users see in the list of processes; "
                 "put it into a file and name that in %s.",

@@ -114,6 +114,12 @@ def _switch(value: Any) -> bool:
     return known
 
 
+def _path(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("is not a path; write one, or remove it.")
+    return value
+
+
 def _limit(unit: str) -> Callable[[Any], float]:
     def parse(value: Any) -> float:
         try:
@@ -147,7 +153,7 @@ OWN_OPTIONS = {
         OwnOption(POLICY_KEY, POLICIES[0], _one_of(*POLICIES)),
         OwnOption(SHARE_KEY, True, _switch),
         OwnOption(LOAD_FAILURE_KEY, "recompute", _one_of("recompute", "fail")),
-        OwnOption(KEY_FILE_KEY, None, str),
+        OwnOption(KEY_FILE_KEY, None, _path),
         OwnOption(MAX_SIZE_KEY, None, _limit("GB")),
         OwnOption(MAX_AGE_KEY, None, _limit("hours")),
         OwnOption(TRUSTED_OWNER_KEY, None, _user),
@@ -202,6 +208,9 @@ def problems(extra: Mapping[str, Any], environment: Mapping[str, str]) -> Iterat
     for key in extra:
         if f"{_LMCACHE}{key}" in OWN_OPTIONS:
             yield f"kv_connector_extra_config has {key}, which nobody reads; write {_LMCACHE}{key}."
+    for name, value in options_in_file(environment.get(CONFIG_FILE)).items():
+        if value is None and is_own(str(name)):
+            yield f"{name} is empty; write a value, or remove it."
     for key, (where, value) in written(extra, environment).items():
         if key in OWN_OPTIONS:
             try:
@@ -253,7 +262,9 @@ def written(
         if is_own(str(name)):
             found[_key(str(name))] = str(name), value
     for key, option in OWN_OPTIONS.items():
-        if value := environment.get(option.variable):  # compose files write empty ones
+        value = environment.get(option.variable)
+        # Compose files write empty variables. One of a key file would leave records unsealed.
+        if value or (value is not None and key == KEY_FILE_KEY):
             found[key] = option.variable, value
     for key, value in extra.items():
         if key in OWN_OPTIONS or key.startswith(OWN_PREFIX):

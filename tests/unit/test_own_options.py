@@ -209,6 +209,16 @@ def test_an_empty_variable_is_not_set(written):
     assert read_own_options({}, {"LMCACHE_HYBRID_SHARE_PREFILLS": ""})[SHARE_KEY] is True
 
 
+def test_a_key_file_that_is_empty_leaves_nothing_unsealed(written):
+    key = "lmcache.hybrid_key_file"
+    with pytest.raises(ConfigError, match="LMCACHE_HYBRID_KEY_FILE='' is not a path; write one"):
+        read_own_options({}, {"LMCACHE_HYBRID_KEY_FILE": ""})
+    written.add(in_file, key, None)
+    assert written.refusal() == "hybrid_key_file is empty; write a value, or remove it."
+    written.add(in_file, key, True)
+    assert "hybrid_key_file=True is not a path" in written.refusal()
+
+
 @pytest.mark.parametrize(
     "text, read", [("true", True), ("False", False), ("0", False), ("1", True)]
 )
@@ -246,6 +256,17 @@ def test_options_are_checked_before_the_weights_are_loaded(written):
     config = vllm_config(transfer(**written.extra))
     with pytest.raises(ConfigError, match="remote_serde='cachegen' does.* limits folders of fs://"):
         check_options(config)
+
+
+def test_the_check_before_the_weights_leaves_warnings_to_the_connector(
+    written, hybrid_log, monkeypatch
+):
+    written.add(in_file, "lmcache.remote_url", "redis://host:1")
+    monkeypatch.setenv("LMCACHE_REMOTE_URL", "")
+    check_options(vllm_config(transfer()))
+    assert "LMCACHE_REMOTE_URL is empty" not in hybrid_log.text
+    load_lmcache_config(vllm_config(transfer()))
+    assert hybrid_log.text.count("LMCACHE_REMOTE_URL is empty") == 1
 
 
 @pytest.mark.parametrize(

@@ -430,8 +430,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "variables of our options are not read",
         OWN,
-        "        if value := environment.get(option.variable):",
-        "        if value := None:",
+        "        value = environment.get(option.variable)\n",
+        "        value = None\n",
     ),
     one(
         "a misspelt variable of ours does nothing without a word",
@@ -474,5 +474,23 @@ DEFECTS: tuple[Defect, ...] = (
         OPTIONS,
         "        yield from _refused(as_lmcache_reads(sound))\n",
         "        pass\n",
+    ),
+    one(
+        "an empty variable for the key file leaves records unsealed",
+        OWN,
+        "        if value or (value is not None and key == KEY_FILE_KEY):\n",
+        "        if value:\n",
+    ),
+    one(
+        "an empty key file in LMCache's file leaves records unsealed",
+        OWN,
+        "        if value is None and is_own(str(name)):\n",
+        "        if False:\n",
+    ),
+    one(
+        "warnings of the configuration come twice",
+        "lmcache_hybrid/connector.py",
+        "load_lmcache_config(vllm_config, quiet=True)",
+        "load_lmcache_config(vllm_config)",
     ),
 )
