@@ -277,6 +277,11 @@ def _settle_neighbours(transfer: KVTransferConfig) -> dict[str, Any]:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     children = transfer.kv_connector_extra_config["connectors"]
+    if beside := [key for key in transfer.kv_connector_extra_config if key.startswith("lmcache.")]:
+        raise ValueError(
+            f"kv_connector_extra_config of MultiConnector has {', '.join(beside)}, which nobody "
+            f"reads there; write it in that of {CONNECTOR}, in 'connectors'."
+        )
     own = [child for child in children if child.get("kv_connector") == CONNECTOR]
     if len(own) > 1:
         raise ValueError(

@@ -122,7 +122,7 @@ def check_folder(option: str, path: str, trusted: int | None = None) -> None:
                 "dir_mode=0700, s3fs: umask=0077)."
             )
     if status.st_mode & stat.S_IWOTH:
-        logger.warning(
+        logger.warning_once(
             "LMCache option %s=%r: every user of this machine can write there, and so change what "
             "engines read; run chmod o-w on it, unless nobody else reaches it.",
             option,

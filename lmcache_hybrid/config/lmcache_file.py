@@ -30,7 +30,11 @@ def options_in_file(file: str | None) -> dict[Any, Any]:
     try:
         with open(file) as text:
             options = yaml.safe_load(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be read ({error.strerror}); let the user that runs vLLM read it."
+        ) from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         # Its message may quote a password.
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""

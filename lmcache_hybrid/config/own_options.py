@@ -7,11 +7,12 @@ its ``extra_config`` as ``hybrid_NAME``. Imports neither vLLM nor LMCache: vLLM'
 reads options before LMCache is needed.
 """
 
+import ast
 import difflib
 import json
-import math
 import os
 import pwd
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,8 @@ OTHER_VARIABLES = {
 }
 _LMCACHE = "lmcache."
 _VARIABLES = "LMCACHE_HYBRID_"
+# Variables that Kubernetes makes for a service whose name begins with lmcache-hybrid.
+_OF_SERVICE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)$")
 # What a switch may be in the environment, and in YAML with quotes.
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}
 
@@ -108,14 +111,14 @@ def _one_of(*names: str) -> Callable[[Any], str]:
 
 
 def _switch(value: Any) -> bool:
-    known = _SWITCH.get(value.strip().lower()) if isinstance(value, str) else value
-    if not isinstance(known, bool):
+    known = _SWITCH.get(str(value).strip().lower()) if isinstance(value, (int, str)) else None
+    if known is None:
         raise ValueError("is neither true nor false; write one of them.")
     return known
 
 
 def _path(value: Any) -> str:
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or "\0" in value:
         raise ValueError("is not a path; write one, or remove it.")
     return value
 
@@ -126,7 +129,7 @@ def _limit(unit: str) -> Callable[[Any], float]:
             number = 0.0 if isinstance(value, bool) else float(value)
         except (TypeError, ValueError, OverflowError):
             number = 0.0
-        if not 0 < number < math.inf:
+        if not 0 < number < 1e15:  # bytes and seconds of it are numbers, too
             raise ValueError(f"is not a limit; write a number of {unit} above 0, or remove it.")
         return number
 
@@ -205,18 +208,24 @@ def problems(extra: Mapping[str, Any], environment: Mapping[str, str]) -> Iterat
     Raises:
         ConfigError: LMCache's file cannot be read.
     """
-    for key in extra:
-        if f"{_LMCACHE}{key}" in OWN_OPTIONS:
-            yield f"kv_connector_extra_config has {key}, which nobody reads; write {_LMCACHE}{key}."
-    for name, value in options_in_file(environment.get(CONFIG_FILE)).items():
-        if value is None and is_own(str(name)):
+    in_file = options_in_file(environment.get(CONFIG_FILE))
+    lmcache_extra = _lmcache_extra(extra, environment, in_file)
+    yield from _misspelt("kv_connector_extra_config", _LMCACHE, extra)
+    yield from _misspelt("LMCache's file", "", in_file)
+    yield from _misspelt("LMCache's extra_config", "", lmcache_extra)
+    empty = [str(name) for name, value in in_file.items() if value is None]
+    empty += [f"extra_config.{name}" for name, value in lmcache_extra.items() if value is None]
+    # Null there is as good as nothing, but records would not be sealed.
+    empty += [KEY_FILE_KEY] if extra.get(KEY_FILE_KEY, "") is None else []
+    for name in empty:
+        if is_own(name.removeprefix("extra_config.")):
             yield f"{name} is empty; write a value, or remove it."
     for key, (where, value) in written(extra, environment).items():
         if key in OWN_OPTIONS:
             try:
                 OWN_OPTIONS[key].parse(value)
             except ValueError as error:
-                yield f"{where}={value!r} {error}"
+                yield f"{where}={_shown(value)} {error}"
         elif key not in GONE and key != BESIDE_KEY:
             yield f"{where} is not a setting; the settings are {sorted(OWN_OPTIONS)}."
 
@@ -231,9 +240,37 @@ def remarks(extra: Mapping[str, Any], environment: Mapping[str, str]) -> Iterato
             yield f"{where} is not a setting any more: {GONE[key]}; remove it."
     known = [option.variable for option in OWN_OPTIONS.values()] + sorted(OTHER_VARIABLES)
     for name in environment:
-        if name.startswith(_VARIABLES) and name not in known:
-            near = difflib.get_close_matches(name, known, 1)
+        of_service = _OF_SERVICE.search(name)
+        if name.upper().startswith(_VARIABLES) and name not in known and not of_service:
+            near = difflib.get_close_matches(name.upper(), known, 1, 0.85)
             yield f"{name} does nothing; " + (f"did you mean {near[0]}?" if near else "unset it.")
+
+
+def _misspelt(where: str, prefix: str, options: Mapping[Any, Any]) -> Iterator[str]:
+    """Yield a sentence for each key that is one of ours in another spelling.
+
+    Args:
+        where: the place, for the message.
+        prefix: what our keys begin with there.
+    """
+    for key, value in options.items():
+        if key == "lmcache" and isinstance(value, dict) and not prefix:
+            yield f"{where} has a table 'lmcache', which nobody reads; write its options alone."
+        plain = re.sub(r"[-. ]", "_", str(key).strip().lower()).removeprefix("lmcache_")
+        name = f"{_LMCACHE}{plain}"
+        exact = key in (name, plain) if not prefix else key == name
+        if exact or not (name in OWN_OPTIONS or name.startswith(OWN_PREFIX)):
+            continue
+        if not str(key).startswith(OWN_PREFIX):  # else written() has it
+            yield f"{where} has {key}, which nobody reads; write {prefix}{plain}."
+
+
+def _shown(value: Any) -> str:
+    """Format a value for a message, in at most 200 characters."""
+    try:
+        return repr(value)[:200]
+    except ValueError:  # Python prints no number of more than 4,300 digits
+        return "a number of thousands of digits"
 
 
 def is_own(name: str) -> bool:
@@ -262,14 +299,29 @@ def written(
         if is_own(str(name)):
             found[_key(str(name))] = str(name), value
     for key, option in OWN_OPTIONS.items():
-        value = environment.get(option.variable)
+        value = _unquoted(environment.get(option.variable))
         # Compose files write empty variables. One of a key file would leave records unsealed.
         if value or (value is not None and key == KEY_FILE_KEY):
             found[key] = option.variable, value
     for key, value in extra.items():
-        if key in OWN_OPTIONS or key.startswith(OWN_PREFIX):
+        # Null is as good as nothing.
+        if value is not None and (key in OWN_OPTIONS or key.startswith(OWN_PREFIX)):
             found[key] = key, value
     return {key: each for key, each in found.items() if each[1] is not None}
+
+
+def _unquoted(text: Any) -> Any:
+    """Strip a text and the quotes around it, as LMCache does with variables."""
+    if not isinstance(text, str):
+        return text
+    text = text.strip()
+    if len(text) < 2 or text[0] != text[-1] or text[0] not in "'\"":
+        return text
+    try:
+        inner = ast.literal_eval(text)
+        return inner if isinstance(inner, str) else text
+    except (ValueError, SyntaxError):
+        return text[1:-1]
 
 
 def _lmcache_extra(
@@ -277,9 +329,10 @@ def _lmcache_extra(
 ) -> Mapping[Any, Any]:
     """Return LMCache's ``extra_config``; nothing where it is malformed, which LMCache refuses."""
     value = extra.get(f"{_LMCACHE}extra_config")
-    value = value or environment.get("LMCACHE_EXTRA_CONFIG") or in_file.get("extra_config")
+    if value is None:
+        value = _unquoted(environment.get("LMCACHE_EXTRA_CONFIG")) or in_file.get("extra_config")
     try:
-        read = json.loads(value) if isinstance(value, str) else value
+        read = json.loads(_unquoted(value)) if isinstance(value, str) else value
     except ValueError:
         return {}
     return read if isinstance(read, dict) else {}

@@ -195,13 +195,90 @@ def test_a_key_without_its_prefix_is_refused(written):
     )
 
 
+@pytest.mark.parametrize(
+    "place, key, told",
+    [
+        ("extra", "LMCACHE_HYBRID_KEY_FILE", "write lmcache.hybrid_key_file."),
+        ("extra", "lmcache.hybrid-key-file", "write lmcache.hybrid_key_file."),
+        ("extra", "hybrid_keyfile", "write lmcache.hybrid_keyfile."),
+        ("extra", "max_tokens_per_load", "write lmcache.max_tokens_per_load."),
+        ("file", "HYBRID_KEY_FILE", "LMCache's file has HYBRID_KEY_FILE, which nobody reads"),
+        ("file", "hybrid-key-file", "write hybrid_key_file."),
+        ("extra_config", "Hybrid_Key_File", "LMCache's extra_config has Hybrid_Key_File"),
+        ("extra_config", "lmcache", "LMCache's extra_config has a table 'lmcache'"),
+    ],
+)
+def test_another_spelling_is_refused(written, place, key, told):
+    """Else records whose key file is named so would not be sealed."""
+    value = {"hybrid_key_file": "/run/key"} if key == "lmcache" else "/run/key"
+    if place == "extra":
+        written.extra[key] = value
+    elif place == "file":
+        written.add(in_file, key, value)
+    else:
+        written.extra["lmcache.extra_config"] = {key: value}
+    message = written.refusal()
+    assert told in message
+    assert_one_sentence(message)
+
+
+@pytest.mark.parametrize("quotes", ["'{}'", '"{}"', " {} ", "{!r}"])
+def test_quotes_around_a_variable_are_left_out_as_lmcache_does(written, monkeypatch, quotes):
+    """``docker --env-file`` keeps them."""
+    text = json.dumps({"hybrid_load_policy": "faster"})
+    shown = quotes.format(text)
+    if quotes.startswith('"'):
+        shown = json.dumps(text)
+    assert read_own_options({}, {"LMCACHE_EXTRA_CONFIG": shown})[POLICY_KEY] == "faster"
+    assert read_own_options({}, {"LMCACHE_HYBRID_LOAD_POLICY": quotes.format("faster")}) == {
+        **read_own_options({}, {}),
+        POLICY_KEY: "faster",
+    }
+
+
+def test_null_is_as_good_as_nothing_but_for_a_key_file(written):
+    written.add(in_environment, POLICY_KEY, "faster")
+    written.extra[POLICY_KEY] = None
+    assert read_own_options(written.extra)[POLICY_KEY] == "faster"
+    written.extra["lmcache.hybrid_key_file"] = None
+    assert written.refusal() == "lmcache.hybrid_key_file is empty; write a value, or remove it."
+    written.extra["lmcache.hybrid_key_file"] = "/run/key"
+    written.add(in_files_extra, "lmcache.hybrid_fs_max_size_gb", None)
+    assert written.refusal().startswith("extra_config.hybrid_fs_max_size_gb is empty; ")
+
+
+@pytest.mark.parametrize(
+    "key, value, told",
+    [
+        (MAX_SIZE_KEY, 1e308, "is not a limit"),
+        ("lmcache.hybrid_fs_max_age_hours", 1e306, "is not a limit"),
+        ("lmcache.hybrid_key_file", "a\0b", "is not a path"),
+        (CHECKPOINT_KEY, [10**5000], "=a number of thousands of digits is not a whole number"),
+    ],
+)
+def test_values_that_python_stumbles_over(written, key, value, told):
+    written.extra[key] = value
+    assert told in written.refusal()
+
+
+def test_a_file_that_may_not_be_read_is_not_called_malformed(written, monkeypatch):
+    written.add(in_file, POLICY_KEY, "faster")
+
+    def closed(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("lmcache_hybrid.config.lmcache_file.open", closed, raising=False)
+    assert "cannot be read (Permission denied); let the user" in written.refusal()
+
+
 def test_an_unknown_variable_is_named_and_refuses_nothing(written):
     """Kubernetes makes LMCACHE_HYBRID_SERVICE_HOST for a service of that name."""
-    names = {"LMCACHE_HYBRID_LOAD_POLICI": "faster", "LMCACHE_HYBRID_SERVICE_HOST": "10.0.0.1"}
+    names = {"LMCACHE_HYBRID_LOAD_POLICI": "faster", "LMCACHE_HYBRID_SOME_VALVE": "1"}
+    names |= dict.fromkeys(("LMCACHE_HYBRID_SERVICE_HOST", "LMCACHE_HYBRID_PORT_80_TCP"), "10")
     assert read_own_options({}, names)[POLICY_KEY] == "always"
     said = list(remarks({}, {**names, "LMCACHE_HYBRID_REDIS_PASSWORD": "x"}))
     assert said[0].endswith("did you mean LMCACHE_HYBRID_LOAD_POLICY?")
-    assert len(said) == 2 and said[1].startswith("LMCACHE_HYBRID_SERVICE_HOST does nothing; ")
+    assert len(said) == 2 and said[1] == "LMCACHE_HYBRID_SOME_VALVE does nothing; unset it."
 
 
 def test_an_empty_variable_is_not_set(written):

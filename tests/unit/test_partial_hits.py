@@ -85,6 +85,6 @@ def test_an_engine_with_this_connector_is_repaired_and_no_other(connector, repai
     monkeypatch.setattr(sessions, "forget_columns_of_parts", lambda: calls.append(True))
     transfer = KVTransferConfig(kv_connector=connector, kv_role="kv_both")
     loader = SimpleNamespace(load_weights=lambda model, model_config: None)
-    config = SimpleNamespace(kv_transfer_config=transfer)
+    config = SimpleNamespace(kv_transfer_config=transfer, model_config=None)
     loaders._load_model(loader, lambda **_: nn.Linear(1, 1), config, SimpleNamespace())
     assert len(calls) == repaired

@@ -161,6 +161,16 @@ def test_the_failure_policy_can_be_chosen():
     assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
 
 
+def test_options_beside_the_connectors_of_a_multi_connector_are_refused():
+    """vLLM gives each connector its own extra config, and nobody reads the outer one."""
+    with pytest.raises(ValueError, match="MultiConnector has lmcache.hybrid_key_file, which nobo"):
+        engine_config(
+            "qwen3_next",
+            {"connectors": [OURS], "lmcache.hybrid_key_file": "/run/key"},
+            connector="MultiConnector",
+        )
+
+
 def test_prefix_caching_is_needed():
     with pytest.raises(ValueError, match="enable_prefix_caching=False leaves no boundary"):
         engine_config("qwen3_next", enable_prefix_caching=False)

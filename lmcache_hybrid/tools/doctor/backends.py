@@ -229,7 +229,7 @@ def _deleted(store: "LMCacheStore", name: str, key: RecordKey) -> bool:
         try:
             connector.delete(engine_key, WAIT_SECONDS)
         except Exception:  # whatever its client raises
-            return False
+            return _gone(store, name, key)  # a write that was refused left nothing
     return until(partial(_gone, store, name, key))
 
 

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks what the model's groups mean for hits, and settings that have no effect."""
 
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 
 from lmcache_hybrid.config.lmcache_config import DEFAULT_CHUNK_SIZE
+from lmcache_hybrid.config.lmcache_file import CONFIG_FILE
 from lmcache_hybrid.config.no_hits import without_hits
 from lmcache_hybrid.config.options import check_lengths, check_pool
+from lmcache_hybrid.config.own_options import remarks
+from lmcache_hybrid.config.values import taken_away
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import suggested_unit
 from lmcache_hybrid.tools.doctor.context import Context
@@ -110,6 +115,11 @@ def check_options(context: Context) -> Iterator[Finding]:
     if config is None:
         yield skipped("options", "There is no configuration to check; see above.")
         return
+    own = {} if context.transfer is None else context.transfer.kv_connector_extra_config
+    file = os.environ.get(CONFIG_FILE)
+    with suppress(ConfigError):  # read_options raises it again
+        for sentence in (*remarks(own, os.environ), *taken_away(file, os.environ)):
+            yield warning("options", sentence)
     with stand_ins(config) as made:
         told = refused_as_written(made.config, context.written, context.block_size)
         refused = [made.sentence(each) for each in told]

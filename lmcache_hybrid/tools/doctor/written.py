@@ -4,11 +4,14 @@
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from lmcache_hybrid.config.folders import trusted_owner
 from lmcache_hybrid.config.lmcache_config import refusals
 from lmcache_hybrid.config.lmcache_file import CONFIG_FILE
 from lmcache_hybrid.config.other_names import name_as_redis
+from lmcache_hybrid.config.own_options import TRUSTED_OWNER_KEY, read_own_options
 from lmcache_hybrid.config.redis_credentials import hide_passwords
 from lmcache_hybrid.config.values import as_lmcache_reads, problems, read_values, settle_empty
 from lmcache_hybrid.core.errors import ConfigError
@@ -45,6 +48,9 @@ def written_config(transfer: "KVTransferConfig | None") -> "LMCacheEngineConfig 
         if key.startswith("lmcache."):
             values[key.removeprefix("lmcache.")] = key, value
     config = _defaults()
+    with suppress(ConfigError):
+        own = read_own_options(transfer.kv_connector_extra_config if transfer else {})
+        config._hybrid_trusted_owner = own[TRUSTED_OWNER_KEY]
     for option, entry in values.items():
         if hasattr(config, option) and not any(problems({option: entry})):
             try:
@@ -92,6 +98,7 @@ def stores_alone(
         those that are not.
     """
     made = _defaults()
+    made._hybrid_trusted_owner = trusted_owner(config)
     refused = []
     for option in _OF_STORES:
         for value in _parts(option, getattr(config, option), made):

@@ -430,20 +430,20 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "variables of our options are not read",
         OWN,
-        "        value = environment.get(option.variable)\n",
+        "        value = _unquoted(environment.get(option.variable))\n",
         "        value = None\n",
     ),
     one(
         "a misspelt variable of ours does nothing without a word",
         OWN,
-        "        if name.startswith(_VARIABLES) and name not in known:\n",
-        "        if False:\n",
+        "        if name.upper().startswith(_VARIABLES) and",
+        "        if False and",
     ),
     one(
         "a switch of the environment is on whatever it says",
         OWN,
-        "    known = _SWITCH.get(value.strip().lower()) if isinstance(value, str) else value\n",
-        "    known = bool(value)\n",
+        "    known = _SWITCH.get(str(value).strip().lower())",
+        "    known = bool(value)",
     ),
     one(
         "LMCache warns of our options in its file",
@@ -484,7 +484,7 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "an empty key file in LMCache's file leaves records unsealed",
         OWN,
-        "        if value is None and is_own(str(name)):\n",
+        '        if is_own(name.removeprefix("extra_config.")):\n',
         "        if False:\n",
     ),
     one(
@@ -492,5 +492,41 @@ DEFECTS: tuple[Defect, ...] = (
         "lmcache_hybrid/connector.py",
         "load_lmcache_config(vllm_config, quiet=True)",
         "load_lmcache_config(vllm_config)",
+    ),
+    one(
+        "a quoted extra_config of the environment hides our options",
+        OWN,
+        "        read = json.loads(_unquoted(value)) if",
+        "        read = json.loads(value) if",
+    ),
+    one(
+        "our options in another spelling are not used, without a word",
+        OWN,
+        "    for key, value in options.items():\n        if key ==",
+        "    for key, value in ():\n        if key ==",
+    ),
+    one(
+        "null beside an option hides the same one farther away",
+        OWN,
+        "        if value is not None and (key in OWN_OPTIONS",
+        "        if (key in OWN_OPTIONS",
+    ),
+    one(
+        "options of ours on a MultiConnector itself are not used, without a word",
+        CONFIGURATION,
+        "    if beside := [key for key in transfer.kv_connector_extra_config if",
+        "    if beside := [key for key in () if",
+    ),
+    one(
+        "a file of options that may not be read is called malformed",
+        "lmcache_hybrid/config/lmcache_file.py",
+        "    except OSError as error:\n",
+        "    except ArithmeticError as error:\n",
+    ),
+    one(
+        "the doctor says nothing of options that do nothing",
+        "lmcache_hybrid/tools/doctor/options.py",
+        '            yield warning("options", sentence)\n    with stand_ins',
+        "            pass\n    with stand_ins",
     ),
 )

@@ -389,3 +389,15 @@ def test_a_consumer_stores_nothing(context):
 def test_without_a_model_the_chunk_size_is_open(context):
     assert only(assert_sentences(check_chunk_size(context(chunk_size=77)))).status == SKIPPED
     assert list(check_options(context(chunk_size=77)))[0].status == OK
+
+
+def test_what_does_nothing_is_said(context, monkeypatch):
+    """The engine warns of it in its log."""
+    monkeypatch.setenv("LMCACHE_HYBRID_KEYFILE", "/run/key")
+    monkeypatch.setenv("LMCACHE_REMOTE_URL", "")
+    extra = {"kv_connector_extra_config": {"lmcache.hybrid_attention_group": 3}}
+    found = context(transfer=TRANSFER | extra, remote_url="redis://localhost:1")
+    told = [each.message for each in of_status(check_options(found), WARNING)]
+    assert len(told) == 3
+    assert "did you mean LMCACHE_HYBRID_KEY_FILE?" in told[1]
+    assert "is not a setting any more" in told[0] and "LMCACHE_REMOTE_URL is empty" in told[2]
