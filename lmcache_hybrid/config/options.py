@@ -77,8 +77,6 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
     """
     transfer = vllm_config.kv_transfer_config
     own = read_own_options(transfer.kv_connector_extra_config)
-    for sentence in remarks(transfer.kv_connector_extra_config, os.environ):
-        logger.warning_once("%s", sentence)
     shortest = config.min_retrieve_tokens
     if shortest is None or shortest < 0:
         raise ConfigError(
@@ -108,6 +106,13 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
 def _publishes(vllm_config: "VllmConfig") -> bool:
     events = vllm_config.kv_events_config
     return events is not None and events.enable_kv_cache_events
+
+
+def log_remarks(vllm_config: "VllmConfig") -> None:
+    """Warn of options and variables that do nothing, see :func:`.own_options.remarks`."""
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    for sentence in remarks(extra, os.environ):
+        logger.warning("%s", sentence)
 
 
 def log_sharing(vllm_config: "VllmConfig", options: Options) -> None:

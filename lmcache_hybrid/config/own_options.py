@@ -96,7 +96,7 @@ def _checkpoint(value: Any) -> int | str:
 def _whole(value: Any) -> int | None:
     try:
         number = int(value)
-        return number if number == float(value) else None
+        return number if number == float(value) and not isinstance(value, bool) else None
     except (TypeError, ValueError, OverflowError):
         return None
 

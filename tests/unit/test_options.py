@@ -4,7 +4,13 @@
 import pytest
 
 from lmcache_hybrid.config.folders import FolderLimits
-from lmcache_hybrid.config.options import Options, check_lengths, log_sharing, read_options
+from lmcache_hybrid.config.options import (
+    Options,
+    check_lengths,
+    log_remarks,
+    log_sharing,
+    read_options,
+)
 from lmcache_hybrid.config.parallel import check_prefix_cache
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import BESIDE_KEY
@@ -55,6 +61,7 @@ def test_refuses_what_is_no_whole_number(value):
 
 def test_a_setting_of_earlier_versions_is_ignored_with_a_warning(hybrid_log):
     assert options(**{"lmcache.hybrid_attention_group": 3}) == options()
+    log_remarks(vllm_config(transfer(**{"lmcache.hybrid_attention_group": 3})))
     assert "lmcache.hybrid_attention_group is not a setting any more" in hybrid_log.text
 
 

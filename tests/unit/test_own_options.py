@@ -159,6 +159,7 @@ def test_the_nearer_place_wins(written, nearer, farther):
     [
         (CHECKPOINT_KEY, "chunks", "is not a whole number; write one, or 'chunk'."),
         (LOAD_LIMIT_KEY, "4k", "is not a whole number; write one."),
+        (LOAD_LIMIT_KEY, True, "is not a whole number; write one."),
         (LOAD_LIMIT_KEY, -1, "is not a number of tokens; write one, or 0."),
         (POLICY_KEY, "fast", "is not a policy; write one of ('always', 'faster')."),
         (SHARE_KEY, "maybe", "is neither true nor false; write one of them."),
