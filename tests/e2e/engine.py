@@ -241,8 +241,9 @@ class Engine:
 
     def settle(self, seconds: float = 30.0) -> None:
         """Wait until LMCache's asynchronous writes have ended."""
-        deadline = time.monotonic() + seconds
-        while self.call("writing"):
+        deadline, quiet = time.monotonic() + seconds, 0
+        while quiet < 2:  # a batch that LMCache's loop has not begun counts nowhere yet
+            quiet = 0 if self.call("writing") else quiet + 1
             assert time.monotonic() < deadline, "LMCache's writes do not end"
             time.sleep(0.05)
 
