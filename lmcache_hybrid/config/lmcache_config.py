@@ -74,8 +74,8 @@ def load_lmcache_config(vllm_config: "VllmConfig", quiet: bool = False) -> "LMCa
     }
     # kv_connector_extra_config wins.
     written = {option: value for option, value in written.items() if option not in extra}
-    wrong = [*_problems({**written, **extra}), *without_prefix(transfer_extra)]
-    if wrong := [*wrong, *own_options.problems(transfer_extra, os.environ)]:
+    own = [*without_prefix(transfer_extra), *own_options.problems(transfer_extra, os.environ)]
+    if wrong := [*_problems({**written, **extra}, bool(own)), *own]:
         raise ConfigError(" ".join(wrong))
     for sentence in () if quiet else taken_away(file, os.environ):
         logger.warning("%s", sentence)
@@ -116,15 +116,19 @@ def load_lmcache_config(vllm_config: "VllmConfig", quiet: bool = False) -> "LMCa
     return config
 
 
-def _problems(values: Values) -> Iterator[str]:
-    """Yield :func:`.values.problems`; where there are any, with options that are refused."""
+def _problems(values: Values, others: bool) -> Iterator[str]:
+    """Yield :func:`.values.problems`; where there are any, with options that are refused.
+
+    Args:
+        others: whether there are problems of other kinds.
+    """
     sound: Values = {}
     for option, value in values.items():
         wrong = list(problems({option: value}))
         yield from wrong
         if not wrong:
             sound[option] = value
-    if len(sound) < len(values):
+    if others or len(sound) < len(values):
         yield from _refused(as_lmcache_reads(sound))
 
 

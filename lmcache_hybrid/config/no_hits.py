@@ -20,7 +20,7 @@ def without_hits(
     Args:
         role: ``kv_role``.
         longest: ``max_model_len`` in tokens.
-        unit: tokens between boundaries; prompts hit at its multiples.
+        unit: tokens between boundaries; prompts hit at its multiples. 0 where no model is known.
         finer: a ``--prefix-match-unit`` that allows more hits, 0 for none.
     """
     if skip := os.environ.get("LMCACHE_FORCE_SKIP_SAVE"):
@@ -44,6 +44,16 @@ def without_hits(
         yield (
             f"store_location={written!r} is none of retrieve_locations={read!r}, so nothing that "
             "this engine stores is read; name it there, too, or remove one of them."
+        )
+    if unit and config.min_retrieve_tokens >= longest:
+        yield (
+            f"min_retrieve_tokens={config.min_retrieve_tokens} is not below max_model_len="
+            f"{longest}, so no hit is long enough to be loaded; set it to less."
+        )
+    if config.priority_limit is not None and config.priority_limit < 0:
+        yield (
+            f"priority_limit={config.priority_limit} is below 0, the priority of each request that "
+            "names none, so these are not stored; set it to 0 or more."
         )
     if longest <= unit:
         fix = f"add --prefix-match-unit {finer}, or " if finer else ""

@@ -123,12 +123,12 @@ def without_prefix(extra: Mapping[str, Any]) -> Iterator[str]:
 
 
 def as_lmcache_reads(values: Values) -> dict[str, Any]:
-    """Convert values without :func:`problems`, by option."""
+    """Convert values without :func:`problems`, by option; unknown options are left out."""
     definitions = take("v1.config", "_CONFIG_DEFINITIONS")
     return {
         option: definitions[option]["env_converter"](value)
         for option, (_, value) in values.items()
-        if value not in (None, "")
+        if option in definitions and value not in (None, "")
     }
 
 

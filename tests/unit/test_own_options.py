@@ -316,6 +316,13 @@ def test_all_mistakes_come_in_one_message(written):
         assert part in message
 
 
+def test_a_mistake_of_ours_does_not_hide_a_refused_option(written):
+    written.add(in_file, "lmcache.enable_p2p", True)
+    written.add(in_extra, POLICY_KEY, "fast")
+    message = written.refusal()
+    assert "enable_p2p=True does not work" in message and "hybrid_load_policy='fast'" in message
+
+
 def test_the_failure_policy_is_known_before_lmcache_is_imported(written):
     assert load_failure_policy({}) == "recompute"
     written.add(in_file, "lmcache.hybrid_load_failure_policy", "fail")

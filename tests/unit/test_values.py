@@ -276,6 +276,9 @@ def test_a_location_that_is_not_there_does_no_harm_beside_others():
         ({}, 4096, 64, "0", ["LMCACHE_FORCE_SKIP_SAVE=0 lets this engine store nothing"]),
         ({"local_cpu": False}, 4096, 64, None, ["are all off, so nothing is kept; set local_cpu"]),
         ({"local_cpu": False, "remote_url": "redis://h:1"}, 4096, 64, None, []),
+        ({"min_retrieve_tokens": 4096}, 4096, 64, None, ["is not below max_model_len=4096, so no"]),
+        ({"min_retrieve_tokens": 4095, "priority_limit": 0}, 4096, 64, None, []),
+        ({"priority_limit": -1}, 4096, 64, None, ["priority_limit=-1 is below 0, the priority of"]),
     ],
     ids=str,
 )

@@ -63,8 +63,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "values of the connector's extra config are not looked at",
         OPTIONS,
-        "[*_problems({**written, **extra}),",
-        "[*_problems(written),",
+        "[*_problems({**written, **extra}, bool(own)),",
+        "[*_problems(written, bool(own)),",
     ),
     one(
         "a remote store without a serde never opens",
@@ -528,5 +528,23 @@ DEFECTS: tuple[Defect, ...] = (
         "lmcache_hybrid/tools/doctor/options.py",
         '            yield warning("options", sentence)\n    with stand_ins',
         "            pass\n    with stand_ins",
+    ),
+    one(
+        "hits that are never long enough are no word worth",
+        "lmcache_hybrid/config/no_hits.py",
+        "    if unit and config.min_retrieve_tokens >= longest:\n",
+        "    if False:\n",
+    ),
+    one(
+        "a priority limit that stores nothing is no word worth",
+        "lmcache_hybrid/config/no_hits.py",
+        "    if config.priority_limit is not None and config.priority_limit < 0:\n",
+        "    if False:\n",
+    ),
+    one(
+        "a mistake of ours hides an option that is refused",
+        OPTIONS,
+        "    if others or len(sound) < len(values):\n",
+        "    if len(sound) < len(values):\n",
     ),
 )

@@ -3,7 +3,6 @@
 
 import pytest
 
-from lmcache_hybrid.config.redis_credentials import PASSWORD, USERNAME
 from lmcache_hybrid.storage.record import record_bytes
 
 from ..helpers import put
@@ -42,16 +41,10 @@ def test_a_removed_record_is_new(box, kind):
     assert one.store.rewritten_bytes == {}
 
 
-def test_a_user_of_redis_who_may_not_ask_writes_all_the_same(box, valkey, monkeypatch):
+def test_a_user_of_redis_who_may_not_ask_writes_all_the_same(box, may_only):
     """Each SET follows an EXISTS, whose refusal is not the write's."""
-    client = valkey.client()
-    client.acl_setuser("writer", enabled=True, passwords=["+secret"], keys=["*"], commands=["+set"])
-    monkeypatch.setenv(USERNAME, "writer")
-    monkeypatch.setenv(PASSWORD, "secret")
+    may_only("set")
     one = box("redis")
-    try:
-        put(one.store, KEYS, SIZE)
-        until(lambda: len(one.names()) == len(KEYS), "records were not written")
-    finally:
-        client.acl_deluser("writer")
+    put(one.store, KEYS, SIZE)
+    until(lambda: len(one.names()) == len(KEYS), "records were not written")
     assert not one.store.failed_writes
