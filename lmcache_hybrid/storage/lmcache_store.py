@@ -308,7 +308,7 @@ class LMCacheStore:
         keys = [self.engine_key(key) for key, _ in records]
         memories = [buffer.memory for _, buffer in records]
         for location in locations if records else ():
-            self._look_for(keys, memories, location)
+            self._count_held(keys, memories, location)
             for memory in memories:
                 memory.ref_count_up()
             try:
@@ -319,7 +319,7 @@ class LMCacheStore:
                     memory.ref_count_down()
                 raise
 
-    def _look_for(
+    def _count_held(
         self,
         keys: Sequence[CacheEngineKey],
         memories: Sequence[MemoryObj],

@@ -3,6 +3,7 @@
 
 import json
 import logging
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -295,6 +296,14 @@ def test_a_key_file_that_is_empty_leaves_nothing_unsealed(written):
     assert written.refusal() == "hybrid_key_file is empty; write a value, or remove it."
     written.add(in_file, key, True)
     assert "hybrid_key_file=True is not a path" in written.refusal()
+
+
+def test_a_key_in_place_of_its_file_is_not_shown(written):
+    written.extra["lmcache.hybrid_key_file"] = "c2VjcmV0IGtleSBvZiAzMiBieXRlcyBvciBtb3Jl"
+    with pytest.raises(ConfigError, match="names no file that can be read") as error:
+        check_options(vllm_config(transfer(**written.extra)))
+    assert_one_sentence(str(error.value))
+    assert "c2VjcmV0" not in "".join(traceback.format_exception(error.value))
 
 
 @pytest.mark.parametrize(

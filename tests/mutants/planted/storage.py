@@ -549,7 +549,7 @@ DEFECTS = (
     one(
         "what RAM and disk held already is not counted as saved again",
         "lmcache_hybrid/storage/lmcache_store.py",
-        "            self._look_for(keys, memories, location)\n",
+        "            self._count_held(keys, memories, location)\n",
         "",
     ),
     one(
