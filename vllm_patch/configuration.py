@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
 from vllm.logger import init_logger
 
-from lmcache_hybrid.config.own_options import LOAD_FAILURE_KEY, load_failure_policy
+from lmcache_hybrid.config.own_options import LOAD_FAILURE_KEY, is_meant, load_failure_policy
 from lmcache_hybrid.core.groups import BESIDE_KEY
 from lmcache_hybrid.upstream import versions
 
@@ -277,7 +277,7 @@ def _settle_neighbours(transfer: KVTransferConfig) -> dict[str, Any]:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     children = transfer.kv_connector_extra_config["connectors"]
-    if beside := [key for key in transfer.kv_connector_extra_config if key.startswith("lmcache.")]:
+    if beside := [key for key in transfer.kv_connector_extra_config if is_meant(key)]:
         raise ValueError(
             f"kv_connector_extra_config of MultiConnector has {', '.join(beside)}, which nobody "
             f"reads there; write it in that of {CONNECTOR}, in 'connectors'."

@@ -209,12 +209,12 @@ def problems(extra: Mapping[str, Any], environment: Mapping[str, str]) -> Iterat
         ConfigError: LMCache's file cannot be read.
     """
     in_file = options_in_file(environment.get(CONFIG_FILE))
-    lmcache_extra = _lmcache_extra(extra, environment, in_file)
     yield from _misspelt("kv_connector_extra_config", _LMCACHE, extra)
     yield from _misspelt("LMCache's file", "", in_file)
-    yield from _misspelt("LMCache's extra_config", "", lmcache_extra)
     empty = [str(name) for name, value in in_file.items() if value is None]
-    empty += [f"extra_config.{name}" for name, value in lmcache_extra.items() if value is None]
+    for table in _lmcache_extras(extra, environment, in_file):
+        yield from _misspelt("LMCache's extra_config", "", table)
+        empty += [f"extra_config.{name}" for name, value in table.items() if value is None]
     # Null there is as good as nothing, but records would not be sealed.
     empty += [KEY_FILE_KEY] if extra.get(KEY_FILE_KEY, "") is None else []
     for name in empty:
@@ -256,13 +256,21 @@ def _misspelt(where: str, prefix: str, options: Mapping[Any, Any]) -> Iterator[s
     for key, value in options.items():
         if key == "lmcache" and isinstance(value, dict) and not prefix:
             yield f"{where} has a table 'lmcache', which nobody reads; write its options alone."
-        plain = re.sub(r"[-. ]", "_", str(key).strip().lower()).removeprefix("lmcache_")
-        name = f"{_LMCACHE}{plain}"
-        exact = key in (name, plain) if not prefix else key == name
-        if exact or not (name in OWN_OPTIONS or name.startswith(OWN_PREFIX)):
-            continue
-        if not str(key).startswith(OWN_PREFIX):  # else written() has it
+        plain = _plain(key)
+        exact = key in (f"{_LMCACHE}{plain}", plain) if not prefix else key == f"{_LMCACHE}{plain}"
+        # What begins with OWN_PREFIX is in written().
+        if is_own(plain) and not exact and not str(key).startswith(OWN_PREFIX):
             yield f"{where} has {key}, which nobody reads; write {prefix}{plain}."
+
+
+def is_meant(key: str) -> bool:
+    """Whether a key is one of ours or of LMCache's, however it is spelt."""
+    return key.startswith(_LMCACHE) or is_own(_plain(key))
+
+
+def _plain(key: Any) -> str:
+    """Return the name in LMCache's file that a key is meant to be."""
+    return re.sub(r"[-. ]", "_", str(key).strip().lower()).removeprefix("lmcache_")
 
 
 def _shown(value: Any) -> str:
@@ -292,9 +300,10 @@ def written(
     """
     in_file = options_in_file(environment.get(CONFIG_FILE))
     found: dict[str, tuple[str, Any]] = {}
-    for name, value in _lmcache_extra(extra, environment, in_file).items():
-        if is_own(str(name)):
-            found[_key(str(name))] = f"extra_config.{name}", value
+    for table in _lmcache_extras(extra, environment, in_file):
+        for name, value in table.items():
+            if is_own(str(name)):
+                found[_key(str(name))] = f"extra_config.{name}", value
     for name, value in in_file.items():
         if is_own(str(name)):
             found[_key(str(name))] = str(name), value
@@ -324,15 +333,22 @@ def _unquoted(text: Any) -> Any:
         return text[1:-1]
 
 
-def _lmcache_extra(
+def _lmcache_extras(
     extra: Mapping[str, Any], environment: Mapping[str, str], in_file: Mapping[Any, Any]
-) -> Mapping[Any, Any]:
-    """Return LMCache's ``extra_config``; nothing where it is malformed, which LMCache refuses."""
-    value = extra.get(f"{_LMCACHE}extra_config")
-    if value is None:
-        value = _unquoted(environment.get("LMCACHE_EXTRA_CONFIG")) or in_file.get("extra_config")
-    try:
-        read = json.loads(_unquoted(value)) if isinstance(value, str) else value
-    except ValueError:
-        return {}
-    return read if isinstance(read, dict) else {}
+) -> Iterator[Mapping[Any, Any]]:
+    """Yield each ``extra_config`` of LMCache's, the nearest last.
+
+    LMCache reads the nearest alone; a key file in another would be lost without a word. It refuses
+    malformed ones.
+    """
+    for value in (
+        in_file.get("extra_config"),
+        environment.get("LMCACHE_EXTRA_CONFIG"),
+        extra.get(f"{_LMCACHE}extra_config"),
+    ):
+        try:
+            read = json.loads(_unquoted(value)) if isinstance(value, str) else value
+        except ValueError:
+            continue
+        if isinstance(read, dict):
+            yield read

@@ -238,6 +238,15 @@ def test_quotes_around_a_variable_are_left_out_as_lmcache_does(written, monkeypa
     }
 
 
+def test_an_extra_config_that_another_one_replaces_is_read_for_our_options(written):
+    """LMCache reads the nearest table alone, and records would not be sealed."""
+    written.add(in_files_extra, "lmcache.hybrid_key_file", "/run/key")
+    written.add(in_extra_as_json, POLICY_KEY, "faster")
+    written.extra["lmcache.extra_config"] = {}
+    found = read_own_options(written.extra)
+    assert (found["lmcache.hybrid_key_file"], found[POLICY_KEY]) == ("/run/key", "faster")
+
+
 def test_null_is_as_good_as_nothing_but_for_a_key_file(written):
     written.add(in_environment, POLICY_KEY, "faster")
     written.extra[POLICY_KEY] = None

@@ -161,12 +161,13 @@ def test_the_failure_policy_can_be_chosen():
     assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
 
 
-def test_options_beside_the_connectors_of_a_multi_connector_are_refused():
+@pytest.mark.parametrize("key", ["lmcache.hybrid_key_file", "hybrid-key-file", "lmcache.local_cpu"])
+def test_options_beside_the_connectors_of_a_multi_connector_are_refused(key):
     """vLLM gives each connector its own extra config, and nobody reads the outer one."""
-    with pytest.raises(ValueError, match="MultiConnector has lmcache.hybrid_key_file, which nobo"):
+    with pytest.raises(ValueError, match=f"MultiConnector has {key}, which nobody reads"):
         engine_config(
             "qwen3_next",
-            {"connectors": [OURS], "lmcache.hybrid_key_file": "/run/key"},
+            {"connectors": [OURS], key: "/run/key"},
             connector="MultiConnector",
         )
 

@@ -32,7 +32,7 @@ from lmcache_hybrid.core.errors import SlowError
 from lmcache_hybrid.core.pace import Reading, reading
 from lmcache_hybrid.core.threads import anywhere, cores, started
 from lmcache_hybrid.storage.buffer import record_shape
-from lmcache_hybrid.storage.key_names import VALUE
+from lmcache_hybrid.storage.key_names import VALUE, printable
 from lmcache_hybrid.storage.remote import clients, sockets
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector
 from lmcache_hybrid.storage.remote.servers import TRY_AGAIN, Server, servers_at
@@ -211,17 +211,20 @@ class HybridRedisConnector(RecordConnector):
         try:
             if self._twice(name, write, WRITE_SECONDS):
                 self.rewritten(value.nbytes)
-        except redis.ResponseError as error:  # an answer, however late
-            self._say_refused(str(error).lstrip("-"))
+        except AskError:  # the slot has moved twice
+            raise
+        except (redis.ResponseError, redis.AuthenticationError) as error:  # an answer, however late
+            self._say_refused(error)
             raise
         except Exception:
             if time.monotonic() - begun >= SILENT_SECONDS:
                 self._silent = time.monotonic()
             raise
 
-    def _say_refused(self, words: str) -> None:
-        """Warn once of each kind of refusal, which the server's first word names."""
-        kind = words.partition(" ")[0]
+    def _say_refused(self, error: redis.RedisError) -> None:
+        """Warn once of each kind of refusal: the class of the error and the server's first word."""
+        words = printable(str(error).lstrip("-"))
+        kind = type(error).__name__ + words.partition(" ")[0]
         with self._refusals_lock:
             if kind in self._refusals:
                 return

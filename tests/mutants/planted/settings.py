@@ -424,8 +424,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "options of ours in LMCache's extra_config are not read",
         OWN,
-        "    for name, value in _lmcache_extra(extra, environment, in_file).items():\n",
-        "    for name, value in ():\n",
+        "        for name, value in table.items():\n            if is_own(",
+        "        for name, value in ():\n            if is_own(",
     ),
     one(
         "variables of our options are not read",
