@@ -30,7 +30,6 @@ BLOCKS = 20
 CHOICES: tuple[int | str, ...] = (CHUNK_ENDS, 0, 8, 4, 2, 1)  # T in blocks
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "0,1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "LMCACHE_MAX_LOCAL_CPU_SIZE": "1",
     "LMCACHE_TRACK_USAGE": "false",
@@ -70,8 +69,9 @@ class Engine:
 
         self._core.scheduler.reset_prefix_cache(reset_connector=True)
         chunk_ends = choice == CHUNK_ENDS
-        self._scheduler._options = dataclasses.replace(
-            self._scheduler._options,
+        arrivals = self._scheduler._arrivals
+        arrivals._options = dataclasses.replace(
+            arrivals._options,
             checkpoint_tokens=0 if chunk_ends else int(choice) * self.block_size,
             chunk_ends=chunk_ends,
         )
@@ -104,6 +104,7 @@ def main(
 ) -> None:
     """Measure prefills with a state at each chunk's end, with none and every so many tokens."""
     os.environ.update(ENVIRONMENT)
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0,1")
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine(make_model(family, Path(folder, family)))
         size, rng = engine.block_size, random.Random(0)
@@ -114,6 +115,8 @@ def main(
             for choice in rng.sample(CHOICES, len(CHOICES)):
                 asks[choice].append(engine.prefill(ids, choice))
         engine.close()
+    states = {choice: asks[choice][-1]["states"] for choice in CHOICES}
+    assert states[0] == 1 and states[1] == BLOCKS, f"T makes no difference: {states}"
     base = statistics.median(ask["seconds"] for ask in asks[0])
     figures = {
         "command": " ".join(["python", "-m", "benchmarks.reuse.checkpoints", *sys.argv[1:]]),

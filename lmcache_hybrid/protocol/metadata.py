@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from lmcache_hybrid.core.counts import WorkerCounts
 from lmcache_hybrid.core.groups import Block, GroupPlan
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
-from lmcache_hybrid.protocol.prefix import Prefix, record_keys, tail_keys, window_keys
+from lmcache_hybrid.protocol.prefix import Prefix, load_keys, record_keys, tail_keys
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,11 @@ class LoadSpec:
 
     def pages(self, plan: GroupPlan) -> list[tuple[RecordKey, Block]]:
         """List (record, block id) of what the load writes: attention, windows, states."""
-        pages: list[tuple[RecordKey, Block]] = []
-        for index, block in enumerate(range(self.start, self.boundary)):
-            keys = record_keys(self.prefix, block, plan.block_size, ATTENTION, plan.attention)
-            pages += zip(keys, (ids[index] for ids in self.attention_blocks), strict=True)
-        for window, ids in zip(plan.windows, self.window_blocks, strict=True):
-            keys = window_keys(self.prefix, self.start, self.boundary, plan.block_size, window)
-            pages += zip(keys, reversed(ids), strict=True)
-        if self.tail:
-            last = (ids[-1] for ids in self.attention_blocks)
-            keys = tail_keys(self.prefix, self.end(plan), plan)
-            return pages + list(zip(keys, (*last, *self.state_blocks), strict=True))
-        keys = record_keys(self.prefix, self.boundary - 1, plan.block_size, STATE, plan.states)
-        pages += zip(keys, self.state_blocks, strict=True)
-        return pages
+        keys = load_keys(self.prefix, self.start, self.boundary, plan, self.tail)
+        by_block = zip(*self.attention_blocks, strict=True)
+        blocks: list[Block] = [block for ids in by_block for block in ids]
+        blocks += (block for ids in self.window_blocks for block in reversed(ids))
+        return list(zip(keys, (*blocks, *self.state_blocks), strict=True))
 
     def count(self, counts: WorkerCounts, size: int) -> None:
         """Add the load, ``size`` bytes, to ``counts``."""

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides what of a new request may be cached, stored and loaded; counts what may not."""
 
-import functools
 from typing import TYPE_CHECKING
 
 from lmcache_hybrid.config.options import Options
@@ -13,7 +12,7 @@ from lmcache_hybrid.scheduler.prompt import prefix_of, why_unread, why_unsaved
 from lmcache_hybrid.scheduler.request_configs import RequestConfigsReader
 from lmcache_hybrid.scheduler.short_prompts import ShortPromptAdvice
 from lmcache_hybrid.scheduler.tracker import RequestTracker
-from lmcache_hybrid.scheduler.whole_items import is_barred
+from lmcache_hybrid.scheduler.whole_items import barred_boundaries
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -72,7 +71,7 @@ class Arrivals:
             offered=bool(plan.states),
             drafter=drafter,
             chunk_ends=options.chunk_ends,
-            is_barred=functools.partial(is_barred, request, plan=plan),
+            barred=barred_boundaries(request, plan),
         )
         return RequestTracker(
             request,

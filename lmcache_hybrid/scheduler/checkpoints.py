@@ -7,7 +7,7 @@ earlier prompts share: it stops there, keeps the state and offers it. We set tha
 next boundary wanted, and again whenever one is reached.
 """
 
-from collections.abc import Callable
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -41,10 +41,6 @@ class Drafter:
         )
 
 
-def _none(tokens: int) -> bool:
-    return False
-
-
 @dataclass
 class Checkpoints:
     """Boundaries of one request whose states are wanted, in tokens.
@@ -62,7 +58,7 @@ class Checkpoints:
         last: the last boundary before the last known token that is not barred.
         stop: where vLLM itself ends the last but one step of the prefill.
         end: the deepest boundary up to ``stop`` that is not barred.
-        is_barred: whether no request may start from a boundary, given in tokens.
+        barred: boundaries that no request may start from.
     """
 
     block_size: int
@@ -77,7 +73,7 @@ class Checkpoints:
     last: int = 0
     stop: int = 0
     end: int = 0
-    is_barred: Callable[[int], bool] = _none
+    barred: Set[int] = frozenset()
 
     def begin(self, num_tokens: int) -> None:
         """Start over for a request of ``num_tokens`` tokens. Keeps its settings only."""
@@ -128,17 +124,17 @@ class Checkpoints:
 
         Without states no step needs to end there.
         """
-        if self.is_barred(boundary):
+        if boundary in self.barred:
             return False
         return not (self.offered and 0 < self.known - boundary < self.drafter.runway)
 
     def _up_to(self, boundary: int) -> int:
-        while boundary and self.is_barred(boundary):
+        while boundary and boundary in self.barred:
             boundary -= self.block_size
         return boundary
 
     def _next(self, tokens: int, step: int) -> int:
         boundary = (tokens // step + 1) * step
-        while self.is_barred(boundary):
+        while boundary in self.barred:
             boundary += step
         return boundary

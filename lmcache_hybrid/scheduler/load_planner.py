@@ -6,7 +6,6 @@ from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.protocol.metadata import LoadSpec
 from lmcache_hybrid.scheduler.prompt import inner_hashes
 from lmcache_hybrid.scheduler.tracker import Loading, RequestTracker
-from lmcache_hybrid.scheduler.whole_items import barred
 
 
 def question_of(
@@ -30,7 +29,7 @@ def question_of(
         limit,
         floor,
         limit_tail=tail,
-        barred=barred(request, plan),
+        barred=tuple(tracker.checkpoints.barred),
     )
 
 

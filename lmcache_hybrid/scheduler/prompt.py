@@ -64,8 +64,6 @@ def why_unread(request: "Request") -> str | None:
 
 def extended(prefix: Prefix, request: "Request", blocks: int, hashes_per_block: int) -> Prefix:
     """Lengthen ``prefix`` to the request's first ``blocks`` blocks."""
-    if not may_cache(request):  # a later turn of a session may bring media
-        return prefix
     first = len(prefix.hashes)
     ends = range((first + 1) * hashes_per_block - 1, blocks * hashes_per_block, hashes_per_block)
     more = tuple(bytes(request.block_hashes[end]) for end in ends)
@@ -76,7 +74,5 @@ def inner_hashes(
     request: "Request", boundaries: Iterable[int], plan: GroupPlan
 ) -> dict[int, bytes]:
     """vLLM's hash at those ``boundaries`` (multiples of U, in tokens) that lie inside a block."""
-    if not plan.unit or not may_cache(request):  # a later turn of a session may bring media
-        return {}
     inside = (tokens for tokens in boundaries if tokens % plan.block_size)
     return {tokens: bytes(request.block_hashes[tokens // plan.unit - 1]) for tokens in inside}

@@ -10,9 +10,8 @@ from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.groups import Block, GroupPlan
 from lmcache_hybrid.protocol.metadata import SaveSpec
-from lmcache_hybrid.scheduler.prompt import extended, inner_hashes
+from lmcache_hybrid.scheduler.prompt import inner_hashes
 from lmcache_hybrid.scheduler.tracker import RequestTracker
-from lmcache_hybrid.scheduler.whole_items import is_barred
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -60,13 +59,6 @@ class SavePlanner:
         whole = len(tracker.prefix.hashes) * size
         tracker.kept = {b for b in started if 0 < b <= whole and b % size == 0}
         tracker.chunks = tracker.save and checkpoints.wants_end(computed + gain)
-
-    def extend(self, tracker: RequestTracker, blocks: int) -> None:
-        """Extend the prefix with generated tokens, to ``blocks`` blocks in all."""
-        if tracker.save and blocks > len(tracker.prefix.hashes):
-            tracker.prefix = extended(
-                tracker.prefix, tracker.request, blocks, self._hashes_per_block
-            )
 
     def plan(
         self,
@@ -127,7 +119,7 @@ class SavePlanner:
         """Aim past ``boundary`` (tokens), which can be stored now."""
         self._aim(tracker, boundary)
         if self._options.save_decode:
-            self.extend(tracker, boundary // self._plan.block_size)
+            tracker.extend(boundary // self._plan.block_size, self._hashes_per_block)
 
     def _seal(self, tracker: RequestTracker, computed: int) -> list[int]:
         """Return the boundaries in blocks that the step reached, before vLLM reports them.
@@ -164,7 +156,7 @@ class SavePlanner:
         """
         tracker.chunks = tracker.checkpoints.wants_end(computed)
         boundary, rest = divmod(computed, self._plan.block_size)
-        if not tracker.chunks or tracker.checkpoints.is_barred(boundary * self._plan.block_size):
+        if not tracker.chunks or boundary * self._plan.block_size in tracker.checkpoints.barred:
             return [], offers
         if not self._plan.states:
             # A resumed request may be past its prompt, as in _seal.
@@ -207,7 +199,7 @@ class SavePlanner:
                 continue  # stored already, or of generated tokens without save_decode
             if inside and tokens > tracker.inner:
                 continue
-            if is_barred(tracker.request, tokens, self._plan):
+            if tokens in tracker.checkpoints.barred:
                 self.drop_offers("inside_media", 1)
                 continue
             misfit = tokens % self._plan.unit if inside else rest

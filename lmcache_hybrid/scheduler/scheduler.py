@@ -188,7 +188,7 @@ class HybridScheduler:
             tracker = before
             if self._options.save_decode:
                 blocks = len(request.block_hashes) // self._hashes_per_block
-                self._planner.extend(tracker, blocks)
+                tracker.extend(blocks, self._hashes_per_block)
         else:
             if before is not None:
                 # A session's next part has started over, see vllm_patch/sessions.py.

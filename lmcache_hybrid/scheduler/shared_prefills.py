@@ -197,12 +197,12 @@ class SharedPrefills:
             else:
                 high = middle - 1
         boundary = low * self._size
-        while boundary and any(each.checkpoints.is_barred(boundary) for each in (leader, follower)):
+        barred = leader.checkpoints.barred | follower.checkpoints.barred
+        while boundary and boundary in barred:
             boundary -= self._size
         # Reuse a meeting nearby: each further one may cost the leader a step.
         near = [m for m in leader.checkpoints.meetings if 0 <= boundary - m <= self.step_tokens / 2]
-        near = [meeting for meeting in near if not follower.checkpoints.is_barred(meeting)]
-        return max(near, default=boundary)
+        return max(set(near) - follower.checkpoints.barred, default=boundary)
 
     def check_integrity(self) -> None:
         """Assert what holds between two calls of vLLM."""

@@ -20,6 +20,7 @@ from lmcache_hybrid.protocol.lookup import LookupResult
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.checkpoints import Checkpoints
 from lmcache_hybrid.scheduler.lookup_queue import PendingLookup
+from lmcache_hybrid.scheduler.prompt import extended
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -244,6 +245,11 @@ class RequestTracker:
             self.background = None
 
     # Keys
+
+    def extend(self, blocks: int, hashes_per_block: int) -> None:
+        """Extend the prefix with generated tokens, to ``blocks`` blocks in all."""
+        if self.save and blocks > len(self.prefix.hashes):
+            self.prefix = extended(self.prefix, self.request, blocks, hashes_per_block)
 
     def take_answer(self, result: LookupResult) -> bool:
         """Take a lookup result.

@@ -14,21 +14,13 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-def is_barred(request: "Request", tokens: int, plan: GroupPlan) -> bool:
-    """Whether the request must not start from the boundary at ``tokens``."""
+def barred_boundaries(request: "Request", plan: GroupPlan) -> frozenset[int]:
+    """Return the boundaries, in tokens, that the request must not start from."""
     if not plan.whole_items:
-        return False
-    places = (item.mm_position for item in request.mm_features)
-    return any(place.offset <= tokens < place.offset + place.length for place in places)
-
-
-def barred(request: "Request", plan: GroupPlan) -> tuple[int, ...]:
-    """List the boundaries, in tokens, that the request must not start from."""
-    if not plan.whole_items:
-        return ()
+        return frozenset()
     step = plan.unit or plan.block_size
     places = (item.mm_position for item in request.mm_features)
-    return tuple(
+    return frozenset(
         tokens
         for place in places
         for tokens in range(-(-place.offset // step) * step, place.offset + place.length, step)

@@ -48,7 +48,7 @@ def test_where_steps_end_is_known():
     made = stops(10 * N + 1, junction=4 * N, interval=3 * N)
     made.meetings.add(5 * N)
     assert [end for end in range(1, 11) if made.ends_at(end * N)] == [3, 4, 5, 6, 9, 10]
-    assert not stops(10 * N + 1, junction=4 * N, is_barred=(4 * N).__eq__).ends_at(4 * N)
+    assert not stops(10 * N + 1, junction=4 * N, barred={4 * N}).ends_at(4 * N)
 
 
 def test_an_interval_ends_at_the_last_boundary():

@@ -17,8 +17,9 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 import vllm_patch
 from lmcache_hybrid.identity.media import CLIENT, CONTENT, MARK, may_cache
-from lmcache_hybrid.scheduler.prompt import extended, prefix_of
+from lmcache_hybrid.scheduler.prompt import prefix_of
 from tests.unit.helpers import N, make_request
+from tests.unit.scheduler_rig import Rig
 from vllm_patch.configuration import CONNECTOR
 
 vllm_patch.register()
@@ -294,10 +295,14 @@ def test_without_a_mark_nothing_is_cached():
 
 
 def test_a_later_part_of_a_session_brings_its_own_names():
-    request = make_request(tokens=TOKENS)
-    prefix = prefix_of(request, N, 1)
+    """vLLM appends them to the request's own, with the part's tokens and parameters."""
+    request, rig = make_request(tokens=TOKENS), Rig(2)
+    assert rig.prefill(request).attention
     request.sampling_params = SamplingParams(extra_args={MARK: CONTENT})
-    name = "client-uuid:img-1"
-    request.mm_features.append(MultiModalFeatureSpec(None, "image", name, PLACE))
-    request.append_output_token_ids(list(range(N)))
-    assert extended(prefix, request, 5, 1) == prefix
+    place = PlaceholderRange(offset=4 * N + 2, length=4)
+    item = MultiModalFeatureSpec(None, "image", "client-uuid:img-1", place)
+    request.mm_features.append(item)
+    request.append_output_token_ids(list(range(2 * N)))
+    request.num_prompt_tokens, request.num_computed_tokens = request.num_tokens, 0
+    assert rig.prefill(request) is None, "its name is the client's"
+    assert rig.scheduler.counts.skipped_requests == {"uncacheable": 1}

@@ -105,7 +105,7 @@ def test_steps_end_where_others_wait_already():
     for name, shared in (("b", 9 * N), ("c", SHARED), ("d", 7 * N)):
         assert prompts.waits(prompts.make(name, shared))
     assert [boundary for _, boundary in prompts.met] == [9 * N, 9 * N, 7 * N]
-    barred = prompts.make("e", is_barred={9 * N}.__contains__)
+    barred = prompts.make("e", barred={9 * N})
     assert prompts.waits(barred)
     assert prompts.met[-1] == ("a", SHARED)
 
@@ -191,8 +191,7 @@ def test_nobody_waits_for_what_comes_behind():
 def test_nobody_waits_for_a_boundary_from_which_no_request_may_start():
     prompts = Prompts()
     prompts.run(prompts.make("a"))
-    barred = {SHARED, SHARED - N}
-    assert prompts.waits(prompts.make("b", is_barred=barred.__contains__))
+    assert prompts.waits(prompts.make("b", barred={SHARED, SHARED - N}))
     assert prompts.met == [("a", SHARED - 2 * N)]
 
 

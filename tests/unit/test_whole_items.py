@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 from lmcache_hybrid import connector
 from lmcache_hybrid.identity.media import CONTENT, MARK
 from lmcache_hybrid.scheduler.checkpoints import Checkpoints
-from lmcache_hybrid.scheduler.whole_items import barred, is_barred
+from lmcache_hybrid.scheduler.whole_items import barred_boundaries
 
 from .helpers import PLAN, WINDOWS, N, engine_config, make_request
 from .lmcache_settings import lmcache_config
@@ -57,11 +57,9 @@ def test_a_hit_ends_inside_no_image(offset, length, hit):
 
 def test_boundaries_inside_a_block_are_barred_too():
     request, plan = asked(N + 3, N), WHOLE.with_unit(N // 4)
-    inside = [tokens for tokens in range(N + 3, 2 * N + 3) if tokens % (N // 4) == 0]
-    assert list(barred(request, plan)) == inside and len(inside) == 4
-    every = range(0, 5 * N, N // 4)
-    assert [tokens for tokens in every if is_barred(request, tokens, plan)] == inside
-    assert barred(request, PLAN) == () and not is_barred(request, 2 * N, PLAN)
+    inside = {tokens for tokens in range(N + 3, 2 * N + 3) if tokens % (N // 4) == 0}
+    assert barred_boundaries(request, plan) == inside and len(inside) == 4
+    assert not barred_boundaries(request, PLAN)
 
 
 def test_no_state_is_stored_inside_an_image():
@@ -91,14 +89,12 @@ def walk(made: Checkpoints, count: int) -> list[int]:
 
 
 def test_steps_are_not_made_to_end_inside_an_image():
-    def is_inside(tokens: int) -> bool:
-        return 4 * N < tokens < 7 * N
-
-    made = Checkpoints(N, 2 * N, False, is_barred=is_inside)
+    inside = {5 * N, 6 * N}
+    made = Checkpoints(N, 2 * N, False, barred=inside)
     made.begin(10 * N)
     made.junction = 5 * N
     assert walk(made, 5) == [2 * N, 4 * N, 8 * N, 0]
-    made = Checkpoints(N, 0, True, is_barred=is_inside)
+    made = Checkpoints(N, 0, True, barred=inside)
     made.begin(7 * N)
     # vLLM offers what lies before the last token by itself, and here that is inside.
     assert made.end == 4 * N and walk(made, 3) == [4 * N, 7 * N, 8 * N]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets one process at a time clean a folder."""
+"""Lets one process at a time use a folder, or clean it."""
 
 import errno
 import fcntl
@@ -9,7 +9,8 @@ import stat
 from lmcache_hybrid.storage.disk.files import is_shared
 from lmcache_hybrid.storage.folder.record_io import MODE, SHARED_MODE
 
-LOCK_NAME = ".lmcache-hybrid-cleaner"
+# Lock files: of who cleans a folder of fs://, and of the engine that uses one of local_disk.
+CLEANER_LOCK, ENGINE_LOCK = LOCK_NAMES = ".lmcache-hybrid-cleaner", ".lmcache-hybrid-engine"
 
 
 class FolderLock:
@@ -18,9 +19,13 @@ class FolderLock:
     Users who share the folder's records share the file: it has the mode of a record.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, name: str = CLEANER_LOCK) -> None:
+        """
+        Args:
+            name: one of LOCK_NAMES.
+        """
         self._folder = folder
-        self._path = os.path.join(folder, LOCK_NAME)
+        self._path = os.path.join(folder, name)
         self._number: int | None = None
 
     def hold(self) -> bool:
@@ -92,7 +97,7 @@ class FolderLock:
             return False
 
     def release(self) -> None:
-        """Let another process clean. Idempotent."""
+        """Let another process have it. Idempotent."""
         number, self._number = self._number, None
         if number is not None:
             os.close(number)

@@ -7,12 +7,16 @@ from typing import Any
 
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
+from vllm.logger import init_logger
 
 from lmcache_hybrid.config.stores.base import folders_in
 from lmcache_hybrid.protocol.record_reports import DISK
 from lmcache_hybrid.storage.disk.backend import LocalDisk
+from lmcache_hybrid.storage.folder.folder_use import FolderUse
 from lmcache_hybrid.storage.tiers.base import Observer, Opening, Unpin
 from lmcache_hybrid.storage.tiers.indexed import IndexedTier
+
+logger = init_logger("vllm.lmcache_hybrid.storage.tiers.disk")
 
 
 class DiskTier(IndexedTier):
@@ -27,6 +31,7 @@ class DiskTier(IndexedTier):
             functools.partial(opening.failed, name),
             functools.partial(opening.written, name),
         )
+        self._use = FolderUse(self.backend.path)
 
     @property
     def _lock(self) -> Any:
@@ -37,11 +42,30 @@ class DiskTier(IndexedTier):
         return self.backend.dict
 
     def restore(self, opening: Opening) -> None:
+        if opening.metadata.worker_id == 0:
+            self._warn_of_others()
         folders = folders_in("LMCache option local_disk", opening.config.local_disk)
         writers = opening.names.writers()
         self.backend.restore(
             opening.model_name, writers, opening.metadata, folders, opening.restored
         )
+
+    def _warn_of_others(self) -> None:
+        """Warn where another engine uses the folder; the lock is this one's until it ends."""
+        try:
+            alone = self._use.hold()
+        except OSError as error:  # no locks there
+            logger.debug("Who uses %s is unknown: %s", self.backend.path, error)
+            return
+        if not alone:
+            logger.warning(
+                "local_disk %s is in use by another engine. Neither sees what the other stores, "
+                "and each deletes the other's records to stay within max_local_disk_size: give "
+                "each engine a folder of its own, or let them share one with "
+                "remote_url: fs://localhost:0%s.",
+                self.backend.path,
+                self.backend.path,
+            )
 
     def observe(self, observer: Observer) -> None:
         self.backend.watch(lambda index: observer.follow(DISK, index, self.backend.is_writing))
@@ -70,6 +94,9 @@ class DiskTier(IndexedTier):
 
     def remove(self, key: CacheEngineKey) -> None:
         self.backend.forget(key)
+
+    def close(self) -> None:
+        self._use.release()
 
     def check_integrity(self) -> None:
         self.backend.check_integrity()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from lmcache_hybrid.config.folders import trusted_owner
 from lmcache_hybrid.config.stores import places
 from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.storage.folder.folder_use import in_use
 from lmcache_hybrid.tools.doctor.context import Context
 from lmcache_hybrid.tools.doctor.finding import Finding, ok, warning
 
@@ -35,6 +36,8 @@ def check_folders(context: Context) -> Iterator[Finding]:
                 f"its records in {path}, and lmcache-hybrid inspect finds them only from there.",
                 f"Write {path}.",
             )
+        if option == "local_disk" and in_use(path):
+            yield ok("folder", f"An engine uses {path} now; another one needs its own folder.")
         if os.path.lexists(path):
             yield from _of_another(path, trusted_owner(config))
         elif os.path.isdir(os.path.dirname(path)):

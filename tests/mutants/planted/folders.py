@@ -92,4 +92,28 @@ DEFECTS: tuple[Defect, ...] = (
         '        check_folder("local_disk", folder, trusted_owner(config))\n',
         '        check_folder("local_disk", folder)\n',
     ),
+    one(
+        "a second engine in a folder of local_disk is not told",
+        "lmcache_hybrid/storage/tiers/disk.py",
+        "            self._warn_of_others()\n",
+        "            pass\n",
+    ),
+    one(
+        "each rank of an engine takes the others for another engine",
+        "lmcache_hybrid/storage/tiers/disk.py",
+        "        if opening.metadata.worker_id == 0:\n",
+        "        if True:\n",
+    ),
+    one(
+        "on NFS nobody is told of another engine",
+        "lmcache_hybrid/storage/folder/folder_use.py",
+        "            return self._file.hold()\n",
+        "            return True\n",
+    ),
+    one(
+        "an engine that ends keeps its folder",
+        "lmcache_hybrid/storage/tiers/disk.py",
+        "        self._use.release()\n",
+        "        pass\n",
+    ),
 )

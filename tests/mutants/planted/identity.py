@@ -356,19 +356,19 @@ DEFECTS = (
     one(
         "a state inside such an image is stored",
         "lmcache_hybrid/scheduler/save_planner.py",
-        "            if is_barred(tracker.request, tokens, self._plan):\n",
+        "            if tokens in tracker.checkpoints.barred:\n",
         "            if False:\n",
     ),
     one(
         "windows are stored inside such an image instead of in front of it",
         "lmcache_hybrid/scheduler/checkpoints.py",
-        "        while boundary and self.is_barred(boundary):\n",
+        "        while boundary and boundary in self.barred:\n",
         "        while False:\n",
     ),
     one(
         "vLLM is asked to end a step inside such an image",
         "lmcache_hybrid/scheduler/arrivals.py",
-        "            is_barred=functools.partial(is_barred, request, plan=plan),\n",
+        "            barred=barred_boundaries(request, plan),\n",
         "",
     ),
     one(

@@ -41,8 +41,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a request waits for a boundary from which it may not start",
         PREFILLS,
-        "each.checkpoints.is_barred(boundary) for each in (leader, follower)",
-        "each.checkpoints.is_barred(boundary) for each in (leader,)",
+        "leader.checkpoints.barred | follower.checkpoints.barred",
+        "leader.checkpoints.barred",
     ),
     one(
         "a request waits for what others compute behind it",
@@ -89,14 +89,14 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a leader ends a step for each that waits",
         PREFILLS,
-        "        return max(near, default=boundary)\n",
+        "        return max(set(near) - follower.checkpoints.barred, default=boundary)\n",
         "        return boundary\n",
     ),
     one(
         "a request waits at another one's boundary from which it may not start",
         PREFILLS,
-        "if not follower.checkpoints.is_barred(meeting)]",
-        "]",
+        "max(set(near) - follower.checkpoints.barred, default",
+        "max(near, default",
     ),
     one(
         "who does not start behind another one counts all the same",

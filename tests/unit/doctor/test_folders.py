@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_hybrid.config.folders import TRUSTED_OWNER_KEY
+from lmcache_hybrid.storage.folder.folder_use import FolderUse
 from lmcache_hybrid.tools.doctor.backends import check_backends
 from lmcache_hybrid.tools.doctor.capacity import check_disks
 from lmcache_hybrid.tools.doctor.folders import check_folders, stand_ins
@@ -116,3 +117,16 @@ def test_a_relative_folder_is_told_in_full(context, tmp_path, monkeypatch):
     assert told.status == WARNING and told.fix == f"Write {tmp_path}/records."
     assert f"local_disk='records' is relative: an engine that starts in {tmp_path}" in told.message
     assert list(check_folders(replace(found, config=None, written=None))) == []
+
+
+def test_a_folder_that_an_engine_uses_now(context, tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = context(**settings("local_disk", folder))
+    assert list(check_folders(made)) == []
+    engine = FolderUse(str(folder))
+    assert engine.hold()
+    (found,) = check_folders(made)
+    assert found.status == OK and f"An engine uses {folder} now" in found.message
+    engine.release()
+    assert list(check_folders(made)) == [] == list(folder.iterdir())

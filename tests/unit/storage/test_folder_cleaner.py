@@ -16,7 +16,7 @@ from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.storage.folder import cleaner as module
 from lmcache_hybrid.storage.folder.cleaner import LOW, FolderCleaner, start_cleaners
 from lmcache_hybrid.storage.folder.file_uses import FileUses
-from lmcache_hybrid.storage.folder.folder_lock import LOCK_NAME, FolderLock
+from lmcache_hybrid.storage.folder.folder_lock import CLEANER_LOCK, FolderLock
 from lmcache_hybrid.storage.folder.record_files import (
     TEMPORARY,
     WRITING_SECONDS,
@@ -205,7 +205,7 @@ def test_what_is_not_ours_stays_and_does_not_count(box, tmp_path):
     folder, record = filled.folder, filled.path(KEYS[0])
     outside = tmp_path / "outside.data"
     outside.write_bytes(record.read_bytes())
-    names = ["notes.txt", "x.data", "m@1@0@ab@bfloat16.data", record.stem + ".bak", LOCK_NAME]
+    names = ["notes.txt", "x.data", "m@1@0@ab@bfloat16.data", record.stem + ".bak", CLEANER_LOCK]
     foreign = [folder / name for name in (*names, record.stem + ".pt")]
     for path in foreign:
         path.write_bytes(b"x" * 10**5)
@@ -241,7 +241,7 @@ def test_a_file_in_the_writing_stays_and_one_of_a_killed_engine_goes(box, limits
             os.utime(path, (time.time() - seconds,) * 2)
     cleaning = Cleaning([filled.folder], limits)
     cleaning.round()
-    stay = {ours[0], theirs[0], *foreign, *map(filled.path, KEYS), filled.folder / LOCK_NAME}
+    stay = {ours[0], theirs[0], *foreign, *map(filled.path, KEYS), filled.folder / CLEANER_LOCK}
     assert set(filled.folder.iterdir()) == stay
     assert cleaning.counts == {"unfinished": 2} and cleaning.bytes == 8
 
@@ -303,7 +303,7 @@ def test_a_plugins_folders_are_cleaned_too(tmp_path):
     try:
         until(lambda: not list(tmp_path.glob(f"*/*{TEMPORARY}")), "not cleaned")
         assert len(cleaners) == 3
-        assert all((folder / LOCK_NAME).exists() for folder in names.values())
+        assert all((folder / CLEANER_LOCK).exists() for folder in names.values())
     finally:
         for cleaner in cleaners:
             cleaner.close()

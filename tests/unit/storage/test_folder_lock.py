@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_hybrid.storage.folder.folder_lock import LOCK_NAME, FolderLock
+from lmcache_hybrid.storage.folder.folder_lock import CLEANER_LOCK, FolderLock
 
 from ..other_users import ALICE, BOB, GROUP, as_user, needs_root, open_tmp  # noqa: F401
 from ..store_box import until
@@ -123,12 +123,12 @@ def test_a_lock_file_that_was_deleted_is_no_lock(tmp_path):
     """Somebody emptied the folder: the next one makes a new file, so the old lock is void."""
     one, other = FolderLock(str(tmp_path)), FolderLock(str(tmp_path))
     assert one.hold()
-    (tmp_path / LOCK_NAME).unlink()
+    (tmp_path / CLEANER_LOCK).unlink()
     assert other.hold() and not one.hold()
     other.release()
     assert one.hold()
     # Its holder makes it anew, too.
-    (tmp_path / LOCK_NAME).unlink()
+    (tmp_path / CLEANER_LOCK).unlink()
     assert one.hold() and not other.hold()
 
 
@@ -145,16 +145,16 @@ def test_who_may_lock(tmp_path, mode, umask, expected):
         assert FolderLock(str(tmp_path)).hold()
     finally:
         os.umask(before)
-    assert stat.S_IMODE((tmp_path / LOCK_NAME).stat().st_mode) == expected
+    assert stat.S_IMODE((tmp_path / CLEANER_LOCK).stat().st_mode) == expected
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o444], ids=oct)
 def test_a_lock_file_that_is_there_stays_as_it_is(tmp_path, mode):
     tmp_path.chmod(0o2770)
-    (tmp_path / LOCK_NAME).touch()
-    (tmp_path / LOCK_NAME).chmod(mode)
+    (tmp_path / CLEANER_LOCK).touch()
+    (tmp_path / CLEANER_LOCK).chmod(mode)
     assert FolderLock(str(tmp_path)).hold()
-    assert stat.S_IMODE((tmp_path / LOCK_NAME).stat().st_mode) == mode
+    assert stat.S_IMODE((tmp_path / CLEANER_LOCK).stat().st_mode) == mode
 
 
 @needs_root
@@ -173,7 +173,7 @@ def test_users_who_share_a_folder_take_turns(open_tmp, mode, umask):  # noqa: F8
 def test_what_is_no_file_of_its_own_is_no_lock_and_stays_as_it_is(tmp_path, make):
     """Another member of the group may have linked a private file there."""
     tmp_path.chmod(0o2770)
-    private, there = tmp_path / "private", tmp_path / LOCK_NAME
+    private, there = tmp_path / "private", tmp_path / CLEANER_LOCK
     private.touch(0o600)
     make(private, there) if make is os.link else make(there, 0o600)
     before = [path.stat().st_mode for path in (private, there)]
@@ -191,7 +191,7 @@ def test_a_lock_file_deleted_before_it_is_opened_is_made_by_the_next_call(tmp_pa
 
 
 def test_a_link_is_no_lock(tmp_path):
-    (tmp_path / LOCK_NAME).symlink_to(tmp_path / "elsewhere")
+    (tmp_path / CLEANER_LOCK).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError):
         FolderLock(str(tmp_path)).hold()
-    assert os.listdir(tmp_path) == [LOCK_NAME]
+    assert os.listdir(tmp_path) == [CLEANER_LOCK]

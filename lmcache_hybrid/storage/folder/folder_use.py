@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells whether another engine uses a folder of ``local_disk``."""
+
+import fcntl
+import os
+
+from lmcache_hybrid.storage.folder.folder_lock import ENGINE_LOCK, FolderLock
+
+
+class FolderUse:
+    """An engine's lock on its folder. The system releases it when the process ends. One thread.
+
+    It is on the folder itself, which needs no file. NFS locks only files that are open for writing:
+    there it is on a file in the folder.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._number: int | None = None
+        self._file = FolderLock(folder, ENGINE_LOCK)
+
+    def hold(self) -> bool:
+        """Take the lock, once; False where another engine holds it.
+
+        Raises:
+            OSError: the folder is away, or its file system has no locks.
+        """
+        number = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(number)
+            return False
+        except OSError:
+            os.close(number)
+            return self._file.hold()
+        self._number = number
+        return True
+
+    def release(self) -> None:
+        """Let another engine have it. Idempotent."""
+        number, self._number = self._number, None
+        if number is not None:
+            os.close(number)
+        self._file.release()
+
+
+def in_use(folder: str) -> bool:
+    """Whether an engine uses the folder now; False where that cannot be told."""
+    use = FolderUse(folder)
+    try:
+        return not use.hold()
+    except OSError:
+        return False
+    finally:
+        use.release()

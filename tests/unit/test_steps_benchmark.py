@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of the scheduler's steps measures steps that store, and a hit that hits."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.steps.measure import PER_STEP, N, Rig, measure, request  # noqa: E402
+
+from . import helpers  # noqa: E402, F401  # so that blocks have hashes
+
+BLOCKS = 2 * PER_STEP
+
+
+@pytest.mark.parametrize("events", [False, True])
+def test_each_kind_of_step_is_timed(events: bool) -> None:
+    kinds = {"arrival", "step", "arrival of a hit", *(["all at once"] if events else [])}
+    found = measure(BLOCKS, events)
+    assert found.keys() == kinds and all(found.values())
+
+
+def test_a_step_stores_all_that_it_computes() -> None:
+    rig, made = Rig(True), request("first", BLOCKS)
+    assert rig.scheduler.get_num_new_matched_tokens(made, 0) == (0, False)
+    rig.scheduler.update_state_after_alloc(made, ([],) * 4, 0)
+    rig.step(made, PER_STEP)
+    (tracker,) = rig.scheduler._trackers.values()
+    assert tracker.stored.attention == len(tracker.stored.states) == PER_STEP
+
+
+def test_what_the_rank_holds_is_a_hit() -> None:
+    rig = Rig(False)
+    rig.held = BLOCKS
+    assert rig.scheduler.get_num_new_matched_tokens(request("second", BLOCKS), 0) == (
+        BLOCKS * N,
+        True,
+    )
