@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
 from vllm.logger import init_logger
 
@@ -23,6 +24,13 @@ logger = init_logger("vllm.lmcache_hybrid.config.options")
 
 CONNECTOR = "LMCacheConnectorV1"
 MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
+
+# Max bytes of a local socket's path, and those of vLLM's names in a folder; ours are no longer.
+_SOCKET_BYTES, _NAME_BYTES = 107, len("/") + 36
+_WRITE_CONNECTORS = (
+    "write a list with a table for each connector, such as "
+    f'[{{"kv_connector": "{CONNECTOR}", "kv_role": "kv_both"}}].'
+)
 
 # Why no hybrid model can be served in this process, "" when it can.
 _problem = ""
@@ -50,6 +58,7 @@ def is_ours(config: VllmConfig) -> bool:
 def install() -> None:
     """Hook ``KVTransferConfig`` and ``VllmConfig``. Mutates both classes."""
     _default_kv_role()
+    _say_what_is_no_list()
     _keep_missing_media_refused()
     _hook_settle()
 
@@ -85,6 +94,31 @@ def _default_kv_role() -> None:
         original(self)
 
     KVTransferConfig.__post_init__ = __post_init__
+
+
+def _say_what_is_no_list() -> None:
+    """Refuse 'connectors' of a ``MultiConnector`` in one sentence where vLLM fails on them.
+
+    All that reads them asks ``has_connector`` first.
+    """
+    original = KVTransferConfig.has_connector
+
+    @functools.wraps(original)
+    def has_connector(self: KVTransferConfig, connector_name: str) -> bool:
+        try:
+            return bool(original(self, connector_name))
+        except (AttributeError, TypeError):
+            # Not the value, which may hold passwords.
+            children = _children(self)
+            kind = f"a {type(children).__name__}"
+            if isinstance(children, (list, tuple)):
+                kind += f" of {' and '.join(sorted({type(each).__name__ for each in children}))}"
+            raise ValueError(
+                f"kv_connector_extra_config of {self.kv_connector} has {kind} as 'connectors'; "
+                f"{_WRITE_CONNECTORS}"
+            ) from None
+
+    KVTransferConfig.has_connector = has_connector
 
 
 def _keep_missing_media_refused() -> None:
@@ -152,6 +186,11 @@ def _refuse_others_in_our_place(config: VllmConfig, asked: bool) -> None:
         raise ValueError(
             f"kv_connector_module_path={path!r} runs another {CONNECTOR} than vLLM's, and that "
             "does not serve hybrid models; remove it."
+        )
+    if name == "MultiConnector" and not _children(transfer):
+        raise ValueError(
+            "kv_connector_extra_config of MultiConnector names no 'connectors', and so none that "
+            f"serves this hybrid model; {_WRITE_CONNECTORS}"
         )
     if not asked and (name == f"{CONNECTOR}Dynamic" or _names_ours(_children(transfer))):
         raise ValueError(
@@ -252,6 +291,7 @@ def _settle_hybrid(config: VllmConfig) -> None:
             "disable_hybrid_kv_cache_manager=True leaves states without blocks of their own; "
             "remove --disable-hybrid-kv-cache-manager."
         )
+    _refuse_long_folder_of_sockets()
     _refuse_unsound(config)
     own = _settle_neighbours(transfer)
     _settle_hash(cache)
@@ -297,6 +337,18 @@ def _settle_neighbours(transfer: KVTransferConfig) -> dict[str, Any]:
     extra = own[0].setdefault("kv_connector_extra_config", {})
     extra[BESIDE_KEY] = len(children) > 1
     return extra
+
+
+def _refuse_long_folder_of_sockets() -> None:
+    """Refuse a folder in which vLLM's local sockets, and ours, would have too long a path."""
+    folder = envs.VLLM_RPC_BASE_PATH
+    taken, most = len(os.fsencode(folder)), _SOCKET_BYTES - _NAME_BYTES
+    if taken > most:
+        raise ValueError(
+            f"VLLM_RPC_BASE_PATH={folder!r} has {taken} bytes, and a folder of local sockets has "
+            f"at most {most}; set it, or the TMPDIR that stands in for it, to a shorter path, such "
+            "as /tmp."
+        )
 
 
 def _refuse_unsound(config: VllmConfig) -> None:

@@ -21,6 +21,7 @@ Signatures = dict[str, str]
 AT_START: Signatures = {
     "vllm.config": """
         KVTransferConfig.__post_init__()
+        KVTransferConfig.has_connector(connector_name)
         VllmConfig._post_init_kv_transfer_config()
         VllmConfig._resolve_mm_embedding_inputs()""",
     "vllm.distributed.kv_transfer.kv_connector.v1.base": """

@@ -36,6 +36,7 @@ def hooks_restored(monkeypatch):
         (VllmConfig, "_post_init_kv_transfer_config"),
         (VllmConfig, "_resolve_mm_embedding_inputs"),
         (KVTransferConfig, "__post_init__"),
+        (KVTransferConfig, "has_connector"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
     monkeypatch.setattr(connector.upstream, LMCACHE, connector.UpstreamConnector)

@@ -222,6 +222,53 @@ def test_connectors_that_cannot_be_beside_ours_are_refused(connectors, sentence)
         beside(*connectors)
 
 
+@pytest.mark.parametrize(
+    "connectors, kind",
+    [
+        (OURS, "a dict"),
+        (LMCACHE, "a str"),
+        (None, "a NoneType"),
+        ([LMCACHE], "a list of str"),
+        ([OFFLOADING, LMCACHE], "a list of dict and str"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["qwen3_next", "llama"])
+def test_connectors_that_are_no_list_are_refused_in_one_sentence(family, connectors, kind):
+    """vLLM fails on them: 'str' object has no attribute 'get'."""
+    extra = {"connectors": connectors, "password": "secret"}
+    with pytest.raises(ValueError) as error:
+        engine_config(family, extra, connector="MultiConnector")
+    assert (
+        f"kv_connector_extra_config of MultiConnector has {kind} as 'connectors'; write a list "
+        in (told := str(error.value))
+    )
+    assert 'such as [{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}].' in told
+    assert "has no attribute" not in told
+
+
+@pytest.mark.parametrize("extra", [{}, {"connectors": []}], ids=str)
+def test_a_multi_connector_without_connectors_serves_no_hybrid_model(extra):
+    with pytest.raises(ValueError, match="MultiConnector names no 'connectors', and so none that"):
+        engine_config("qwen3_next", extra, connector="MultiConnector")
+    engine_config("llama", extra, connector="MultiConnector")
+
+
+def test_a_folder_too_long_for_sockets_is_refused(monkeypatch):
+    """One byte less is fine: tests/unit/test_rpc.py."""
+    folder = "/tmp/" + "é" * 33
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", folder)
+    with pytest.raises(ValueError) as error:
+        engine_config("lfm2")
+    assert (
+        f"VLLM_RPC_BASE_PATH='{folder}' has 71 bytes, and a folder of local sockets has at most "
+        in (str(error.value))
+    )
+    engine_config("llama")
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", folder[:-1] + "e")
+    engine_config("lfm2")
+
+
 def inside(name: str, *connectors: dict, **more) -> dict:
     return {
         "kv_connector": name,

@@ -90,8 +90,8 @@ def _ours(transfer: "KVTransferConfig", troubles: list[Finding]) -> "KVTransferC
     """Return the configuration of this package's connector, also inside a ``MultiConnector``."""
     if transfer.kv_connector == "MultiConnector":
         try:
-            beside = transfer.kv_connector_extra_config.get("connectors", ())
-            for each in beside:
+            transfer.has_connector(CONNECTOR)  # refuses what is no list of connectors
+            for each in transfer.kv_connector_extra_config.get("connectors", ()):
                 if each.get("kv_connector") == CONNECTOR:
                     return type(transfer)(**each)
         except (AttributeError, TypeError, ValueError) as failure:

@@ -143,7 +143,7 @@ VLLM = (
     ),
     Hook(_CONFIG, "KVTransferConfig.kv_load_failure_policy", replaced_in=_CONFIGURATION),
     Hook(_CONFIG, "KVTransferConfig.get_from_extra_config", ("key", "default")),
-    Hook(_CONFIG, "KVTransferConfig.has_connector", ("connector_name",)),
+    Hook(_CONFIG, "KVTransferConfig.has_connector", replaced_in=_CONFIGURATION),
     Hook(_CONFIG, "CacheConfig.prefix_caching_hash_algo", replaced_in=_CONFIGURATION),
     Hook(
         _CONFIG,
