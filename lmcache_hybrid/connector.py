@@ -21,7 +21,7 @@ from lmcache_hybrid.config.lmcache_config import (
     refusals,
     settle_lmcache_config,
 )
-from lmcache_hybrid.config.options import Options, check_lengths, check_pool, read_options
+from lmcache_hybrid.config.options import Options, check_sizes, read_options
 from lmcache_hybrid.config.parallel import check_parallelism, check_prefix_cache, settle_disk_folder
 from lmcache_hybrid.core.errors import ConfigError, UnknownContentError
 from lmcache_hybrid.core.faults import caught, guarded
@@ -73,20 +73,29 @@ def _nothing(connector: "HybridConnector") -> Any:
     return None
 
 
-def check_options(vllm_config: "VllmConfig") -> None:
-    """Refuse options that no model can be served with, before N is known.
+def check_options(
+    vllm_config: "VllmConfig",
+    config: "LMCacheEngineConfig | None" = None,
+    block_size: int | None = None,
+) -> Options:
+    """Read the options, and refuse those that no model can be served with, or none of such blocks.
+
+    Args:
+        config: LMCache's, not settled; None loads it without warnings.
+        block_size: N in tokens; None skips the checks that need it.
 
     Raises:
         ConfigError: a sentence for each.
     """
-    config = load_lmcache_config(vllm_config, quiet=True)
-    wrong = refusals(config, None)
+    config = config or load_lmcache_config(vllm_config, quiet=True)
+    wrong = refusals(config, block_size)
     try:
-        read_options(vllm_config, config)
+        options = read_options(vllm_config, config, block_size)
     except ConfigError as error:
-        wrong.append(str(error))
+        raise ConfigError(*dict.fromkeys((*wrong, *error.args))) from None
     if wrong:
-        raise ConfigError(" ".join(wrong))
+        raise ConfigError(*wrong)
+    return options
 
 
 class HybridConnector(KVConnectorBase_V1):
@@ -144,15 +153,14 @@ class HybridConnector(KVConnectorBase_V1):
         check_parallelism(vllm_config)
         check_prefix_cache(vllm_config)
         config = load_lmcache_config(vllm_config)
-        self._options = options = read_options(vllm_config, config)
         plan = plan_groups(kv_cache_config)
         _, unit = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         self.plan = dataclasses.replace(
             plan.with_unit(unit), whole_items=vllm_config.model_config.is_mm_prefix_lm
         )
         self._attention_group = plan.attention[0]
+        self._options = options = check_options(vllm_config, config, self.plan.block_size)
         settle_lmcache_config(config, self.plan.block_size)
-        check_lengths(options, self.plan.block_size)
         self._metadata: ConnectorMetadata = NOTHING
         self._queue: LookupQueue | None = None
         self._server: LookupServer | None = None
@@ -297,7 +305,8 @@ class HybridConnector(KVConnectorBase_V1):
         context = self._vllm_config.compilation_config.static_forward_context
         reset_scales(self.kv_cache_config, kv_caches, context)
         if self._manager is not None:
-            check_pool(self._manager.config, max(group.block_bytes for group in pages.values()))
+            sizes = [group.block_bytes for group in pages.values()]
+            check_sizes(self._manager.config, max(sizes), sum(sizes), len(sizes))
         return pages
 
     def _open(self, pages: dict[int, GroupPages], name: bytes, replicas: Replicas | None) -> None:

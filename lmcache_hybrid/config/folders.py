@@ -38,23 +38,29 @@ class FolderLimits:
         return self != FolderLimits()
 
 
-def read_limits(own: Mapping[str, Any], config: "LMCacheEngineConfig") -> FolderLimits:
+def read_limits(
+    own: Mapping[str, Any], names: Mapping[str, str], config: "LMCacheEngineConfig"
+) -> FolderLimits:
     """Return the limits among this package's options.
 
     Args:
         own: the options, see :func:`.own_options.read_own_options`.
+        names: see :func:`.own_options.names_of`.
 
     Raises:
         ConfigError: there is a limit and no store in folders.
     """
-    for key in (MAX_SIZE_KEY, MAX_AGE_KEY):
-        if own[key] is not None and not shared_folders(config):
-            url = config.remote_url
-            raise ConfigError(
-                f"{key}={own[key]:g} limits folders of fs:// and file:/// only, and remote_url is "
-                f"{url and without_password(url)!r}; remove it, or set remote_url to "
+    limits = [key for key in (MAX_SIZE_KEY, MAX_AGE_KEY) if own[key] is not None]
+    if limits and not shared_folders(config):
+        url = config.remote_url and without_password(config.remote_url)
+        raise ConfigError(
+            *(
+                f"{names[key]}={own[key]:g} limits folders of fs:// and file:/// only, and "
+                f"remote_url is {url!r}; remove it, or set remote_url to "
                 "fs://localhost:0/absolute/path."
+                for key in limits
             )
+        )
     size, hours = own[MAX_SIZE_KEY], own[MAX_AGE_KEY]
     return FolderLimits(
         None if size is None else max(1, int(size * (1 << 30))),

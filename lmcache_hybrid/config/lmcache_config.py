@@ -18,7 +18,13 @@ from lmcache_hybrid.config.folders import check_folder, trusted_owner
 from lmcache_hybrid.config.lmcache_file import CONFIG_FILE
 from lmcache_hybrid.config.lmcache_options import EXTRA_OPTIONS, OPTIONS, LMCacheOption
 from lmcache_hybrid.config.other_names import name_as_redis
-from lmcache_hybrid.config.own_options import LOAD_LIMIT_KEY, OWN_PREFIX, TRUSTED_OWNER_KEY
+from lmcache_hybrid.config.own_options import (
+    KEY_FILE_KEY,
+    LOAD_LIMIT_KEY,
+    OWN_OPTIONS,
+    OWN_PREFIX,
+    TRUSTED_OWNER_KEY,
+)
 from lmcache_hybrid.config.redis_credentials import (
     PASSWORD_FILE,
     hide_passwords,
@@ -36,6 +42,7 @@ from lmcache_hybrid.config.values import (
     taken_away,
     without_prefix,
 )
+from lmcache_hybrid.core.digests import read_key
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.upstream.lmcache_home import take
 
@@ -76,7 +83,7 @@ def load_lmcache_config(vllm_config: "VllmConfig", quiet: bool = False) -> "LMCa
     written = {option: value for option, value in written.items() if option not in extra}
     own = [*without_prefix(transfer_extra), *own_options.problems(transfer_extra, os.environ)]
     if wrong := [*_problems({**written, **extra}, bool(own)), *own]:
-        raise ConfigError(" ".join(wrong))
+        raise ConfigError(*wrong, *_unusable_key(transfer_extra))
     for sentence in () if quiet else taken_away(file, os.environ):
         logger.warning("%s", sentence)
     try:
@@ -86,7 +93,7 @@ def load_lmcache_config(vllm_config: "VllmConfig", quiet: bool = False) -> "LMCa
     except (AssertionError, ValueError) as error:
         # LMCache may fail first on what is missing beside an option that is refused here.
         if refused := list(_refused(as_lmcache_reads(written))):
-            raise ConfigError(" ".join(refused)) from error
+            raise ConfigError(*refused) from error
         raise
     except (AttributeError, TypeError) as error:
         raise ConfigError(
@@ -132,6 +139,19 @@ def _problems(values: Values, others: bool) -> Iterator[str]:
         yield from _refused(as_lmcache_reads(sound))
 
 
+def _unusable_key(extra: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what is wrong with a key file whose option is sound, if anything."""
+    where, path = own_options.written(extra).get(KEY_FILE_KEY, ("", None))
+    try:
+        if path is not None:
+            read_key(where, OWN_OPTIONS[KEY_FILE_KEY].parse(path))
+    except ConfigError as error:
+        return error.args
+    except ValueError:  # no path, which is told already
+        pass
+    return ()
+
+
 @contextmanager
 def _knowing_our_options() -> Iterator[None]:
     """Keep LMCache from warning of this package's options in its file."""
@@ -158,7 +178,7 @@ def settle_lmcache_config(config: "LMCacheEngineConfig", block_size: int) -> Non
         ConfigError: an option that cannot keep its meaning on a hybrid model.
     """
     if refused := refusals(config, block_size):
-        raise ConfigError(" ".join(refused))
+        raise ConfigError(*refused)
     _settle_chunk_size(config, block_size)
     moot = [name for name, option in OPTIONS.items() if option.moot]
     for name in moot:
@@ -185,12 +205,12 @@ def refusals(config: "LMCacheEngineConfig", block_size: int | None) -> list[str]
     Args:
         block_size: N in tokens; None skips the checks that need it.
     """
-    found = []
+    found: list[str] = []
     for check in _checks(config, block_size):
         try:
             check()
         except ConfigError as error:
-            found.append(str(error))
+            found += error.args
     return found
 
 

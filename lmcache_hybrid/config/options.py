@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of an engine, LMCache's and this package's, as the scheduler side needs them."""
 
+import math
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -16,19 +18,23 @@ from lmcache_hybrid.config.own_options import (
     POLICIES,
     POLICY_KEY,
     SHARE_KEY,
+    names_of,
     read_own_options,
     remarks,
-    written,
 )
 from lmcache_hybrid.core.digests import PLAIN, Digester, read_key
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import BESIDE_KEY
+from lmcache_hybrid.core.sizes import GIB, KIB
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
     from vllm.config import VllmConfig
 
 logger = init_logger("vllm.lmcache_hybrid.config.options")
+
+# No record takes more beside its pages and a thousandth of them: header, and padding to 4 KiB.
+BESIDE_PAGES = 8 * KIB
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Options:
         alone: whether this is the only connector.
         events: whether KV cache events are published for stored records.
         folder_limits: limits to which this engine cleans the folders of ``fs://``.
+        names: see :func:`.own_options.names_of`.
     """
 
     save: bool
@@ -65,28 +72,48 @@ class Options:
     alone: bool = True
     events: bool = False
     folder_limits: FolderLimits = FolderLimits()
+    names: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
-def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Options:
+def read_options(
+    vllm_config: "VllmConfig", config: "LMCacheEngineConfig", block_size: int | None = None
+) -> Options:
     """Read the options.
+
+    Args:
+        block_size: N in tokens; None skips the checks that need it.
 
     Raises:
         ConfigError: an option of ours is unknown or has a bad value, see
-            :func:`.own_options.problems`; ``min_retrieve_tokens`` is negative; a limit without
-            ``fs://``; or an unusable key file.
+            :func:`.own_options.problems`; or a sentence for each of the others: a negative
+            ``min_retrieve_tokens``, a limit without ``fs://``, an unusable key file, and lengths
+            that do not fit N.
     """
     transfer = vllm_config.kv_transfer_config
-    own = read_own_options(transfer.kv_connector_extra_config)
+    extra = transfer.kv_connector_extra_config
+    own, names = read_own_options(extra), names_of(extra)
+    wrong: list[str] = []
     shortest = config.min_retrieve_tokens
     if shortest is None or shortest < 0:
-        raise ConfigError(
+        wrong.append(
             f"LMCache option min_retrieve_tokens={shortest} is not a number of tokens; write one, "
             "or 0."
         )
+    digester: Digester = PLAIN
+    limits = FolderLimits()
+    try:
+        if (key_file := own[KEY_FILE_KEY]) is not None:
+            digester = read_key(names[KEY_FILE_KEY], key_file)
+    except ConfigError as error:
+        wrong += error.args
+    try:
+        limits = read_limits(own, names, config)
+    except ConfigError as error:
+        wrong += error.args
     alone = not transfer.get_from_extra_config(BESIDE_KEY, False)
-    checkpoint, key_file = own[CHECKPOINT_KEY], own[KEY_FILE_KEY]
+    checkpoint = own[CHECKPOINT_KEY]
     chunk_ends = checkpoint == CHUNK_ENDS
-    return Options(
+    options = Options(
         save=transfer.kv_role != "kv_consumer" and not os.environ.get("LMCACHE_FORCE_SKIP_SAVE"),
         priority_limit=config.priority_limit,
         min_retrieve_tokens=shortest,
@@ -94,13 +121,19 @@ def read_options(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> Op
         checkpoint_tokens=0 if chunk_ends else checkpoint,
         chunk_ends=chunk_ends,
         save_decode=bool(config.save_decode_cache),
-        digester=PLAIN if key_file is None else read_key(KEY_FILE_KEY, key_file),
+        digester=digester,
         load_policy=own[POLICY_KEY],
         share_prefills=own[SHARE_KEY] and alone,
         alone=alone,
         events=bool(config.enable_kv_events) and _publishes(vllm_config),
-        folder_limits=read_limits(own, config),
+        folder_limits=limits,
+        names=names,
     )
+    if block_size is not None:
+        wrong += _bad_lengths(options, block_size)
+    if wrong:
+        raise ConfigError(*wrong)
+    return options
 
 
 def _publishes(vllm_config: "VllmConfig") -> bool:
@@ -118,12 +151,12 @@ def log_remarks(vllm_config: "VllmConfig") -> None:
 def log_sharing(vllm_config: "VllmConfig", options: Options) -> None:
     """Warn if requests are told to share prefills, but cannot."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    asked = SHARE_KEY in written(extra) and read_own_options(extra)[SHARE_KEY]
+    asked = SHARE_KEY in options.names and read_own_options(extra)[SHARE_KEY]
     if asked and not options.alone:
         logger.warning(
             "%s=true does nothing beside other connectors of a MultiConnector: each request "
             "computes what it does not find.",
-            SHARE_KEY,
+            options.names[SHARE_KEY],
         )
 
 
@@ -141,44 +174,58 @@ def log_events(vllm_config: "VllmConfig", config: "LMCacheEngineConfig") -> None
         )
 
 
-def check_lengths(options: Options, block_size: int) -> None:
-    """Refuse lengths in tokens that do not fit this model's blocks.
+def _bad_lengths(options: Options, block_size: int) -> Iterator[str]:
+    """Yield a sentence for each length in tokens that does not fit this model's blocks.
+
+    States exist at block boundaries only, and no load is less than a block.
 
     Args:
         block_size: N in tokens.
-
-    Raises:
-        ConfigError: ``checkpoint_tokens`` is not a multiple of N (states exist at block
-            boundaries only), or ``max_tokens_per_load`` is less than a block.
     """
     limit = options.max_tokens_per_load
     if 0 < limit < block_size:
-        raise ConfigError(
-            f"{LOAD_LIMIT_KEY}={limit} is less than this model's block size {block_size}, so "
-            f"nothing could be loaded; set it to {block_size} or more, or to 0 for no limit."
+        yield (
+            f"{options.names[LOAD_LIMIT_KEY]}={limit} is less than this model's block size "
+            f"{block_size}, so nothing could be loaded; set it to {block_size} or more, or to 0 "
+            "for no limit."
         )
     tokens = options.checkpoint_tokens
     if tokens < 0 or tokens % block_size:
         nearest = max(1, round(tokens / block_size)) * block_size
-        raise ConfigError(
-            f"{CHECKPOINT_KEY}={tokens} is not a multiple of this model's block size "
-            f"{block_size}; set it to {nearest}, to 0 for no checkpoints, or remove it for one at "
-            "each chunk's end."
+        yield (
+            f"{options.names[CHECKPOINT_KEY]}={tokens} is not a multiple of this model's block "
+            f"size {block_size}; set it to {nearest}, to 0 for no checkpoints, or remove it for "
+            "one at each chunk's end."
         )
 
 
-def check_pool(config: "LMCacheEngineConfig", largest: int) -> None:
-    """Refuse a CPU pool too small for two records: every copy goes through it.
+def check_sizes(config: "LMCacheEngineConfig", largest: int, block: int, groups: int) -> None:
+    """Refuse stores too small for any hit.
+
+    Every copy goes through the CPU pool, which needs room for two records. A hit needs the records
+    of one block at least, one for each group.
 
     Args:
         largest: bytes of the largest group's block.
+        block: bytes of one block of all groups.
 
     Raises:
-        ConfigError: ``max_local_cpu_size`` is too small for this model.
+        ConfigError: ``max_local_cpu_size`` or ``max_local_disk_size`` is too small for this model.
     """
-    if 2 * largest > config.max_local_cpu_size * (1 << 30):
-        raise ConfigError(
+    wrong = []
+    if 2 * largest > config.max_local_cpu_size * GIB:
+        wrong.append(
             f"LMCache option max_local_cpu_size={config.max_local_cpu_size} is too small: one "
             f"block of this model takes {largest / 1e6:.1f} MB; set it to "
-            f"{max(1, round(8 * largest / (1 << 30)))} GB or more."
+            f"{max(1, round(8 * largest / GIB))} GB or more."
         )
+    taken = block + block // 1000 + groups * BESIDE_PAGES
+    if config.local_disk and 0 < config.max_local_disk_size * GIB < taken:
+        wrong.append(
+            f"LMCache option max_local_disk_size={config.max_local_disk_size} is too small: the "
+            f"records of one block of this model take {taken / 1e6:.1f} MB on each rank, so none "
+            f"would be hit there; set it to {math.ceil(1000 * taken / GIB) / 1000} or more, or "
+            "remove local_disk."
+        )
+    if wrong:
+        raise ConfigError(*wrong)

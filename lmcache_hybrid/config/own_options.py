@@ -177,12 +177,24 @@ def read_own_options(
         ConfigError: LMCache's file cannot be read, or :func:`problems` are found.
     """
     if wrong := list(problems(extra, environment)):
-        raise ConfigError(" ".join(wrong))
+        raise ConfigError(*wrong)
     found = {key: option.default for key, option in OWN_OPTIONS.items()}
     for key, (_, value) in written(extra, environment).items():
         if key in OWN_OPTIONS:
             found[key] = OWN_OPTIONS[key].parse(value)
     return found
+
+
+def names_of(extra: Mapping[str, Any]) -> dict[str, str]:
+    """Return, by key, the name of each option where the user wrote it.
+
+    Args:
+        extra: ``kv_connector_extra_config``.
+
+    Raises:
+        ConfigError: LMCache's file cannot be read.
+    """
+    return {key: where for key, (where, _) in written(extra).items()}
 
 
 def load_failure_policy(extra: Mapping[str, Any]) -> str:

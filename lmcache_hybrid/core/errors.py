@@ -10,8 +10,11 @@ if TYPE_CHECKING:
 class ConfigError(ValueError):
     """Bad configuration, found at start-up.
 
-    The message is one sentence with the setting, its value and the fix.
+    Its arguments are sentences, each with a setting, its value and the fix.
     """
+
+    def __str__(self) -> str:
+        return " ".join(self.args)
 
 
 class UnknownContentError(Exception):

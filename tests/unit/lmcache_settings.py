@@ -41,6 +41,7 @@ def transfer(role: str = "kv_both", **extra) -> KVTransferConfig:
     )
 
 
-def options(role: str = "kv_both", lmcache=None, **extra) -> Options:
+def options(role: str = "kv_both", lmcache=None, block_size: int | None = None, **extra) -> Options:
     """Read this connector's options; ``extra`` goes into kv_connector_extra_config."""
-    return read_options(vllm_config(transfer(role, **extra)), lmcache or lmcache_config())
+    config = vllm_config(transfer(role, **extra))
+    return read_options(config, lmcache or lmcache_config(), block_size)

@@ -3,6 +3,7 @@
 
 import errno
 import os
+import re
 import stat
 import threading
 from pathlib import Path
@@ -10,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmcache_hybrid.core.errors import LoadError, RecordError
+from lmcache_hybrid.config.options import check_sizes
+from lmcache_hybrid.core.errors import ConfigError, LoadError, RecordError
 from lmcache_hybrid.storage.record import payload_bytes
 
 from . import store_box as stores
 from .helpers import payload_of, put
+from .lmcache_settings import assert_one_sentence, lmcache_config
 from .store_box import FINGERPRINT, KEYS, Box, until
 
 box, valkey = stores.box, stores.valkey
@@ -65,6 +68,40 @@ def held(folder: Path) -> list[Path]:
 
 def settled(one: Box, count: int) -> None:
     until(lambda: len(list(one.folder.iterdir())) == count, "evicted files are still there")
+
+
+def test_a_disk_too_small_for_any_hit_is_refused_with_the_size_that_helps(box, tmp_path):
+    """A save would only say that there is no space left."""
+    pages, block = 1_000_000, KEYS[2:]  # attention and state of one boundary
+
+    def check(size: float) -> None:
+        config = lmcache_config(local_disk=str(tmp_path), max_local_disk_size=size)
+        check_sizes(config, pages, len(block) * pages, len(block))
+
+    with pytest.raises(ConfigError) as error:
+        check(0.0015)
+    told = "LMCache option max_local_disk_size=0.0015 is too small: the records of one block of"
+    assert str(error.value).startswith(told)
+    assert_one_sentence(str(error.value))
+    helps = re.search(r"set it to ([\d.]+) or more, or remove local_disk", str(error.value))
+    assert helps is not None
+    check(float(helps[1]))
+    for size, fitting in ((0.0015, 1), (float(helps[1]), 2)):
+        one = box("disk", max_payload=pages, max_local_disk_size=size)
+        put(one.store, block, pages)
+        one.settle()
+        assert len(one.store.locate(block)) == fitting
+        one.close()
+
+
+def test_what_is_too_small_in_ram_and_on_disk_is_told_at_once(tmp_path):
+    config = lmcache_config(
+        local_disk=str(tmp_path), max_local_disk_size=0.001, max_local_cpu_size=0.001
+    )
+    with pytest.raises(ConfigError, match="max_local_cpu_size=0.001 is.* max_local_disk_size=0.0"):
+        check_sizes(config, 1 << 20, 1 << 21, 2)
+    config.local_disk, config.max_local_cpu_size = None, 1.0
+    check_sizes(config, 1 << 20, 1 << 21, 2)
 
 
 # Files of others

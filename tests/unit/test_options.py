@@ -6,7 +6,6 @@ import pytest
 from lmcache_hybrid.config.folders import FolderLimits
 from lmcache_hybrid.config.options import (
     Options,
-    check_lengths,
     log_remarks,
     log_sharing,
     read_options,
@@ -108,9 +107,8 @@ def test_the_load_failure_policy_is_a_known_setting():
 
 @pytest.mark.parametrize("tokens, nearest", [(100, 384), (600, 768), (-384, 384), (1, 384)])
 def test_checkpoints_off_the_block_grid_are_refused(tokens, nearest):
-    chosen = options(**{"lmcache.hybrid_checkpoint_tokens": tokens})
     with pytest.raises(ConfigError) as error:
-        check_lengths(chosen, 384)
+        options(block_size=384, **{"lmcache.hybrid_checkpoint_tokens": tokens})
     assert_one_sentence(str(error.value))
     assert str(error.value).startswith(f"lmcache.hybrid_checkpoint_tokens={tokens} is not a multip")
     assert f"set it to {nearest}, to 0 for no checkpoints, or remove it" in str(error.value)
@@ -118,8 +116,7 @@ def test_checkpoints_off_the_block_grid_are_refused(tokens, nearest):
 
 @pytest.mark.parametrize("tokens", [0, 384, 1152])
 def test_checkpoints_on_the_block_grid(tokens):
-    chosen = options(**{"lmcache.hybrid_checkpoint_tokens": tokens})
-    check_lengths(chosen, 384)
+    chosen = options(block_size=384, **{"lmcache.hybrid_checkpoint_tokens": tokens})
     assert (chosen.checkpoint_tokens, chosen.chunk_ends) == (tokens, False)
 
 
@@ -132,8 +129,7 @@ def test_what_is_no_number_of_tokens_gets_the_words_to_write():
     "chosen", [{}, *({"lmcache.hybrid_checkpoint_tokens": value} for value in ("chunk", None))]
 )
 def test_states_at_chunk_ends_are_on_by_default(chosen):
-    found = options(**chosen)
-    check_lengths(found, 384)
+    found = options(block_size=384, **chosen)
     assert (found.checkpoint_tokens, found.chunk_ends) == (0, True)
 
 
@@ -145,12 +141,11 @@ def test_generated_tokens_are_off_by_default():
 @pytest.mark.parametrize("tokens", [1, 383])
 def test_a_load_limit_below_one_block_is_refused(tokens):
     """It would switch loading off without a word."""
-    chosen = options(**{"lmcache.max_tokens_per_load": tokens})
     with pytest.raises(ConfigError, match="384 or more, or to 0") as error:
-        check_lengths(chosen, 384)
+        options(block_size=384, **{"lmcache.max_tokens_per_load": tokens})
     assert_one_sentence(str(error.value))
     for allowed in (0, 384, 10_000):
-        check_lengths(options(**{"lmcache.max_tokens_per_load": allowed}), 384)
+        options(block_size=384, **{"lmcache.max_tokens_per_load": allowed})
 
 
 def test_a_negative_length_is_refused():

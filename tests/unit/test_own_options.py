@@ -32,7 +32,7 @@ from lmcache_hybrid.core.errors import ConfigError
 from vllm_patch import loaders
 
 from .helpers import vllm_config
-from .lmcache_settings import assert_one_sentence, transfer
+from .lmcache_settings import assert_one_sentence, lmcache_config, transfer
 
 # A value of each that is not the default, and what is read of it.
 VALUES: dict[str, tuple[Any, Any]] = {
@@ -69,11 +69,12 @@ def in_files_extra(key: str, value: Any, extra: dict, file: dict, environment: d
 
 
 def in_extra_as_json(key: str, value: Any, extra: dict, file: dict, environment: dict) -> None:
-    environment["LMCACHE_EXTRA_CONFIG"] = json.dumps({key: value})
+    others = json.loads(environment.get("LMCACHE_EXTRA_CONFIG", "{}"))
+    environment["LMCACHE_EXTRA_CONFIG"] = json.dumps({**others, key: value})
 
 
 def in_extras_extra(key: str, value: Any, extra: dict, file: dict, environment: dict) -> None:
-    extra["lmcache.extra_config"] = {key: value}
+    extra.setdefault("lmcache.extra_config", {})[key] = value
 
 
 Place = Callable[[str, Any, dict, dict, dict], None]
@@ -339,6 +340,46 @@ def test_a_mistake_of_ours_does_not_hide_a_refused_option(written):
     written.add(in_extra, POLICY_KEY, "fast")
     message = written.refusal()
     assert "enable_p2p=True does not work" in message and "hybrid_load_policy='fast'" in message
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+def test_what_an_option_does_not_fit_is_told_by_the_name_that_the_user_wrote(written, place):
+    """With the other mistakes, in one message: N, the store and the key file are all looked at."""
+    values = {
+        CHECKPOINT_KEY: 1000,
+        LOAD_LIMIT_KEY: 5,
+        MAX_SIZE_KEY: 2,
+        "lmcache.hybrid_fs_max_age_hours": 3,
+        "lmcache.hybrid_key_file": "/no/such/key",
+    }
+    for key, value in values.items():
+        written.add(place, key, value)
+    with pytest.raises(ConfigError) as error:
+        check_options(vllm_config(transfer(**written.extra)), lmcache_config(enable_p2p=True), 384)
+    refused, *told = error.value.args
+    assert refused.startswith("LMCache option enable_p2p=True")
+    assert str(error.value) == " ".join((refused, *told))
+    wanted = {f"{_written_as(place, key)}={value!r}" for key, value in values.items()}
+    assert {sentence.partition(" ")[0] for sentence in told} == wanted
+    for sentence in told:
+        assert_one_sentence(sentence)
+
+
+def _written_as(place: Place, key: str) -> str:
+    """What messages call an option, by the place where it stands."""
+    if place is in_environment:
+        return OWN_OPTIONS[key].variable
+    inside = place in (in_files_extra, in_extra_as_json, in_extras_extra)
+    name = key.removeprefix("lmcache.") if place in (in_file, in_files_extra) else key
+    return f"extra_config.{name}" if inside else name
+
+
+def test_a_bad_value_does_not_hide_an_unusable_key_file(written):
+    written.add(in_file, "lmcache.max_local_cpu_size", "2Gi")
+    written.add(in_file, "lmcache.hybrid_key_file", "/no/such/key")
+    message = written.refusal()
+    assert "max_local_cpu_size='2Gi' is not" in message
+    assert " hybrid_key_file='/no/such/key' cannot be read" in message
 
 
 def test_the_failure_policy_is_known_before_lmcache_is_imported(written):

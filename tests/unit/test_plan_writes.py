@@ -16,7 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from lmcache_hybrid.config import lmcache_config
 from lmcache_hybrid.config.folders import read_limits
 from lmcache_hybrid.config.lmcache_config import settle_lmcache_config
-from lmcache_hybrid.config.options import check_lengths, check_pool, read_options
+from lmcache_hybrid.config.options import check_sizes, read_options
 from lmcache_hybrid.config.own_options import read_own_options
 from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.tools.sizing.storage import BACKENDS
@@ -62,7 +62,8 @@ def test_an_engine_takes_what_is_printed(
     said = yaml.safe_load(file)
     assert {name: getattr(config, name) for name in said} == said
     settle_lmcache_config(config, n)
-    check_pool(config, max(group["bytes"] for group in found["groups_per_rank"]))
+    sizes = [group["bytes"] for group in found["groups_per_rank"]]
+    check_sizes(config, max(sizes), sum(sizes), len(sizes))
 
     command = shell.partition("\n\n#")[0].replace("\\\n", "")
     variable, *serve = shlex.split(command)
@@ -71,8 +72,8 @@ def test_an_engine_takes_what_is_printed(
     assert parsed.tensor_parallel_size == 2 and parsed.max_num_batched_tokens == 16_000
     assert (parsed.kv_cache_dtype, parsed.mamba_ssm_cache_dtype) == ("bfloat16", "float32")
     assert parsed.shutdown_timeout == (0 if backend == "ram" else 30)
-    options = read_options(vllm_config(parsed.kv_transfer_config), config)
-    check_lengths(options, found["block_size"])
+    transfer = vllm_config(parsed.kv_transfer_config)
+    options = read_options(transfer, config, found["block_size"])
     assert options.checkpoint_tokens == 2 * n
 
     sizes = {
@@ -92,7 +93,7 @@ def test_an_engine_takes_what_is_printed(
         assert sizes[backend] * 2**30 * ranks <= needed * 1.01 + 2**30
     if backend == "fs":
         extra = parsed.kv_transfer_config.kv_connector_extra_config
-        assert read_limits(read_own_options(extra), config).max_bytes >= needed
+        assert read_limits(read_own_options(extra), {}, config).max_bytes >= needed
 
 
 @pytest.mark.parametrize("backend", ["disk", "fs"])

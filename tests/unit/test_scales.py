@@ -132,8 +132,8 @@ def test_refuses_scales_that_could_be_reset_later(fault):
     assert "use --kv-cache-dtype fp8 or auto" in str(error.value)
 
 
-def register(built: Built, layers: dict[str, SimpleNamespace], monkeypatch) -> int:
-    """As vLLM does, with a store that does not open; returns bytes of the largest block."""
+def register(built: Built, layers: dict[str, SimpleNamespace], monkeypatch) -> tuple[int, ...]:
+    """As vLLM does, with a store that does not open; returns the sizes that stores must hold."""
     connector = object.__new__(HybridConnector)
     connector._registered = {}
     connector.kv_cache_config = built.config
@@ -143,8 +143,10 @@ def register(built: Built, layers: dict[str, SimpleNamespace], monkeypatch) -> i
         compilation_config=context, parallel_config=SimpleNamespace(rank=1)
     )
     connector._manager = SimpleNamespace(config=None, post_init=list, lmcache_engine=None)
-    found: list[int] = []
-    monkeypatch.setattr("lmcache_hybrid.connector.check_pool", lambda _, size: found.append(size))
+    found: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        "lmcache_hybrid.connector.check_sizes", lambda _, *sizes: found.append(sizes)
+    )
     monkeypatch.setattr("lmcache_hybrid.connector.fingerprints", lambda *_: (bytes(16), None))
     connector.register_kv_caches(dict(built.views))
     # Of another engine in this process.
@@ -159,9 +161,10 @@ def test_the_connector_resets_them_and_groups_kernel_blocks(monkeypatch, hybrid_
     dtype = "int8_per_token_head"
     built = hybrid(dtype, 32)
     layers = layers_of(built, dtype)
-    largest = register(built, layers, monkeypatch)
+    sizes = register(built, layers, monkeypatch)
     assert "could not open its store" in hybrid_log.text
-    assert largest == max(page_bytes(group) for group in built.config.kv_cache_groups)
+    pages = [page_bytes(group) for group in built.config.kv_cache_groups]
+    assert sizes == (max(pages), sum(pages), len(pages))
     loaded = built.memory.fill_(7).clone()
     first_forward(layers)
     assert torch.equal(built.memory, loaded)

@@ -49,11 +49,11 @@ class Context:
         """This package's and LMCache's options, as an engine reads them; needs a ``config``.
 
         Raises:
-            ConfigError: the first that is refused.
+            ConfigError: a sentence for each that is refused.
         """
         # Whether vLLM publishes events does not matter here.
         settings = SimpleNamespace(kv_transfer_config=self.transfer, kv_events_config=None)
-        return read_options(settings, self.config)
+        return read_options(settings, self.config, self.block_size)
 
 
 def read_context(model: str | None, flags: Sequence[str] = ()) -> Context:

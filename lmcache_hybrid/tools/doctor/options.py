@@ -8,7 +8,7 @@ from contextlib import suppress
 from lmcache_hybrid.config.lmcache_config import DEFAULT_CHUNK_SIZE
 from lmcache_hybrid.config.lmcache_file import CONFIG_FILE
 from lmcache_hybrid.config.no_hits import without_hits
-from lmcache_hybrid.config.options import check_lengths, check_pool
+from lmcache_hybrid.config.options import check_sizes
 from lmcache_hybrid.config.own_options import remarks
 from lmcache_hybrid.config.values import taken_away
 from lmcache_hybrid.core.errors import ConfigError
@@ -124,14 +124,21 @@ def check_options(context: Context) -> Iterator[Finding]:
         told = refused_as_written(made.config, context.written, context.block_size)
         refused = [made.sentence(each) for each in told]
     yield from (error("options", sentence) for sentence in refused)
+    others: list[str] = []
     try:
-        options = context.read_options()
-        if context.model is not None and context.block_size is not None:
-            check_lengths(options, context.block_size)
-            check_pool(config, context.model.largest)
+        context.read_options()
     except ConfigError as failure:
-        refused.append(str(failure))
-        yield error("options", str(failure))
+        others += failure.args
+    model = context.model if context.block_size else None
+    try:
+        if model is not None:
+            block = model.attention_bytes + model.window_bytes + model.state_bytes
+            groups = len((*model.attention, *model.windows, *model.states))
+            check_sizes(config, model.largest, block, groups)
+    except ConfigError as failure:
+        others += failure.args
+    yield from (error("options", sentence) for sentence in others if sentence not in refused)
+    if others:
         return
     if not refused:
         yield ok("options", "Every option is accepted.")
@@ -141,7 +148,6 @@ def check_options(context: Context) -> Iterator[Finding]:
             "This engine stores nothing (kv_role kv_consumer).",
             "Set kv_role to kv_both, unless another engine fills the store.",
         )
-    model = context.model if context.block_size else None
     longest, unit = (model.longest, model.unit or model.block_size) if model else (1, 0)
     finer = suggested_unit(unit) if model and not model.whole else 0
     if model and finer and not model.fits_gpu(finer):

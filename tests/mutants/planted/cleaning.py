@@ -209,8 +209,8 @@ DEFECTS = (
     one(
         "a limit of a folder is taken for a Redis",
         LIMITS,
-        "        if own[key] is not None and not shared_folders(config):\n",
-        "        if own[key] is not None and config.remote_url is None:\n",
+        "    if limits and not shared_folders(config):\n",
+        "    if limits and config.remote_url is None:\n",
     ),
     one(
         "a purge down to a size counts only what meets its other conditions",

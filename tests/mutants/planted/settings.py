@@ -25,6 +25,54 @@ DEFECTS: tuple[Defect, ...] = (
         "        asked = True\n",
     ),
     one(
+        "an option that does not fit is not called as the user wrote it",
+        OWN,
+        "    return {key: where for key, (where, _) in written(extra).items()}\n",
+        "    return {key: key for key in written(extra)}\n",
+    ),
+    one(
+        "a key file that cannot be used hides a limit without a folder",
+        "lmcache_hybrid/config/options.py",
+        "        wrong += error.args\n    try:\n        limits",
+        "        raise error\n    try:\n        limits",
+    ),
+    one(
+        "one limit without a folder hides the other",
+        "lmcache_hybrid/config/folders.py",
+        "                for key in limits\n",
+        "                for key in limits[:1]\n",
+    ),
+    one(
+        "a bad value hides a key file that cannot be used",
+        OPTIONS,
+        ", *_unusable_key(transfer_extra))\n",
+        ")\n",
+    ),
+    one(
+        "a disk too small for any hit is found out by a save",
+        "lmcache_hybrid/config/options.py",
+        "    if config.local_disk and 0 < ",
+        "    if config.local_disk and taken < ",
+    ),
+    one(
+        "connectors that are no list end in vLLM's traceback",
+        CONFIGURATION,
+        "        except (AttributeError, TypeError):\n",
+        "        except ZeroDivisionError:\n",
+    ),
+    one(
+        "a MultiConnector without connectors ends in vLLM's words on another thing",
+        CONFIGURATION,
+        '    if name == "MultiConnector" and not _children(transfer):\n',
+        "    if False:\n",
+    ),
+    one(
+        "a folder too long for sockets ends in a traceback",
+        CONFIGURATION,
+        "    if taken > most:\n",
+        "    if False:\n",
+    ),
+    one(
         "a connector that runs ours inside it is found by its own children only",
         CONFIGURATION,
         "            or _names_ours((each.get",
@@ -51,7 +99,7 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "only the first refused option is told",
         OPTIONS,
-        '        raise ConfigError(" ".join(refused))\n    _settle',
+        "        raise ConfigError(*refused)\n    _settle",
         "        raise ConfigError(refused[0])\n    _settle",
     ),
     one(
