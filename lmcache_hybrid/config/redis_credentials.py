@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, quote, unquote, unquote_plus, urlsplit
 
+from redis.connection import parse_url
+
 from lmcache_hybrid.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -110,8 +112,9 @@ def split_url(url: str) -> SplitResult:
     """Parse a URL.
 
     Raises:
-        ValueError: its port is not a number, often because the password contains a "/". Unlike
-            Python's, the message quotes no part of the URL.
+        ValueError: its port is not a number, often because the password contains a "/"; its
+            database is none, which redis-py takes for 0; or its query has a bad value. The message
+            quotes no part of the URL, unlike Python's.
     """
     try:
         parts = urlsplit(url)
@@ -121,6 +124,13 @@ def split_url(url: str) -> SplitResult:
         raise ValueError(
             "its port is not a number; write the signs / ? # @ of a password as %2F %3F %23 %40"
         ) from None
+    if parts.scheme in ("redis", "rediss", "unix"):
+        try:
+            read = parse_url(url)
+        except ValueError as error:  # names what is wrong in the query
+            raise ValueError(f"{error}".rstrip(".") + "; correct it") from None
+        if parts.scheme != "unix" and parts.path.strip("/") and "db" not in read:
+            raise ValueError("its database is not a number; write one, as in redis://host:6379/0")
     return parts
 
 

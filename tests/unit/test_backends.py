@@ -77,6 +77,36 @@ def test_refuses_hosts_without_a_port(scheme, hosts):
     assert "secret" not in message and f"write {scheme}://host:port,host:port" in message
 
 
+@pytest.mark.parametrize(
+    "rest, wrong",
+    [
+        ("host/abc", "its database is not a number; write one, as in redis://host:6379/0."),
+        ("host:6379/3x", "its database is not a number"),
+        ("user:secret@host:6379/records", "its database is not a number"),
+        ("host?db=abc", "in connection URL; correct it."),
+        ("host:1?socket_timeout=x", "in connection URL; correct it."),
+    ],
+)
+@pytest.mark.parametrize("scheme", ["redis", "rediss"])
+def test_refuses_what_redis_py_would_take_for_the_first_database(scheme, rest, wrong):
+    message = refusal(remote_url=f"{scheme}://{rest}")
+    assert_one_sentence(message.replace("://", ""))
+    assert f"LMCache option remote_url='{scheme}://host" in message and wrong in message
+    assert "secret" not in message
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("redis://host", "redis://host/", "redis://host:6379/3", "rediss://me:p%2Fw@host/0"),
+        *("redis://host/abc?db=2", "redis://[::1]:6379/1", "unix:///run/redis.sock?db=2"),
+        *("redis-sentinel://me:pw@a:1,b:2", "redis-cluster://a:1", "valkey://host:6379"),
+    ],
+)
+def test_serves_each_form_of_a_redis_url(url):
+    settle_lmcache_config(lmcache_config(remote_url=url), BLOCK)
+
+
 S3 = {"remote_url": "s3://records.s3.eu-west-1.amazonaws.com"}
 
 
