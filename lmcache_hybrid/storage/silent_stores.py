@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which remote stores lookups leave out, because they did not answer.
+"""Which remote stores lookups leave out, as they did not answer, and how often a failure is said.
 
 Loads and writes tell silence by themselves: ``storage/remote/reader.py`` and
 ``storage/remote/redis.py``.
@@ -9,7 +9,8 @@ import math
 
 from lmcache_hybrid.core.backoff import Backoff
 
-# The first and the longest pause for a store that did not answer.
+# The first and the longest pause for a store that did not answer, and between two lines of the log
+# about one that fails.
 FIRST_PAUSE_SECONDS = 1.0
 PAUSE_SECONDS = 10.0
 # A store given less than this share of the longest time so far is not taken as silent.
@@ -19,11 +20,13 @@ FAIR_PART = 0.25
 class SilentStores:
     """Remote stores that did not answer in time, and are not asked for a while.
 
-    Otherwise every request would wait for a store that is down. Used by the lookup thread only.
+    Otherwise every request would wait for a store that is down. A store that fails at once is still
+    asked: it costs no time, and may be back. Used by the lookup thread only.
     """
 
     def __init__(self) -> None:
         self._pauses: dict[str, Backoff] = {}  # by store
+        self._said: dict[str, Backoff] = {}  # of those that failed
         self._longest = 0.0  # seconds
 
     def __contains__(self, name: str) -> bool:
@@ -40,5 +43,15 @@ class SilentStores:
             self._longest = max(self._longest, seconds)
         return seconds > 0 and seconds >= FAIR_PART * self._longest
 
+    def is_news(self, name: str) -> bool:
+        """Whether to log that a store failed: less often the longer it fails."""
+        said = self._said.setdefault(name, Backoff(FIRST_PAUSE_SECONDS, PAUSE_SECONDS))
+        if said.lasts:
+            return False
+        said.fail()
+        return True
+
     def answered(self, name: str) -> None:
         self._pauses.pop(name, None)
+        if name in self._said:
+            self._said[name].succeed()

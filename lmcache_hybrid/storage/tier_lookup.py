@@ -77,7 +77,8 @@ def _held(
             pause,
         )
     except Exception as error:
-        # redis errors leave the server's message out of their repr.
-        said = f"{type(error).__name__}: {error}"
-        logger.warning("Lookup in %s failed and counts as a miss: %s", name, said)
+        if silent.is_news(name):
+            # redis errors leave the server's message out of their repr.
+            said = f"{type(error).__name__}: {error}"
+            logger.warning("Lookups in %s fail and count as misses: %s", name, said)
     return [False] * len(keys)

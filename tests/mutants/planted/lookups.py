@@ -103,6 +103,12 @@ DEFECTS = (
         "",
     ),
     one(
+        "each lookup in a store that fails is a line of the log",
+        "lmcache_hybrid/storage/silent_stores.py",
+        "            return False\n        said.fail()\n",
+        "            pass\n        said.fail()\n",
+    ),
+    one(
         "a rank answers when nobody waits any more",
         "lmcache_hybrid/storage/rpc.py",
         "ANSWER_WITHIN * self._timeout_ms",

@@ -48,7 +48,7 @@ def test_what_the_server_says_of_a_lookup_is_in_the_log(tmp_path, redis_url, hyb
     box = Box("redis", tmp_path, None, remote_url=f"{redis_url}/99")
     try:
         assert box.store.locate(KEYS) == {}
-        assert "failed and counts as a miss" in hybrid_log.text
+        assert "fail and count as misses" in hybrid_log.text
         assert "DB index is out of range" in hybrid_log.text
     finally:
         box.close()
