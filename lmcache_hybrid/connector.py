@@ -38,7 +38,7 @@ from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 from lmcache_hybrid.scheduler_side import make_scheduler
 from lmcache_hybrid.storage.folder.cleaner import FolderCleaner, start_cleaners
-from lmcache_hybrid.storage.open_store import open_store
+from lmcache_hybrid.storage.open_store import open_backends, open_store
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.storage.residency import Residency
@@ -312,15 +312,9 @@ class HybridConnector(KVConnectorBase_V1):
     def _open(self, pages: dict[int, GroupPages], name: bytes, replicas: Replicas | None) -> None:
         """Start LMCache's backends on this rank, and serve."""
         assert self._manager is not None
-        self._manager.post_init()
-        engine = self._manager.lmcache_engine
-        if engine is None or engine.storage_manager is None:
-            logger.error(
-                "LMCache could not open its store (see above): this rank computes every prompt "
-                "until the engine is restarted with a working store."
-            )
-            return
-        self._open_store(engine, pages, name, replicas)
+        engine = open_backends(self._manager)
+        if engine is not None:
+            self._open_store(engine, pages, name, replicas)
 
     def _unmap(self) -> None:
         if self.worker is not None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens a rank's store under the names of its model, and logs them."""
+"""Opens a rank's backends, and its store under the names of its model, and logs them."""
 
+import threading
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -12,9 +14,48 @@ from lmcache_hybrid.storage.residency import Residency
 
 if TYPE_CHECKING:
     from lmcache_hybrid.storage.lmcache_store import LMCacheStore
-    from lmcache_hybrid.upstream.lmcache_home import LMCacheEngine
+    from lmcache_hybrid.upstream.lmcache_home import LMCacheEngine, LMCacheManager
 
 logger = init_logger("vllm.lmcache_hybrid.storage.open_store")
+
+
+# LMCache's name of its event loop's thread, and max seconds to wait for its end.
+LOOP_THREAD, LOOP_SECONDS = "storage-manager-event-loop", 5.0
+
+
+def open_backends(manager: "LMCacheManager") -> "LMCacheEngine | None":
+    """Open LMCache's backends.
+
+    Returns:
+        The engine; None where they do not open. LMCache has logged why.
+    """
+    before = threading.enumerate()
+    manager.post_init()
+    engine = manager.lmcache_engine
+    if engine is not None and engine.storage_manager is not None:
+        return engine
+    _end_lost_loop(before)
+    logger.error(
+        "LMCache could not open its store (see above): this rank computes every prompt "
+        "until the engine is restarted with a working store."
+    )
+    return None
+
+
+def _end_lost_loop(before: Collection[threading.Thread]) -> None:
+    """End the event loop that LMCache leaves behind where its backends do not open.
+
+    Only its thread still holds it, as an argument. Python waits for that thread when the process
+    ends.
+
+    Args:
+        before: the threads that ran before LMCache was asked to open them.
+    """
+    for thread in set(threading.enumerate()) - set(before):
+        if thread.name == LOOP_THREAD:
+            for loop in thread._args:  # type: ignore[attr-defined]
+                loop.call_soon_threadsafe(loop.stop)
+            thread.join(LOOP_SECONDS)
 
 
 def open_store(

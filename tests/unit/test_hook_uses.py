@@ -18,6 +18,7 @@ OURS = ("lmcache_hybrid", "vllm_patch")
 # Methods of what functions of other libraries return; of transformers' and torch's classes.
 OTHERS = {
     "__tensor_flatten__",  # torch, of tensors that wrap others
+    "_args",  # threading.Thread
     "_commit_hash",  # transformers
     "_user_set_keys",  # of LMCache's configuration, see the hook of _update_config_from_env
     *("HF_HUB_CACHE", "blob_id", "lfs"),  # huggingface_hub
