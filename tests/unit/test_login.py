@@ -25,6 +25,7 @@ from lmcache_hybrid.config.lmcache_config import load_lmcache_config, refusals
 from lmcache_hybrid.config.redis_credentials import PLUGIN_URLS, connection_options, unencrypted
 from lmcache_hybrid.config.stores.base import parts_of
 from lmcache_hybrid.core.errors import ConfigError, StoreError
+from lmcache_hybrid.storage.remote.clients import cause_of_failure
 from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.tools.doctor.backends import check_backends, until
 from lmcache_hybrid.tools.doctor.finding import Status
@@ -147,6 +148,15 @@ def test_reads_and_writes_log_in(box, servers, kind, tmp_path, monkeypatch, cert
 def test_without_the_password_nothing_is_stored(box, servers, kind):
     filled = box(servers[kind].url)
     assert filled.store.locate(KEYS) == {}
+
+
+def test_a_server_with_tls_is_not_said_to_have_none(servers):
+    """What it refuses, after a login or before, is in its own words."""
+    for error in (redis.ResponseError("NOPERM"), redis.AuthenticationError("WRONGPASS")):
+        assert cause_of_failure(servers["one with TLS"].url, error) == ""
+        assert cause_of_failure(servers["one"].url, error) == ""
+    assert cause_of_failure("rediss://cache:x", ValueError("its port")) == ""
+    assert cause_of_failure("unix:///run/redis.sock", redis.ConnectionError()) == ""
 
 
 def test_a_server_with_another_certificate_is_not_talked_to(

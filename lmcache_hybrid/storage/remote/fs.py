@@ -30,7 +30,7 @@ from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.storage.folder import record_io
 from lmcache_hybrid.storage.folder.file_uses import FileUses
 from lmcache_hybrid.storage.folder.record_files import DATA, TEMPORARY, temporary_prefix
-from lmcache_hybrid.storage.remote.record_connector import RecordConnector
+from lmcache_hybrid.storage.remote.record_connector import RecordConnector, awaited
 
 logger = init_logger("vllm.lmcache_hybrid.storage.remote.fs")
 
@@ -131,7 +131,7 @@ class HybridFSConnector(RecordConnector):
     async def get(self, key: CacheEngineKey) -> MemoryObj | None:
         job = self._readers.submit(self._read, key, reading())
         try:
-            return await asyncio.wrap_future(job)
+            return await awaited(job)
         except asyncio.CancelledError:
             job.add_done_callback(_release)
             raise
@@ -189,10 +189,7 @@ class HybridFSConnector(RecordConnector):
             Exception: of one that failed; the others were written.
         """
         jobs = [self._submit(*each) for each in zip(keys, memory_objs, strict=True)]
-        ends = {asyncio.wrap_future(job) for job in jobs}
-        for end in ends:  # else asyncio logs an error for each that is not awaited
-            end.add_done_callback(lambda end: end.cancelled() or end.exception())
-        left = ends
+        left = ends = set(map(awaited, jobs))
         while left:
             if self._put.stuck(WRITE_SECONDS):
                 for job in set(self._writes):
@@ -243,7 +240,7 @@ class HybridFSConnector(RecordConnector):
     # Short calls
 
     async def exists(self, key: CacheEngineKey) -> bool:
-        return await asyncio.wrap_future(self._question(record_io.holds, self.path(key)))
+        return await awaited(self._question(record_io.holds, self.path(key)))
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
         return self.existing([key], self._seconds)[0]
@@ -331,8 +328,8 @@ class HybridFSConnector(RecordConnector):
 
     async def close(self) -> None:
         """Wait for queued writes, and end all threads that are not stuck."""
-        if jobs := [asyncio.wrap_future(job) for job in set(self._writes)]:
-            await asyncio.wait(jobs, timeout=FLUSH_SECONDS)
+        if writes := list(map(awaited, set(self._writes))):
+            await asyncio.wait(writes, timeout=FLUSH_SECONDS)
         for threads in (self._readers, self._writers, self._askers, self._uses):
             threads.close()
 

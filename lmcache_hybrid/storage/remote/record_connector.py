@@ -2,8 +2,10 @@
 """The interface of this package's own connectors, beyond LMCache's."""
 
 import abc
+import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch
 from lmcache.utils import CacheEngineKey
@@ -15,6 +17,8 @@ from lmcache_hybrid.storage.folder.record_io import Fate
 
 # LMCache's health check writes uninitialized memory: one byte reveals nothing of a prompt.
 CHECKED_BYTES = 1
+
+T = TypeVar("T")
 
 
 class RecordConnector(RemoteConnector):
@@ -74,6 +78,16 @@ class RecordConnector(RemoteConnector):
         Raises:
             Exception: the store did not delete it within ``seconds``.
         """
+
+
+def awaited(job: Future[T]) -> asyncio.Future[T]:
+    """Wrap the job of a thread for a coroutine.
+
+    If the coroutine has gone when the job fails, asyncio logs no error with a traceback.
+    """
+    end = asyncio.wrap_future(job)
+    end.add_done_callback(lambda end: end.cancelled() or end.exception())
+    return end
 
 
 def unwrapped(connector: Any) -> Any:

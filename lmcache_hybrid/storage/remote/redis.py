@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from socket import socket
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import redis
 import torch
@@ -27,6 +27,7 @@ from lmcache.v1.storage_backend.connector import ConnectorContext
 from redis.exceptions import AskError
 from vllm.logger import init_logger
 
+from lmcache_hybrid.config.redis_credentials import without_password
 from lmcache_hybrid.config.stores.base import Place
 from lmcache_hybrid.core.errors import SlowError
 from lmcache_hybrid.core.pace import Reading, reading
@@ -34,7 +35,7 @@ from lmcache_hybrid.core.threads import anywhere, cores, started
 from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.storage.key_names import VALUE, printable
 from lmcache_hybrid.storage.remote import clients, sockets
-from lmcache_hybrid.storage.remote.record_connector import RecordConnector
+from lmcache_hybrid.storage.remote.record_connector import RecordConnector, awaited
 from lmcache_hybrid.storage.remote.servers import TRY_AGAIN, Server, servers_at
 
 logger = init_logger("vllm.lmcache_hybrid.storage.remote.redis")
@@ -49,6 +50,8 @@ WRITE_SECONDS = 20.0
 SILENT_SECONDS = 1.0
 # Max seconds to wait for queued writes at shutdown.
 FLUSH_SECONDS = 8.0
+# Max seconds to wait for the ends of calls once their connections are shut down.
+END_SECONDS = 1.0
 # LMCache's name: seconds for one command behind sentinels.
 SENTINEL_TIMEOUT = "REDIS_TIMEOUT"
 
@@ -73,6 +76,8 @@ class HybridRedisConnector(RecordConnector):
             RuntimeError: not all threads could be started; none is left.
         """
         super().__init__(context)
+        self._url, self._shown = url, printable(without_password(url))
+        self._closed = False
         self._pool = context.local_cpu_backend
         self._seconds = float(context.config.blocking_timeout_secs)
         if url.lower().startswith(clients.SENTINEL):
@@ -95,6 +100,8 @@ class HybridRedisConnector(RecordConnector):
             self._askers = started(ASKERS, "hybrid-redis-ask", unbound)
             stack.pop_all()
         self._writes: set[Future[None]] = set()
+        # Coroutines that wait for a thread; used on LMCache's loop only.
+        self._calls: set[asyncio.Task[Any]] = set()
         # Kinds of refusals already logged.
         self._refusals: set[str] = set()
         self._refusals_lock = threading.Lock()
@@ -105,7 +112,7 @@ class HybridRedisConnector(RecordConnector):
     async def get(self, key: CacheEngineKey) -> MemoryObj | None:
         job = self._readers.submit(self._read, key, reading())
         try:
-            return await asyncio.wrap_future(job)
+            return await self._awaited(job)
         except asyncio.CancelledError:
             job.add_done_callback(_release)
             raise
@@ -189,7 +196,7 @@ class HybridRedisConnector(RecordConnector):
         job = self._writers.submit(self._write, key, memory, time.monotonic())
         self._writes.add(job)
         job.add_done_callback(written)
-        return asyncio.wrap_future(job)
+        return self._awaited(job)
 
     def _write(self, key: CacheEngineKey, memory: MemoryObj, asked: float) -> None:
         if self._silent >= asked:
@@ -216,9 +223,10 @@ class HybridRedisConnector(RecordConnector):
         except (redis.ResponseError, redis.AuthenticationError) as error:  # an answer, however late
             self._say_refused(error)
             raise
-        except Exception:
+        except Exception as error:
             if time.monotonic() - begun >= SILENT_SECONDS:
                 self._silent = time.monotonic()
+            self._say_cause(error)
             raise
 
     def _say_refused(self, error: redis.RedisError) -> None:
@@ -230,14 +238,22 @@ class HybridRedisConnector(RecordConnector):
                 return
             self._refusals.add(kind)
         logger.warning(
-            "Redis refuses records, which are not stored there while that lasts: %s", words
+            "%s refuses records, which are not stored there while that lasts: %s",
+            self._shown,
+            words,
         )
+
+    def _say_cause(self, error: Exception) -> None:
+        """Warn once of a server that can never be used as configured. May ask it, for a second."""
+        cause = "" if self._closed else clients.cause_of_failure(self._url, error)
+        if cause:
+            self._say_refused(redis.ConnectionError(cause))
 
     # Short calls
 
     async def exists(self, key: CacheEngineKey) -> bool:
         job = self._askers.submit(self._existing, [key], self._seconds)
-        return (await asyncio.wrap_future(job))[0]
+        return (await self._awaited(job))[0]
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
         return self.existing([key], self._seconds)[0]
@@ -246,7 +262,14 @@ class HybridRedisConnector(RecordConnector):
         return self._ask(self._existing, keys, seconds)
 
     def _existing(self, keys: Sequence[CacheEngineKey], seconds: float) -> list[bool]:
-        names, deadline = [key.to_string() + VALUE for key in keys], time.monotonic() + seconds
+        try:
+            return self._existing_by(keys, time.monotonic() + seconds)
+        except Exception as error:
+            self._say_cause(error)
+            raise
+
+    def _existing_by(self, keys: Sequence[CacheEngineKey], deadline: float) -> list[bool]:
+        names = [key.to_string() + VALUE for key in keys]
         try:
             answers = self._exist(names, deadline)
             error = next((each for each in answers if isinstance(each, AskError)), None)
@@ -324,13 +347,24 @@ class HybridRedisConnector(RecordConnector):
     async def list(self) -> list[str]:
         raise NotImplementedError("lmcache-hybrid inspect lists what a Redis holds")
 
+    def _awaited(self, job: Future[T]) -> asyncio.Future[T]:
+        """Wrap a job for the calling coroutine, whose end :meth:`close` waits for."""
+        call = asyncio.current_task()
+        if call is not None:
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
+        return awaited(job)
+
     async def close(self) -> None:
-        """Wait for queued writes, then end the threads and connections."""
-        if jobs := [asyncio.wrap_future(job) for job in set(self._writes)]:
-            await asyncio.wait(jobs, timeout=FLUSH_SECONDS)
+        """Wait for queued writes, then end the threads, the connections and who waits for them."""
+        if writes := list(map(awaited, set(self._writes))):
+            await asyncio.wait(writes, timeout=FLUSH_SECONDS)
+        self._closed = True
         for threads in (self._readers, self._writers, self._askers):
             threads.shutdown(wait=False, cancel_futures=True)
         self._servers.close()
+        if self._calls:  # LMCache stops the loop next, and a call cut off then is logged
+            await asyncio.wait(self._calls, timeout=END_SECONDS)
 
 
 def connect(place: Place, context: ConnectorContext) -> HybridRedisConnector:

@@ -28,7 +28,7 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from lmcache_hybrid.config.stores.base import Place
 from lmcache_hybrid.storage.buffer import record_shape
-from lmcache_hybrid.storage.remote.record_connector import RecordConnector
+from lmcache_hybrid.storage.remote.record_connector import RecordConnector, awaited
 
 # Writes in flight at once, and the seconds that one may take.
 WRITERS = 4
@@ -224,9 +224,7 @@ class HybridS3Connector(RecordConnector):
             S3Error: the server answered with an error.
             Exception: no answer within ``seconds``, or an error of a callback.
         """
-        ended = asyncio.wrap_future(request.finished_future)
-        # Else asyncio logs an error for each that fails after its caller has gone.
-        ended.add_done_callback(lambda job: job.cancelled() or job.exception())
+        ended = awaited(request.finished_future)
         try:
             await asyncio.wait_for(asyncio.shield(ended), seconds)
         except S3ResponseError as error:
@@ -246,7 +244,7 @@ class HybridS3Connector(RecordConnector):
         for request in rest:
             request.cancel()
         if rest:
-            ends = [asyncio.wrap_future(request.finished_future) for request in rest]
+            ends = [awaited(request.finished_future) for request in rest]
             await asyncio.wait(ends, timeout=CANCEL_SECONDS)
         await self._theirs.pq_executor.shutdown_async(False)
 

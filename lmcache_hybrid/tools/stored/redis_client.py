@@ -14,6 +14,7 @@ from lmcache_hybrid.storage.remote.clients import (
     SENTINEL,
     SERVICE_VARIABLE,
     Client,
+    cause_of_failure,
     make_client,
 )
 
@@ -68,6 +69,8 @@ def connect(url: str, greet: Greet | None = None) -> Client:
     except ConfigError:
         raise
     except (*ERRORS, OSError, ValueError) as error:
+        if cause := printable(cause_of_failure(url, error)):
+            raise StoreError(f"{shown} cannot be used: {cause}.") from error
         raise StoreError(f"{shown} cannot be used ({printable(str(error))}); {fix}.") from error
     return client
 

