@@ -167,6 +167,8 @@ class Admission:
         end = result.boundary * self._plan.block_size + result.tail
         gain = end - num_computed_tokens
         if gain < max(1, self._options.min_retrieve_tokens):
+            if gain > 0:  # found, and too short to load
+                self._mark_as_stored(tracker, result)
             return 0
         if tracker.load_seconds is None:
             tracker.load_seconds = self._policy.judge(tracker.request, result, num_computed_tokens)

@@ -116,6 +116,21 @@ def test_small_hits_are_not_worth_a_load(limit, hit):
     assert rig.step().dropped == (() if hit else (("r", 1),))
 
 
+@pytest.mark.parametrize("held, stored", [((2, 5), []), ((2, 4), [5])], ids=str)
+def test_a_hit_that_is_too_short_is_not_stored_again(held, stored):
+    """Its chunks' ends neither; a deeper state is."""
+    request = make_request(tokens=5 * N + 1)
+    rig = Rig(min_retrieve_tokens=9 * N).holds(request, 5, *held)
+    assert rig.match(request) == (0, False)
+    rig.scheduler.update_state_after_alloc(request, table(request), 0)
+    saves = [
+        rig.forward(request, 2 * N, all_offers(2)),
+        rig.forward(request, 3 * N + 1, all_offers(held[-1]) + all_offers(5)),
+    ]
+    assert [end for save in saves if save for end, _ in save.states] == stored
+    assert not any(map(attention_of, saves))
+
+
 @pytest.mark.parametrize(
     "limit, computed, hit", [(2 * N, 0, 2), (2 * N, N, 3), (3 * N - 1, 0, 2), (99 * N, 0, 4)]
 )

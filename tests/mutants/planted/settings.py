@@ -229,6 +229,12 @@ DEFECTS: tuple[Defect, ...] = (
         "        tracker.stored.states.update(range(size, 1 << 20, size), [end])\n",
     ),
     one(
+        "a hit that is too short to load is stored again",
+        "lmcache_hybrid/scheduler/admission.py",
+        "            if gain > 0:  # found, and too short to load\n",
+        "            if False:\n",
+    ),
+    one(
         "what must not be read is loaded",
         "lmcache_hybrid/scheduler/admission.py",
         "        if tracker.request.skip_reading_prefix_cache:\n            self._mark",
