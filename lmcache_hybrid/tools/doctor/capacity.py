@@ -16,13 +16,15 @@ from lmcache_hybrid.config.own_options import MAX_AGE_KEY, MAX_SIZE_KEY
 from lmcache_hybrid.config.redis_credentials import without_password
 from lmcache_hybrid.config.stores import MEMORY, REDIS, places, shared_folders
 from lmcache_hybrid.config.tiers import Tier, prompt_bytes, tiers
-from lmcache_hybrid.core.errors import ConfigError, StoreError
+from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.sizes import GIB, size_text
 from lmcache_hybrid.storage.host_memory import DONT_ROUND, compiled_part_missing, rounded
-from lmcache_hybrid.storage.remote.clients import Client
+from lmcache_hybrid.storage.key_names import printable
+from lmcache_hybrid.storage.remote.clients import Client, make_client
 from lmcache_hybrid.tools.doctor.context import Context
-from lmcache_hybrid.tools.doctor.finding import Finding, error, ok, skipped, warning
-from lmcache_hybrid.tools.stored.redis_client import connect
+from lmcache_hybrid.tools.doctor.finding import Finding, error, ok, one_line, skipped, warning
+from lmcache_hybrid.tools.doctor.redis_rights import SECONDS
+from lmcache_hybrid.tools.stored.redis_client import ERRORS
 
 # Less than this is as good as full.
 FULL_BYTES = 64 << 20
@@ -189,19 +191,21 @@ def _server(context: Context, url: str, name: str) -> Iterator[Finding]:
         name: of one of several servers, put in front of its findings.
     """
     try:
-        client = connect(url)
-    except (ConfigError, StoreError):
-        yield skipped("Redis memory", f"{without_password(url)} cannot be used.")
-        return
-    try:
-        memories = list(_memories(client))
-    except Exception as failure:  # an ACL without INFO
+        client = make_client(url, SECONDS)
+        try:
+            memories = list(_memories(client))
+        finally:
+            client.close()
+    except (redis.ResponseError, redis.AuthenticationError) as failure:
         yield skipped(
-            "Redis memory", f"{name}INFO is refused: {failure}.", "Allow INFO for this user."
+            "Redis memory",
+            f"{name}INFO is refused; the server says: {printable(one_line(failure))}.",
+            "Allow INFO for this user, or correct user and password.",
         )
         return
-    finally:
-        client.close()
+    except (*ERRORS, ConfigError, OSError, ValueError):
+        yield skipped("Redis memory", f"{without_password(url)} cannot be used.")
+        return
     if limit := sum(int(memory.get("maxmemory", 0)) for _, memory in memories):
         yield from _prompts(context, Tier(f"{name}Redis", "maxmemory (in GB)", limit, shared=True))
     for where, memory in memories:

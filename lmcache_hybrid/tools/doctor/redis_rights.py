@@ -5,7 +5,12 @@ import os
 from contextlib import suppress
 
 import redis
-from redis.exceptions import NoPermissionError, ReadOnlyError
+from redis.exceptions import (
+    ClusterDownError,
+    MasterDownError,
+    NoPermissionError,
+    ReadOnlyError,
+)
 
 from lmcache_hybrid.config.redis_credentials import connection_options, without_password
 from lmcache_hybrid.config.stores.base import Place
@@ -65,13 +70,20 @@ def _told(place: Place, refused: dict[str, redis.ResponseError]) -> Finding | No
                 "Name one that it has (CONFIG GET databases; by default 0 to 15), or leave the "
                 "number out.",
             )
-        if isinstance(failure, ReadOnlyError):
-            return error(
-                place.option,
-                f"{shown} takes no records; it says: {words}.",
-                "Name the primary, or the sentinels that know it (redis-sentinel://).",
-            )
+        if help := _help(failure):
+            return error(place.option, f"{shown} takes no records; it says: {words}.", help)
     return _denied(place, shown, denied) if denied else None
+
+
+def _help(failure: redis.ResponseError) -> str:
+    """Return what helps where a server takes no records from anybody; "" if unknown."""
+    if isinstance(failure, (ReadOnlyError, MasterDownError)):
+        return "Name the primary, or the sentinels that know it (redis-sentinel://)."
+    if isinstance(failure, ClusterDownError):
+        return "Start the cluster's nodes that are away; redis-cli --cluster check names its gaps."
+    if str(failure).startswith("NOREPLICAS"):
+        return "Start its replicas, or lower min-replicas-to-write on the server."
+    return ""
 
 
 def _denied(place: Place, shown: str, denied: dict[str, NoPermissionError]) -> Finding:

@@ -57,6 +57,8 @@ def connect(url: str, greet: Greet | None = None) -> Client:
     """
     shown = printable(without_password(url))
     fix = "start the server, or correct host, port and password"
+    if url.lower().startswith(CLUSTER):
+        fix = "start all of the cluster's nodes, or correct hosts, ports and password"
     if url.lower().startswith(SENTINEL):
         fix = f"start the servers, or correct host, port, password and {SERVICE_VARIABLE}"
     try:

