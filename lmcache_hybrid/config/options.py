@@ -25,7 +25,7 @@ from lmcache_hybrid.config.own_options import (
 from lmcache_hybrid.core.digests import PLAIN, Digester, read_key
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import BESIDE_KEY
-from lmcache_hybrid.core.sizes import GIB, KIB
+from lmcache_hybrid.core.sizes import GIB, KIB, size_text
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -216,14 +216,14 @@ def check_sizes(config: "LMCacheEngineConfig", largest: int, block: int, groups:
     if 2 * largest > config.max_local_cpu_size * GIB:
         wrong.append(
             f"LMCache option max_local_cpu_size={config.max_local_cpu_size} is too small: one "
-            f"block of this model takes {largest / 1e6:.1f} MB; set it to "
+            f"block of this model takes {size_text(largest)}; set it to "
             f"{max(1, round(8 * largest / GIB))} GB or more."
         )
     taken = block + block // 1000 + groups * BESIDE_PAGES
     if config.local_disk and 0 < config.max_local_disk_size * GIB < taken:
         wrong.append(
             f"LMCache option max_local_disk_size={config.max_local_disk_size} is too small: the "
-            f"records of one block of this model take {taken / 1e6:.1f} MB on each rank, so none "
+            f"records of one block of this model take {size_text(taken)} on each rank, so none "
             f"would be hit there; set it to {math.ceil(1000 * taken / GIB) / 1000} or more, or "
             "remove local_disk."
         )

@@ -35,7 +35,7 @@ class Tier:
     def holds(self, taken: int) -> str:
         """Return how many prompts of ``taken`` bytes fit, as text."""
         held = self.limit / taken
-        return f"{held:,.{held < 10:d}f}"
+        return f"{held:,.{held < 10:d}f}" if held >= 0.1 else f"{held:.1g}"
 
 
 def tiers(config: "LMCacheEngineConfig", options: Options) -> Iterator[Tier]:

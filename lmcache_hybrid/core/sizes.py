@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes in binary units, which LMCache's ``*_size`` options count in as well."""
 
+import math
+
 KIB, MIB, GIB, TIB = (1 << power for power in (10, 20, 30, 40))
 
 
@@ -10,3 +12,10 @@ def size_text(size: float) -> str:
         if size >= unit:
             return f"{size / unit:,.1f} {name}"
     return f"{size:.0f} bytes"
+
+
+def in_gib(size: float) -> str:
+    """``size`` bytes as the number of a ``*_size`` option: ``3.8``, ``0.0020``."""
+    number = size / GIB
+    digits = 1 - math.floor(math.log10(number)) if 0 < number < 1 else 1
+    return f"{number:.{digits}f}"

@@ -6,8 +6,8 @@ import dataclasses
 import pytest
 
 from lmcache_hybrid.config.folders import FolderLimits
-from lmcache_hybrid.config.tiers import described, prompt_bytes, tiers
-from lmcache_hybrid.core.sizes import GIB
+from lmcache_hybrid.config.tiers import Tier, described, prompt_bytes, tiers
+from lmcache_hybrid.core.sizes import GIB, in_gib
 
 from .helpers import OPTIONS
 from .lmcache_settings import lmcache_config
@@ -54,6 +54,21 @@ def test_each_tier_is_named_with_what_it_holds(settings, limits, said):
     config = lmcache_config(**{"max_local_cpu_size": 4.0} | settings)
     options = dataclasses.replace(OPTIONS, folder_limits=FolderLimits(**limits))
     assert described(tiers(config, options), 2 * GIB, 1200, 2) == said
+
+
+@pytest.mark.parametrize(
+    "limit, held", [(2000, "2,000"), (9.94, "9.9"), (0.1, "0.1"), (0.02, "0.02"), (1e-3, "0.001")]
+)
+def test_a_small_part_of_a_prompt_is_not_0(limit, held):
+    assert Tier("RAM", limit=limit).holds(1) == held
+
+
+@pytest.mark.parametrize(
+    "size, text", [(0, "0.0"), (1500 * GIB, "1500.0"), (GIB / 2, "0.50"), (2 << 20, "0.0020")]
+)
+def test_a_size_to_write_has_digits_that_are_not_0(size, text):
+    """As the number that options take."""
+    assert in_gib(size) == text
 
 
 def test_what_is_not_known_is_not_said():

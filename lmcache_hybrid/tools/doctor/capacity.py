@@ -17,7 +17,7 @@ from lmcache_hybrid.config.redis_credentials import without_password
 from lmcache_hybrid.config.stores import MEMORY, REDIS, places, shared_folders
 from lmcache_hybrid.config.tiers import Tier, prompt_bytes, tiers
 from lmcache_hybrid.core.errors import ConfigError
-from lmcache_hybrid.core.sizes import GIB, size_text
+from lmcache_hybrid.core.sizes import GIB, in_gib, size_text
 from lmcache_hybrid.storage.host_memory import DONT_ROUND, compiled_part_missing, rounded
 from lmcache_hybrid.storage.key_names import printable
 from lmcache_hybrid.storage.remote.clients import Client, make_client
@@ -98,7 +98,7 @@ def _prompts(context: Context, tier: Tier) -> Iterator[Finding]:
     yield warning(
         "prompts",
         f"{message}, so a few of them push all others out.",
-        f"Set {tier.setting} to {few * taken / GIB:,.1f} or more, or --max-model-len to what you "
+        f"Set {tier.setting} to {in_gib(few * taken)} or more, or --max-model-len to what you "
         "serve.",
     )
 
@@ -130,10 +130,13 @@ def check_disks(context: Context) -> Iterator[Finding]:
 
 def _local_disk(path: Path, limit: int) -> Finding:
     try:
-        free = shutil.disk_usage(_there(path)).free
+        usage = shutil.disk_usage(_there(path))
         held = sum(file.stat().st_size for file in path.glob("*.pt"))
     except OSError as failure:
         return skipped("disk space", f"{path} cannot be looked at ({failure.strerror}).")
+    if not usage.total:
+        return _without_size(path)
+    free = usage.free
     missing = max(0, limit - held) - free
     message = (
         f"{path} has {size_text(free)} free and holds {size_text(held)} of max_local_disk_size "
@@ -141,11 +144,11 @@ def _local_disk(path: Path, limit: int) -> Finding:
     )
     if missing <= 0:
         return ok("disk space", f"{message}.")
-    fitting = (free + held) / GIB
+    fitting, fix = free + held, f"Free {size_text(missing)}"
+    if fitting > FULL_BYTES:
+        fix += f", or set max_local_disk_size to at most {in_gib(fitting)}"
     return (error if free < FULL_BYTES else warning)(
-        "disk space",
-        f"{message}, so the disk is full before LMCache evicts.",
-        f"Free {size_text(missing)}, or set max_local_disk_size to at most {fitting:.1f}.",
+        "disk space", f"{message}, so the disk is full before LMCache evicts.", f"{fix}."
     )
 
 
@@ -154,11 +157,18 @@ def _there(path: Path) -> Path:
     return path if path.exists() else path.absolute().parent
 
 
+def _without_size(path: Path) -> Finding:
+    """For a network's file system that says nothing, or ``/proc``, where the folder is refused."""
+    return skipped("disk space", f"The file system of {path} does not say how large it is.")
+
+
 def _shared_folder(path: Path, limits: FolderLimits) -> Finding:
     try:
         usage = shutil.disk_usage(_there(path))
     except OSError as failure:
         return skipped("disk space", f"{path} cannot be looked at ({failure.strerror}).")
+    if not usage.total:
+        return _without_size(path)
     message = f"{path} has {size_text(usage.free)} of {size_text(usage.total)} free"
     fix = f"Set {MAX_SIZE_KEY} in kv_connector_extra_config to what it may hold, in GB."
     if usage.free < FULL_BYTES:
@@ -168,7 +178,7 @@ def _shared_folder(path: Path, limits: FolderLimits) -> Finding:
             "disk space",
             f"{message}, and {MAX_SIZE_KEY} allows {size_text(limits.max_bytes)}: it is full "
             "before anything is deleted.",
-            f"Set {MAX_SIZE_KEY} to less than {usage.total / GIB:,.1f}.",
+            f"Set {MAX_SIZE_KEY} to less than {in_gib(usage.total)}.",
         )
     if limits.max_bytes:
         return ok("disk space", f"{message}; it holds {size_text(limits.max_bytes)} at most.")

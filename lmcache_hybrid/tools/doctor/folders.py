@@ -40,7 +40,7 @@ def check_folders(context: Context) -> Iterator[Finding]:
             yield ok("folder", f"An engine uses {path} now; another one needs its own folder.")
         if os.path.lexists(path):
             yield from _of_another(path, trusted_owner(config))
-        elif os.path.isdir(os.path.dirname(path)):
+        elif _takes_files(os.path.dirname(path)):
             yield _missing(path)
 
 
@@ -54,6 +54,14 @@ def _named(config: "LMCacheEngineConfig") -> Iterator[tuple[str, str]]:
             option, folders = place.kind.folders(place, config) or ("", ())
             for folder in folders:
                 yield option, folder
+
+
+def _takes_files(folder: str) -> bool:
+    """Whether it exists, and not only in the kernel (``/proc``): there it is refused already."""
+    try:
+        return os.path.isdir(folder) and shutil.disk_usage(folder).total > 0
+    except OSError:
+        return False
 
 
 def _missing(path: str) -> Finding:

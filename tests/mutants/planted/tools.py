@@ -186,6 +186,24 @@ DEFECTS = (
         '    return ok("disk space", f"{message}.")\n',
     ),
     one(
+        "the doctor takes what only the kernel has for a full disk",
+        "lmcache_hybrid/tools/doctor/capacity.py",
+        "        return _without_size(path)\n    free = usage.free\n",
+        "        pass\n    free = usage.free\n",
+    ),
+    one(
+        "the doctor says that an engine creates a folder in /proc",
+        "lmcache_hybrid/tools/doctor/folders.py",
+        " and shutil.disk_usage(folder).total > 0\n",
+        "\n",
+    ),
+    one(
+        "a size to write is 0.0",
+        "lmcache_hybrid/core/sizes.py",
+        "if 0 < number < 1 else 1\n",
+        "if False else 1\n",
+    ),
+    one(
         "the doctor takes four prompts in RAM for enough",
         "lmcache_hybrid/tools/doctor/capacity.py",
         "FEW_IN_RAM if tier.name == RAM else FEW",

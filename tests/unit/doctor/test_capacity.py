@@ -41,6 +41,7 @@ def test_disk_space(monkeypatch, tmp_path, free, held, limit, status):
     found = only(assert_sentences(check_disks(Context(None, config, None, None, ()))))
     assert found.status == status
     assert ("at most 10.0" in found.fix) is (status == WARNING)
+    assert "0.0" not in found.fix.replace("10.0", "")
 
 
 @pytest.mark.parametrize(
@@ -134,6 +135,7 @@ def test_how_many_of_the_longest_prompts_a_tier_holds(
         says = f"{tier} holds about {held:.1f} prompts of max_model_len=1,200 tokens, which take"
         assert finding.status == status and says in finding.message
         assert bool(finding.fix) is (status == WARNING)
+        assert " 0.0 " not in finding.message + finding.fix
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,17 @@ from lmcache_hybrid.tools.doctor.folders import check_folders, stand_ins
 from lmcache_hybrid.tools.doctor.options import check_options
 
 from ..other_users import ALICE, BOB, GROUP, as_user, needs_root, open_tmp
-from .findings import ERROR, MODEL, OK, TRANSFER, WARNING, assert_sentences, of_status, only
+from .findings import (
+    ERROR,
+    MODEL,
+    OK,
+    SKIPPED,
+    TRANSFER,
+    WARNING,
+    assert_sentences,
+    of_status,
+    only,
+)
 
 __all__ = ["open_tmp"]
 
@@ -56,6 +66,20 @@ def test_a_folder_in_no_folder_is_told_in_the_engines_words(context, tmp_path):
     found = context(model=MODEL, **settings("local_disk", tmp_path / "a" / "b"))
     assert "is in no folder that exists" in only(of_status(check_options(found), ERROR)).message
     assert list(check_folders(found)) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("folder", ["/proc/none", "/proc/self/none"])
+def test_a_folder_that_only_the_kernel_has_cannot_be_written(context, kind, folder):
+    """It is neither made by the engine nor full."""
+    found = context(model=MODEL, **settings(kind, Path(folder)))
+    told = [finding for check in CHECKS for finding in assert_sentences(check(found))]
+    refused = only(finding for finding in told if finding.status != SKIPPED)
+    assert refused.status == ERROR and f"{folder!r} cannot be written (" in refused.message
+    assert [finding.check for finding in told if finding is not refused] == [
+        "disk space",
+        "backends",
+    ]
 
 
 def test_what_fails_in_the_folders_place_names_the_folder(context, tmp_path):
