@@ -313,6 +313,11 @@ def _settle_neighbours(transfer: KVTransferConfig) -> dict[str, Any]:
         The ``kv_connector_extra_config`` of our connector.
     """
     if transfer.kv_connector == CONNECTOR:
+        if BESIDE_KEY in transfer.kv_connector_extra_config:
+            raise ValueError(
+                f"kv_connector_extra_config has {BESIDE_KEY}, which lmcache-hybrid itself writes "
+                "inside a MultiConnector; remove it."
+            )
         return transfer.kv_connector_extra_config
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from lmcache_hybrid.config.lmcache_file import CONFIG_FILE, options_in_file
 from lmcache_hybrid.core.errors import ConfigError
-from lmcache_hybrid.core.groups import BESIDE_KEY
 
 # Keys of kv_connector_extra_config with this prefix are this package's own.
 OWN_PREFIX = "lmcache.hybrid_"
@@ -238,7 +237,7 @@ def problems(extra: Mapping[str, Any], environment: Mapping[str, str]) -> Iterat
                 OWN_OPTIONS[key].parse(value)
             except ValueError as error:
                 yield f"{where}={_shown(value)} {error}"
-        elif key not in GONE and key != BESIDE_KEY:
+        elif key not in GONE:
             yield f"{where} is not a setting; the settings are {sorted(OWN_OPTIONS)}."
 
 

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 # vLLM's block id, or the ids of all blocks of a record that holds several.
 Block = int | tuple[int, ...]
-# Set by this package where a MultiConnector has another connector beside ours.
-BESIDE_KEY = "lmcache.hybrid_beside_others"
+# Set by this package where a MultiConnector has another connector beside ours. No option: its name
+# is not like those of options, so that a user who writes one like it is told.
+BESIDE_KEY = "_beside_others_of_lmcache_hybrid"
 
 
 @dataclass(frozen=True)

@@ -183,10 +183,11 @@ def test_a_bad_value_is_refused_by_the_name_that_the_user_wrote(written, place, 
 @pytest.mark.parametrize(
     "place", [p for p in PLACES if p is not in_environment], ids=lambda p: p.__name__
 )
-def test_an_option_that_does_not_exist_is_refused(written, place):
-    written.add(place, "lmcache.hybrid_checkpoints", 1)
+@pytest.mark.parametrize("name", ["hybrid_checkpoints", "hybrid_beside_others"])
+def test_an_option_that_does_not_exist_is_refused(written, place, name):
+    written.add(place, f"lmcache.{name}", True)
     message = written.refusal()
-    assert "hybrid_checkpoints is not a setting; the settings are " in message
+    assert f"{name} is not a setting; the settings are " in message
     assert_one_sentence(message)
 
 

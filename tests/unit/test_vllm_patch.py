@@ -202,6 +202,15 @@ def test_other_connectors_may_be_beside_ours():
     assert alone[0]["kv_connector_extra_config"] == {BESIDE_KEY: False}
 
 
+def test_what_is_noted_of_others_is_no_setting():
+    """Only this package writes it; among others it says what is true."""
+    with pytest.raises(ValueError, match=f"has {BESIDE_KEY}, which .*; remove it."):
+        engine_config("qwen3_next", {BESIDE_KEY: True})
+    said = {**OURS, "kv_connector_extra_config": {BESIDE_KEY: True}}
+    (ours,) = beside(said).kv_transfer_config.kv_connector_extra_config["connectors"]
+    assert ours["kv_connector_extra_config"] == {BESIDE_KEY: False}
+
+
 def test_the_failure_policy_beside_others_is_the_one_of_ours():
     chosen = {**OURS, "kv_connector_extra_config": {configuration.LOAD_FAILURE_KEY: "fail"}}
     assert beside(OFFLOADING, chosen).kv_transfer_config.kv_load_failure_policy == "fail"

@@ -560,6 +560,12 @@ DEFECTS: tuple[Defect, ...] = (
         "    for key, value in ():\n        if key ==",
     ),
     one(
+        "what this package notes of others is taken from the user",
+        CONFIGURATION,
+        "        if BESIDE_KEY in transfer.kv_connector_extra_config:\n",
+        "        if False:\n",
+    ),
+    one(
         "null beside an option hides the same one farther away",
         OWN,
         "        if value is not None and (key in OWN_OPTIONS",
