@@ -214,7 +214,7 @@ def load_failure_policy(extra: Mapping[str, Any]) -> str:
 
 
 def problems(extra: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield a sentence for each option that does not exist, or has a bad value.
+    """Yield a sentence for each option that does not exist, has a bad value or is there twice.
 
     Raises:
         ConfigError: LMCache's file cannot be read.
@@ -222,9 +222,11 @@ def problems(extra: Mapping[str, Any], environment: Mapping[str, str]) -> Iterat
     in_file = options_in_file(environment.get(CONFIG_FILE))
     yield from _misspelt("kv_connector_extra_config", _LMCACHE, extra)
     yield from _misspelt("LMCache's file", "", in_file)
+    yield from _twice("LMCache's file", in_file)
     empty = [str(name) for name, value in in_file.items() if value is None]
     for table in _lmcache_extras(extra, environment, in_file):
         yield from _misspelt("LMCache's extra_config", "", table)
+        yield from _twice("LMCache's extra_config", table)
         empty += [f"extra_config.{name}" for name, value in table.items() if value is None]
     # Null there is as good as nothing, but records would not be sealed.
     empty += [KEY_FILE_KEY] if extra.get(KEY_FILE_KEY, "") is None else []
@@ -272,6 +274,13 @@ def _misspelt(where: str, prefix: str, options: Mapping[Any, Any]) -> Iterator[s
         # What begins with OWN_PREFIX is in written().
         if is_own(plain) and not exact and not str(key).startswith(OWN_PREFIX):
             yield f"{where} has {key}, which nobody reads; write {prefix}{plain}."
+
+
+def _twice(where: str, options: Mapping[Any, Any]) -> Iterator[str]:
+    """Yield a sentence for each of our options that stands in one place in both spellings."""
+    for name in map(str, options):
+        if is_own(name) and name != _key(name) and _key(name) in options:
+            yield f"{where} has both {name} and {_key(name)}; remove one of them."
 
 
 def is_meant(key: str) -> bool:

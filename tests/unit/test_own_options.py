@@ -226,6 +226,20 @@ def test_another_spelling_is_refused(written, place, key, told):
     assert_one_sentence(message)
 
 
+@pytest.mark.parametrize("values", [(384, 768), (384, 384), (None, 384)], ids=str)
+@pytest.mark.parametrize("where", ["LMCache's file", "LMCache's extra_config"])
+def test_both_spellings_in_one_place_are_refused(written, where, values):
+    """One of them would win without a word."""
+    both = dict(zip(("hybrid_checkpoint_tokens", CHECKPOINT_KEY), values, strict=True))
+    if where == "LMCache's file":
+        for name, value in both.items():
+            written.add(in_file_with_prefix, name, value)
+    else:
+        written.extra["lmcache.extra_config"] = both
+    told = f"{where} has both hybrid_checkpoint_tokens and {CHECKPOINT_KEY}; remove one of them."
+    assert told in written.refusal()
+
+
 @pytest.mark.parametrize("quotes", ["'{}'", '"{}"', " {} ", "{!r}"])
 def test_quotes_around_a_variable_are_left_out_as_lmcache_does(written, monkeypatch, quotes):
     """``docker --env-file`` keeps them."""

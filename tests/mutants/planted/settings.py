@@ -566,6 +566,12 @@ DEFECTS: tuple[Defect, ...] = (
         "        if False:\n",
     ),
     one(
+        "of two spellings of an option one wins without a word",
+        OWN,
+        "        if is_own(name) and name != _key(name) and",
+        "        if False and name != _key(name) and",
+    ),
+    one(
         "null beside an option hides the same one farther away",
         OWN,
         "        if value is not None and (key in OWN_OPTIONS",
