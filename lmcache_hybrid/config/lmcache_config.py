@@ -117,10 +117,21 @@ def load_lmcache_config(vllm_config: "VllmConfig", quiet: bool = False) -> "LMCa
                 PASSWORD_FILE,
             )
     settle_empty(config)
+    _leave_as_written(config, {**written, **extra})
     config._hybrid_trusted_owner = own_options.read_own_options(transfer_extra)[TRUSTED_OWNER_KEY]
     name_as_redis(config)
     hide_passwords(config)
     return config
+
+
+def _leave_as_written(config: "LMCacheEngineConfig", values: Values) -> None:
+    """Undo what LMCache sets beside ``enable_blending`` and ``enable_pd``. Mutates ``config``.
+
+    These are refused; else the message would also blame the user for what LMCache set.
+    """
+    asked = as_lmcache_reads(values)
+    if any(_refused(asked)) and not asked.get("save_unfull_chunk"):
+        config.save_unfull_chunk = False
 
 
 def _problems(values: Values, others: bool) -> Iterator[str]:

@@ -4,6 +4,7 @@
 import errno
 import json
 import os
+import re
 import traceback
 
 import psutil
@@ -221,6 +222,32 @@ def test_what_is_refused_need_not_be_complete(monkeypatch, tmp_path, option):
     """LMCache asserts that others are set beside it, without a word."""
     with pytest.raises(ConfigError, match=f"LMCache option {option}=True does not work on a"):
         load(monkeypatch, "file", tmp_path, option, True)
+
+
+PD = {"enable_pd": True, "pd_role": "sender", "pd_buffer_size": 1, "pd_buffer_device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    "settings, named",
+    [
+        ({"enable_blending": True}, ["enable_blending"]),
+        ({"enable_blending": True, "save_unfull_chunk": False}, ["enable_blending"]),
+        (PD, ["enable_pd"]),
+        (
+            {"enable_blending": True, "save_unfull_chunk": True},
+            ["enable_blending", "save_unfull_chunk"],
+        ),
+    ],
+    ids=str,
+)
+def test_what_lmcache_sets_itself_is_nobodys_mistake(monkeypatch, tmp_path, settings, named):
+    """Beside these it sets save_unfull_chunk."""
+    file = tmp_path / "lmcache.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
+    with pytest.raises(ConfigError) as error:
+        settle_lmcache_config(load_lmcache_config(vllm_config(transfer())), BLOCK)
+    assert re.findall(r"LMCache option (\w+)=True does not work", str(error.value)) == named
 
 
 @pytest.mark.parametrize("text", ["a: [", "- a\n- b", "just words"])

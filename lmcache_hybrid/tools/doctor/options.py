@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 
-from lmcache_hybrid.config.lmcache_config import DEFAULT_CHUNK_SIZE
+from lmcache_hybrid.config.lmcache_config import DEFAULT_CHUNK_SIZE, refusals
 from lmcache_hybrid.config.lmcache_file import CONFIG_FILE
 from lmcache_hybrid.config.no_hits import without_hits
 from lmcache_hybrid.config.options import check_sizes
@@ -17,7 +17,6 @@ from lmcache_hybrid.tools.doctor.context import Context
 from lmcache_hybrid.tools.doctor.finding import Finding, Status, error, ok, skipped, warning
 from lmcache_hybrid.tools.doctor.folders import stand_ins
 from lmcache_hybrid.tools.doctor.model import CPU, Model
-from lmcache_hybrid.tools.doctor.written import refused_as_written
 
 
 def check_model(context: Context) -> Iterator[Finding]:
@@ -121,8 +120,7 @@ def check_options(context: Context) -> Iterator[Finding]:
         for sentence in (*remarks(own, os.environ), *taken_away(file, os.environ)):
             yield warning("options", sentence)
     with stand_ins(config) as made:
-        told = refused_as_written(made.config, context.written, context.block_size)
-        refused = [made.sentence(each) for each in told]
+        refused = [made.sentence(each) for each in refusals(made.config, context.block_size)]
     yield from (error("options", sentence) for sentence in refused)
     others: list[str] = []
     try:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells what the user wrote from what LMCache sets beside it, and takes out what is refused."""
+"""Reads what the user wrote, whatever else is wrong, and takes out what is refused."""
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,6 @@ _OF_STORES = (
     *("extra_config", "local_disk", "remote_storage_plugins", "remote_url"),
 )
 _NAMES_STORES = ("local_disk", "remote_storage_plugins", "remote_url")
-_OPTION = re.compile(r"LMCache option ([\w.]+)=")
 
 
 def _defaults() -> "LMCacheEngineConfig":
@@ -66,26 +64,6 @@ def written_config(transfer: "KVTransferConfig | None") -> "LMCacheEngineConfig 
         config.remote_url = None
     hide_passwords(config)
     return config
-
-
-def refused_as_written(
-    config: "LMCacheEngineConfig", written: "LMCacheEngineConfig | None", block_size: int | None
-) -> list[str]:
-    """List the refusals of ``config``, without those of options that LMCache set itself.
-
-    With ``enable_blending`` it also sets ``save_unfull_chunk``.
-    """
-    told = refusals(config, block_size)
-    if written is None or not told:
-        return told
-    own = {_option(sentence) for sentence in refusals(written, block_size)}
-    return [sentence for sentence in told if _option(sentence) in own] or told
-
-
-def _option(sentence: str) -> str:
-    """Return the LMCache option that a sentence begins with; the sentence itself if none."""
-    match = _OPTION.match(sentence)
-    return match[1] if match else sentence
 
 
 def stores_alone(

@@ -257,6 +257,7 @@ LMCACHE = (
             "pre_caching_hash_algorithm",
             "use_layerwise",
             "enable_async_loading",
+            "save_unfull_chunk",
         )
     ),
     Hook(

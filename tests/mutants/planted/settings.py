@@ -524,6 +524,12 @@ DEFECTS: tuple[Defect, ...] = (
         "    if alone:\n",
     ),
     one(
+        "the user is blamed for what LMCache sets",
+        OPTIONS,
+        "        config.save_unfull_chunk = False\n",
+        "        pass\n",
+    ),
+    one(
         "what is wrong beside a bad value is told at the next start",
         OPTIONS,
         "        yield from _refused(as_lmcache_reads(sound))\n",

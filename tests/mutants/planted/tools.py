@@ -234,18 +234,6 @@ DEFECTS = (
         "    if me == 0 or owner in (me, trusted) or (owner == 0 and",
     ),
     one(
-        "the doctor blames the user for what LMCache sets",
-        "lmcache_hybrid/tools/doctor/written.py",
-        "if _option(sentence) in own] or told",
-        "] or told",
-    ),
-    one(
-        "the doctor hides a refusal that nobody wrote",
-        "lmcache_hybrid/tools/doctor/written.py",
-        " in own] or told\n",
-        " in own]\n",
-    ),
-    one(
         "the doctor tries no store of a file that is refused",
         "lmcache_hybrid/tools/doctor/backends.py",
         "    config = context.config or context.written\n",

@@ -291,7 +291,6 @@ def test_every_refusal_is_told_not_only_the_first(context):
 def test_what_lmcache_sets_itself_is_not_told(context, more):
     """With enable_blending it sets save_unfull_chunk."""
     found = context(enable_blending=True, model=MODEL, **more)
-    assert found.config.save_unfull_chunk
     told = only(of_status(assert_sentences(check_options(found)), ERROR))
     assert told.message.startswith("LMCache option enable_blending=True")
 
