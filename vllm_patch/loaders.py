@@ -6,6 +6,7 @@ vLLM reads weights in many ways and from many places. Nearly all end in
 :mod:`lmcache_hybrid.identity.adapters`.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -106,18 +107,21 @@ def _load_model(
 def _check_options(vllm_config: "VllmConfig") -> None:
     """Refuse options before the weights are loaded, which may take minutes.
 
-    Inside a ``MultiConnector`` they are refused later, when the connector is made.
-
     Raises:
         ConfigError: they cannot be served.
     """
-    transfer = vllm_config.kv_transfer_config
-    alone = transfer is not None and transfer.kv_connector == CONNECTOR
     # Off for a model that LMCache's own adapter serves.
-    if alone and not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
-        from lmcache_hybrid.connector import check_options  # imports LMCache
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return
+    from lmcache_hybrid.connector import check_options  # imports LMCache
 
-        check_options(vllm_config)
+    transfer = vllm_config.kv_transfer_config
+    if transfer.kv_connector != CONNECTOR:  # it reads its own part of a MultiConnector's
+        children = transfer.kv_connector_extra_config["connectors"]
+        ours = next(each for each in children if each.get("kv_connector") == CONNECTOR)
+        vllm_config = copy.copy(vllm_config)
+        vllm_config.kv_transfer_config = type(transfer)(**ours)
+    check_options(vllm_config)
 
 
 @functools.cache

@@ -31,7 +31,7 @@ from lmcache_hybrid.connector import check_options
 from lmcache_hybrid.core.errors import ConfigError
 from vllm_patch import loaders
 
-from .helpers import vllm_config
+from .helpers import engine_config, vllm_config
 from .lmcache_settings import assert_one_sentence, lmcache_config, transfer
 
 # A value of each that is not the default, and what is read of it.
@@ -433,7 +433,7 @@ def test_the_check_before_the_weights_leaves_warnings_to_the_connector(
     [
         ("LMCacheConnectorV1", False, True),
         ("LMCacheConnectorV1", True, False),
-        ("MultiConnector", False, False),
+        ("MultiConnector", False, True),
     ],
 )
 def test_who_is_served_is_checked_by_the_loader(written, monkeypatch, name, off, checked):
@@ -442,7 +442,11 @@ def test_who_is_served_is_checked_by_the_loader(written, monkeypatch, name, off,
         "lmcache_hybrid.connector.check_options", lambda config: asked.append(config)
     )
     asked: list[Any] = []
-    extra = {"connectors": [{"kv_connector": "LMCacheConnectorV1"}]}
+    children = [
+        {"kv_connector": each, "kv_role": "kv_both"}
+        for each in ("OffloadingConnector", "LMCacheConnectorV1")
+    ]
+    extra = {"connectors": children} if name == "MultiConnector" else {}
     config = SimpleNamespace(
         kv_transfer_config=KVTransferConfig(
             kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra
@@ -462,6 +466,30 @@ def test_who_is_served_is_checked_by_the_loader(written, monkeypatch, name, off,
     monkeypatch.setattr(loaders.LOADED, "note", lambda *args: None)
     monkeypatch.setattr(loaders.LOADED, "of", lambda config: 1)
     assert model is loaders._load_model(loader, load, config, config.model_config)
-    assert asked == [config] * checked
     loaders._load_model(loader, load, config, object())  # a drafter
-    assert asked == [config] * checked
+    read = [each.kv_transfer_config for each in asked]
+    assert [each.kv_connector for each in read] == ["LMCacheConnectorV1"] * checked
+    assert config.kv_transfer_config.kv_connector == name
+
+
+def test_options_beside_other_connectors_are_checked_before_the_weights(written):
+    """Of our connector alone."""
+    ours = {"lmcache.max_local_cpu_size": "2Gi", CHECKPOINT_KEY: "often"}
+    config = engine_config(
+        "qwen3_next",
+        {
+            "connectors": [
+                {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
+                {
+                    "kv_connector": "LMCacheConnectorV1",
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": ours,
+                },
+            ]
+        },
+        connector="MultiConnector",
+    )
+    with pytest.raises(ConfigError) as error:
+        loaders._check_options(config)
+    assert "max_local_cpu_size='2Gi' is not a number" in str(error.value)
+    assert "hybrid_checkpoint_tokens='often' is not a whole number" in str(error.value)

@@ -375,6 +375,7 @@ VLLM = (
     Hook(_CONFIG, "ModelConfig.multimodal_config"),
     Hook(_CONFIG, "MultiModalConfig.mm_processor_cache_gb"),
     # vllm_patch/loaders.py, lmcache_hybrid/identity/adapters.py
+    Hook(_CONFIG, "VllmConfig.kv_transfer_config", replaced_in="vllm_patch/loaders.py"),
     Hook(_LORA, "WorkerLoRAManager.__init__", replaced_in=_LOADERS),
     Hook(
         _LORA,

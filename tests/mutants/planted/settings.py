@@ -520,8 +520,14 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "options of a model that is not hybrid are refused",
         "vllm_patch/loaders.py",
-        "    if alone and not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:\n",
-        "    if alone:\n",
+        "    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:\n",
+        "    if False:\n",
+    ),
+    one(
+        "options beside other connectors are refused only after the weights are loaded",
+        "vllm_patch/loaders.py",
+        "    if transfer.kv_connector != CONNECTOR:  # it reads",
+        "    if transfer.kv_connector != CONNECTOR:\n        return\n    if False:  # it reads",
     ),
     one(
         "the user is blamed for what LMCache sets",
