@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from lmcache_hybrid.config.no_hits import without_hits
+from lmcache_hybrid.config.no_hits import with_few_hits, without_hits
 from lmcache_hybrid.config.options import Options, log_events, log_remarks, log_sharing
 from lmcache_hybrid.config.stores import in_the_clear
 from lmcache_hybrid.config.stores.base import folders_in
@@ -81,6 +81,8 @@ def _warn(
     log_events(vllm_config, config)
     log_sharing(vllm_config, options)
     log_remarks(vllm_config)
+    for sentence in with_few_hits(config):
+        logger.warning("%s", sentence)
     finer = suggested_unit(plan.block_size) if plan.with_unit(1).unit else 0
     longest = vllm_config.model_config.max_model_len
     role = vllm_config.kv_transfer_config.kv_role

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings with which an engine never hits, as it says at start-up.
+"""Settings with which an engine hits never, or seldom, as it says at start-up.
 
 What an engine finds out only while it serves is in ``scheduler/store_watch.py``.
 """
@@ -50,14 +50,19 @@ def without_hits(
             f"min_retrieve_tokens={config.min_retrieve_tokens} is not below max_model_len="
             f"{longest}, so no hit is long enough to be loaded; set it to less."
         )
-    if config.priority_limit is not None and config.priority_limit < 0:
-        yield (
-            f"priority_limit={config.priority_limit} is below 0, the priority of each request that "
-            "names none, so these are not stored; set it to 0 or more."
-        )
     if longest <= unit:
         fix = f"add --prefix-match-unit {finer}, or " if finer else ""
         yield (
             f"max_model_len={longest} is not above {unit} tokens, at whose multiples prompts hit, "
             f"so none ever does; {fix}raise --max-model-len."
+        )
+
+
+def with_few_hits(config: "LMCacheEngineConfig") -> Iterator[str]:
+    """Yield a sentence for each setting with which few requests are stored."""
+    if config.priority_limit is not None and config.priority_limit < 0:
+        yield (
+            f"priority_limit={config.priority_limit} is below 0, the priority of each request that "
+            f"names none, so only requests that name {config.priority_limit} or less are stored; "
+            "set it to 0 or more for the others."
         )

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import traceback
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -17,8 +18,9 @@ from lmcache_hybrid.config.lmcache_config import load_lmcache_config, settle_lmc
 from lmcache_hybrid.config.no_hits import without_hits
 from lmcache_hybrid.config.values import read_values
 from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.scheduler_side import _warn
 
-from .helpers import vllm_config
+from .helpers import OPTIONS, PLAN, vllm_config
 from .lmcache_settings import BLOCK, assert_one_sentence, lmcache_config, refusal, transfer
 
 
@@ -305,7 +307,7 @@ def test_a_location_that_is_not_there_does_no_harm_beside_others():
         ({"local_cpu": False, "remote_url": "redis://h:1"}, 4096, 64, None, []),
         ({"min_retrieve_tokens": 4096}, 4096, 64, None, ["is not below max_model_len=4096, so no"]),
         ({"min_retrieve_tokens": 4095, "priority_limit": 0}, 4096, 64, None, []),
-        ({"priority_limit": -1}, 4096, 64, None, ["priority_limit=-1 is below 0, the priority of"]),
+        ({"priority_limit": -1}, 4096, 64, None, []),
     ],
     ids=str,
 )
@@ -318,6 +320,23 @@ def test_settings_for_which_nothing_ever_hits(
     assert len(said) == len(told)
     for sentence, part in zip(said, told, strict=True):
         assert part in sentence
+        assert_one_sentence(sentence)
+
+
+@pytest.mark.parametrize("limit, said", [(None, False), (0, False), (-1, True)])
+def test_a_priority_limit_with_few_hits_is_not_called_one_without(hybrid_log, limit, said):
+    """Requests that name a priority at or below it are stored."""
+    config = SimpleNamespace(
+        kv_transfer_config=transfer(),
+        kv_events_config=None,
+        model_config=SimpleNamespace(max_model_len=4096),
+    )
+    _warn(config, PLAN, lmcache_config(priority_limit=limit), OPTIONS)
+    warned = [each.message for each in hybrid_log.records if each.levelname == "WARNING"]
+    assert len(warned) == said
+    for sentence in warned:
+        assert sentence.startswith("priority_limit=-1 is below 0, ")
+        assert "so only requests that name -1 or less are stored; set it to 0" in sentence
         assert_one_sentence(sentence)
 
 

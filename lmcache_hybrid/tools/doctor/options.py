@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from lmcache_hybrid.config.lmcache_config import DEFAULT_CHUNK_SIZE, refusals
 from lmcache_hybrid.config.lmcache_file import CONFIG_FILE
-from lmcache_hybrid.config.no_hits import without_hits
+from lmcache_hybrid.config.no_hits import with_few_hits, without_hits
 from lmcache_hybrid.config.options import check_sizes
 from lmcache_hybrid.config.own_options import remarks
 from lmcache_hybrid.config.values import taken_away
@@ -146,6 +146,8 @@ def check_options(context: Context) -> Iterator[Finding]:
             "This engine stores nothing (kv_role kv_consumer).",
             "Set kv_role to kv_both, unless another engine fills the store.",
         )
+    for sentence in with_few_hits(config):
+        yield warning("options", sentence)
     longest, unit = (model.longest, model.unit or model.block_size) if model else (1, 0)
     finer = suggested_unit(unit) if model and not model.whole else 0
     if model and finer and not model.fits_gpu(finer):

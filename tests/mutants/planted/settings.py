@@ -614,7 +614,7 @@ DEFECTS: tuple[Defect, ...] = (
         "    if False:\n",
     ),
     one(
-        "a priority limit that stores nothing is no word worth",
+        "a priority limit that stores few requests is no word worth",
         "lmcache_hybrid/config/no_hits.py",
         "    if config.priority_limit is not None and config.priority_limit < 0:\n",
         "    if False:\n",

@@ -385,6 +385,11 @@ def test_a_consumer_stores_nothing(context):
     assert "stores nothing" in only(of_status(check_options(found), WARNING)).message
 
 
+def test_a_priority_limit_that_stores_few_requests_is_no_error(context):
+    told = only(of_status(check_options(context(priority_limit=-1)), WARNING))
+    assert "so only requests that name -1 or less are stored" in told.message
+
+
 def test_without_a_model_the_chunk_size_is_open(context):
     assert only(assert_sentences(check_chunk_size(context(chunk_size=77)))).status == SKIPPED
     assert list(check_options(context(chunk_size=77)))[0].status == OK
