@@ -161,6 +161,12 @@ class Admission:
         stores nothing twice.
         """
         tracker.checkpoints.junction = result.attention * self._plan.block_size
+        start, boundary = num_computed_tokens // self._plan.block_size, result.boundary
+        tracker.stored.windows.update(
+            (window.group, block)
+            for window in self._plan.windows
+            for block in range(window.first(start, boundary), boundary)
+        )
         if tracker.request.skip_reading_prefix_cache:
             self._mark_as_stored(tracker, result)  # looked up for nothing else
             return 0

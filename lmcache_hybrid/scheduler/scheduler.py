@@ -169,15 +169,9 @@ class HybridScheduler:
             return
         size = self._plan.block_size
         result = self._admission.load(tracker, num_external_tokens)
-        boundary = result.boundary
-        start = (boundary * size + result.tail - num_external_tokens) // size
+        start = (result.boundary * size + result.tail - num_external_tokens) // size
         load = load_of(tracker, self._plan, block_ids, start, result)
         self._policy.sent(request.request_id, result, start * size)
-        tracker.stored.windows.update(
-            (window.group, block)
-            for window in self._plan.windows
-            for block in range(window.first(start, boundary), boundary)
-        )
         self._loads.append(load)
         self._loading.add(request.request_id)
         count_hit(self.ledger, result, start, size, len(self._loading))

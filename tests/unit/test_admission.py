@@ -7,8 +7,9 @@ from lmcache_hybrid.protocol.metadata import LoadSpec
 from lmcache_hybrid.protocol.prefix import load_keys
 from lmcache_hybrid.scheduler.prompt import prefix_of
 
-from .helpers import PLAN, WIDE, N, make_request
+from .helpers import PLAN, WIDE, WINDOWS, N, make_request, put
 from .scheduler_rig import Rig, all_offers, attention_of, table
+from .test_load_choices import Given
 
 
 @pytest.mark.parametrize(
@@ -129,6 +130,27 @@ def test_a_hit_that_is_too_short_is_not_stored_again(held, stored):
     ]
     assert [end for save in saves if save for end, _ in save.states] == stored
     assert not any(map(attention_of, saves))
+
+
+@pytest.mark.parametrize("why", ["short", "unread", "slow", "loaded"])
+def test_windows_that_were_found_are_not_stored_again(why):
+    request = make_request(tokens=5 * N + 1)
+    rig = Rig(
+        plan=WINDOWS,
+        policy=Given(None) if why == "slow" else None,
+        min_retrieve_tokens=9 * N if why == "short" else 0,
+    )
+    put(rig.ranks.stores[0], load_keys(prefix_of(request, N, 1), 0, 5, WINDOWS))
+    request.skip_reading_prefix_cache = why == "unread"
+    if why == "loaded":
+        rig.admit(request)
+        rig.loaded(request)
+        request.num_computed_tokens = 5 * N
+        assert rig.forward(request, 1) is None
+    else:
+        assert rig.match(request) == (0, False)
+        rig.scheduler.update_state_after_alloc(request, table(request), 0)
+        assert rig.forward(request, 5 * N + 1) is None
 
 
 @pytest.mark.parametrize(

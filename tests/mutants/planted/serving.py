@@ -235,8 +235,8 @@ DEFECTS = (
     one(
         "the load starts one block early of what vLLM holds",
         SCHEDULER,
-        "start = (boundary * size + result.tail - num_external_tokens) // size",
-        "start = max(0, (boundary * size + result.tail - num_external_tokens) // size - 1)",
+        "start = (result.boundary * size + result.tail - num_external_tokens) // size",
+        "start = max(0, (result.boundary * size + result.tail - num_external_tokens) // size - 1)",
     ),
     one(
         "the state goes to the last block of the table",

@@ -235,6 +235,12 @@ DEFECTS: tuple[Defect, ...] = (
         "            if False:\n",
     ),
     one(
+        "windows that were found are stored again",
+        "lmcache_hybrid/scheduler/admission.py",
+        "            for window in self._plan.windows\n",
+        "            for window in ()\n",
+    ),
+    one(
         "what must not be read is loaded",
         "lmcache_hybrid/scheduler/admission.py",
         "        if tracker.request.skip_reading_prefix_cache:\n            self._mark",
