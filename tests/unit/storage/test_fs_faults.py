@@ -6,7 +6,6 @@ file server hang, on every machine.
 """
 
 import errno
-import gc
 import os
 import resource
 import subprocess
@@ -371,21 +370,6 @@ def test_closing_does_not_wait_for_a_server_that_hangs(box, monkeypatch):
         box.close()
         waiting = len(MANY) - fs.WRITERS
         assert box.store.failed_writes == {"RemoteBackend": waiting}
-
-
-def test_writes_that_fail_at_the_end_leave_no_traceback(box, monkeypatch):
-    def fails_late(*args):
-        time.sleep(0.1)
-        raise OSError(errno.EIO, "of the test")
-
-    monkeypatch.setattr(os, "writev", fails_late)
-    box, told = box("fs"), []
-    box.manager.loop.set_exception_handler(lambda _, context: told.append(context["message"]))
-    put(box.store, MANY, SIZE)
-    box.close()
-    assert box.store.failed_writes == {"RemoteBackend": len(MANY)}
-    gc.collect()
-    assert told == []
 
 
 def test_a_process_ends_although_a_thread_hangs():

@@ -40,3 +40,6 @@ def test_a_store_that_does_not_open_leaves_no_thread(tmp_path, hybrid_log, opens
         assert ("could not open its store" in hybrid_log.text) != opens
     finally:
         LMCacheEngineBuilder.destroy(name)
+        for thread in set(threading.enumerate()) - before:  # else a failed test never ends
+            for loop in thread._args if thread.name == LOOP_THREAD else ():
+                loop.call_soon_threadsafe(loop.stop)
