@@ -55,6 +55,18 @@ DEFECTS: tuple[Defect, ...] = (
         "    if config.local_disk and taken < ",
     ),
     one(
+        "a database of Redis that is no number is the first one",
+        "lmcache_hybrid/config/redis_credentials.py",
+        '        if parts.scheme != "unix" and parts.path.strip("/") and "db" not in read:\n',
+        "        if False and read:\n",
+    ),
+    one(
+        "a Redis that refuses records is not named",
+        "lmcache_hybrid/storage/remote/redis.py",
+        "        self._url, self._shown = url, printable(without_password(url))\n",
+        '        self._url, self._shown = url, "Redis"\n',
+    ),
+    one(
         "connectors that are no list end in vLLM's traceback",
         CONFIGURATION,
         "        except (AttributeError, TypeError):\n",
