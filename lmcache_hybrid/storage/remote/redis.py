@@ -52,6 +52,8 @@ SILENT_SECONDS = 1.0
 FLUSH_SECONDS = 8.0
 # Max seconds to wait for the ends of calls once their connections are shut down.
 END_SECONDS = 1.0
+# Seconds between two questions why a server cannot be used: each may keep a thread for a second.
+CAUSE_PAUSE_SECONDS = 60.0
 # LMCache's name: seconds for one command behind sentinels.
 SENTINEL_TIMEOUT = "REDIS_TIMEOUT"
 
@@ -77,7 +79,7 @@ class HybridRedisConnector(RecordConnector):
         """
         super().__init__(context)
         self._url, self._shown = url, printable(without_password(url))
-        self._closed = False
+        self._closed, self._asks_cause_at = False, -math.inf
         self._pool = context.local_cpu_backend
         self._seconds = float(context.config.blocking_timeout_secs)
         if url.lower().startswith(clients.SENTINEL):
@@ -244,9 +246,13 @@ class HybridRedisConnector(RecordConnector):
         )
 
     def _say_cause(self, error: Exception) -> None:
-        """Warn once of a server that can never be used as configured. May ask it, for a second."""
-        cause = "" if self._closed else clients.cause_of_failure(self._url, error)
-        if cause:
+        """Warn once of a server that can never be used as configured. May ask it, once a minute."""
+        with self._refusals_lock:
+            now = time.monotonic()
+            if self._closed or now < self._asks_cause_at:
+                return
+            self._asks_cause_at = now + CAUSE_PAUSE_SECONDS
+        if cause := clients.cause_of_failure(self._url, error):
             self._say_refused(redis.ConnectionError(cause))
 
     # Short calls

@@ -618,4 +618,10 @@ DEFECTS = (
         "            self._refusals.add(kind)\n",
         "",
     ),
+    one(
+        "each failed lookup asks Redis why",
+        "lmcache_hybrid/storage/remote/redis.py",
+        "            if self._closed or now < self._asks_cause_at:\n",
+        "            if self._closed:\n",
+    ),
 )

