@@ -3,6 +3,7 @@
 
 import json
 import logging
+import os
 import shlex
 import sys
 from datetime import date
@@ -22,6 +23,7 @@ def main(
     blocks: Annotated[str, typer.Option(help="Of a prompt; two sizes.")] = "3000,30000",
 ) -> None:
     """Measure one thread; ends with 1 where a step grows with the prompt."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads it when it is imported
     # vLLM and torch take ten seconds, which --help need not wait for.
     from benchmarks.steps.measure import PER_STEP, begin, measure
 

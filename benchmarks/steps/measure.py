@@ -5,41 +5,38 @@ A rank that holds what it is told to answers at once. Each step computes PER_STE
 state at each end.
 """
 
-import os
 import time
 from concurrent.futures import Executor, Future
 from statistics import median
 from types import SimpleNamespace
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
-import torch  # noqa: E402
-from vllm.distributed.kv_transfer.kv_connector.v1 import base  # noqa: E402, F401
-from vllm.sampling_params import SamplingParams  # noqa: E402
-from vllm.utils.hashing import sha256_cbor  # noqa: E402
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
-from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput  # noqa: E402
-from vllm.v1.kv_cache_interface import (  # noqa: E402
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import base  # noqa: F401
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupSpec,
     MambaSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
-from vllm.v1.request import Request  # noqa: E402
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
-from lmcache_hybrid.config.options import Options  # noqa: E402
-from lmcache_hybrid.core.groups import GroupPlan  # noqa: E402
-from lmcache_hybrid.core.keys import tags_digest, wide_hash  # noqa: E402
-from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult  # noqa: E402
-from lmcache_hybrid.protocol.record_reports import (  # noqa: E402
+from lmcache_hybrid.config.options import Options
+from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.core.keys import tags_digest, wide_hash
+from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
+from lmcache_hybrid.protocol.record_reports import (
     RAM,
     RankReport,
     RankReports,
     RecordName,
 )
-from lmcache_hybrid.scheduler.events import KVEvents  # noqa: E402
-from lmcache_hybrid.scheduler.lookup_queue import LookupQueue  # noqa: E402
-from lmcache_hybrid.scheduler.scheduler import HybridScheduler  # noqa: E402
+from lmcache_hybrid.scheduler.events import KVEvents
+from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
+from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 
 N = 16
 PER_STEP = 32
