@@ -362,6 +362,7 @@ class HybridConnector(KVConnectorBase_V1):
                 self._options.digester,
                 residency,
             )
+            undo.callback(store.close)
             monitor = LMCacheMonitor(engine.stats_monitor)
             self._lookup = RankLookup(self.plan, store, monitor)
             first = next(iter(self.kv_caches.values()))

@@ -105,18 +105,18 @@ def _say_what_is_no_list() -> None:
 
     @functools.wraps(original)
     def has_connector(self: KVTransferConfig, connector_name: str) -> bool:
-        try:
+        children = _children(self) if self.kv_connector == "MultiConnector" else ()
+        is_list = isinstance(children, (list, tuple))
+        if is_list and all(isinstance(each, dict) for each in children):
             return bool(original(self, connector_name))
-        except (AttributeError, TypeError):
-            # Not the value, which may hold passwords.
-            children = _children(self)
-            kind = f"a {type(children).__name__}"
-            if isinstance(children, (list, tuple)):
-                kind += f" of {' and '.join(sorted({type(each).__name__ for each in children}))}"
-            raise ValueError(
-                f"kv_connector_extra_config of {self.kv_connector} has {kind} as 'connectors'; "
-                f"{_WRITE_CONNECTORS}"
-            ) from None
+        # Not the value, which may hold passwords.
+        kind = f"a {type(children).__name__}"
+        if is_list:
+            kind += f" of {' and '.join(sorted({type(each).__name__ for each in children}))}"
+        raise ValueError(
+            f"kv_connector_extra_config of {self.kv_connector} has {kind} as 'connectors'; "
+            f"{_WRITE_CONNECTORS}"
+        )
 
     KVTransferConfig.has_connector = has_connector
 

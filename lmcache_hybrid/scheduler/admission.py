@@ -141,6 +141,13 @@ class Admission:
                         return None
                     self.answered(tracker, lookup, result)
                     tracker.offer(result, lookup.request.floor)
+                    tracker.stored.windows.update(
+                        (window.group, block)
+                        for window in self._plan.windows
+                        for block in range(
+                            window.first(lookup.request.floor, result.boundary), result.boundary
+                        )
+                    )
                     self._pins.answer(tracker.request.request_id, result)
                 # An offer stands unless vLLM has lost local blocks since: it would begin too late.
                 case Offered(result, asked_floor) if floor >= asked_floor and not again:
@@ -161,12 +168,6 @@ class Admission:
         stores nothing twice.
         """
         tracker.checkpoints.junction = result.attention * self._plan.block_size
-        start, boundary = num_computed_tokens // self._plan.block_size, result.boundary
-        tracker.stored.windows.update(
-            (window.group, block)
-            for window in self._plan.windows
-            for block in range(window.first(start, boundary), boundary)
-        )
         if tracker.request.skip_reading_prefix_cache:
             self._mark_as_stored(tracker, result)  # looked up for nothing else
             return 0

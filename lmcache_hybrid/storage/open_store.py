@@ -3,6 +3,7 @@
 
 import threading
 from collections.abc import Collection
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -53,8 +54,10 @@ def _end_lost_loop(before: Collection[threading.Thread]) -> None:
     """
     for thread in set(threading.enumerate()) - set(before):
         if thread.name == LOOP_THREAD:
-            for loop in thread._args:  # type: ignore[attr-defined]
-                loop.call_soon_threadsafe(loop.stop)
+            # CPython deletes the arguments where the thread has ended since.
+            for loop in getattr(thread, "_args", ()):
+                with suppress(RuntimeError):
+                    loop.call_soon_threadsafe(loop.stop)
             thread.join(LOOP_SECONDS)
 
 

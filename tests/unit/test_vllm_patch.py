@@ -239,6 +239,7 @@ def test_connectors_that_cannot_be_beside_ours_are_refused(connectors, sentence)
         (None, "a NoneType"),
         ([LMCACHE], "a list of str"),
         ([OFFLOADING, LMCACHE], "a list of dict and str"),
+        ([OURS, 7], "a list of dict and int"),
     ],
     ids=str,
 )

@@ -10,8 +10,8 @@ from lmcache_hybrid.storage.folder.folder_lock import ENGINE_LOCK, FolderLock
 class FolderUse:
     """An engine's lock on its folder. The system releases it when the process ends. One thread.
 
-    It is on the folder itself, which needs no file. NFS locks only files that are open for writing:
-    there it is on a file in the folder.
+    It is on the folder itself, which needs no file, and all engines in it share it. NFS locks only
+    files that are open for writing: there it is on a file in the folder, which one of them holds.
     """
 
     def __init__(self, folder: str) -> None:
@@ -20,27 +20,33 @@ class FolderUse:
         self._file = FolderLock(folder, ENGINE_LOCK)
 
     def hold(self) -> bool:
-        """Take the lock, once; False where another engine holds it.
+        """Take the lock, once; False where another engine holds it, too.
 
         Raises:
             OSError: the folder is away, or its file system has no locks.
         """
         number = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        alone = True
         try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            try:
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                alone = False
+            fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:  # somebody else takes it at this moment
             os.close(number)
             return False
         except OSError:
             os.close(number)
             return self._file.hold()
         self._number = number
-        return True
+        return alone
 
     def release(self) -> None:
         """Let another engine have it. Idempotent."""
         number, self._number = self._number, None
         if number is not None:
+            fcntl.flock(number, fcntl.LOCK_UN)  # also for a child that was forked since
             os.close(number)
         self._file.release()
 

@@ -132,6 +132,6 @@ def _first_words(place: tuple[str, int]) -> str:
         with socket.create_connection(place, CAUSE_SECONDS) as sock:
             sockets.send(sock, sockets.command(b"PING"), deadline)
             (said,) = sockets.replies(sock, 1, deadline)
-    except OSError:
+    except (OSError, ValueError):  # or no name of a host
         return ""
     return str(said).lstrip("-")

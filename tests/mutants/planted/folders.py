@@ -116,4 +116,16 @@ DEFECTS: tuple[Defect, ...] = (
         "        self._use.release()\n",
         "        pass\n",
     ),
+    one(
+        "an engine that starts again is not told of the one that stayed",
+        "lmcache_hybrid/storage/folder/folder_use.py",
+        "            fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB)\n",
+        "            pass\n",
+    ),
+    one(
+        "a forked child keeps the folder of an engine that has ended",
+        "lmcache_hybrid/storage/folder/folder_use.py",
+        "            fcntl.flock(number, fcntl.LOCK_UN)",
+        "            pass",
+    ),
 )

@@ -4,12 +4,14 @@
 import errno
 import fcntl
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from lmcache_hybrid.storage.folder.folder_lock import ENGINE_LOCK
-from lmcache_hybrid.storage.folder.folder_use import FolderUse
+from lmcache_hybrid.storage.folder.folder_use import FolderUse, in_use
 
 from ..store_box import Box
 
@@ -40,6 +42,32 @@ def test_a_second_engine_in_the_folder_is_told(tmp_path: Path, hybrid_log) -> No
     hybrid_log.clear()
     Box("disk", tmp_path, None).close()
     assert WORDS not in hybrid_log.text and not os.listdir(tmp_path)
+
+
+def test_the_first_engine_is_told_when_it_starts_again(tmp_path: Path, hybrid_log) -> None:
+    first = Box("disk", tmp_path, None)
+    second = Box("disk", tmp_path, None)
+    first.close()
+    hybrid_log.clear()
+    Box("disk", tmp_path, None).close()
+    assert hybrid_log.text.count(WORDS) == 1 and in_use(str(tmp_path))
+    second.close()
+    assert not in_use(str(tmp_path))
+
+
+def test_a_forked_child_does_not_keep_it(tmp_path: Path) -> None:
+    use = FolderUse(str(tmp_path))
+    assert use.hold()
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        use.release()
+        assert not in_use(str(tmp_path))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_ranks_of_one_engine_share_it(tmp_path: Path, hybrid_log) -> None:
