@@ -123,7 +123,8 @@ def read_key(setting: str, path: str) -> KeyedDigester:
         # Follow links: Kubernetes mounts secrets as links. open() refuses a folder.
         opened = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     except OSError as error:
-        if not path.startswith(("/", ".")):  # it may be the key itself, which belongs in no log
+        # It may be the key itself, which belongs in no log; Base64 may begin with "/".
+        if not path.startswith(("/", ".")) or path.endswith("="):
             raise ConfigError(
                 f"{setting} names no file that can be read ({error.strerror}); write the path of "
                 "one, from / on, made with `(umask 077; openssl rand 32 > FILE)`."

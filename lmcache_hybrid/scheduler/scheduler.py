@@ -244,6 +244,8 @@ class HybridScheduler:
                     with self.ledger as counts:
                         counts.skipped_requests["reset"] += 1
                 tracker.leave_store()
+            elif tracker.request.resumable:
+                tracker.prompt_tokens = 0  # tracked anew; what earlier parts asked for still holds
             else:
                 del self._trackers[request_id]
         self.prefills.clear()

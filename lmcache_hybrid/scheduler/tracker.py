@@ -100,7 +100,8 @@ class RequestTracker:
     """One request. Used by the scheduler's thread only.
 
     Attributes:
-        prompt_tokens: length of the prompt; a session's grows with each part.
+        prompt_tokens: length of the prompt; a session's grows with each part, and is 0 after a
+            reset until it is tracked anew.
         prefix: the prompt's whole blocks, and those of generated tokens as far as they
             are stored; empty where nothing may be cached.
         inner: tokens of the prompt up to its last boundary of U tokens; 0 without such.

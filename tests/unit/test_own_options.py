@@ -323,8 +323,9 @@ def test_a_key_file_that_is_empty_leaves_nothing_unsealed(written):
     assert "hybrid_key_file=True is not a path" in written.refusal()
 
 
-def test_a_key_in_place_of_its_file_is_not_shown(written):
-    written.extra["lmcache.hybrid_key_file"] = "c2VjcmV0IGtleSBvZiAzMiBieXRlcyBvciBtb3Jl"
+@pytest.mark.parametrize("key", ["c2VjcmV0IGtleSBvZiAzMiBieXRlcyBvciBtb3Jl", "/c2VjcmV0IGtleQ=="])
+def test_a_key_in_place_of_its_file_is_not_shown(written, key):
+    written.extra["lmcache.hybrid_key_file"] = key
     with pytest.raises(ConfigError, match="names no file that can be read") as error:
         check_options(vllm_config(transfer(**written.extra)))
     assert_one_sentence(str(error.value))

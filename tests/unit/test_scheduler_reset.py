@@ -26,6 +26,22 @@ def test_a_reset_takes_back_what_was_promised():
     assert len(rig.ranks.questions) > 1, "the ranks were not asked again"
 
 
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize(
+    "first, then",
+    [({"lmcache.skip_save": True}, None), ({"lmcache.tag.of": "a"}, {"lmcache.tag.of": "b"})],
+)
+def test_what_a_sessions_first_part_asked_for_outlives_a_reset(first, then, reset):
+    """vLLM keeps only the last part's parameters, and the tokens of both."""
+    rig = Rig()
+    rig.match(make_request(tokens=3 * N + 1, params=first, resumable=True))
+    if reset:
+        rig.scheduler.begin_reset()
+        rig.scheduler.end_reset(True)
+        rig.step()
+    assert rig.prefill(make_request(tokens=6 * N + 1, params=then, resumable=True)) is None
+
+
 def test_a_failed_reset_ends_all_hits_and_saves_until_one_succeeds(hybrid_log):
     rig, request = Rig(), make_request("r", 3 * N + 1)
     rig.holds(request, 3, 3)

@@ -386,4 +386,10 @@ DEFECTS = (
         "        return self._engine.is_healthy()\n",
         "        return True\n",
     ),
+    one(
+        "a reset forgets what a session's first part asked for",
+        "lmcache_hybrid/scheduler/scheduler.py",
+        "            elif tracker.request.resumable:\n",
+        "            elif False:\n",
+    ),
 )
