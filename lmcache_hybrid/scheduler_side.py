@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
+from lmcache_hybrid.config.drafts import why_a_block_less
 from lmcache_hybrid.config.no_hits import with_few_hits, without_hits
 from lmcache_hybrid.config.options import Options, log_events, log_remarks, log_sharing
 from lmcache_hybrid.config.stores import in_the_clear
@@ -49,22 +50,23 @@ def make_scheduler(
         delete_old_prompts(folders_in("LMCache option local_disk", config.local_disk))
     groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
     sizes = {i: page_bytes(groups[i]) * plan.blocks_per_record(i) for i in plan.groups}
+    drafter = Drafter.of(vllm_config)
     scheduler = HybridScheduler(
         plan,
         options,
         unit,
         queue,
         policy_for(options.load_policy, plan, sizes),
-        KVEvents(plan, groups, parallel.world_size) if options.events else None,
+        KVEvents(plan, groups, parallel.world_size, drafter.look_ahead) if options.events else None,
         Pins(plan, sizes, config.max_local_cpu_size if config.local_cpu else None),
     )
     scheduler.store_watch.in_ram = bool(config.local_cpu)
     scheduler.idle_steps = IdleSteps.of(parallel)
-    scheduler.drafter = Drafter.of(vllm_config)
+    scheduler.drafter = drafter
     if options.share_prefills:
         scheduler.prefills.step_tokens = step_tokens_of(vllm_config.scheduler_config)
     _warn(vllm_config, plan, config, options)
-    _log(vllm_config, plan, config, options, sizes)
+    _log(vllm_config, plan, config, options, sizes, drafter)
     return scheduler
 
 
@@ -96,6 +98,7 @@ def _log(
     config: "LMCacheEngineConfig",
     options: Options,
     sizes: dict[int, int],
+    drafter: Drafter,
 ) -> None:
     """Log which groups are served, where records are kept and which prompts hit.
 
@@ -124,7 +127,9 @@ def _log(
         "LMCache keeps records in %s. Prompts longer than %d tokens hit, at multiples of %d.%s",
         # The number of window pages depends on the prompts.
         described(tiers(config, options), 0 if plan.windows else taken, longest, ranks),
-        unit,
+        drafter.without_hits(unit) if plan.states else unit,
         unit,
         "" if options.save else " This engine stores nothing.",
     )
+    if plan.states and (sentence := why_a_block_less(vllm_config)):
+        logger.info("%s", sentence)

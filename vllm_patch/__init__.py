@@ -15,6 +15,7 @@ vLLM calls :func:`register` in the API server, in EngineCore and in every worker
 | ``events`` | the reset of vLLM's own cache, of which the connector is told (a repair, too) |
 | ``sessions`` | sessions of streaming input, whose next parts start over (repairs, too) |
 | ``sleep`` | the workers' sleep mode, of which the connector is told |
+| ``look_ahead`` | what block hashes cover beside a drafter (a repair, too) |
 | ``media`` | renderers in the API server, which mark how media are named |
 """
 
@@ -63,6 +64,7 @@ def _install() -> str | None:
             connector,
             events,
             loaders,
+            look_ahead,
             media,
             sessions,
         )
@@ -70,6 +72,7 @@ def _install() -> str | None:
         configuration.install()
         media.install()
         compat.install()
+        look_ahead.install()
         sessions.install()
         events.install()
         loaders.install()

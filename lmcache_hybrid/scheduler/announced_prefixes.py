@@ -33,7 +33,8 @@ class EventBlock:
     Attributes:
         block_hash, parent_hash: vLLM's.
         tokens: of this block only; fewer than N where it ends inside a block.
-        extra_keys: what its hash covers beside the tokens, as vLLM hashes it.
+        extra_keys: what its hash covers beside tokens, as vLLM hashes it.
+        ahead: the tokens behind it that its hash covers; None if it covers none.
     """
 
     block_hash: bytes
@@ -42,6 +43,7 @@ class EventBlock:
     lora_id: int | None
     lora_name: str | None
     extra_keys: tuple[Any, ...] | None
+    ahead: array | None = None
 
 
 @dataclass(eq=False, slots=True)

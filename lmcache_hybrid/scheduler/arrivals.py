@@ -58,8 +58,9 @@ class Arrivals:
         if prefix is not None:
             self._advice.add(request)
         unit = plan.unit
-        # No hit is deeper than the last boundary before the last token.
-        inner = (request.num_prompt_tokens - 1) // unit * unit if prefix and unit else 0
+        # No hit is deeper.
+        deepest = max(0, request.num_prompt_tokens - drafter.behind)
+        inner = deepest // unit * unit if prefix and unit else 0
         short = not (prefix and prefix.hashes or inner)
         if reason := unsaved or ("short" if short else why_unread(request)):
             with self._ledger as counts:

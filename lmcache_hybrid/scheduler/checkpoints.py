@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import get_mamba_prefill_checkpoint_position
 
+from lmcache_hybrid.config.drafts import drops_block, hash_look_ahead
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -24,21 +26,39 @@ class Drafter:
     Attributes:
         drops_block: vLLM gives up the last block of its own hits (EAGLE, MTP), and ends a step
             one block earlier so that there is a state.
-        runway: known tokens that vLLM keeps behind the end of a step, for several MTP modules.
-            A step that leaves fewer is shortened, down to no token.
+        runway: known tokens that vLLM keeps behind the end of a step: as many as there are MTP
+            modules. A step that leaves fewer is shortened, down to no token.
+        look_ahead: tokens behind a boundary that vLLM's hash there covers, so that it need not
+            give up a block. The hash exists once they are known.
     """
 
     drops_block: bool = False
     runway: int = 0
+    look_ahead: int = 0
 
     @classmethod
     def of(cls, config: "VllmConfig") -> "Drafter":
         """Read the engine's drafter; without one nothing changes."""
-        speculative = config.speculative_config
         return cls(
-            speculative is not None and speculative.use_eagle_block_drop(),
-            config.num_prefill_lookahead_tokens,
+            drops_block(config), config.num_prefill_lookahead_tokens, hash_look_ahead(config)
         )
+
+    def without_hits(self, unit: int) -> int:
+        """Return the tokens of the longest prompt that leaves no state; ``unit`` is N, or U."""
+        return 2 * unit - 1 if self.drops_block else unit + self.behind - 1
+
+    @property
+    def computes_again(self) -> bool:
+        """Whether vLLM may compute the last tokens of a step again in the next one."""
+        return self.runway > 1
+
+    @property
+    def behind(self) -> int:
+        """Known tokens that must follow a boundary where a request starts.
+
+        The last token is always computed: a state that has seen it is too deep.
+        """
+        return max(1, self.look_ahead)
 
 
 @dataclass
@@ -55,7 +75,7 @@ class Checkpoints:
         drafter: the engine's.
         chunk_ends: whether the ends of the prefill's steps are wanted where they are boundaries.
         known: tokens at the start.
-        last: the last boundary before the last known token that is not barred.
+        last: the last boundary that a request may start from, and that is not barred.
         stop: where vLLM itself ends the last but one step of the prefill.
         end: the deepest boundary up to ``stop`` that is not barred.
         barred: boundaries that no request may start from.
@@ -79,9 +99,12 @@ class Checkpoints:
         """Start over for a request of ``num_tokens`` tokens. Keeps its settings only."""
         size, self.known, self.junction = self.block_size, num_tokens, 0
         self.meetings.clear()
-        self.last = self._up_to((num_tokens - 1) // size * size)
+        deepest = max(0, num_tokens - self.drafter.behind) // size * size
+        self.last = self._up_to(deepest)
         drops = self.offered and self.drafter.drops_block
-        self.stop = get_mamba_prefill_checkpoint_position(num_tokens, size, drops)
+        self.stop = (
+            get_mamba_prefill_checkpoint_position(num_tokens, size, True) if drops else deepest
+        )
         self.end = self._up_to(self.stop)
 
     def lasting(self, boundary: int) -> bool:
@@ -100,10 +123,9 @@ class Checkpoints:
     def wants_end(self, computed: int) -> bool:
         """Whether the state is wanted where a step of the prefill ends at ``computed`` tokens.
 
-        Not at the last boundary, where vLLM itself ends a step. With a runway vLLM may compute the
-        last tokens of a step again in the next one.
+        Not at the last boundary, where vLLM itself ends a step.
         """
-        return self.chunk_ends and not self.drafter.runway and computed < self.end
+        return self.chunk_ends and not self.drafter.computes_again and computed < self.end
 
     def after(self, computed: int) -> int:
         """Return the next boundary past ``computed`` tokens where a state is wanted, 0 for none."""

@@ -14,6 +14,7 @@ from vllm.distributed.kv_events import (
     BlockStored,
     KVCacheEvent,
 )
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     generate_block_hash_extra_keys,
@@ -59,14 +60,21 @@ class KVEvents:
     found at start-up are announced once a request has looked them up.
     """
 
-    def __init__(self, plan: GroupPlan, groups: "Sequence[KVCacheGroupSpec]", ranks: int) -> None:
+    def __init__(
+        self,
+        plan: GroupPlan,
+        groups: "Sequence[KVCacheGroupSpec]",
+        ranks: int,
+        look_ahead: int = 0,
+    ) -> None:
         """Begin with one AllBlocksCleared: what consumers knew of this engine is void.
 
         Args:
             groups: vLLM's KV cache groups.
             ranks: how many must hold a boundary.
+            look_ahead: tokens behind a block that its hash covers, see :class:`Drafter`.
         """
-        self._plan, self._size = plan, plan.block_size
+        self._plan, self._size, self._look_ahead = plan, plan.block_size, look_ahead
         specs = [group.kv_cache_spec for group in groups]
         self._kinds = [get_kv_cache_spec_kind(spec).value for spec in specs]
         self._windows = [get_kv_cache_spec_sliding_window(spec) for spec in specs]
@@ -129,8 +137,14 @@ class KVEvents:
         self, request: "Request", prefix: Prefix, at: int, end: int, block_hash: bytes
     ) -> EventBlock:
         """Describe the tokens of block ``at`` up to token ``end``."""
-        start, lora = at * self._size, request.lora_request
-        extra, _ = generate_block_hash_extra_keys(request, start, end, 0)
+        start, lora, ahead = at * self._size, request.lora_request, None
+        if self._look_ahead:
+            last = end + self._look_ahead
+            ahead = array("q", request.all_token_ids[end:last])
+            utils: Any = kv_cache_utils  # vLLM 0.32 has no such function
+            extra, _ = utils.generate_lookahead_block_hash_extra_keys(request, start, end, last, 0)
+        else:
+            extra, _ = generate_block_hash_extra_keys(request, start, end, 0)
         return EventBlock(
             block_hash,
             prefix.hashes[at - 1] if at else None,
@@ -138,6 +152,7 @@ class KVEvents:
             lora.adapter_id if lora else None,
             lora.name if lora else None,
             extra,
+            ahead,
         )
 
     # Reports
@@ -198,6 +213,7 @@ class KVEvents:
         block, group, tier = change
         parent = block.parent_hash
         medium, locality, ownership = WHERE[tier]
+        ahead: Any = {} if block.ahead is None else {"lookahead_token_ids": [block.ahead.tolist()]}
         return BlockStored(
             block_hashes=[maybe_convert_block_hash(BlockHash(block.block_hash))],
             parent_block_hash=parent and maybe_convert_block_hash(BlockHash(parent)),
@@ -212,4 +228,5 @@ class KVEvents:
             kv_cache_spec_sliding_window=self._windows[group],
             locality=locality,
             ownership=ownership,
+            **ahead,
         )

@@ -63,8 +63,12 @@ def why_unread(request: "Request") -> str | None:
 
 
 def extended(prefix: Prefix, request: "Request", blocks: int, hashes_per_block: int) -> Prefix:
-    """Lengthen ``prefix`` to the request's first ``blocks`` blocks."""
+    """Lengthen ``prefix`` to the request's first ``blocks`` blocks, as far as they have hashes.
+
+    Beside a drafter a full block may have none yet, see :class:`.checkpoints.Drafter`.
+    """
     first = len(prefix.hashes)
+    blocks = min(blocks, len(request.block_hashes) // hashes_per_block)
     ends = range((first + 1) * hashes_per_block - 1, blocks * hashes_per_block, hashes_per_block)
     more = tuple(bytes(request.block_hashes[end]) for end in ends)
     return msgspec.structs.replace(prefix, hashes=prefix.hashes + more)

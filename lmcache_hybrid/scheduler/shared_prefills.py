@@ -100,7 +100,7 @@ class SharedPrefills:
         checkpoints, hashes = tracker.checkpoints, tracker.prefix.hashes
         drafter = checkpoints.drafter
         # With such drafters vLLM's own hits end elsewhere than its steps.
-        if not checkpoints.offered or drafter.drops_block or drafter.runway:
+        if not checkpoints.offered or drafter.drops_block or drafter.computes_again:
             return
         if hashes and tracker.saving and self.step_tokens < checkpoints.known:
             self._leaders.setdefault(hashes[0], {})[tracker.request.request_id] = tracker

@@ -16,6 +16,7 @@ import vllm.envs as envs
 import xxhash
 from vllm.logger import init_logger
 
+from lmcache_hybrid.config.drafts import hash_look_ahead
 from lmcache_hybrid.core.errors import UnknownContentError
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.identity.model_code import model_code
@@ -282,7 +283,10 @@ def _speculative(vllm_config: "VllmConfig") -> tuple | None:
     # The same folder (MTP) need not be read twice, but its configuration differs.
     own = draft is not None and draft.model != target.model
     drafter = _model(draft) if own else draft and _effective(draft.hf_config)
-    return config.method, config.num_speculative_tokens, drafter
+    # Without it, records keep their names.
+    look_ahead = hash_look_ahead(vllm_config)
+    ahead = (look_ahead,) if look_ahead else ()
+    return config.method, config.num_speculative_tokens, drafter, *ahead
 
 
 def _lora(vllm_config: "VllmConfig") -> tuple | None:

@@ -17,6 +17,7 @@ import drafting
 import pytest
 import v2
 from engine import Answer, Engine
+from vllm.config import VllmConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -76,10 +77,11 @@ def toy(method: str) -> Callable[[Path], dict]:
     }
 
 
-# With MTP and EAGLE vLLM gives up the last block of its hits, and keeps the state before it.
+# With MTP and EAGLE vLLM 0.32 gives up the last block of its hits, and keeps the state before it.
+DEPTH = 2 if hasattr(VllmConfig, "num_hash_lookahead_tokens") else 1
 DRAFTERS = {
-    "mtp": Drafter(lambda model: drafting.MTP, 1, "mtp."),
-    "eagle": Drafter(toy("eagle"), 1, "model.layers.4."),
+    "mtp": Drafter(lambda model: drafting.MTP, DEPTH, "mtp."),
+    "eagle": Drafter(toy("eagle"), DEPTH, "model.layers.4."),
     "draft_model": Drafter(toy("draft_model"), 2, "draft_model."),
     "ngram": Drafter(lambda model: drafting.NGRAM, 2, ""),
 }
@@ -115,6 +117,37 @@ def test_drafts_behind_a_restored_prefix_are_those_behind_vllms_own_hit(
         if drafter.layers:
             check_lost_pages_show(engine, drafter, prompts, own)
         check_lost_states_show(engine, prompts, own)
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle"])
+def test_a_prompt_with_another_token_behind_a_boundary_is_answered_as_if_nothing_were_stored(
+    method: str, model_dir: Path
+) -> None:
+    """What the drafter keeps of the boundary's last token is that of the other prompt."""
+    model = drafting.make_drafting_model(model_dir)
+    speculative = DRAFTERS[method].config(model)
+    options = {**drafting.OPTIONS, "speculative_config": speculative}
+    with Engine(
+        model, {"local_cpu": True}, runner="v2", prepare=v2.allow_drafts, **options
+    ) as engine:
+        size, rng = engine.info["block_size"], random.Random(7)
+        first = [rng.randrange(32, 127) for _ in range(2 * size + 30)]
+        other = [*first[: 2 * size], 32 + (first[2 * size] - 31) % 95, *first[2 * size + 1 :]]
+        (alone,) = ask_restored(engine, [other])
+        assert alone.answer.cached == 0
+        engine.ask([40, 41], 1)
+        engine.forget()
+        assert ask(engine, first).answer.cached == 0
+        engine.settle()
+        (found,) = ask_restored(engine, [other])
+        if DEPTH == 2:  # the hash of the second block covers the token behind it
+            assert (found.answer.external, found.answer.output) == (0, alone.answer.output)
+            assert found.drafts == alone.drafts
+        else:
+            assert found.answer.external == size
+            assert found.answer.tokens == alone.answer.tokens
+        (same,) = ask_restored(engine, [[*first[: 2 * size + 1], *[40] * 20]])
+        assert same.answer.external == DEPTH * size
 
 
 def check_lost_pages_show(engine: Engine, drafter: Drafter, prompts: list, own: list) -> None:

@@ -24,24 +24,29 @@ Test = Callable[..., bool]
 TESTED: set[str] = set()
 
 
-def shows_bug_of(*repairs: Repair, fixed_in: str | None = None) -> Callable[[Test], Callable]:
+def shows_bug_of(
+    *repairs: Repair, fixed_in: str | None = None, since: str | None = None
+) -> Callable[[Test], Callable]:
     """Make a test of a function that returns whether upstream alone still has a bug.
 
     Args:
         repairs: ours, for this bug.
         fixed_in: upstream's first release without the bug, where there is one. Until it is
             the oldest that we support, the bug must show before it and must not from it on.
+        since: upstream's first release with the bug, where an older one is supported.
     """
     TESTED.update(name_of(repair) for repair in repairs)
 
     def decorate(test: Test) -> Callable:
         @functools.wraps(test)
         def judged(*args: Any, **kwargs: Any) -> None:
-            broken = test(*args, **kwargs)
-            assert isinstance(broken, bool), "return whether the bug shows"
             upstream = upstream_of(repairs[0])
             label, here = upstream.label, versions.installed(*upstream.distributions)
             assert here is not None
+            if since is not None and before(here, since):
+                pytest.skip(f"{label} {here} does not have the bug yet")
+            broken = test(*args, **kwargs)
+            assert isinstance(broken, bool), "return whether the bug shows"
             problem = verdict(broken, here, oldest(label), fixed_in)
             if problem:
                 pytest.fail(problem.format(label=label, repair=" and ".join(map(where, repairs))))

@@ -13,11 +13,11 @@ from sim.engine import SimEngine, Stuck, install
 from sim.model import WrongBytes
 from sim.program import TRUNKS, Run, Tally
 from sim.reset import replace_weights, reset_all
-from sim.setup import Setup
+from sim.setup import Setup, base_config
 from sim.shrunk import SHRUNK
 from sim.storage import N, Pool, close_storage
 from unit.helpers import STATE_SPEC, engine_config
-from vllm.config import SpeculativeConfig
+from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -26,7 +26,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 import vllm_patch
-from vllm_patch import compat, events, sessions, sleep
+from vllm_patch import compat, events, look_ahead, sessions, sleep
 from vllm_patch import copy_on_write as partial_hits
 
 from .repair import Repair, shows_bug_of, without
@@ -132,6 +132,14 @@ def test_a_part_ends_while_its_session_is_preempted(simulation):
     engine._finish_step()
     queues = (*engine.scheduler.waiting, *engine.scheduler.kv_holding_waiting)
     return request not in queues
+
+
+@shows_bug_of(look_ahead.let_hashes_look_ahead, since="0.33.0")
+def test_beside_a_connector_hashes_do_not_look_ahead():
+    config = Setup(drafts=1, mtp=True).vllm_config(base_config()[0])
+    patched = VllmConfig.num_hash_lookahead_tokens.fget
+    assert patched(config) == 1
+    return patched.__wrapped__(config) == 0
 
 
 @shows_bug_of(sessions.forget_columns_of_parts)

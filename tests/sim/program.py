@@ -87,6 +87,7 @@ def setups(draw) -> Setup:
         faster=draw(st.integers(0, 3)) == 3,
         stages=stages,
         waiting=draw(st.sampled_from((0, 1, 16))),
+        old_hashes=drafts > 0 and draw(st.booleans()),
     )
 
 

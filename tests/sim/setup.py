@@ -63,6 +63,7 @@ class Setup:
         stages: the ranks are the stages of a pipeline, each with other layers. Some have no
             layer of a group.
         waiting: records in RAM of which waiting requests may pin half; 0 for no bound.
+        old_hashes: ``disable_lookahead_block_hashes``, which vLLM has since 0.33.
     """
 
     groups: str = "sa"
@@ -93,6 +94,7 @@ class Setup:
     faster: bool = False
     stages: bool = False
     waiting: int = 0
+    old_hashes: bool = False
 
     def layers(self, rank: int) -> list[list[str]]:
         """Names of a rank's layers, by group."""
@@ -156,6 +158,7 @@ class Setup:
             )
             if self.mtp:
                 config.speculative_config.method = "mtp"
+            config.speculative_config.disable_lookahead_block_hashes = self.old_hashes
         return config
 
     def kv_cache_config(self, rank: int = 0) -> KVCacheConfig:

@@ -15,6 +15,7 @@ BRANCH = 5 * N
 def play(device: str, **setup) -> Tally:
     """Three prompts that part inside a block, then the last once more from the store."""
     shape = dict(groups="sas", blocks=80, batch=20 * N, hash_size=N // 2, drafts=1, mtp=True)
+    shape["old_hashes"] = True
     run = Run(Setup(**{**shape, "device": device, **setup}), tally := Tally())
     (engine,) = run.engines
     prompts = [TRUNKS[0][: BRANCH + 3] + TRUNKS[i][200 : 200 + 5 * N + 1] for i in range(3)]

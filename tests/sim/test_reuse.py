@@ -327,7 +327,7 @@ def test_a_prompt_gives_up_its_end_before_its_beginning(pool):
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_beside_mtp_a_prompt_gives_up_its_end_before_its_beginning(pool, runner):
     """Its last state lies a block earlier, and is worth as much."""
-    story = Story(pool, drafts=1, mtp=True, runner=runner)
+    story = Story(pool, drafts=1, mtp=True, runner=runner, old_hashes=True)
     story.ask(A[: 4 * N + 1])
     story.ask(A[: 10 * N + 1])
     assert len(pool.records) == 13  # ten pages, the states at 3, at 4, to where both go, and at 9
@@ -339,7 +339,7 @@ def test_beside_mtp_a_prompt_gives_up_its_end_before_its_beginning(pool, runner)
 @pytest.mark.parametrize("tokens, mtp", [(6 * N, False), (6 * N, True), (6 * N + 1, True)])
 def test_a_page_behind_the_last_state_is_given_up_first(pool, tokens, mtp):
     """It comes in a step of its own, after the state."""
-    story = Story(pool, drafts=1, mtp=mtp)
+    story = Story(pool, drafts=1, mtp=mtp, old_hashes=True)
     story.ask(A[:tokens])
     assert len(pool.records) == 7  # six pages and the state at 5
     pool.shrink(7)

@@ -6,13 +6,14 @@ a step late.
 """
 
 import pytest
-from vllm.config import SpeculativeConfig
+from vllm.config import SpeculativeConfig, VllmConfig
 
 from .engine import SimEngine
 from .offers import CHUNKS
 from .program import TRUNKS, Run, Tally
 from .setup import Setup
 from .storage import N
+from .truth import VOCABULARY
 
 DRAFTS = 3
 A, B, _ = TRUNKS
@@ -131,3 +132,82 @@ def test_no_end_of_a_chunk_is_stored_that_is_computed_again(monkeypatch, batch):
     engine.drain()
     run.play([])
     assert tally.events["states saved"] and not tally.events[CHUNKS]
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2", "v2 deferred"])
+def test_ends_of_chunks_are_stored_beside_one_module(runner):
+    """Its steps end where no token is computed again."""
+    shape = dict(groups="sa", blocks=120, batch=3 * N, drafts=1, mtp=True, runner=runner)
+    run = Run(Setup(**shape, chunk_ends=True), tally := Tally())
+    (engine,) = run.engines
+    assert not hit_tokens(engine, "first", A[: 12 * N + 5])
+    assert hit_tokens(engine, "branch", A[: 7 * N] + B[: N + 5]) == 6 * N
+    run.play([])
+    assert tally.events[CHUNKS]
+
+
+# vLLM 0.33's hashes cover what the drafter reads.
+LOOKS = hasattr(VllmConfig, "num_hash_lookahead_tokens")
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2", "v2 deferred"])
+@pytest.mark.parametrize("old_hashes", [False, True])
+@pytest.mark.parametrize("unit", [N, N // 4])
+@pytest.mark.parametrize("more", [0, 1, N // 4, N // 2 + 1])
+def test_hits_reach_as_deep_as_vllms_own(runner, old_hashes, unit, more):
+    """Also where a prompt ends right at a boundary, or another token follows it."""
+    shape = dict(groups="sa", blocks=120, batch=20 * N, drafts=1, mtp=True, hash_size=unit)
+    setup, prompt, hits = (
+        Setup(**shape, runner=runner, old_hashes=old_hashes),
+        A[: 5 * N + more],
+        [],
+    )
+    for empty in (False, True):
+        run = Run(setup, Tally())
+        (engine,) = run.engines
+        assert not hit_tokens(engine, "first", prompt)
+        if empty:
+            engine.reset_prefix_cache(False)
+        engine.add("again", prompt, 1)
+        stats = engine.requests["again"].prefill_stats
+        engine.drain()
+        hits.append((stats.num_local_cached_tokens, stats.num_external_cached_tokens))
+        run.play([])
+    if LOOKS and not old_hashes:
+        deepest = (len(prompt) - 1) // unit * unit
+    else:
+        deepest = len(prompt) // unit * unit - unit
+    assert hits == [(deepest, 0), (0, deepest)]
+
+
+@pytest.mark.skipif(not LOOKS, reason="vLLM hashes look ahead since 0.33")
+def test_another_token_behind_a_boundary_is_another_prompt():
+    run = Run(Setup(groups="sa", blocks=120, batch=20 * N, drafts=1, mtp=True), Tally())
+    (engine,) = run.engines
+    assert not hit_tokens(engine, "first", A[: 5 * N + 3])
+    other = (A[5 * N] + 1) % VOCABULARY
+    assert hit_tokens(engine, "other", [*A[: 5 * N], other, *A[5 * N + 1 : 5 * N + 3]]) == 0
+    assert hit_tokens(engine, "same", A[: 5 * N + 1] + B[:2]) == 5 * N
+    run.play([])
+
+
+@pytest.mark.parametrize("drafts", [1, DRAFTS])
+@pytest.mark.parametrize("more", range(DRAFTS + 1))
+@pytest.mark.parametrize("save_decode", [False, True])
+def test_a_prompt_at_a_boundary_goes_on_while_its_last_hash_is_unknown(
+    monkeypatch, drafts, more, save_decode
+):
+    if drafts > 1:
+        monkeypatch.setattr(
+            SpeculativeConfig, "use_multi_module_mtp", lambda self: self.method == "mtp"
+        )
+    shape = dict(groups="sas", blocks=120, batch=20 * N, drafts=drafts, mtp=True)
+    run = Run(Setup(**shape, save_decode=save_decode), Tally())
+    (engine,) = run.engines
+    engine.add("first", A[: 5 * N + more], 3 * N)
+    engine.drain()
+    tokens = list(engine.requests["first"].all_token_ids)
+    found = hit_tokens(engine, "turn", tokens + B[: N + 1])
+    # Several modules publish what ends a step with the next step only.
+    assert found >= (7 * N if save_decode and drafts == 1 else 4 * N)
+    run.play([])

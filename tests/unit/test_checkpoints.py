@@ -5,6 +5,8 @@ from lmcache_hybrid.scheduler.checkpoints import Checkpoints, Drafter
 
 N = 16
 MTP, MODULES = Drafter(drops_block=True, runway=1), Drafter(drops_block=True, runway=3)
+# Of vLLM 0.33, whose hashes cover what the drafter reads.
+AHEAD, MODULES_AHEAD = Drafter(runway=1, look_ahead=1), Drafter(runway=3, look_ahead=3)
 
 
 def stops(num_tokens: int, junction: int = 0, **options) -> Checkpoints:
@@ -104,3 +106,26 @@ def test_what_is_stored_without_a_state_needs_no_end_of_a_step(drafter, more):
     made = stops(10 * N + more, offered=False, drafter=drafter)
     assert walk(made) == [10 * N]
     assert made.lasting(10 * N) and not made.lasting(9 * N)
+
+
+@pytest.mark.parametrize("drafter", [AHEAD, MODULES_AHEAD])
+@pytest.mark.parametrize("more", range(5))
+def test_where_hashes_look_ahead_the_last_boundary_is_that_with_a_hash(drafter, more):
+    made = stops(10 * N + more, drafter=drafter)
+    deepest = 10 * N if more >= drafter.look_ahead else 9 * N
+    assert made.last == made.stop == made.end == deepest
+    assert walk(stops(10 * N + more, interval=N, drafter=drafter))[-1] == deepest
+
+
+@pytest.mark.parametrize("tokens", range(4))
+def test_a_prompt_that_is_shorter_than_what_hashes_cover_has_no_boundary(tokens):
+    made = stops(tokens, drafter=MODULES_AHEAD)
+    assert (made.last, made.end, made.after(0)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "drafter, wanted", [(Drafter(), True), (MTP, True), (AHEAD, True), (MODULES, False)]
+)
+def test_ends_of_steps_are_wanted_unless_they_are_computed_again(drafter, wanted):
+    made = stops(10 * N, drafter=drafter, chunk_ends=True)
+    assert made.wants_end(2 * N) is wanted

@@ -43,8 +43,10 @@ GROUPS = [
 class EventRig(Rig):
     """A scheduler that publishes events."""
 
-    def __init__(self, ranks: int = 1, plan=PLAN, hash_block_size: int = N, **options) -> None:
-        self.events = KVEvents(plan, GROUPS, ranks)
+    def __init__(
+        self, ranks: int = 1, plan=PLAN, hash_block_size: int = N, look_ahead: int = 0, **options
+    ) -> None:
+        self.events = KVEvents(plan, GROUPS, ranks, look_ahead)
         super().__init__(ranks, plan, hash_block_size, events=self.events, **options)
         assert self.events.take() == [AllBlocksCleared()]
 

@@ -216,6 +216,13 @@ def test_nobody_waits_where_a_step_leaves_nothing_to_start_from(options):
     assert prompts.waits(prompts.make("b", **options)) is False
 
 
+@pytest.mark.parametrize("drafter", [Drafter(runway=1), Drafter(runway=1, look_ahead=1)])
+def test_a_drafter_that_costs_no_block_keeps_nobody_from_waiting(drafter):
+    prompts = Prompts()
+    prompts.run(prompts.make("a", drafter=drafter))
+    assert prompts.waits(prompts.make("b", drafter=drafter))
+
+
 def test_nobody_waits_for_what_is_not_stored():
     prompts = Prompts()
     leader = prompts.make("a")

@@ -18,6 +18,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from lmcache_hybrid.config.drafts import drops_block
 from lmcache_hybrid.config.own_options import CHECKPOINT_KEY, CHUNK_ENDS, read_own_options
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.tools.accept.prompts import ANSWER_TOKENS
@@ -147,7 +148,7 @@ class Child:
             "tensor_parallel": config.parallel_config.tensor_parallel_size,
             "speculative": speculative and speculative.method,
             # vLLM drops the last block of its own hits, so that the drafter has its input.
-            "eagle_drop": bool(speculative and speculative.use_eagle_block_drop()),
+            "eagle_drop": drops_block(config),
             "checkpoint_tokens": 0 if chunk_ends else checkpoint,
             # Max tokens of a chunk whose end leaves a state, 0 if none does.
             "chunk_budget": budget if chunk_ends else 0,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from lmcache_hybrid.config.drafts import why_a_block_less
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import is_served, page_bytes, plan_groups, suggested_unit
 from lmcache_hybrid.tools.doctor.finding import one_line
@@ -62,6 +63,7 @@ class Model:
         device: of vLLM's platform here, such as ``cuda`` or ``cpu``; empty if unknown.
         gpu_sizes: N on a GPU, by prefill kernel, where ``device`` is another; empty if unknown.
         plan: arguments of ``lmcache-hybrid plan`` for the same model and flags.
+        drafts: why hits end a block earlier beside the drafter, in a sentence; empty if not.
     """
 
     served: bool
@@ -81,6 +83,7 @@ class Model:
     device: str = ""
     gpu_sizes: tuple[int, ...] = ()
     plan: str = ""
+    drafts: str = ""
 
     def suggested_unit(self, wanted: int = 64) -> int:
         """Return the best ``--prefix-match-unit``; 0 for none, or if a GPU would refuse it."""
@@ -151,6 +154,7 @@ def read_model(arguments: "EngineArgs") -> Model:
         current_platform.device_type,
         gpu_sizes(arguments, config.model_config.hf_config.to_dict()),
         plan_of(arguments),
+        (plan.states and why_a_block_less(config)) or "",
     )
 
 

@@ -39,6 +39,9 @@ def check_model(context: Context) -> Iterator[Finding]:
         yield _device(model)
     yield ok("groups", f"Attention groups {model.attention}{windows}, state groups {model.states}.")
     yield _unit(model)
+    if model.drafts:
+        shortest = 2 * (model.unit or model.block_size)
+        yield ok("drafts", f"{model.drafts} Prompts of fewer than {shortest} tokens never hit.")
     sizes = [f"{model.attention_bytes:,} bytes of attention"]
     if model.windows:
         sizes.append(f"{model.window_bytes:,} of windows")

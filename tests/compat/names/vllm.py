@@ -135,6 +135,14 @@ VLLM = (
     Hook(_CONFIG, "MultiModalConfig.is_multimodal_pruning_enabled"),
     Hook(_CONFIG, "ModelConfig.uses_mrope"),
     Hook(_CONFIG, "VllmConfig.num_prefill_lookahead_tokens"),
+    # vllm_patch/look_ahead.py
+    Hook(
+        _CONFIG,
+        "VllmConfig.num_hash_lookahead_tokens",
+        holds=("self.kv_transfer_config is not None",),
+        replaced_in="vllm_patch/look_ahead.py",
+        otherwise=(Hook(_CONFIG, "VllmConfig.num_prefill_lookahead_tokens"),),  # 0.32
+    ),
     Hook(_CONFIG, "ECTransferConfig.is_ec_consumer"),
     Hook(
         _CONFIG,
@@ -517,5 +525,20 @@ VLLM = (
         "long_prefill_token_threshold long_prefill_token_threshold_adaptive",
     ),
     Hook(_CONFIG, "SpeculativeConfig.use_eagle_block_drop", ()),
+    Hook(
+        _CONFIG,
+        "SpeculativeConfig.disable_lookahead_block_hashes",
+        otherwise=(Hook(_CONFIG, "SpeculativeConfig.disable_eagle_block_drop"),),  # 0.32
+    ),
+    Hook(
+        "vllm.v1.core.kv_cache_utils",
+        "generate_lookahead_block_hash_extra_keys",
+        otherwise=(Hook("vllm.v1.core.kv_cache_utils", "generate_block_hash_extra_keys"),),  # 0.32
+    ),
+    Hook(
+        "vllm.distributed.kv_events",
+        "BlockStored.lookahead_token_ids",
+        otherwise=(Hook("vllm.distributed.kv_events", "BlockStored.extra_keys"),),  # 0.32
+    ),
     *attributes("vllm.v1.worker.worker_base", "WorkerBase", "vllm_config device"),
 )

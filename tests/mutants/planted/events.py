@@ -108,8 +108,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a block is announced with the tokens of the next one",
         EVENTS,
-        "        start, lora = at * self._size, request.lora_request\n",
-        "        start, lora = (at + 1) * self._size, request.lora_request\n",
+        "        start, lora, ahead = at * self._size, request.lora_request, None\n",
+        "        start, lora, ahead = (at + 1) * self._size, request.lora_request, None\n",
     ),
     one(
         "what is gone from one medium is withdrawn from another",

@@ -19,7 +19,7 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "prompts shorter than a block are not asked for",
         "lmcache_hybrid/scheduler/arrivals.py",
-        "(request.num_prompt_tokens - 1) // unit * unit if prefix and unit else 0",
+        "deepest // unit * unit if prefix and unit else 0",
         "0",
     ),
     one(

