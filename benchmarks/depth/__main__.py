@@ -18,7 +18,6 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-import benchmarks.quiet  # noqa: F401  # before vLLM
 from benchmarks.machine import machine, versions
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "e2e"))
@@ -44,6 +43,8 @@ def main(
     """
     known = json.loads(out.read_text()) if out.exists() else {"rows": []}
     if not render_only:
+        import benchmarks.quiet  # noqa: F401  # before vLLM, and not where this is only imported
+
         with tempfile.TemporaryDirectory() as folder, Progress() as progress:
             rows = measure(Path(folder), drafts.split(","), progress)
         ours = {(row["vllm"], row["drafts"]) for row in rows}
