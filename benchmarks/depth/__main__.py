@@ -43,8 +43,6 @@ def main(
     """
     known = json.loads(out.read_text()) if out.exists() else {"rows": []}
     if not render_only:
-        import benchmarks.quiet  # noqa: F401  # before vLLM, and not where this is only imported
-
         with tempfile.TemporaryDirectory() as folder, Progress() as progress:
             rows = measure(Path(folder), drafts.split(","), progress)
         ours = {(row["vllm"], row["drafts"]) for row in rows}
@@ -67,6 +65,8 @@ def main(
 def measure(folder: Path, drafts: list[str], progress: Progress) -> list[Row]:
     """The rows of the vLLM that is installed."""
     import drafting
+
+    import benchmarks.quiet  # noqa: F401  # for the engines only: a test imports this file
 
     model = drafting.make_drafting_model(folder)
     drafters: dict[str, Callable[[], Row | None]] = {
