@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the scheduler side of a connector, and logs what it serves."""
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from lmcache_hybrid.config.drafts import why_a_block_less
+from lmcache_hybrid.config.drafts import may_spoil_chunk_ends, why_a_block_less
 from lmcache_hybrid.config.no_hits import with_few_hits, without_hits
 from lmcache_hybrid.config.options import Options, log_events, log_remarks, log_sharing
 from lmcache_hybrid.config.stores import in_the_clear
@@ -51,6 +52,12 @@ def make_scheduler(
     groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
     sizes = {i: page_bytes(groups[i]) * plan.blocks_per_record(i) for i in plan.groups}
     drafter = Drafter.of(vllm_config)
+    if options.chunk_ends and may_spoil_chunk_ends(kv_cache_config):
+        options = dataclasses.replace(options, chunk_ends=False)
+        logger.info(
+            "Ends of chunks are not stored beside one draft token: this model keeps states inside "
+            "of chunks, and vLLM may mix the two up. With num_speculative_tokens of 2 they are."
+        )
     scheduler = HybridScheduler(
         plan,
         options,
@@ -127,7 +134,7 @@ def _log(
         "LMCache keeps records in %s. Prompts longer than %d tokens hit, at multiples of %d.%s",
         # The number of window pages depends on the prompts.
         described(tiers(config, options), 0 if plan.windows else taken, longest, ranks),
-        drafter.without_hits(unit) if plan.states else unit,
+        drafter.longest_without_state(unit) if plan.states else unit,
         unit,
         "" if options.save else " This engine stores nothing.",
     )

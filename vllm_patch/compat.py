@@ -401,15 +401,17 @@ def stop_at_the_next_boundary() -> None:
 def publish_where_steps_ended() -> None:
     """A state must be published although ``shared_prefix_boundary`` has moved on since its step.
 
-    Bug: with a drafter of several MTP modules vLLM publishes the last tokens of a step with the
-    request's next step, and with sparse retention no state there but the one at
-    ``shared_prefix_boundary``. That is where the next step is to end by then.
+    Bug: with a drafter of several MTP modules whose KV cache group vLLM does not know, vLLM takes
+    every group for it. It then publishes the last tokens of a step with the request's next step,
+    and with sparse retention no state there but the one at ``shared_prefix_boundary``. That is
+    where the next step is to end by then.
     Symptom: of ``lmcache.hybrid_checkpoint_tokens`` no checkpoint is offered to connectors; a
     restored state is loaded again by the next request.
     Seen in: vLLM 0.32.0 and 0.33.0.
     Remove when: ``KVCacheCoordinator.get_num_cacheable_tokens`` leaves out no tokens of states.
     """
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 
     original = KVCacheCoordinator.cache_blocks
 
@@ -417,7 +419,10 @@ def publish_where_steps_ended() -> None:
     def cache_blocks(
         self: KVCacheCoordinator, request: "Request", num_computed_tokens: int
     ) -> None:
-        if not self.num_reprefillable_tokens:
+        if not self.num_reprefillable_tokens or not any(
+            manager.use_eagle and isinstance(manager, MambaManager)
+            for manager in self.single_type_managers
+        ):
             return original(self, request, num_computed_tokens)
         boundary, ended = request.shared_prefix_boundary, getattr(request, "_hybrid_ended", 0)
         if num_computed_tokens == boundary:

@@ -59,8 +59,7 @@ class Arrivals:
             self._advice.add(request)
         unit = plan.unit
         # No hit is deeper.
-        deepest = max(0, request.num_prompt_tokens - drafter.behind)
-        inner = deepest // unit * unit if prefix and unit else 0
+        inner = drafter.deepest(request.num_prompt_tokens, unit) if prefix and unit else 0
         short = not (prefix and prefix.hashes or inner)
         if reason := unsaved or ("short" if short else why_unread(request)):
             with self._ledger as counts:

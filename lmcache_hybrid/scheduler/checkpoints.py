@@ -43,9 +43,13 @@ class Drafter:
             drops_block(config), config.num_prefill_lookahead_tokens, hash_look_ahead(config)
         )
 
-    def without_hits(self, unit: int) -> int:
+    def longest_without_state(self, unit: int) -> int:
         """Return the tokens of the longest prompt that leaves no state; ``unit`` is N, or U."""
-        return 2 * unit - 1 if self.drops_block else unit + self.behind - 1
+        return 2 * unit - 1 if self.drops_block else unit + self._behind - 1
+
+    def deepest(self, num_tokens: int, unit: int) -> int:
+        """Return the last multiple of ``unit`` that a prompt of ``num_tokens`` may start from."""
+        return max(0, num_tokens - self._behind) // unit * unit
 
     @property
     def computes_again(self) -> bool:
@@ -53,7 +57,7 @@ class Drafter:
         return self.runway > 1
 
     @property
-    def behind(self) -> int:
+    def _behind(self) -> int:
         """Known tokens that must follow a boundary where a request starts.
 
         The last token is always computed: a state that has seen it is too deep.
@@ -99,7 +103,7 @@ class Checkpoints:
         """Start over for a request of ``num_tokens`` tokens. Keeps its settings only."""
         size, self.known, self.junction = self.block_size, num_tokens, 0
         self.meetings.clear()
-        deepest = max(0, num_tokens - self.drafter.behind) // size * size
+        deepest = self.drafter.deepest(num_tokens, size)
         self.last = self._up_to(deepest)
         drops = self.offered and self.drafter.drops_block
         self.stop = (

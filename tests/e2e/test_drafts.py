@@ -150,6 +150,32 @@ def test_a_prompt_with_another_token_behind_a_boundary_is_answered_as_if_nothing
         assert same.answer.external == DEPTH * size
 
 
+@pytest.mark.parametrize("method", ["mtp", "eagle"])
+def test_a_branch_hits_where_a_chunk_ended(method: str, model_dir: Path) -> None:
+    """vLLM hands that state to nobody by default; its own cache keeps it with dense retention."""
+    model = drafting.make_drafting_model(model_dir)
+    options = {**drafting.OPTIONS, "speculative_config": DRAFTERS[method].config(model)}
+    dense = {**options, "prefix_cache_retention_interval": None}
+    with Engine(model, None, runner="v2", prepare=v2.allow_drafts, **dense) as engine:
+        size, rng = engine.info["block_size"], random.Random(9)
+        end = v2.OPTIONS["max_num_batched_tokens"] // size * size
+        first = [rng.randrange(32, 127) for _ in range(end + 3 * size + 30)]
+        # A block more than the chunk is shared, because vLLM 0.32 gives one up.
+        branch = [*first[: end + size + 5], *(rng.randrange(32, 127) for _ in range(30))]
+        ask(engine, first)
+        own = ask(engine, branch)
+        assert own.answer.cached == end
+    with Engine(
+        model, {"local_cpu": True}, runner="v2", prepare=v2.allow_drafts, **options
+    ) as engine:
+        ask(engine, first)
+        engine.settle()
+        (found,) = ask_restored(engine, [branch])
+        assert found.answer.external == found.answer.cached == end
+        assert (found.answer.output, found.drafts) == (own.answer.output, own.drafts)
+        check_lost_states_show(engine, [branch], [own])
+
+
 def check_lost_pages_show(engine: Engine, drafter: Drafter, prompts: list, own: list) -> None:
     """Without the drafter's pages drafts differ and no answer does."""
     assert engine.call("fault", name="lose_drafter", layers=drafter.layers)

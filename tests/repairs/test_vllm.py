@@ -168,11 +168,11 @@ def test_a_state_is_published_where_the_next_step_ends(simulation):
     """Of several MTP modules: checkpoints are lost, or a restored state is loaded again."""
     without(simulation, compat.publish_where_steps_ended)
     simulation.setattr(SpeculativeConfig, "use_multi_module_mtp", lambda self: True)
-    with new_engine(drafts=3, mtp=True, checkpoint=2 * N) as engine:
+    with new_engine(drafts=3, mtp=True, checkpoint=2 * N, marked=False) as engine:
         ask(engine, "first", A[: 8 * N])
         engine.reset_prefix_cache(False)
         lost = ask(engine, "branch", A[: 4 * N] + B[: 4 * N]) != (4 * N, 0)
-    with new_engine(drafts=3, mtp=True) as engine:
+    with new_engine(drafts=3, mtp=True, marked=False) as engine:
         ask(engine, "first", A[: 4 * N])
         engine.reset_prefix_cache(False)
         assert ask(engine, "longer", A[: 10 * N]) == (3 * N, 0), "nothing is restored"

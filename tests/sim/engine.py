@@ -104,8 +104,8 @@ class SimEngine:
         block_size, self.hash_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
         self.plan: GroupPlan = plan_groups(kv_cache_config).with_unit(self.hash_size)
         look_ahead = getattr(config, "num_hash_lookahead_tokens", 0)  # since vLLM 0.33
-        self._ahead = (look_ahead,) if look_ahead else ()
-        self._hasher = get_request_block_hasher(self.hash_size, sha256_cbor, *self._ahead)
+        self._look_ahead = {"num_hash_lookahead_tokens": look_ahead} if look_ahead else {}
+        self._hasher = get_request_block_hasher(self.hash_size, sha256_cbor, **self._look_ahead)
         self._make_ranks(pool)
         for rank in self.ranks:
             rank.checkpoint = self._checkpoints(config, kv_cache_config, block_size)
@@ -144,8 +144,8 @@ class SimEngine:
             checkpoint_alignment=self.setup.interior or None,
             drop_eagle_block=self.setup.drafts > 0
             and config.speculative_config.use_eagle_block_drop()
-            and not self._ahead,
-            **dict(zip(["num_hash_lookahead_tokens"], self._ahead, strict=False)),
+            and not self._look_ahead,
+            **self._look_ahead,
             cache_hit_alignment_tokens=resolve_cache_hit_alignment_tokens(
                 kv_cache_config, config, block_size, self.hash_size
             ),

@@ -88,6 +88,7 @@ def setups(draw) -> Setup:
         stages=stages,
         waiting=draw(st.sampled_from((0, 1, 16))),
         old_hashes=drafts > 0 and draw(st.booleans()),
+        marked=draw(st.booleans()),
     )
 
 

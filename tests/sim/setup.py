@@ -64,6 +64,8 @@ class Setup:
             layer of a group.
         waiting: records in RAM of which waiting requests may pin half; 0 for no bound.
         old_hashes: ``disable_lookahead_block_hashes``, which vLLM has since 0.33.
+        marked: the first attention group is known as that of MTP's layers; if not, vLLM takes
+            every group for it.
     """
 
     groups: str = "sa"
@@ -95,6 +97,7 @@ class Setup:
     stages: bool = False
     waiting: int = 0
     old_hashes: bool = False
+    marked: bool = True
 
     def layers(self, rank: int) -> list[list[str]]:
         """Names of a rank's layers, by group."""
@@ -164,6 +167,7 @@ class Setup:
     def kv_cache_config(self, rank: int = 0) -> KVCacheConfig:
         """A rank's; vLLM gives the first one's to the scheduler."""
         groups = []
+        attention = next(letter for letter in self.groups if letter in "adtm")
         for index, letter in enumerate(self.groups):
             if letter in "adt":
                 size = N * WIDE.get(letter, 1)
@@ -204,7 +208,8 @@ class Setup:
                     num_prefill_checkpoint_blocks=int(self.interior > 0),
                     prefill_checkpoint_alignment=self.interior or None,
                 )
-            groups.append(KVCacheGroupSpec(self.layers(rank)[index], spec))
+            drafts = self.mtp and self.marked and index == self.groups.find(attention)
+            groups.append(KVCacheGroupSpec(self.layers(rank)[index], spec, is_eagle_group=drafts))
         return KVCacheConfig(
             num_blocks=self.blocks,
             kv_cache_tensors=[],

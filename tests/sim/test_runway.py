@@ -84,10 +84,13 @@ def test_a_prompt_ends_whatever_room_its_last_steps_have(modules, runner, batch,
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("retention", [0, None])
-def test_states_that_are_handed_off_late_cost_no_checkpoint(modules, runner, overlap, retention):
+@pytest.mark.parametrize("marked", [True, False])
+def test_states_that_are_handed_off_late_cost_no_checkpoint(
+    modules, runner, overlap, retention, marked
+):
     """The step that hands one off has to end at the next one already."""
     shape = dict(blocks=120, batch=20 * N, drafts=DRAFTS, mtp=True, checkpoint=2 * N)
-    setup = Setup(**shape, runner=runner, overlap=overlap, retention=retention)
+    setup = Setup(**shape, runner=runner, overlap=overlap, retention=retention, marked=marked)
     run = Run(setup, Tally())
     (engine,) = run.engines
     assert not hit_tokens(engine, "first", A[: 8 * N + DRAFTS])
@@ -98,9 +101,10 @@ def test_states_that_are_handed_off_late_cost_no_checkpoint(modules, runner, ove
     run.play([])
 
 
-def test_a_checkpoint_may_follow_where_prompts_part(modules):
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_checkpoint_may_follow_where_prompts_part(modules, marked):
     """Nothing of the second prompt is new to the store up to there."""
-    shape = dict(blocks=120, batch=20 * N, drafts=DRAFTS, mtp=True, checkpoint=2 * N)
+    shape = dict(marked=marked, blocks=120, batch=20 * N, drafts=DRAFTS, mtp=True, checkpoint=2 * N)
     run = Run(Setup(**shape), Tally())
     (engine,) = run.engines
     branch = A[: 5 * N] + B[: 3 * N + DRAFTS]
@@ -178,6 +182,17 @@ def test_hits_reach_as_deep_as_vllms_own(runner, old_hashes, unit, more):
     else:
         deepest = len(prompt) // unit * unit - unit
     assert hits == [(deepest, 0), (0, deepest)]
+
+
+def test_a_prompt_whose_repeat_does_not_hit_hits_the_third_time():
+    """Where vLLM gives up a block, a short prompt leaves a state only where another one parts."""
+    shape = dict(groups="sa", blocks=120, batch=20 * N, drafts=1, mtp=True, old_hashes=True)
+    run = Run(Setup(**shape), Tally())
+    (engine,) = run.engines
+    assert not hit_tokens(engine, "first", A[: N + 3])
+    assert not hit_tokens(engine, "again", A[: N + 3])
+    assert hit_tokens(engine, "third", A[: N + 3]) == N
+    run.play([])
 
 
 @pytest.mark.skipif(not LOOKS, reason="vLLM hashes look ahead since 0.33")

@@ -290,10 +290,16 @@ def test_no_chunk_is_shortened_to_nothing(monkeypatch, start, count, shortened, 
         assert found == (expected if ours else shortened)
 
 
-@pytest.mark.parametrize("late", [0, 2])
-def test_a_boundary_that_was_reached_counts_until_its_state_is_published(monkeypatch, late):
-    """Only where vLLM publishes the last ``late`` tokens of a step with the next one."""
+@pytest.mark.parametrize("late, drafters", [(0, True), (2, True), (2, False)])
+def test_a_boundary_that_was_reached_counts_until_its_state_is_published(
+    monkeypatch, late, drafters
+):
+    """Only where vLLM publishes the last ``late`` tokens of a step with the next one.
+
+    It does so with those of the drafter's groups.
+    """
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager
 
     def original(self, request, num_computed_tokens):
         published.append((num_computed_tokens, request.shared_prefix_boundary))
@@ -301,12 +307,16 @@ def test_a_boundary_that_was_reached_counts_until_its_state_is_published(monkeyp
     published: list[tuple[int, int]] = []
     monkeypatch.setattr(KVCacheCoordinator, "cache_blocks", original)
     compat.publish_where_steps_ended()
-    coordinator = SimpleNamespace(num_reprefillable_tokens=late)
+    attention, states = (object.__new__(each) for each in (FullAttentionManager, MambaManager))
+    attention.use_eagle, states.use_eagle = True, drafters
+    coordinator = SimpleNamespace(
+        num_reprefillable_tokens=late, single_type_managers=(attention, states)
+    )
     request = SimpleNamespace(num_computed_tokens=0, shared_prefix_boundary=32)
     for end, following in ((16, 32), (32, 64), (64, 64), (80, 96), (96, 0)):
         wanted = request.shared_prefix_boundary
         KVCacheCoordinator.cache_blocks(coordinator, request, end)
         assert request.shared_prefix_boundary == wanted
         request.num_computed_tokens, request.shared_prefix_boundary = end, following
-    reached = [(16, 32), (32, 32), (64, 32 if late else 64), (80, 64), (96, 96)]
+    reached = [(16, 32), (32, 32), (64, 32 if late and drafters else 64), (80, 64), (96, 96)]
     assert published == reached

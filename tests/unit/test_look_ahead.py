@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block hashes that also cover the tokens behind a block, as vLLM 0.33 makes them beside EAGLE."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
+from sim.setup import Setup
 from vllm.config import KVTransferConfig, VllmConfig
 
 from lmcache_hybrid.config import drafts
-from lmcache_hybrid.core.groups import BESIDE_KEY
+from lmcache_hybrid.core.groups import BESIDE_KEY, plan_groups
 from lmcache_hybrid.scheduler.checkpoints import Checkpoints, Drafter
 from lmcache_hybrid.scheduler.prompt import extended, inner_hashes, prefix_of
+from lmcache_hybrid.scheduler_side import make_scheduler
 from lmcache_hybrid.worker import fingerprint
 from vllm_patch import look_ahead
 
-from .helpers import N, make_request
+from .helpers import OPTIONS, PLAN, N, Ranks, engine_config, make_request
+from .lmcache_settings import lmcache_config
 from .scheduler_rig import Rig
 from .test_inside_blocks import INSIDE, UNIT
 from .test_kv_events import EventRig, saved
@@ -22,9 +26,19 @@ LOOKS = hasattr(VllmConfig, "num_hash_lookahead_tokens")
 of_033 = pytest.mark.skipif(not LOOKS, reason="vLLM hashes look ahead since 0.33")
 
 
+def cache(junctions: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(enable_mamba_shared_prefix_checkpoint=junctions)
+
+
 def drafting(config, drops: bool = True, **speculative) -> SimpleNamespace:
     speculative = SimpleNamespace(use_eagle_block_drop=lambda: drops, **speculative)
-    return SimpleNamespace(speculative_config=speculative, **config)
+    engine = {"num_prefill_lookahead_tokens": 1, "cache_config": cache()}
+    engine["kv_transfer_config"] = transfer()
+    return SimpleNamespace(speculative_config=speculative, **{**engine, **config})
+
+
+def transfer(**extra) -> SimpleNamespace:
+    return SimpleNamespace(kv_connector_extra_config=extra)
 
 
 # The repair
@@ -38,13 +52,23 @@ def guarded(monkeypatch):
     look_ahead.let_hashes_look_ahead()
     covers = VllmConfig.num_hash_lookahead_tokens.fget
 
-    def ask(connector: str | None, hybrid: bool = True, wanted: int = 1, **extra) -> int:
+    def ask(
+        connector: str | None,
+        hybrid: bool = True,
+        wanted: int = 1,
+        junctions: bool = False,
+        **extra,
+    ) -> int:
         transfer = connector and KVTransferConfig(
             kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra
         )
-        model = SimpleNamespace(is_hybrid=hybrid)
         return covers(
-            SimpleNamespace(kv_transfer_config=transfer, model_config=model, wanted=wanted)
+            SimpleNamespace(
+                kv_transfer_config=transfer,
+                model_config=SimpleNamespace(is_hybrid=hybrid),
+                cache_config=cache(junctions),
+                wanted=wanted,
+            )
         )
 
     return ask
@@ -55,9 +79,10 @@ def test_hashes_of_a_hybrid_model_look_ahead_as_without_a_connector(guarded):
     assert guarded(None, wanted=0) == guarded("LMCacheConnectorV1", wanted=0) == 0
 
 
-def test_with_several_modules_vllms_guard_stays(guarded):
-    assert guarded(None, wanted=3) == 3
+def test_where_states_would_be_lost_vllms_guard_stays(guarded):
+    assert guarded(None, wanted=3) == 3 and guarded(None, junctions=True) == 1
     assert guarded("LMCacheConnectorV1", wanted=3) == 0
+    assert guarded("LMCacheConnectorV1", junctions=True) == 0
 
 
 def test_beside_others_and_with_other_models_vllms_guard_stays(guarded):
@@ -81,7 +106,7 @@ def test_before_033_nothing_is_replaced(monkeypatch, old):
 # What is said
 
 
-NEW = {"num_hash_lookahead_tokens": 0, "num_prefill_lookahead_tokens": 1}
+NEW = {"num_hash_lookahead_tokens": 0}
 
 
 @pytest.mark.parametrize(
@@ -90,16 +115,34 @@ NEW = {"num_hash_lookahead_tokens": 0, "num_prefill_lookahead_tokens": 1}
         (SimpleNamespace(speculative_config=None), None),
         (drafting({}, drops=False), None),
         (drafting({"num_hash_lookahead_tokens": 1}), None),
-        (drafting({}), "vLLM 0.33 does not"),
-        (drafting(NEW), "LMCacheConnectorV1 alone hits a block deeper"),
-        (drafting({**NEW, "num_prefill_lookahead_tokens": 3}), "several MTP modules"),
-        (drafting(NEW, disable_lookahead_block_hashes=True), "leave it out"),
+        (drafting({}), ["this release of vLLM", "0.33 need not"]),
+        (
+            drafting({**NEW, "kv_transfer_config": transfer(**{BESIDE_KEY: True})}),
+            ["in a MultiConnector (alone it need not)."],
+        ),
+        (
+            drafting(
+                {
+                    "num_prefill_lookahead_tokens": 3,
+                    "kv_transfer_config": transfer(**{BESIDE_KEY: False}),
+                }
+            ),
+            ["this release", "several MTP modules", "MultiConnector"],
+        ),
+        (
+            drafting({**NEW, "cache_config": cache(True)}),
+            ["shared-prefix-checkpoint is set (leave"],
+        ),
+        (drafting(NEW, disable_lookahead_block_hashes=True), ["leave it out"]),
     ],
 )
 def test_where_a_block_is_lost_a_sentence_says_why(config, words):
     said = drafts.why_a_block_less(config)
     assert drafts.drops_block(config) is (words is not None)
-    assert said is None if words is None else words in said
+    if words is None:
+        assert said is None
+    else:
+        assert said.endswith(".") and all(each in said for each in words)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +154,8 @@ def test_where_a_block_is_lost_a_sentence_says_why(config, words):
         (Drafter(runway=3, look_ahead=3), N + 2),
     ],
 )
-def test_the_longest_prompt_without_hits(drafter, longest):
-    assert drafter.without_hits(N) == longest
+def test_the_longest_prompt_that_leaves_no_state(drafter, longest):
+    assert drafter.longest_without_state(N) == longest
     for tokens, stored in ((longest, False), (longest + 1, True)):
         made = Checkpoints(N, 0, False, drafter=drafter)
         made.begin(tokens)
@@ -126,6 +169,38 @@ def test_records_under_other_rules_have_other_names():
         for ahead in ({}, {"num_hash_lookahead_tokens": 0}, {"num_hash_lookahead_tokens": 1})
     ]
     assert named[0] == named[1] != named[2]
+
+
+# What a chunk leaves
+
+
+@pytest.mark.parametrize("drafted", [0, 1, 2])
+@pytest.mark.parametrize("inside", [0, 1])
+def test_one_draft_token_beside_states_inside_of_chunks_spoils_their_ends(drafted, inside):
+    setup = Setup(groups="sas", drafts=drafted, interior=inside)
+    assert drafts.may_spoil_chunk_ends(setup.kv_cache_config()) is (drafted == inside == 1)
+
+
+@pytest.fixture
+def served() -> VllmConfig:
+    return engine_config("lfm2")
+
+
+@pytest.mark.parametrize("drafted", [1, 2])
+def test_ends_that_may_be_spoilt_are_not_stored(drafted, served, hybrid_log):
+    groups = Setup(groups="sa", drafts=drafted, interior=1).kv_cache_config()
+    plan = plan_groups(groups)
+    scheduler = make_scheduler(
+        served,
+        groups,
+        plan,
+        plan.block_size,
+        lmcache_config(local_cpu=True),
+        dataclasses.replace(OPTIONS, chunk_ends=True),
+        Ranks(1, PLAN).queue,
+    )
+    assert scheduler._options.chunk_ends is (drafted == 2)
+    assert ("Ends of chunks are not stored" in hybrid_log.text) is (drafted == 1)
 
 
 # Blocks without a hash

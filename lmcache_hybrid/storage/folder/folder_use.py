@@ -3,8 +3,11 @@
 
 import fcntl
 import os
+import time
 
 from lmcache_hybrid.storage.folder.folder_lock import ENGINE_LOCK, FolderLock
+
+TRIES, PAUSE_SECONDS = 10, 0.01
 
 
 class FolderUse:
@@ -32,8 +35,8 @@ class FolderUse:
                 fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 alone = False
-            fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:  # somebody else takes it at this moment
+            _share(number)
+        except BlockingIOError:
             os.close(number)
             return False
         except OSError:
@@ -49,6 +52,20 @@ class FolderUse:
             fcntl.flock(number, fcntl.LOCK_UN)  # also for a child that was forked since
             os.close(number)
         self._file.release()
+
+
+def _share(number: int) -> None:
+    """Take a shared lock; who takes the folder at this moment shares it at once.
+
+    Raises:
+        BlockingIOError: somebody keeps it alone.
+    """
+    for _ in range(TRIES):
+        try:
+            return fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(PAUSE_SECONDS)
+    fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def in_use(folder: str) -> bool:

@@ -41,7 +41,8 @@ def check_model(context: Context) -> Iterator[Finding]:
     yield _unit(model)
     if model.drafts:
         shortest = 2 * (model.unit or model.block_size)
-        yield ok("drafts", f"{model.drafts} Prompts of fewer than {shortest} tokens never hit.")
+        short = f"A prompt of fewer than {shortest} tokens leaves no state for its repeat."
+        yield ok("drafts", f"{model.drafts} {short}")
     sizes = [f"{model.attention_bytes:,} bytes of attention"]
     if model.windows:
         sizes.append(f"{model.window_bytes:,} of windows")

@@ -348,7 +348,7 @@ VLLM = (
         _MANAGER,
         "SingleTypeKVCacheManager",
         "max_admission_blocks_per_request req_to_blocks block_size block_pool num_cached_block "
-        "_has_partial_local_hit",
+        "_has_partial_local_hit use_eagle",
     ),
     Hook("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator.single_type_managers"),
     Hook("vllm.v1.core.kv_cache_utils", "KVCacheBlock.is_null"),
@@ -525,6 +525,8 @@ VLLM = (
         "long_prefill_token_threshold long_prefill_token_threshold_adaptive",
     ),
     Hook(_CONFIG, "SpeculativeConfig.use_eagle_block_drop", ()),
+    Hook(_CONFIG, "CacheConfig.enable_mamba_shared_prefix_checkpoint"),
+    Hook(_SPECS, "MambaSpec.num_speculative_blocks"),
     Hook(
         _CONFIG,
         "SpeculativeConfig.disable_lookahead_block_hashes",

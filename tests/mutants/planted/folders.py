@@ -119,7 +119,7 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "an engine that starts again is not told of the one that stayed",
         "lmcache_hybrid/storage/folder/folder_use.py",
-        "            fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB)\n",
+        "            _share(number)\n",
         "            pass\n",
     ),
     one(

@@ -19,7 +19,7 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "prompts shorter than a block are not asked for",
         "lmcache_hybrid/scheduler/arrivals.py",
-        "deepest // unit * unit if prefix and unit else 0",
+        "drafter.deepest(request.num_prompt_tokens, unit) if prefix and unit else 0",
         "0",
     ),
     one(

@@ -46,14 +46,32 @@ DEFECTS = (
     one(
         "beside a drafter vLLM gives up a block of each hit of a hybrid model",
         "vllm_patch/look_ahead.py",
-        "return covered if covered == 1 else 0",
+        "return covered if covered == 1 and not junctions else 0",
         "return 0",
     ),
     one(
         "with several MTP modules hashes look ahead",
         "vllm_patch/look_ahead.py",
+        "return covered if covered == 1 and not junctions else 0",
+        "return covered if not junctions else 0",
+    ),
+    one(
+        "hashes look ahead where vLLM expects one at each junction",
+        "vllm_patch/look_ahead.py",
+        "return covered if covered == 1 and not junctions else 0",
         "return covered if covered == 1 else 0",
-        "return covered",
+    ),
+    one(
+        "states are published where the step before ended, although none is late",
+        "vllm_patch/compat.py",
+        "            manager.use_eagle and isinstance(manager, MambaManager)\n",
+        "            isinstance(manager, MambaManager)\n",
+    ),
+    one(
+        "ends of chunks are stored that vLLM may overwrite",
+        "lmcache_hybrid/scheduler_side.py",
+        "options.chunk_ends and may_spoil_chunk_ends(kv_cache_config)",
+        "False",
     ),
     one(
         "in a MultiConnector hashes are taken for those that look ahead",

@@ -84,7 +84,9 @@ def test_a_block_that_a_drafter_costs_is_told(unit, shortest):
     model = replace(MODEL, unit=unit, drafts="The last block is given up.")
     found = [f for f in check_model(of(model)) if f.check == "drafts"]
     assert_sentences(found)
-    assert only(found).message.endswith(f" Prompts of fewer than {shortest} tokens never hit.")
+    assert only(found).message.endswith(
+        f" A prompt of fewer than {shortest} tokens leaves no state for its repeat."
+    )
     assert not [f for f in check_model(of(MODEL)) if f.check == "drafts"]
 
 

@@ -95,3 +95,26 @@ def test_a_file_system_without_locks_is_no_error(tmp_path: Path, monkeypatch, hy
         FolderUse(str(tmp_path)).hold()
     Box("disk", tmp_path, None).close()
     assert WORDS not in hybrid_log.text
+
+
+def test_who_takes_the_folder_at_the_same_moment_is_waited_for(tmp_path: Path, monkeypatch) -> None:
+    real, refused = fcntl.flock, []
+
+    def flock(number: int, how: int) -> None:
+        if how & fcntl.LOCK_SH and len(refused) < 2:
+            refused.append(how)
+            raise BlockingIOError
+        real(number, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    use = FolderUse(str(tmp_path))
+    assert use.hold() and len(refused) == 2
+    assert in_use(str(tmp_path)), "it has the lock"
+    use.release()
+
+
+def test_who_keeps_the_folder_alone_is_not_waited_for_long(tmp_path: Path) -> None:
+    number = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(number, fcntl.LOCK_EX)
+    assert FolderUse(str(tmp_path)).hold() is False
+    os.close(number)
