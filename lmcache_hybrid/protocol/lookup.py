@@ -20,7 +20,7 @@ class LookupRequest(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         request_id: whose claim the result replaces.
         prefix: of the prompt.
-        limit: deepest boundary allowed, in blocks; 0, without a tail, only drops the claim.
+        limit: deepest boundary allowed, in blocks.
         floor: blocks that vLLM holds; nothing at or below them is claimed.
         deadline: ``time.monotonic`` by which a rank must end this round, before the scheduler
             stops waiting. The clock is shared: ranks run on the scheduler's host.
@@ -28,6 +28,8 @@ class LookupRequest(msgspec.Struct, frozen=True, array_like=True):
         number: of the lookup, higher than any before; a drop names it.
         limit_tail: tokens allowed past ``limit``; less than N.
         barred: boundaries, in tokens, that are not allowed.
+        states_at: boundaries, in blocks, that the request computes whatever is found; the result
+            says which of their states are stored.
     """
 
     request_id: str
@@ -39,6 +41,16 @@ class LookupRequest(msgspec.Struct, frozen=True, array_like=True):
     number: int = 0
     limit_tail: int = 0
     barred: tuple[int, ...] = ()
+    states_at: tuple[int, ...] = ()
+
+    @property
+    def only_drops(self) -> bool:
+        """Whether it asks for nothing, and only drops the claim."""
+        return self.limit <= 0 and self.limit_tail <= 0 and not self.states_at
+
+    def drop(self) -> "LookupRequest":
+        """Return what only drops its claim."""
+        return msgspec.structs.replace(self, limit=0, limit_tail=0, states_at=())
 
 
 class LookupResult(msgspec.Struct, frozen=True, array_like=True):
@@ -53,6 +65,7 @@ class LookupResult(msgspec.Struct, frozen=True, array_like=True):
         adapter: with the content that the ranks know of it; filled in after
             :func:`.agreement.agree`, None where they do not know.
         tail: tokens from ``boundary`` to the deepest boundary, where it lies inside a block.
+        states: those of the request's ``states_at`` whose states and window pages exist.
     """
 
     boundary: int
@@ -61,6 +74,7 @@ class LookupResult(msgspec.Struct, frozen=True, array_like=True):
     available: bool = True
     adapter: Adapter | None = None
     tail: int = 0
+    states: tuple[int, ...] = ()
 
     @property
     def end(self) -> tuple[int, int]:

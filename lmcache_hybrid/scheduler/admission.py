@@ -141,13 +141,6 @@ class Admission:
                         return None
                     self.answered(tracker, lookup, result)
                     tracker.offer(result, lookup.request.floor)
-                    tracker.stored.windows.update(
-                        (window.group, block)
-                        for window in self._plan.windows
-                        for block in range(
-                            window.first(lookup.request.floor, result.boundary), result.boundary
-                        )
-                    )
                     self._pins.answer(tracker.request.request_id, result)
                 # An offer stands unless vLLM has lost local blocks since: it would begin too late.
                 case Offered(result, asked_floor) if floor >= asked_floor and not again:
@@ -231,6 +224,15 @@ class Admission:
     ) -> None:
         """Take a lookup result, which is reported at the end of the pass."""
         self._reports.add(tracker, lookup, result, tracker.take_answer(result))
+        stored, size = tracker.stored, self._plan.block_size
+        stored.states.update(boundary * size for boundary in result.states)
+        ends = [(lookup.request.floor, result.boundary), *((0, end) for end in result.states)]
+        for start, end in ends:
+            stored.windows.update(
+                (window.group, block)
+                for window in self._plan.windows
+                for block in range(window.first(start, end), end)
+            )
 
     def check_integrity(self, trackers: Iterable[RequestTracker]) -> None:
         """Assert what holds between two calls of vLLM, for all requests that are tracked."""

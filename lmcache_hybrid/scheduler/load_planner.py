@@ -13,6 +13,9 @@ def question_of(
 ) -> LookupRequest:
     """Make the lookup of a request, down to its deepest loadable boundary.
 
+    It also asks for the state of the last whole block, where no hit may end there: vLLM may hand
+    that off, and it may be stored.
+
     Hashes each boundary inside a block, so call it only when the request may ask.
 
     Args:
@@ -23,6 +26,7 @@ def question_of(
     if plan.unit:  # boundaries inside blocks, past the local ones
         inner = range(floor * plan.block_size + plan.unit, tracker.inner + 1, plan.unit)
         prefix = prefix.with_inner(inner_hashes(request, inner, plan))
+    last = len(prefix.hashes)
     return LookupRequest(
         request.request_id,
         prefix,
@@ -30,6 +34,7 @@ def question_of(
         floor,
         limit_tail=tail,
         barred=tuple(tracker.checkpoints.barred),
+        states_at=(last,) if tracker.save and limit < last else (),
     )
 
 

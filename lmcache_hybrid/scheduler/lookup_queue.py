@@ -149,7 +149,7 @@ class LookupQueue:
     def _release(self, request: LookupRequest) -> bool:
         """Ask the ranks to drop a lookup's claims; False if a rank may still hold one."""
         try:
-            return bool(self._ask(msgspec.structs.replace(request, limit=0, limit_tail=0)))
+            return bool(self._ask(request.drop()))
         except Exception as error:
             later = "the claims of a cancelled lookup are dropped with the next step"
             caught("release_claims", error, later, self.ledger)

@@ -19,6 +19,7 @@ from lmcache_hybrid.protocol.prefix import (
     record_keys,
     tail_keys,
     used_keys,
+    window_keys,
 )
 from lmcache_hybrid.storage.store import Claim, Store
 
@@ -46,7 +47,7 @@ class _Found:
         self.where: dict[RecordKey, str] = {}
         self._asked: set[RecordKey] = set()
         self._plan, self._prefix, self._floor = plan, request.prefix, request.floor
-        self._locate = locate
+        self._locate, self._states_at = locate, request.states_at
         size, blocks = plan.block_size, len(self._prefix.hashes)
         floor = self._floor * size
         # A partly filled page follows whole ones.
@@ -59,15 +60,20 @@ class _Found:
     def attention(self) -> int:
         """Count the leading blocks whose attention pages all exist, in one call.
 
-        Also locates the records of the deepest block's boundaries, where most hits are. Pages
-        past the limit count: they need not be stored again.
+        Also locates the records of the deepest block's boundaries, where most hits are, and those
+        of :meth:`states`. Pages past the limit count: they need not be stored again.
         """
         groups, ends = self._plan.attention, self._ends[: self._deepest]
         keys = [key for at in range(len(self._prefix.hashes)) for key in self._pages(at, groups)]
         tails = (tail_keys(self._prefix, end, self._plan) for end in self._inner(ends))
-        self._add([*keys, *self._needs(self._blocks(ends)), *itertools.chain(*tails)])
+        more = itertools.chain(*tails, *map(self._end_keys, self._states_at))
+        self._add([*keys, *self._needs(self._blocks(ends)), *more])
         missing = (at for at, key in enumerate(keys) if key not in self.where)
         return next(missing, len(keys)) // len(groups)
+
+    def states(self) -> set[int]:
+        """Return those of the request's ``states_at`` whose records :meth:`attention` found."""
+        return {at for at in self._states_at if all(k in self.where for k in self._end_keys(at))}
 
     def boundaries(self, attention: int) -> Iterator[int]:
         """Yield boundaries with all states and windows, deepest first, in tokens.
@@ -117,7 +123,7 @@ class _Found:
 
     def _add(self, keys: Iterable[RecordKey]) -> None:
         """Locate the keys not asked for yet."""
-        unknown = [key for key in keys if key not in self._asked]
+        unknown = [key for key in dict.fromkeys(keys) if key not in self._asked]
         if unknown:
             self._asked.update(unknown)
             self.where.update(self._locate(unknown))
@@ -166,6 +172,12 @@ class _Found:
     def _states(self, boundary: int) -> list[RecordKey]:
         plan = self._plan
         return record_keys(self._prefix, boundary - 1, plan.block_size, STATE, plan.states)
+
+    def _end_keys(self, boundary: int) -> list[RecordKey]:
+        """List what a hit at ``boundary`` needs beside full attention, wherever it starts."""
+        prefix, size = self._prefix, self._plan.block_size
+        pages = (window_keys(prefix, 0, boundary, size, each) for each in self._plan.windows)
+        return [*itertools.chain(*pages), *self._states(boundary)]
 
 
 class RankLookup:
@@ -222,7 +234,7 @@ class RankLookup:
         with self._lock:
             self._answering = request.request_id, request.number
             self._given_up = False
-        if request.limit <= 0 and request.limit_tail <= 0:
+        if request.only_drops:
             return MISS
         if not self._store.readable():
             return UNAVAILABLE
@@ -236,6 +248,7 @@ class RankLookup:
         prefix, plan, floor = request.prefix, self._plan, request.floor
         found = _Found(plan, request, functools.partial(self._locate, request))
         attention, barred = found.attention(), set(request.barred)
+        states = found.states()
         for end in found.boundaries(attention):
             if end in barred:
                 continue
@@ -243,16 +256,23 @@ class RankLookup:
             keys = load_keys(prefix, floor, boundary, plan, tail)
             self._check_wanted(request)
             claim = self._store.claim({key: found.where[key] for key in keys})
-            if claim is not None:
-                self._used = prefix, () if tail else (boundary,), (end,) if tail else ()
+            if claim is None:
+                states.discard(boundary)  # some of it has just been evicted
+            else:
+                past = {at for at in states if boundary < at <= attention}
+                whole = past if tail else {boundary, *past}
+                self._used = prefix, tuple(whole), (end,) if tail else ()
                 if not self._keep(request, claim):
                     return UNAVAILABLE
                 pages = keys[:: len(plan.attention)][: boundary - floor + bool(tail)]
                 sources = _runs(found.where[key] for key in pages)
-                return LookupResult(boundary, attention, sources, tail=tail)
+                return LookupResult(
+                    boundary, attention, sources, tail=tail, states=tuple(sorted(states))
+                )
         # vLLM uses its own blocks, which it may have evicted by the next time.
-        self._used = prefix, (min(floor, len(prefix.hashes)),), ()
-        return LookupResult(0, attention)
+        past = {at for at in states if floor < at <= attention}
+        self._used = prefix, (min(floor, len(prefix.hashes)), *past), ()
+        return LookupResult(0, attention, states=tuple(sorted(states)))
 
     def _locate(self, request: LookupRequest, keys: Sequence[RecordKey]) -> dict[RecordKey, str]:
         self._check_wanted(request)

@@ -55,6 +55,9 @@ def test_prefixes_cut_one_token_past_each_interior_boundary(model_dir, family) -
         answers = ask_apart(engine, prefixes)
         assert [answer.external for answer in answers] == [len(each) - 1 for each in prefixes]
         assert [answer.output for answer in answers] == [answer.output for answer in own]
+        # No hit ends behind the last token, but the state there is not saved again.
+        (whole,) = ask_apart(engine, [long[: 2 * size]])
+        assert whole.external == size
 
 
 def ask_apart(engine: Engine, prompts: list[tuple[int, ...]], salted: bool = False) -> list[Answer]:

@@ -198,6 +198,20 @@ def test_the_third_turn_loads_nothing(pool):
     assert story.loads == loads
 
 
+@pytest.mark.parametrize("groups", ["sa", "ssa", "asw"])
+@pytest.mark.parametrize("blocks", [1, 4])
+@pytest.mark.parametrize("forget", [True, False])
+def test_a_repeated_prompt_of_whole_blocks_is_saved_once(pool, groups, blocks, forget):
+    """vLLM also hands off the state behind its last token, where no hit of it can end."""
+    story = Story(pool, groups=groups, window=2 * N + 1, retention=None)
+    prompt = A[: blocks * N]
+    story.ask(prompt)
+    for _ in range(2):
+        assert sum(story.ask(prompt, forget=forget)) == (blocks - 1) * N
+    assert not story.engine.stores[0].rewritten_bytes
+    assert story.ask([*prompt, 1]) == (blocks * N, 0)  # the state is there
+
+
 def test_only_what_is_missing_is_loaded(pool):
     story = Story(pool)
     story.ask(A[: 10 * N + 1])

@@ -284,6 +284,42 @@ def test_after_a_good_load_only_what_is_new_is_stored():
     assert [end for end, _ in save.states] == [5]
 
 
+@pytest.mark.parametrize("stored, saved", [(2, []), (1, [3]), (0, [3])])
+@pytest.mark.parametrize("tokens", [0, 2 * N])
+def test_the_last_state_of_a_prompt_of_whole_blocks_is_stored_once(stored, saved, tokens):
+    """No hit ends there, as the last token is computed; it counts if every rank has it.
+
+    Args:
+        stored: ranks that have it.
+        tokens: in vLLM's own cache.
+    """
+    request = make_request(tokens=3 * N)
+    rig = Rig(2).holds(request, 3, 2, 3)
+    for store in rig.ranks.stores[stored:]:
+        del store.records[load_keys(prefix_of(request, N, 1), 0, 3, PLAN)[-1]]
+    if rig.admit(request, tokens):
+        rig.loaded(request)
+    request.num_computed_tokens = 2 * N
+    save = rig.forward(request, N, all_offers(3))
+    assert [end for end, _ in save.states] == saved if save else not saved
+    assert not attention_of(save)
+
+
+def test_of_a_prompt_of_one_block_nothing_is_stored_twice():
+    request = make_request(tokens=N)
+    rig = Rig().holds(request, 1, 1)
+    assert rig.match(request) == (0, False)
+    rig.scheduler.update_state_after_alloc(request, table(request), 0)
+    assert rig.forward(request, N, all_offers(1)) is None
+
+
+def test_who_stores_nothing_does_not_ask_what_is_stored():
+    request = make_request(tokens=3 * N, params={"lmcache.skip_save": True})
+    rig = Rig().holds(request, 3, 2, 3)
+    assert rig.match(request) == (2 * N, True)
+    assert [question.states_at for question in rig.ranks.questions] == [()]
+
+
 def test_a_preempted_request_is_looked_up_again():
     request = make_request()
     rig = Rig()

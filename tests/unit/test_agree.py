@@ -66,6 +66,23 @@ def test_the_attention_prefix_is_the_shortest_of_all_ranks():
     assert reach(agree(ranks.ask, question())) == (2, 3)
 
 
+@pytest.mark.parametrize(
+    "contents, limit, boundary, states",
+    [
+        ([(6, {2, 4, 6}), (6, {2, 5, 6})], 4, 2, (6,)),
+        ([(6, {2, 4, 6}), (6, {2, 5})], 4, 2, ()),
+        ([(6, {4, 6}), (0, {6})], 4, 0, (6,)),
+        ([(6, {6})], 0, 0, (6,)),
+    ],
+)
+def test_a_state_that_one_rank_lacks_does_not_count_as_stored(contents, limit, boundary, states):
+    ranks = ranks_with(contents)
+    asked = msgspec.structs.replace(question(limit), states_at=(4, 5, 6))
+    answer = agree(ranks.ask, asked)
+    assert (answer.boundary, answer.states) == (boundary, states)
+    assert ranks.num_claims == [boundary > 0] * len(contents)
+
+
 def test_a_rank_that_does_not_answer_is_a_miss():
     ranks = ranks_with([(6, {6})] * 2)
     ranks.silent = True
@@ -87,5 +104,5 @@ def test_messages_survive_the_wire():
     asked = question(prefix=make_prefix(2, tags=(("user", "a"),)))
     raw = msgspec.msgpack.encode(asked)
     assert msgspec.msgpack.decode(raw, type=LookupRequest) == asked
-    for answer in (LookupResult(3, 4, (("here", 2), ("there", 1))), UNAVAILABLE):
+    for answer in (LookupResult(3, 4, (("here", 2), ("there", 1)), states=(5,)), UNAVAILABLE):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=LookupResult) == answer

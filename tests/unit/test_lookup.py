@@ -130,6 +130,15 @@ def test_what_a_lookup_found_is_marked_as_used_once_and_by_the_next_at_the_lates
         assert used[1:] == [used_keys(PREFIX, (2,), PLAN)]
 
 
+@pytest.mark.parametrize("floor, limit", [(0, 4), (4, 4)])
+def test_a_state_behind_the_limit_is_marked_as_used_too(floor, limit):
+    """Else it would be evicted first, as nobody saves it again."""
+    ranks, used = one_rank(6, (4, 6)), []
+    ranks.stores[0].refresh = used.append
+    ranks.ask(msgspec.structs.replace(question(limit, floor), states_at=(6,)))
+    assert used == [used_keys(PREFIX, (4, 6), PLAN)]
+
+
 # Claims
 
 
@@ -322,6 +331,34 @@ def test_a_hit_is_the_deepest_boundary_with_all_that_a_load_reads(data, floor, l
     assert len(asked) <= 2 or batch < CANDIDATES
     claimed = load_keys(prefix, floor, max(whole), MIXED) if whole else []
     assert store.pins == dict.fromkeys(claimed, 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.integers(0, 5), st.integers(0, 6), st.sets(st.integers(1, 6)))
+def test_a_lookup_says_which_states_are_stored(data, floor, limit, asked_for):
+    """Each with all its window pages, in the same calls, whether or not a hit may end there."""
+    prefix, store = make_prefix(6), NaiveStore()
+    every = dict.fromkeys(key for end in range(1, 7) for key in load_keys(prefix, 0, end, MIXED))
+    missing = data.draw(st.sets(st.sampled_from(list(every)), max_size=6))
+    put(store, [key for key in every if key not in missing])
+    asked, wanted = asked_of(store), tuple(sorted(asked_for))
+    answer = RankLookup(MIXED, store).answer(
+        LookupRequest("r", prefix, limit, floor, states_at=wanted)
+    )
+    pages = len(MIXED.attention)
+    assert answer.states == tuple(
+        end for end in wanted if missing.isdisjoint(load_keys(prefix, 0, end, MIXED)[end * pages :])
+    )
+    assert len(asked) <= 2
+
+
+def test_a_state_that_goes_away_before_the_claim_does_not_count_as_stored():
+    ranks = one_rank(6, (2, 5))
+    store, claim = ranks.stores[0], ranks.stores[0].claim
+    gone = keys_of(PREFIX, 4, STATE)[0]
+    store.claim = lambda located: None if gone in located else claim(located)
+    answer = ranks.ask(msgspec.structs.replace(question(), states_at=(2, 5)))[0]
+    assert (answer.boundary, answer.states) == (2, (2,))
 
 
 # With boundaries inside a block, which no model with windows has.

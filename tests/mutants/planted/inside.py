@@ -86,8 +86,8 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "a lookup that nobody waits for claims what lies inside a block anew",
-        "lmcache_hybrid/scheduler/lookup_queue.py",
-        "replace(request, limit=0, limit_tail=0)",
-        "replace(request, limit=0)",
+        "lmcache_hybrid/protocol/lookup.py",
+        "replace(self, limit=0, limit_tail=0, states_at=())",
+        "replace(self, limit=0, states_at=())",
     ),
 )

@@ -45,8 +45,38 @@ DEFECTS = (
     one(
         "the deepest boundary is asked for in a call of its own",
         "lmcache_hybrid/storage/rank_lookup.py",
-        "self._add([*keys, *self._needs(self._blocks(ends)), *itertools.chain(*tails)])",
+        "self._add([*keys, *self._needs(self._blocks(ends)), *more])",
         "self._add(keys)",
+    ),
+    one(
+        "the last state of a prompt of whole blocks is saved at every repeat",
+        "lmcache_hybrid/scheduler/load_planner.py",
+        "        states_at=(last,) if tracker.save and limit < last else (),\n",
+        "",
+    ),
+    one(
+        "a state that one rank lacks counts as stored",
+        "lmcache_hybrid/protocol/agreement.py",
+        " if all(at in result.states for result in others)",
+        "",
+    ),
+    one(
+        "a state without its window pages counts as stored",
+        "lmcache_hybrid/storage/rank_lookup.py",
+        "        return [*itertools.chain(*pages), *self._states(boundary)]\n",
+        "        return self._states(boundary)\n",
+    ),
+    one(
+        "a state counts as stored although it has just been evicted",
+        "lmcache_hybrid/storage/rank_lookup.py",
+        "                states.discard(boundary)  # some of it has just been evicted\n",
+        "                pass\n",
+    ),
+    one(
+        "a state that no hit may end at is evicted as if it had not been used",
+        "lmcache_hybrid/storage/rank_lookup.py",
+        "                whole = past if tail else {boundary, *past}\n",
+        "                whole = () if tail else {boundary}\n",
     ),
     one(
         "one state is enough inside a block",
