@@ -162,28 +162,17 @@ class Admission:
         """
         tracker.checkpoints.junction = result.attention * self._plan.block_size
         if tracker.request.skip_reading_prefix_cache:
-            self._mark_as_stored(tracker, result)  # looked up for nothing else
-            return 0
+            return 0  # looked up for what is stored
         end = result.boundary * self._plan.block_size + result.tail
         gain = end - num_computed_tokens
         if gain < max(1, self._options.min_retrieve_tokens):
-            if gain > 0:  # found, and too short to load
-                self._mark_as_stored(tracker, result)
             return 0
         if tracker.load_seconds is None:
             tracker.load_seconds = self._policy.judge(tracker.request, result, num_computed_tokens)
             if tracker.load_seconds is None:
-                # No need to store again what was just found.
-                tracker.stored.states.add(end)
                 count_skipped(self._ledger, result, gain)
                 return 0
         return gain
-
-    def _mark_as_stored(self, tracker: RequestTracker, result: LookupResult) -> None:
-        """Mark all states up to the deepest hit as stored, though some before it may be missing."""
-        size = self._plan.block_size
-        end = result.boundary * size + result.tail
-        tracker.stored.states.update(range(size, end, size), [end])
 
     def _ask(self, tracker: RequestTracker, floor: int) -> bool:
         """Ask the ranks, unless nothing can be loaded or learned.
@@ -209,7 +198,8 @@ class Admission:
         if nothing and not tracker.save:
             tracker.offer(MISS, floor)
             return True
-        lookup = self._queue.submit(question_of(tracker, floor, self._plan, limit, tail))
+        least = self._options.min_retrieve_tokens
+        lookup = self._queue.submit(question_of(tracker, floor, self._plan, limit, tail, least))
         if nothing and len(prefix.hashes) <= floor and prefix.identified:
             # vLLM holds every block: learn what is stored without waiting for it.
             tracker.background = lookup
@@ -225,7 +215,10 @@ class Admission:
         """Take a lookup result, which is reported at the end of the pass."""
         self._reports.add(tracker, lookup, result, tracker.take_answer(result))
         stored, size = tracker.stored, self._plan.block_size
+        # Of all others nothing is known: some before a hit may be missing.
         stored.states.update(boundary * size for boundary in result.states)
+        if result.hit:
+            stored.states.add(result.boundary * size + result.tail)
         ends = [(lookup.request.floor, result.boundary), *((0, end) for end in result.states)]
         for start, end in ends:
             stored.windows.update(

@@ -9,24 +9,22 @@ from lmcache_hybrid.scheduler.tracker import Loading, RequestTracker
 
 
 def question_of(
-    tracker: RequestTracker, floor: int, plan: GroupPlan, limit: int, tail: int
+    tracker: RequestTracker, floor: int, plan: GroupPlan, limit: int, tail: int, least: int
 ) -> LookupRequest:
     """Make the lookup of a request, down to its deepest loadable boundary.
 
-    It also asks for the state of the last whole block, where no hit may end there: vLLM may hand
-    that off, and it may be stored.
 
     Hashes each boundary inside a block, so call it only when the request may ask.
 
     Args:
         floor: local blocks.
         limit, tail: see :func:`limit_of`.
+        least: tokens of the shortest hit that is loaded.
     """
     request, prefix = tracker.request, tracker.prefix
     if plan.unit:  # boundaries inside blocks, past the local ones
         inner = range(floor * plan.block_size + plan.unit, tracker.inner + 1, plan.unit)
         prefix = prefix.with_inner(inner_hashes(request, inner, plan))
-    last = len(prefix.hashes)
     return LookupRequest(
         request.request_id,
         prefix,
@@ -34,8 +32,24 @@ def question_of(
         floor,
         limit_tail=tail,
         barred=tuple(tracker.checkpoints.barred),
-        states_at=(last,) if tracker.save and limit < last else (),
+        states_at=_computed_anyway(tracker, floor, plan.block_size, limit, least),
     )
+
+
+def _computed_anyway(
+    tracker: RequestTracker, floor: int, size: int, limit: int, least: int
+) -> tuple[int, ...]:
+    """Return the boundaries, in blocks, that a request computes although they may be stored.
+
+    The last one where no hit may end there, those of hits that are too short to load, and all of a
+    request that must not read.
+    """
+    if not tracker.save:
+        return ()
+    last = len(tracker.prefix.hashes)
+    unread = last if tracker.request.skip_reading_prefix_cache else floor + (least - 1) // size
+    behind = (last,) if max(limit, unread) < last else ()
+    return (*range(floor + 1, min(unread, last) + 1), *behind)
 
 
 def limit_of(tracker: RequestTracker, floor: int, plan: GroupPlan, most: int) -> tuple[int, int]:

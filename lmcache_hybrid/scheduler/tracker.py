@@ -79,8 +79,8 @@ class Stored:
 
     Attributes:
         attention: leading blocks whose attention pages are stored.
-        states: boundaries in tokens whose states were loaded or saved since the last lookup,
-            with their partly filled pages where they lie inside a block.
+        states: boundaries in tokens whose states the last lookup found, or were saved since, with
+            their partly filled pages where they lie inside a block.
         windows: (group, block) of window pages, likewise.
     """
 
@@ -207,8 +207,6 @@ class RequestTracker:
     def end_load(self) -> None:
         """End a load that all ranks have reported, failed or not."""
         assert isinstance(self.phase, Loading)
-        if self.may_load:
-            self.stored.states.add(self.phase.boundary)
         self.phase = NotAsked()
 
     def withdraw(self) -> int:

@@ -117,11 +117,15 @@ def test_small_hits_are_not_worth_a_load(limit, hit):
     assert rig.step().dropped == (() if hit else (("r", 1),))
 
 
-@pytest.mark.parametrize("held, stored", [((2, 5), []), ((2, 4), [5])], ids=str)
-def test_a_hit_that_is_too_short_is_not_stored_again(held, stored):
-    """Its chunks' ends neither; a deeper state is."""
+@pytest.mark.parametrize("unread", [False, True], ids=["short", "unread"])
+@pytest.mark.parametrize(
+    "held, stored", [((2, 5), []), ((2, 4), [5]), ((5,), [2]), ((4,), [2, 5])], ids=str
+)
+def test_what_is_found_and_not_loaded_is_stored_where_it_is_missing(held, stored, unread):
+    """Of a hit that is too short, or must not be read, nor are its chunks' ends stored again."""
     request = make_request(tokens=5 * N + 1)
-    rig = Rig(min_retrieve_tokens=9 * N).holds(request, 5, *held)
+    request.skip_reading_prefix_cache = unread
+    rig = Rig(min_retrieve_tokens=0 if unread else 9 * N).holds(request, 5, *held)
     assert rig.match(request) == (0, False)
     rig.scheduler.update_state_after_alloc(request, table(request), 0)
     saves = [

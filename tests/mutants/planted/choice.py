@@ -77,8 +77,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a hit that is not loaded is stored again",
         ADMISSION,
-        "                tracker.stored.states.add(end)\n",
-        "",
+        "        if result.hit:\n            stored.states",
+        "        if False:\n            stored.states",
     ),
     one(
         "a hit that is computed instead keeps its claim",

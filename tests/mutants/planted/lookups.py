@@ -51,8 +51,8 @@ DEFECTS = (
     one(
         "the last state of a prompt of whole blocks is saved at every repeat",
         "lmcache_hybrid/scheduler/load_planner.py",
-        "        states_at=(last,) if tracker.save and limit < last else (),\n",
-        "",
+        "    behind = (last,) if max(limit, unread) < last else ()\n",
+        "    behind = ()\n",
     ),
     one(
         "a state that one rank lacks counts as stored",

@@ -230,21 +230,27 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "a request that must not read stores states again",
-        "lmcache_hybrid/scheduler/admission.py",
-        "            self._mark_as_stored(tracker, result)  # looked up for nothing else\n",
-        "            pass\n",
+        "lmcache_hybrid/scheduler/load_planner.py",
+        "last if tracker.request.skip_reading_prefix_cache else floor",
+        "floor",
     ),
     one(
         "states that are missing behind those found are not stored by who must not read",
         "lmcache_hybrid/scheduler/admission.py",
-        "        tracker.stored.states.update(range(size, end, size), [end])\n",
-        "        tracker.stored.states.update(range(size, 1 << 20, size), [end])\n",
+        "        stored.states.update(boundary * size for boundary in result.states)\n",
+        "        stored.states.update(range(size, 1 << 20, size))\n",
+    ),
+    one(
+        "states that are missing before those found are not stored",
+        "lmcache_hybrid/scheduler/admission.py",
+        "            stored.states.add(result.boundary * size + result.tail)\n",
+        "            stored.states.update(range(size, result.boundary * size + 1, size))\n",
     ),
     one(
         "a hit that is too short to load is stored again",
-        "lmcache_hybrid/scheduler/admission.py",
-        "            if gain > 0:  # found, and too short to load\n",
-        "            if False:\n",
+        "lmcache_hybrid/scheduler/load_planner.py",
+        "floor + (least - 1) // size",
+        "0",
     ),
     one(
         "windows that were found are stored again",
@@ -255,8 +261,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "what must not be read is loaded",
         "lmcache_hybrid/scheduler/admission.py",
-        "        if tracker.request.skip_reading_prefix_cache:\n            self._mark",
-        "        if False:\n            self._mark",
+        "        if tracker.request.skip_reading_prefix_cache:\n            return 0",
+        "        if False:\n            return 0",
     ),
     one(
         "an empty remote_url turns LMCache off without a word",

@@ -108,7 +108,7 @@ DEFECTS: tuple[Defect, ...] = (
         "a request that may not ask yet hashes its boundaries in each pass",
         "lmcache_hybrid/scheduler/admission.py",
         "        first = isinstance(tracker.phase, NotAsked)",
-        "        question_of(tracker, floor, self._plan, limit, tail)\n"
+        "        question_of(tracker, floor, self._plan, limit, tail, 0)\n"
         "        first = isinstance(tracker.phase, NotAsked)",
     ),
     one(
