@@ -196,6 +196,35 @@ class HalfCluster:
         self.node.kill()
 
 
+class Sentinel:
+    """One sentinel, which is majority enough.
+
+    Attributes:
+        client: of the sentinel itself.
+    """
+
+    def __init__(self, folder: Path, port: int, primary: tuple[str, int], *lines: str) -> None:
+        """
+        Args:
+            primary: address that it names to clients.
+            lines: of its configuration, beside those that watch ``Sentinels.service``.
+        """
+        self.client = redis.Redis(port=port)
+        folder.mkdir(exist_ok=True)
+        config = folder / "sentinel.conf"
+        watch = f"sentinel monitor {Sentinels.service} {primary[0]} {primary[1]} 1"
+        head = (f"port {port}", "bind 127.0.0.1", f"dir {folder}", watch)
+        config.write_text("".join(f"{line}\n" for line in (*head, *lines)))
+        with open(folder / "sentinel.log", "wb") as log:
+            self._process = subprocess.Popen(
+                [str(get_binary_path()), str(config), "--sentinel"], stdout=log, stderr=log
+            )
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
 class Sentinels:
     """A primary, its replica, and one sentinel, which is majority enough to replace the primary.
 
@@ -216,8 +245,6 @@ class Sentinels:
         self.primary = Node(folder / "first", first, **{"repl-diskless-sync-delay": "0"})
         self.replica = Node(folder / "second", second, replicaof=f"127.0.0.1 {first}")
         self.url = f"redis-sentinel://localhost:{self.port}"
-        # Less than two seconds, and a primary that waits for a busy core is replaced.
-        config = folder / "sentinel.conf"
         self.fronts = []
         named = first
         if certificate:
@@ -225,17 +252,14 @@ class Sentinels:
             pairs = ((named, first), (asked, self.port))
             self.fronts = [Front(*pair, certificate) for pair in pairs]
             self.url = f"redis-sentinel://localhost:{asked}"
-        monitored = f"{self.service} 127.0.0.1 {named} 1"
-        config.write_text(
-            f"port {self.port}\nbind 127.0.0.1\ndir {folder}\n"
-            f"sentinel monitor {monitored}\n"
-            f"sentinel down-after-milliseconds {self.service} 2000\n"
-            f"sentinel failover-timeout {self.service} 2000\n"
+        # Less than two seconds, and a primary that waits for a busy core is replaced.
+        self._sentinel = Sentinel(
+            folder,
+            self.port,
+            ("127.0.0.1", named),
+            f"sentinel down-after-milliseconds {self.service} 2000",
+            f"sentinel failover-timeout {self.service} 2000",
         )
-        with open(folder / "sentinel.log", "wb") as log:
-            self._process = subprocess.Popen(
-                [str(get_binary_path()), str(config), "--sentinel"], stdout=log, stderr=log
-            )
         wait_for(self._ready, "the sentinel knows no replica that follows")
 
     def _ready(self) -> bool:
@@ -262,7 +286,6 @@ class Sentinels:
     def close(self) -> None:
         for front in self.fronts:
             front.close()
-        self._process.kill()
-        self._process.wait()
+        self._sentinel.close()
         self.primary.kill()
         self.replica.kill()

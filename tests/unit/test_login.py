@@ -25,7 +25,7 @@ from lmcache_hybrid.config.lmcache_config import load_lmcache_config, refusals
 from lmcache_hybrid.config.redis_credentials import PLUGIN_URLS, connection_options, unencrypted
 from lmcache_hybrid.config.stores.base import parts_of
 from lmcache_hybrid.core.errors import ConfigError, StoreError
-from lmcache_hybrid.storage.remote.clients import cause_of_failure
+from lmcache_hybrid.storage.remote.redis_failures import cause_of_failure
 from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.tools.doctor.backends import check_backends, until
 from lmcache_hybrid.tools.doctor.finding import Status

@@ -2,24 +2,15 @@
 """Makes redis-py clients for any Redis URL: a server, a cluster, a primary behind sentinels."""
 
 import os
-import socket
-import time
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode
-from redis.exceptions import RedisClusterException
 from redis.retry import Retry
 
-from lmcache_hybrid.config.redis_credentials import (
-    CA_FILE,
-    PASSWORD_FILE,
-    connection_options,
-    split_url,
-)
-from lmcache_hybrid.storage.remote import sockets
+from lmcache_hybrid.config.redis_credentials import connection_options, split_url
 
 CLUSTER, SENTINEL = "redis-cluster", "redis-sentinel"
 SCHEMES = ("redis", "rediss", "unix", CLUSTER, SENTINEL)
@@ -27,11 +18,6 @@ SCHEMES = ("redis", "rediss", "unix", CLUSTER, SENTINEL)
 SERVICE_VARIABLE, SERVICE_DEFAULT = "REDIS_SERVICE_NAME", "redismaster"
 # Connection settings that also apply to sentinels.
 _OF_SENTINELS = ("socket_timeout", "socket_connect_timeout", "ssl", "ssl_ca_certs")
-
-# Max seconds to ask why a server cannot be used, and errors that hide it.
-CAUSE_SECONDS = 1.0
-_CLOSED = (redis.ConnectionError, ConnectionError, RedisClusterException)
-_NO_TLS = (*_CLOSED, redis.TimeoutError, OSError)
 
 Client: TypeAlias = redis.Redis | redis.RedisCluster
 Hosts: TypeAlias = tuple[tuple[str, int], ...]
@@ -78,60 +64,23 @@ def make_client(url: str, options: dict[str, Any]) -> Client:
         nodes = [ClusterNode(*host) for host in hosts_of(url)]
         return redis.RedisCluster(startup_nodes=nodes, **options)
     if scheme == SENTINEL:
-        # They are asked one after the other, so do not retry.
-        asking = {name: options[name] for name in _OF_SENTINELS if name in options}
-        sentinels = redis.Sentinel(
-            list(hosts_of(url)), sentinel_kwargs={"retry": Retry(NoBackoff(), 0), **asking}
-        )
-        service = os.environ.get(SERVICE_VARIABLE, SERVICE_DEFAULT)
-        return sentinels.master_for(service, **options)
+        return sentinels_at(url, options).master_for(service_name(), **options)
     split_url(url)
     return redis.Redis.from_url(url, **options)
 
 
-def cause_of_failure(url: str, error: Exception) -> str:
-    """Ask the first server of a URL, without login and TLS, why it cannot be used. Blocks.
-
-    redis-py loses what a server in protected mode says before it closes the connection, and a
-    handshake with one without TLS may only time out.
+def sentinels_at(url: str, options: dict[str, Any]) -> redis.Sentinel:
+    """Make the clients of a URL's sentinels; connects to none.
 
     Args:
-        error: redis-py's. The server is not asked if it hides neither.
-
-    Returns:
-        The words and what to write, as a part of a sentence; "" where this shows nothing.
+        options: of connections to the primary. Sentinels get those of time and TLS, no password.
     """
-    scheme = url.partition("://")[0].lower()
-    several = scheme in (CLUSTER, SENTINEL)
-    tls = scheme == "rediss" or (several and bool(os.environ.get(CA_FILE)))
-    answered = isinstance(error, redis.AuthenticationError)
-    words, hides = str(error), isinstance(error, _NO_TLS if tls else _CLOSED) and not answered
-    if hides and scheme != "unix":
-        words = _first_words(hosts_of(url)[0] if several else _place_of(url))
-    if words.startswith("DENIED"):
-        return (
-            f"it says {words.partition('. ')[0]!r}; set a password there and put it into the file "
-            f"that {PASSWORD_FILE} names, or set protected-mode to no there"
-        )
-    if tls and hides and words:
-        instead = "redis:// in place of rediss://" if scheme == "rediss" else f"no {CA_FILE}"
-        said = str(error).rstrip(".")
-        return f"it speaks without TLS ({said}); write {instead}, or turn TLS on there"
-    return ""
+    asking = {name: options[name] for name in _OF_SENTINELS if name in options}
+    # They are asked one after the other, so do not retry.
+    once = {"retry": Retry(NoBackoff(), 0)}
+    return redis.Sentinel(list(hosts_of(url)), sentinel_kwargs={**once, **asking})
 
 
-def _place_of(url: str) -> tuple[str, int]:
-    parts = split_url(url)
-    return parts.hostname or "localhost", parts.port or 6379
-
-
-def _first_words(place: tuple[str, int]) -> str:
-    """Return what a server answers to one who sends PING; "" if it does not speak as Redis does."""
-    deadline = time.monotonic() + CAUSE_SECONDS
-    try:
-        with socket.create_connection(place, CAUSE_SECONDS) as sock:
-            sockets.send(sock, sockets.command(b"PING"), deadline)
-            (said,) = sockets.replies(sock, 1, deadline)
-    except (OSError, ValueError):  # or no name of a host
-        return ""
-    return str(said).lstrip("-")
+def service_name() -> str:
+    """Return the name by which sentinels know the primary."""
+    return os.environ.get(SERVICE_VARIABLE, SERVICE_DEFAULT)

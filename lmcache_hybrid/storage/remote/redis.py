@@ -34,7 +34,7 @@ from lmcache_hybrid.core.pace import Reading, reading
 from lmcache_hybrid.core.threads import anywhere, cores, started
 from lmcache_hybrid.storage.buffer import record_shape
 from lmcache_hybrid.storage.key_names import VALUE, printable
-from lmcache_hybrid.storage.remote import clients, sockets
+from lmcache_hybrid.storage.remote import clients, redis_failures, sockets
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector, awaited
 from lmcache_hybrid.storage.remote.servers import TRY_AGAIN, Server, servers_at
 
@@ -223,7 +223,7 @@ class HybridRedisConnector(RecordConnector):
         except AskError:  # the slot has moved twice
             raise
         except (redis.ResponseError, redis.AuthenticationError) as error:  # an answer, however late
-            self._say_refused(error)
+            self._say_refused(error, redis_failures.cause_of_failure(self._url, error))
             raise
         except Exception as error:
             if time.monotonic() - begun >= SILENT_SECONDS:
@@ -231,10 +231,13 @@ class HybridRedisConnector(RecordConnector):
             self._say_cause(error)
             raise
 
-    def _say_refused(self, error: redis.RedisError) -> None:
-        """Warn once of each kind of refusal: the class of the error and the server's first word."""
-        words = printable(str(error).lstrip("-"))
-        kind = type(error).__name__ + words.partition(" ")[0]
+    def _say_refused(self, error: Exception, cause: str) -> None:
+        """Warn once of each kind of refusal.
+
+        That is its cause, else the class of the error and the server's first word.
+        """
+        words = printable(cause or str(error).lstrip("-"))
+        kind = cause or type(error).__name__ + words.partition(" ")[0]
         with self._refusals_lock:
             if kind in self._refusals:
                 return
@@ -252,8 +255,8 @@ class HybridRedisConnector(RecordConnector):
             if self._closed or now < self._asks_cause_at:
                 return
             self._asks_cause_at = now + CAUSE_PAUSE_SECONDS
-        if cause := clients.cause_of_failure(self._url, error):
-            self._say_refused(redis.ConnectionError(cause))
+        if cause := redis_failures.cause_of_failure(self._url, error):
+            self._say_refused(error, cause)
 
     # Short calls
 

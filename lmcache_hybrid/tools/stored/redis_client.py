@@ -14,9 +14,9 @@ from lmcache_hybrid.storage.remote.clients import (
     SENTINEL,
     SERVICE_VARIABLE,
     Client,
-    cause_of_failure,
     make_client,
 )
+from lmcache_hybrid.storage.remote.redis_failures import cause_of_failure
 
 CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 30.0
 

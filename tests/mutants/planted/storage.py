@@ -578,15 +578,45 @@ DEFECTS = (
     ),
     one(
         "what a server in protected mode says is lost",
-        "lmcache_hybrid/storage/remote/clients.py",
+        "lmcache_hybrid/storage/remote/redis_failures.py",
         '    if words.startswith("DENIED"):\n',
         "    if False:\n",
     ),
     one(
         "TLS to a server without it only times out",
-        "lmcache_hybrid/storage/remote/clients.py",
+        "lmcache_hybrid/storage/remote/redis_failures.py",
         '    tls = scheme == "rediss" or (',
         "    tls = False and (",
+    ),
+    one(
+        "who asks for a password does not say where to write it",
+        "lmcache_hybrid/storage/remote/redis_failures.py",
+        '    if words.startswith(_NO_LOGIN):\n        return f"it',
+        '    if False:\n        return f"it',
+    ),
+    one(
+        "a primary behind sentinels is not asked why it cannot be used",
+        "lmcache_hybrid/storage/remote/redis_failures.py",
+        "    place = masters[service]",
+        '    return ""\n    place = masters[service]',
+    ),
+    one(
+        "sentinels that lack the primary's password are not told of",
+        "lmcache_hybrid/storage/remote/redis_failures.py",
+        " and isinstance(error, MasterNotFoundError):",
+        " and False:",
+    ),
+    one(
+        "a sentinel that asks for a password is not told of",
+        "lmcache_hybrid/storage/remote/redis_failures.py",
+        '    if words.startswith(("DENIED", *_NO_LOGIN)):\n',
+        "    if False:\n",
+    ),
+    one(
+        "a service that sentinels do not know is not told of",
+        "lmcache_hybrid/storage/remote/redis_failures.py",
+        "    if not masters:\n",
+        "    if service not in masters:\n",
     ),
     one(
         "a store that does not open leaves LMCache's event loop behind",
@@ -609,7 +639,7 @@ DEFECTS = (
     one(
         "a Redis that refuses every record says nothing",
         "lmcache_hybrid/storage/remote/redis.py",
-        "            self._say_refused(error)\n",
+        "            self._say_refused(error, redis_failures.cause_of_failure(self._url, error))\n",
         "",
     ),
     one(

