@@ -16,12 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from lmcache_hybrid.config.lmcache_config import (
-    load_lmcache_config,
-    refusals,
-    settle_lmcache_config,
-)
-from lmcache_hybrid.config.options import Options, check_sizes, read_options
+from lmcache_hybrid.config.check import check_options
+from lmcache_hybrid.config.lmcache_config import load_lmcache_config, settle_lmcache_config
+from lmcache_hybrid.config.options import Options, check_sizes
 from lmcache_hybrid.config.parallel import check_parallelism, check_prefix_cache, settle_disk_folder
 from lmcache_hybrid.core.errors import ConfigError, UnknownContentError
 from lmcache_hybrid.core.faults import caught, guarded
@@ -71,31 +68,6 @@ logger = init_logger("vllm.lmcache_hybrid.connector")
 
 def _nothing(connector: "HybridConnector") -> Any:
     return None
-
-
-def check_options(
-    vllm_config: "VllmConfig",
-    config: "LMCacheEngineConfig | None" = None,
-    block_size: int | None = None,
-) -> Options:
-    """Read the options, and refuse those that no model can be served with, or none of such blocks.
-
-    Args:
-        config: LMCache's, not settled; None loads it without warnings.
-        block_size: N in tokens; None skips the checks that need it.
-
-    Raises:
-        ConfigError: a sentence for each.
-    """
-    config = config or load_lmcache_config(vllm_config, quiet=True)
-    wrong = refusals(config, block_size)
-    try:
-        options = read_options(vllm_config, config, block_size)
-    except ConfigError as error:
-        raise ConfigError(*dict.fromkeys((*wrong, *error.args))) from None
-    if wrong:
-        raise ConfigError(*wrong)
-    return options
 
 
 class HybridConnector(KVConnectorBase_V1):

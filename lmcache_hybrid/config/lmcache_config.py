@@ -234,7 +234,8 @@ def _checks(config: "LMCacheEngineConfig", block_size: int | None) -> Iterator[C
         if name not in own:
             yield partial(_check_option, f"extra_config.{name}", extra.get(name), option)
     yield partial(_check_remote, config)
-    yield partial(_check_local, config)
+    yield partial(_check_memory, config)
+    yield partial(_check_disk, config)
     yield partial(_check_policy, config)
     yield partial(_check_locations, config)
     if block_size is not None:
@@ -330,7 +331,7 @@ def memory_of_the_machine() -> float:
         return math.inf
 
 
-def _check_local(config: "LMCacheEngineConfig") -> None:
+def _check_memory(config: "LMCacheEngineConfig") -> None:
     if config.max_local_cpu_size <= 0:
         raise ConfigError(
             f"LMCache option max_local_cpu_size={config.max_local_cpu_size} leaves no memory to "
@@ -343,6 +344,9 @@ def _check_local(config: "LMCacheEngineConfig") -> None:
             f"{taken / 1e9:.1f} GB on each rank, more than the {whole / 1e9:.1f} GB that this "
             "machine has; set it to less."
         )
+
+
+def _check_disk(config: "LMCacheEngineConfig") -> None:
     if not config.local_disk:
         return
     if not (config.max_local_disk_size or 0) > 0:

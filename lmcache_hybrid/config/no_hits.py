@@ -59,7 +59,12 @@ def without_hits(
 
 
 def with_few_hits(config: "LMCacheEngineConfig") -> Iterator[str]:
-    """Yield a sentence for each setting with which few requests are stored."""
+    """Yield a sentence for each setting with which less is stored than meant."""
+    if not config.local_disk and (config.max_local_disk_size or 0) > 0:
+        yield (
+            f"max_local_disk_size={config.max_local_disk_size} does nothing without local_disk, so "
+            "no record is kept on a disk; name a folder there, or remove it."
+        )
     if config.priority_limit is not None and config.priority_limit < 0:
         yield (
             f"priority_limit={config.priority_limit} is below 0, the priority of each request that "

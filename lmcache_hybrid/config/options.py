@@ -19,8 +19,10 @@ from lmcache_hybrid.config.own_options import (
     POLICY_KEY,
     SHARE_KEY,
     names_of,
+    problems,
     read_own_options,
     remarks,
+    sound_own_options,
 )
 from lmcache_hybrid.core.digests import PLAIN, Digester, read_key
 from lmcache_hybrid.core.errors import ConfigError
@@ -91,8 +93,8 @@ def read_options(
     """
     transfer = vllm_config.kv_transfer_config
     extra = transfer.kv_connector_extra_config
-    own, names = read_own_options(extra), names_of(extra)
-    wrong: list[str] = []
+    wrong = list(problems(extra, os.environ))
+    own, names = sound_own_options(extra), names_of(extra)
     shortest = config.min_retrieve_tokens
     if shortest is None or shortest < 0:
         wrong.append(

@@ -14,6 +14,7 @@ import os
 import pwd
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,10 +178,25 @@ def read_own_options(
     """
     if wrong := list(problems(extra, environment)):
         raise ConfigError(*wrong)
+    return sound_own_options(extra, environment)
+
+
+def sound_own_options(
+    extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """Return the value of each option, by key; its default in place of a bad one.
+
+    Args:
+        extra: ``kv_connector_extra_config``.
+
+    Raises:
+        ConfigError: LMCache's file cannot be read.
+    """
     found = {key: option.default for key, option in OWN_OPTIONS.items()}
     for key, (_, value) in written(extra, environment).items():
         if key in OWN_OPTIONS:
-            found[key] = OWN_OPTIONS[key].parse(value)
+            with suppress(ValueError):  # see problems
+                found[key] = OWN_OPTIONS[key].parse(value)
     return found
 
 
@@ -205,12 +221,7 @@ def load_failure_policy(extra: Mapping[str, Any]) -> str:
     Raises:
         ConfigError: LMCache's file cannot be read.
     """
-    option = OWN_OPTIONS[LOAD_FAILURE_KEY]
-    _, value = written(extra).get(LOAD_FAILURE_KEY, ("", option.default))
-    try:
-        return str(option.parse(value))
-    except ValueError:
-        return str(option.default)
+    return str(sound_own_options(extra)[LOAD_FAILURE_KEY])
 
 
 def problems(extra: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[str]:

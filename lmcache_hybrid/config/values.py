@@ -106,20 +106,24 @@ def taken_away(file: str | None, environment: Mapping[str, str]) -> Iterator[str
             yield f"{variable} is empty, and takes {option} out of {file}; unset it to keep that."
 
 
-def without_prefix(extra: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each LMCache option in ``kv_connector_extra_config`` without prefix."""
+def unprefixed(extra: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (key, option) of LMCache's options in ``kv_connector_extra_config`` without prefix."""
     definitions = take("v1.config", "_CONFIG_DEFINITIONS")
-    for key, value in extra.items():
+    for key in extra:
         option = key.lower().removeprefix(PREFIX.lower())
         if option in definitions:
-            yield (
-                f"kv_connector_extra_config has {key}, which nobody reads; write lmcache.{option}."
-            )
-        elif key == "lmcache" and isinstance(value, dict):
-            yield (
-                "kv_connector_extra_config has a table 'lmcache', which nobody reads; write its "
-                "options as lmcache.NAME."
-            )
+            yield key, option
+
+
+def without_prefix(extra: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each of :func:`unprefixed`, and for a table of such options."""
+    for key, option in unprefixed(extra):
+        yield f"kv_connector_extra_config has {key}, which nobody reads; write lmcache.{option}."
+    if isinstance(extra.get("lmcache"), dict):
+        yield (
+            "kv_connector_extra_config has a table 'lmcache', which nobody reads; write its "
+            "options as lmcache.NAME."
+        )
 
 
 def as_lmcache_reads(values: Values) -> dict[str, Any]:

@@ -398,6 +398,55 @@ def test_a_bad_value_does_not_hide_an_unusable_key_file(written):
     assert " hybrid_key_file='/no/such/key' cannot be read" in message
 
 
+def test_a_malformed_value_hides_no_other_mistake(written, tmp_path):
+    """Not what is found only in the values of all options together."""
+    written.add(in_file, "lmcache.max_local_cpu_size", "2Gi")
+    written.add(in_file, "lmcache.local_disk", str(tmp_path / "disk"))  # and no size
+    written.add(in_file, "lmcache.cache_policy", "mru")
+    written.add(in_environment, POLICY_KEY, "fast")
+    written.add(in_extra, MAX_SIZE_KEY, 5)  # and no fs://
+    told = told_of_all(written)
+    assert [sentence.split("=")[0] for sentence in told] == [
+        "max_local_cpu_size",
+        "LMCACHE_HYBRID_LOAD_POLICY",
+        "LMCache option max_local_disk_size",
+        "LMCache option cache_policy",
+        MAX_SIZE_KEY,
+    ]
+    for sentence in told:
+        assert_one_sentence(sentence)
+
+
+def told_of_all(written: Written) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as error:
+        check_options(vllm_config(transfer(**written.extra)))
+    assert len(set(error.value.args)) == len(error.value.args)
+    return error.value.args
+
+
+@pytest.mark.parametrize(
+    "add, key, value",
+    [
+        (in_file, "lmcache.max_local_disk_size", "10GB"),
+        (in_extra, "max_local_disk_size", 10),  # without its prefix
+    ],
+    ids=["malformed", "without prefix"],
+)
+def test_the_default_in_place_of_a_mistake_is_not_blamed(written, tmp_path, add, key, value):
+    """It would turn local_disk off."""
+    written.add(in_file, "lmcache.local_disk", str(tmp_path / "disk"))
+    written.add(add, key, value)
+    (told,) = told_of_all(written)
+    assert "max_local_disk_size" in told and "turns local_disk off" not in told
+
+
+def test_a_store_that_cannot_be_read_is_not_one_that_is_missing(written):
+    written.add(in_file, "lmcache.local_disk", "$HOME/disk")
+    written.add(in_file, "lmcache.store_location", "LocalDiskBackend")
+    (told,) = told_of_all(written)
+    assert told.startswith("local_disk is taken as it is written")
+
+
 def test_the_failure_policy_is_known_before_lmcache_is_imported(written):
     assert load_failure_policy({}) == "recompute"
     written.add(in_file, "lmcache.hybrid_load_failure_policy", "fail")

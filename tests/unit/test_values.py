@@ -15,7 +15,7 @@ from lmcache.integration.vllm import utils as lmcache_utils
 from lmcache.v1.config import _CONFIG_DEFINITIONS, LMCacheEngineConfig
 
 from lmcache_hybrid.config.lmcache_config import load_lmcache_config, settle_lmcache_config
-from lmcache_hybrid.config.no_hits import without_hits
+from lmcache_hybrid.config.no_hits import with_few_hits, without_hits
 from lmcache_hybrid.config.values import read_values
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.scheduler_side import _warn
@@ -338,6 +338,16 @@ def test_a_priority_limit_with_few_hits_is_not_called_one_without(hybrid_log, li
         assert sentence.startswith("priority_limit=-1 is below 0, ")
         assert "so only requests that name -1 or less are stored; set it to 0" in sentence
         assert_one_sentence(sentence)
+
+
+@pytest.mark.parametrize("disk, said", [(None, True), ("/srv", False)])
+def test_a_size_of_a_disk_that_is_not_named_is_told(disk, said):
+    told = list(with_few_hits(lmcache_config(max_local_disk_size=5.0, local_disk=disk)))
+    assert len(told) == said
+    for sentence in told:
+        assert sentence.startswith("max_local_disk_size=5.0 does nothing without local_disk")
+        assert_one_sentence(sentence)
+    assert not list(with_few_hits(lmcache_config()))
 
 
 @pytest.mark.parametrize("option", ["blocking_timeout_secs", "pin_timeout_sec"])

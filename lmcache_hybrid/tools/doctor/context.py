@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+from lmcache_hybrid.config.check import written_config
 from lmcache_hybrid.config.lmcache_config import load_lmcache_config
 from lmcache_hybrid.config.options import Options, read_options
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.tools.doctor.finding import Finding, error, listen, one_line, warning
 from lmcache_hybrid.tools.doctor.model import Model, ModelError, read_model, refused
-from lmcache_hybrid.tools.doctor.written import written_config
 from lmcache_hybrid.tools.flags import CONNECTOR, parse_flags
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ class Context:
         model: groups and sizes; None if no model was named, or vLLM refuses it.
         named: the model's name, if any.
         troubles: findings made while reading these.
-        written: the options that the user wrote and LMCache understands, see :mod:`.written`;
-            None if unknown.
+        written: the options that the user wrote and LMCache understands; None if unknown.
+        left: those that it does not, see :func:`.config.check.written_config`.
     """
 
     transfer: "KVTransferConfig | None"
@@ -39,6 +39,7 @@ class Context:
     named: str | None
     troubles: tuple[Finding, ...]
     written: "LMCacheEngineConfig | None" = None
+    left: frozenset[str] = frozenset()
 
     @property
     def block_size(self) -> int | None:
@@ -71,7 +72,8 @@ def read_context(model: str | None, flags: Sequence[str] = ()) -> Context:
         parsed = parse_flags(model, flags)
     except ConfigError as failure:
         told = error("vLLM's flags", str(failure), "Correct them.")
-        return Context(None, None, None, model, (told,), written_config(None))
+        written, left = written_config(None) or (None, ())
+        return Context(None, None, None, model, (told,), written, frozenset(left))
     transfer = _ours(parsed.kv_transfer_config, troubles)
     config = _read_lmcache(transfer, troubles)
     found = None
@@ -83,7 +85,8 @@ def read_context(model: str | None, flags: Sequence[str] = ()) -> Context:
         except Exception as failure:  # made of the arguments themselves
             refusal = refused(model, failure)
             troubles.append(error("model", str(refusal), refusal.fix))
-    return Context(transfer, config, found, model, tuple(troubles), written_config(transfer))
+    written, left = written_config(transfer) or (None, ())
+    return Context(transfer, config, found, model, tuple(troubles), written, frozenset(left))
 
 
 def _ours(transfer: "KVTransferConfig", troubles: list[Finding]) -> "KVTransferConfig":

@@ -4,7 +4,9 @@
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 
+from lmcache_hybrid.config.check import beside
 from lmcache_hybrid.config.lmcache_config import DEFAULT_CHUNK_SIZE, refusals
 from lmcache_hybrid.config.lmcache_file import CONFIG_FILE
 from lmcache_hybrid.config.no_hits import with_few_hits, without_hits
@@ -116,6 +118,7 @@ def check_options(context: Context) -> Iterator[Finding]:
     yield from context.troubles
     config = context.config
     if config is None:
+        yield from _beside_others(context)
         yield skipped("options", "There is no configuration to check; see above.")
         return
     own = {} if context.transfer is None else context.transfer.kv_connector_extra_config
@@ -159,6 +162,23 @@ def check_options(context: Context) -> Iterator[Finding]:
     role = None if context.transfer is None else context.transfer.kv_role
     for sentence in without_hits(config, role, longest, unit, finer):
         yield error("options", sentence)
+
+
+def _beside_others(context: Context) -> Iterator[Finding]:
+    """Report what else is refused where a mistake keeps LMCache's options from being read."""
+    config = context.written
+    if config is None or context.transfer is None:
+        return
+    with stand_ins(config) as made:
+        wrong = [made.sentence(each) for each in refusals(made.config, context.block_size)]
+    try:
+        replace(context, config=config).read_options()
+    except ConfigError as failure:
+        wrong += failure.args
+    told = " ".join(trouble.message for trouble in context.troubles)
+    for sentence in beside(wrong, context.left):
+        if sentence not in told:
+            yield error("options", sentence)
 
 
 def check_chunk_size(context: Context) -> Iterator[Finding]:

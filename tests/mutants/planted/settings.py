@@ -459,8 +459,50 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "options without their prefix are ignored without a word",
         VALUES,
-        "        if option in definitions:\n            yield (\n",
-        "        if False:\n            yield (\n",
+        "        if option in definitions:\n            yield key, option\n",
+        "        if False:\n            yield key, option\n",
+    ),
+    one(
+        "what else is refused beside a malformed value is told at the second start",
+        "lmcache_hybrid/config/check.py",
+        "    wrong = list(dict.fromkeys((*told, *beside(wrong, left))))\n",
+        "    wrong = list(told or wrong)\n",
+    ),
+    one(
+        "a default that stands for a malformed value is refused, too",
+        "lmcache_hybrid/config/check.py",
+        ' if not any(f" {name}=" in each for name in left)]',
+        "]",
+    ),
+    one(
+        "a store that cannot be read counts as one that is not named",
+        "lmcache_hybrid/config/check.py",
+        "    if any(name in left for name in _NAME_STORES):\n",
+        "    if False:\n",
+    ),
+    one(
+        "an option without its prefix counts as not written",
+        "lmcache_hybrid/config/check.py",
+        "    left = {option for _, option in unprefixed(extra)}\n",
+        "    left: set[str] = set()\n",
+    ),
+    one(
+        "the doctor tells what else is refused at its second run",
+        "lmcache_hybrid/tools/doctor/options.py",
+        "        yield from _beside_others(context)\n",
+        "",
+    ),
+    one(
+        "a bad option of ours hides what another one does not fit",
+        "lmcache_hybrid/config/options.py",
+        "    own, names = sound_own_options(extra), names_of(extra)\n",
+        "    own, names = read_own_options(extra), names_of(extra)\n",
+    ),
+    one(
+        "a size of a disk that is not named is no word worth",
+        "lmcache_hybrid/config/no_hits.py",
+        "    if not config.local_disk and (config",
+        "    if False and (config",
     ),
     one(
         "an engine without /proc does not start",
@@ -579,7 +621,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "warnings of the configuration come twice",
-        "lmcache_hybrid/connector.py",
+        "lmcache_hybrid/config/check.py",
         "load_lmcache_config(vllm_config, quiet=True)",
         "load_lmcache_config(vllm_config)",
     ),

@@ -368,6 +368,17 @@ def test_a_file_that_lmcache_cannot_read(context, text):
     assert told[0].check == "LMCache config" and told[0].status in (ERROR, WARNING)
 
 
+def test_a_malformed_value_hides_no_other_mistake(context, tmp_path):
+    """And no folder is made."""
+    disk = tmp_path / "disk"
+    settings = {"local_disk": str(disk), "max_local_disk_size": 1, "cache_policy": "mru"}
+    found = context(max_local_cpu_size="2Gi", **settings)
+    told = [bad.message for bad in of_status(assert_sentences(check_options(found)), ERROR)]
+    assert len(told) == 2 and told[0].startswith("max_local_cpu_size='2Gi' is not a number")
+    assert "cache_policy='mru' is none of" in told[1]
+    assert not disk.exists()
+
+
 def test_a_file_that_does_not_exist(monkeypatch):
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", "/no/such/file.yaml")
     bad = only(of_status(assert_sentences(check_options(read_context(None))), ERROR))
