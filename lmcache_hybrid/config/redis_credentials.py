@@ -11,6 +11,7 @@ from urllib.parse import SplitResult, quote, unquote, unquote_plus, urlsplit
 from redis.connection import parse_url
 
 from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.core.secret_files import is_path
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -78,9 +79,10 @@ def _password() -> str:
     try:
         return Path(path).read_text().removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
+        shown = f"={path!r}" if is_path(path) else ""  # it may be the password itself
         raise ConfigError(
-            f"{PASSWORD_FILE}={path!r} cannot be read; name a text file with the password alone."
-        ) from error
+            f"{PASSWORD_FILE}{shown} cannot be read; name a text file with the password alone."
+        ) from (error if shown else None)
 
 
 def login_of(url: str) -> tuple[str, str]:

@@ -14,6 +14,7 @@ import xxhash
 from blake3 import blake3
 
 from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.core.secret_files import is_path
 
 if TYPE_CHECKING:
     import numpy as np
@@ -123,8 +124,7 @@ def read_key(setting: str, path: str) -> KeyedDigester:
         # Follow links: Kubernetes mounts secrets as links. open() refuses a folder.
         opened = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     except OSError as error:
-        # It may be the key itself, which belongs in no log; Base64 may begin with "/".
-        if not path.startswith(("/", ".")) or path.endswith("="):
+        if not is_path(path):  # it may be the key itself, which belongs in no log
             raise ConfigError(
                 f"{setting} names no file that can be read ({error.strerror}); write the path of "
                 "one, from / on, made with `(umask 077; openssl rand 32 > FILE)`."

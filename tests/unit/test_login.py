@@ -2,6 +2,7 @@
 """Redis with a password and TLS, on real servers; and where the password may not appear."""
 
 import logging
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -200,6 +201,21 @@ def test_the_doctor_logs_in(servers, tmp_path, monkeypatch, certificate):
 
 
 # Where it does not appear
+
+
+@pytest.mark.parametrize("password", ["s3cr3t", "/s3cr3t", "/s3c+/r3t="])
+def test_a_password_in_place_of_its_file_is_not_shown(password, monkeypatch):
+    monkeypatch.setenv(login.PASSWORD_FILE, password)
+    with pytest.raises(ConfigError) as error:
+        connection_options("redis://cache:6379")
+    assert str(error.value).startswith(f"{login.PASSWORD_FILE} cannot be read; name a text file")
+    assert password not in "".join(traceback.format_exception(error.value))
+
+
+def test_a_password_file_that_is_not_there_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv(login.PASSWORD_FILE, f"{tmp_path}/password")
+    with pytest.raises(ConfigError, match=f"{login.PASSWORD_FILE}='{tmp_path}/password' cannot be"):
+        connection_options("redis://cache:6379")
 
 
 @pytest.fixture

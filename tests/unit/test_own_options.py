@@ -323,13 +323,22 @@ def test_a_key_file_that_is_empty_leaves_nothing_unsealed(written):
     assert "hybrid_key_file=True is not a path" in written.refusal()
 
 
-@pytest.mark.parametrize("key", ["c2VjcmV0IGtleSBvZiAzMiBieXRlcyBvciBtb3Jl", "/c2VjcmV0IGtleQ=="])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "c2VjcmV0IGtleSBvZiAzMiBieXRlcyBvciBtb3Jl",
+        "/c2VjcmV0IGtleQ==",
+        "/c2VjcmV0IGtleSBvZiAzMiBieXRlcyBvciBtb3Jl",
+        "/c2Vjc/V0IGtleSBvZiAzMiBieXRlcyBvciBtb3Jl",
+        "./c2Vjc/V0IGtleSBvZiAzMiBieXRlcyBvciBtb3Jl",
+    ],
+)
 def test_a_key_in_place_of_its_file_is_not_shown(written, key):
     written.extra["lmcache.hybrid_key_file"] = key
     with pytest.raises(ConfigError, match="names no file that can be read") as error:
         check_options(vllm_config(transfer(**written.extra)))
     assert_one_sentence(str(error.value))
-    assert "c2VjcmV0" not in "".join(traceback.format_exception(error.value))
+    assert "c2Vjc" not in "".join(traceback.format_exception(error.value))
 
 
 @pytest.mark.parametrize(
@@ -366,7 +375,7 @@ def test_what_an_option_does_not_fit_is_told_by_the_name_that_the_user_wrote(wri
         LOAD_LIMIT_KEY: 5,
         MAX_SIZE_KEY: 2,
         "lmcache.hybrid_fs_max_age_hours": 3,
-        "lmcache.hybrid_key_file": "/no/such/key",
+        "lmcache.hybrid_key_file": "/usr/no-such-key",
     }
     for key, value in values.items():
         written.add(place, key, value)
@@ -392,10 +401,10 @@ def _written_as(place: Place, key: str) -> str:
 
 def test_a_bad_value_does_not_hide_an_unusable_key_file(written):
     written.add(in_file, "lmcache.max_local_cpu_size", "2Gi")
-    written.add(in_file, "lmcache.hybrid_key_file", "/no/such/key")
+    written.add(in_file, "lmcache.hybrid_key_file", "/usr/no-such-key")
     message = written.refusal()
     assert "max_local_cpu_size='2Gi' is not" in message
-    assert " hybrid_key_file='/no/such/key' cannot be read" in message
+    assert " hybrid_key_file='/usr/no-such-key' cannot be read" in message
 
 
 def test_a_malformed_value_hides_no_other_mistake(written, tmp_path):

@@ -694,7 +694,13 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a key in place of its file is shown",
         "lmcache_hybrid/core/digests.py",
-        "        if not path.startswith((",
-        "        if False and not path.startswith((",
+        "        if not is_path(path):",
+        "        if False:",
+    ),
+    one(
+        "a password in place of its file is shown",
+        "lmcache_hybrid/config/redis_credentials.py",
+        " if is_path(path) else ",
+        " if True else ",
     ),
 )
