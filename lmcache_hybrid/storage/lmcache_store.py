@@ -60,6 +60,7 @@ class LMCacheStore:
         digester: Digester = PLAIN,
         replicas: Replicas | None = None,
         residency: Residency | None = None,
+        visit: bool = False,
     ) -> None:
         """Wrap an engine after its ``post_init``.
 
@@ -71,6 +72,7 @@ class LMCacheStore:
             digester: keyed where others can write to a backend.
             replicas: groups that other ranks also hold; None where there are none.
             residency: follows all records, where KV cache events are published.
+            visit: whether the backends are only tried, by the doctor.
         """
         self._engine = engine
         self.manager = engine.storage_manager
@@ -98,6 +100,7 @@ class LMCacheStore:
             self._count_rewritten,
             self._damaged.written,
             residency.restored if residency is not None else lambda key, header: None,
+            visit,
         )
         self.tiers.update(open_tiers(self.manager, opening))
         if residency is not None:

@@ -41,6 +41,22 @@ class FolderLock:
             self._number = self._take()
         return self._number is not None
 
+    def is_held(self) -> bool:
+        """Whether another process holds it; False where that cannot be told. Creates nothing."""
+        try:
+            number = self._open()
+        except OSError:
+            return False
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        finally:
+            os.close(number)
+
     def _take(self) -> int | None:
         try:
             number = self._create()

@@ -69,11 +69,17 @@ def _share(number: int) -> None:
 
 
 def in_use(folder: str) -> bool:
-    """Whether an engine uses the folder now; False where that cannot be told."""
-    use = FolderUse(folder)
+    """Whether an engine uses the folder now; False where that cannot be told. Creates nothing."""
     try:
-        return not use.hold()
+        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
         return False
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:  # NFS
+        return FolderLock(folder, ENGINE_LOCK).is_held()
     finally:
-        use.release()
+        os.close(number)

@@ -39,6 +39,7 @@ class Opening:
             held them, by any thread; a tier with an index need not call it.
         written: called with a tier's name and the key of each record that it wrote, by any thread.
         restored: called for each record found from before the start.
+        visit: whether they are only tried, by the doctor, and not used by an engine.
     """
 
     config: "LMCacheEngineConfig"
@@ -49,6 +50,7 @@ class Opening:
     rewritten: Callable[[str, int], None]
     written: Callable[[str, CacheEngineKey], None]
     restored: Callable[[CacheEngineKey, Header], None]
+    visit: bool = False
 
 
 class Observer(Protocol):

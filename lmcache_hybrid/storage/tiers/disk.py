@@ -42,7 +42,7 @@ class DiskTier(IndexedTier):
         return self.backend.dict
 
     def restore(self, opening: Opening) -> None:
-        if opening.metadata.worker_id == 0:
+        if opening.metadata.worker_id == 0 and not opening.visit:
             self._warn_of_others()
         folders = folders_in("LMCache option local_disk", opening.config.local_disk)
         writers = opening.names.writers()

@@ -279,7 +279,7 @@ def _opened(config: "LMCacheEngineConfig", size: int) -> Iterator["LMCacheStore"
     try:
         engine.post_init()
         # A fingerprint of its own, so that no other record is ever read or deleted.
-        yield LMCacheStore(engine, MODEL_NAME, os.urandom(16), size)
+        yield LMCacheStore(engine, MODEL_NAME, os.urandom(16), size, visit=True)
     finally:
         # LMCache's shutdown may wait for ever for a backend.
         closing = threading.Thread(target=LMCacheEngineBuilder.destroy, args=(name,), daemon=True)

@@ -141,8 +141,8 @@ DEFECTS = (
     one(
         "two processes clean one folder at once",
         LOCK,
-        "            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
-        "            fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB)\n",
+        "        try:\n            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)\n            #",
+        "        try:\n            fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB)\n            #",
     ),
     one(
         "a lock file that was deleted still counts",

@@ -101,8 +101,26 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "each rank of an engine takes the others for another engine",
         "lmcache_hybrid/storage/tiers/disk.py",
-        "        if opening.metadata.worker_id == 0:\n",
-        "        if True:\n",
+        "        if opening.metadata.worker_id == 0 and",
+        "        if",
+    ),
+    one(
+        "the doctor locks a folder as its engine does",
+        "lmcache_hybrid/tools/doctor/backends.py",
+        ", visit=True)",
+        ")",
+    ),
+    one(
+        "the doctor creates a lock on NFS that the engine's user may not write",
+        "lmcache_hybrid/storage/folder/folder_use.py",
+        "        return FolderLock(folder, ENGINE_LOCK).is_held()\n",
+        "        return not FolderLock(folder, ENGINE_LOCK).hold()\n",
+    ),
+    one(
+        "the doctor does not see on NFS that an engine uses a folder",
+        "lmcache_hybrid/storage/folder/folder_use.py",
+        "        return FolderLock(folder, ENGINE_LOCK).is_held()\n",
+        "        return False\n",
     ),
     one(
         "on NFS nobody is told of another engine",

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from lmcache_hybrid.config.folders import TRUSTED_OWNER_KEY
-from lmcache_hybrid.storage.folder.folder_use import FolderUse
+from lmcache_hybrid.storage.folder.folder_use import FolderUse, in_use
 from lmcache_hybrid.tools.doctor.backends import check_backends
 from lmcache_hybrid.tools.doctor.capacity import check_disks
 from lmcache_hybrid.tools.doctor.folders import check_folders, stand_ins
 from lmcache_hybrid.tools.doctor.options import check_options
 
 from ..other_users import ALICE, BOB, GROUP, as_user, needs_root, open_tmp
+from ..storage.test_folder_use import nfs
 from .findings import (
     ERROR,
     MODEL,
@@ -27,7 +28,7 @@ from .findings import (
     only,
 )
 
-__all__ = ["open_tmp"]
+__all__ = ["nfs", "open_tmp"]
 
 CHECKS = (check_options, check_folders, check_disks, check_backends)
 
@@ -154,3 +155,27 @@ def test_a_folder_that_an_engine_uses_now(context, tmp_path):
     assert found.status == OK and f"An engine uses {folder} now" in found.message
     engine.release()
     assert list(check_folders(made)) == [] == list(folder.iterdir())
+
+
+def test_on_nfs_no_lock_is_created(context, tmp_path, nfs):  # noqa: F811
+    """One of root's would be closed to the engine's user."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = context(**settings("local_disk", folder))
+    told = [finding for check in CHECKS for finding in check(made)]
+    assert not of_status(told, ERROR) and list(folder.iterdir()) == []
+    engine = FolderUse(str(folder))
+    assert engine.hold()
+    before = [each.stat() for each in folder.iterdir()]
+    (found,) = check_folders(made)
+    assert found.status == OK and f"An engine uses {folder} now" in found.message
+    assert [each.stat() for each in folder.iterdir()] == before
+    engine.release()
+    assert list(check_folders(made)) == []
+
+
+def test_the_doctors_record_takes_no_engines_folder(context, tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    list(check_backends(context(**settings("local_disk", folder))))
+    assert not in_use(str(folder))
