@@ -18,8 +18,9 @@ from vllm.logger import init_logger
 
 from lmcache_hybrid.config.check import check_options
 from lmcache_hybrid.config.lmcache_config import load_lmcache_config, settle_lmcache_config
-from lmcache_hybrid.config.options import Options, check_sizes
+from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.config.parallel import check_parallelism, check_prefix_cache, settle_disk_folder
+from lmcache_hybrid.config.store_sizes import check_sizes
 from lmcache_hybrid.core.errors import ConfigError, UnknownContentError
 from lmcache_hybrid.core.faults import caught, guarded
 from lmcache_hybrid.core.groups import layer_specs, page_bytes, plan_groups

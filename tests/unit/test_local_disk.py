@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmcache_hybrid.config.options import check_sizes
+from lmcache_hybrid.config.store_sizes import check_sizes
 from lmcache_hybrid.core.errors import ConfigError, LoadError, RecordError
 from lmcache_hybrid.storage.record import payload_bytes
 

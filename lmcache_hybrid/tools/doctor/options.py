@@ -10,8 +10,8 @@ from lmcache_hybrid.config.check import beside
 from lmcache_hybrid.config.lmcache_config import DEFAULT_CHUNK_SIZE, refusals
 from lmcache_hybrid.config.lmcache_file import CONFIG_FILE
 from lmcache_hybrid.config.no_hits import with_few_hits, without_hits
-from lmcache_hybrid.config.options import check_sizes
 from lmcache_hybrid.config.own_options import remarks
+from lmcache_hybrid.config.store_sizes import check_sizes
 from lmcache_hybrid.config.values import taken_away
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import suggested_unit

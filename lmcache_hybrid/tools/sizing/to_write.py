@@ -9,7 +9,7 @@ from lmcache_hybrid.core.sizes import GIB
 from lmcache_hybrid.tools.sizing.blocks import Sizes
 
 # Host memory of an engine that keeps nothing in RAM: LMCache's default. Records are copied
-# through it, and config.options.check_sizes needs room for two.
+# through it, and config.store_sizes.check_sizes needs room for two.
 COPIES_GIB = 5.0
 # Placeholders for the user's own names.
 FOLDER, REDIS = "/srv/lmcache", "redis://cache:6379"

@@ -50,7 +50,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "a disk too small for any hit is found out by a save",
-        "lmcache_hybrid/config/options.py",
+        "lmcache_hybrid/config/store_sizes.py",
         "    if config.local_disk and 0 < ",
         "    if config.local_disk and taken < ",
     ),
