@@ -53,7 +53,7 @@ def check_options(
             if found is None:
                 raise
             config, left = found
-    wrong = refusals(config, block_size)
+    wrong = refusals(config, block_size, _local_ranks(vllm_config))
     options: Options | None = None
     try:
         options = read_options(vllm_config, config, block_size)
@@ -63,6 +63,15 @@ def check_options(
     if wrong or options is None:
         raise ConfigError(*wrong)
     return options
+
+
+def _local_ranks(vllm_config: "VllmConfig") -> int:
+    """Return the ranks of all engines that this command starts on this machine."""
+    parallel = getattr(vllm_config, "parallel_config", None)
+    if parallel is None:
+        return 1
+    ranks: int = parallel.local_world_size * max(1, parallel.data_parallel_size_local)
+    return ranks
 
 
 def written_config(

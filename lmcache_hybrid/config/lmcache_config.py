@@ -3,7 +3,6 @@
 
 import copy
 import logging
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import psutil
 from vllm.logger import init_logger
 
 from lmcache_hybrid.config import own_options
+from lmcache_hybrid.config.container import memory_limit
 from lmcache_hybrid.config.folders import check_folder, trusted_owner
 from lmcache_hybrid.config.lmcache_file import CONFIG_FILE
 from lmcache_hybrid.config.lmcache_options import EXTRA_OPTIONS, OPTIONS, LMCacheOption
@@ -36,6 +36,7 @@ from lmcache_hybrid.config.stores.base import folders_in
 from lmcache_hybrid.config.values import (
     Values,
     as_lmcache_reads,
+    misspelt,
     problems,
     read_values,
     settle_empty,
@@ -84,7 +85,7 @@ def load_lmcache_config(vllm_config: "VllmConfig", quiet: bool = False) -> "LMCa
     own = [*without_prefix(transfer_extra), *own_options.problems(transfer_extra, os.environ)]
     if wrong := [*_problems({**written, **extra}, bool(own)), *own]:
         raise ConfigError(*wrong, *_unusable_key(transfer_extra))
-    for sentence in () if quiet else taken_away(file, os.environ):
+    for sentence in () if quiet else (*taken_away(file, os.environ), *misspelt(os.environ)):
         logger.warning("%s", sentence)
     try:
         with _knowing_our_options():
@@ -210,14 +211,15 @@ def settle_lmcache_config(config: "LMCacheEngineConfig", block_size: int) -> Non
         config.pre_caching_hash_algorithm = STABLE_HASH
 
 
-def refusals(config: "LMCacheEngineConfig", block_size: int | None) -> list[str]:
+def refusals(config: "LMCacheEngineConfig", block_size: int | None, ranks: int = 1) -> list[str]:
     """List what :func:`settle_lmcache_config` would refuse, one sentence each.
 
     Args:
         block_size: N in tokens; None skips the checks that need it.
+        ranks: on this machine, each of which takes ``max_local_cpu_size``.
     """
     found: list[str] = []
-    for check in _checks(config, block_size):
+    for check in _checks(config, block_size, ranks):
         try:
             check()
         except ConfigError as error:
@@ -225,7 +227,9 @@ def refusals(config: "LMCacheEngineConfig", block_size: int | None) -> list[str]
     return found
 
 
-def _checks(config: "LMCacheEngineConfig", block_size: int | None) -> Iterator[Callable[[], None]]:
+def _checks(
+    config: "LMCacheEngineConfig", block_size: int | None, ranks: int
+) -> Iterator[Callable[[], None]]:
     extra = config.extra_config or {}
     own = {name for place in places(config) for name in place.kind.own_options}
     for name, option in OPTIONS.items():
@@ -234,7 +238,7 @@ def _checks(config: "LMCacheEngineConfig", block_size: int | None) -> Iterator[C
         if name not in own:
             yield partial(_check_option, f"extra_config.{name}", extra.get(name), option)
     yield partial(_check_remote, config)
-    yield partial(_check_memory, config)
+    yield partial(_check_memory, config, ranks)
     yield partial(_check_disk, config)
     yield partial(_check_policy, config)
     yield partial(_check_locations, config)
@@ -324,25 +328,30 @@ def _check_remote(config: "LMCacheEngineConfig") -> None:
 
 
 def memory_of_the_machine() -> float:
-    """Return the bytes of memory and swap space; inf where the system does not say."""
+    """Return the bytes of memory, of the container if it has less, and of swap space.
+
+    inf where the system does not say.
+    """
+    limit = memory_limit()
     try:
-        return float(psutil.virtual_memory().total + psutil.swap_memory().total)
+        return min(limit, psutil.virtual_memory().total) + psutil.swap_memory().total
     except (OSError, KeyError):  # no file descriptor left, or a /proc without some of it
-        return math.inf
+        return limit
 
 
-def _check_memory(config: "LMCacheEngineConfig") -> None:
+def _check_memory(config: "LMCacheEngineConfig", ranks: int) -> None:
     if config.max_local_cpu_size <= 0:
         raise ConfigError(
             f"LMCache option max_local_cpu_size={config.max_local_cpu_size} leaves no memory to "
             "copy through; set it to a few GB."
         )
     taken, whole = config.max_local_cpu_size * (1 << 30), memory_of_the_machine()
-    if taken > whole and not config.enable_lazy_memory_allocator:
+    if ranks * taken > whole and not config.enable_lazy_memory_allocator:
+        each = "each rank" if ranks == 1 else f"each of {ranks} ranks"
         raise ConfigError(
             f"LMCache option max_local_cpu_size={config.max_local_cpu_size} takes "
-            f"{taken / 1e9:.1f} GB on each rank, more than the {whole / 1e9:.1f} GB that this "
-            "machine has; set it to less."
+            f"{taken / 1e9:.1f} GB on {each}, more than the {whole / 1e9:.1f} GB that this "
+            "machine or its container has; set it to less."
         )
 
 

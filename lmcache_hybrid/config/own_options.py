@@ -47,9 +47,9 @@ OTHER_VARIABLES = {
     "LMCACHE_HYBRID_REDIS_USERNAME",
 }
 _LMCACHE = "lmcache."
-_VARIABLES = "LMCACHE_HYBRID_"
-# Variables that Kubernetes makes for a service whose name begins with lmcache-hybrid.
-_OF_SERVICE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)$")
+VARIABLES = "LMCACHE_HYBRID_"
+# Variables that Kubernetes makes for a service, whose name may begin with lmcache.
+OF_SERVICE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)$")
 # What a switch may be in the environment, and in YAML with quotes.
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}
 
@@ -264,8 +264,8 @@ def remarks(extra: Mapping[str, Any], environment: Mapping[str, str]) -> Iterato
             yield f"{where} is not a setting any more: {GONE[key]}; remove it."
     known = [option.variable for option in OWN_OPTIONS.values()] + sorted(OTHER_VARIABLES)
     for name in environment:
-        of_service = _OF_SERVICE.search(name)
-        if name.upper().startswith(_VARIABLES) and name not in known and not of_service:
+        of_service = OF_SERVICE.search(name)
+        if name.upper().startswith(VARIABLES) and name not in known and not of_service:
             near = difflib.get_close_matches(name.upper(), known, 1, 0.85)
             yield f"{name} does nothing; " + (f"did you mean {near[0]}?" if near else "unset it.")
 

@@ -5,6 +5,7 @@ LMCache turns a value that it does not understand into a default, None, or ``fal
 checked first.
 """
 
+import difflib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 from lmcache_hybrid.config.lmcache_file import options_in_file
 from lmcache_hybrid.config.lmcache_options import GIGABYTES, OPTIONS, PLAIN, TOKENS, UNREAD
+from lmcache_hybrid.config.own_options import OF_SERVICE, VARIABLES
 from lmcache_hybrid.upstream.lmcache_home import take
 
 PREFIX = "LMCACHE_"
@@ -104,6 +106,22 @@ def taken_away(file: str | None, environment: Mapping[str, str]) -> Iterator[str
         is_text = option in definitions and _kind(definitions[option]) is None
         if is_text and value and environment.get(variable) == "":
             yield f"{variable} is empty, and takes {option} out of {file}; unset it to keep that."
+
+
+def misspelt(environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield a sentence for each variable that is nearly one of LMCache's options.
+
+    LMCache reads those that it knows; only of its file's keys it names the others.
+    """
+    options = (*take("v1.config", "_CONFIG_DEFINITIONS"), *take("v1.config", "_CONFIG_ALIASES"))
+    known = [f"{PREFIX}{name.upper()}" for name in options if not name.startswith(UNREAD)]
+    for name in environment:
+        if not name.startswith(PREFIX) or name.removeprefix(PREFIX).lower() in options:
+            continue
+        if name.startswith(VARIABLES) or OF_SERVICE.search(name):
+            continue
+        if near := difflib.get_close_matches(name, known, 1, 0.86):
+            yield f"{name} does nothing; did you mean {near[0]}?"
 
 
 def unprefixed(extra: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,6 @@ def question_of(
 ) -> LookupRequest:
     """Make the lookup of a request, down to its deepest loadable boundary.
 
-
     Hashes each boundary inside a block, so call it only when the request may ask.
 
     Args:

@@ -14,9 +14,11 @@ import yaml
 from lmcache.integration.vllm import utils as lmcache_utils
 from lmcache.v1.config import _CONFIG_DEFINITIONS, LMCacheEngineConfig
 
+from lmcache_hybrid.config import lmcache_config as lmcache_config_module
+from lmcache_hybrid.config.check import check_options
 from lmcache_hybrid.config.lmcache_config import load_lmcache_config, settle_lmcache_config
 from lmcache_hybrid.config.no_hits import with_few_hits, without_hits
-from lmcache_hybrid.config.values import read_values
+from lmcache_hybrid.config.values import misspelt, read_values
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.scheduler_side import _warn
 
@@ -480,6 +482,45 @@ def test_a_path_is_not_expanded(monkeypatch, tmp_path, value):
 def test_a_pool_that_no_machine_has_is_refused():
     message = refusal(max_local_cpu_size=1 << 20)
     assert " GB on each rank, more than the " in message and message.endswith("set it to less.")
+
+
+@pytest.mark.parametrize("local, refused", [(1, False), (2, True)])
+def test_the_pools_of_all_ranks_must_fit_the_machine(monkeypatch, local, refused):
+    """Else the kernel kills one of them, without a word in the log."""
+    monkeypatch.setattr(lmcache_config_module, "memory_of_the_machine", lambda: 10 * (1 << 30))
+    config = vllm_config(transfer())
+    config.parallel_config = SimpleNamespace(local_world_size=2, data_parallel_size_local=local)
+    found = lmcache_config(max_local_cpu_size=4.0)
+    if not refused:
+        check_options(config, found)
+        return
+    with pytest.raises(ConfigError, match="on each of 4 ranks, more than the 10.7 GB") as error:
+        check_options(config, found)
+    assert_one_sentence(str(error.value))
+
+
+@pytest.mark.parametrize(
+    "name, meant",
+    [
+        ("LMCACHE_MAX_LOCAL_CPU_SICE", "LMCACHE_MAX_LOCAL_CPU_SIZE"),
+        ("LMCACHE_MAX_CPU_SIZE", "LMCACHE_MAX_LOCAL_CPU_SIZE"),
+        ("LMCACHE_LOCAL_DISK_PATH", "LMCACHE_LOCAL_DISK"),
+        ("LMCACHE_REMOTE_URLS", "LMCACHE_REMOTE_URL"),
+        ("LMCACHE_MAX_LOCAL_CPU_SIZE", None),
+        ("LMCACHE_RESP_HOST", None),  # read by a connector of LMCache
+        ("LMCACHE_LOG_LEVEL", None),
+        ("LMCACHE_HYBRID_LOAD_POLICI", None),  # ours, see own_options
+        ("LMCACHE_CONTROLLER_PULL_PORT", None),  # of a service of Kubernetes
+        ("MAX_LOCAL_CPU_SIZE", None),
+    ],
+)
+def test_a_variable_that_is_nearly_an_option_is_told(monkeypatch, hybrid_log, name, meant):
+    said = list(misspelt({name: "1"}))
+    assert said == ([f"{name} does nothing; did you mean {meant}?"] if meant else [])
+    if meant:
+        monkeypatch.setenv(name, "1")
+        load_lmcache_config(vllm_config(transfer()))
+        assert said[0] in hybrid_log.text
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many"), KeyError(b"MemTotal:")])

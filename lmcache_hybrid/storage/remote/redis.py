@@ -220,7 +220,8 @@ class HybridRedisConnector(RecordConnector):
         try:
             if self._twice(name, write, WRITE_SECONDS):
                 self.rewritten(value.nbytes)
-        except AskError:  # the slot has moved twice
+        except AskError as error:  # the slot has moved twice, or its node is none of the URL's
+            self._say_cause(error)
             raise
         except (redis.ResponseError, redis.AuthenticationError) as error:  # an answer, however late
             self._say_refused(error, redis_failures.cause_of_failure(self._url, error))

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import redis
-from redis.exceptions import RedisClusterException
+from redis.exceptions import MovedError, RedisClusterException
 from redis.sentinel import MasterNotFoundError
 
 from lmcache_hybrid.config.redis_credentials import (
@@ -49,6 +49,10 @@ def cause_of_failure(url: str, error: Exception) -> str:
         The words and what to write, as a part of a sentence; "" where this shows nothing.
     """
     scheme, words = url.partition("://")[0].lower(), str(error).lstrip("-")
+    if isinstance(error, MovedError) and scheme in ("redis", "rediss"):
+        tls = "" if scheme == "redis" else f", and name its certificates in {CA_FILE}"
+        new = f"redis-cluster://HOST:PORT in place of {scheme}://"
+        return f"it is a node of a cluster; write {new}{tls}"
     if words.startswith(_NO_LOGIN):
         return f"it asks for a password; put that into the file that {PASSWORD_FILE} names"
     tls = scheme == "rediss" or (scheme in (CLUSTER, SENTINEL) and bool(os.environ.get(CA_FILE)))

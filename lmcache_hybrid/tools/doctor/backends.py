@@ -23,6 +23,7 @@ from lmcache_hybrid.core.errors import LoadError, RecordError, StoreError
 from lmcache_hybrid.core.keys import STATE, RecordKey
 from lmcache_hybrid.storage.record import digests_of
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector, unwrapped
+from lmcache_hybrid.storage.remote.redis_failures import cause_of_failure
 from lmcache_hybrid.tools.doctor.context import Context
 from lmcache_hybrid.tools.doctor.finding import Finding, error, listen, ok, one_line, skipped
 from lmcache_hybrid.tools.doctor.folders import stand_ins
@@ -118,7 +119,7 @@ def _through_all(config: "LMCacheEngineConfig", size: int) -> Iterator[Finding]:
             )
             return
         for name in list(tried):
-            if away := _away(store, name, key):
+            if away := _away(store, name, key, _place(config, name)):
                 tried.remove(name)
                 option, shown = _label(config, name)
                 yield error(
@@ -143,7 +144,7 @@ def _through_all(config: "LMCacheEngineConfig", size: int) -> Iterator[Finding]:
             )
 
 
-def _away(store: "LMCacheStore", name: str, key: RecordKey) -> str:
+def _away(store: "LMCacheStore", name: str, key: RecordKey, place: Place) -> str:
     """Return why a remote store does not answer; empty if it does."""
     tier = store.tiers[name]
     if not tier.indexed and tier.backend.connection is not None:
@@ -152,7 +153,8 @@ def _away(store: "LMCacheStore", name: str, key: RecordKey) -> str:
         except TimeoutError:
             return f"no answer within {tier.backend.config.blocking_timeout_secs} s"
         except Exception as failure:  # whatever its client raises
-            return one_line(failure)
+            cause = cause_of_failure(place.url, failure) if place.kind is REDIS else ""
+            return cause or one_line(failure)
     return ""
 
 
@@ -261,8 +263,12 @@ def until(condition: Callable[[], bool], seconds: float | None = None) -> bool:
 
 def _label(config: "LMCacheEngineConfig", name: str) -> tuple[str, str]:
     """Return the option, and its value without passwords."""
-    place = next(place for place in all_places(config) if place.backend == name)
+    place = _place(config, name)
     return place.option, place.shown
+
+
+def _place(config: "LMCacheEngineConfig", name: str) -> Place:
+    return next(place for place in all_places(config) if place.backend == name)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from lmcache_hybrid.config.lmcache_file import CONFIG_FILE
 from lmcache_hybrid.config.no_hits import with_few_hits, without_hits
 from lmcache_hybrid.config.own_options import remarks
 from lmcache_hybrid.config.store_sizes import check_sizes
-from lmcache_hybrid.config.values import taken_away
+from lmcache_hybrid.config.values import misspelt, taken_away
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import suggested_unit
 from lmcache_hybrid.tools.doctor.context import Context
@@ -124,10 +124,14 @@ def check_options(context: Context) -> Iterator[Finding]:
     own = {} if context.transfer is None else context.transfer.kv_connector_extra_config
     file = os.environ.get(CONFIG_FILE)
     with suppress(ConfigError):  # read_options raises it again
-        for sentence in (*remarks(own, os.environ), *taken_away(file, os.environ)):
+        environment = os.environ
+        said = (*remarks(own, environment), *taken_away(file, environment), *misspelt(environment))
+        for sentence in said:
             yield warning("options", sentence)
+    ranks = context.model.ranks if context.model else 1
     with stand_ins(config) as made:
-        refused = [made.sentence(each) for each in refusals(made.config, context.block_size)]
+        found = refusals(made.config, context.block_size, ranks)
+        refused = [made.sentence(each) for each in found]
     yield from (error("options", sentence) for sentence in refused)
     others: list[str] = []
     try:

@@ -151,7 +151,7 @@ DEFECTS = (
     one(
         "doctor does not say that a server is away",
         DOCTOR,
-        "            if away := _away(store, name, key):\n",
+        "            if away := _away(store, name, key, _place(config, name)):\n",
         '            if away := "":\n',
     ),
 )

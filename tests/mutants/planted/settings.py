@@ -519,8 +519,26 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a pool larger than the machine ends without a store",
         OPTIONS,
-        "    if taken > whole and not config.enable_lazy_memory_allocator:\n",
+        "    if ranks * taken > whole and not config.enable_lazy_memory_allocator:\n",
         "    if False:\n",
+    ),
+    one(
+        "the pool of one rank alone must fit the machine",
+        OPTIONS,
+        "    if ranks * taken > whole and not",
+        "    if taken > whole and not",
+    ),
+    one(
+        "what a container may use is not looked at",
+        "lmcache_hybrid/config/container.py",
+        "                found.append(float(text))\n",
+        "                pass\n",
+    ),
+    one(
+        "a misspelt variable of LMCache's is ignored without a word",
+        VALUES,
+        "        if near := difflib.get_close_matches(name, known, 1, 0.86):\n",
+        "        if near := [][:len(known)]:\n",
     ),
     one(
         "a folder is called ~",
@@ -556,7 +574,7 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a misspelt variable of ours does nothing without a word",
         OWN,
-        "        if name.upper().startswith(_VARIABLES) and",
+        "        if name.upper().startswith(VARIABLES) and",
         "        if False and",
     ),
     one(
@@ -670,8 +688,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "the doctor says nothing of options that do nothing",
         "lmcache_hybrid/tools/doctor/options.py",
-        '            yield warning("options", sentence)\n    with stand_ins',
-        "            pass\n    with stand_ins",
+        '        for sentence in said:\n            yield warning("options", sentence)\n',
+        "",
     ),
     one(
         "hits that are never long enough are no word worth",

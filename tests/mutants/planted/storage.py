@@ -589,6 +589,12 @@ DEFECTS = (
         "    tls = False and (",
     ),
     one(
+        "a node of a cluster is taken for a server of its own without a word",
+        "lmcache_hybrid/storage/remote/redis_failures.py",
+        "    if isinstance(error, MovedError) and",
+        "    if False and",
+    ),
+    one(
         "who asks for a password does not say where to write it",
         "lmcache_hybrid/storage/remote/redis_failures.py",
         '    if words.startswith(_NO_LOGIN):\n        return f"it',

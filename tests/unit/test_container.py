@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory that a container has, from files as the kernel writes them."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from lmcache_hybrid.config import lmcache_config
+from lmcache_hybrid.config.container import memory_limit
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    "groups, files, limit",
+    [
+        ("0::/\n", {"memory.max": str(GIB)}, GIB),
+        ("0::/\n", {"memory.max": "max"}, math.inf),
+        ("0::/\n", {}, math.inf),
+        ("0::/kube/pod\n", {"kube/pod/memory.max": "max", "kube/memory.max": str(GIB)}, GIB),
+        ("0::/kube/pod\n", {"memory.max": str(GIB)}, GIB),  # the container sees only its own
+        ("0::/../other\n", {"memory.max": str(GIB)}, GIB),
+        (
+            "4:cpu,memory:/docker/1\n0::/\n",
+            {
+                "memory/docker/1/memory.limit_in_bytes": str(2 * GIB),
+                "memory/memory.limit_in_bytes": str(3 * GIB),
+                "memory.max": "max",
+            },
+            2 * GIB,
+        ),
+        ("3:cpu:/\n", {"memory/memory.limit_in_bytes": str(GIB)}, math.inf),
+    ],
+)
+def test_the_lowest_limit_counts(tmp_path: Path, groups, files, limit):
+    listed, mounted = tmp_path / "cgroup", tmp_path / "mounted"
+    listed.write_text(groups)
+    for name, text in files.items():
+        (mounted / name).parent.mkdir(parents=True, exist_ok=True)
+        (mounted / name).write_text(f"{text}\n")
+    assert memory_limit(listed, mounted) == limit
+
+
+def test_a_system_without_control_groups_has_no_limit(tmp_path: Path):
+    assert memory_limit(tmp_path / "no file") == math.inf
+
+
+def test_a_container_may_have_less_than_the_machine(monkeypatch):
+    whole = lmcache_config.memory_of_the_machine()
+    monkeypatch.setattr(lmcache_config, "memory_limit", lambda: 1.0)
+    assert lmcache_config.memory_of_the_machine() < whole
