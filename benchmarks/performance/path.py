@@ -115,11 +115,11 @@ class Rank:
             time.sleep(0.02)
         backends = self.store.manager.storage_backends
         for backend in backends.values():
-            tasks = getattr(getattr(backend, "disk_worker", backend), "put_tasks", ())
+            tasks = getattr(backend, "put_tasks", ())
             while tasks:
                 time.sleep(0.01)
             if isinstance(backend, LocalDisk):
-                backend._deleter.finish()
+                backend.others.deleter.finish()
 
     def clear(self) -> None:
         self._epoch += 1

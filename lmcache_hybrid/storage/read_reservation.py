@@ -94,8 +94,8 @@ class ReadReservation:
         Sizes and types of remote values come from the store. For a damaged size LMCache would
         evict all it holds and then wait for ever; floats or a negative length are never a record.
 
-        Bug: ``RemoteConnector`` classes and ``LocalDiskBackend`` read into memory that
-        ``LocalCPUBackend.allocate`` waits for as long as it takes.
+        Bug: ``RemoteConnector`` classes read into memory that ``LocalCPUBackend.allocate`` waits
+        for as long as it takes.
         Symptom: loads that each hold a part of what they need wait for one another for ever.
         Seen in: LMCache 0.5.6 and 0.5.7rc2.
         Remove when: a read that finds no memory fails. The check of shape and type stays.

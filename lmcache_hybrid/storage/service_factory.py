@@ -8,6 +8,7 @@ from lmcache.integration.vllm.utils import ENGINE_NAME
 from lmcache.v1.metadata import LMCacheMetadata
 
 from lmcache_hybrid.storage import api_server
+from lmcache_hybrid.storage.disk import make_backend
 from lmcache_hybrid.storage.host_memory import pin_exactly
 from lmcache_hybrid.storage.remote import make_connector
 from lmcache_hybrid.upstream.lmcache_home import (
@@ -75,6 +76,7 @@ class HybridServiceFactory(VllmServiceFactory):
             return super().get_or_create_lmcache_engine()
         pin_exactly()
         make_connector.install()
+        make_backend.install(self.lmcache_config)
         self.lmcache_engine = LMCacheEngineBuilder.get_or_create(
             ENGINE_NAME,
             self.lmcache_config,

@@ -5,6 +5,7 @@ import torch
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.metadata import LMCacheMetadata
 
+from lmcache_hybrid.storage.disk import make_backend
 from lmcache_hybrid.storage.remote import make_connector
 from lmcache_hybrid.upstream.lmcache_home import LMCacheEngine, LMCacheEngineBuilder
 
@@ -21,6 +22,7 @@ def make_engine(
         model: first part of the names of its records.
     """
     make_connector.install()
+    make_backend.install(config)
     return LMCacheEngineBuilder.get_or_create(
         name,
         config,

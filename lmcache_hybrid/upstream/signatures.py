@@ -114,16 +114,10 @@ SERVING: Signatures = {
     "lmcache.v1.storage_backend.local_cpu_backend": """
         LocalCPUBackend.allocate(shapes, dtypes, fmt, eviction, busy_loop)""",
     "lmcache.v1.storage_backend.local_disk_backend": """
-        LocalDiskBackend._key_to_path(key)
-        LocalDiskBackend._load_chunk_into_memory(key, path, memory_obj)
-        LocalDiskBackend.async_save_bytes_to_disk(key, memory_obj)
-        LocalDiskBackend.exists_in_put_tasks(key)
-        LocalDiskBackend.insert_key(key, size, shape, dtype, fmt)
-        LocalDiskBackend.load_bytes_from_disk(key, path, dtype, shape, fmt)
-        LocalDiskBackend.read_file(key, buffer, path)
-        LocalDiskBackend.remove(key, force)
-        LocalDiskBackend.write_file(buffer, path)
-        LocalDiskWorker.remove_put_task(key)""",
+        LocalDiskBackend.__init__(config, loop, local_cpu_backend, dst_device, lmcache_worker, \
+            metadata)""",
+    "lmcache.v1.storage_backend.path_sharder": """
+        PathSharder.__init__(raw_csv, strategy, dst_device, create_dirs)""",
     "lmcache.v1.storage_backend.remote_backend": """
         CreateConnector(url, loop, local_cpu_backend, config, metadata, plugin_name)
         RemoteBackend.get_blocking(key)

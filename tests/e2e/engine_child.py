@@ -369,8 +369,6 @@ class Child:
         total = 0
         for backend in self._worker().worker.store.manager.storage_backends.values():
             total += len(getattr(backend, "put_tasks", ()))
-            disk = getattr(backend, "disk_worker", None)
-            total += len(disk.put_tasks) if disk is not None else 0
             # Redis: LMCache does not list batched writes in put_tasks.
             total += getattr(unwrapped(getattr(backend, "connection", None)), "writing", 0)
         return total

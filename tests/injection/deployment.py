@@ -254,7 +254,6 @@ class Deployment:
         until = time.monotonic() + 2.0
         while time.monotonic() < until and any(
             getattr(backend, "put_tasks", None)
-            or getattr(getattr(backend, "disk_worker", None), "put_tasks", None)
             for manager in self.stores
             for backend in manager.storage_backends.values()
         ):
@@ -306,7 +305,7 @@ class Deployment:
             pinned = [key for key, each in list(index.items()) if not each.can_evict]
             assert not pinned, f"rank {number} pins {len(pinned)} records in {name}"
             if isinstance(backend, LocalDisk):
-                assert not backend.is_writing(), f"rank {number} has writes that do not end"
+                assert not backend.put_tasks, f"rank {number} has writes that do not end"
                 backend.check_integrity()
 
     def stop(self) -> None:

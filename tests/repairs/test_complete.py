@@ -12,13 +12,13 @@ from unit.test_hooks import targets_of
 
 from lmcache_hybrid.storage import host_memory as pinned
 from lmcache_hybrid.storage import read_reservation as staging
-from lmcache_hybrid.storage.disk import backend as local_disk
+from lmcache_hybrid.storage.disk import make_backend
 from lmcache_hybrid.storage.remote import make_connector
 from lmcache_hybrid.tools import repairs as listed
 from tests.compat.names import HOOKS
 from vllm_patch import compat
 
-from . import test_disk, test_vllm  # noqa: F401  (fills TESTED)
+from . import test_pool, test_vllm  # noqa: F401  (fills TESTED)
 from .repair import TESTED, name_of, verdict, where
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,7 @@ def test_every_repair_of_vllm_says_when_it_can_go():
 
 def test_every_repair_has_a_test_that_says_delete_me():
     repairs = {name for name, _ in documented()} - CHOICES
-    assert repairs | overrides() <= TESTED
+    assert repairs <= TESTED
 
 
 def test_every_repair_with_a_test_is_told_to_users():
@@ -67,12 +67,15 @@ def test_every_repair_with_a_test_is_told_to_users():
     assert {name for name in TESTED if not told & {name, name.rpartition(".")[0]}} == set()
 
 
-# Of LMCache's stores, besides what local_disk overrides.
-STORES = (make_connector, pinned, staging)
+# Of LMCache's stores.
+STORES = (make_backend, make_connector, pinned, staging)
 # They put repairs in their places; that of staging is its ``allocate``.
 APPLY = {"lmcache_hybrid.storage.read_reservation.ReadReservation.__init__"}
 # What replaces something that works. No test can say when it can go.
-CHOICES = {"lmcache_hybrid.storage.remote.make_connector.install"}
+CHOICES = {
+    "lmcache_hybrid.storage.disk.make_backend.install",
+    "lmcache_hybrid.storage.remote.make_connector.install",
+}
 # Methods of upstream's that put something in a place, as an assignment does.
 SETTERS = {"bind_native"}
 
@@ -116,26 +119,6 @@ def test_a_choice_is_not_passed_off_as_a_repair():
     assert not CHOICES & TESTED
     for name in CHOICES:
         assert "Gain:" in texts[name] and "Seen in:" in texts[name]
-
-
-# What LocalDisk overrides for features of its own.
-EXTENDED = {"insert_key", "close", "_key_to_path"}
-
-
-def overrides() -> set[str]:
-    """Methods with which we replace LMCache's own."""
-    return {
-        name_of(method)
-        for ours in (local_disk.LocalDisk, local_disk.LFUWithPendingWrites)
-        for name, method in vars(ours).items()
-        if inspect.isfunction(method)
-        and any(name in vars(theirs) for theirs in ours.__bases__)
-        and name not in EXTENDED
-    }
-
-
-def test_what_extends_lmcache_is_there():
-    assert EXTENDED < set(vars(local_disk.LocalDisk)) and len(overrides()) > 5
 
 
 def test_every_repair_names_bug_symptom_and_releases():

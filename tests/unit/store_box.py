@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store in a running LMCache engine, of any kind, and ways to damage it."""
 
-import asyncio
 import gc
 import itertools
 import os
@@ -129,7 +128,7 @@ class Box:
     def settle(self) -> None:
         """Until no write is under way."""
         if self.kind == "disk":
-            until(lambda: not self.backend.disk_worker.put_tasks, "disk writes did not end")
+            until(lambda: not self.backend.put_tasks, "disk writes did not end")
         elif self.kind != "ram":
             until(lambda: not self.backend.put_tasks, "remote writes did not end")
             until(lambda: self.used() == self.start, "remote writes kept their buffers")
@@ -180,7 +179,7 @@ class Box:
     def path(self, key: RecordKey) -> Path:
         engine_key = self.store.engine_key(key)
         if self.kind == "disk":
-            return Path(self.backend._key_to_path(engine_key))
+            return Path(self.backend.path_of(engine_key))
         return self.folder / (engine_key.to_string().replace("/", "-SEP-") + ".data")
 
     def raw(self, key: RecordKey) -> bytes:
@@ -233,18 +232,11 @@ class Box:
             return
         try:
             if self.kind == "disk":
-                self.rest()
+                self.settle()
                 self.store.check_integrity()
         finally:
             self.store.close()
             LMCacheEngineBuilder.destroy(self.name)
-
-    def rest(self) -> None:
-        """Until LMCache's writers wait for work: closing busy ones may never end."""
-        queue = self.backend.disk_worker.executor._queue
-        until(lambda: queue._unfinished_tasks == 0, "writes did not end")
-        turn = asyncio.sleep(0.005)  # one turn of the loop takes the writers back to their queue
-        asyncio.run_coroutine_threadsafe(turn, self.manager.loop).result(DEADLINE)
 
 
 @pytest.fixture(scope="session")

@@ -228,7 +228,7 @@ def test_a_bypassed_backend_is_neither_read_nor_written(serve):
     assert api.call("PUT", f"/bypass/add?backend_name={DISK}")[0] == 200
     assert one.store.locate(KEYS) == {}
     put(one.store, OTHERS, SIZE)
-    assert len(one.backend.dict) == len(KEYS) and not one.backend.disk_worker.put_tasks
+    assert len(one.backend.dict) == len(KEYS) and not one.backend.put_tasks
     assert api.call("PUT", f"/bypass/remove?backend_name={DISK}")[0] == 200
     one.read()
 

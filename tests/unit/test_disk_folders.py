@@ -66,8 +66,8 @@ def test_what_a_swapped_list_has_elsewhere_is_found_and_read(box, other, hybrid_
         "records",
     ]
     assert one.backend.current_cache_size == 5 * EACH
-    one.backend.forget(one.store.engine_key(KEYS[0]))
-    one.backend._deleter.finish()
+    one.backend.remove(one.store.engine_key(KEYS[0]))
+    one.backend.others.deleter.finish()
     assert not files[0].exists()
 
 
@@ -78,7 +78,7 @@ def test_what_lies_elsewhere_counts_and_goes_first(box, other, policy):
     for number, key in enumerate(OTHERS[:2]):
         write(one, [key])
         settled(one, number + 1)
-    one.backend._deleter.finish()
+    one.backend.others.deleter.finish()
     assert [file.exists() for file in files] == [False, False, True, True]
     assert one.backend.current_cache_size == 4 * EACH
 
@@ -86,9 +86,9 @@ def test_what_lies_elsewhere_counts_and_goes_first(box, other, policy):
 def test_files_of_others_elsewhere_count_and_go_first(box, other):
     files = first_life(box, other, fingerprint=STRANGER)
     one = swapped(box, other, max_local_disk_size=records(4))
-    assert one.backend._strange_bytes == 4 * EACH and not one.backend.dict
+    assert one.backend.others.strange_bytes == 4 * EACH and not one.backend.dict
     write(one, OTHERS[:1])
-    one.backend._deleter.finish()
+    one.backend.others.deleter.finish()
     assert [file.exists() for file in files] == [False, True, True, True]
 
 
@@ -96,7 +96,7 @@ def test_a_folder_with_two_names_counts_once(box, tmp_path):
     first_life(box, tmp_path / "records")
     (tmp_path / "other").symlink_to(tmp_path / "records")
     one = box("disk", local_disk=f"{tmp_path}/records,{tmp_path}/records/,{tmp_path}/other")
-    assert one.backend.current_cache_size == 4 * EACH and not one.backend._strangers
+    assert one.backend.current_cache_size == 4 * EACH and not one.backend.others.strangers
     one.read()
 
 
@@ -104,7 +104,7 @@ def test_a_record_in_two_folders_is_read_from_one_and_counts_twice(box, other):
     first_life(box, other.parent / "records")
     first_life(box, other)
     one = swapped(box, other)
-    assert one.backend.current_cache_size == one.backend._strange_bytes == 4 * EACH
+    assert one.backend.current_cache_size == one.backend.others.strange_bytes == 4 * EACH
     one.read()
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from lmcache_hybrid.storage.disk import deleter
 from lmcache_hybrid.storage.disk import full_disk as disk_room
+from lmcache_hybrid.storage.disk.files import write_anew
 from lmcache_hybrid.storage.disk.full_disk import (
     ALONE_SECONDS,
     LONGEST_PAUSE,
@@ -165,10 +166,10 @@ def test_a_save_waits_for_no_write_and_no_deletion(box, monkeypatch):
     """On a full disk each record that is queued evicts another; nothing of it begins before."""
     one = write(box("disk", max_local_disk_size=records(4)))
     events: list[str] = []
-    submit, write_file = one.backend.submit_put_task, one.backend.write_file
+    queue, write_file = one.backend._queue, one.backend.write_file
 
-    def queued(*args, **kwargs) -> None:
-        submit(*args, **kwargs)
+    def queued(*args) -> None:
+        queue(*args)
         time.sleep(0.02)  # time enough to begin
         events.append("queued")
 
@@ -176,10 +177,10 @@ def test_a_save_waits_for_no_write_and_no_deletion(box, monkeypatch):
         events.append("written")
         write_file(*args)
 
-    one.backend.submit_put_task, one.backend.write_file = queued, written
+    one.backend._queue, one.backend.write_file = queued, written
     monkeypatch.setattr(deleter, "_unlink", lambda path: events.append("deleted"))
     write(one, OTHERS)
-    one.backend._deleter.finish()
+    one.backend.others.deleter.finish()
     assert events[:4] == ["queued"] * 4
     assert sorted(events[4:]) == ["deleted"] * 4 + ["written"] * 4
 
@@ -254,7 +255,7 @@ def test_files_that_nobody_can_find_make_room_first(box, small_disk):
     fill(small_disk, leave=2)
     save(one, OTHERS)
     assert [file.exists() for file in files] == [False, False, True, True]
-    assert indexed(one) == names(one, OTHERS) and one.backend._strange_bytes == 2 * EACH
+    assert indexed(one) == names(one, OTHERS) and one.backend.others.strange_bytes == 2 * EACH
 
 
 def a_taker(one, folder: Path) -> None:
@@ -265,7 +266,7 @@ def a_taker(one, folder: Path) -> None:
         finish()
         fill(folder)
 
-    one.backend._deleter.finish = one.backend._disk_full._finish_deleting = taken
+    one.backend.others.deleter.finish = one.backend._disk_full._finish_deleting = taken
 
 
 def links(one, folder: Path) -> None:
@@ -325,7 +326,7 @@ def test_a_write_that_ends_in_the_middle_leaves_nothing(box, small_disk):
     one = box("disk")
     fill(small_disk, leave=1)
     with pytest.raises(OSError, match="No space left"):
-        one.backend._write(bytes(2 * EACH), str(small_disk / "half.pt"))
+        write_anew(str(small_disk / "half.pt"), bytes(2 * EACH))
     save(one, KEYS[:1])
     assert indexed(one) == names(one, KEYS[:1]) and one.store.failed_writes == {}
 

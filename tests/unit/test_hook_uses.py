@@ -24,6 +24,7 @@ OTHERS = {
     *("HF_HUB_CACHE", "blob_id", "lfs"),  # huggingface_hub
     "_unfinished_tasks",  # asyncio.Queue
     "all_special_ids",  # transformers
+    "get_extra_config_value",  # LMCache makes this method of _get_extra_config_value
     "hip",  # torch.version
     *("auto_map", "layer_types"),  # transformers
     "cuDriverGetVersion",  # CUDA, through ctypes

@@ -28,9 +28,10 @@ def test_every_repair_is_listed_with_its_end():
 def test_what_stands_in_lmcaches_places_is_listed():
     """What replaces something without a bug, too."""
     listed = dict(repairs.stand_ins())
-    parts = "eviction_order.ARC", "disk.backend.LocalDisk", "disk.full_disk.LFUWithPendingWrites"
+    parts = "eviction_order.ARC", "disk.backend.LocalDisk"
     assert {f"lmcache_hybrid.storage.{part}" for part in parts} < listed.keys()
-    for module in ("storage.remote.make_connector", "upstream.lmcache_home"):
+    makers = "storage.remote.make_connector", "storage.disk.make_backend"
+    for module in (*makers, "upstream.lmcache_home"):
         assert listed[f"lmcache_hybrid.{module}.install"].startswith(("Have ", "Let "))
     assert not listed.keys() & {repair.name for repair in repairs.repairs()}
     assert all("`" not in what for what in listed.values())

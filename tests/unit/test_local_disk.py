@@ -10,9 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from lmcache.observability import LMCStatsMonitor
+from lmcache.v1 import storage_backend
+from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
 from lmcache_hybrid.config.store_sizes import check_sizes
 from lmcache_hybrid.core.errors import ConfigError, LoadError, RecordError
+from lmcache_hybrid.storage.disk import backend
+from lmcache_hybrid.storage.disk.backend import THREADS, LocalDisk
 from lmcache_hybrid.storage.record import payload_bytes
 
 from . import store_box as stores
@@ -172,9 +177,9 @@ def test_a_damaged_file_only_takes_room_until_it_is_written_anew(box):
     files = written(box)
     files[3].write_bytes(files[3].read_bytes()[:-1])
     one = box("disk", max_local_disk_size=records(4))
-    assert one.backend._strange_bytes == EACH - 1 and len(one.backend.dict) == 3
+    assert one.backend.others.strange_bytes == EACH - 1 and len(one.backend.dict) == 3
     write(one, KEYS[3:])
-    assert one.backend._strange_bytes == 0 and len(one.backend.dict) == 4
+    assert one.backend.others.strange_bytes == 0 and len(one.backend.dict) == 4
     one.read()
 
 
@@ -218,9 +223,7 @@ def test_a_save_is_arranged_when_its_last_write_ends(box, fails):
 
     def slow(buffer, path):
         assert go_on.wait(stores.DEADLINE)
-        if fails is not None and path == one.backend._key_to_path(
-            one.store.engine_key(KEYS[fails])
-        ):
+        if fails is not None and path == one.backend.path_of(one.store.engine_key(KEYS[fails])):
             raise OSError(errno.EIO, "input/output error")
         write_file(buffer, path)
 
@@ -233,23 +236,6 @@ def test_a_save_is_arranged_when_its_last_write_ends(box, fails):
     until(lambda: len(one.backend.dict) == len(left), "the writes have not ended")
     until(lambda: not one.backend._arranged, "a write is still waited for")
     assert list(one.backend.dict) == [one.store.engine_key(key) for key in reversed(left)]
-
-
-class NotAsked(list):
-    """LMCache's list of writes under way: each question walks through all of it."""
-
-    def __contains__(self, key):
-        raise AssertionError("the list is searched for one record")
-
-
-def test_arranging_a_save_does_not_search_the_writes_for_each_record(box):
-    one = write(box("disk", cache_policy="LRU"), KEYS[:1])
-    worker, engine_keys = one.backend.disk_worker, [one.store.engine_key(key) for key in KEYS]
-    worker.put_tasks = NotAsked(engine_keys[:3])  # the first is indexed and not yet taken off
-    one.store.arrange(KEYS)
-    worker.put_tasks = []
-    assert set(one.backend._arranged) == set(engine_keys[1:3])
-    one.backend._arranged.clear()  # nobody writes them
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -429,7 +415,7 @@ def test_a_file_that_cannot_be_read_is_promised_once(box, batch, trouble, reason
 def test_two_that_find_a_record_damaged_remove_it_once(box, monkeypatch):
     one = write(box("disk"))
     engine_key = one.store.engine_key(KEYS[1])
-    deleter = one.backend._deleter
+    deleter = one.backend.others.deleter
     delete = deleter.delete
 
     def beside(path: str) -> None:
@@ -438,24 +424,162 @@ def test_two_that_find_a_record_damaged_remove_it_once(box, monkeypatch):
         other.join(0.2)
         delete(path)
 
-    other = threading.Thread(target=one.backend.forget, args=(engine_key,))
+    other = threading.Thread(target=one.backend.remove, args=(engine_key,))
     monkeypatch.setattr(deleter, "delete", beside)
-    one.backend.forget(engine_key)
+    one.backend.remove(engine_key)
     other.join()
     assert one.backend.current_cache_size == EACH * (len(KEYS) - 1)
 
 
-def test_a_disk_that_lmcache_cannot_close_ends_its_own_thread(box, monkeypatch):
+@pytest.mark.parametrize("policy", ["LRU", None])
+def test_of_a_save_only_what_is_in_flight_is_waited_for(box, policy):
+    one = write(box("disk", **chosen(policy)), KEYS[:1])
+    first, second = (one.store.engine_key(key) for key in KEYS[:2])
+    one.backend.put_tasks |= {first, second}  # the first is indexed and not yet taken off
+    one.store.arrange(KEYS)
+    assert set(one.backend._arranged) == ({second} if policy else set())
+    one.backend._arrive(second)
+    assert not one.backend._arranged and first in one.backend.put_tasks
+    one.backend._arrive(first)
+
+
+def test_a_disk_that_cannot_start_all_threads_leaves_none(box, monkeypatch):
+    before = set(threading.enumerate())
+    one, start = box("disk"), threading.Thread.start
+    mine = [t for t in set(threading.enumerate()) - before if t.name.startswith("hybrid-d")]
+    assert len(mine) == 1 + 2 * THREADS
+    arguments = (one.engine.config, None, one.manager.local_cpu_backend, "cpu", None)
+    for most in range(len(mine)):
+        begun: list[threading.Thread] = []
+
+        def start_some(thread, most=most, begun=begun):
+            if len(begun) == most:
+                raise RuntimeError("can't start new thread")
+            begun.append(thread)
+            start(thread)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start_some)
+            with pytest.raises(RuntimeError):
+                LocalDisk(*arguments, one.engine.metadata)
+        assert len(begun) == most
+        until(lambda begun=begun: not any(t.is_alive() for t in begun), "threads are left")
+
+
+def test_as_many_threads_read_and_write_as_lmcaches_option_says(box):
+    one = box("disk", extra_config={"disk_io_threads": 2})
+    assert one.backend._readers._max_workers == one.backend._writers._max_workers == 2
+    write(one).read(KEYS)
+
+
+def test_a_store_that_is_closed_has_written_what_it_took(box):
+    """Before LMCache frees the memory of its pool."""
     one = box("disk")
-    backend = one.store.manager.storage_backends["LocalDiskBackend"]
-    (deleter,) = [each for each in threading.enumerate() if each.name.startswith("hybrid-delete")]
+    go_on, write_file = threading.Event(), one.backend.write_file
 
-    def fails(self):
-        raise OSError("of the test")
+    def slow(buffer, path):
+        assert go_on.wait(stores.DEADLINE)
+        write_file(buffer, path)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(type(backend).__mro__[1], "close", fails)
-        with pytest.raises(OSError, match="of the test"):
-            backend.close()
-    deleter.join(10)
-    assert not deleter.is_alive()
+    one.backend.write_file = slow
+    put(one.store, KEYS, SIZE)
+    closing = threading.Thread(target=one.store.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive(), "it does not wait for the writes"
+    go_on.set()
+    closing.join(stores.DEADLINE)
+    assert not closing.is_alive() and len(held(one.folder)) == len(one.backend.dict) == len(KEYS)
+    one.backend.close()  # again, as LMCache does
+    assert not [t for t in threading.enumerate() if t.name.startswith("hybrid-disk")]
+
+
+def test_what_is_put_after_the_end_is_not_written_and_kept_nowhere(box):
+    one = box("disk")
+    one.backend.close()
+    put(one.store, KEYS, SIZE)
+    assert one.store.failed_writes == {"LocalDiskBackend": len(KEYS)}
+    assert not one.backend.put_tasks and one.backend.current_cache_size == 0
+    one.assert_pool_is_free()
+
+
+def test_reads_run_side_by_side(box, monkeypatch):
+    """Four files at once: else a restore has the bandwidth of one thread."""
+    one = write(box("disk"))
+    meeting, read = threading.Barrier(THREADS), backend.open_regular
+
+    def together(path):
+        meeting.wait(stores.DEADLINE)
+        return read(path)
+
+    monkeypatch.setattr(backend, "open_regular", together)
+    for key, payload in zip(KEYS, one.read(), strict=True):
+        assert torch.equal(payload, payload_of(key, SIZE))
+
+
+def test_lmcaches_own_metric_follows_the_account(box):
+    one = write(box("disk", max_local_disk_size=records(3)), KEYS[:2])
+    monitor = LMCStatsMonitor.GetOrCreate()
+    assert monitor.local_storage_usage_bytes == 2 * EACH
+    for key in OTHERS[:2]:
+        write(one, [key])
+    assert monitor.local_storage_usage_bytes == 3 * EACH
+    one.store.discard(OTHERS[1])
+    assert monitor.local_storage_usage_bytes == 2 * EACH
+
+
+def test_a_save_larger_than_the_limit_is_written_as_far_as_it_fits(box):
+    """What is in flight is not evicted for the rest, which is no failed write."""
+    one = box("disk", max_local_disk_size=records(3))
+    put(one.store, KEYS, SIZE)
+    one.settle()
+    assert list(one.store.locate(KEYS)) == KEYS[:3] and one.store.failed_writes == {}
+
+
+def test_engines_of_other_models_have_lmcaches_own_disk(box, tmp_path):
+    """In the same process, after one of a hybrid model."""
+    one = box("disk")
+    config = lmcache_config(local_disk=str(tmp_path / "other"), max_local_disk_size=0.01)
+    loop = one.manager.loop
+    arguments = (loop, one.manager.local_cpu_backend, "cpu", None, one.engine.metadata)
+    made = storage_backend.LocalDiskBackend(config, *arguments)
+    assert type(made) is LocalDiskBackend
+    made.close()
+    assert type(one.backend) is LocalDisk and str(one.backend) == str(made)
+
+
+def test_a_disk_has_its_place_between_ram_and_the_remote_store(box, tmp_path):
+    one = box("disk", local_cpu=True, **behind(tmp_path))
+    names = ["LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"]
+    assert list(one.manager.storage_backends) == list(one.store.tiers) == names
+
+
+def test_files_are_lmcaches_to_the_byte(box, tmp_path):
+    """A store that LMCache's own backend wrote, as earlier versions had it, is found, and back."""
+    one = write(box("disk"))
+    config = lmcache_config(local_disk=str(tmp_path / "lmcache"), max_local_disk_size=0.01)
+    arguments = (one.manager.loop, one.manager.local_cpu_backend, "cpu", None, one.engine.metadata)
+    theirs = LocalDiskBackend(config, *arguments)
+    keys = [one.store.engine_key(key) for key in KEYS]
+    memories = one.backend.batched_get_blocking(keys)
+    theirs.batched_submit_put_task(keys, memories)
+    until(lambda: all(map(theirs.contains, keys)), "LMCache did not write")
+    for key, engine_key, memory in zip(KEYS, keys, memories, strict=True):
+        file = Path(theirs._key_to_path(engine_key))
+        assert file.name == one.path(key).name and file.read_bytes() == one.raw(key)
+        until(lambda memory=memory: memory.get_ref_count() == 1, "LMCache keeps a buffer")
+        memory.ref_count_down()
+    queue = theirs.disk_worker.executor._queue
+    until(lambda: not queue._unfinished_tasks, "LMCache's writers do not end")  # nor does close()
+    theirs.close()
+    again = box("disk", local_disk=str(tmp_path / "lmcache"))
+    for key, payload in zip(KEYS, again.read(), strict=True):
+        assert torch.equal(payload, payload_of(key, SIZE))
+
+
+def test_a_record_that_was_read_is_evicted_last(box):
+    one = box("disk", cache_policy="LRU", max_local_disk_size=records(4))
+    for key in KEYS:
+        write(one, [key])
+    one.read(KEYS[:1])
+    assert next(reversed(one.backend.dict)) == one.store.engine_key(KEYS[0])

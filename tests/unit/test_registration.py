@@ -5,7 +5,7 @@ import sys
 from functools import partial
 
 import pytest
-from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
+from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 from typer.testing import CliRunner
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -163,13 +163,13 @@ def test_a_release_of_lmcache_that_changed_what_is_called_serves_other_models_on
 ):
     """LMCache is not imported before."""
     installed["lmcache"] = "0.5.6.post1"
-    monkeypatch.setattr(LocalDiskBackend, "read_file", lambda self, key, buffer: None)
+    monkeypatch.setattr(RemoteBackend, "get_blocking", lambda self, key, buffer: None)
     monkeypatch.setattr(connector.UpstreamConnector, "__init__", lambda self, *args: None)
     make = partial(connector.LMCacheConnectorV1, None, KVConnectorRole.WORKER)
     if served:
         make(cache_config(*groups))
         return
-    problem = "cannot serve this model: .*read_file takes .key, buffer. instead of .key, buffer, p"
+    problem = "cannot serve this model: .*get_blocking takes .key, buffer. instead of .key."
     with pytest.raises(ValueError, match=problem):
         make(cache_config(*groups))
 
@@ -193,9 +193,9 @@ def test_the_tools_look_fixes_through_and_say_what_a_release_changed(
 ):
     installed["lmcache"] = "0.5.6.post1"
     if changed:
-        monkeypatch.delattr(LocalDiskBackend, "read_file")
+        monkeypatch.delattr(RemoteBackend, "init_connection")
     (finding,) = installation.check_plugin()
     said = CliRunner().invoke(app, "version")
-    assert ("LocalDiskBackend.read_file is missing; run `pip" in finding.fix) == changed
-    assert ("LocalDiskBackend.read_file is missing; run `pip" in said.output) == changed
+    assert ("RemoteBackend.init_connection is missing; run `pip" in finding.fix) == changed
+    assert ("RemoteBackend.init_connection is missing; run `pip" in said.output) == changed
     assert (finding.status == Status.ERROR, said.exit_code) == (changed, int(changed))

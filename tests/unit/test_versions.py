@@ -4,7 +4,7 @@
 import os
 
 import pytest
-from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
+from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from lmcache_hybrid.upstream import signatures, versions
@@ -87,11 +87,11 @@ def test_a_fix_in_which_a_replaced_method_takes_others_is_refused_by_its_name(ma
         "(request, timestamp); run `pip install vllm==0.33.0`, "
         f"{versions.ALLOW_UNTESTED}=1 cannot help here."
     )
-    monkeypatch.delattr(LocalDiskBackend, "read_file")
-    assert "LocalDiskBackend" not in versions.changed(), "of a release that was tested"
+    monkeypatch.delattr(RemoteBackend, "init_connection")
+    assert "RemoteBackend" not in versions.changed(), "of a release that was tested"
     matrix.update({"vllm": "0.33.0", "lmcache": "0.5.6.post1"})
     assert versions.changed() == (
-        "lmcache.v1.storage_backend.local_disk_backend.LocalDiskBackend.read_file is missing; "
+        "lmcache.v1.storage_backend.remote_backend.RemoteBackend.init_connection is missing; "
         f"run `pip install lmcache==0.5.6`, {versions.ALLOW_UNTESTED}=1 cannot help here."
     )
 

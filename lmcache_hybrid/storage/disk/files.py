@@ -8,7 +8,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 logger = logging.getLogger("vllm.lmcache_hybrid.storage.disk.files")
 
@@ -56,23 +56,28 @@ def open_regular(path: str) -> Iterator[BinaryIO]:
         yield data
 
 
-@contextmanager
-def create_anew(path: str) -> Iterator[BinaryIO]:
-    """Create a file for this user alone, in place of whatever has the name.
+def write_anew(path: str, data: Any) -> None:
+    """Write a file for this user alone, in place of whatever has the name.
 
     In a set-group-ID folder that the group may write to, the group may also read and write it.
 
     Raises:
-        OSError: it cannot be created, or somebody else created it meanwhile.
+        OSError: it cannot be written, or somebody else created it meanwhile. What was written of
+            it is deleted.
     """
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     number = os.open(path, flags, PRIVATE_FILE)
-    with os.fdopen(number, "wb") as data:
-        if is_shared(os.stat(os.path.dirname(path))):
-            os.fchmod(number, GROUP_FILE)
-        yield data
+    try:
+        with os.fdopen(number, "wb") as file:
+            if is_shared(os.stat(os.path.dirname(path))):
+                os.fchmod(number, GROUP_FILE)
+            file.write(data)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(path)  # it takes room that others wait for
+        raise
 
 
 def is_shared(folder: os.stat_result) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frees space on a disk that others also fill; an LFU that tolerates writes in flight."""
+"""Frees space on a disk that others also fill."""
 
 import errno
 import math
@@ -7,15 +7,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
-
-from lmcache.v1.storage_backend.cache_policy.lfu import LFUCachePolicy
 
 from lmcache_hybrid.core.backoff import Backoff
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-# Attempts to write one record: LMCache's three other writers may each take the space that it
-# freed.
+# Attempts to write one record: three other writers may each take the space that it freed.
 TRIES = 5
 # Seconds for which writes run one by one after the disk was full.
 ALONE_SECONDS = 60.0
@@ -100,31 +96,3 @@ def free_bytes(folder: str) -> int:
     """Return the bytes free for this user on the folder's file system."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
-
-
-class LFUWithPendingWrites(LFUCachePolicy):
-    """LMCache's LFU, which here tolerates records missing in the index.
-
-    A record is counted when its write begins, and indexed when it ends.
-    """
-
-    def get_evict_candidates(self, cache_dict: Any, num_candidates: int = 1) -> list[Any]:
-        return super().get_evict_candidates(_Indexed(cache_dict), num_candidates)
-
-    def update_on_hit(self, key: Any, cache_dict: Any) -> None:
-        if key in self.key_to_freq:
-            super().update_on_hit(key, cache_dict)
-        else:
-            self.update_on_put(key)
-
-
-class _Indexed:
-    """An index in which an unknown record cannot be evicted."""
-
-    can_evict = False
-
-    def __init__(self, index: Any) -> None:
-        self._index = index
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._index.get(key, self)

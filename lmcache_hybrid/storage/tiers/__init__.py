@@ -4,10 +4,10 @@
 from typing import TYPE_CHECKING
 
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
-from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
 from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.storage.disk.backend import LocalDisk
 from lmcache_hybrid.storage.tiers.base import Opening, StorageTier
 from lmcache_hybrid.storage.tiers.disk import DiskTier
 from lmcache_hybrid.storage.tiers.ram import RamTier
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 # The tier class of each supported backend class.
 KINDS: tuple[tuple[type, type[StorageTier]], ...] = (
     (LocalCPUBackend, RamTier),
-    (LocalDiskBackend, DiskTier),
+    (LocalDisk, DiskTier),
     (RemoteBackend, RemoteTier),
 )
 
 
 def open_tiers(manager: "StorageManager", opening: Opening) -> dict[str, StorageTier]:
-    """Open all backends, the nearest first. Mutates ``manager``.
+    """Open all backends, the nearest first.
 
     Returns:
         Each tier by its backend's name.
@@ -34,7 +34,7 @@ def open_tiers(manager: "StorageManager", opening: Opening) -> dict[str, Storage
         ConfigError: LMCache has opened a backend of another kind.
     """
     tiers: dict[str, StorageTier] = {}
-    for name, backend in list(manager.storage_backends.items()):
+    for name, backend in manager.storage_backends.items():
         kind = next((tier for served, tier in KINDS if isinstance(backend, served)), None)
         if kind is None:
             raise ConfigError(
@@ -42,6 +42,5 @@ def open_tiers(manager: "StorageManager", opening: Opening) -> dict[str, Storage
                 "kept; remove the option that opens it."
             )
         tiers[name] = tier = kind(name, backend, opening)
-        manager.storage_backends[name] = tier.backend
         tier.restore(opening)
     return tiers

@@ -80,7 +80,7 @@ class StorageTier:
 
     Attributes:
         name: LMCache's name of the backend.
-        backend: LMCache's, or its replacement.
+        backend: as LMCache has opened it.
         indexed: whether its index is in this process. Then it answers at once, keeps pinned
             records, and notes the keys it gains and loses.
         in_place: whether records are used where they lie, and reads take no memory.
@@ -169,7 +169,7 @@ class StorageTier:
         self.backend.remove(key)
 
     def close(self) -> None:
-        """End the threads of this object. The backend is LMCache's. Idempotent."""
+        """End the threads of this object, and of a backend of this package. Idempotent."""
 
     def check_integrity(self) -> None:
         """Assert what holds while no write is in flight. Walks the index: for tests."""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``local_disk``: LMCache's backend made to survive restarts, lost files and write errors."""
+"""``local_disk``: files that survive restarts."""
 
 import functools
 from collections.abc import Sequence
 from typing import Any
 
 from lmcache.utils import CacheEngineKey
-from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
+from lmcache.v1.memory_management import MemoryObj
 from vllm.logger import init_logger
 
 from lmcache_hybrid.config.stores.base import folders_in
@@ -24,13 +24,10 @@ class DiskTier(IndexedTier):
 
     backend: LocalDisk
 
-    def __init__(self, name: str, backend: LocalDiskBackend, opening: Opening) -> None:
+    def __init__(self, name: str, backend: LocalDisk, opening: Opening) -> None:
         super().__init__(name, backend, opening)
-        self.backend = LocalDisk.adopt(
-            backend,
-            functools.partial(opening.failed, name),
-            functools.partial(opening.written, name),
-        )
+        backend.failed = functools.partial(opening.failed, name)
+        backend.written = functools.partial(opening.written, name)
         self._use = FolderUse(self.backend.path)
 
     @property
@@ -46,9 +43,7 @@ class DiskTier(IndexedTier):
             self._warn_of_others()
         folders = folders_in("LMCache option local_disk", opening.config.local_disk)
         writers = opening.names.writers()
-        self.backend.restore(
-            opening.model_name, writers, opening.metadata, folders, opening.restored
-        )
+        self.backend.restore(opening.model_name, writers, folders, opening.restored)
 
     def _warn_of_others(self) -> None:
         """Warn where another engine uses the folder; the lock is this one's until it ends."""
@@ -68,7 +63,9 @@ class DiskTier(IndexedTier):
             )
 
     def observe(self, observer: Observer) -> None:
-        self.backend.watch(lambda index: observer.follow(DISK, index, self.backend.is_writing))
+        backend = self.backend
+        with self._lock:
+            backend.dict = observer.follow(DISK, backend.dict, lambda: bool(backend.put_tasks))
 
     def pin(self, keys: Sequence[CacheEngineKey]) -> Unpin | None:
         """Pin the index entries; a rewritten record gets a new entry."""
@@ -87,16 +84,25 @@ class DiskTier(IndexedTier):
 
         return unpin
 
+    def read(self, keys: Sequence[CacheEngineKey], promised: float) -> list[MemoryObj | None]:
+        memories = super().read(keys, promised)
+        self.used([key for key, memory in zip(keys, memories, strict=True) if memory is not None])
+        return memories
+
     def arrange(
         self, keys: Sequence[CacheEngineKey], passing: Sequence[CacheEngineKey], owner: str
     ) -> None:
         self.backend.arrange(keys, passing, owner)
 
-    def remove(self, key: CacheEngineKey) -> None:
-        self.backend.forget(key)
-
     def close(self) -> None:
-        self._use.release()
+        """Finish all writes, and end the threads.
+
+        LMCache closes the backend after it has freed the memory that is still to be written.
+        """
+        try:
+            self.backend.close()
+        finally:
+            self._use.release()
 
     def check_integrity(self) -> None:
         self.backend.check_integrity()

@@ -198,8 +198,6 @@ def _store(worker: "HybridWorker") -> "LMCacheStore":
 def _writing(backend: Any) -> int:
     """Count the writes that a backend has queued."""
     total: int = len(getattr(backend, "put_tasks", ()))
-    disk = getattr(backend, "disk_worker", None)
-    total += len(disk.put_tasks) if disk is not None else 0
     # LMCache does not list batched writes in put_tasks.
     connector = unwrapped(getattr(backend, "connection", None))
     return total + (connector.writing if isinstance(connector, RecordConnector) else 0)

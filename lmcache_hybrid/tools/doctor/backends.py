@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 from redis.exceptions import NoPermissionError
 
 from lmcache_hybrid.config.lmcache_config import refusals, settle_lmcache_config
@@ -21,6 +20,7 @@ from lmcache_hybrid.config.stores import REDIS, all_places, places
 from lmcache_hybrid.config.stores.base import Place, imported
 from lmcache_hybrid.core.errors import LoadError, RecordError, StoreError
 from lmcache_hybrid.core.keys import STATE, RecordKey
+from lmcache_hybrid.storage.disk.backend import LocalDisk
 from lmcache_hybrid.storage.record import digests_of
 from lmcache_hybrid.storage.remote.record_connector import RecordConnector, unwrapped
 from lmcache_hybrid.storage.remote.redis_failures import cause_of_failure
@@ -237,9 +237,9 @@ def _deleted(store: "LMCacheStore", name: str, key: RecordKey) -> bool:
 
 def _gone(store: "LMCacheStore", name: str, key: RecordKey) -> bool:
     backend = store.manager.storage_backends[name]
-    if isinstance(backend, LocalDiskBackend):
+    if isinstance(backend, LocalDisk):
         # It leaves the index first; another thread deletes the file, under another name.
-        file = Path(backend._key_to_path(store.engine_key(key)))
+        file = Path(backend.path_of(store.engine_key(key)))
         return not any(each.name.startswith(file.name) for each in file.parent.iterdir())
     return not _holds(store, name, key)
 

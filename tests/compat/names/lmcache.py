@@ -4,7 +4,6 @@
 from tests.compat.names.resolver import Hook, attributes
 
 _BACKENDS = "lmcache.v1.storage_backend"
-_DISK = f"{_BACKENDS}.local_disk_backend"
 _S3 = f"{_BACKENDS}.connector.s3_connector"
 _QUEUE = f"{_BACKENDS}.job_executor.pq_executor"
 _ZMQ = "lmcache.v1.rpc.zmq_transport"
@@ -32,7 +31,6 @@ LMCACHE = (
     ),
     Hook(f"{_BACKENDS}.connector.base_connector", "RemoteConnector.remove_sync"),
     Hook(f"{_BACKENDS}.connector", "parse_remote_url"),
-    Hook(_DISK, "LocalDiskBackend.exists_in_put_tasks"),
     Hook("lmcache.v1.config", "_update_config_from_env", holds=("self._user_set_keys.add(name)",)),
     # lmcache_hybrid/storage/remote, lmcache_hybrid/tools/stored
     Hook("redis", "RedisError"),
@@ -116,7 +114,7 @@ LMCACHE = (
     *attributes(
         "lmcache.v1.memory_management",
         "MemoryObj",
-        "byte_array tensor ref_count_up ref_count_down get_physical_size",
+        "byte_array tensor ref_count_up ref_count_down get_physical_size get_shape",
     ),
     Hook("lmcache.v1.memory_management", "MemoryFormat.KV_2LTD"),
     Hook(f"{_BACKENDS}.cache_policy.base_policy", "BaseCachePolicy.update_on_hit"),
@@ -145,17 +143,6 @@ LMCACHE = (
             ("fifo", "FIFOCachePolicy", "return {}"),
         )
     ),
-    Hook(_DISK, "LocalDiskBackend.read_file"),
-    Hook(_DISK, "LocalDiskBackend.write_file"),
-    Hook(_DISK, "LocalDiskBackend.load_bytes_from_disk"),
-    Hook(
-        _DISK,
-        "LocalDiskBackend._load_chunk_into_memory",
-        holds=("self.read_file(key, buffer, path)",),
-    ),
-    Hook(
-        _DISK, "LocalDiskBackend.async_save_bytes_to_disk", holds=("self.write_file(buffer, path)",)
-    ),
     *attributes(
         f"{_BACKENDS}.cache_policy.lru",
         "LRUCachePolicy",
@@ -165,21 +152,36 @@ LMCACHE = (
     *attributes(
         f"{_BACKENDS}.cache_policy.lfu",
         "LFUCachePolicy",
-        "update_on_hit update_on_put update_on_force_evict get_evict_candidates key_to_freq",
+        "update_on_hit update_on_put update_on_force_evict get_evict_candidates",
     ),
-    Hook(_DISK, "LocalDiskBackend.submit_put_task", holds=("self.async_save_bytes_to_disk",)),
-    Hook(_DISK, "LocalDiskBackend.insert_key"),
-    Hook(_DISK, "LocalDiskBackend._key_to_path"),
-    Hook(_DISK, "LocalDiskWorker.remove_put_task"),
-    *attributes(_DISK, "LocalDiskWorker", "put_lock put_tasks"),
-    Hook(_DISK, "LocalDiskBackend.remove", holds=("os.remove(path)",)),
-    *attributes(
-        _DISK,
+    # lmcache_hybrid/storage/disk: a backend of LMCache's interface, made in the place of its own
+    Hook(
+        _BACKENDS,
         "LocalDiskBackend",
-        "path dict disk_lock disk_worker max_cache_size cache_policy contains batched_get_blocking "
-        "current_cache_size usage batched_submit_put_task close",
+        replaced_in="lmcache_hybrid/storage/disk/make_backend.py",
     ),
-    *attributes("lmcache.utils", "DiskCacheMetadata", "size path pin unpin"),
+    Hook(
+        _BACKENDS,
+        "CreateStorageBackends",
+        holds=(
+            "local_disk_backend = LocalDiskBackend(config, loop, local_cpu_backend, dst_device, "
+            "lmcache_worker, metadata)",
+            "backend_name = str(local_disk_backend)",
+        ),
+    ),
+    *attributes(
+        f"{_BACKENDS}.abstract_backend",
+        "StorageBackendInterface",
+        "contains exists_in_put_tasks batched_submit_put_task get_blocking batched_get_blocking "
+        "pin unpin remove touch_cache get_allocator_backend close",
+    ),
+    Hook(f"{_BACKENDS}.local_disk_backend", "LocalDiskBackend.__init__"),
+    *attributes(f"{_BACKENDS}.path_sharder", "PathSharder", "__init__ selected"),
+    Hook(_CONFIG, "_get_extra_config_value", ("key", "default_value")),
+    *attributes(_CONFIG, "_CONFIG_DEFINITIONS", "local_disk_path_sharding cache_policy"),
+    *attributes("lmcache.observability", "LMCStatsMonitor", "GetOrCreate"),
+    Hook("lmcache.observability", "LMCStatsMonitor.update_local_storage_usage", ("usage",)),
+    *attributes("lmcache.utils", "DiskCacheMetadata", "size path shape pin unpin can_evict"),
     # What keeps a record that somebody refers to (lmcache_hybrid/storage/tiers/ram.py)
     Hook(
         "lmcache.v1.memory_management",

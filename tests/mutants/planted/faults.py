@@ -24,11 +24,10 @@ DEFECTS = (
         "            ends.append(self._manager.stop_services)\n",
     ),
     one(
-        "a disk that LMCache cannot close keeps its thread",
+        "a disk that cannot start all threads leaves some",
         "lmcache_hybrid/storage/disk/backend.py",
-        "        try:\n            super().close()\n        finally:\n"
-        "            self._deleter.close()\n",
-        "        super().close()\n        self._deleter.close()\n",
+        "            stack.callback(self._writers.shutdown)\n",
+        "",
     ),
     one(
         "a hit fails where LMCache cannot count it",
@@ -95,23 +94,22 @@ DEFECTS = (
         "        raise error\n",
     ),
     one(
-        "a write that ends with an odd error blocks its record for ever",
+        "a write that ends with an odd error takes room for ever",
         "lmcache_hybrid/storage/disk/backend.py",
         "        except Exception as error:\n            self._fail(error)\n            with",
         "        except OSError as error:\n            self._fail(error)\n            with",
     ),
     one(
-        "the buffer of a write that failed late is given back twice",
+        "a failed write gives its buffer back twice",
         "lmcache_hybrid/storage/disk/backend.py",
-        "            if here not in self._given_back:\n                memory_obj",
-        "            if True:\n                memory_obj",
+        "            self._fail(error)\n            with",
+        "            memory.ref_count_down()\n            self._fail(error)\n            with",
     ),
     one(
         "what a failed write left is deleted after another write of the record may have begun",
         "lmcache_hybrid/storage/disk/backend.py",
-        "            self._discard(self._key_to_path(key))\n",
-        "            self.disk_worker.remove_put_task(key)\n"
-        "            self._discard(self._key_to_path(key))\n",
+        "            self.others.discard(path)\n",
+        "            self._arrive(key)\n            self.others.discard(path)\n",
     ),
     # Loads and claims
     one(

@@ -4,6 +4,8 @@
 from tests.mutants.defect import Defect, one
 
 DISK = "lmcache_hybrid/storage/disk/backend.py"
+INDEX = "lmcache_hybrid/storage/disk/limited_index.py"
+OTHERS = "lmcache_hybrid/storage/disk/other_files.py"
 FOLDERS = "lmcache_hybrid/config/folders.py"
 OPTIONS = "lmcache_hybrid/config/lmcache_config.py"
 
@@ -23,32 +25,32 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a record elsewhere is read where it is not",
         DISK,
-        "        self.dict[file.key].path = file.path\n",
-        "",
+        "DiskCacheMetadata(file.path, file.size, ",
+        "DiskCacheMetadata(self.path_of(key), file.size, ",
     ),
     one(
         "a second file of a record counts nowhere",
         DISK,
-        "        if file.key is None or file.key in self.dict:\n",
-        "        if file.key is None:\n",
+        "            if key in self.dict:\n                return False\n",
+        "",
     ),
     one(
         "a full disk evicts records from another one",
-        DISK,
-        "for key, entry in index.items() if entry.path not in but}",
-        "for key, entry in index.items()}",
+        INDEX,
+        "if entry.path in but] if but else []",
+        "if not but] if but else []",
     ),
     one(
         "a full disk evicts other files from another one",
-        DISK,
-        "(path for path in self._strangers if path not in but)",
-        "(path for path in self._strangers)",
+        OTHERS,
+        "(path for path in self.strangers if path not in but)",
+        "(path for path in self.strangers)",
     ),
     one(
-        "one record is evicted twice for the same room",
-        DISK,
-        "        index.pop(candidates[0], None)\n",
-        "",
+        "what stays on another disk can never be evicted again",
+        INDEX,
+        "            entry.unpin()\n",
+        "            entry.is_pinned\n",
     ),
     one(
         "a trusted owner's folder may be written to by anybody",

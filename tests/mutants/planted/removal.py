@@ -29,8 +29,8 @@ DEFECTS = (
     one(
         "a file of local_disk that cannot be opened counts as gone",
         "lmcache_hybrid/storage/disk/backend.py",
-        "            if error.errno not in NO_FILE:\n",
-        "            if error.errno is None:\n",
+        '            if getattr(error, "errno", None) in NO_FILE:\n',
+        "            if isinstance(error, OSError):\n",
     ),
     one(
         "a damaged copy costs a record its copies in other backends",

@@ -134,8 +134,8 @@ DEFECTS = (
     one(
         "ranks on one disk share a file",
         f"{DISK}/backend.py",
-        "        if key.worker_id != self._rank:\n",
-        "        if self._rank is None:\n",
+        "        if key.worker_id != self._metadata.worker_id:\n",
+        "        if self._metadata is None:\n",
     ),
     one(
         "a restart forgets the pages on disk that all ranks hold alike",

@@ -7,6 +7,8 @@ STAGING = "lmcache_hybrid/storage/read_reservation.py"
 STORE = "lmcache_hybrid/storage/lmcache_store.py"
 ARC = "lmcache_hybrid/storage/eviction_order.py"
 DISK = "lmcache_hybrid/storage/disk/backend.py"
+INDEX = "lmcache_hybrid/storage/disk/limited_index.py"
+OTHERS = "lmcache_hybrid/storage/disk/other_files.py"
 ROOM = "lmcache_hybrid/storage/disk/full_disk.py"
 MAKE_CONNECTOR = "lmcache_hybrid/storage/remote/make_connector.py"
 REMOTE = "lmcache_hybrid/storage/tiers/remote.py"
@@ -78,8 +80,8 @@ DEFECTS = (
     one(
         "a save competes with its own writes",
         DISK,
-        "        self._deleter.wait_for_queueing()\n        size, length",
-        "        size, length",
+        "        self.others.deleter.wait_for_queueing()\n",
+        "",
     ),
     one(
         "a save competes with its own deletions",
@@ -95,21 +97,21 @@ DEFECTS = (
     ),
     one(
         "a file that cannot be deleted does not count",
-        DISK,
-        "                self._kept[path] = status.st_size\n",
-        "                self._kept[path] = 0\n",
+        OTHERS,
+        "                self.kept[path] = status.st_size\n",
+        "                self.kept[path] = 0\n",
     ),
     one(
         "a file that is replaced counts twice",
-        DISK,
-        " - self._kept.get(path, 0)\n",
+        OTHERS,
+        " - self.kept.get(but, 0)\n",
         "\n",
     ),
     one(
         "all records are lost for one that cannot be deleted",
-        DISK,
-        "            if not freed:\n                raise OSError(errno.EIO",
-        "            if not freed and not self.dict:\n                raise OSError(errno.EIO",
+        INDEX,
+        "                if not freed:\n",
+        "                if not freed and not self.dict:\n",
     ),
     one(
         "an evicted file that is still there after a restart does not count",
@@ -143,9 +145,9 @@ DEFECTS = (
     ),
     one(
         "files of others take no part in the disk's limit",
-        DISK,
-        "        self._strange_bytes = sum(self._strangers.values())\n",
-        "        self._strangers, self._strange_bytes = {}, 0\n",
+        OTHERS,
+        "self.strangers, self.strange_bytes = strangers, sum(strangers.values())\n",
+        "self.strangers, self.strange_bytes = {}, 0\n",
     ),
     one(
         "records are deleted before files that nobody can find",
@@ -228,50 +230,46 @@ DEFECTS = (
     one(
         "after a restart new prompts push out one another only",
         DISK,
-        "            self.cache_policy.found_again(file.key)\n",
-        "            self.cache_policy.update_on_hit(file.key, self.dict)\n",
+        "self.cache_policy.found_again(key)\n",
+        "self.cache_policy.update_on_hit(key, (key,))\n",
     ),
     one(
         "records that are still being written are not arranged",
-        DISK,
+        INDEX,
         "            self._arranged.update(dict.fromkeys(pending, (keys, pending)))\n",
         "",
     ),
     one(
-        "writes under way are searched for each record of a save",
-        DISK,
-        "            return set(self.disk_worker.put_tasks)\n",
-        "            return self.disk_worker.put_tasks  # type: ignore[return-value]\n",
-    ),
-    one(
         "a record that is indexed is waited for to arrange its save",
-        DISK,
-        "if key not in self.dict and key in writing}\n",
-        "if key in writing}\n",
+        INDEX,
+        "if key not in self.dict and key in self.put_tasks}\n",
+        "if key in self.put_tasks}\n",
     ),
     one(
         "a failed write leaves its save without an order",
         DISK,
-        "            self.disk_worker.remove_put_task(key)\n            self._arrive(key)\n",
-        "            self.disk_worker.remove_put_task(key)\n",
+        "            self.written(key)\n        finally:\n            memory.ref_count_down()\n"
+        "            self._arrive(key)  # from here on the record may be written again\n",
+        "            self.written(key)\n            self._arrive(key)\n        finally:\n"
+        "            memory.ref_count_down()\n",
     ),
     one(
         "records found again are not counted by LFU",
-        DISK,
-        "            self.cache_policy.update_on_put(file.key)\n",
+        INDEX,
+        "            self.cache_policy.update_on_put(key)\n",
         "            pass\n",
     ),
     one(
         "an error of the disk keeps a record from the remote store",
         DISK,
-        "                self._fail(error)\n\n    def submit_put_task",
-        "                raise\n\n    def submit_put_task",
+        "                    self._fail(error)\n\n    def _queue",
+        "                    raise\n\n    def _queue",
     ),
     one(
         "a disk that takes no files loses those that it has",
         DISK,
-        "                if not os.access(self.path, os.W_OK | os.X_OK):\n",
-        "                if not os.access(self.path, os.F_OK | os.R_OK) and False:\n",
+        "            if not os.access(self.path, os.W_OK | os.X_OK):\n",
+        "            if False:\n",
     ),
     one(
         "a disk that others fill loses all its records for nothing",
@@ -293,15 +291,15 @@ DEFECTS = (
     ),
     one(
         "a disk that is full for other files evicts what is too little",
-        DISK,
+        INDEX,
         "if all(total < size for total in itertools.accumulate(entries, initial=strange)):",
         "if not strange + sum(entries):",
     ),
     one(
         "records evicted on a full disk are counted for ever",
-        DISK,
-        "        self.current_cache_size -= entry.size\n        self.remove(candidates",
-        "        self.remove(candidates",
+        INDEX,
+        "            self._count(-entry.size)\n",
+        "",
     ),
     one(
         "what is being deleted makes no room on a full disk",
@@ -311,9 +309,57 @@ DEFECTS = (
     ),
     one(
         "half-written records take the room of a full disk",
+        "lmcache_hybrid/storage/disk/files.py",
+        "            os.unlink(path)  # it takes room that others wait for\n",
+        "            os.stat(path)\n",
+    ),
+    one(
+        "a restore from disk reads one file after the other",
         DISK,
-        "                os.unlink(path)  # what was written takes room that others wait for\n",
-        "                os.stat(path)\n",
+        "list(self._readers.map(self._read, keys, entries))",
+        "list(map(self._read, keys, entries))",
+    ),
+    one(
+        "a read of a lost file keeps its memory",
+        DISK,
+        "            if memory is not None:\n                memory.ref_count_down()\n",
+        "",
+    ),
+    one(
+        "hits on disk do not count for the order of eviction",
+        "lmcache_hybrid/storage/tiers/disk.py",
+        "        self.used([",
+        "        str([",
+    ),
+    one(
+        "what is queued is written from memory that LMCache has freed",
+        "lmcache_hybrid/storage/tiers/disk.py",
+        "            self.backend.close()\n",
+        "            pass\n",
+    ),
+    one(
+        "LMCache's metric of local storage stays at zero",
+        INDEX,
+        "            self._monitor.update_local_storage_usage(self.current_cache_size)\n",
+        "            pass\n",
+    ),
+    one(
+        "a save larger than the disk counts as failed",
+        DISK,
+        'in flight", key)\n                return\n',
+        'in flight", key)\n                raise OSError(errno.ENOSPC, "")\n',
+    ),
+    one(
+        "other models in a process are stored on this package's disk",
+        "lmcache_hybrid/storage/disk/make_backend.py",
+        'if getattr(config, "_hybrid_local_disk", False) else',
+        "if config else",
+    ),
+    one(
+        "how many threads read and write on disk cannot be said",
+        DISK,
+        'config.get_extra_config_value("disk_io_threads", THREADS)',
+        "THREADS",
     ),
     one(
         "with python -O the null block is stored",
@@ -360,8 +406,8 @@ DEFECTS = (
     one(
         "one record that cannot be read is promised again and again",
         DISK,
-        "        return self._load_chunk_into_memory(key, path, memory)\n",
-        "        self.read_file(key, memory.byte_array, path)\n        return memory\n",
+        "                        self._drop(key)\n",
+        "                        pass\n",
     ),
     # Redis
     one(

@@ -117,7 +117,7 @@ class Tiers:
         if RAM in tiers:
             self.ram.remove(engine_key)
         if DISK in tiers:
-            self.box.backend.forget(engine_key)
+            self.box.backend.remove(engine_key)
 
     def damage(self, tier: str, at: int = HEADER_BYTES) -> None:
         """Flip a bit of one copy of KEYS[1]."""

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of local_disk and the account of their sizes."""
 
-import contextlib
 import copy
 import errno
 import os
@@ -11,20 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
 from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.core.keys import STATE, RecordKey
 from lmcache_hybrid.storage.record import record_bytes
 
 from ..helpers import payload_of, put
-from ..store_box import DEADLINE, KEYS, SIZE, N, until
+from ..store_box import KEYS, SIZE, N, until
 
 
 def test_evicted_files_are_deleted(box):
     box = box("disk").write()
     other = [key._replace(block_hash=b"x" + key.block_hash[1:]) for key in KEYS]
-    box.backend._limit = box.backend.current_cache_size
+    box.backend.max_cache_size = box.backend.current_cache_size
     box.write(other)
     assert box.store.locate(KEYS) == {}
     until(lambda: len(list(box.folder.iterdir())) == len(KEYS), "evicted files are still there")
@@ -35,7 +33,7 @@ def test_evicted_files_are_deleted(box):
 def test_a_process_that_may_start_no_more_threads_evicts(box, monkeypatch):
     """A thread that is started for the first eviction would fail it, and the record behind it."""
     box = box("disk").write()
-    box.backend._limit = box.backend.current_cache_size
+    box.backend.max_cache_size = box.backend.current_cache_size
     monkeypatch.setattr(threading.Thread, "start", no_more_threads)
     box.write([key._replace(block_hash=b"x" + key.block_hash[1:]) for key in KEYS])
     assert box.store.failed_writes == {}
@@ -99,13 +97,12 @@ def test_a_key_that_is_no_file_name_leaks_nothing(box):
     key = copy.copy(box.store.engine_key(KEYS[0]))
     key.model_name = "a\0b"
     memory = box.store.reserve(SIZE).memory
-    # What submit_put_task does before it hands over to a thread.
-    box.backend.disk_worker.insert_put_task(key)
-    box.backend.current_cache_size += memory.get_physical_size()
-    with contextlib.suppress(ValueError):
-        box.backend.async_save_bytes_to_disk(key=key, memory_obj=memory)
-    assert not box.backend.disk_worker.put_tasks
-    assert memory.get_ref_count() == 0
+    box.backend.batched_submit_put_task([key], [memory])
+    box.settle()
+    assert box.store.failed_writes == {"LocalDiskBackend": 1}
+    assert box.backend.current_cache_size == 0
+    assert memory.get_ref_count() == 1  # the caller's
+    memory.ref_count_down()
 
 
 @pytest.mark.parametrize("kind, twin", [("disk", "a-b"), ("fs", "a-SEP-b")])
@@ -144,12 +141,12 @@ def replaced(folder: Path) -> None:
 @pytest.mark.parametrize("trouble", [gone, replaced])
 def test_a_failed_disk_write_leaks_nothing_and_can_be_repeated(box, hybrid_log, trouble):
     box = box("disk")
-    account = box.backend.current_cache_size, box.backend.usage
+    account = box.backend.current_cache_size
     trouble(box.folder)
     put(box.store, KEYS, SIZE)
-    until(lambda: not box.backend.disk_worker.put_tasks, "failed writes stay under way")
+    until(lambda: not box.backend.put_tasks, "failed writes stay under way")
     until(lambda: box.used() == box.start, "failed writes keep their buffers")
-    assert (box.backend.current_cache_size, box.backend.usage) == account
+    assert box.backend.current_cache_size == account
     assert box.store.locate(KEYS) == {}
     warnings = [r for r in hybrid_log.records if "cannot be written" in r.getMessage()]
     assert len(warnings) == 1
@@ -165,11 +162,11 @@ def miscount(disk) -> None:
 
 
 def miscount_strangers(disk) -> None:
-    disk._strange_bytes += 1
+    disk.others.strange_bytes += 1
 
 
 def count_twice(disk) -> None:
-    disk._strangers[next(iter(disk.dict.values())).path] = 0
+    disk.others.strangers[next(iter(disk.dict.values())).path] = 0
 
 
 def wait_for_nothing(disk) -> None:
@@ -180,8 +177,8 @@ def wait_for_nothing(disk) -> None:
     "wrong, undo",
     [
         (miscount, lambda disk: setattr(disk, "current_cache_size", disk.current_cache_size - 1)),
-        (miscount_strangers, lambda disk: setattr(disk, "_strange_bytes", 0)),
-        (count_twice, lambda disk: disk._strangers.clear()),
+        (miscount_strangers, lambda disk: setattr(disk.others, "strange_bytes", 0)),
+        (count_twice, lambda disk: disk.others.strangers.clear()),
         (wait_for_nothing, lambda disk: disk._arranged.clear()),
     ],
 )
@@ -194,24 +191,24 @@ def test_check_integrity_finds_books_that_do_not_agree(box, wrong, undo):
     undo(box.backend)
 
 
-@pytest.mark.parametrize("name", ["insert_key", "async_save_bytes_to_disk"])
+@pytest.mark.parametrize("name", ["_insert", "write_file"])
 def test_a_write_that_ends_with_any_error_leaves_nothing(box, monkeypatch, name):
-    """Before LMCache's writer has given the buffer back, and after."""
+    """Before the file is there, and after."""
     one = box("disk")
 
-    submit, held = one.backend.submit_put_task, []
+    queue, held = one.backend._queue, []
 
     def broken(*args, **kwargs):
         raise RuntimeError("nobody foresaw it")
 
-    def hold(key, memory, **kwargs):
+    def hold(key, memory):
         memory.ref_count_up()
         held.append(memory)
-        submit(key, memory, **kwargs)
+        queue(key, memory)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LocalDiskBackend, name, broken)
-        patch.setattr(one.backend, "submit_put_task", hold)
+        patch.setattr(one.backend, name, broken)
+        patch.setattr(one.backend, "_queue", hold)
         put(one.store, KEYS)
         one.settle()
     until(lambda: all(memory.get_ref_count() <= 1 for memory in held), "buffers are kept")
@@ -232,47 +229,16 @@ def test_what_a_failed_write_left_goes_before_another_write_of_the_key_begins(bo
     def broken(*args, **kwargs):
         raise RuntimeError("nobody foresaw it")
 
-    left, end = [], one.backend.disk_worker.remove_put_task
+    left, end = [], one.backend._arrive
 
     def watched(key):
         left.extend(one.folder.glob("*.pt"))
         end(key)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LocalDiskBackend, "insert_key", broken)
-        patch.setattr(one.backend.disk_worker, "remove_put_task", watched)
+        patch.setattr(one.backend, "_insert", broken)
+        patch.setattr(one.backend, "_arrive", watched)
         put(one.store, KEYS[:1])
         one.settle()
     assert one.store.failed_writes == {"LocalDiskBackend": 1}
     assert not left
-
-
-def test_a_write_that_begins_as_a_failed_one_ends_changes_nothing_of_it(box, monkeypatch):
-    """Which of the two has given its buffer back is known of each."""
-    one, insert = box("disk"), LocalDiskBackend.insert_key
-    written, begun = [], threading.Event()
-
-    def fail_once(self, *args, **kwargs):
-        written.append(args)
-        if len(written) == 1:
-            raise RuntimeError("nobody foresaw it")
-        begun.set()
-        insert(self, *args, **kwargs)
-
-    end, ended = one.backend.disk_worker.remove_put_task, []
-
-    def again(key):
-        end(key)
-        ended.append(key)
-        if len(ended) == 1:
-            one.backend.submit_put_task(key, one.store.reserve(SIZE).memory)
-            assert begun.wait(DEADLINE)
-
-    monkeypatch.setattr(LocalDiskBackend, "insert_key", fail_once)
-    monkeypatch.setattr(one.backend.disk_worker, "remove_put_task", again)
-    memory = one.store.reserve(SIZE).memory
-    one.backend.submit_put_task(one.store.engine_key(KEYS[0]), memory)
-    until(lambda: len(ended) == 2, "the second write did not end")
-    one.settle()
-    assert memory.get_ref_count() == 1  # the caller's
-    memory.ref_count_down()

@@ -141,12 +141,12 @@ def test_a_write_that_ends_after_its_record_was_evicted_from_ram(box, told) -> N
     told.after({NAMES[0]: RAM})
     key, entry = next(iter(one.backend.dict.items()))
     one.store.manager.local_cpu_backend.remove(key)
-    one.backend.forget(key)
+    one.backend.remove(key)
     told.after({})
-    one.backend.current_cache_size += entry.size  # as when its write began
-    one.backend.insert_key(key, entry.size, entry.shape, entry.dtype, entry.fmt)
+    one.backend._count(entry.size)  # as when its write began
+    one.backend._insert(key, entry)
     told.after({NAMES[0]: DISK})
-    one.backend.forget(key)
+    one.backend.remove(key)
 
 
 def test_a_restart_reports_what_lies_on_disk(box, told, monkeypatch) -> None:

@@ -194,7 +194,7 @@ def test_a_restart_finds_each_ranks_pages_on_local_disk(ranks):
     # One rank's eviction leaves the other's files alone.
     for key in KEYS:
         second.store.discard(key)
-    second.backend._deleter.finish()
+    second.backend.others.deleter.finish()
     assert sorted(first.folder.iterdir()) == sorted(first.path(key) for key in KEYS)
     assert_reads(first)
 

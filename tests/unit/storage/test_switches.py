@@ -154,7 +154,7 @@ def test_store_location_is_kept(box):
     box = box("disk", local_cpu=True, store_location="LocalCPUBackend")
     put(box.store, KEYS, SIZE)
     assert set(box.store.locate(KEYS).values()) == {"LocalCPUBackend"}
-    assert not box.backend.dict and not box.backend.disk_worker.put_tasks
+    assert not box.backend.dict and not box.backend.put_tasks
 
 
 def test_retrieve_locations_are_kept(box):

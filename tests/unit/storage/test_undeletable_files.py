@@ -36,8 +36,8 @@ def taken(folder: Path) -> int:
 
 def limit(one) -> int:
     """Has room for KEYS, and for no more."""
-    one.backend._limit = one.backend.current_cache_size
-    return one.backend._limit
+    one.backend.max_cache_size = one.backend.current_cache_size
+    return one.backend.max_cache_size
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_evicted_files_of_a_long_name_are_deleted(box):
     most = limit(one)
     for keys in (OTHERS, MORE):
         write(one, keys)
-    one.backend._deleter.finish()
+    one.backend.others.deleter.finish()
     assert taken(one.folder) <= most
     one.read(MORE)
 
@@ -78,7 +78,7 @@ def test_files_that_earlier_versions_named_too_long_count_over_restarts(box):
     for number in range(3):
         one = box("disk", max_local_disk_size=most / (1 << 30))
         write(one, [key._replace(block_hash=bytes([number]) + key.block_hash[1:]) for key in KEYS])
-        one.backend._deleter.finish()
+        one.backend.others.deleter.finish()
         assert taken(one.folder) <= most
         one.close()
 
@@ -112,7 +112,7 @@ def test_a_record_that_cannot_be_deleted_counts(box, held, hybrid_log):
     assert one.store.failed_writes == {"LocalDiskBackend": 1}
     assert list(one.store.locate([*KEYS, *OTHERS])) == KEYS[1:]
     write(one, OTHERS[:2])
-    one.backend._deleter.finish()
+    one.backend.others.deleter.finish()
     assert list(one.store.locate([*KEYS, *OTHERS])) == [KEYS[3], *OTHERS[:2]]
     assert oldest.exists() and taken(one.folder) <= most
     assert hybrid_log.text.count("such files count towards max_local_disk_size") == 1
@@ -124,11 +124,11 @@ def test_a_record_that_is_stored_again_in_its_place_counts_once(box, held):
     most = limit(one)
     held.add(one.path(KEYS[0]).name)
     one.store.discard(KEYS[0])
-    assert list(one.backend._kept) == [str(one.path(KEYS[0]))]
+    assert list(one.backend.others.kept) == [str(one.path(KEYS[0]))]
     held.clear()
     write(one, KEYS[:1])
-    one.backend._deleter.finish()
-    assert not one.backend._kept and taken(one.folder) == most
+    one.backend.others.deleter.finish()
+    assert not one.backend.others.kept and taken(one.folder) == most
     one.read(KEYS)
     one.store.check_integrity()
 
@@ -143,10 +143,10 @@ def test_files_of_others_that_cannot_be_deleted_leave_room_for_less(box, held):
     held.update(file.name for file in files[:2])
     one = box("disk", max_local_disk_size=most / (1 << 30))
     write(one, OTHERS[:2])
-    one.backend._deleter.finish()
+    one.backend.others.deleter.finish()
     assert [file.exists() for file in files] == [True, True, False, False]
     write(one, OTHERS[2:3])
-    one.backend._deleter.finish()
+    one.backend.others.deleter.finish()
     assert taken(one.folder) <= most
     assert list(one.store.locate(OTHERS)) == OTHERS[1:3]
     one.store.check_integrity()
@@ -170,13 +170,13 @@ def test_a_file_that_is_renamed_and_stays_counts_until_it_is_gone(box, held):
     most, path = limit(one), one.path(KEYS[0])
     held.add(".evicted")
     one.store.discard(KEYS[0])
-    one.backend._deleter.finish()
-    (left,) = one.backend._kept
+    one.backend.others.deleter.finish()
+    (left,) = one.backend.others.kept
     assert left.startswith(f"{path}.") and taken(one.folder) == most
     one.close()
     held.add(path.name)
     again = box("disk", max_local_disk_size=most / (1 << 30))
-    assert again.backend._strangers.keys() == {left}
+    assert again.backend.others.strangers.keys() == {left}
     again.close()
     held.clear()
     box("disk")
@@ -194,5 +194,5 @@ def test_what_a_failed_write_leaves_and_cannot_be_deleted_counts(box, held, monk
     monkeypatch.setattr(one.backend, "write_file", half)
     put(one.store, KEYS[:1], SIZE)
     one.settle()
-    assert one.backend._kept == {str(one.path(KEYS[0])): 100}
+    assert one.backend.others.kept == {str(one.path(KEYS[0])): 100}
     one.assert_pool_is_free()
