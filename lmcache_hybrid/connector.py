@@ -4,7 +4,7 @@
 import dataclasses
 import functools
 import weakref
-from contextlib import ExitStack
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +20,9 @@ from lmcache_hybrid.config.check import check_options
 from lmcache_hybrid.config.lmcache_config import load_lmcache_config, settle_lmcache_config
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.config.parallel import check_parallelism, check_prefix_cache, settle_disk_folder
-from lmcache_hybrid.config.store_sizes import check_sizes
 from lmcache_hybrid.core.errors import ConfigError, UnknownContentError
 from lmcache_hybrid.core.faults import caught, guarded
-from lmcache_hybrid.core.groups import layer_specs, page_bytes, plan_groups
-from lmcache_hybrid.core.lmcache_stats import LMCacheMonitor
+from lmcache_hybrid.core.groups import plan_groups
 from lmcache_hybrid.core.threads import before_the_process_ends
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.metrics import HybridStats, counts_of
@@ -35,21 +33,17 @@ from lmcache_hybrid.scheduler.events import KVEvents
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 from lmcache_hybrid.scheduler_side import make_scheduler
-from lmcache_hybrid.storage.folder.cleaner import FolderCleaner, start_cleaners
-from lmcache_hybrid.storage.open_store import open_backends, open_store
-from lmcache_hybrid.storage.rank_lookup import RankLookup
+from lmcache_hybrid.storage.folder.cleaner import FolderCleaner
+from lmcache_hybrid.storage.open_store import close_engine, open_backends
 from lmcache_hybrid.storage.record_names import Replicas
-from lmcache_hybrid.storage.residency import Residency
 from lmcache_hybrid.storage.rpc import LookupClient, LookupServer
 from lmcache_hybrid.storage.weights_guard import GuardedLookup, WeightsGuard
 from lmcache_hybrid.worker.fingerprint import fingerprints, tell_ranks
 from lmcache_hybrid.worker.pages import GroupPages
-from lmcache_hybrid.worker.scales import reset_scales
 from lmcache_hybrid.worker.worker import HybridWorker
+from lmcache_hybrid.worker_side import clean_folders, make_worker, map_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from lmcache.v1.config import LMCacheEngineConfig
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
@@ -129,7 +123,8 @@ class HybridConnector(KVConnectorBase_V1):
         plan = plan_groups(kv_cache_config)
         _, unit = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         self.plan = dataclasses.replace(
-            plan.with_unit(unit), whole_items=vllm_config.model_config.is_mm_prefix_lm
+            plan.with_unit(unit),
+            whole_items=vllm_config.model_config.is_mm_prefix_lm,
         )
         self._attention_group = plan.attention[0]
         self._options = options = check_options(vllm_config, config, self.plan.block_size)
@@ -137,7 +132,6 @@ class HybridConnector(KVConnectorBase_V1):
         self._metadata: ConnectorMetadata = NOTHING
         self._queue: LookupQueue | None = None
         self._server: LookupServer | None = None
-        self._lookup: RankLookup | None = None
         self._cleaners: list[FolderCleaner] = []
         self._manager: LMCacheManager | None = None
         self._guard = WeightsGuard()
@@ -155,7 +149,7 @@ class HybridConnector(KVConnectorBase_V1):
                 ADAPTERS.rank, ADAPTERS.ranks = parallel.rank, parallel.world_size
                 ADAPTERS.stages = parallel.pipeline_parallel_size
                 self._server = LookupServer(vllm_config)
-            self._manager = self._start_lmcache(config, role)
+            self._manager = self._start_lmcache(config, role.name.lower())
         except ConfigError:
             raise
         except Exception as error:
@@ -205,23 +199,10 @@ class HybridConnector(KVConnectorBase_V1):
         )
         self._events = self.scheduler.events
 
-    def _start_lmcache(
-        self, config: "LMCacheEngineConfig", role: KVConnectorRole
-    ) -> "LMCacheManager":
-        from lmcache_hybrid.storage.service_factory import HybridServiceFactory
-        from lmcache_hybrid.upstream.lmcache_home import LMCacheManager
+    def _start_lmcache(self, config: "LMCacheEngineConfig", role: str) -> "LMCacheManager":
+        from lmcache_hybrid.storage.service_factory import start_lmcache
 
-        groups = [self.kv_cache_config.kv_cache_groups[i] for i in self.plan.attention]
-        factory = HybridServiceFactory(
-            config,
-            self._vllm_config,
-            role.name.lower(),
-            next(iter(layer_specs(groups[0]))),
-            sum(len(group.layer_names) for group in groups),
-        )
-        manager = LMCacheManager(config, factory, connector=self)
-        manager.start_services()
-        return manager
+        return start_lmcache(config, self._vllm_config, self.kv_cache_config, self.plan, role, self)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Map the pages, open the store, and answer lookups from now on.
@@ -243,7 +224,8 @@ class HybridConnector(KVConnectorBase_V1):
         refusal: ConfigError | None = None
         problem = self._problem
         try:
-            pages = self._map_pages(kv_caches)
+            config = self._manager and self._manager.config
+            pages = map_pages(self._vllm_config, self.kv_cache_config, self.plan, kv_caches, config)
         except Exception as error:
             refusal = error if isinstance(error, ConfigError) else None
             problem = problem or f"its KV cache cannot be mapped: {error!r}"
@@ -260,34 +242,21 @@ class HybridConnector(KVConnectorBase_V1):
         if refusal is not None:
             raise refusal
 
-    def _map_pages(self, kv_caches: dict[str, torch.Tensor]) -> dict[int, GroupPages]:
-        """Map the pages of every group. Raises ConfigError if they cannot be stored."""
-        groups, num_blocks = self.kv_cache_config.kv_cache_groups, self.kv_cache_config.num_blocks
-        count = self.plan.blocks_per_record
-        pages = {
-            index: GroupPages(groups[index].layer_names, kv_caches, num_blocks, count(index))
-            for index in self.plan.groups
-        }
-        for index, group in pages.items():
-            wanted = page_bytes(groups[index], group.layers) * group.count
-            if group.block_bytes != wanted:
-                raise ConfigError(
-                    f"blocks of KV cache group {index} have {group.block_bytes} bytes instead of "
-                    f"the {wanted} of their specs; choose another --attention-backend."
-                )
-        context = self._vllm_config.compilation_config.static_forward_context
-        reset_scales(self.kv_cache_config, kv_caches, context)
-        if self._manager is not None:
-            sizes = [group.block_bytes for group in pages.values()]
-            check_sizes(self._manager.config, max(sizes), sum(sizes), len(sizes))
-        return pages
-
     def _open(self, pages: dict[int, GroupPages], name: bytes, replicas: Replicas | None) -> None:
         """Start LMCache's backends on this rank, and serve."""
         assert self._manager is not None
         engine = open_backends(self._manager)
-        if engine is not None:
-            self._open_store(engine, pages, name, replicas)
+        if engine is None:
+            return
+        assert self._server is not None
+        options, device = self._options, next(iter(self.kv_caches.values())).device
+        worker, lookup = make_worker(
+            engine, self._vllm_config, self.plan, pages, options, device, name, replicas
+        )
+        self.worker, self._guard = worker, WeightsGuard()
+        self._cleaners = clean_folders(self._manager.config, options, worker.ledger)
+        # Last: from now on this rank makes promises.
+        self._server.serve(GuardedLookup(lookup, self._guard), self._reset, worker.ledger)
 
     def _unmap(self) -> None:
         if self.worker is not None:
@@ -311,59 +280,6 @@ class HybridConnector(KVConnectorBase_V1):
         except ConfigError as error:
             logger.error("LMCache loads and stores nothing on this rank any more: %s", error)
 
-    def _open_store(
-        self,
-        engine: Any,
-        pages: dict[int, GroupPages],
-        name: bytes,
-        replicas: Replicas | None,
-    ) -> None:
-        from lmcache_hybrid.storage.host_memory import report_pool
-
-        assert self._server is not None
-        with ExitStack() as undo:
-            residency = None
-            if self._options.events:
-                residency = Residency(self._vllm_config.parallel_config.rank)
-                undo.callback(residency.close)
-            store = open_store(
-                engine,
-                self._vllm_config.model_config.model,
-                name,
-                replicas,
-                max(group.block_bytes for group in pages.values()),
-                self._options.digester,
-                residency,
-            )
-            undo.callback(store.close)
-            monitor = LMCacheMonitor(engine.stats_monitor)
-            self._lookup = RankLookup(self.plan, store, monitor)
-            first = next(iter(self.kv_caches.values()))
-            self.worker = HybridWorker(
-                self.plan,
-                pages,
-                store,
-                self._lookup,
-                first.device,
-                monitor=monitor,
-                residency=residency,
-            )
-            undo.pop_all()
-        report_pool(engine.storage_manager.local_cpu_backend, first.device)
-        self._guard = WeightsGuard()
-        self._clean_folders(self.worker)
-        # Last: from now on this rank makes promises.
-        guarded_lookup = GuardedLookup(self._lookup, self._guard)
-        self._server.serve(guarded_lookup, self._reset, self.worker.ledger)
-
-    def _clean_folders(self, worker: HybridWorker) -> None:
-        assert self._manager is not None
-        config, limits = self._manager.config, self._options.folder_limits
-        try:
-            self._cleaners = start_cleaners(config, limits, worker.ledger)
-        except Exception as error:
-            caught("start_cleaner", error, "this engine deletes no old records", worker.ledger)
-
     def _reset(self, epoch: int) -> None:
         """Forget all that this rank stored. Runs on the thread that answers lookups."""
         assert self.worker is not None
@@ -381,18 +297,13 @@ class HybridConnector(KVConnectorBase_V1):
         if self.worker is not None:
             ends.append(self.worker.shutdown)
         if self._manager is not None:
-            ends += (self._manager.stop_services, self._close_engine)
+            close = functools.partial(close_engine, self._manager)
+            ends += (self._manager.stop_services, close)
         for end in ends:
             try:
                 end()
             except Exception as error:
                 caught("shutdown", error, "a part of LMCache was not ended", self.ledger)
-
-    def _close_engine(self) -> None:
-        """Close the engine if LMCache could not start its own thread for that."""
-        engine = self._manager and self._manager.lmcache_engine
-        if engine and engine.storage_manager and engine.storage_manager.thread.is_alive():
-            engine.close()
 
     # Worker side
 
@@ -450,8 +361,7 @@ class HybridConnector(KVConnectorBase_V1):
             return results
         loads = self.worker.results(finished_req_ids, self._metadata.waits)
         if not self._guard.stands():
-            loads.failed_recving.update(loads.finished_recving)
-            self.worker.loads.failed = dict.fromkeys(loads.finished_recving)
+            self.worker.fail(loads)
         results.finished_recving.update(loads.finished_recving)
         results.failed_recving.update(loads.failed_recving)
         return results
@@ -528,7 +438,7 @@ class HybridConnector(KVConnectorBase_V1):
                 self.scheduler.store_watch.reported(counts)
 
     def _leave_tail(
-        self, request: "Request", block_ids: tuple[list[int], ...], offers: "Sequence[Offer]"
+        self, request: "Request", block_ids: tuple[list[int], ...], offers: Sequence["Offer"]
     ) -> bool:
         if self.scheduler is not None:
             self.scheduler.leave_tail(request.request_id)
@@ -536,15 +446,13 @@ class HybridConnector(KVConnectorBase_V1):
 
     @guarded("its last state is not stored", _leave_tail)
     def register_finished_partial_tail(
-        self, request: "Request", block_ids: tuple[list[int], ...], offers: "Sequence[Offer]"
+        self, request: "Request", block_ids: tuple[list[int], ...], offers: Sequence["Offer"]
     ) -> bool:
         if self.scheduler is None:
             return False
         return self.scheduler.register_finished_partial_tail(request, block_ids, offers)
 
-    def _free_blocks(
-        self, request: "Request", block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def _free_blocks(self, request: "Request", block_ids: list[int]) -> Any:
         return False, None
 
     @guarded("a part of its books stays", _free_blocks)

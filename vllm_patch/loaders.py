@@ -113,7 +113,7 @@ def _check_options(vllm_config: "VllmConfig") -> None:
     # Off for a model that LMCache's own adapter serves.
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         return
-    from lmcache_hybrid.connector import check_options  # imports LMCache
+    from lmcache_hybrid.config.check import check_options  # imports LMCache
 
     transfer = vllm_config.kv_transfer_config
     if transfer.kv_connector != CONNECTOR:  # it reads its own part of a MultiConnector's

@@ -43,6 +43,13 @@ def open_backends(manager: "LMCacheManager") -> "LMCacheEngine | None":
     return None
 
 
+def close_engine(manager: "LMCacheManager") -> None:
+    """Close the engine if LMCache could not start its own thread for that."""
+    engine = manager.lmcache_engine
+    if engine and engine.storage_manager and engine.storage_manager.thread.is_alive():
+        engine.close()
+
+
 def _end_lost_loop(before: Collection[threading.Thread]) -> None:
     """End the event loop that LMCache leaves behind where its backends do not open.
 

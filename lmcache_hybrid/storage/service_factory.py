@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes LMCache build its engine, backends and health checks for a hybrid model."""
+"""Starts LMCache, and makes it build its engine, backends and health checks for a hybrid model."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache.integration.vllm.utils import ENGINE_NAME
 from lmcache.v1.metadata import LMCacheMetadata
 
+from lmcache_hybrid.core.groups import GroupPlan, layer_specs
 from lmcache_hybrid.storage import api_server
 from lmcache_hybrid.storage.disk import make_backend
 from lmcache_hybrid.storage.host_memory import pin_exactly
@@ -14,15 +15,36 @@ from lmcache_hybrid.storage.remote import make_connector
 from lmcache_hybrid.upstream.lmcache_home import (
     LMCacheEngine,
     LMCacheEngineBuilder,
+    LMCacheManager,
     VllmServiceFactory,
 )
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import AttentionSpec
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
-    from lmcache_hybrid.upstream.lmcache_home import LMCacheManager
+
+def start_lmcache(
+    config: "LMCacheEngineConfig",
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    plan: GroupPlan,
+    role: str,
+    connector: Any,
+) -> LMCacheManager:
+    """Start LMCache's services of a role; :mod:`.open_store` opens a worker's backends."""
+    groups = [kv_cache_config.kv_cache_groups[index] for index in plan.attention]
+    factory = HybridServiceFactory(
+        config,
+        vllm_config,
+        role,
+        next(iter(layer_specs(groups[0]))),
+        sum(len(group.layer_names) for group in groups),
+    )
+    manager = LMCacheManager(config, factory, connector=connector)
+    manager.start_services()
+    return manager
 
 
 class HybridServiceFactory(VllmServiceFactory):
@@ -96,7 +118,7 @@ class HybridServiceFactory(VllmServiceFactory):
     def maybe_create_offload_server(self) -> None:
         return None  # stores by attention slots
 
-    def maybe_create_internal_api_server(self, lmcache_manager: "LMCacheManager") -> Any:
+    def maybe_create_internal_api_server(self, lmcache_manager: LMCacheManager) -> Any:
         server = super().maybe_create_internal_api_server(lmcache_manager)
         if server is not None:
             api_server.guard(server, lmcache_manager)

@@ -115,6 +115,11 @@ class HybridWorker:
         """Return the loads that ended, see :meth:`.loads.LoadQueue.results`."""
         return self.loads.results(finished, waits)
 
+    def fail(self, results: KVConnectorTransferResults) -> None:
+        """Turn the loads of the last :meth:`results` into failures: the weights have changed."""
+        results.failed_recving.update(results.finished_recving)
+        self.loads.failed = dict.fromkeys(results.finished_recving)
+
     def failed_loads(self) -> SlowLoads | None:
         """Return the failures among the loads of the last :meth:`results`; None for none."""
         return SlowLoads(self.loads.failed) if self.loads.failed else None

@@ -256,7 +256,7 @@ class Child:
             },
             "live": {
                 "tracked": self._hybrid.scheduler.num_tracked,
-                "claims": worker._lookup.num_claims,
+                "claims": worker.worker._lookup.num_claims,
                 "pinned": sum(obj.is_pinned for obj in [*pool.hot_cache.values(), *files]),
                 # Bytes of the pool that no stored record accounts for.
                 "buffers": allocated

@@ -68,23 +68,22 @@ def test_what_fails_on_one_rank_before_the_ranks_meet_is_said_to_the_others(
 
     def start(rank: int) -> None:
         hybrid = object.__new__(HybridConnector)
-        hybrid._registered = {}
+        hybrid._registered, hybrid.kv_cache_config, hybrid._manager = {}, None, None
         hybrid._vllm_config, hybrid.plan = copy.deepcopy(config), PLAN
         hybrid._options = Namespace(events=False)
         LOADED.note(hybrid._vllm_config.model_config, "weights")
-
-        def map_pages(kv_caches):
-            if rank == 1:
-                raise ConfigError("this layout is not served.")
-            return PAGES
-
-        hybrid._map_pages = map_pages
         try:
-            hybrid.register_kv_caches({})
+            hybrid.register_kv_caches({"rank": rank})
         except ConfigError as error:
             refused.append((rank, str(error)))
         assert hybrid.worker is None
 
+    def map_pages(vllm_config, kv_cache_config, plan, kv_caches, config):
+        if kv_caches["rank"] == 1:
+            raise ConfigError("this layout is not served.")
+        return PAGES
+
+    monkeypatch.setattr(door, "map_pages", map_pages)
     monkeypatch.setattr(door.HybridConnector, "_open", lambda *_: pytest.fail("opened"))
     meeting.run(start)
     assert refused == [(1, "this layout is not served.")]

@@ -27,7 +27,7 @@ from lmcache_hybrid.config.own_options import (
     read_own_options,
     remarks,
 )
-from lmcache_hybrid.connector import check_options
+from lmcache_hybrid.config.check import check_options
 from lmcache_hybrid.core.errors import ConfigError
 from vllm_patch import loaders
 

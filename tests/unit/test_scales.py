@@ -142,10 +142,10 @@ def register(built: Built, layers: dict[str, SimpleNamespace], monkeypatch) -> t
     connector._vllm_config = SimpleNamespace(
         compilation_config=context, parallel_config=SimpleNamespace(rank=1)
     )
-    connector._manager = SimpleNamespace(config=None, post_init=list, lmcache_engine=None)
+    connector._manager = SimpleNamespace(config=1, post_init=list, lmcache_engine=None)
     found: list[tuple[int, ...]] = []
     monkeypatch.setattr(
-        "lmcache_hybrid.connector.check_sizes", lambda _, *sizes: found.append(sizes)
+        "lmcache_hybrid.worker_side.check_sizes", lambda _, *sizes: found.append(sizes)
     )
     monkeypatch.setattr("lmcache_hybrid.connector.fingerprints", lambda *_: (bytes(16), None))
     connector.register_kv_caches(dict(built.views))

@@ -6,14 +6,13 @@ import os
 import struct
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace as Namespace
 
 import pytest
 import torch
 import xxhash
 from typer.testing import CliRunner
 
-from lmcache_hybrid import connector
 from lmcache_hybrid.config.own_options import KEY_FILE_KEY
 from lmcache_hybrid.core.digests import MAX_KEY, PLAIN, SEAL_BYTES, KeyedDigester, read_key
 from lmcache_hybrid.core.errors import ConfigError, DamagedError, RecordError
@@ -33,6 +32,7 @@ from lmcache_hybrid.storage.record import (
 from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.worker.pages import GroupPages
+from lmcache_hybrid.worker_side import make_worker
 
 from .helpers import payload_of
 from .lmcache_settings import assert_one_sentence, options
@@ -310,13 +310,11 @@ def test_an_engine_opens_its_store_with_the_key(tmp_path, monkeypatch):
         raise _Opened(fingerprint, digester, replicas)
 
     monkeypatch.setattr(lmcache_store, "LMCacheStore", opened)
-    own = connector.HybridConnector.__new__(connector.HybridConnector)
-    own._options = options(**{KEY_FILE_KEY: str(key_file(tmp_path))})
-    own._vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="m"))
-    own._server, own.plan = object(), SimpleNamespace(replicated=(3,))
+    vllm_config = Namespace(model_config=Namespace(model="m"))
+    own, pages = options(**{KEY_FILE_KEY: str(key_file(tmp_path))}), {0: Namespace(block_bytes=8)}
     replicas = Replicas(frozenset({3}), b"alike on all of.", 0, bytes(16))
     with pytest.raises(_Opened) as error:
-        own._open_store(None, {0: SimpleNamespace(block_bytes=8)}, FINGERPRINT, replicas)
+        make_worker(None, vllm_config, None, pages, own, "cpu", FINGERPRINT, replicas)
     fingerprint, digester, shared = error.value.args
     assert digester.key_id == MINE.key_id
     assert fingerprint == MINE.name(FINGERPRINT)

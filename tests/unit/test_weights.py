@@ -284,7 +284,7 @@ def test_an_engine_whose_weights_are_not_known_opens_no_store(monkeypatch, hybri
         config=None, post_init=lambda: opened.append("store"), lmcache_engine=None
     )
     connector.worker = None
-    monkeypatch.setattr("lmcache_hybrid.connector.check_sizes", lambda *_: None)
+    monkeypatch.setattr("lmcache_hybrid.worker_side.check_sizes", lambda *_: None)
 
     def fingerprints(*_):
         raise UnknownWeightsError("load_format=mine does not tell, use another one")

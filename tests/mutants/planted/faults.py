@@ -20,7 +20,7 @@ DEFECTS = (
     one(
         "an engine that LMCache could not close stays open",
         "lmcache_hybrid/connector.py",
-        "            ends += (self._manager.stop_services, self._close_engine)\n",
+        "            ends += (self._manager.stop_services, close)\n",
         "            ends.append(self._manager.stop_services)\n",
     ),
     one(

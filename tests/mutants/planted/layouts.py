@@ -3,7 +3,7 @@
 
 from tests.mutants.defect import one
 
-CONNECTOR = "lmcache_hybrid/connector.py"
+WORKER_SIDE = "lmcache_hybrid/worker_side.py"
 PAGES = "lmcache_hybrid/worker/pages.py"
 GROUPS = "lmcache_hybrid/core/groups.py"
 RUNS = "lmcache_hybrid/worker/layout.py"
@@ -18,7 +18,7 @@ DEFECTS = (
     ),
     one(
         "pages are not told how many blocks there are",
-        CONNECTOR,
+        WORKER_SIDE,
         "GroupPages(groups[index].layer_names, kv_caches, num_blocks, count(index))",
         "GroupPages(groups[index].layer_names, kv_caches, None, count(index))",
     ),
@@ -78,8 +78,8 @@ DEFECTS = (
     ),
     one(
         "scales of loaded blocks are reset by the first forward",
-        CONNECTOR,
-        "        reset_scales(self.kv_cache_config, kv_caches, context)\n",
+        WORKER_SIDE,
+        "    reset_scales(kv_cache_config, kv_caches, context)\n",
         "",
     ),
     one(

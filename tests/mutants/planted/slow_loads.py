@@ -138,8 +138,8 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "after new weights loads count as slow",
-        "lmcache_hybrid/connector.py",
-        "            self.worker.loads.failed = dict.fromkeys(loads.finished_recving)\n",
+        "lmcache_hybrid/worker/worker.py",
+        "        self.loads.failed = dict.fromkeys(results.finished_recving)\n",
         "",
     ),
     one(

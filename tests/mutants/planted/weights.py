@@ -60,9 +60,9 @@ DEFECTS = (
     ),
     one(
         "a load of what other weights have stored succeeds",
-        CONNECTOR,
-        "            loads.failed_recving.update(loads.finished_recving)\n",
-        "            pass\n",
+        "lmcache_hybrid/worker/worker.py",
+        "        results.failed_recving.update(results.finished_recving)\n",
+        "",
     ),
     one(
         "steps of new weights are stored as those of the old ones",
