@@ -8,9 +8,11 @@ vLLM calls :func:`register` in the API server, in EngineCore and in every worker
 | Module | What it replaces in vLLM |
 |---|---|
 | ``configuration`` | defaults, and refusals at start-up, in ``VllmConfig`` |
+| ``unsound`` | nothing; it refuses settings with which hits would be wrong |
 | ``connector`` | the class ``LMCacheConnectorV1`` |
-| ``compat`` | bugs of the scheduler and of the CPU platform, one repair each |
-| ``copy_on_write`` | the copy on write of a block that a prompt hits in part (a repair, too) |
+| ``compat`` | bugs of the scheduler, one repair each |
+| ``cpu`` | bugs of the CPU platform, one repair each |
+| ``partial_hits`` | bugs of vLLM's own hits inside a block, one repair each |
 | ``loaders`` | model and adapter loaders, so that they note what they have loaded |
 | ``events`` | the reset of vLLM's own cache, of which the connector is told (a repair, too) |
 | ``sessions`` | sessions of streaming input, whose next parts start over (repairs, too) |
@@ -62,10 +64,12 @@ def _install() -> str | None:
             compat,
             configuration,
             connector,
+            cpu,
             events,
             loaders,
             look_ahead,
             media,
+            partial_hits,
             sessions,
         )
 
@@ -73,6 +77,8 @@ def _install() -> str | None:
         media.install()
         compat.install()
         look_ahead.install()
+        cpu.install()
+        partial_hits.install()
         sessions.install()
         events.install()
         loaders.install()

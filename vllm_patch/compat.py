@@ -1,38 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repairs of vLLM bugs that break hybrid prefix caching. One function each.
+"""Repairs of bugs of vLLM's scheduler that break hybrid prefix caching. One function each.
 
 Each acts only where this connector is used, or where its bug shows, and leaves vLLM alone
 otherwise. A method that upstream renamed raises AttributeError when the plugin loads.
 """
 
-import dataclasses
 import functools
-import inspect
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-
-from vllm.logger import init_logger
 
 from vllm_patch.configuration import hybrids_of, is_ours
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = init_logger("vllm.lmcache_hybrid.compat")
-
-# The function that vLLM's own repair of ``keep_cpu_block_size`` calls.
-CHOSEN_ONCE = "_preferred_block_size_for_backends"
-
 
 def install() -> None:
-    """Apply all repairs. Mutates vLLM's classes."""
-    from vllm.platforms import current_platform
+    """Apply all repairs. Mutates vLLM's classes.
 
+    Only the order of two matters: ``skip_partial_publish_when_full`` moves the end of a load that
+    ``publish_restored_states`` reads.
+    """
     promote_loads_in_order()
     publish_restored_states()
     skip_partial_publish_when_full()
@@ -40,81 +29,8 @@ def install() -> None:
     finish_resets()
     reserve_windows()
     unhash_uncomputed_blocks()
-    stop_at_the_next_boundary()
     publish_where_steps_ended()
     leave_no_chunk_empty()
-    copy_what_is_computed()
-    if current_platform.is_cpu():
-        keep_cpu_block_size()
-        no_cpu_prefill_checkpoints()
-
-
-def keep_cpu_block_size() -> None:
-    """EngineCore's second ``VllmConfig.__post_init__`` must not reset the block size.
-
-    Bug: after the engine is built, the start-up handshake runs
-    ``__post_init__`` again (vllm/v1/engine/core.py, ``_perform_handshakes``)
-    and ``CpuPlatform.check_and_update_config`` sets ``cache_config.block_size``
-    back to 128.
-    Symptom: the scheduler splits prefills on a 128-token grid, so no chunk
-    ends on a state boundary: boundaries are never offered, or hold the state
-    of another token. A vLLM that chooses the size only once is left alone.
-    Seen in: vLLM 0.32.0; gone in 0.33.0.
-    Remove when: vLLM >= 0.33 is the oldest supported version.
-    """
-    from vllm.platforms.cpu import CpuPlatform
-
-    if CHOSEN_ONCE in inspect.getsource(CpuPlatform.update_block_size_for_backend):
-        return
-    original = CpuPlatform.check_and_update_config.__func__
-
-    @functools.wraps(original)
-    def check_and_update_config(cls: type, vllm_config: "VllmConfig") -> None:
-        cache_config = vllm_config.cache_config
-        # num_gpu_blocks is set once the KV cache exists; then the size is fixed.
-        settled = cache_config.block_size if cache_config.num_gpu_blocks else None
-        original(cls, vllm_config)
-        if settled is not None and cache_config.block_size != settled:
-            logger.info_once(
-                "Repaired vLLM's CPU platform: kept block size %d, which the "
-                "handshake had reset to %d.",
-                settled,
-                cache_config.block_size,
-            )
-            cache_config.block_size = settled
-
-    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
-
-
-def no_cpu_prefill_checkpoints() -> None:
-    """Mamba2 on CPU must not announce prefill checkpoints.
-
-    Bug: ``MambaMixer2.get_kv_cache_spec`` announces one checkpoint block on
-    every platform, but the CPU chunk scan returns no intermediate states.
-    Symptom: "index ... is out of bounds" on the first prompt longer than a
-    block with prefix caching on.
-    Seen in: vLLM 0.32.0 and 0.33.0.
-    Remove when: the CPU kernel returns intermediate states, or the spec asks
-    the platform.
-    """
-    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-
-    original = MambaMixer2.get_kv_cache_spec
-
-    @functools.wraps(original)
-    def get_kv_cache_spec(self: MambaMixer2, vllm_config: "VllmConfig") -> "KVCacheSpec | None":
-        spec = original(self, vllm_config)
-        if not getattr(spec, "num_prefill_checkpoint_blocks", 0):
-            return spec
-        logger.info_once(
-            "Repaired vLLM's Mamba2 on CPU: prefill checkpoints turned off, "
-            "which its kernel does not write."
-        )
-        return dataclasses.replace(
-            spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None
-        )
-
-    MambaMixer2.get_kv_cache_spec = get_kv_cache_spec
 
 
 def promote_loads_in_order() -> None:
@@ -366,38 +282,6 @@ def unhash_uncomputed_blocks() -> None:
     Scheduler._preempt_request = _preempt_request
 
 
-def stop_at_the_next_boundary() -> None:
-    """A prefill chunk that starts inside a block must end at that block's end.
-
-    Bug: with ``--prefix-match-unit`` a request can resume inside a block. Where the model
-    writes a checkpoint inside its last chunk (``num_prefill_checkpoint_blocks``), that chunk
-    runs past the end of the block it started in, and the block gets the hash of its end.
-    Symptom: the state of an earlier token is found, and offered to connectors, as that of the
-    boundary: the next request with this prefix gets wrong tokens, with or without a connector.
-    Seen in: vLLM 0.32.0 and 0.33.0.
-    Remove when: ``is_mamba_prefill_checkpoint_valid`` declines a start inside a block.
-    """
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    original = Scheduler._mamba_block_aligned_split
-
-    @functools.wraps(original)
-    def _mamba_block_aligned_split(
-        self: Scheduler, request: "Request", num_new_tokens: int, *computed: int, **more: int
-    ) -> int:
-        count = original(self, request, num_new_tokens, *computed, **more)
-        if not is_ours(self.vllm_config):
-            return count
-        start = request.num_computed_tokens + sum(computed) + sum(more.values())
-        prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
-        to_boundary = -start % self.cache_config.block_size
-        if not to_boundary or start >= prefill_end:
-            return count
-        return min(count, to_boundary)
-
-    Scheduler._mamba_block_aligned_split = _mamba_block_aligned_split
-
-
 def publish_where_steps_ended() -> None:
     """A state must be published although ``shared_prefix_boundary`` has moved on since its step.
 
@@ -467,78 +351,3 @@ def leave_no_chunk_empty() -> None:
         return end - num_computed_tokens if end > num_computed_tokens else num_new_tokens
 
     Scheduler._reserve_prefill_lookahead = _reserve_prefill_lookahead
-
-
-def copy_what_is_computed() -> None:
-    """A hit inside an attention block must wait for the step that computes this block.
-
-    Bug: with ``--prefix-match-unit`` a hit can end inside a block, of which the request then gets
-    a copy. Blocks get their hash when they are allocated, and copies are made before the step's
-    forward: of a block that another request computes in this step nothing is there yet. vLLM's
-    states wait for the next step, its attention does not.
-    Symptom: of two requests that arrive together and share more than the cached state has seen,
-    the second one gets wrong tokens, with or without a connector. A connector stores them too.
-    Seen in: vLLM 0.32.0 and 0.33.0.
-    Remove when: ``FullAttentionManager`` has ``cached_blocks_this_step``, as ``MambaManager``.
-    """
-    from vllm.v1.core.single_type_kv_cache_manager import (
-        FullAttentionManager,
-        SingleTypeKVCacheManager,
-    )
-
-    start, cache, count = (
-        SingleTypeKVCacheManager.new_step_starts,
-        FullAttentionManager.cache_blocks,
-        SingleTypeKVCacheManager.get_num_blocks_to_allocate,
-    )
-
-    @functools.wraps(start)
-    def new_step_starts(self: SingleTypeKVCacheManager) -> None:
-        start(self)
-        vars(self).pop("_hybrid_uncomputed", None)
-
-    @functools.wraps(cache)
-    def cache_blocks(
-        self: FullAttentionManager, request: "Request", *args: Any, **kwargs: Any
-    ) -> None:
-        if self.block_size == self.block_pool.hash_block_size:
-            return cache(self, request, *args, **kwargs)
-        first = self.num_cached_block.get(request.request_id, 0)
-        blocks = self.req_to_blocks.get(request.request_id, ())[first:]
-        before = [block.block_hash for block in blocks]
-        cache(self, request, *args, **kwargs)
-        fresh = {block.block_id for block, had in zip(blocks, before) if block.block_hash != had}
-        vars(self).setdefault("_hybrid_uncomputed", set()).update(fresh)
-
-    @functools.wraps(count)
-    def get_num_blocks_to_allocate(
-        self: SingleTypeKVCacheManager,
-        request_id: str,
-        num_tokens: int,
-        new_computed_blocks: "Sequence[KVCacheBlock]",
-        total_computed_tokens: int,
-        num_local_computed_tokens: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> int:
-        uncomputed = vars(self).get("_hybrid_uncomputed", ())
-        if (
-            uncomputed
-            and self._has_partial_local_hit(new_computed_blocks, num_local_computed_tokens)
-            and new_computed_blocks[-1].block_id in uncomputed
-        ):
-            return self.block_pool.num_gpu_blocks + 1  # more than there are: not in this step
-        return count(
-            self,
-            request_id,
-            num_tokens,
-            new_computed_blocks,
-            total_computed_tokens,
-            num_local_computed_tokens,
-            *args,
-            **kwargs,
-        )
-
-    SingleTypeKVCacheManager.new_step_starts = new_step_starts
-    FullAttentionManager.cache_blocks = cache_blocks
-    SingleTypeKVCacheManager.get_num_blocks_to_allocate = get_num_blocks_to_allocate

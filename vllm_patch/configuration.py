@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sets defaults, and refuses unsupported settings, in vLLM's configuration.
 
-Runs in ``VllmConfig.__post_init__``: in the API server, and again in EngineCore.
+Runs in ``VllmConfig.__post_init__``: in the API server, and again in EngineCore. Settings that
+would make hits wrong: :mod:`.unsound`.
 """
 
 import functools
@@ -16,6 +17,7 @@ from vllm.logger import init_logger
 from lmcache_hybrid.config.own_options import LOAD_FAILURE_KEY, is_meant, load_failure_policy
 from lmcache_hybrid.core.groups import BESIDE_KEY
 from lmcache_hybrid.upstream import versions
+from vllm_patch import unsound
 
 if TYPE_CHECKING:
     from lmcache_hybrid.connector import HybridConnector
@@ -292,7 +294,7 @@ def _settle_hybrid(config: VllmConfig) -> None:
             "remove --disable-hybrid-kv-cache-manager."
         )
     _refuse_long_folder_of_sockets()
-    _refuse_unsound(config)
+    unsound.refuse(config)
     own = _settle_neighbours(transfer)
     _settle_hash(cache)
     # An option of ours, as vLLM cannot tell an explicit "fail" from its default.
@@ -354,76 +356,6 @@ def _refuse_long_folder_of_sockets() -> None:
             f"at most {most}; set it, or the TMPDIR that stands in for it, to a shorter path, such "
             "as /tmp."
         )
-
-
-def _refuse_unsound(config: VllmConfig) -> None:
-    """Refuse settings with which stored bytes, or results from them, would be wrong."""
-    from vllm.platforms import current_platform
-
-    speculative = config.speculative_config
-    if speculative is not None and current_platform.is_cpu() and _is_hybrid(config):
-        # States of accepted drafts are moved by a Triton kernel. Without prefix caching
-        # nothing moves them, and vLLM's answers are wrong.
-        raise ValueError(
-            f"speculative_config with method {speculative.method!r} does not work with "
-            "recurrent layers on vLLM's CPU backend; remove --speculative-config."
-        )
-    if (dtype := str(config.cache_config.cache_dtype)).startswith("octave"):
-        # vLLM keeps these by a token's slot in the cache, where a load does not write.
-        raise ValueError(
-            f"kv_cache_dtype={dtype!r} keeps some keys and values beside the KV cache, where "
-            "loaded blocks have none; use --kv-cache-dtype auto."
-        )
-    media = config.model_config.multimodal_config
-    pruned = media is not None and media.is_multimodal_pruning_enabled()
-    if pruned and config.model_config.uses_mrope:
-        # vLLM corrects the positions behind a pruned video only when it computes the video.
-        raise ValueError(
-            f"video_pruning_rate={media.video_pruning_rate} leaves the text behind a video at "
-            "wrong positions after a hit, with a model that has M-RoPE; remove "
-            "--video-pruning-rate."
-        )
-    if config.weight_transfer_config is not None:
-        raise ValueError(
-            f"weight_transfer_config={config.weight_transfer_config!r} replaces weights while "
-            "what the old ones computed stays in LMCache; remove --weight-transfer-config."
-        )
-    _refuse_unsound_steps(config)
-
-
-def _refuse_unsound_steps(config: VllmConfig) -> None:
-    """Refuse settings that go on after a step with wrong blocks, or schedule on each rank."""
-    parallel = config.parallel_config
-    if parallel.enable_fault_tolerance:
-        # Blocks of a failed step keep their hashes, and the next request hits them.
-        raise ValueError(
-            "enable_fault_tolerance=True goes on with blocks that a failed step did not compute, "
-            "and LMCache would share them; remove --enable-fault-tolerance."
-        )
-    if parallel.all2all_backend == "nixl_ep" and parallel.data_parallel_size > 1:
-        raise ValueError(
-            "all2all_backend='nixl_ep' reports a lost expert after a step's blocks were stored; "
-            "choose another --all2all-backend."
-        )
-    launched = parallel.distributed_executor_backend == "external_launcher"
-    if launched and (parallel.world_size > 1 or int(os.environ.get("RANK", "0"))):
-        raise ValueError(
-            "distributed_executor_backend='external_launcher' gives each rank a scheduler that "
-            "must decide alike, and lookups end at different times on them; use 'mp' or 'ray'."
-        )
-    if config.aux_output_config.enabled and not _caps_hits():
-        # Tokens restored by a hit have no auxiliary output; the worker crashes at the first one.
-        raise ValueError(
-            "aux_output_config with enable_return_routed_experts=True ends the engine at the first "
-            "hit in this release of vLLM; remove --enable-return-routed-experts, or use vLLM 0.33."
-        )
-
-
-def _caps_hits() -> bool:
-    """Whether this vLLM recomputes tokens without auxiliary output (0.33 does)."""
-    from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
-
-    return hasattr(AuxOutputSchedulerConnector, "cap_external_hit")
 
 
 def _settle_hash(cache: CacheConfig) -> None:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.identity.model_code import classes_of
 from lmcache_hybrid.identity.weights import LOADED, WeightsStream, tensors_identity
-from vllm_patch import copy_on_write as partial_hits
-from vllm_patch import sessions, sleep
+from vllm_patch import partial_hits, sessions, sleep
 from vllm_patch.configuration import CONNECTOR, is_ours
 
 if TYPE_CHECKING:

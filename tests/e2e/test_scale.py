@@ -76,7 +76,7 @@ def test_two_ranks_and_a_record_that_one_of_them_lost(
 
 
 def test_speculative_decoding_is_refused_on_cpu(model: Path) -> None:
-    """vLLM's own answers are wrong there, see ``vllm_patch.configuration._refuse_unsound``."""
+    """vLLM's own answers are wrong there, see ``vllm_patch.unsound``."""
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
     sentence = "speculative_config with method 'ngram' does not work with recurrent layers"
     with (

@@ -16,10 +16,10 @@ pytestmark = pytest.mark.engine
 PACKAGES = ("vllm_patch", "lmcache_hybrid")
 # Each stands in for one of vLLM's functions, calls it, and looks whether its bug shows.
 ENTERED = {
-    "vllm_patch.compat.copy_what_is_computed",
     "vllm_patch.compat.leave_no_chunk_empty",
     "vllm_patch.compat.publish_where_steps_ended",
-    "vllm_patch.compat.stop_at_the_next_boundary",
+    "vllm_patch.partial_hits.copy_what_is_computed",
+    "vllm_patch.partial_hits.stop_at_the_next_boundary",
     "vllm_patch.media._mark_requests",
     "vllm_patch.configuration.is_ours",  # which they ask
     "vllm_patch.configuration._say_what_is_no_list",  # which that one asks

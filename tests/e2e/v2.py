@@ -107,9 +107,9 @@ def allow_drafts() -> None:
     from triton.language import int1
     from triton.runtime import interpreter
 
-    from vllm_patch import configuration
+    from vllm_patch import unsound
 
-    configuration._refuse_unsound = lambda config: None
+    unsound.refuse = lambda config: None
     builder = interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
 

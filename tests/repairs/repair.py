@@ -109,7 +109,7 @@ def where(repair: Repair) -> str:
 
 
 def without(patch: pytest.MonkeyPatch, repair: Repair) -> None:
-    """Put back what a function of ``vllm_patch/compat.py`` has replaced in vLLM's classes."""
+    """Put back what a repair of ``vllm_patch`` has replaced in vLLM's classes."""
     file = f"{repair.__module__.replace('.', '/')}.py"
     replaced = []
     for hook in HOOKS:

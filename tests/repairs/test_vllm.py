@@ -26,8 +26,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 import vllm_patch
-from vllm_patch import compat, events, look_ahead, sessions, sleep
-from vllm_patch import copy_on_write as partial_hits
+from vllm_patch import compat, cpu, events, look_ahead, partial_hits, sessions, sleep
 
 from .repair import Repair, shows_bug_of, without
 
@@ -89,9 +88,9 @@ def test_a_block_that_was_never_computed_is_hit(simulation):
     return fails_without(simulation, compat.unhash_uncomputed_blocks)
 
 
-@shows_bug_of(compat.stop_at_the_next_boundary)
+@shows_bug_of(partial_hits.stop_at_the_next_boundary)
 def test_a_state_gets_the_hash_of_a_later_token(simulation):
-    return fails_without(simulation, compat.stop_at_the_next_boundary)
+    return fails_without(simulation, partial_hits.stop_at_the_next_boundary)
 
 
 @shows_bug_of(compat.skip_partial_publish_when_full)
@@ -195,9 +194,9 @@ def test_a_prompt_of_whole_blocks_and_a_few_tokens_is_never_finished(simulation)
     return False
 
 
-@shows_bug_of(compat.copy_what_is_computed)
+@shows_bug_of(partial_hits.copy_what_is_computed)
 def test_a_block_is_copied_before_it_is_computed(simulation):
-    without(simulation, compat.copy_what_is_computed)
+    without(simulation, partial_hits.copy_what_is_computed)
     with new_engine(hash_size=N // 2) as engine:
         ask(engine, "short", A[: N // 2 + 1])
         engine.clear_store()
@@ -261,12 +260,12 @@ def block_survives_reset(engine: SimEngine) -> bool:
     return ask(engine, "third", A[: 4 * N + 1]) != (0, 0)
 
 
-@shows_bug_of(compat.keep_cpu_block_size, fixed_in="0.33.0")
+@shows_bug_of(cpu.keep_cpu_block_size, fixed_in="0.33.0")
 def test_the_handshake_resets_the_block_size(monkeypatch):
     from vllm.platforms.cpu import CpuPlatform
 
     if hasattr(CpuPlatform.check_and_update_config, "__wrapped__"):  # else vLLM is left alone
-        without(monkeypatch, compat.keep_cpu_block_size)
+        without(monkeypatch, cpu.keep_cpu_block_size)
     config = engine_config("qwen3_next")
     config.cache_config.block_size = 384
     config.cache_config.num_gpu_blocks = 100
@@ -274,9 +273,9 @@ def test_the_handshake_resets_the_block_size(monkeypatch):
     return config.cache_config.block_size != 384
 
 
-@shows_bug_of(compat.no_cpu_prefill_checkpoints)
+@shows_bug_of(cpu.no_cpu_prefill_checkpoints)
 def test_mamba2_on_cpu_has_no_state_of_a_checkpoint(monkeypatch):
-    without(monkeypatch, compat.no_cpu_prefill_checkpoints)
+    without(monkeypatch, cpu.no_cpu_prefill_checkpoints)
     return announces_checkpoints(monkeypatch) and intermediate_states(chunks=2) < 2
 
 

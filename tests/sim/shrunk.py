@@ -7,7 +7,7 @@ With our repairs they end well; without the one that is named they fail, see tes
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_patch import compat
+from vllm_patch import compat, partial_hits
 
 from .engine import Stuck
 from .model import WrongBytes
@@ -110,7 +110,7 @@ SHRUNK = (
     ),
     Shrunk(
         "a chunk that starts inside a block ends with it",
-        compat.stop_at_the_next_boundary,
+        partial_hits.stop_at_the_next_boundary,
         WrongBytes,
         Setup(
             groups="as", blocks=13, batch=2 * N, seqs=1, hash_size=N // 2, part_bytes=1, interior=1

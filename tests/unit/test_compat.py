@@ -9,7 +9,7 @@ from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 
 import vllm_patch
-from vllm_patch import compat
+from vllm_patch import compat, cpu, partial_hits
 
 from .helpers import STATE_SPEC, engine_config
 
@@ -57,7 +57,7 @@ def test_no_prefill_checkpoints_on_cpu(monkeypatch, checkpoints):
         prefill_checkpoint_alignment=64 if checkpoints else None,
     )
     monkeypatch.setattr(MambaMixer2, "get_kv_cache_spec", lambda self, config: spec)
-    compat.no_cpu_prefill_checkpoints()
+    cpu.no_cpu_prefill_checkpoints()
     assert MambaMixer2.get_kv_cache_spec(None, None) == STATE_SPEC
 
 
@@ -258,7 +258,7 @@ def test_a_chunk_that_starts_inside_a_block_ends_with_it(
     monkeypatch.setattr(
         Scheduler, "_mamba_block_aligned_split", lambda self, request, tokens, *args, **more: tokens
     )
-    compat.stop_at_the_next_boundary()
+    partial_hits.stop_at_the_next_boundary()
     scheduler = scheduler_of(connector_name, cache_config=SimpleNamespace(block_size=16))
     request = SimpleNamespace(num_computed_tokens=start - 9, num_prompt_tokens=99, num_tokens=99)
     for computed in (((4, 5), {}), ((4,), {"num_external_computed_tokens": 5})):

@@ -20,7 +20,7 @@ def test_every_repair_is_listed_with_its_end():
     ]
     texts = "".join(file.read_text() for file in files)
     assert len(listed) == texts.count("Remove when:") - texts.count("No bug:") > 20
-    kept = listed["vllm_patch.compat.keep_cpu_block_size"]
+    kept = listed["vllm_patch.cpu.keep_cpu_block_size"]
     assert kept.remove_when == "vLLM >= 0.33 is the oldest supported version."
     assert all(repair.does.endswith(".") and repair.remove_when for repair in listed.values())
 
@@ -48,7 +48,7 @@ def test_the_list_can_be_read(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     result = CliRunner().invoke(app, ["version", "--repairs"])
     assert result.exit_code == 0
-    assert "vllm_patch.compat.keep_cpu_block_size" in result.stdout
+    assert "vllm_patch.cpu.keep_cpu_block_size" in result.stdout
     assert "Remove when: vLLM >= 0.33 is the oldest supported version." in result.stdout
     assert (
         "A VLLM_PLUGINS that does not name lmcache_hybrid switches all of it off." in result.stdout

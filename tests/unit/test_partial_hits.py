@@ -10,10 +10,9 @@ from vllm.config import KVTransferConfig
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import model_runner
 
-from vllm_patch import copy_on_write as partial_hits
-from vllm_patch import loaders, sessions
+from vllm_patch import loaders, partial_hits, sessions
 from vllm_patch.configuration import CONNECTOR
-from vllm_patch.copy_on_write import copy_whole_pages, without_covered
+from vllm_patch.partial_hits import copy_whole_pages, without_covered
 
 copy_whole_pages()
 

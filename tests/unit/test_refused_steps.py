@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from vllm_patch import configuration
+from vllm_patch import configuration, unsound
 
 from .helpers import engine_config
 
@@ -57,7 +57,7 @@ def test_a_rank_that_torchrun_started_is_refused(monkeypatch):
 @pytest.mark.parametrize("caps", [False, True])
 def test_experts_of_each_token_are_not_returned_for_hits(caps, monkeypatch):
     """vLLM 0.32 ends at the first hit; 0.33 computes where it has no experts."""
-    monkeypatch.setattr(configuration, "_caps_hits", lambda: caps)
+    monkeypatch.setattr(unsound, "_caps_hits", lambda: caps)
     config = engine_config("qwen3_next")
     config.aux_output_config.enable_return_routed_experts = True
     with nullcontext() if caps else pytest.raises(ValueError, match="; remove --enable-return-r"):

@@ -18,7 +18,17 @@ from lmcache_hybrid.tools.doctor import installation
 from lmcache_hybrid.tools.doctor.finding import Status
 from lmcache_hybrid.tools.doctor.model import kv_cache_config
 from lmcache_hybrid.upstream import signatures, versions
-from vllm_patch import compat, configuration, connector, events, loaders, media, sessions
+from vllm_patch import (
+    compat,
+    configuration,
+    connector,
+    cpu,
+    events,
+    loaders,
+    media,
+    partial_hits,
+    sessions,
+)
 
 from .helpers import LMCACHE, STATE_SPEC, engine_config
 from .test_vllm_patch import FULL, cache_config
@@ -26,7 +36,7 @@ from .test_vllm_patch import FULL, cache_config
 vllm_patch.register()
 
 # What they have patched in this process stays: patched again, it would be called twice.
-ELSEWHERE = (media, compat, sessions, events, loaders)
+ELSEWHERE = (media, compat, cpu, partial_hits, sessions, events, loaders)
 
 
 @pytest.fixture

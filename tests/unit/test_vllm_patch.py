@@ -83,6 +83,7 @@ def started(monkeypatch):
 
     def start(self, vllm_config, role, kv_cache_config):
         classes.append(type(self).__mro__[1])
+        self._attention_group = 3
 
     monkeypatch.setattr(HybridConnector, "__init__", start)
     monkeypatch.setattr(connector.UpstreamConnector, "__init__", start)
@@ -97,11 +98,11 @@ def finished(made) -> list:
     return told
 
 
-def test_the_end_of_a_hybrid_request_is_forwarded(started):
-    """All of it is with the scheduler side, which needs no blocks."""
+def test_the_attention_groups_blocks_are_forwarded(started):
+    """Upstream takes block_ids[0], which holds states here."""
     made = connector.LMCacheConnectorV1("config", KVConnectorRole.SCHEDULER, SERVED)
     assert started == [HybridConnector]
-    assert finished(made) == [("request", [1])]
+    assert finished(made) == [("request", [4, 5])]
     assert made.requires_kv_delivery is False
 
 
@@ -118,6 +119,7 @@ def test_a_model_without_states_has_vllms_own_methods(started):
     own = {name for name, value in vars(connector.LMCacheConnectorV1).items() if callable(value)}
     assert own - {"__new__", "__init__"} == {"request_finished_all_groups"}
     assert type(made) is connector.LMCacheConnectorV1
+    made._attention_group = connector.LMCacheConnectorV1._attention_group
     assert finished(made) == [("request", [1])]
 
 

@@ -5,6 +5,8 @@ from tests.compat.names.resolver import Hook, attributes
 
 _CONFIGURATION = "vllm_patch/configuration.py"
 _COMPAT = "vllm_patch/compat.py"
+_CPU = "vllm_patch/cpu.py"
+_PARTIAL = "vllm_patch/partial_hits.py"
 _SESSIONS = "vllm_patch/sessions.py"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
@@ -180,30 +182,31 @@ VLLM = (
         "Scheduler._try_schedule_encoder_inputs",
         holds=("num_computed_tokens < start_pos",),
     ),
-    # vllm_patch/copy_on_write.py
+    # vllm_patch/partial_hits.py
     Hook(
         "vllm.v1.worker.utils",
         "copy_kv_cache_blocks_inplace",
-        replaced_in="vllm_patch/copy_on_write.py",
+        replaced_in=_PARTIAL,
     ),
     Hook("vllm.v1.worker.gpu_model_runner", "copy_kv_cache_blocks_inplace"),
     Hook("vllm.v1.worker.gpu.model_runner", "copy_kv_cache_blocks_inplace"),
-    # vllm_patch/compat.py
+    # vllm_patch/cpu.py
     Hook(
         "vllm.platforms.cpu",
         "CpuPlatform.check_and_update_config",
         ("vllm_config",),
-        replaced_in=_COMPAT,
+        replaced_in=_CPU,
     ),
-    Hook(_CONFIG, "CacheConfig.block_size", replaced_in=_COMPAT),
+    Hook(_CONFIG, "CacheConfig.block_size", replaced_in=_CPU),
     Hook(_CONFIG, "CacheConfig.num_gpu_blocks"),
     Hook(
         "vllm.model_executor.layers.mamba.mamba_mixer2",
         "MambaMixer2.get_kv_cache_spec",
         ("vllm_config",),
-        replaced_in=_COMPAT,
+        replaced_in=_CPU,
     ),
     *attributes(_SPECS, "MambaSpec", "num_prefill_checkpoint_blocks prefill_checkpoint_alignment"),
+    # vllm_patch/compat.py
     Hook(_SCHEDULER, "Scheduler.kv_holding_waiting", replaced_in=_COMPAT),
     Hook(
         _SCHEDULER,
@@ -305,7 +308,7 @@ VLLM = (
         _SCHEDULER,
         "Scheduler._mamba_block_aligned_split",
         holds=("start % block_size != 0 and (not use_internal_checkpoint)",),
-        replaced_in=_COMPAT,
+        replaced_in=_PARTIAL,
     ),
     Hook(
         _SCHEDULER,
@@ -336,13 +339,13 @@ VLLM = (
         "RequestQueue",
         "remove_requests prepend_requests",
     ),
-    Hook(_MANAGER, "SingleTypeKVCacheManager.new_step_starts", replaced_in=_COMPAT),
-    Hook(_MANAGER, "SingleTypeKVCacheManager.get_num_blocks_to_allocate", replaced_in=_COMPAT),
+    Hook(_MANAGER, "SingleTypeKVCacheManager.new_step_starts", replaced_in=_PARTIAL),
+    Hook(_MANAGER, "SingleTypeKVCacheManager.get_num_blocks_to_allocate", replaced_in=_PARTIAL),
     Hook(
         _MANAGER,
         "FullAttentionManager.cache_blocks",
         holds=("self._cache_partial_tail_block(request, num_tokens)",),
-        replaced_in=_COMPAT,
+        replaced_in=_PARTIAL,
     ),
     *attributes(
         _MANAGER,

@@ -90,7 +90,7 @@ DEFECTS = (
     ),
     one(
         "text behind a pruned video is at wrong positions",
-        "vllm_patch/configuration.py",
+        "vllm_patch/unsound.py",
         "    if pruned and config.model_config.uses_mrope:\n",
         "    if False:\n",
     ),

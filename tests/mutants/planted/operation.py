@@ -14,6 +14,7 @@ RPC = "lmcache_hybrid/storage/rpc.py"
 GROUPS = "lmcache_hybrid/core/groups.py"
 PREFIX = "lmcache_hybrid/scheduler/prompt.py"
 COMPAT = "vllm_patch/compat.py"
+PARTIAL_HITS = "vllm_patch/partial_hits.py"
 COUNTS = "lmcache_hybrid/core/counts.py"
 METRICS = "lmcache_hybrid/metrics.py"
 
@@ -137,7 +138,7 @@ DEFECTS = (
     ),
     one(
         "a chunk that starts inside a block runs past it",
-        COMPAT,
+        PARTIAL_HITS,
         "    stop_at_the_next_boundary()\n",
         "",
     ),
@@ -155,19 +156,19 @@ DEFECTS = (
     ),
     one(
         "a hit inside a block copies it before it is computed",
-        COMPAT,
+        PARTIAL_HITS,
         "    copy_what_is_computed()\n",
         "",
     ),
     one(
         "a block that is being computed counts as uncomputed for ever",
-        COMPAT,
+        PARTIAL_HITS,
         '        vars(self).pop("_hybrid_uncomputed", None)\n',
         "        pass\n",
     ),
     one(
         "every block that a request holds counts as uncomputed",
-        COMPAT,
+        PARTIAL_HITS,
         " if block.block_hash != had}",
         "}",
     ),

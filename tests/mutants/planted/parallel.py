@@ -5,6 +5,7 @@ from tests.mutants.defect import Defect, one
 
 PARALLEL = "lmcache_hybrid/config/parallel.py"
 CONFIGURATION = "vllm_patch/configuration.py"
+UNSOUND = "vllm_patch/unsound.py"
 SCHEDULER = "lmcache_hybrid/scheduler/scheduler.py"
 
 DEFECTS: tuple[Defect, ...] = (
@@ -118,25 +119,25 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     one(
         "an engine goes on with blocks that a failed step left",
-        CONFIGURATION,
+        UNSOUND,
         "    if parallel.enable_fault_tolerance:\n",
         "    if False:\n",
     ),
     one(
         "a lost expert is told after its blocks were stored",
-        CONFIGURATION,
+        UNSOUND,
         'if parallel.all2all_backend == "nixl_ep" and parallel.data_parallel_size > 1:',
         "if False:",
     ),
     one(
         "each rank schedules by itself",
-        CONFIGURATION,
+        UNSOUND,
         'if launched and (parallel.world_size > 1 or int(os.environ.get("RANK", "0"))):',
         "if False:",
     ),
     one(
         "vLLM 0.32 is asked for the experts of a hit's tokens",
-        CONFIGURATION,
+        UNSOUND,
         "config.aux_output_config.enabled and not _caps_hits()",
         "False",
     ),
