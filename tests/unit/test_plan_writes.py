@@ -17,8 +17,8 @@ from lmcache_hybrid.config import lmcache_config
 from lmcache_hybrid.config.folders import read_limits
 from lmcache_hybrid.config.lmcache_config import settle_lmcache_config
 from lmcache_hybrid.config.options import read_options
-from lmcache_hybrid.config.store_sizes import check_sizes
 from lmcache_hybrid.config.own_options import read_own_options
+from lmcache_hybrid.config.store_sizes import check_sizes
 from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.tools.sizing.storage import BACKENDS
 

@@ -50,9 +50,9 @@ def cause_of_failure(url: str, error: Exception) -> str:
     """
     scheme, words = url.partition("://")[0].lower(), str(error).lstrip("-")
     if isinstance(error, MovedError) and scheme in ("redis", "rediss"):
-        tls = "" if scheme == "redis" else f", and name its certificates in {CA_FILE}"
+        files = "" if scheme == "redis" else f", and name its certificates in {CA_FILE}"
         new = f"redis-cluster://HOST:PORT in place of {scheme}://"
-        return f"it is a node of a cluster; write {new}{tls}"
+        return f"it is a node of a cluster; write {new}{files}"
     if words.startswith(_NO_LOGIN):
         return f"it asks for a password; put that into the file that {PASSWORD_FILE} names"
     tls = scheme == "rediss" or (scheme in (CLUSTER, SENTINEL) and bool(os.environ.get(CA_FILE)))

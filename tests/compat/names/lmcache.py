@@ -37,6 +37,8 @@ LMCACHE = (
     Hook("redis", "ResponseError"),
     Hook("redis.exceptions", "RedisClusterException"),
     Hook("redis.sentinel", "Sentinel.master_for", ("service_name",)),
+    Hook("redis.sentinel", "Sentinel.sentinels"),
+    Hook("redis.commands.sentinel", "SentinelCommands.sentinel_masters"),
     *attributes("redis.client", "Redis", "from_url execute_command connection_pool"),
     *attributes("redis.client", "Pipeline", "execute"),
     *attributes("redis.commands.core", "ManagementCommands", "ping dbsize"),
@@ -286,15 +288,11 @@ LMCACHE = (
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.retrieve_locations", replaced_in=_DOCTOR),
     Hook(_CONFIG, "_CONFIG_DEFINITIONS.remote_storage_plugins", replaced_in=_DOCTOR),
     *(
-        Hook(
-            _CONFIG,
-            f"_CONFIG_DEFINITIONS.{name}",
-            replaced_in=f"lmcache_hybrid/tools/doctor/{file}",
-        )
+        Hook(_CONFIG, f"_CONFIG_DEFINITIONS.{name}", replaced_in=f"lmcache_hybrid/{file}")
         for file, name in (
-            ("folders.py", "local_disk"),
-            ("folders.py", "remote_url"),
-            ("written.py", "remote_url"),
+            ("tools/doctor/folders.py", "local_disk"),
+            ("tools/doctor/folders.py", "remote_url"),
+            ("config/check.py", "remote_url"),
         )
     ),
     # lmcache_hybrid/storage/host_memory.py

@@ -476,6 +476,7 @@ VLLM = (
     Hook(_CONFIG, "LoadConfig.load_format"),
     *attributes(_CONFIG, "MambaConfig", "backend enable_stochastic_rounding"),
     *attributes(_CONFIG, "ParallelConfig", "world_size rank tensor_parallel_size"),
+    *attributes(_CONFIG, "ParallelConfig", "local_world_size"),
     *attributes(_CONFIG, "LoRAConfig", "lora_dtype target_modules enable_tower_connector_lora"),
     *attributes(_CONFIG, "MultiModalConfig", "mm_processor_kwargs media_io_kwargs"),
     *attributes(_CONFIG, "MultiModalConfig", "video_pruning_rate mm_encoder_attn_dtype"),

@@ -141,8 +141,8 @@ DEFECTS = (
     one(
         "two processes clean one folder at once",
         LOCK,
-        "        try:\n            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)\n            #",
-        "        try:\n            fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB)\n            #",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB)\n            # Somebody",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB)\n            # Somebody",
     ),
     one(
         "a lock file that was deleted still counts",

