@@ -73,8 +73,10 @@ def make_drafter(model: Path, method: str) -> Path:
     if out.exists():
         return out
     target = json.loads((model / "config.json").read_text())
-    same = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    same = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")
     config = {name: target[name] for name in (*same, "intermediate_size", "rms_norm_eps")}
+    whole = target["hidden_size"] // target["num_attention_heads"]
+    config["head_dim"] = target.get("head_dim") or whole
     config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
     config |= {"num_hidden_layers": 1, "tie_word_embeddings": False}
     config |= {"max_position_embeddings": target["max_position_embeddings"]}

@@ -293,7 +293,8 @@ def test_a_worker_of_a_hybrid_model_asks_for_it(monkeypatch, role):
     builder = SimpleNamespace(get_or_create=lambda *a: calls.append("engine"))
     monkeypatch.setattr(services, "LMCacheEngineBuilder", builder)
     factory = services.HybridServiceFactory.__new__(services.HybridServiceFactory)
-    factory.role, factory.lmcache_config, factory.metadata = role, None, object()
+    factory.role, factory.metadata = role, object()
+    factory.lmcache_config = SimpleNamespace()
     upstream = services.VllmServiceFactory
     monkeypatch.setattr(upstream, "get_or_create_lmcache_engine", lambda self: None)
     factory.get_or_create_lmcache_engine()

@@ -382,9 +382,9 @@ def test_the_password_of_the_environment_counts_where_there_is_no_file(monkeypat
 
 
 @pytest.mark.parametrize("variable", [login.PASSWORD_FILE, login.CA_FILE])
-def test_files_that_are_not_there_are_told(monkeypatch, variable):
-    monkeypatch.setenv(variable, "/nowhere")
-    with pytest.raises(ConfigError, match=f"^{variable}='/nowhere'") as error:
+def test_files_that_are_not_there_are_told(monkeypatch, tmp_path, variable):
+    monkeypatch.setenv(variable, f"{tmp_path}/nowhere")
+    with pytest.raises(ConfigError, match=f"^{variable}='{tmp_path}/nowhere'") as error:
         connection_options("rediss://localhost:1")
     assert_one_sentence(str(error.value))
 

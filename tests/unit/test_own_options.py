@@ -411,7 +411,7 @@ def test_a_malformed_value_hides_no_other_mistake(written, tmp_path):
     """Not what is found only in the values of all options together."""
     written.add(in_file, "lmcache.max_local_cpu_size", "2Gi")
     written.add(in_file, "lmcache.local_disk", str(tmp_path / "disk"))  # and no size
-    written.add(in_file, "lmcache.cache_policy", "mru")
+    written.add(in_file, "lmcache.cache_policy", "best")
     written.add(in_environment, POLICY_KEY, "fast")
     written.add(in_extra, MAX_SIZE_KEY, 5)  # and no fs://
     told = told_of_all(written)
@@ -498,7 +498,7 @@ def test_the_check_before_the_weights_leaves_warnings_to_the_connector(
 def test_who_is_served_is_checked_by_the_loader(written, monkeypatch, name, off, checked):
     """Not a dense model, which LMCache's own adapter serves."""
     monkeypatch.setattr(
-        "lmcache_hybrid.connector.check_options", lambda config: asked.append(config)
+        "lmcache_hybrid.config.check.check_options", lambda config: asked.append(config)
     )
     asked: list[Any] = []
     children = [

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 import vllm_patch
 from lmcache_hybrid.connector import HybridConnector
 from lmcache_hybrid.core.groups import BESIDE_KEY
-from vllm_patch import configuration, connector
+from vllm_patch import configuration, connector, unsound
 
 from .helpers import LMCACHE, STATE_SPEC, engine_config, model
 
@@ -402,7 +402,7 @@ def test_keys_beside_the_kv_cache_are_refused(monkeypatch):
     config = engine_config("qwen3_next")
     monkeypatch.setattr(config, "cache_config", SimpleNamespace(cache_dtype="octave_k3v4"))
     with pytest.raises(ValueError, match="kv_cache_dtype='octave_k3v4' .*; use .* auto"):
-        configuration._refuse_unsound(config)
+        unsound.refuse(config)
 
 
 def test_pruned_videos_are_refused_where_positions_depend_on_them(monkeypatch):
@@ -413,7 +413,7 @@ def test_pruned_videos_are_refused_where_positions_depend_on_them(monkeypatch):
         monkeypatch.setattr(config, "model_config", model)
         ends = pytest.raises(ValueError, match="=0.5 .* remove --video")
         with ends if refused else nullcontext():
-            configuration._refuse_unsound(config)
+            unsound.refuse(config)
 
 
 @pytest.mark.parametrize(

@@ -371,11 +371,11 @@ def test_a_file_that_lmcache_cannot_read(context, text):
 def test_a_malformed_value_hides_no_other_mistake(context, tmp_path):
     """And no folder is made."""
     disk = tmp_path / "disk"
-    settings = {"local_disk": str(disk), "max_local_disk_size": 1, "cache_policy": "mru"}
+    settings = {"local_disk": str(disk), "max_local_disk_size": 1, "cache_policy": "best"}
     found = context(max_local_cpu_size="2Gi", **settings)
     told = [bad.message for bad in of_status(assert_sentences(check_options(found)), ERROR)]
     assert len(told) == 2 and told[0].startswith("max_local_cpu_size='2Gi' is not a number")
-    assert "cache_policy='mru' is none of" in told[1]
+    assert "cache_policy='best' is none of" in told[1]
     assert not disk.exists()
 
 

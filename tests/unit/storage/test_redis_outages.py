@@ -316,10 +316,10 @@ def test_why_a_primary_behind_sentinels_cannot_be_used_is_told(
     host = address_of_this_machine() if address else "127.0.0.1"
     with ValkeyServer(config={"bind": " ".join({"127.0.0.1", host})}) as server:
         server.client().config_set("requirepass", password)
-        (port,) = free_ports(1)
+        place, (port,) = (host, server.port), free_ports(1)
         url = f"redis-sentinel://localhost:{port}"
         soon = f"sentinel down-after-milliseconds {Sentinels.service} 200"
-        sentinel = Sentinel(tmp_path / "sentinel", port, (host, server.port), soon, *lines)
+        sentinel = Sentinel(tmp_path / "sentinel", port, place, soon, *lines)
         one = Box("redis", tmp_path, None, remote_url=url)
         try:
             if down:
@@ -335,8 +335,8 @@ def test_why_a_primary_behind_sentinels_cannot_be_used_is_told(
     assert line.startswith(f"{url} refuses records")
     assert str(error.value).startswith(f"{url} cannot be used: ")
     for each in words:
-        assert each.format(host, server.port) in line
-        assert each.format(host, server.port) in str(error.value)
+        assert each.format(*place) in line
+        assert each.format(*place) in str(error.value)
     assert "secret" not in line + str(error.value)
 
 
