@@ -193,7 +193,12 @@ class HybridConnector(KVConnectorBase_V1):
     def _start_scheduler(self, config: "LMCacheEngineConfig", options: Options, unit: int) -> None:
         timeout_ms = config.lookup_timeout_ms
         self._client = LookupClient(self._vllm_config, timeout_ms)
-        self._queue = LookupQueue(self._client.ask, timeout_ms, contents=self._client.contents)
+        self._queue = LookupQueue(
+            self._client.ask,
+            timeout_ms,
+            contents=self._client.contents,
+            drop=self._client.drop,
+        )
         self.scheduler = make_scheduler(
             self._vllm_config, self.kv_cache_config, self.plan, unit, config, options, self._queue
         )
@@ -256,7 +261,8 @@ class HybridConnector(KVConnectorBase_V1):
         self.worker, self._guard = worker, WeightsGuard()
         self._cleaners = clean_folders(self._manager.config, options, worker.ledger)
         # Last: from now on this rank makes promises.
-        self._server.serve(GuardedLookup(lookup, self._guard), self._reset, worker.ledger)
+        guarded_lookup = GuardedLookup(lookup, self._guard)
+        self._server.serve(guarded_lookup, self._reset, worker.ledger, worker.drop)
 
     def _unmap(self) -> None:
         if self.worker is not None:
@@ -459,9 +465,9 @@ class HybridConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        if self.scheduler is not None:
-            self.scheduler.request_finished(request)
-        return False, None
+        if self.scheduler is None:
+            return False, None
+        return False, self.scheduler.request_finished(request)
 
     @guarded("KV cache events of this step are lost", lambda self: [])
     def take_events(self) -> "list[KVCacheEvent]":

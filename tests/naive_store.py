@@ -4,7 +4,7 @@
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 
@@ -107,6 +107,15 @@ class NaiveStore:
 
     def discard(self, key: RecordKey, claim: Claim | None = None) -> None:
         self.records.pop(key, None)
+
+    def in_use(self, hashes: Set[bytes], tags: tuple[tuple[str, str], ...]) -> bool:
+        return any(key.block_hash in hashes and key.tags == tags for key in self.pins)
+
+    def is_writing(self, keys: Sequence[RecordKey], seconds: float) -> bool:
+        return False
+
+    def remove(self, keys: Sequence[RecordKey], seconds: float) -> dict[str, int]:
+        return {self.name: sum(self.records.pop(key, None) is not None for key in keys)}
 
     def reserve(self, payload: int) -> Buffer | None:
         return _NaiveBuffer(self, bytearray(record_bytes(payload)))

@@ -57,6 +57,7 @@ class SchedulerCounts:
             token: no later request can hit them.
         dropped_offers: states that vLLM handed off and that were not stored, by reason.
         skipped_requests: requests that are not looked up, or not stored (any more), by reason.
+        drops: requests that asked to drop their records, by outcome: done, refused or failed.
         caught_errors: unexpected errors, by where they were caught: :mod:`.faults`.
     """
 
@@ -77,6 +78,7 @@ class SchedulerCounts:
     granularity_tokens: int = 0
     dropped_offers: Counter[str] = _split()
     skipped_requests: Counter[str] = _split()
+    drops: Counter[str] = _split()
     caught_errors: Counter[str] = _split()
 
 
@@ -101,6 +103,7 @@ class WorkerCounts:
         load_seconds: of one request's load, from its start to its end.
         load_wait_seconds: from the step that asked for the load to its start.
         failed_loads: by reason and kind of the record at fault, see :func:`failure_label`.
+        dropped_records: removed because a request asked for it, by backend.
         cleaned_records, cleaned_bytes: deleted from the folders of ``fs://``, by reason.
         caught_errors: as the scheduler's.
     """
@@ -120,6 +123,7 @@ class WorkerCounts:
     load_seconds: list[float] = _observed()
     load_wait_seconds: list[float] = _observed()
     failed_loads: Counter[str] = _split()
+    dropped_records: Counter[str] = _split()
     cleaned_records: Counter[str] = _split()
     cleaned_bytes: Counter[str] = _split()
     caught_errors: Counter[str] = _split()

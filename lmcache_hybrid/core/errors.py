@@ -40,6 +40,18 @@ class StoreError(Exception):
     """A store cannot be opened. The message is one sentence with the fix."""
 
 
+class RemovalError(Exception):
+    """Records could not be removed from a backend.
+
+    Attributes:
+        backend: LMCache's name of it.
+    """
+
+    def __init__(self, backend: str, error: Exception) -> None:
+        super().__init__(f"{backend}: {error!r}")
+        self.backend = backend
+
+
 class RecordError(Exception):
     """Stored bytes that are not the record asked for. They never reach the cache.
 

@@ -122,6 +122,7 @@ class ConnectorMetadata(KVConnectorMetadata):
         ended: requests whose blocks vLLM keeps only for this step's saves.
         unloadable: requests with blocks for a load that cannot be sent: every rank reports the
             load as failed at once and releases its claim.
+        step: number of the step, counted from 1; left out of most, see :class:`.drop.DropRequest`.
     """
 
     loads: tuple[LoadSpec, ...] = ()
@@ -132,6 +133,7 @@ class ConnectorMetadata(KVConnectorMetadata):
     ended: tuple[str, ...] = ()
     waits: bool = False
     unloadable: tuple[str, ...] = ()
+    step: int = 0
 
 
 NOTHING = ConnectorMetadata()

@@ -92,6 +92,21 @@ def tail_keys(prefix: Prefix, tokens: int, plan: GroupPlan) -> list[RecordKey]:
     return pages + inner_keys(prefix, tokens, STATE, plan.states)
 
 
+def block_keys(prefix: Prefix, block: int, plan: GroupPlan) -> list[RecordKey]:
+    """Keys of all records that may end in block ``block``, at its end or inside it."""
+    size = plan.block_size
+    keys: list[RecordKey] = []
+    if block < len(prefix.hashes):
+        pages = (*plan.attention, *(window.group for window in plan.windows))
+        keys += record_keys(prefix, block, size, ATTENTION, pages)
+        keys += record_keys(prefix, block, size, STATE, plan.states)
+    if plan.unit:
+        for tokens in range(block * size + plan.unit, (block + 1) * size, plan.unit):
+            if tokens in prefix.inner:
+                keys += tail_keys(prefix, tokens, plan)
+    return keys
+
+
 def used_keys(
     prefix: Prefix, boundaries: Iterable[int], plan: GroupPlan, inner: Iterable[int] = ()
 ) -> list[RecordKey]:

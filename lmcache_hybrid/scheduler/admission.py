@@ -8,6 +8,7 @@ from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.protocol.lookup import MISS, LookupResult
+from lmcache_hybrid.scheduler.drops import Drops
 from lmcache_hybrid.scheduler.load_planner import limit_of, question_of
 from lmcache_hybrid.scheduler.load_policy import LoadPolicy
 from lmcache_hybrid.scheduler.lookup_metrics import count_skipped
@@ -26,7 +27,11 @@ from lmcache_hybrid.scheduler.waits import LookupWait
 
 
 class Admission:
-    """Looks up hits for waiting requests. Used by the scheduler's thread only."""
+    """Looks up hits for waiting requests. Used by the scheduler's thread only.
+
+    Attributes:
+        drops: what requests ask to be removed before they are looked up.
+    """
 
     def __init__(
         self,
@@ -50,6 +55,7 @@ class Admission:
         self._queue, self._policy, self._pins, self._prefills = queue, policy, pins, prefills
         self._ledger, self._reports = ledger, reports
         self._wait = LookupWait()
+        self.drops = Drops(plan, queue, ledger)
         self._dropped: list[tuple[str, int]] = []
 
     def begin(self, idle: bool) -> None:
@@ -64,6 +70,9 @@ class Admission:
         another request computes.
         """
         request = tracker.request
+        drop = tracker.drop
+        if drop is not None and self.drops.waits(request, drop, self._wait.idle):
+            return None
         self._pins.consider(request.request_id)
         tracker.checkpoints.begin(request.num_tokens)
         gain = self._gain(tracker, num_computed_tokens)

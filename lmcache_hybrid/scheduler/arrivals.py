@@ -1,21 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides what of a new request may be cached, stored and loaded; counts what may not."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.checkpoints import Checkpoints, Drafter
+from lmcache_hybrid.scheduler.drops import UNFINISHED, Drop
 from lmcache_hybrid.scheduler.prompt import prefix_of, why_unread, why_unsaved
-from lmcache_hybrid.scheduler.request_configs import RequestConfigsReader
+from lmcache_hybrid.scheduler.request_configs import DROP, RequestConfigs, RequestConfigsReader
 from lmcache_hybrid.scheduler.short_prompts import ShortPromptAdvice
 from lmcache_hybrid.scheduler.tracker import RequestTracker
 from lmcache_hybrid.scheduler.whole_items import barred_boundaries
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+
+CLOSED = (
+    "the engine's caches are being reset, or their reset has failed, or the request has ended "
+    "before its turn. Nothing was removed: repeat it."
+)
 
 
 class Arrivals:
@@ -52,7 +59,8 @@ class Arrivals:
         # their tokens.
         if before is not None and (prefix is None or before.tags != prefix.tags):
             prefix = None
-        unsaved = why_unsaved(request, prefix, options, asked.skip_save)
+        drop = self._drop_of(asked, prefix)
+        unsaved = why_unsaved(request, prefix, options, asked.skip_save or drop is not None)
         if before is not None and before.skip_save:
             unsaved = unsaved or "skip_save"
         if prefix is not None:
@@ -82,4 +90,31 @@ class Arrivals:
             tags=None if prefix is None else prefix.tags,
             skip_save=unsaved == "skip_save",
             unstored=unsaved or ("short" if short else None),
+            drop=drop,
         )
+
+    def _drop_of(self, asked: RequestConfigs, prefix: Prefix | None) -> Drop | None:
+        """Return what a request asks to be removed; None for nothing.
+
+        Args:
+            prefix: of its prompt; None if that is never cached.
+        """
+        if asked.refusal:
+            with self._ledger as counts:
+                counts.drops["refused"] += 1
+            return Drop(answer={"error": asked.refusal})
+        return None if asked.drop_from is None else Drop(asked.drop_from, prefix)
+
+    def answer(self, request: "Request", tracker: RequestTracker | None) -> dict[str, Any] | None:
+        """Return what to tell the client of a request that has ended; None for nothing.
+
+        Args:
+            tracker: None where it was never tracked.
+        """
+        if tracker is not None:
+            drop = tracker.drop
+            return None if drop is None else {DROP: drop.answer or {"error": UNFINISHED}}
+        asked = self._configs.read(request)
+        if asked.drop_from is None and not asked.refusal:
+            return None
+        return {DROP: {"error": asked.refusal or CLOSED}}

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 
 import msgspec
 from vllm.lora.request import LoRARequest
@@ -15,7 +15,9 @@ from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.core.threads import started
 from lmcache_hybrid.protocol.agreement import agree
+from lmcache_hybrid.protocol.drop import DropRequest, DropResult
 from lmcache_hybrid.protocol.lookup import MISS, UNAVAILABLE, LookupRequest, LookupResult
+from lmcache_hybrid.protocol.prefix import Prefix
 
 
 class PendingLookup:
@@ -94,6 +96,7 @@ class LookupQueue:
         unreleased: (request, number of the lookup) of cancelled lookups whose ranks may
             still hold a claim. The queue's thread appends, the scheduler's takes.
         ledger: counts errors on the scheduler's side; None until it is set.
+        drop: as given; for a function that :meth:`call` calls.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class LookupQueue:
         timeout_ms: int,
         executor: Executor | None = None,
         contents: Callable[[LoRARequest], tuple[bytes, ...]] = lambda lora: (),
+        drop: Callable[[DropRequest], list[DropResult]] = lambda request: [],
     ) -> None:
         """Start the thread.
 
@@ -112,7 +116,9 @@ class LookupQueue:
             executor: replaces the thread; must run one lookup at a time.
             contents: asks every rank for the content of a LoRA adapter; empty when one did
                 not answer.
+            drop: lets every rank remove records; [] where one did not answer.
         """
+        self.drop = drop
         self.unreleased: deque[tuple[str, int]] = deque()
         self.ledger: Ledger[SchedulerCounts] | None = None
         self._numbers = itertools.count(1)
@@ -131,6 +137,19 @@ class LookupQueue:
     def run(self, function: Callable[[], bool]) -> bool:
         """Call ``function`` between two lookups and wait for its result."""
         return self._executor.submit(function).result()
+
+    def call(self, function: Callable[[], None]) -> Future[None]:
+        """Call ``function`` between two lookups. Never blocks."""
+        return self._executor.submit(function)
+
+    def identified(self, prefix: Prefix) -> Prefix | None:
+        """Add the content of its adapter to a prefix; None where the ranks do not know it.
+
+        For a function that :meth:`call` calls.
+        """
+        if prefix.adapter is None:
+            return prefix
+        return prefix.computed_with(self._contents(prefix.adapter.lora))
 
     def _run(self, lookup: PendingLookup) -> None:
         if lookup.cancelled:

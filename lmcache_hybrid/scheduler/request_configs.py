@@ -2,6 +2,7 @@
 """Reads a request's settings: the ``lmcache.*`` entries of its ``kv_transfer_params``."""
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,11 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_hybrid.scheduler.request_configs")
 
 SKIP_SAVE, TAG = "lmcache.skip_save", "lmcache.tag."
+DROP, DROP_FROM = "lmcache.drop", "lmcache.drop_from"
 # Read by LMCache's multiprocess connector, not by its in-process one.
 UNSERVED = "lmcache.max_offload_tokens"
 # Names to suggest, by their first part after "lmcache.".
-_SERVED = {"skip_save": SKIP_SAVE, "tag": f"{TAG}NAME"}
+_SERVED = {"skip_save": SKIP_SAVE, "tag": f"{TAG}NAME", "drop": DROP, "drop_from": DROP_FROM}
 # As in JSON, or as a string; True == 1 and False == 0.
 _SWITCH: dict[int | str, bool] = {
     **{"true": True, "1": True, True: True},
@@ -36,10 +38,14 @@ class RequestConfigs:
         tags: (name, value) pairs of its namespace, in order; None where a value is invalid and
             the request must not be cached.
         skip_save: whether nothing of it is stored.
+        drop_from: token from which on its records are removed; None to remove none.
+        refusal: why the records that it asks to be removed stay, for its client.
     """
 
     tags: tuple[tuple[str, str], ...] | None = ()
     skip_save: bool = False
+    drop_from: int | None = None
+    refusal: str = ""
 
 
 NONE = RequestConfigs()
@@ -71,6 +77,8 @@ class RequestConfigsReader:
                     tags.append((name.removeprefix(TAG), text))
             elif name == SKIP_SAVE:
                 skip_save = self._switch(name, value)
+            elif name in (DROP, DROP_FROM):
+                pass  # both together, below
             elif name == UNSERVED:
                 if self._is_first("unserved", name):
                     logger.warning(
@@ -85,14 +93,13 @@ class RequestConfigsReader:
                     _shown_name(name),
                     _instead_of(name),
                 )
-        return RequestConfigs(None if tags is None else tuple(tags), skip_save)
+        drop_from, refusal = _drop(configs)
+        return RequestConfigs(None if tags is None else tuple(tags), skip_save, drop_from, refusal)
 
     def _switch(self, name: str, value: Any) -> bool:
-        if value is None:  # JSON's null, which LMCache takes for false
-            return False
-        known = value.strip().lower() if isinstance(value, str) else value
-        if isinstance(known, (int, str)) and known in _SWITCH:
-            return _SWITCH[known]
+        known = _known(value)
+        if known is not None:
+            return known
         if self._is_first("switch", name):
             logger.warning(
                 "%s=%s of a request is neither true nor false; write one of them. Requests with "
@@ -131,6 +138,28 @@ class RequestConfigsReader:
         return len(warned) <= MOST_NAMES
 
 
+def _known(value: Any) -> bool | None:
+    """Read a switch; None where it is neither true nor false."""
+    if value is None:  # JSON's null, which LMCache takes for false
+        return False
+    known = value.strip().lower() if isinstance(value, str) else value
+    return _SWITCH.get(known) if isinstance(known, (int, str)) else None
+
+
+def _drop(configs: Mapping[str, Any]) -> tuple[int | None, str]:
+    """Return the token from which on records are removed, None for no drop; why it is refused."""
+    asked, start = _known(configs.get(DROP)), configs.get(DROP_FROM)
+    if asked is None:
+        return None, f"{DROP}={_shown(configs[DROP])} is neither true nor false; write one of them."
+    if start is None:
+        return 0 if asked else None, ""
+    if not asked:
+        return None, f"{DROP_FROM} does nothing without {DROP}: write {DROP}=true beside it."
+    if type(start) is not int or start < 0:
+        return None, f"{DROP_FROM}={_shown(start)} is not a number of tokens; write 0 or more."
+    return start, ""
+
+
 def _is_plain(text: str) -> bool:
     return text.isprintable() and not set("@%") & set(text)
 
@@ -139,7 +168,8 @@ def _instead_of(name: str) -> str:
     begins = name[:SHOWN].removeprefix("lmcache.").partition(".")[0]
     if near := difflib.get_close_matches(begins.lower(), _SERVED, 1):
         return f"did you mean {_SERVED[near[0]]}?"
-    return f"those of a request are {' and '.join(_SERVED.values())}."
+    *names, last = _SERVED.values()
+    return f"those of a request are {', '.join(names)} and {last}."
 
 
 def _shown(value: Any) -> str:

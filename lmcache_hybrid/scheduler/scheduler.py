@@ -2,7 +2,7 @@
 """Scheduler side of the connector: lookups, loads and saves of all requests."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import KVConnectorBlockState
@@ -288,8 +288,8 @@ class HybridScheduler:
         dropped = tuple(self._admission.take_dropped())
         final, ended = self._final.take()
         saves = [*saves, *final]
-        idle = output.total_num_scheduled_tokens == 0
-        if not (saves or self._loads or dropped or idle or ended or self._unloadable):
+        idle, step = output.total_num_scheduled_tokens == 0, self._admission.drops.begin()
+        if not (saves or self._loads or dropped or idle or ended or self._unloadable or step):
             return NOTHING
         loads, self._loads = tuple(self._loads), []
         unloadable, self._unloadable = tuple(self._unloadable), []
@@ -302,6 +302,7 @@ class HybridScheduler:
             ended,
             self.idle_steps.waits,
             unloadable,
+            step,
         )
 
     def _saves(
@@ -420,8 +421,12 @@ class HybridScheduler:
                 self.events.learn_save(request, save)
         return save is not None
 
-    def request_finished(self, request: "Request") -> None:
-        """Forget the request. A load under way goes on until the worker reports it."""
+    def request_finished(self, request: "Request") -> dict[str, Any] | None:
+        """Forget the request. A load under way goes on until the worker reports it.
+
+        Returns:
+            ``kv_transfer_params`` of its answer, None where it asked for nothing.
+        """
         tracker = self._trackers.pop(request.request_id, None)
         self._may_store.pop(request.request_id, None)
         self.prefills.forget(request.request_id)
@@ -434,8 +439,9 @@ class HybridScheduler:
         if not self._trackers:
             self._admission.begin(idle=self.idle_steps.alone)
         if tracker is not None:
-            # Last: it only warns, and an error in it must leave no claim behind.
+            # It only warns, and an error in it must leave no claim behind.
             self.store_watch.ended(tracker)
+        return self._arrivals.answer(request, tracker)
 
     def check_integrity(self) -> None:
         """Assert what holds between two calls of vLLM."""

@@ -19,6 +19,7 @@ from lmcache_hybrid.identity.adapters import Adapter
 from lmcache_hybrid.protocol.lookup import LookupResult
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.checkpoints import Checkpoints
+from lmcache_hybrid.scheduler.drops import Drop
 from lmcache_hybrid.scheduler.lookup_queue import PendingLookup
 from lmcache_hybrid.scheduler.prompt import extended
 
@@ -121,6 +122,7 @@ class RequestTracker:
         chunks: whether further steps of its prefill end where a state is stored.
         logged: whether its first lookup has been logged.
         delayed: whether its lookup had to wait until others pinned less.
+        drop: what it asks to be removed from the store; None for nothing.
         may_load: False once a load failed, or a reset came after its first step.
     """
 
@@ -143,6 +145,7 @@ class RequestTracker:
     skip_save: bool = False
     unstored: str | None = None
     found: bool = False
+    drop: Drop | None = None
     prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lmcache_hybrid.protocol.lookup import LookupResult
@@ -47,6 +48,13 @@ class LookupWait:
         # A lookup from an earlier pass shows a slow store; each pass would wait again.
         waits = self._idle or lookup.sent >= self._began
         result = lookup.poll(max(0.0, self._left) if waits else 0.0)
+        self._left -= time.monotonic() - began
+        return result
+
+    def idle(self, wait: Callable[[float], bool]) -> bool:
+        """Call ``wait`` with the seconds that this pass may wait; 0 if other requests can run."""
+        began = time.monotonic()
+        result = wait(max(0.0, self._left) if self._idle else 0.0)
         self._left -= time.monotonic() - began
         return result
 

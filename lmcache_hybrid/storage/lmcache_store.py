@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +19,13 @@ from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from vllm.logger import init_logger
 
 from lmcache_hybrid.core.digests import PLAIN, Digester
-from lmcache_hybrid.core.errors import DamagedError, LoadError, NoRoomError, RecordError
+from lmcache_hybrid.core.errors import (
+    DamagedError,
+    LoadError,
+    NoRoomError,
+    RecordError,
+    RemovalError,
+)
 from lmcache_hybrid.core.keys import RecordKey
 from lmcache_hybrid.storage import tier_lookup
 from lmcache_hybrid.storage.buffer import LMCacheBuffer, record_shape
@@ -87,6 +93,8 @@ class LMCacheStore:
         self.tiers: dict[str, StorageTier] = {}
         self._damaged = DamagedRecords(self.manager.storage_backends, self.tiers, residency)
         self._silent = SilentStores()
+        self._claims: list[LMCacheClaim] = []
+        self._claims_lock = threading.Lock()
         self._counts_lock = threading.Lock()
         self._reservation = ReadReservation(
             self.manager.local_cpu_backend, record_bytes(max_payload)
@@ -143,7 +151,12 @@ class LMCacheStore:
         finally:
             if not made:
                 claim.release()
-        return claim if made else None
+        if not made:
+            return None
+        with self._claims_lock:
+            self._claims = [each for each in self._claims if each.held]
+            self._claims.append(claim)
+        return claim
 
     def refresh(self, keys: Sequence[RecordKey]) -> None:
         engine_keys = [self.engine_key(key) for key in reversed(keys)]
@@ -258,6 +271,38 @@ class LMCacheStore:
         """See :meth:`.Store.discard`."""
         location = claim.located.get(key) if claim is not None else None
         self._damaged.remove(self.engine_key(key), location)
+
+    # Removing what a request asks for
+
+    def in_use(self, hashes: Set[bytes], tags: tuple[tuple[str, str], ...]) -> bool:
+        with self._claims_lock:
+            claims = [claim for claim in self._claims if claim.held]
+        keys = (key for claim in claims for key in claim.keys)
+        return any(key.block_hash in hashes and key.tags == tags for key in keys)
+
+    def is_writing(self, keys: Sequence[RecordKey], seconds: float) -> bool:
+        engine_keys = [self.engine_key(key) for key in keys]
+        for name, tier in self.tiers.items():
+            try:
+                if tier.is_writing(engine_keys, seconds):
+                    return True
+            except Exception as error:
+                raise RemovalError(name, error) from error
+        return False
+
+    def remove(self, keys: Sequence[RecordKey], seconds: float) -> dict[str, int]:
+        engine_keys = [self.engine_key(key) for key in keys]
+        removed: dict[str, int] = {}
+        ends = time.monotonic() + seconds
+        for name, tier in reversed(self.tiers.items()):
+            try:
+                removed[name] = tier.remove_all(engine_keys, max(0.0, ends - time.monotonic()))
+            except Exception as error:
+                raise RemovalError(name, error) from error
+            if self._residency is not None and not tier.indexed:
+                for key in engine_keys:
+                    self._residency.discarded(key)
+        return removed
 
     # Writing
 

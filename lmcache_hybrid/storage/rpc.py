@@ -5,7 +5,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from vllm import envs
@@ -15,6 +15,7 @@ from vllm.lora.request import LoRARequest
 from lmcache_hybrid.core.backoff import Backoff
 from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.identity.adapters import ADAPTERS
+from lmcache_hybrid.protocol.drop import DropRequest, DropResult
 from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
 from lmcache_hybrid.storage import engine_address
 from lmcache_hybrid.storage.rank_lookup import RankLookup
@@ -43,6 +44,8 @@ RETRY_SECONDS = 0.1
 # Errors on a message that is not from our scheduler.
 NO_LOOKUP = (ValueError, TypeError, RecursionError, msgspec.MsgspecError)
 
+T = TypeVar("T", LookupResult, DropResult)
+
 
 def _socket_path(vllm_config: "VllmConfig", rank: int) -> str:
     """Return the path of a rank's socket, no longer than vLLM's own there.
@@ -69,13 +72,18 @@ class LookupClient:
 
     def ask(self, request: LookupRequest) -> list[LookupResult]:
         """Send a lookup to all ranks; [] when one does not answer in time."""
+        return self._ask("ask", request, LookupResult)
+
+    def drop(self, request: DropRequest) -> list[DropResult]:
+        """Let all ranks remove records of a prompt; [] when one does not answer in time."""
+        return self._ask("drop", request, DropResult)
+
+    def _ask(self, verb: str, request: LookupRequest | DropRequest, answer: type[T]) -> list[T]:
         if self._pause.lasts:
             return []
         deadline = time.monotonic() + ANSWER_WITHIN * self._timeout_ms / 1000
         request = msgspec.structs.replace(request, deadline=deadline)
-        return [
-            msgspec.msgpack.decode(raw, type=LookupResult) for raw in self._send("ask", request)
-        ]
+        return [msgspec.msgpack.decode(raw, type=answer) for raw in self._send(verb, request)]
 
     def clear(self, epoch: int) -> bool:
         """Make every rank forget its records; False when one did not confirm it.
@@ -97,7 +105,9 @@ class LookupClient:
         raw = self._send("adapter", lora)
         return tuple(msgspec.msgpack.decode(content, type=bytes) for content in raw)
 
-    def _send(self, verb: str, body: LookupRequest | LoRARequest | int) -> list[bytes]:
+    def _send(
+        self, verb: str, body: LookupRequest | DropRequest | LoRARequest | int
+    ) -> list[bytes]:
         # LMCache's transport needs three frames, each packed by itself.
         raw = self._transport.send_and_recv_all([verb, msgspec.msgpack.encode(body), 0])
         if raw:
@@ -135,12 +145,14 @@ class LookupServer:
             raise
         self._lookup: RankLookup | GuardedLookup | None = None
         self._clear: Callable[[int], None] | None = None
+        self._drop: Callable[[DropRequest], DropResult] | None = None
         self._ledger: Ledger[Any] | None = None
         self._unserved_epoch = 0
         self._lock = threading.Lock()  # serving thread, main thread
-        self._verbs: dict[str, Callable[[bytes], LookupResult | bool | bytes]] = {
+        self._verbs: dict[str, Callable[[bytes], LookupResult | DropResult | bool | bytes]] = {
             "clear": self._reset,
             "adapter": self._content,
+            "drop": self._remove,
         }
         self._running = True
         self._thread = threading.Thread(target=self._loop, name="hybrid-lookup", daemon=True)
@@ -151,18 +163,20 @@ class LookupServer:
         lookup: RankLookup | GuardedLookup,
         clear: Callable[[int], None],
         ledger: "Ledger[Any]",
+        drop: Callable[[DropRequest], DropResult] | None = None,
     ) -> None:
         """Answer from ``lookup`` from now on.
 
         Args:
             clear: clears the store for a reset.
             ledger: of this rank; counts errors from now on.
+            drop: removes the records of a prompt.
         """
         with self._lock:
             self._ledger = ledger
             if self._unserved_epoch:
                 clear(self._unserved_epoch)
-            self._clear, self._lookup = clear, lookup
+            self._clear, self._lookup, self._drop = clear, lookup, drop
 
     def _loop(self) -> None:
         while self._running:
@@ -205,6 +219,16 @@ class LookupServer:
 
     def _content(self, body: bytes) -> bytes:
         return ADAPTERS.content(msgspec.msgpack.decode(body, type=LoRARequest))
+
+    def _remove(self, body: bytes) -> DropResult:
+        request = msgspec.msgpack.decode(body, type=DropRequest)
+        try:
+            if self._drop is not None:
+                return self._drop(request)
+        except Exception as error:
+            caught("drop_records", error, "records that a request drops may stay", self._ledger)
+            return DropResult(failure="A rank met an unexpected error. Some records may be gone.")
+        return DropResult(refusal="A rank has no store.")
 
     def _reset(self, body: bytes) -> bool:
         """Clear the store; True once this rank cannot serve anything stored before."""

@@ -7,7 +7,7 @@ The implementation is :mod:`lmcache_hybrid.storage.lmcache_store`.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Protocol, TypeVar
 
 import torch
@@ -107,6 +107,30 @@ class Store(Protocol[C, B]):
 
         Args:
             claim: of the read; None removes it from every backend.
+        """
+
+    def in_use(self, hashes: Set[bytes], tags: tuple[tuple[str, str], ...]) -> bool:
+        """Whether any record of these block hashes and tags is claimed."""
+
+    def is_writing(self, keys: Sequence[RecordKey], seconds: float) -> bool:
+        """Whether a backend still writes any of these records.
+
+        Args:
+            seconds: max time to find out.
+
+        Raises:
+            RemovalError: a backend does not say.
+        """
+
+    def remove(self, keys: Sequence[RecordKey], seconds: float) -> Mapping[str, int]:
+        """Remove records from every backend, the farthest first; claimed ones, too.
+
+        Returns:
+            By backend, how many it held.
+
+        Raises:
+            RemovalError: a backend failed, or did not answer within ``seconds``. Nearer ones still
+                hold what they had.
         """
 
     def reserve(self, payload: int) -> B | None:

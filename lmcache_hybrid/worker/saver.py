@@ -58,6 +58,29 @@ class Saver:
         self._saving = threading.Lock()
         # The KV cache has no memory, see suspend().
         self._asleep = False
+        self._step = 0
+
+    def begin(self, step: int) -> None:
+        """Note that a step has begun: those before it have saved.
+
+        Args:
+            step: see :attr:`.ConnectorMetadata.step`.
+        """
+        self._step = step
+
+    def stored_before(self, step: int, seconds: float) -> bool:
+        """Whether all saves of steps before ``step`` are with the store. Any thread may call it.
+
+        Args:
+            seconds: max time to wait for copies that are still in flight.
+        """
+        if self._step < step:
+            return False
+        try:
+            self._finisher.submit(int).result(seconds)
+        except TimeoutError:
+            return False
+        return True
 
     def save(self, metadata: ConnectorMetadata) -> None:
         """Copy this step's blocks, or queue their copies. Never raises: a lost save is a miss."""

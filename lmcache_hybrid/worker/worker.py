@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker side of one rank: runs loads and saves for the connector's calls."""
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
@@ -12,9 +13,11 @@ from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.core.lmcache_stats import NO_MONITOR, Monitor
 from lmcache_hybrid.identity.adapters import ADAPTERS, LoadedAdapters
+from lmcache_hybrid.protocol.drop import DropRequest, DropResult
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
 from lmcache_hybrid.protocol.record_reports import RankReport
 from lmcache_hybrid.protocol.slow_loads import SlowLoads
+from lmcache_hybrid.storage.drops import drop
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.residency import Residency
 from lmcache_hybrid.storage.store import Claim, Store
@@ -25,7 +28,9 @@ from lmcache_hybrid.worker.saver import Saver
 
 
 class HybridWorker:
-    """Loads and saves of one rank. Called by the thread that runs the model, except :meth:`reset`.
+    """Loads and saves of one rank. Called by the thread that runs the model.
+
+    :meth:`reset` and :meth:`drop` are called by the one that answers lookups.
 
     Attributes:
         plan, pages, store: as given.
@@ -82,6 +87,8 @@ class HybridWorker:
 
         Each load that cannot be queued is reported as failed.
         """
+        if metadata.step:
+            self.saves.begin(metadata.step)
         for request_id, number in metadata.dropped:
             try:
                 self._lookup.drop(request_id, number)
@@ -153,6 +160,15 @@ class HybridWorker:
         self.saves.reset(epoch)
         if self._residency is not None:
             self._residency.clear(epoch)
+
+    def drop(self, request: DropRequest) -> DropResult:
+        """Remove records of a prompt, see :func:`.drops.drop`. Thread-safe."""
+        if not self.saves.stored_before(request.step, request.deadline - time.monotonic()):
+            return DropResult(request.block or 0, waits=True)
+        result = drop(self.plan, self.store, request)
+        with self.ledger as counts:
+            counts.dropped_records.update(result.removed)
+        return result
 
     def suspend(self) -> None:
         """End all copies and stop using the KV cache: vLLM is about to free its memory.

@@ -10,6 +10,7 @@ device and each rank has threads, see :mod:`tests.sim.device`.
 """
 
 import os
+import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -33,7 +34,9 @@ from vllm.v1.request import Request, RequestStatus
 import lmcache_hybrid.connector
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.groups import GroupPlan, plan_groups
+from lmcache_hybrid.protocol.drop import DropRequest, DropResult
 from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
+from lmcache_hybrid.protocol.prefix import block_keys
 from lmcache_hybrid.scheduler import waits
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.worker import loads
@@ -195,14 +198,22 @@ class SimEngine:
         priority: int = 0,
         stops: Sequence[int] = (),
         resumable: bool = False,
+        params: dict | None = None,
     ) -> None:
-        """A new request; ``output`` tokens are generated, or those up to one of ``stops``."""
+        """A new request; ``output`` tokens are generated, or those up to one of ``stops``.
+
+        Args:
+            params: its ``kv_transfer_params``.
+        """
         self._truths[request_id] = Truth(prompt, salt, self.room)
         self.requests[request_id] = request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
             sampling_params=SamplingParams(
-                max_tokens=output, ignore_eos=True, stop_token_ids=list(stops)
+                max_tokens=output,
+                ignore_eos=True,
+                stop_token_ids=list(stops),
+                extra_args={"kv_transfer_params": params} if params else None,
             ),
             pooling_params=None,
             cache_salt=salt or None,
@@ -251,6 +262,25 @@ class SimEngine:
             lookup.refresh()  # as the server does once it has sent the answer
         self.events["ranks disagree"] += len({answer.boundary for answer in answers}) > 1
         return [] if self.silent == "unheard" else answers
+
+    def drop(self, request: DropRequest) -> list[DropResult]:
+        """The scheduler lets its ranks remove records."""
+        if self.silent == "lost":
+            return []
+        request = msgspec.structs.replace(request, deadline=time.monotonic() + 1000)
+        results = []
+        for rank, store in zip(self.ranks, self.stores):
+            result = rank.connector.worker.drop(request)
+            results.append(result)
+            self.events["records dropped"] += sum(result.removed.values())
+            self.events["drops refused"] += bool(result.refusal)
+            if request.block is None or result.refusal or result.waits:
+                continue
+            for block in range(request.block, result.block):
+                keys = block_keys(request.prefix, block, self.plan)
+                left = store.locate([key for key in keys if key.boundary > request.start])
+                assert not left, f"{left} were dropped and are found"
+        return results if not self.silent else []
 
     # One step
 

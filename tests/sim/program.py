@@ -101,6 +101,7 @@ _VERBS = (
     + ["again"] * 14
     + ["part"] * 8
     + ["fan"] * 6
+    + ["drop"] * 5
     + ["open"] * 3
     + ["load", "begin", "hold", "abort"] * 2
     + ["reset"] * 3
@@ -160,6 +161,7 @@ class Run:
                 "offers dropped": counts.dropped_offers.total(),
                 "lookups that waited for others": counts.delayed_lookups,
                 "shared prefills": counts.shared_prefills,
+                **{f"drops {outcome}": number for outcome, number in counts.drops.items()},
             }
         )
         self.tally.events["preempted"] += sum(
@@ -223,6 +225,16 @@ class Run:
         prompt = (prompt[: max(1, len(prompt) - cut)] + more)[: engine.setup.longest - output]
         self._submit(engine, prompt, output, x, y)
 
+    def _drop(self, engine: SimEngine, x: int, y: int) -> None:
+        """A prompt asked before, whose records leave the store, some of them or all."""
+        if not self._prompts:
+            return
+        output = 1 + y % 4
+        prompt = self._prompts[x % len(self._prompts)][: engine.setup.longest - output]
+        start = (y >> 2) % (len(prompt) + 2) if y & 2 else 0
+        params = {"lmcache.drop": True, "lmcache.drop_from": start}
+        self._submit(engine, prompt, output, x, y, params)
+
     def _fan(self, engine: SimEngine, x: int, y: int) -> None:
         """Prompts with one prefix arrive together."""
         output = 1 + y % 8
@@ -232,11 +244,20 @@ class Run:
             prompt = TRUNKS[x % len(TRUNKS)][: max(0, shared)] + more
             self._submit(engine, prompt[: engine.setup.longest - output], output, x, y)
 
-    def _submit(self, engine: SimEngine, prompt: list[int], output: int, x: int, y: int) -> None:
+    def _submit(
+        self,
+        engine: SimEngine,
+        prompt: list[int],
+        output: int,
+        x: int,
+        y: int,
+        params: dict | None = None,
+    ) -> None:
         self._added += 1
         salt = SALTS[(x >> 12) % len(SALTS)]
         stops = STOPS if x >> 14 == 3 else ()
-        engine.add(f"r{self._added}", prompt, output, salt, (y >> 10) % 3, stops)
+        priority = (y >> 10) % 3
+        engine.add(f"r{self._added}", prompt, output, salt, priority, stops, params=params)
 
     def _open(self, engine: SimEngine, x: int, y: int) -> None:
         """A session begins; its first part leaves room for others."""

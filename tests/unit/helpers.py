@@ -30,10 +30,12 @@ from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.errors import RecordError
 from lmcache_hybrid.core.groups import GroupPlan, Window
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
+from lmcache_hybrid.protocol.drop import DropRequest, DropResult
 from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.protocol.prefix import Prefix, record_keys
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.request_configs import RequestConfigsReader
+from lmcache_hybrid.storage import drops
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.record import digests_of
 from lmcache_hybrid.tools.tiny_models import make_model
@@ -140,8 +142,15 @@ class AtOnce(Executor):
 
     def submit(self, function, *args) -> Future:
         future: Future = Future()
-        future.set_result(function(*args))
+        settle(future, function, *args)
         return future
+
+
+def settle(future: Future, function, *args) -> None:
+    try:
+        future.set_result(function(*args))
+    except Exception as error:
+        future.set_exception(error)
 
 
 class Later(Executor):
@@ -151,8 +160,9 @@ class Later(Executor):
         self.waiting: list = []
 
     def submit(self, function, *args) -> Future:
-        self.waiting.append(lambda: function(*args))
-        return Future()
+        future: Future = Future()
+        self.waiting.append(lambda: settle(future, function, *args))
+        return future
 
     def run(self, count: int = sys.maxsize) -> None:
         while self.waiting and count:
@@ -171,7 +181,10 @@ class Ranks:
         self.questions: list[LookupRequest] = []
         self.silent = False
         self.contents: tuple[bytes, ...] = tuple(b"%d" % rank for rank in range(ranks))
-        self.queue = LookupQueue(self.ask, 1000, executor or AtOnce(), lambda _: self.contents)
+        self.plan, self.drops, self.begun = plan, list[DropRequest](), 0
+        self.queue = LookupQueue(
+            self.ask, 1000, executor or AtOnce(), lambda _: self.contents, self.drop
+        )
 
     def ask(self, question: LookupRequest) -> list[LookupResult]:
         self.questions.append(question)
@@ -179,6 +192,13 @@ class Ranks:
         for lookup in self.lookups:
             lookup.refresh()  # as the server does once it has sent the answer
         return [] if self.silent else answers
+
+    def drop(self, request: DropRequest) -> list[DropResult]:
+        self.drops.append(request)
+        if self.begun < request.step:
+            return [DropResult(waits=True) for _ in self.stores]
+        results = [drops.drop(self.plan, store, request) for store in self.stores]
+        return [] if self.silent else results
 
     @property
     def num_claims(self) -> list[int]:

@@ -60,11 +60,12 @@ class Rig:
         return self.scheduler.get_num_new_matched_tokens(request, computed)
 
     def step(self, scheduled=None, tables=None, offers=None, new=()) -> ConnectorMetadata:
-        """One step; its dropped claims are released as the workers do."""
+        """One step; the workers note that it begins, and release its dropped claims."""
         metadata = self.scheduler.build_connector_meta(
             make_output(scheduled or {}, tables, offers, new)
         )
         self.scheduler.check_integrity()
+        self.ranks.begun = max(self.ranks.begun, metadata.step)
         for dropped in metadata.dropped:
             for lookup in self.ranks.lookups:
                 lookup.drop(*dropped)

@@ -61,7 +61,12 @@ def test_a_value_that_is_no_tag_is_said_once_for_each_name(hybrid_log):
         ("lmcache.SKIP_SAVE", "did you mean lmcache.skip_save?"),
         ("lmcache.tags.user", "did you mean lmcache.tag.NAME?"),
         ("lmcache.tag", "did you mean lmcache.tag.NAME?"),
-        ("lmcache.q", "those of a request are lmcache.skip_save and lmcache.tag.NAME."),
+        ("lmcache.dorp", "did you mean lmcache.drop?"),
+        (
+            "lmcache.q",
+            "those of a request are lmcache.skip_save, lmcache.tag.NAME, lmcache.drop and "
+            "lmcache.drop_from.",
+        ),
     ],
 )
 def test_an_unknown_name_is_ignored_and_said_once(name, instead, hybrid_log):

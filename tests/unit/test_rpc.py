@@ -20,8 +20,10 @@ from vllm.config import KVTransferConfig
 from lmcache_hybrid.core.backoff import Backoff
 from lmcache_hybrid.core.counts import Ledger, WorkerCounts
 from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.protocol.drop import DropRequest, DropResult
 from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
 from lmcache_hybrid.storage import engine_address, rpc
+from lmcache_hybrid.storage.drops import drop
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.rpc import LookupClient, LookupServer
 from tests.naive_store import NaiveStore
@@ -70,11 +72,17 @@ class Wire:
         self.config = config[0]
         self.client = LookupClient(config[0], timeout_ms)
         self.epochs: list[int] = []
+        self.dropped: list[DropRequest] = []
         self.ledger = Ledger("worker", WorkerCounts())
 
     def serve(self) -> None:
         for server, lookup, store in zip(self.servers, self.lookups, self.stores):
-            server.serve(lookup, partial(self.cleared, store), self.ledger)
+            cleared, dropped = partial(self.cleared, store), partial(self.drop, store)
+            server.serve(lookup, cleared, self.ledger, dropped)
+
+    def drop(self, store: NaiveStore, request: DropRequest) -> DropResult:
+        self.dropped.append(request)
+        return drop(PLAN, store, request)
 
     def cleared(self, store: NaiveStore, epoch: int) -> None:
         store.clear(epoch)
@@ -257,6 +265,40 @@ def test_a_reset_that_fails_on_one_rank_is_no_success(wire, lenient, hybrid_log)
     assert "so the reset fails: repeat it, or restart the engine" in hybrid_log.text
 
 
+DROP = DropRequest(PREFIX, 0, 3, 0, 0)
+
+
+@pytest.mark.parametrize("wire", [(2, 10_000)], indirect=True)
+def test_records_are_dropped_on_every_rank(wire):
+    assert [bool(result.refusal) for result in wire.client.drop(DROP)] == [True, True]
+    wire.serve()
+    before = time.monotonic()
+    assert wire.client.drop(DROP) == [DropResult(3, {"naive": 3 + len(PLAN.states)})] * 2
+    assert not any(store.records for store in wire.stores)
+    assert all(before + 8 <= each.deadline <= time.monotonic() + 8 for each in wire.dropped)
+
+
+@pytest.mark.parametrize("wire", [(2, 200)], indirect=True)
+def test_a_drop_that_a_rank_does_not_answer_has_no_result(wire):
+    wire.serve()
+    wire.servers[1]._running = False
+    wire.servers[1]._thread.join()
+    assert wire.client.drop(DROP) == []
+    wire.client._pause = Backoff(1000.0, 1000.0)
+    wire.client._pause.fail()
+    assert wire.client.drop(DROP) == []
+
+
+@pytest.mark.parametrize("wire", [(1, 10_000)], indirect=True)
+def test_a_drop_that_raises_is_a_failure(wire, lenient):
+    wire.serve()
+    wire.stores[0].remove = None
+    (result,) = wire.client.drop(DROP)
+    assert "unexpected error" in result.failure
+    assert wire.ledger.counts.caught_errors == lenient == {"drop_records": 1}
+    assert wire.client.ask(QUESTION) == [HIT], "the server has died"
+
+
 @pytest.mark.parametrize("wire", [(2, 200)], indirect=True)
 def test_a_reset_that_a_rank_does_not_answer_is_no_success(wire):
     wire.serve()
@@ -309,10 +351,11 @@ def test_a_lookup_that_raises_is_a_miss(wire, lenient, hybrid_log):
         [b"\xa3ask", b"\xc4\x00", b"\x00"],
         [b"\xa7adapter", b"\xc4\x00", b"\x00"],
         [b"\xa5clear", b"\xc4\x00", b"\x00"],
+        [b"\xa4drop", b"\xc4\x00", b"\x00"],
         [b"\x90", b"\xc4\x00", b"\x00"],  # a list for a verb
         [b"\x91" * 10_000 + b"\x90", b"\xc4\x00", b"\x00"],  # lists in lists
     ],
-    ids=["bytes", "four", "ask", "adapter", "clear", "list", "deep"],
+    ids=["bytes", "four", "ask", "adapter", "clear", "drop", "list", "deep"],
 )
 def test_a_message_that_is_none_does_not_end_the_server(wire, hybrid_log, frames):
     wire.serve()

@@ -83,7 +83,11 @@ def test_prompts_of_which_nothing_is_stored_are_a_warning(life):
     [
         ({"tokens": N - 1}, {}, f"50 are too short, a prompt hits from {N + 1} tokens on"),
         ({"params": {"lmcache.tag.a": "@"}}, {}, "50 cannot be cached"),
-        ({"params": {"lmcache.skip_save": True}}, {}, "50 ask for lmcache.skip_save"),
+        (
+            {"params": {"lmcache.skip_save": True}},
+            {},
+            "50 ask for lmcache.skip_save or lmcache.drop",
+        ),
         ({"priority": 3}, {"priority_limit": 2}, "50 are above priority_limit=2"),
         (
             {"saves": {"worker.skipped_saves": {"no_room": 2}}},
@@ -100,7 +104,7 @@ def test_the_step_that_stopped_them_is_named(life, prompt, options, reason):
 def test_the_most_frequent_reasons_come_first(life):
     one = life().prompts(20, tokens=N - 1).prompts(30, params={"lmcache.skip_save": True})
     (line,) = one.said()
-    assert f"30 ask for lmcache.skip_save; 20 are too short, a prompt hits from {N + 1}" in line
+    assert "30 ask for lmcache.skip_save or lmcache.drop; 20 are too short" in line
 
 
 def test_a_finer_unit_is_named_where_it_helps(life):

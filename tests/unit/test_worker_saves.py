@@ -3,10 +3,12 @@
 
 import dataclasses
 import threading
+import time
 
 import pytest
 
 from lmcache_hybrid.core.keys import ATTENTION, STATE
+from lmcache_hybrid.protocol.drop import DropRequest, DropResult
 from lmcache_hybrid.protocol.metadata import NOTHING, ConnectorMetadata, SaveSpec
 from lmcache_hybrid.storage.record import HEADER_BYTES, payload_bytes
 from lmcache_hybrid.worker import copies
@@ -220,3 +222,28 @@ def test_a_copy_that_fails_is_not_stored(device_rig, hybrid_log):
     assert rig.worker.counts.skipped_saves == {"error": 1} and rig.worker.counts.saved_bytes == 0
     assert [r for r in hybrid_log.records if "device lost" in r.getMessage()]
     rig.assert_clean()
+
+
+def dropping(step: int = 0, seconds: float = 20.0) -> DropRequest:
+    return DropRequest(PREFIX, 0, 3, step, 0, time.monotonic() + seconds)
+
+
+def test_a_drop_waits_for_steps_that_may_still_save(rig):
+    rig = rig().saved()
+    assert rig.worker.drop(dropping(step=2)) == DropResult(0, waits=True)
+    rig.worker.start_loads(ConnectorMetadata(step=1))
+    assert rig.worker.drop(dropping(step=2)).waits and rig.store.records
+    rig.worker.start_loads(ConnectorMetadata(step=2))
+    rig.worker.start_loads(NOTHING)
+    records = len(rig.store.records)
+    assert rig.worker.drop(dropping(step=2)) == DropResult(3, {"naive": records})
+    assert not rig.store.records
+    assert rig.worker.counts.dropped_records == {"naive": records}
+
+
+def test_a_drop_reaches_what_a_device_still_copies(device_rig):
+    rig = device_rig.saved()
+    assert rig.worker.drop(dropping(seconds=0.01)) == DropResult(0, waits=True)
+    rig.device.arrived.set()
+    assert rig.worker.drop(dropping()).block == 3
+    assert rig.worker.counts.saved_states == 1 and not rig.store.records

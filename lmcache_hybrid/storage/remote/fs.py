@@ -207,6 +207,7 @@ class HybridFSConnector(RecordConnector):
     def _submit(self, key: CacheEngineKey, memory: MemoryObj) -> Future[None]:
         def ended(job: Future[None]) -> None:
             self._writes.discard(job)
+            self.in_flight.end(key)
             memory.ref_count_down()
             if job.cancelled() or job.exception() is not None:
                 self.failed(1)
@@ -216,6 +217,7 @@ class HybridFSConnector(RecordConnector):
         job = self._writers.submit(self._write, key, memory)
         # A cancelled caller drops its own reference while the write may go on.
         memory.ref_count_up()
+        self.in_flight.begin(key)
         self._writes.add(job)
         job.add_done_callback(ended)
         return job

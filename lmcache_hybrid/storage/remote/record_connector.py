@@ -3,6 +3,9 @@
 
 import abc
 import asyncio
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -21,6 +24,28 @@ CHECKED_BYTES = 1
 T = TypeVar("T")
 
 
+class WritesInFlight:
+    """Counts the writes of each key that are queued or in flight. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._writes: Counter[CacheEngineKey] = Counter()
+
+    def begin(self, key: CacheEngineKey) -> None:
+        with self._lock:
+            self._writes[key] += 1
+
+    def end(self, key: CacheEngineKey) -> None:
+        with self._lock:
+            self._writes[key] -= 1
+            if not self._writes[key]:
+                del self._writes[key]
+
+    def any_of(self, keys: Sequence[CacheEngineKey]) -> bool:
+        with self._lock:
+            return any(key in self._writes for key in keys)
+
+
 class RecordConnector(RemoteConnector):
     """A connector to a store of records; :mod:`.make_connector` chooses the class by URL.
 
@@ -29,6 +54,7 @@ class RecordConnector(RemoteConnector):
         written: called, from any thread, with the key of each record that was.
         rewritten: called, from any thread, with the bytes of each record that the store already
             held; never where finding that out would cost a request of its own (S3).
+        in_flight: the records that are being written.
     """
 
     failed: Callable[[int], None]
@@ -43,6 +69,7 @@ class RecordConnector(RemoteConnector):
         self.failed = lambda records: None
         self.written = lambda key: None
         self.rewritten = lambda size: None
+        self.in_flight = WritesInFlight()
 
     @property
     @abc.abstractmethod
@@ -78,6 +105,19 @@ class RecordConnector(RemoteConnector):
         Raises:
             Exception: the store did not delete it within ``seconds``.
         """
+
+    def delete_all(self, keys: Sequence[CacheEngineKey], seconds: float) -> int:
+        """Delete values, and return how many there were. Blocks.
+
+        Raises:
+            Exception: the store did not delete all within ``seconds``.
+        """
+        ends = time.monotonic() + seconds
+        held = self.existing(keys, seconds)
+        found = [key for key, is_held in zip(keys, held, strict=True) if is_held]
+        for key in found:
+            self.delete(key, max(0.0, ends - time.monotonic()))
+        return len(found)
 
 
 def awaited(job: Future[T]) -> asyncio.Future[T]:

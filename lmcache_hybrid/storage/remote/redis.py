@@ -189,6 +189,7 @@ class HybridRedisConnector(RecordConnector):
 
         def written(job: Future[None]) -> None:
             self._writes.discard(job)
+            self.in_flight.end(key)
             memory.ref_count_down()
             if job.cancelled() or job.exception() is not None:
                 self.failed(1)
@@ -196,6 +197,7 @@ class HybridRedisConnector(RecordConnector):
                 self.written(key)
 
         job = self._writers.submit(self._write, key, memory, time.monotonic())
+        self.in_flight.begin(key)
         self._writes.add(job)
         job.add_done_callback(written)
         return self._awaited(job)
@@ -281,21 +283,23 @@ class HybridRedisConnector(RecordConnector):
     def _existing_by(self, keys: Sequence[CacheEngineKey], deadline: float) -> list[bool]:
         names = [key.to_string() + VALUE for key in keys]
         try:
-            answers = self._exist(names, deadline)
+            answers = self._each(b"EXISTS", names, deadline)
             error = next((each for each in answers if isinstance(each, AskError)), None)
         except TRY_AGAIN as failure:
             error = failure
         if error is not None:
             self._servers.refresh(error)
-            answers = self._exist(names, deadline)
+            answers = self._each(b"EXISTS", names, deadline)
         return [
             # AskError: the slot is moving to another node.
             self._exists_at(each, name, deadline) if type(each) is AskError else _is_one(each)
             for name, each in zip(names, answers, strict=True)
         ]
 
-    def _exist(self, names: list[str], deadline: float) -> list[bytes | redis.ResponseError]:
-        """Ask each server for all its names at once; return the answers by name."""
+    def _each(
+        self, verb: bytes, names: list[str], deadline: float
+    ) -> list[bytes | redis.ResponseError]:
+        """Send a command for each name, all at once to each server; return the answers by name."""
         asked: dict[Server, list[int]] = defaultdict(list)
         for at, name in enumerate(names):
             asked[self._servers.of(name)].append(at)
@@ -303,7 +307,7 @@ class HybridRedisConnector(RecordConnector):
         with ExitStack() as stack:
             lent = {server: stack.enter_context(server.connection()) for server in asked}
             for server, places in asked.items():
-                commands = (sockets.command(b"EXISTS", _encoded(names[at])) for at in places)
+                commands = (sockets.command(verb, _encoded(names[at])) for at in places)
                 sockets.send(lent[server], b"".join(commands), deadline)
             for server, places in asked.items():
                 for at, answer in zip(
@@ -329,6 +333,20 @@ class HybridRedisConnector(RecordConnector):
             return _is_one(sockets.replies(sock, 1, deadline)[0])
 
         return self._twice(name, delete, seconds)
+
+    def delete_all(self, keys: Sequence[CacheEngineKey], seconds: float) -> int:
+        return self._ask(self._delete_all, keys, seconds)
+
+    def _delete_all(self, keys: Sequence[CacheEngineKey], seconds: float) -> int:
+        deadline = time.monotonic() + seconds
+        try:
+            answers = self._each(b"DEL", [key.to_string() + VALUE for key in keys], deadline)
+        except TRY_AGAIN as failure:
+            answers = [failure] * len(keys)
+        # One after the other where a connection has ended, or a slot has moved to another node.
+        again = [key for key, each in zip(keys, answers) if isinstance(each, TRY_AGAIN)]
+        found = sum(_is_one(each) for each in answers if not isinstance(each, TRY_AGAIN))
+        return found + sum(self._delete(key, deadline - time.monotonic()) for key in again)
 
     def remove_sync(self, key: CacheEngineKey) -> bool:
         return self._ask(self._delete, key, self._seconds)

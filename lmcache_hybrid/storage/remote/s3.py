@@ -12,7 +12,7 @@ import io
 import math
 import re
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import numpy
@@ -92,16 +92,18 @@ class HybridS3Connector(RecordConnector):
 
     def existing(self, keys: Sequence[CacheEngineKey], seconds: float) -> list[bool]:
         """Ask for up to SIDE_BY_SIDE objects at once; S3 has no request for several."""
-        return self._wait(self._existing(keys), seconds)
+        return self._wait(self._each(self.exists, keys), seconds)
 
-    async def _existing(self, keys: Sequence[CacheEngineKey]) -> list[bool]:
+    async def _each(
+        self, ask: Callable[[CacheEngineKey], Awaitable[T]], keys: Sequence[CacheEngineKey]
+    ) -> list[T]:
         turns = asyncio.Semaphore(SIDE_BY_SIDE)
 
-        async def exists(key: CacheEngineKey) -> bool:
+        async def one(key: CacheEngineKey) -> T:
             async with turns:
-                return await self.exists(key)
+                return await ask(key)
 
-        return await asyncio.gather(*map(exists, keys))
+        return await asyncio.gather(*map(one, keys))
 
     def _wait(self, job: Coroutine[Any, Any, T], seconds: float) -> T:
         """Run on LMCache's loop; cancel after ``seconds``."""
@@ -149,6 +151,7 @@ class HybridS3Connector(RecordConnector):
         task, asked = asyncio.current_task(), time.monotonic()
         assert task is not None
         self._writing.add(task)
+        self.in_flight.begin(key)
         try:
             async with self._writers:
                 if self._unreachable >= asked:
@@ -163,6 +166,7 @@ class HybridS3Connector(RecordConnector):
             self.failed(1)
             raise
         finally:
+            self.in_flight.end(key)
             self._writing.discard(task)
 
     async def _write(self, key: CacheEngineKey, memory: MemoryObj) -> None:
@@ -189,6 +193,16 @@ class HybridS3Connector(RecordConnector):
         except S3Error as error:
             if error.status != 404:
                 raise
+
+    def delete_all(self, keys: Sequence[CacheEngineKey], seconds: float) -> int:
+        """Delete up to SIDE_BY_SIDE objects at once; S3's request for several needs a digest."""
+        return sum(self._wait(self._each(self._delete_held, keys), seconds))
+
+    async def _delete_held(self, key: CacheEngineKey) -> bool:
+        held = await self.exists(key)
+        if held:
+            await self._delete(key)
+        return held
 
     def _request(
         self,

@@ -168,6 +168,31 @@ class StorageTier:
         """
         self.backend.remove(key)
 
+    # Drops
+
+    def is_writing(self, keys: Sequence[CacheEngineKey], seconds: float) -> bool:
+        """Whether it still writes any of these records.
+
+        Args:
+            seconds: max time to find out.
+
+        Raises:
+            Exception: it does not say in time.
+        """
+        return False
+
+    def remove_all(self, keys: Sequence[CacheEngineKey], seconds: float) -> int:
+        """Remove records, pinned ones too, and return how many it held.
+
+        Raises:
+            Exception: some may still be there.
+        """
+        held = self.held(keys, seconds)
+        found = [key for key, is_held in zip(keys, held, strict=True) if is_held]
+        for key in found:
+            self.remove(key)
+        return len(found)
+
     def close(self) -> None:
         """End the threads of this object, and of a backend of this package. Idempotent."""
 

