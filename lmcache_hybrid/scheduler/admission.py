@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds where a waiting request starts: asks the ranks and the policy, or lets it wait longer."""
 
+import math
 import time
 from collections.abc import Iterable
 
@@ -177,7 +178,8 @@ class Admission:
         if gain < max(1, self._options.min_retrieve_tokens):
             return 0
         if tracker.load_seconds is None:
-            tracker.load_seconds = self._policy.judge(tracker.request, result, num_computed_tokens)
+            judged = self._policy.judge(tracker.request, result, num_computed_tokens)
+            tracker.load_seconds = judged if tracker.prefetch is None else math.inf
             if tracker.load_seconds is None:
                 count_skipped(self._ledger, result, gain)
                 return 0
@@ -222,6 +224,8 @@ class Admission:
         self, tracker: RequestTracker, lookup: PendingLookup, result: LookupResult
     ) -> None:
         """Take a lookup result, which is reported at the end of the pass."""
+        if tracker.prefetch is not None:
+            tracker.prefetch.silent = not result.available
         self._reports.add(tracker, lookup, result, tracker.take_answer(result))
         stored, size = tracker.stored, self._plan.block_size
         # Of all others nothing is known: some before a hit may be missing.

@@ -9,8 +9,14 @@ from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.checkpoints import Checkpoints, Drafter
 from lmcache_hybrid.scheduler.drops import UNFINISHED, Drop
+from lmcache_hybrid.scheduler.prefetches import Prefetch
 from lmcache_hybrid.scheduler.prompt import prefix_of, why_unread, why_unsaved
-from lmcache_hybrid.scheduler.request_configs import DROP, RequestConfigs, RequestConfigsReader
+from lmcache_hybrid.scheduler.request_configs import (
+    DROP,
+    PREFETCH,
+    RequestConfigs,
+    RequestConfigsReader,
+)
 from lmcache_hybrid.scheduler.short_prompts import ShortPromptAdvice
 from lmcache_hybrid.scheduler.tracker import RequestTracker
 from lmcache_hybrid.scheduler.whole_items import barred_boundaries
@@ -21,7 +27,7 @@ if TYPE_CHECKING:
 
 CLOSED = (
     "the engine's caches are being reset, or their reset has failed, or the request has ended "
-    "before its turn. Nothing was removed: repeat it."
+    "before its turn. Nothing was done: repeat it."
 )
 
 
@@ -59,8 +65,9 @@ class Arrivals:
         # their tokens.
         if before is not None and (prefix is None or before.tags != prefix.tags):
             prefix = None
-        drop = self._drop_of(asked, prefix)
-        unsaved = why_unsaved(request, prefix, options, asked.skip_save or drop is not None)
+        drop, prefetch = self._steering_of(asked, prefix)
+        steered = drop is not None or prefetch is not None
+        unsaved = why_unsaved(request, prefix, options, asked.skip_save or steered)
         if before is not None and before.skip_save:
             unsaved = unsaved or "skip_save"
         if prefix is not None:
@@ -91,19 +98,27 @@ class Arrivals:
             skip_save=unsaved == "skip_save",
             unstored=unsaved or ("short" if short else None),
             drop=drop,
+            prefetch=prefetch,
         )
 
-    def _drop_of(self, asked: RequestConfigs, prefix: Prefix | None) -> Drop | None:
-        """Return what a request asks to be removed; None for nothing.
+    def _steering_of(
+        self, asked: RequestConfigs, prefix: Prefix | None
+    ) -> tuple[Drop | None, Prefetch | None]:
+        """Return what a request asks of the store; None for nothing.
 
         Args:
             prefix: of its prompt; None if that is never cached.
         """
-        if asked.refusal:
+        why, drop, prefetch = dict(asked.refusals), None, None
+        if DROP in why:
+            drop = Drop(answer={"error": why[DROP]})
             with self._ledger as counts:
                 counts.drops["refused"] += 1
-            return Drop(answer={"error": asked.refusal})
-        return None if asked.drop_from is None else Drop(asked.drop_from, prefix)
+        elif asked.drop_from is not None:
+            drop = Drop(asked.drop_from, prefix)
+        if PREFETCH in why or asked.prefetch:
+            prefetch = Prefetch(why.get(PREFETCH, ""))
+        return drop, prefetch
 
     def answer(self, request: "Request", tracker: RequestTracker | None) -> dict[str, Any] | None:
         """Return what to tell the client of a request that has ended; None for nothing.
@@ -111,10 +126,15 @@ class Arrivals:
         Args:
             tracker: None where it was never tracked.
         """
+        answer: dict[str, Any] = {}
         if tracker is not None:
-            drop = tracker.drop
-            return None if drop is None else {DROP: drop.answer or {"error": UNFINISHED}}
-        asked = self._configs.read(request)
-        if asked.drop_from is None and not asked.refusal:
-            return None
-        return {DROP: {"error": asked.refusal or CLOSED}}
+            if tracker.drop is not None:
+                answer[DROP] = tracker.drop.answer or {"error": UNFINISHED}
+            if tracker.prefetch is not None:
+                answer[PREFETCH] = tracker.prefetch.answer(failed=not tracker.may_load)
+        else:
+            asked = self._configs.read(request)
+            closed = {DROP: asked.drop_from is not None, PREFETCH: asked.prefetch}
+            answer |= {name: {"error": CLOSED} for name, is_asked in closed.items() if is_asked}
+            answer |= {name: {"error": why} for name, why in asked.refusals}
+        return answer or None

@@ -14,11 +14,14 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_hybrid.scheduler.request_configs")
 
 SKIP_SAVE, TAG = "lmcache.skip_save", "lmcache.tag."
-DROP, DROP_FROM = "lmcache.drop", "lmcache.drop_from"
+DROP, DROP_FROM, PREFETCH = "lmcache.drop", "lmcache.drop_from", "lmcache.prefetch"
 # Read by LMCache's multiprocess connector, not by its in-process one.
 UNSERVED = "lmcache.max_offload_tokens"
 # Names to suggest, by their first part after "lmcache.".
-_SERVED = {"skip_save": SKIP_SAVE, "tag": f"{TAG}NAME", "drop": DROP, "drop_from": DROP_FROM}
+_SERVED = {
+    **{"skip_save": SKIP_SAVE, "tag": f"{TAG}NAME"},
+    **{"drop": DROP, "drop_from": DROP_FROM, "prefetch": PREFETCH},
+}
 # As in JSON, or as a string; True == 1 and False == 0.
 _SWITCH: dict[int | str, bool] = {
     **{"true": True, "1": True, True: True},
@@ -26,6 +29,7 @@ _SWITCH: dict[int | str, bool] = {
 }
 # Clients choose names: max names to warn of per kind of mistake.
 MOST_NAMES = 20
+NO_SWITCH = "%s=%s is neither true nor false; write one of them."
 # Characters of a name or value that are logged.
 SHOWN = 60
 
@@ -39,13 +43,15 @@ class RequestConfigs:
             the request must not be cached.
         skip_save: whether nothing of it is stored.
         drop_from: token from which on its records are removed; None to remove none.
-        refusal: why the records that it asks to be removed stay, for its client.
+        prefetch: whether its records are copied to RAM.
+        refusals: (option, why it is not done), for its client.
     """
 
     tags: tuple[tuple[str, str], ...] | None = ()
     skip_save: bool = False
     drop_from: int | None = None
-    refusal: str = ""
+    prefetch: bool = False
+    refusals: tuple[tuple[str, str], ...] = ()
 
 
 NONE = RequestConfigs()
@@ -77,8 +83,8 @@ class RequestConfigsReader:
                     tags.append((name.removeprefix(TAG), text))
             elif name == SKIP_SAVE:
                 skip_save = self._switch(name, value)
-            elif name in (DROP, DROP_FROM):
-                pass  # both together, below
+            elif name in (DROP, DROP_FROM, PREFETCH):
+                pass  # all together, below
             elif name == UNSERVED:
                 if self._is_first("unserved", name):
                     logger.warning(
@@ -93,8 +99,10 @@ class RequestConfigsReader:
                     _shown_name(name),
                     _instead_of(name),
                 )
-        drop_from, refusal = _drop(configs)
-        return RequestConfigs(None if tags is None else tuple(tags), skip_save, drop_from, refusal)
+        drop_from, prefetch, refusals = _steering(configs)
+        return RequestConfigs(
+            None if tags is None else tuple(tags), skip_save, drop_from, prefetch, refusals
+        )
 
     def _switch(self, name: str, value: Any) -> bool:
         known = _known(value)
@@ -146,11 +154,25 @@ def _known(value: Any) -> bool | None:
     return _SWITCH.get(known) if isinstance(known, (int, str)) else None
 
 
+def _steering(
+    configs: Mapping[str, Any],
+) -> tuple[int | None, bool, tuple[tuple[str, str], ...]]:
+    """Return what a request asks of the store: a drop, a prefetch, and what of it is refused."""
+    drop_from, refusal = _drop(configs)
+    refusals = {DROP: refusal} if refusal else {}
+    prefetch = _known(configs.get(PREFETCH))
+    if prefetch is None:
+        refusals[PREFETCH] = NO_SWITCH % (PREFETCH, _shown(configs[PREFETCH]))
+    elif prefetch and drop_from is not None:
+        refusals = dict.fromkeys((DROP, PREFETCH), f"write {DROP} or {PREFETCH}, not both.")
+    return drop_from, bool(prefetch) and PREFETCH not in refusals, tuple(refusals.items())
+
+
 def _drop(configs: Mapping[str, Any]) -> tuple[int | None, str]:
     """Return the token from which on records are removed, None for no drop; why it is refused."""
     asked, start = _known(configs.get(DROP)), configs.get(DROP_FROM)
     if asked is None:
-        return None, f"{DROP}={_shown(configs[DROP])} is neither true nor false; write one of them."
+        return None, NO_SWITCH % (DROP, _shown(configs[DROP]))
     if start is None:
         return 0 if asked else None, ""
     if not asked:

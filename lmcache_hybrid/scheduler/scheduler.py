@@ -145,6 +145,8 @@ class HybridScheduler:
         if request.request_id.startswith("mock_req") or self.closed:
             return 0, False
         tracker = self._track(request)
+        if tracker.prefetch is not None:
+            tracker.prefetch.ask(num_computed_tokens)
         gain = self._admission.promise(tracker, num_computed_tokens)
         if gain is not None:
             self._planner.admit(tracker, num_computed_tokens, gain)
@@ -166,11 +168,15 @@ class HybridScheduler:
         if num_external_tokens == 0:
             self._admission.admit(tracker)
             self.prefills.begin(tracker)
+            if tracker.prefetch is not None:
+                tracker.prefetch.admit(None, self._plan.block_size)
             return
         size = self._plan.block_size
         result = self._admission.load(tracker, num_external_tokens)
         start = (result.boundary * size + result.tail - num_external_tokens) // size
         load = load_of(tracker, self._plan, block_ids, start, result)
+        if tracker.prefetch is not None:
+            tracker.prefetch.admit(result, size)
         self._policy.sent(request.request_id, result, start * size)
         self._loads.append(load)
         self._loading.add(request.request_id)
@@ -189,6 +195,8 @@ class HybridScheduler:
                 self.request_finished(request)
             tracker = self._arrivals.track(request, before, self.drafter)
             self._trackers[request.request_id] = tracker
+            if tracker.prefetch is not None:
+                tracker.prefetch.begin(request, tracker.tags is not None, self.store_watch.in_ram)
         self._may_store[request.request_id] = None
         return tracker
 

@@ -165,7 +165,7 @@ class StoreWatch:
             f"{finer if self._finer else ''}",
             "uncacheable": f"{times} cannot be cached: prompt embeddings, some media, wrong tags",
             "priority": f"{times} are above priority_limit={self._options.priority_limit}",
-            "skip_save": f"{times} ask for lmcache.skip_save or lmcache.drop",
+            "skip_save": f"{times} ask for lmcache.skip_save, drop or prefetch",
             "dropped": f"{times} have a LoRA adapter that a rank does not know, or saw a reset",
             "silent": f"ranks gave no answer to {times} lookups",
             "save": f"ranks skipped {times} saves ({name})",

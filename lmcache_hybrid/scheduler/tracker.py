@@ -21,6 +21,7 @@ from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.checkpoints import Checkpoints
 from lmcache_hybrid.scheduler.drops import Drop
 from lmcache_hybrid.scheduler.lookup_queue import PendingLookup
+from lmcache_hybrid.scheduler.prefetches import Prefetch
 from lmcache_hybrid.scheduler.prompt import extended
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ class RequestTracker:
         logged: whether its first lookup has been logged.
         delayed: whether its lookup had to wait until others pinned less.
         drop: what it asks to be removed from the store; None for nothing.
+        prefetch: what it asks to be copied to RAM; None for nothing.
         may_load: False once a load failed, or a reset came after its first step.
     """
 
@@ -146,6 +148,7 @@ class RequestTracker:
     unstored: str | None = None
     found: bool = False
     drop: Drop | None = None
+    prefetch: Prefetch | None = None
     prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:

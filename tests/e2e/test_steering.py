@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lmcache.drop`` over HTTP: RAM, a disk and a real Redis, by ``vllm serve``."""
+"""What requests ask of the store, over HTTP: RAM, a disk and a real Redis, by ``vllm serve``."""
 
 import random
 from pathlib import Path
@@ -112,6 +112,33 @@ def test_a_request_removes_what_is_stored_of_its_prompt(
             assert _counted(server, "drops", "refused") == 4
             left = _counted(server, "dropped_records", *TIERS)
             assert left == 6 * one + sum(removed.values())
+
+
+@pytest.mark.slow
+def test_a_prefetch_moves_a_prompt_to_ram(model_dir: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    model = make_short_model("lfm2", model_dir)
+    tokens = 4 * block_size(model)
+    ids, prefetch = prompt(1, tokens + 9), {"lmcache.prefetch": True}
+    with ValkeyServer() as redis:
+        remote = {"remote_url": f"redis://127.0.0.1:{redis.port}"}
+        with Server(model, {"local_cpu": False, **remote}, tmp_path) as server:
+            client = Client(server, model, redis.client(), tmp_path)
+            first = client.ask(ids)["choices"][0]["logprobs"]
+            server.wait_for(lambda: client.hits(ids)[1] == tokens)
+            said = client.ask(ids, tokens=1, **prefetch)["kv_transfer_params"]
+            assert "local_cpu: false" in said["lmcache.prefetch"]["error"]
+        with Server(model, {"local_cpu": True, **remote}, tmp_path) as server:
+            client = Client(server, model, redis.client(), tmp_path)
+            said = client.ask(prompt(2, tokens + 9), tokens=1, **prefetch)["kv_transfer_params"]
+            assert "nothing of this prompt" in said["lmcache.prefetch"]["error"]
+            before = client.stored()
+            said = client.ask(ids, tokens=1, **prefetch)["kv_transfer_params"]
+            assert said == {"lmcache.prefetch": {"loaded": {"RemoteBackend": tokens}, "vllm": 0}}
+            assert client.stored() == before, "it was stored"
+            redis.client().flushall()
+            again, hit = client.hits(ids)
+            assert hit == tokens and again == first
 
 
 def _counted(server: Server, name: str, *labels: str) -> int:

@@ -64,8 +64,8 @@ def test_a_value_that_is_no_tag_is_said_once_for_each_name(hybrid_log):
         ("lmcache.dorp", "did you mean lmcache.drop?"),
         (
             "lmcache.q",
-            "those of a request are lmcache.skip_save, lmcache.tag.NAME, lmcache.drop and "
-            "lmcache.drop_from.",
+            "those of a request are lmcache.skip_save, lmcache.tag.NAME, lmcache.drop, "
+            "lmcache.drop_from and lmcache.prefetch.",
         ),
     ],
 )

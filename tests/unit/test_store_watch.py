@@ -86,7 +86,7 @@ def test_prompts_of_which_nothing_is_stored_are_a_warning(life):
         (
             {"params": {"lmcache.skip_save": True}},
             {},
-            "50 ask for lmcache.skip_save or lmcache.drop",
+            "50 ask for lmcache.skip_save, drop or prefetch",
         ),
         ({"priority": 3}, {"priority_limit": 2}, "50 are above priority_limit=2"),
         (
@@ -104,7 +104,7 @@ def test_the_step_that_stopped_them_is_named(life, prompt, options, reason):
 def test_the_most_frequent_reasons_come_first(life):
     one = life().prompts(20, tokens=N - 1).prompts(30, params={"lmcache.skip_save": True})
     (line,) = one.said()
-    assert "30 ask for lmcache.skip_save or lmcache.drop; 20 are too short" in line
+    assert "30 ask for lmcache.skip_save, drop or prefetch; 20 are too short" in line
 
 
 def test_a_finer_unit_is_named_where_it_helps(life):

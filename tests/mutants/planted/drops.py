@@ -97,8 +97,8 @@ DEFECTS = (
     one(
         "a request that drops its records stores them again",
         "lmcache_hybrid/scheduler/arrivals.py",
-        "asked.skip_save or drop is not None)",
-        "asked.skip_save)",
+        "steered = drop is not None or prefetch is not None",
+        "steered = prefetch is not None",
     ),
     one(
         "true counts as one token",
@@ -123,5 +123,36 @@ DEFECTS = (
         RANK,
         '            failure = f"{error.backend} could not',
         '            failure = f"{error} could not',
+    ),
+    one(
+        "a request that prefetches stores its prompt",
+        "lmcache_hybrid/scheduler/arrivals.py",
+        "steered = drop is not None or prefetch is not None",
+        "steered = drop is not None",
+    ),
+    one(
+        "a prefetch is computed where that is faster",
+        "lmcache_hybrid/scheduler/admission.py",
+        "judged if tracker.prefetch is None else math.inf",
+        "judged",
+    ),
+    one(
+        "a prefetch forgets what it has loaded once that has ended",
+        "lmcache_hybrid/scheduler/prefetches.py",
+        "        self.local = self.asked\n        if result is None:\n",
+        "        self.local = self.asked\n        self.loaded.clear()\n"
+        "        if result is None:\n",
+    ),
+    one(
+        "a prefetch whose load failed is said to be done",
+        "lmcache_hybrid/scheduler/arrivals.py",
+        "failed=not tracker.may_load",
+        "failed=False",
+    ),
+    one(
+        "a drop is done although a prefetch was asked beside it",
+        CONFIGS,
+        "    elif prefetch and drop_from is not None:\n",
+        "    elif False:\n",
     ),
 )
