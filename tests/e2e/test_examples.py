@@ -40,7 +40,9 @@ def _run(example: str, *arguments: str, environment: Mapping[str, str] = {}) -> 
     assert "OK" in result.stdout
 
 
-@pytest.mark.parametrize("example", ["redis_two_engines", "prefill_decode", "kv_events_router"])
+@pytest.mark.parametrize(
+    "example", ["redis_two_engines", "prefill_decode", "kv_events_router", "agent"]
+)
 def test_every_example_of_several_engines_runs(example: str, tmp_path: Path) -> None:
     """Forked, its engines too: up to seven processes would import vLLM."""
     log, script = tmp_path / "log", ROOT / f"examples/{example}.py"
