@@ -24,6 +24,7 @@ os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 # Errors that this package keeps away from vLLM are raised all the same, in engines of tests too.
 STRICT = "LMCACHE_HYBRID_STRICT"
 os.environ.setdefault(STRICT, "1")
+LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Threads of two workers' engines that wait for each other on the same cores take many times
     # as long. Before torch is imported; processes that tests start inherit it.
@@ -76,6 +77,19 @@ def no_error_is_hidden() -> Iterator[None]:
     if faults is not None:
         faults.COUNTS.clear()
     assert not found, f"errors that nobody planted, by where they were caught: {found}"
+
+
+@pytest.fixture(autouse=True)
+def the_log_level_stays() -> Iterator[None]:
+    """Fails a test that leaves vLLM's log level changed: engines forked later would log nothing."""
+    before = os.environ.get(LOG_LEVEL)
+    yield
+    after = os.environ.get(LOG_LEVEL)
+    if after != before:
+        os.environ.pop(LOG_LEVEL, None)
+        if before is not None:
+            os.environ[LOG_LEVEL] = before
+    assert after == before, f"{LOG_LEVEL} was left as {after!r}, it was {before!r}"
 
 
 @pytest.fixture
