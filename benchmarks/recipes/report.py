@@ -13,6 +13,8 @@ from lmcache_hybrid.tools.cli import app
 from lmcache_hybrid.tools.sizing.plan import RAM_PROMPTS
 
 CONTEXT = 32_000
+# Prompts of CONTEXT fit, and answers; without it, vLLM takes the model's own limit.
+MAX_LEN = 65_536
 STORED = 100  # prompts
 WANTED_UNIT = 64
 HEAD = [
@@ -119,11 +121,12 @@ def _section(recipe: Recipe) -> str:
     flags += [recipe.flags] if recipe.flags else []
     stored = plan(recipe, "--prompts", str(STORED))["backends"]
     disk = math.ceil(stored["disk"]["gib_per_rank"])
+    flags += [f"--max-model-len {MAX_LEN}", "--shutdown-timeout 30"]
     return f"""## {recipe.name}
 
 ```
 LMCACHE_CONFIG_FILE=lmcache.yaml vllm serve {recipe.weights} \\
-  {" ".join([*flags, "--shutdown-timeout 30"])} \\
+  {" ".join(flags)} \\
   --kv-transfer-config '{CONNECTOR}'
 ```
 
