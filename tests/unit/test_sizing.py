@@ -434,7 +434,7 @@ def test_the_page_has_this_table():
 
 def test_the_page_shows_what_is_printed():
     page = (ROOT / "docs" / "sizing.md").read_text()
-    words = ["Qwen3.6-27B", "--context", "100k", "--prompts", "500"]
+    words = "Qwen3.6-27B --tp 2 --context 32k --prompts 100".split()
     assert f"lmcache-hybrid plan {' '.join(words)}" in page
     printed = CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "80"}).output
     for line in printed.splitlines():
