@@ -122,6 +122,7 @@ def test_a_full_disk_takes_no_room_on_another(box, other, small_disk, policy):
     one.settle()
     assert len(held(small_disk)) == 2 and one.store.locate([large])
     assert all(file.exists() for file in files) and one.store.failed_writes == {}
+    assert all(entry.can_evict for entry in one.backend.dict.values()), "one stays for ever"
 
 
 def test_a_full_disk_leaves_files_of_others_on_another(box, other, small_disk):
