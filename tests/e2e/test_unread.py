@@ -19,15 +19,19 @@ def test_prompt_log_probabilities_store_a_prompt_once(model_dir: Path) -> None:
     with Engine(make_model("lfm2", model_dir / "lfm2"), {"local_cpu": True}) as engine:
 
         def ask(**sampling) -> tuple[int, int, list[int]]:
-            """(bytes saved, tokens loaded, answer) of the prompt, behind nothing of vLLM's own."""
+            """(pages saved, tokens loaded, answer) of the prompt, behind nothing of vLLM's own.
+
+            A state may be new: beside the step that vLLM scheduled past the end of the prompt
+            before, a chunk may end a block earlier. Nothing is saved twice, see Engine.
+            """
             engine.forget()
-            before = engine.counts()["worker"]["saved_bytes"]
+            before = engine.counts()["worker"]["saved_attention"]
             answer = engine.ask(ids, **sampling)
             engine.settle()
             return (
-                engine.counts()["worker"]["saved_bytes"] - before,
+                engine.counts()["worker"]["saved_attention"] - before,
                 answer.external,
-                answer.output,
+                answer.tokens,
             )
 
         saved, loaded, first = ask(prompt_logprobs=1)
