@@ -198,9 +198,10 @@ class Drops:
             return
         end = len(prefix.hashes)
         if unit:
-            inner = inner_hashes(
-                request, range((drop.start // unit + 1) * unit, tokens + 1, unit), plan
-            )
+            # Beside a drafter the last boundary may have no hash, see prompt.extended.
+            last = min(tokens, len(request.block_hashes) * unit)
+            past = range((drop.start // unit + 1) * unit, last + 1, unit)
+            inner = inner_hashes(request, past, plan)
             prefix = prefix.with_inner(inner)
             end = max([end, *(each // size + 1 for each in inner)])
         first = drop.start // size

@@ -130,6 +130,15 @@ def test_boundaries_inside_a_block_are_removed_too():
     assert not store.records
 
 
+def test_beside_a_drafter_the_last_boundary_may_have_no_hash():
+    """vLLM 0.33: it covers the next token, which is not known yet."""
+    rig = Rig(plan=PLAN.with_unit(4), hash_block_size=4)
+    request = dropping(tokens=2 * N + 8, hash_block_size=4)
+    request.block_hashes.pop()
+    wait(rig, request)
+    assert end(rig, request) == {"removed": {}}
+
+
 def test_an_adapter_s_records_are_found_by_its_content():
     lora = LoRARequest("adapter", 1, "/adapter")
     rig, request = Rig(2), dropping(lora=lora)
