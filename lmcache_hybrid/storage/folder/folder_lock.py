@@ -44,18 +44,9 @@ class FolderLock:
     def is_held(self) -> bool:
         """Whether another process holds it; False where that cannot be told. Creates nothing."""
         try:
-            number = self._open()
+            return is_locked(self._open())
         except OSError:
             return False
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return False
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        finally:
-            os.close(number)
 
     def _take(self) -> int | None:
         try:
@@ -117,3 +108,18 @@ class FolderLock:
         number, self._number = self._number, None
         if number is not None:
             os.close(number)
+
+
+def is_locked(number: int) -> bool:
+    """Whether another process has locked an open file or folder. Closes it.
+
+    Raises:
+        OSError: its file system has no such locks.
+    """
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(number)

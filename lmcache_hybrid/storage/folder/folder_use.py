@@ -5,7 +5,7 @@ import fcntl
 import os
 import time
 
-from lmcache_hybrid.storage.folder.folder_lock import ENGINE_LOCK, FolderLock
+from lmcache_hybrid.storage.folder.folder_lock import ENGINE_LOCK, FolderLock, is_locked
 
 TRIES, PAUSE_SECONDS = 10, 0.01
 
@@ -75,11 +75,6 @@ def in_use(folder: str) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
+        return is_locked(number)
     except OSError:  # NFS
         return FolderLock(folder, ENGINE_LOCK).is_held()
-    finally:
-        os.close(number)
