@@ -25,14 +25,13 @@ def agree(
         if not results:
             return UNAVAILABLE
         attention = min(result.attention for result in results)
-        first, *others = results
-        states = tuple(at for at in first.states if all(at in result.states for result in others))
+        states = tuple(sorted(set.intersection(*(set(result.states) for result in results))))
         lowest = min(result.end for result in results)
         available = all(result.available for result in results)
         blocks, tail = lowest
         if all(result.end == lowest for result in results):
             return LookupResult(
-                blocks, attention, first.sources, available, tail=tail, states=states
+                blocks, attention, results[0].sources, available, tail=tail, states=states
             )
         request = msgspec.structs.replace(request, limit=blocks, limit_tail=tail, again=True)
         if not any(lowest):

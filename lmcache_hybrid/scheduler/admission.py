@@ -232,13 +232,13 @@ class Admission:
         stored.states.update(boundary * size for boundary in result.states)
         if result.hit:
             stored.states.add(result.boundary * size + result.tail)
-        ends = [(lookup.request.floor, result.boundary), *((0, end) for end in result.states)]
-        for start, end in ends:
-            stored.windows.update(
-                (window.group, block)
-                for window in self._plan.windows
-                for block in range(window.first(start, end), end)
-            )
+        for window in self._plan.windows:
+            first = window.first(lookup.request.floor, result.boundary)
+            pages, last = set(range(first, result.boundary)), 0
+            for end in result.states:
+                pages.update(range(max(last, window.first(0, end)), end))
+                last = end
+            stored.windows.update((window.group, block) for block in pages)
 
     def check_integrity(self, trackers: Iterable[RequestTracker]) -> None:
         """Assert what holds between two calls of vLLM, for all requests that are tracked."""

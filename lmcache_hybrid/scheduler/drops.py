@@ -32,8 +32,12 @@ UNCACHEABLE = (
 UNKNOWN_ADAPTER = "a rank does not know the content of the LoRA adapter. Nothing was removed."
 UNANSWERED = "a rank did not answer in time. Some records may be gone: repeat it."
 UNEXPECTED = "an unexpected error, see the engine's log. Some records may be gone: repeat it."
+STOPPED = (
+    "a rank's store was frozen, switched off or in use meanwhile. Some records may be gone: "
+    "repeat it."
+)
 LATE = (
-    f"some records were still being written after {DROP_SECONDS:.0f} s. Others may be gone: "
+    f"the engine was busy for {DROP_SECONDS:.0f} s, or still wrote records. Others may be gone: "
     "repeat it."
 )
 UNFINISHED = "the request has ended before all records were removed: repeat it."
@@ -76,7 +80,8 @@ class PendingDrop:
         self._queue, self._request, self._first = queue, request, first
         self._ends = time.monotonic() + DROP_SECONDS
         self._next = 0.0  # time.monotonic of the next call
-        self._done = False
+        # Whether a rank may have removed any, all have removed all, and there is nothing to do.
+        self._begun = self._done = self._over = False
         self.removed: Counter[str] = Counter()
         self.refusal = self.failure = ""
         self._job = queue.call(self._go_on)
@@ -88,6 +93,8 @@ class PendingDrop:
             seconds: max time to wait.
             ledger: counts errors of a call.
         """
+        if self._over:
+            return True
         try:
             error = self._job.exception(seconds)
         except TimeoutError:
@@ -95,7 +102,8 @@ class PendingDrop:
         if isinstance(error, Exception):
             caught("drop_records", error, "a request's records may stay", ledger)
             self.failure = self.failure or UNEXPECTED
-        if self._done or self.refusal or self.failure:
+        self._over = bool(self._done or self.refusal or self.failure)
+        if self._over:
             return True
         left = self._next - time.monotonic()
         if left > 0 and seconds > 0:  # empty steps would take the CPU from the writers
@@ -109,7 +117,7 @@ class PendingDrop:
         if self._request.block is None:
             prefix = self._queue.identified(self._request.prefix)
             if prefix is None:
-                self.refusal = UNKNOWN_ADAPTER
+                self._refuse(UNKNOWN_ADAPTER)
                 return
             self._request = msgspec.structs.replace(self._request, prefix=prefix)
             # No lookup comes between this and the removal, so nothing is claimed meanwhile.
@@ -129,8 +137,10 @@ class PendingDrop:
             return None
         for result in results:
             self.removed.update(result.removed)
-        self.refusal = next((each.refusal for each in results if each.refusal), "")
+        if request.block is not None:
+            self._begun |= not all(each.waits or each.refusal for each in results)
         self.failure = next((each.failure for each in results if each.failure), "")
+        self._refuse(next((each.refusal for each in results if each.refusal), ""))
         if any(result.waits for result in results):
             now = time.monotonic()
             self._next = now + PAUSE_SECONDS
@@ -140,9 +150,19 @@ class PendingDrop:
                 return None
         return None if self.refusal or self.failure else min(each.block for each in results)
 
+    def _refuse(self, why: str) -> None:
+        """Note why nothing may be removed; "" if it may. Once removing has begun, that is late."""
+        if why and self._begun:
+            self.failure = self.failure or STOPPED
+        else:
+            self.refusal = why
+
 
 class Drops:
-    """The drops of all requests. Used by the scheduler's thread only."""
+    """The drops of all requests, one after the other: lookups wait for the same thread.
+
+    Used by the scheduler's thread only.
+    """
 
     def __init__(
         self, plan: GroupPlan, queue: LookupQueue, ledger: Ledger[SchedulerCounts]
@@ -150,6 +170,7 @@ class Drops:
         self._plan, self._queue, self._ledger = plan, queue, ledger
         # Steps begun, and the last one that a drop waits for.
         self._step = self._awaited = 0
+        self._turn: PendingDrop | None = None
 
     def begin(self) -> int:
         """Begin a step.
@@ -171,7 +192,11 @@ class Drops:
         if drop.answer is not None:
             return False
         if drop.pending is None:
+            # Its own request may have ended, and asks no more.
+            if self._turn is not None and not self._turn.poll(0.0, self._ledger):
+                return True
             self._begin(request, drop)
+            self._turn = drop.pending
         pending = drop.pending
         if pending is None:
             return False

@@ -77,9 +77,11 @@ class Prefetch:
         self.local = self.asked
         if result is None:
             return
-        start = self.local // block_size
-        for source, blocks in result.last(result.boundary - start + bool(result.tail)):
+        start, inside = divmod(self.local, block_size)
+        loaded = list(result.last(result.boundary - start + bool(result.tail)))
+        for source, blocks in loaded:
             self.loaded[source] += blocks * block_size
+        self.loaded[loaded[-1][0]] -= inside
         if result.tail:
             self.loaded[result.source] -= block_size - result.tail
 

@@ -32,8 +32,9 @@ CLOSED = (
 def drop(plan: GroupPlan, store: Store, request: DropRequest) -> DropResult:
     """Remove records, the first blocks first.
 
-    Without the first block's pages no lookup finds the blocks behind it, so nobody claims these
-    between two calls.
+    Without the first block's pages no lookup finds the blocks behind it. Only where another
+    request stores these pages again between two calls may a third one claim what is left; its load
+    then fails, and it is computed.
     """
     first = request.start // plan.block_size
     if not store.writable():

@@ -299,9 +299,10 @@ class LMCacheStore:
                 removed[name] = tier.remove_all(engine_keys, max(0.0, ends - time.monotonic()))
             except Exception as error:
                 raise RemovalError(name, error) from error
-            if self._residency is not None and not tier.indexed:
-                for key in engine_keys:
-                    self._residency.discarded(key)
+            finally:  # some may be gone, and a lookup announces the others again
+                if self._residency is not None and not tier.indexed:
+                    for key in engine_keys:
+                        self._residency.discarded(key)
         return removed
 
     # Writing

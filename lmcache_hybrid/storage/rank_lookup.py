@@ -19,7 +19,6 @@ from lmcache_hybrid.protocol.prefix import (
     record_keys,
     tail_keys,
     used_keys,
-    window_keys,
 )
 from lmcache_hybrid.storage.store import Claim, Store
 
@@ -47,7 +46,7 @@ class _Found:
         self.where: dict[RecordKey, str] = {}
         self._asked: set[RecordKey] = set()
         self._plan, self._prefix, self._floor = plan, request.prefix, request.floor
-        self._locate, self._states_at = locate, request.states_at
+        self._locate, self._states_at = locate, list(_ranges(request.states_at))
         size, blocks = plan.block_size, len(self._prefix.hashes)
         floor = self._floor * size
         # A partly filled page follows whole ones.
@@ -66,14 +65,15 @@ class _Found:
         groups, ends = self._plan.attention, self._ends[: self._deepest]
         keys = [key for at in range(len(self._prefix.hashes)) for key in self._pages(at, groups)]
         tails = (tail_keys(self._prefix, end, self._plan) for end in self._inner(ends))
-        more = itertools.chain(*tails, *map(self._end_keys, self._states_at))
-        self._add([*keys, *self._needs(self._blocks(ends)), *more])
+        states = (self._needs(ends, 0) for ends in self._states_at)
+        more = itertools.chain(*tails, *states)
+        self._add([*keys, *self._needs(self._blocks(ends), self._floor), *more])
         missing = (at for at, key in enumerate(keys) if key not in self.where)
         return next(missing, len(keys)) // len(groups)
 
     def states(self) -> set[int]:
         """Return those of the request's ``states_at`` whose records :meth:`attention` found."""
-        return {at for at in self._states_at if all(k in self.where for k in self._end_keys(at))}
+        return {end for ends in self._states_at for end in self._whole(ends, 0)}
 
     def boundaries(self, attention: int) -> Iterator[int]:
         """Yield boundaries with all states and windows, deepest first, in tokens.
@@ -111,8 +111,8 @@ class _Found:
             end: inner_keys(self._prefix, end, STATE, self._plan.states[:1])[0]
             for end in self._inner(ends)
         }
-        self._add([*self._needs(blocks), *probes.values()])
-        whole = {block * self._plan.block_size for block in self._whole(blocks)}
+        self._add([*self._needs(blocks, self._floor), *probes.values()])
+        whole = {end * self._plan.block_size for end in self._whole(blocks, self._floor)}
         found = (end for end, probe in probes.items() if probe in self.where)
         tails = {end: tail_keys(self._prefix, end, self._plan) for end in found}
         for end in sorted(whole.union(tails), reverse=True):
@@ -128,37 +128,41 @@ class _Found:
             self._asked.update(unknown)
             self.where.update(self._locate(unknown))
 
-    def _needs(self, blocks: range) -> list[RecordKey]:
-        """List the keys of states and window pages of the boundaries ``blocks``, ascending."""
+    def _needs(self, blocks: range, floor: int) -> list[RecordKey]:
+        """List the keys of states and window pages of the boundaries ``blocks``, ascending.
+
+        Args:
+            floor: blocks that vLLM holds; their window pages are not needed.
+        """
         if not blocks:
             return []
         pages = [
             key
             for window in self._plan.windows
-            for at in range(window.first(self._floor, blocks[0]), blocks[-1])
+            for at in range(window.first(floor, blocks[0]), blocks[-1])
             for key in self._pages(at, (window.group,))
         ]
         return [*pages, *itertools.chain.from_iterable(map(self._states, blocks))]
 
-    def _whole(self, blocks: range) -> list[int]:
-        """List the complete boundaries among ``blocks``, whose keys were located."""
+    def _whole(self, blocks: range, floor: int) -> list[int]:
+        """List the complete boundaries among ``blocks``, whose :meth:`_needs` were located."""
         if not blocks:
             return []
         windows = self._plan.windows
-        gaps = [self._gaps(window, blocks[0], blocks[-1]) for window in windows]
+        gaps = [self._gaps(each, each.first(floor, blocks[0]), blocks[-1]) for each in windows]
         return [
             boundary
             for boundary in blocks
             if all(key in self.where for key in self._states(boundary))
             and all(
-                gap[boundary] < window.first(self._floor, boundary)
+                gap[boundary] < window.first(floor, boundary)
                 for window, gap in zip(windows, gaps, strict=True)
             )
         ]
 
-    def _gaps(self, window: Window, first: int, deepest: int) -> dict[int, int]:
-        """Map each boundary to the last block before it whose page is missing, or -1."""
-        start, last = window.first(self._floor, first), -1
+    def _gaps(self, window: Window, start: int, deepest: int) -> dict[int, int]:
+        """Map each boundary from ``start`` on to the last block before it without a page, or -1."""
+        last = -1
         gaps = {start: last}  # the first boundary itself, for a window of no block
         for at in range(start, deepest):
             if self._pages(at, (window.group,))[0] not in self.where:
@@ -173,11 +177,12 @@ class _Found:
         plan = self._plan
         return record_keys(self._prefix, boundary - 1, plan.block_size, STATE, plan.states)
 
-    def _end_keys(self, boundary: int) -> list[RecordKey]:
-        """List what a hit at ``boundary`` needs beside full attention, wherever it starts."""
-        prefix, size = self._prefix, self._plan.block_size
-        pages = (window_keys(prefix, 0, boundary, size, each) for each in self._plan.windows)
-        return [*itertools.chain(*pages), *self._states(boundary)]
+
+def _ranges(numbers: Sequence[int]) -> Iterator[range]:
+    """Group ascending numbers into ranges without gaps."""
+    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        found = [number for _, number in run]
+        yield range(found[0], found[-1] + 1)
 
 
 class RankLookup:

@@ -9,7 +9,7 @@ from lmcache_hybrid.protocol.metadata import NOTHING
 from lmcache_hybrid.protocol.prefix import block_keys
 from lmcache_hybrid.scheduler import drops
 from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of
-from lmcache_hybrid.storage.drops import IN_USE
+from lmcache_hybrid.storage.drops import CLOSED, IN_USE
 
 from .helpers import PLAN, Later, N, Ranks, fill, make_request, put, tags_of
 from .scheduler_rig import Rig, all_offers
@@ -300,6 +300,41 @@ def test_a_rank_that_waits_has_its_claims_looked_for_again():
     wait(rig, request)
     rig.scheduler.request_finished(loads)
     assert rig.scheduler.request_finished(request)["lmcache.drop"]["error"] == IN_USE
+
+
+def test_a_store_that_is_closed_half_way_does_not_count_as_untouched():
+    rig, request, begun = Rig(2), dropping(tokens=6 * N + 1), []
+
+    def closing(call):
+        if call.block is None:
+            return [DropResult(), DropResult()]
+        begun.append(call.block)
+        if len(begun) == 1:
+            return [DropResult(2, {"naive": 4}), DropResult(waits=True)]
+        return [DropResult(refusal=CLOSED)] * 2
+
+    rig.ranks.queue.drop = closing
+    wait(rig, request)
+    assert end(rig, request) == {"removed": {"naive": 4}, "error": drops.STOPPED}
+    assert rig.scheduler.counts.drops == {"failed": 1}
+
+
+def test_drops_are_done_one_after_the_other():
+    """Else lookups of others would wait for all of them."""
+    later = Later()
+    rig = Rig(Ranks(1, executor=later))
+    first, second = dropping("first"), dropping("second")
+    for request in (first, second, first, second):
+        assert rig.match(request) == (None, False)
+    assert len(later.waiting) == 1
+    rig.scheduler.request_finished(first)  # it asks no more
+    rig.ranks.begun = 99
+    for _ in range(5):
+        later.run()
+        rig.match(second)
+        rig.step()
+    assert end(rig, second) == {"removed": {}}
+    assert {call.start for call in rig.ranks.drops} == {0} and len(rig.ranks.drops) == 4
 
 
 def test_calls_go_on_where_the_slowest_rank_is():

@@ -39,7 +39,7 @@ def test_what_is_stored_is_loaded_and_nothing_is_stored(computed):
 def test_a_part_of_a_block_counts_as_far_as_it_is_loaded():
     prefetch = prefetches.Prefetch(asked=N + 4)
     prefetch.admit(LookupResult(2, 2, (("ram", 1), ("redis", 1)), tail=5), N)
-    assert prefetch.loaded == {"ram": N, "redis": 5}
+    assert prefetch.loaded == {"ram": N - 4, "redis": 5}
 
 
 def test_what_vllm_holds_is_not_loaded():

@@ -67,14 +67,18 @@ class RemoteTier(StorageTier):
             return False
         # Behind it, each write submitted before has begun.
         asyncio.run_coroutine_threadsafe(_begun(), self.backend.loop).result(seconds)
-        return self._connector.in_flight.any_of(keys)
+        return self._connector.in_flight.any_of(self._names(keys))
 
     def remove_all(self, keys: Sequence[CacheEngineKey], seconds: float) -> int:
         if self.backend.connection is None:
             raise ConnectionError("it is not connected")
-        if self.backend._mla_worker_id_as0_mode:
-            keys = [key.with_new_worker_id(0) for key in keys]
-        return self._connector.delete_all(keys, min(seconds, self._patience))
+        return self._connector.delete_all(self._names(keys), min(seconds, self._patience))
+
+    def _names(self, keys: Sequence[CacheEngineKey]) -> Sequence[CacheEngineKey]:
+        """Name records as they are stored: of equal ones rank 0's alone."""
+        if not self.backend._mla_worker_id_as0_mode:
+            return keys
+        return [key.with_new_worker_id(0) for key in keys]
 
     def close(self) -> None:
         self._reader.close()

@@ -65,9 +65,21 @@ DEFECTS = (
         "max(each.block for each in results)",
     ),
     one(
+        "lookups wait for all drops at once",
+        "lmcache_hybrid/scheduler/drops.py",
+        "            if self._turn is not None and not self._turn.poll(0.0, self._ledger):\n",
+        "            if False:\n",
+    ),
+    one(
+        "a drop that was stopped half way says that nothing was removed",
+        "lmcache_hybrid/scheduler/drops.py",
+        "        if why and self._begun:\n",
+        "        if False:\n",
+    ),
+    one(
         "a drop does not wait for writes to a remote store",
         REMOTE,
-        "        return self._connector.in_flight.any_of(keys)\n",
+        "        return self._connector.in_flight.any_of(self._names(keys))\n",
         "        return False\n",
     ),
     one(

@@ -45,7 +45,7 @@ DEFECTS = (
     one(
         "the deepest boundary is asked for in a call of its own",
         "lmcache_hybrid/storage/rank_lookup.py",
-        "self._add([*keys, *self._needs(self._blocks(ends)), *more])",
+        "self._add([*keys, *self._needs(self._blocks(ends), self._floor), *more])",
         "self._add(keys)",
     ),
     one(
@@ -57,14 +57,14 @@ DEFECTS = (
     one(
         "a state that one rank lacks counts as stored",
         "lmcache_hybrid/protocol/agreement.py",
-        " if all(at in result.states for result in others)",
-        "",
+        "set.intersection(*(set(result.states) for result in results))",
+        "set(results[0].states)",
     ),
     one(
         "a state without its window pages counts as stored",
         "lmcache_hybrid/storage/rank_lookup.py",
-        "        return [*itertools.chain(*pages), *self._states(boundary)]\n",
-        "        return self._states(boundary)\n",
+        "for end in self._whole(ends, 0)}",
+        "for end in ends if all(key in self.where for key in self._states(end))}",
     ),
     one(
         "a state counts as stored although it has just been evicted",
@@ -99,7 +99,7 @@ DEFECTS = (
     one(
         "of a window only the last page is looked at",
         "lmcache_hybrid/storage/rank_lookup.py",
-        "                gap[boundary] < window.first(self._floor, boundary)\n",
+        "                gap[boundary] < window.first(floor, boundary)\n",
         "                gap[boundary] < boundary - 1\n",
     ),
     one(

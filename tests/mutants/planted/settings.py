@@ -254,8 +254,8 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "windows that were found are stored again",
         "lmcache_hybrid/scheduler/admission.py",
-        "            for window in self._plan.windows\n",
-        "            for window in ()\n",
+        "        for window in self._plan.windows:\n",
+        "        for window in ():\n",
     ),
     one(
         "what must not be read is loaded",
