@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-logger = init_logger("vllm.lmcache_hybrid.compat")
+logger = init_logger("vllm.lmcache_hybrid.cpu")
 
 # The function that vLLM's own repair of ``keep_cpu_block_size`` calls.
 CHOSEN_ONCE = "_preferred_block_size_for_backends"

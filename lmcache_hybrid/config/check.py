@@ -10,6 +10,7 @@ from lmcache_hybrid.config.lmcache_file import CONFIG_FILE
 from lmcache_hybrid.config.options import Options, read_options
 from lmcache_hybrid.config.other_names import name_as_redis
 from lmcache_hybrid.config.own_options import TRUSTED_OWNER_KEY, sound_own_options
+from lmcache_hybrid.config.parallel import local_ranks
 from lmcache_hybrid.config.redis_credentials import hide_passwords
 from lmcache_hybrid.config.values import (
     as_lmcache_reads,
@@ -53,7 +54,7 @@ def check_options(
             if found is None:
                 raise
             config, left = found
-    wrong = refusals(config, block_size, _local_ranks(vllm_config))
+    wrong = refusals(config, block_size, local_ranks(vllm_config))
     options: Options | None = None
     try:
         options = read_options(vllm_config, config, block_size)
@@ -63,15 +64,6 @@ def check_options(
     if wrong or options is None:
         raise ConfigError(*wrong)
     return options
-
-
-def _local_ranks(vllm_config: "VllmConfig") -> int:
-    """Return the ranks of all engines that this command starts on this machine."""
-    parallel = getattr(vllm_config, "parallel_config", None)
-    if parallel is None:
-        return 1
-    ranks: int = parallel.local_world_size * max(1, parallel.data_parallel_size_local)
-    return ranks
 
 
 def written_config(

@@ -17,12 +17,13 @@ def memory_limit(groups: Path = _GROUPS, mounted: Path = _MOUNTED) -> float:
         mounted: where their files are.
     """
     try:
-        lines = groups.read_text().splitlines()
+        lines = groups.read_text(errors="replace").splitlines()
     except OSError:
         return math.inf
     found = [math.inf]
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        _, _, named = line.partition(":")
+        controllers, _, path = named.partition(":")
         if not controllers:  # version 2
             top, name = mounted, "memory.max"
         elif "memory" in controllers.split(","):

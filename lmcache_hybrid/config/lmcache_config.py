@@ -3,6 +3,7 @@
 
 import copy
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -327,14 +328,14 @@ def _check_remote(config: "LMCacheEngineConfig") -> None:
             check_folder(option, folder, trusted_owner(config))
 
 
-def memory_of_the_machine() -> float:
-    """Return the bytes of memory, of the container if it has less, and of swap space.
+def memory_of_the_machine(limit: float = math.inf) -> float:
+    """Return the bytes of memory and swap space, or a container's ``limit`` if that is less.
 
-    inf where the system does not say.
+    inf where neither is known. A container is normally given no swap space.
     """
-    limit = memory_limit()
     try:
-        return min(limit, psutil.virtual_memory().total) + psutil.swap_memory().total
+        memory = psutil.virtual_memory().total
+        return limit if limit < memory else float(memory + psutil.swap_memory().total)
     except (OSError, KeyError):  # no file descriptor left, or a /proc without some of it
         return limit
 
@@ -345,8 +346,10 @@ def _check_memory(config: "LMCacheEngineConfig", ranks: int) -> None:
             f"LMCache option max_local_cpu_size={config.max_local_cpu_size} leaves no memory to "
             "copy through; set it to a few GB."
         )
-    taken, whole = config.max_local_cpu_size * (1 << 30), memory_of_the_machine()
-    if ranks * taken > whole and not config.enable_lazy_memory_allocator:
+    # Huge pages are set aside for the machine, and do not count as the container's memory.
+    limit = math.inf if config.local_cpu_use_hugepages else memory_limit()
+    taken, whole = config.max_local_cpu_size * (1 << 30), memory_of_the_machine(limit)
+    if ranks * taken > whole:
         each = "each rank" if ranks == 1 else f"each of {ranks} ranks"
         raise ConfigError(
             f"LMCache option max_local_cpu_size={config.max_local_cpu_size} takes "

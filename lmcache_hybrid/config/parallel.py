@@ -86,3 +86,15 @@ def settle_disk_folder(config: "LMCacheEngineConfig", parallel: Any) -> None:
     for folder in folders:
         check_folder("local_disk", folder, trusted_owner(config))
     config.local_disk = config._hybrid_folders = ",".join(folders)
+
+
+def local_ranks(vllm_config: "VllmConfig") -> int:
+    """Return the ranks of this engine on this machine, 1 where Ray places them.
+
+    How many engines of data parallelism are beside it, vLLM tells no engine.
+    """
+    parallel = getattr(vllm_config, "parallel_config", None)
+    if parallel is None or parallel.distributed_executor_backend == "ray":
+        return 1
+    ranks: int = parallel.local_world_size
+    return ranks

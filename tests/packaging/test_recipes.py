@@ -64,7 +64,7 @@ def test_the_command_and_the_file_are_taken(
     assert parsed.kv_transfer_config.kv_connector == "LMCacheConnectorV1"
     monkeypatch.chdir(tmp_path)
     # Of the machine that it is for.
-    monkeypatch.setattr(lmcache_config, "memory_of_the_machine", lambda: 1 << 50)
+    monkeypatch.setattr(lmcache_config, "memory_of_the_machine", lambda limit: 1 << 50)
     file = file.replace("/srv/", f"{tmp_path}/")  # the check makes the folder
     Path("lmcache.yaml").write_text(file)
     config = LMCacheEngineConfig.from_file("lmcache.yaml")

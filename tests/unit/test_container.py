@@ -8,6 +8,9 @@ import pytest
 
 from lmcache_hybrid.config import lmcache_config
 from lmcache_hybrid.config.container import memory_limit
+from lmcache_hybrid.config.lmcache_config import refusals
+
+from .lmcache_settings import lmcache_config as settings
 
 GIB = 1 << 30
 
@@ -47,6 +50,16 @@ def test_a_system_without_control_groups_has_no_limit(tmp_path: Path):
 
 
 def test_a_container_may_have_less_than_the_machine(monkeypatch):
-    whole = lmcache_config.memory_of_the_machine()
+    """And then no swap space. Huge pages do not count there."""
+    assert lmcache_config.memory_of_the_machine(1.0) == 1.0 < lmcache_config.memory_of_the_machine()
     monkeypatch.setattr(lmcache_config, "memory_limit", lambda: 1.0)
-    assert lmcache_config.memory_of_the_machine() < whole
+    for pages in (False, True):
+        found = refusals(settings(max_local_cpu_size=1.0, local_cpu_use_hugepages=pages), None)
+        assert bool(found) != pages
+
+
+@pytest.mark.parametrize("line", ["", "no colon", "0:"])
+def test_a_line_of_another_kind_is_no_limit(tmp_path: Path, line):
+    (tmp_path / "cgroup").write_bytes(f"{line}\n0::/\xff\n".encode("latin-1"))
+    (tmp_path / "memory.max").write_text("5\n")
+    assert memory_limit(tmp_path / "cgroup", tmp_path) == 5

@@ -503,6 +503,14 @@ def test_what_is_put_after_the_end_is_not_written_and_kept_nowhere(box):
     one.assert_pool_is_free()
 
 
+def test_a_folder_in_a_records_place_leaves_no_file_open(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(FileNotFoundError), backend.open_regular(str(tmp_path)):
+            pass
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_reads_run_side_by_side(box, monkeypatch):
     """Four files at once: else a restore has the bandwidth of one thread."""
     one = write(box("disk"))

@@ -50,7 +50,7 @@ def test_an_engine_takes_what_is_printed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     # Of the machine that it is for.
-    monkeypatch.setattr(lmcache_config, "memory_of_the_machine", lambda: 1 << 50)
+    monkeypatch.setattr(lmcache_config, "memory_of_the_machine", lambda limit: 1 << 50)
     words = [model, "--tp", "2", "--backend", backend, "--step-tokens", "16k"]
     words += ["--kv-cache-dtype", "bfloat16", "--ssm-dtype", "float32"]
     n = json.loads(plan(*words, "--json"))["block_size"]

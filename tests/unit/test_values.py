@@ -484,12 +484,18 @@ def test_a_pool_that_no_machine_has_is_refused():
     assert " GB on each rank, more than the " in message and message.endswith("set it to less.")
 
 
-@pytest.mark.parametrize("local, refused", [(1, False), (2, True)])
-def test_the_pools_of_all_ranks_must_fit_the_machine(monkeypatch, local, refused):
+@pytest.mark.parametrize(
+    "ranks, executor, refused", [(2, "mp", False), (4, "mp", True), (4, "ray", False)]
+)
+def test_the_pools_of_all_ranks_must_fit_the_machine(monkeypatch, ranks, executor, refused):
     """Else the kernel kills one of them, without a word in the log."""
-    monkeypatch.setattr(lmcache_config_module, "memory_of_the_machine", lambda: 10 * (1 << 30))
+    monkeypatch.setattr(
+        lmcache_config_module, "memory_of_the_machine", lambda limit: 10 * (1 << 30)
+    )
     config = vllm_config(transfer())
-    config.parallel_config = SimpleNamespace(local_world_size=2, data_parallel_size_local=local)
+    config.parallel_config = SimpleNamespace(
+        local_world_size=ranks, distributed_executor_backend=executor
+    )
     found = lmcache_config(max_local_cpu_size=4.0)
     if not refused:
         check_options(config, found)

@@ -50,9 +50,10 @@ def open_regular(path: str) -> Iterator[BinaryIO]:
         OSError: it cannot be opened, or is a link.
     """
     number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(number).st_mode):  # fdopen does not close a folder
+        os.close(number)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     with os.fdopen(number, "rb") as data:
-        if not stat.S_ISREG(os.fstat(number).st_mode):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         yield data
 
 

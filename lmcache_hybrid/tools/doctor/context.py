@@ -42,6 +42,11 @@ class Context:
     left: frozenset[str] = frozenset()
 
     @property
+    def local_ranks(self) -> int:
+        """Ranks of one engine on this machine; 1 without a model."""
+        return self.model.local_ranks if self.model else 1
+
+    @property
     def block_size(self) -> int | None:
         """N in tokens, None if unknown."""
         return self.model.block_size if self.model and self.model.served else None

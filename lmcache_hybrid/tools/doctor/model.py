@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lmcache_hybrid.config.drafts import why_a_block_less
+from lmcache_hybrid.config.parallel import local_ranks
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import is_served, page_bytes, plan_groups, suggested_unit
 from lmcache_hybrid.tools.doctor.finding import one_line
@@ -64,6 +65,7 @@ class Model:
         gpu_sizes: N on a GPU, by prefill kernel, where ``device`` is another; empty if unknown.
         plan: arguments of ``lmcache-hybrid plan`` for the same model and flags.
         drafts: why hits end a block earlier beside the drafter, in a sentence; empty if not.
+        local_ranks: of one engine on this machine, pipeline stages included.
     """
 
     served: bool
@@ -84,6 +86,7 @@ class Model:
     gpu_sizes: tuple[int, ...] = ()
     plan: str = ""
     drafts: str = ""
+    local_ranks: int = 1
 
     def suggested_unit(self, wanted: int = 64) -> int:
         """Return the best ``--prefix-match-unit``; 0 for none, or if a GPU would refuse it."""
@@ -155,6 +158,7 @@ def read_model(arguments: "EngineArgs") -> Model:
         gpu_sizes(arguments, config.model_config.hf_config.to_dict()),
         plan_of(arguments),
         (plan.states and why_a_block_less(config)) or "",
+        local_ranks(config),
     )
 
 

@@ -128,9 +128,8 @@ def check_options(context: Context) -> Iterator[Finding]:
         said = (*remarks(own, environment), *taken_away(file, environment), *misspelt(environment))
         for sentence in said:
             yield warning("options", sentence)
-    ranks = context.model.ranks if context.model else 1
     with stand_ins(config) as made:
-        found = refusals(made.config, context.block_size, ranks)
+        found = refusals(made.config, context.block_size, context.local_ranks)
         refused = [made.sentence(each) for each in found]
     yield from (error("options", sentence) for sentence in refused)
     others: list[str] = []
@@ -174,7 +173,8 @@ def _beside_others(context: Context) -> Iterator[Finding]:
     if config is None or context.transfer is None:
         return
     with stand_ins(config) as made:
-        wrong = [made.sentence(each) for each in refusals(made.config, context.block_size)]
+        found = refusals(made.config, context.block_size, context.local_ranks)
+        wrong = [made.sentence(each) for each in found]
     try:
         replace(context, config=config).read_options()
     except ConfigError as failure:

@@ -248,7 +248,7 @@ LMCACHE = (
         "local_cpu "
         "remote_storage_plugins priority_limit min_retrieve_tokens save_decode_cache "
         "lookup_timeout_ms blocking_timeout_secs extra_config enable_kv_events remote_serde "
-        "enable_lazy_memory_allocator",
+        "local_cpu_use_hugepages",
     ),
     *(
         Hook(

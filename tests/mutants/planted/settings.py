@@ -440,14 +440,14 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a pool larger than the machine ends without a store",
         OPTIONS,
-        "    if ranks * taken > whole and not config.enable_lazy_memory_allocator:\n",
+        "    if ranks * taken > whole:\n",
         "    if False:\n",
     ),
     one(
         "the pool of one rank alone must fit the machine",
         OPTIONS,
-        "    if ranks * taken > whole and not",
-        "    if taken > whole and not",
+        "    if ranks * taken > whole:",
+        "    if taken > whole:",
     ),
     one(
         "what a container may use is not looked at",
