@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from lmcache_hybrid.config.check import check_options
+from lmcache_hybrid.config.check import checked_options
 from lmcache_hybrid.config.lmcache_config import load_lmcache_config, settle_lmcache_config
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.config.parallel import check_parallelism, check_prefix_cache, settle_disk_folder
@@ -127,7 +127,7 @@ class HybridConnector(KVConnectorBase_V1):
             whole_items=vllm_config.model_config.is_mm_prefix_lm,
         )
         self._attention_group = plan.attention[0]
-        self._options = options = check_options(vllm_config, config, self.plan.block_size)
+        self._options = options = checked_options(vllm_config, config, self.plan.block_size)
         settle_lmcache_config(config, self.plan.block_size)
         self._metadata: ConnectorMetadata = NOTHING
         self._queue: LookupQueue | None = None
@@ -471,7 +471,7 @@ class HybridConnector(KVConnectorBase_V1):
 
     @guarded("KV cache events of this step are lost", lambda self: [])
     def take_events(self) -> "list[KVCacheEvent]":
-        return self._events.take() if self._events else []
+        return self._events.drain() if self._events else []
 
     @guarded("no step is made for KV cache events", lambda self: False)
     def has_pending_push_work(self) -> bool:

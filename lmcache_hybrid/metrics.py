@@ -66,7 +66,7 @@ RANK_PLACES = (
     "adapter_content",
     "reset_store",
     "bind_connector_metadata",
-    "drop_claim",
+    "give_up_claim",
     "start_load",
     "release_claim",
     "end_load",

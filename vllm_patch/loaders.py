@@ -88,7 +88,7 @@ def _load_model(
     if not is_ours(vllm_config):
         return load(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
     if model_config is vllm_config.model_config:
-        _check_options(vllm_config)
+        _check_settings(vllm_config)
     # Before the first step; the runner is imported by now.
     partial_hits.copy_whole_pages()
     sessions.forget_columns_of_parts()
@@ -103,7 +103,7 @@ def _load_model(
     return model
 
 
-def _check_options(vllm_config: "VllmConfig") -> None:
+def _check_settings(vllm_config: "VllmConfig") -> None:
     """Refuse options before the weights are loaded, which may take minutes.
 
     Raises:
@@ -112,7 +112,7 @@ def _check_options(vllm_config: "VllmConfig") -> None:
     # Off for a model that LMCache's own adapter serves.
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         return
-    from lmcache_hybrid.config.check import check_options  # imports LMCache
+    from lmcache_hybrid.config.check import checked_options  # imports LMCache
 
     transfer = vllm_config.kv_transfer_config
     if transfer.kv_connector != CONNECTOR:  # it reads its own part of a MultiConnector's
@@ -120,7 +120,7 @@ def _check_options(vllm_config: "VllmConfig") -> None:
         ours = next(each for each in children if each.get("kv_connector") == CONNECTOR)
         vllm_config = copy.copy(vllm_config)
         vllm_config.kv_transfer_config = type(transfer)(**ours)
-    check_options(vllm_config)
+    checked_options(vllm_config)
 
 
 @functools.cache

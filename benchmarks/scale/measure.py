@@ -56,7 +56,7 @@ def ask(one: Rank, name: str, prefix: Prefix, floor: int = 0) -> int:
     """A lookup and its end; returns the boundary in blocks."""
     blocks = len(prefix.hashes)
     answer = one.lookup.answer(LookupRequest(name, prefix, blocks, floor))
-    one.lookup.drop(name)
+    one.lookup.release(name)
     return answer.boundary
 
 

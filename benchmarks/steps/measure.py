@@ -94,7 +94,7 @@ class Rig:
         self.scheduler.build_connector_meta(output)
         self.scheduler.update_connector_output(KVConnectorOutput(kv_cache_events=reported))
         if self.scheduler.events is not None:
-            self.scheduler.events.take()
+            self.scheduler.events.drain()
         taken = time.perf_counter() - start
         request.num_computed_tokens += blocks * N
         return 1000 * taken

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
     from vllm.config import KVTransferConfig, VllmConfig
 
-# Others make sense only beside what these say.
-_NAME_STORES = ("local_disk", "remote_url", "remote_storage_plugins", "extra_config")
+# Options that name a store.
+STORES = ("local_disk", "remote_storage_plugins", "remote_url")
 
 
-def check_options(
+def checked_options(
     vllm_config: "VllmConfig",
     config: "LMCacheEngineConfig | None" = None,
     block_size: int | None = None,
@@ -113,6 +113,6 @@ def beside(wrong: Iterable[str], left: Collection[str]) -> list[str]:
     Args:
         left: see :func:`written_config`.
     """
-    if any(name in left for name in _NAME_STORES):
+    if any(name in left for name in (*STORES, "extra_config")):
         return []
     return [each for each in wrong if not any(f" {name}=" in each for name in left)]

@@ -15,7 +15,7 @@ def agree(
 
     Takes one round trip, and one more for each boundary that some rank lacks. Each rank then
     holds a claim for the result, or none for a miss. If a rank falls silent, others may hold
-    claims until these are dropped.
+    claims until these are released.
 
     Args:
         ask: sends a request to all ranks; returns [] when one did not answer.
@@ -35,5 +35,5 @@ def agree(
             )
         request = msgspec.structs.replace(request, limit=blocks, limit_tail=tail, again=True)
         if not any(lowest):
-            ask(request.drop())  # makes the other ranks drop their claims
+            ask(request.release())  # makes the other ranks release their claims
             return LookupResult(0, attention, available=available, states=states)

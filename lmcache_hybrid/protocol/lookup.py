@@ -25,7 +25,7 @@ class LookupRequest(msgspec.Struct, frozen=True, array_like=True):
         deadline: ``time.monotonic`` by which a rank must end this round, before the scheduler
             stops waiting. The clock is shared: ranks run on the scheduler's host.
         again: whether this is a further round of the same lookup.
-        number: of the lookup, higher than any before; a drop names it.
+        number: of the lookup, higher than any before; a release names it.
         limit_tail: tokens allowed past ``limit``; less than N.
         barred: boundaries, in tokens, that are not allowed.
         states_at: boundaries, in blocks, that the request computes whatever is found; the result
@@ -44,12 +44,12 @@ class LookupRequest(msgspec.Struct, frozen=True, array_like=True):
     states_at: tuple[int, ...] = ()
 
     @property
-    def only_drops(self) -> bool:
-        """Whether it asks for nothing, and only drops the claim."""
+    def only_releases(self) -> bool:
+        """Whether it asks for nothing, and only releases the claim."""
         return self.limit <= 0 and self.limit_tail <= 0 and not self.states_at
 
-    def drop(self) -> "LookupRequest":
-        """Return what only drops its claim."""
+    def release(self) -> "LookupRequest":
+        """Return what only releases its claim."""
         return msgspec.structs.replace(self, limit=0, limit_tail=0, states_at=())
 
 

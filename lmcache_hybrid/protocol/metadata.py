@@ -114,7 +114,7 @@ class ConnectorMetadata(KVConnectorMetadata):
     """The work of one step for the worker side.
 
     Attributes:
-        dropped: (request, number of its lookup) of claims to release.
+        released: (request, number of its lookup) of claims to release.
         idle: no forward runs in this step.
         waits: a rank may wait for a load: no forward runs on any rank that it would delay.
         epoch: number of store resets when the step was scheduled. Saves of an earlier epoch are
@@ -127,7 +127,7 @@ class ConnectorMetadata(KVConnectorMetadata):
 
     loads: tuple[LoadSpec, ...] = ()
     saves: tuple[SaveSpec, ...] = ()
-    dropped: tuple[tuple[str, int], ...] = ()
+    released: tuple[tuple[str, int], ...] = ()
     idle: bool = False
     epoch: int = 0
     ended: tuple[str, ...] = ()

@@ -57,7 +57,7 @@ class Admission:
         self._ledger, self._reports = ledger, reports
         self._wait = LookupWait()
         self.drops = Drops(plan, queue, ledger)
-        self._dropped: list[tuple[str, int]] = []
+        self._released: list[tuple[str, int]] = []
 
     def begin(self, idle: bool) -> None:
         """Begin a scheduling pass, see :meth:`LookupWait.begin`."""
@@ -90,29 +90,29 @@ class Admission:
     def load(self, tracker: RequestTracker, tokens: int) -> LookupResult:
         """Start the promised load, for which vLLM has blocks. Returns the ranks' offer."""
         result = tracker.load(tokens, self._plan.block_size, time.monotonic())
-        self._pins.drop(tracker.request.request_id)
+        self._pins.forget(tracker.request.request_id)
         return result
 
     def admit(self, tracker: RequestTracker) -> None:
         """Start a request that loads nothing; vLLM has blocks for it."""
-        self._drop(tracker, tracker.admit())
+        self._release(tracker, tracker.admit())
 
     def withdraw(self, tracker: RequestTracker) -> None:
         """Take back a promise and release its claim."""
-        self._drop(tracker, tracker.withdraw())
+        self._release(tracker, tracker.withdraw())
 
-    def _drop(self, tracker: RequestTracker, claim: int) -> None:
+    def _release(self, tracker: RequestTracker, claim: int) -> None:
         """Let the ranks release the claims of lookup number ``claim``, if there is one."""
-        self._pins.drop(tracker.request.request_id)
+        self._pins.forget(tracker.request.request_id)
         if claim:
-            self._dropped.append((tracker.request.request_id, claim))
+            self._released.append((tracker.request.request_id, claim))
 
-    def take_dropped(self) -> list[tuple[str, int]]:
+    def take_released(self) -> list[tuple[str, int]]:
         """Return (request, lookup number) of claims that the ranks must release, each once."""
         while self._queue.unreleased:
-            self._dropped.append(self._queue.unreleased.popleft())
-        dropped, self._dropped = self._dropped, []
-        return dropped
+            self._released.append(self._queue.unreleased.popleft())
+        released, self._released = self._released, []
+        return released
 
     def _gain(
         self, tracker: RequestTracker, num_computed_tokens: int, again: bool = False

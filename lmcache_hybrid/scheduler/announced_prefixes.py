@@ -121,7 +121,7 @@ class AnnouncedPrefixes:
         if not node.tiers:
             self._unheld[node] = None
 
-    def take(self, report: RankReport) -> None:
+    def apply(self, report: RankReport) -> None:
         """Apply one rank's report."""
         for name, tier in report.changes:
             self._change(report.rank, name, tier)

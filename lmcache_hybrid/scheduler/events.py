@@ -164,7 +164,7 @@ class KVEvents:
         for report in reports.reports:
             if report.epoch != self._epoch:
                 continue  # its records were dropped by a reset
-            self._prefixes.take(report)
+            self._prefixes.apply(report)
             self._until = time.monotonic() + FLUSH_SECONDS
             (self._writing.add if report.writing else self._writing.discard)(report.rank)
 
@@ -186,7 +186,7 @@ class KVEvents:
             return True
         return bool(self._writing) and time.monotonic() < self._until
 
-    def take(self) -> list[KVCacheEvent]:
+    def drain(self) -> list[KVCacheEvent]:
         """Return the events since the last call: removals, then stores."""
         if not self._first and self._prefixes.settled:
             return []

@@ -168,9 +168,9 @@ class LookupQueue:
     def _release(self, request: LookupRequest) -> bool:
         """Ask the ranks to drop a lookup's claims; False if a rank may still hold one."""
         try:
-            return bool(self._ask(request.drop()))
+            return bool(self._ask(request.release()))
         except Exception as error:
-            later = "the claims of a cancelled lookup are dropped with the next step"
+            later = "the claims of a cancelled lookup are released with the next step"
             caught("release_claims", error, later, self.ledger)
             return False
 

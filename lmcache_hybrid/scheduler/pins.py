@@ -92,7 +92,7 @@ class Pins:
         if lookup is not None:
             self._hold(request_id, self._keys(lookup.request, result))
 
-    def drop(self, request_id: str) -> None:
+    def forget(self, request_id: str) -> None:
         """Count no pins of the request any more: they are released, or its load's."""
         self._unanswered.pop(request_id, None)
         self._hold(request_id, ())

@@ -79,19 +79,19 @@ class SavePlanner:
         rid = tracker.request.request_id
         if offers:
             self._reach(tracker, max(tokens for _, _, tokens in offers))
-        sealed = self._seal(tracker, computed) if tracker.seal else []
+        reached = self._reached(tracker, computed) if tracker.next_unoffered else []
         if tracker.chunks:
             ended, offers = self._end_chunk(tracker, computed, offers, block_state)
-            sealed += ended
+            reached += ended
         attention = self._attention(tracker, computed, block_state)
         offered, size = self._states(tracker, computed, offers), self._plan.block_size
         states = tuple((end // size, blocks) for end, blocks in offered if end % size == 0)
         tails = self._tails(rid, [offer for offer in offered if offer[0] % size], block_state)
-        sealed += [boundary for boundary, _ in states]
-        windows = self._windows(tracker, sealed, block_state)
+        reached += [boundary for boundary, _ in states]
+        windows = self._windows(tracker, reached, block_state)
         if not (attention or states or windows or tails):
             return None
-        ends = [b * size for b in sealed] + [end for end, _, _ in tails]
+        ends = [b * size for b in reached] + [end for end, _, _ in tails]
         kept = self._keep(tracker, ends, attention)
         whole, inner = [b // size for b in kept if b % size == 0], [b for b in kept if b % size]
         named = {*inner, *(end for end, _, _ in tails)}
@@ -113,7 +113,7 @@ class SavePlanner:
         boundary = tracker.request.shared_prefix_boundary = tracker.checkpoints.after(computed)
         # Drafts decide how far generated tokens reach: there wait for vLLM to hand off the state.
         said = bool(self._plan.states) and boundary >= tracker.checkpoints.known
-        tracker.seal = 0 if said else boundary
+        tracker.next_unoffered = 0 if said else boundary
 
     def _reach(self, tracker: RequestTracker, boundary: int) -> None:
         """Aim past ``boundary`` (tokens), which can be stored now."""
@@ -121,22 +121,22 @@ class SavePlanner:
         if self._options.save_decode:
             tracker.extend(boundary // self._plan.block_size, self._hashes_per_block)
 
-    def _seal(self, tracker: RequestTracker, computed: int) -> list[int]:
+    def _reached(self, tracker: RequestTracker, computed: int) -> list[int]:
         """Return the boundaries in blocks that the step reached, before vLLM reports them.
 
         vLLM may hand off their states only in the request's next step, which must already end at
         the next boundary.
         """
-        size, sealed = self._plan.block_size, []
+        size, reached = self._plan.block_size, []
         # Tokens still in flight and drafts have no hash.
         known = len(tracker.request.block_hashes) // self._hashes_per_block * size
-        while 0 < tracker.seal <= min(computed, known):
-            sealed.append(tracker.seal // size)
-            self._reach(tracker, tracker.seal)
+        while 0 < tracker.next_unoffered <= min(computed, known):
+            reached.append(tracker.next_unoffered // size)
+            self._reach(tracker, tracker.next_unoffered)
         if self._plan.states:
             return []  # stored with the state
         # A resumed request may be past its prompt; there only save_decode stores.
-        return [boundary for boundary in sealed if boundary <= len(tracker.prefix.hashes)]
+        return [boundary for boundary in reached if boundary <= len(tracker.prefix.hashes)]
 
     def _end_chunk(
         self,
@@ -159,7 +159,7 @@ class SavePlanner:
         if not tracker.chunks or boundary * self._plan.block_size in tracker.checkpoints.barred:
             return [], offers
         if not self._plan.states:
-            # A resumed request may be past its prompt, as in _seal.
+            # A resumed request may be past its prompt, as in _reached.
             return [boundary] if 0 < boundary <= len(tracker.prefix.hashes) else [], offers
         if rest or any(tokens == computed for _, _, tokens in offers):
             return [], offers
@@ -263,12 +263,12 @@ class SavePlanner:
     def _keep(
         self,
         tracker: RequestTracker,
-        sealed: Iterable[int],
+        reached: Iterable[int],
         attention: Sequence[tuple[int, tuple[Block, ...]]],
     ) -> tuple[int, ...]:
         """Return the boundaries in tokens to evict last; () if this save changes nothing."""
         size, checkpoints = self._plan.block_size, tracker.checkpoints
-        new = [boundary for boundary in sealed if checkpoints.lasting(boundary)]
+        new = [boundary for boundary in reached if checkpoints.lasting(boundary)]
         # Pages that a prompt's last step stores behind its last state would outlive that state.
         first = attention[0][0] * size if attention else checkpoints.known
         behind = checkpoints.end in tracker.kept and checkpoints.end <= first < checkpoints.known
@@ -343,7 +343,7 @@ class FinalSaves:
         self._saves = [save for save in self._saves if save.request_id != request_id]
         self._ended = [each for each in self._ended if each != request_id]
 
-    def take(self) -> tuple[Sequence[SaveSpec], tuple[str, ...]]:
+    def drain(self) -> tuple[Sequence[SaveSpec], tuple[str, ...]]:
         """Return and forget the saves, and the requests to report when they are done."""
         taken = self._saves, tuple(self._ended)
         self._saves, self._ended = [], []

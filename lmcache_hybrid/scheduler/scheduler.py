@@ -293,18 +293,18 @@ class HybridScheduler:
     def send(self, output: "SchedulerOutput", saves: list[SaveSpec]) -> ConnectorMetadata:
         """Return ``saves`` and all other work queued for the workers; report the lookups."""
         self._reports.send()
-        dropped = tuple(self._admission.take_dropped())
-        final, ended = self._final.take()
+        released = tuple(self._admission.take_released())
+        final, ended = self._final.drain()
         saves = [*saves, *final]
         idle, step = output.total_num_scheduled_tokens == 0, self._admission.drops.begin()
-        if not (saves or self._loads or dropped or idle or ended or self._unloadable or step):
+        if not (saves or self._loads or released or idle or ended or self._unloadable or step):
             return NOTHING
         loads, self._loads = tuple(self._loads), []
         unloadable, self._unloadable = tuple(self._unloadable), []
         return ConnectorMetadata(
             loads,
             tuple(saves),
-            dropped,
+            released,
             idle,
             self._epoch,
             ended,

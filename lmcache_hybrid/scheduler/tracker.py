@@ -118,8 +118,8 @@ class RequestTracker:
         background: lookup of what is stored already; admission does not wait for it.
         stored: what need not be saved again.
         kept: boundaries in tokens that later requests are likeliest to need.
-        seal: the next boundary in tokens to store without a hand-off from vLLM: one in known
-            tokens, or without state groups any. 0 for none.
+        next_unoffered: the next boundary in tokens to store without a hand-off from vLLM: one in
+            known tokens, or without state groups any. 0 for none.
         chunks: whether further steps of its prefill end where a state is stored.
         logged: whether its first lookup has been logged.
         delayed: whether its lookup had to wait until others pinned less.
@@ -137,7 +137,7 @@ class RequestTracker:
     background: PendingLookup | None = None
     stored: Stored = field(default_factory=Stored)
     kept: set[int] = field(default_factory=set)
-    seal: int = 0
+    next_unoffered: int = 0
     chunks: bool = False
     logged: bool = False
     delayed: bool = False
@@ -219,7 +219,7 @@ class RequestTracker:
         """Cancel the pending lookup or drop the offer; a late answer is dropped.
 
         Returns:
-            Number of the lookup whose claims the ranks must drop, 0 for none.
+            Number of the lookup whose claims the ranks must release, 0 for none.
         """
         claim = self.claim
         match self.phase:
@@ -292,7 +292,7 @@ class RequestTracker:
         """Whether it has blocks to save, or a pending lookup may show that it has."""
         if not self.save:
             return False
-        waits = self.background is not None or self.seal > 0 or self.chunks
+        waits = self.background is not None or self.next_unoffered > 0 or self.chunks
         return waits or self.stored.attention < len(self.prefix.hashes)
 
     def check_integrity(self) -> None:

@@ -27,7 +27,7 @@ CANDIDATES = 1024
 
 
 class _UnwantedError(Exception):
-    """The lookup was dropped, or its deadline has passed."""
+    """The lookup was given up, or its deadline has passed."""
 
 
 class _Found:
@@ -191,9 +191,9 @@ class RankLookup:
     One thread calls :meth:`answer`, with each request's lookups in the order of their numbers,
     and :meth:`refresh`; any thread may call the rest.
 
-    A claim lives until its load takes it (:meth:`take`; the load releases it), its request
-    gives it up (:meth:`drop`), or the request's next lookup replaces it. A drop names its lookup:
-    it cancels that lookup even while it is being answered, and never a later one.
+    A claim lives until its load takes it (:meth:`take_claim`; the load releases it), its request
+    gives it up (:meth:`release`), or the request's next lookup replaces it. A release names its
+    lookup: it cancels that lookup even while it is being answered, and never a later one.
     """
 
     def __init__(self, plan: GroupPlan, store: Store, monitor: Monitor = NO_MONITOR) -> None:
@@ -202,7 +202,7 @@ class RankLookup:
         self._monitor = monitor
         # By request: number of the lookup, and its claim.
         self._claims: dict[str, tuple[int, Claim]] = {}
-        # Request and number of the lookup being answered, and whether it was dropped.
+        # Request and number of the lookup being answered, and whether it was released.
         self._answering = "", 0
         self._given_up = False
         self._lock = threading.Lock()  # guards these three
@@ -235,11 +235,11 @@ class RankLookup:
             self._store.refresh(used_keys(prefix, boundaries, self._plan, inner))
 
     def _answer(self, request: LookupRequest) -> LookupResult:
-        self.drop(request.request_id, request.number)
+        self.release(request.request_id, request.number)
         with self._lock:
             self._answering = request.request_id, request.number
             self._given_up = False
-        if request.only_drops:
+        if request.only_releases:
             return MISS
         if not self._store.readable():
             return UNAVAILABLE
@@ -286,14 +286,14 @@ class RankLookup:
     def _check_wanted(self, request: LookupRequest) -> None:
         """Raise _UnwantedError once nobody waits for the answer.
 
-        A drop that comes before its lookup is not remembered. But the scheduler sends it only
+        A release that comes before its lookup is not remembered. But the scheduler sends it only
         after the deadline, which ends such a lookup here.
         """
         if self._given_up or time.monotonic() > request.deadline:
             raise _UnwantedError
 
     def _keep(self, request: LookupRequest, claim: Claim) -> bool:
-        """Keep the claim, or release it if its lookup was dropped meanwhile."""
+        """Keep the claim, or release it if its lookup was given up meanwhile."""
         with self._lock:
             self._answering = "", 0
             if not self._given_up:
@@ -302,12 +302,12 @@ class RankLookup:
         claim.release()
         return False
 
-    def take(self, request_id: str) -> Claim | None:
+    def take_claim(self, request_id: str) -> Claim | None:
         """Hand over a request's claim; the caller releases it."""
         with self._lock:
             return self._claims.pop(request_id, (0, None))[1]
 
-    def drop(self, request_id: str, number: int = sys.maxsize) -> None:
+    def release(self, request_id: str, number: int = sys.maxsize) -> None:
         """Release the claim of a request that will not load, even one being made.
 
         Args:

@@ -78,7 +78,7 @@ class GuardedLookup:
         """See :meth:`RankLookup.answer`; UNAVAILABLE once the weights have changed."""
         if self._guard.stands():
             return self._lookup.answer(request)
-        self._lookup.drop(request.request_id, request.number)
+        self._lookup.release(request.request_id, request.number)
         return UNAVAILABLE
 
     def refresh(self) -> None:

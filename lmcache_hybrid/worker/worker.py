@@ -89,15 +89,15 @@ class HybridWorker:
         """
         if metadata.step:
             self.saves.begin(metadata.step)
-        for request_id, number in metadata.dropped:
+        for request_id, number in metadata.released:
             try:
-                self._lookup.drop(request_id, number)
+                self._lookup.release(request_id, number)
             except Exception as error:
-                caught("drop_claim", error, "its records may stay pinned", self.ledger)
+                caught("give_up_claim", error, "its records may stay pinned", self.ledger)
         for request_id in metadata.unloadable:
-            self._give_back(self._lookup.take(request_id))
+            self._give_back(self._lookup.take_claim(request_id))
         for load in metadata.loads:
-            claim = self._lookup.take(load.request_id)
+            claim = self._lookup.take_claim(load.request_id)
             try:
                 self.loads.start(load, claim)
             except Exception as error:
@@ -115,7 +115,7 @@ class HybridWorker:
     def refuse_loads(self, metadata: ConnectorMetadata) -> None:
         """Report the step's loads that were not queued as failed."""
         for load in metadata.loads:
-            self._give_back(self._lookup.take(load.request_id))
+            self._give_back(self._lookup.take_claim(load.request_id))
             self.loads.refuse(load)
 
     def results(self, finished: set[str], waits: bool) -> KVConnectorTransferResults:

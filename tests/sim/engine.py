@@ -441,7 +441,7 @@ class SimEngine:
                 rank.device.retire()
         for lookup in self.lookups:
             for request_id in list(lookup._claims):
-                lookup.drop(request_id)
+                lookup.release(request_id)
         for rank in self.ranks:
             for running in rank.connector.worker.loads._running.values():
                 if running.claim is not None:

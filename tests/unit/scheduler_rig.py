@@ -66,9 +66,9 @@ class Rig:
         )
         self.scheduler.check_integrity()
         self.ranks.begun = max(self.ranks.begun, metadata.step)
-        for dropped in metadata.dropped:
+        for released in metadata.released:
             for lookup in self.ranks.lookups:
-                lookup.drop(*dropped)
+                lookup.release(*released)
         return metadata
 
     def admit(self, request, computed: int = 0, tables=None) -> LoadSpec | None:
@@ -84,7 +84,7 @@ class Rig:
     def loaded(self, request, failed: bool = False) -> None:
         """The workers report the end of a load."""
         for lookup in self.ranks.lookups:
-            claim = lookup.take(request.request_id)
+            claim = lookup.take_claim(request.request_id)
             if claim is not None:
                 claim.release()
         done = {request.request_id}

@@ -96,7 +96,7 @@ def test_a_claim_that_the_local_cache_overtook_is_dropped():
     rig = Rig().holds(request, 3, 3)
     assert rig.match(request, 0) == (3 * N, True)
     assert rig.match(request, 3 * N) == (0, False)
-    assert rig.step().dropped == (("r", 1),)
+    assert rig.step().released == (("r", 1),)
     assert rig.ranks.pins == 0 and rig.ranks.num_claims == [0]
 
 
@@ -105,7 +105,7 @@ def test_a_claim_is_dropped_when_vllm_takes_none_of_it():
     rig = Rig().holds(request, 3, 3)
     assert rig.match(request)[0]
     rig.scheduler.update_state_after_alloc(request, table(request), 0)
-    assert rig.step().dropped == (("r", 1),)
+    assert rig.step().released == (("r", 1),)
     assert rig.ranks.pins == 0
 
 
@@ -114,7 +114,7 @@ def test_small_hits_are_not_worth_a_load(limit, hit):
     request = make_request()
     rig = Rig(min_retrieve_tokens=limit).holds(request, 3, 3)
     assert rig.match(request) == (hit, hit > 0)
-    assert rig.step().dropped == (() if hit else (("r", 1),))
+    assert rig.step().released == (() if hit else (("r", 1),))
 
 
 @pytest.mark.parametrize("unread", [False, True], ids=["short", "unread"])

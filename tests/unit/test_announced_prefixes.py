@@ -46,7 +46,7 @@ class Told:
     def report(self, *changes, rank: int = 0, serving: bool = True) -> "Told":
         """``changes``: (block hash, group, tier)."""
         named = tuple((RecordName(group, at, TAGS), tier) for at, group, tier in changes)
-        self.prefixes.take(RankReport(rank, 0, named, serving, False))
+        self.prefixes.apply(RankReport(rank, 0, named, serving, False))
         return self
 
     def everywhere(self, *changes) -> "Told":

@@ -240,7 +240,7 @@ def test_records_bytes_and_seconds_of_saves_and_loads_are_counted(worker):
 def test_failed_loads_are_counted_by_reason(worker):
     worker.saved()
     load = worker.load("a")
-    worker.lookup.drop("a")
+    worker.lookup.release("a")
     worker.run(load)  # its records are not pinned any more
     worker.store.fetch = lambda claim, keys: (_ for _ in ()).throw(OSError("no such thing"))
     worker.run(worker.load("b"))

@@ -94,12 +94,12 @@ def test_a_load_beside_one_that_cannot_be_queued_is_loaded(worker_rig, lenient):
     rig.assert_clean()
 
 
-def test_a_drop_that_fails_keeps_no_load_from_being_queued(worker_rig, lenient, monkeypatch):
+def test_a_release_that_fails_keeps_no_load_from_being_queued(worker_rig, lenient, monkeypatch):
     rig = worker_rig().saved()
     load = rig.load()
-    monkeypatch.setattr(rig.lookup, "drop", broken)
-    rig.worker.start_loads(ConnectorMetadata(loads=(load,), dropped=(("other", 1),)))
-    assert rig.results().failed_recving == set() and lenient == {"drop_claim": 1}
+    monkeypatch.setattr(rig.lookup, "release", broken)
+    rig.worker.start_loads(ConnectorMetadata(loads=(load,), released=(("other", 1),)))
+    assert rig.results().failed_recving == set() and lenient == {"give_up_claim": 1}
 
 
 def test_one_pin_that_cannot_be_released_keeps_no_other():

@@ -48,7 +48,7 @@ class EventRig(Rig):
     ) -> None:
         self.events = KVEvents(plan, GROUPS, ranks, look_ahead)
         super().__init__(ranks, plan, hash_block_size, events=self.events, **options)
-        assert self.events.take() == [AllBlocksCleared()]
+        assert self.events.drain() == [AllBlocksCleared()]
 
     def stored(self, request, blocks: int, states=(), tier=RAM, rank=0, epoch=0, **state) -> list:
         """Rank ``rank`` reports pages of the first blocks and states at boundaries."""
@@ -65,7 +65,7 @@ class EventRig(Rig):
         self.scheduler.update_connector_output(
             KVConnectorOutput(kv_cache_events=RankReports([report]))
         )
-        return self.events.take()
+        return self.events.drain()
 
 
 def record(key) -> RecordName:
@@ -80,7 +80,7 @@ def saved(rig: EventRig, request, boundary: int):
     """A prefill that stores pages and the states at ``boundary``."""
     assert rig.prefill(request, boundary * N) is not None
     assert rig.forward(request, 1, all_offers(boundary)) is not None
-    assert rig.events.take() == []  # nothing is there before a rank says so
+    assert rig.events.drain() == []  # nothing is there before a rank says so
 
 
 def test_events_carry_what_vllm_publishes_of_its_own_cache() -> None:
@@ -155,7 +155,7 @@ def test_both_ranks_must_hold_it_and_vllm_adds_up_their_reports() -> None:
     ]
     output = KVOutputAggregator(2).aggregate(outputs)
     rig.scheduler.update_connector_output(output.kv_connector_output)
-    assert len(rig.events.take()) == 4
+    assert len(rig.events.drain()) == 4
 
 
 @pytest.mark.parametrize("tier", [DISK, REMOTE])
@@ -167,7 +167,7 @@ def test_what_is_found_is_announced_once_a_prompt_has_asked_for_it(tier) -> None
     rig.holds(request, 2, 2)
     assert rig.match(request) == (2 * N, True)
     rig.step()
-    assert [event.group_idx for event in rig.events.take()].count(PAGES) == 2
+    assert [event.group_idx for event in rig.events.drain()].count(PAGES) == 2
 
 
 def test_reports_from_before_a_reset_do_not_count() -> None:
@@ -176,7 +176,7 @@ def test_reports_from_before_a_reset_do_not_count() -> None:
     assert len(rig.stored(request, 1, states=(1,))) == 4
     epoch = rig.scheduler.begin_reset()
     assert rig.events.pending
-    assert all(isinstance(event, BlockRemoved) for event in rig.events.take())
+    assert all(isinstance(event, BlockRemoved) for event in rig.events.drain())
     rig.scheduler.end_reset(True)
     again = make_request("again", tokens=N + 1)
     saved(rig, again, 1)
@@ -189,7 +189,7 @@ def test_all_is_announced_again_after_vllm_cleared_its_own_cache() -> None:
     saved(rig, request, 1)
     events = rig.stored(request, 1, states=(1,))
     rig.events.cleared()
-    assert rig.events.pending and rig.events.take() == events
+    assert rig.events.pending and rig.events.drain() == events
 
 
 def test_vllm_hears_what_ranks_report_through_the_connector() -> None:
@@ -257,7 +257,7 @@ def test_an_idle_engine_makes_steps_until_writes_have_ended_but_not_for_ever(mon
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     events = KVEvents(PLAN, GROUPS, 2)
-    assert events.pending and events.take() == [AllBlocksCleared()]
+    assert events.pending and events.drain() == [AllBlocksCleared()]
     assert not events.pending  # whatever ranks have found: it is announced once it is asked for
     events.receive(RankReports([RankReport(rank, 0, (), True, True) for rank in (0, 1)]))
     events.receive(RankReports([RankReport(0, 0, (), True, False)]))
@@ -274,7 +274,7 @@ def test_an_idle_engine_makes_steps_until_writes_have_ended_but_not_for_ever(mon
 def test_others_events_are_left_alone(reports) -> None:
     rig = EventRig()
     rig.scheduler.update_connector_output(KVConnectorOutput(kv_cache_events=reports))
-    assert rig.events.take() == []
+    assert rig.events.drain() == []
 
 
 @pytest.mark.parametrize("vllm_publishes", [False, True])

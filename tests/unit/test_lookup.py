@@ -152,10 +152,10 @@ def test_an_answer_pins_exactly_what_its_load_reads(floor):
 def test_drop_releases_the_claim():
     ranks = one_rank(6, (4,))
     ask_one(ranks)
-    ranks.lookups[0].drop("other")
+    ranks.lookups[0].release("other")
     assert ranks.pins
-    ranks.lookups[0].drop("r")
-    ranks.lookups[0].drop("r")
+    ranks.lookups[0].release("r")
+    ranks.lookups[0].release("r")
     assert ranks.pins == 0 and ranks.num_claims == [0]
 
 
@@ -177,24 +177,24 @@ def test_a_drop_releases_no_claim_of_a_later_question(answered):
         claim = store.claim
 
         def drop_then_claim(located):
-            lookup.drop("r", 1)
+            lookup.release("r", 1)
             return claim(located)
 
         store.claim = drop_then_claim
     later = msgspec.structs.replace(question(), number=2)
     assert lookup.answer(later).boundary == 4
-    lookup.drop("r", 1)
+    lookup.release("r", 1)
     assert ranks.pins and ranks.num_claims == [1]
-    lookup.drop("r", 2)
+    lookup.release("r", 2)
     assert ranks.pins == 0 and ranks.num_claims == [0]
 
 
 def test_a_taken_claim_belongs_to_the_taker():
     ranks = one_rank(6, (4,))
     ask_one(ranks)
-    claim = ranks.lookups[0].take("r")
-    assert ranks.lookups[0].take("r") is None
-    ranks.lookups[0].drop("r")
+    claim = ranks.lookups[0].take_claim("r")
+    assert ranks.lookups[0].take_claim("r") is None
+    ranks.lookups[0].release("r")
     assert ranks.pins == len(claim.keys)
     claim.release()
     claim.release()
@@ -205,7 +205,7 @@ def test_requests_pin_independently():
     ranks = one_rank(6, (4,))
     ask_one(ranks, request_id="a")
     ask_one(ranks, request_id="b")
-    ranks.lookups[0].drop("a")
+    ranks.lookups[0].release("a")
     assert ranks.stores[0].pins == dict.fromkeys(load_keys(PREFIX, 0, 4, PLAN), 1)
 
 
@@ -223,9 +223,9 @@ def test_no_pin_outlives_its_request(steps):
         if action == "ask":
             lookup.answer(question(number, number // 3, request_id=request_id))
         elif action == "drop":
-            lookup.drop(request_id)
+            lookup.release(request_id)
         elif action == "take":
-            taken.append(lookup.take(request_id))
+            taken.append(lookup.take_claim(request_id))
         elif number:
             store.records.pop(keys_of(PREFIX, number - 1, STATE)[0], None)
         lookup.check_integrity()
@@ -233,7 +233,7 @@ def test_no_pin_outlives_its_request(steps):
     for claim in filter(None, taken):
         claim.release()
     for request_id in "abc":
-        lookup.drop(request_id)
+        lookup.release(request_id)
     assert not store.pins and lookup.num_claims == 0
 
 
@@ -410,7 +410,7 @@ def test_a_lookup_ends_when_its_request_is_dropped():
 
     def drop_then_locate(keys, deadline):
         asked.append(keys)
-        lookup.drop("r")
+        lookup.release("r")
         return locate(keys, deadline)
 
     ranks.stores[0].locate = drop_then_locate

@@ -14,7 +14,7 @@ import yaml
 from lmcache.integration.vllm import utils as lmcache_utils
 from vllm.config import KVTransferConfig
 
-from lmcache_hybrid.config.check import check_options
+from lmcache_hybrid.config.check import checked_options
 from lmcache_hybrid.config.lmcache_config import load_lmcache_config
 from lmcache_hybrid.config.own_options import (
     CHECKPOINT_KEY,
@@ -336,7 +336,7 @@ def test_a_key_file_that_is_empty_leaves_nothing_unsealed(written):
 def test_a_key_in_place_of_its_file_is_not_shown(written, key):
     written.extra["lmcache.hybrid_key_file"] = key
     with pytest.raises(ConfigError, match="names no file that can be read") as error:
-        check_options(vllm_config(transfer(**written.extra)))
+        checked_options(vllm_config(transfer(**written.extra)))
     assert_one_sentence(str(error.value))
     assert "c2Vjc" not in "".join(traceback.format_exception(error.value))
 
@@ -380,7 +380,9 @@ def test_what_an_option_does_not_fit_is_told_by_the_name_that_the_user_wrote(wri
     for key, value in values.items():
         written.add(place, key, value)
     with pytest.raises(ConfigError) as error:
-        check_options(vllm_config(transfer(**written.extra)), lmcache_config(enable_p2p=True), 384)
+        checked_options(
+            vllm_config(transfer(**written.extra)), lmcache_config(enable_p2p=True), 384
+        )
     refused, *told = error.value.args
     assert refused.startswith("LMCache option enable_p2p=True")
     assert str(error.value) == " ".join((refused, *told))
@@ -428,7 +430,7 @@ def test_a_malformed_value_hides_no_other_mistake(written, tmp_path):
 
 def told_of_all(written: Written) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as error:
-        check_options(vllm_config(transfer(**written.extra)))
+        checked_options(vllm_config(transfer(**written.extra)))
     assert len(set(error.value.args)) == len(error.value.args)
     return error.value.args
 
@@ -473,7 +475,7 @@ def test_options_are_checked_before_the_weights_are_loaded(written):
     written.add(in_extra, MAX_SIZE_KEY, 5)  # without fs://, which shows only in the end
     config = vllm_config(transfer(**written.extra))
     with pytest.raises(ConfigError, match="remote_serde='cachegen' does.* limits folders of fs://"):
-        check_options(config)
+        checked_options(config)
 
 
 def test_the_check_before_the_weights_leaves_warnings_to_the_connector(
@@ -481,7 +483,7 @@ def test_the_check_before_the_weights_leaves_warnings_to_the_connector(
 ):
     written.add(in_file, "lmcache.remote_url", "redis://host:1")
     monkeypatch.setenv("LMCACHE_REMOTE_URL", "")
-    check_options(vllm_config(transfer()))
+    checked_options(vllm_config(transfer()))
     assert "LMCACHE_REMOTE_URL is empty" not in hybrid_log.text
     load_lmcache_config(vllm_config(transfer()))
     assert hybrid_log.text.count("LMCACHE_REMOTE_URL is empty") == 1
@@ -498,7 +500,7 @@ def test_the_check_before_the_weights_leaves_warnings_to_the_connector(
 def test_who_is_served_is_checked_by_the_loader(written, monkeypatch, name, off, checked):
     """Not a dense model, which LMCache's own adapter serves."""
     monkeypatch.setattr(
-        "lmcache_hybrid.config.check.check_options", lambda config: asked.append(config)
+        "lmcache_hybrid.config.check.checked_options", lambda config: asked.append(config)
     )
     asked: list[Any] = []
     children = [
@@ -549,6 +551,6 @@ def test_options_beside_other_connectors_are_checked_before_the_weights(written)
         connector="MultiConnector",
     )
     with pytest.raises(ConfigError) as error:
-        loaders._check_options(config)
+        loaders._check_settings(config)
     assert "max_local_cpu_size='2Gi' is not a number" in str(error.value)
     assert "hybrid_checkpoint_tokens='often' is not a whole number" in str(error.value)

@@ -124,7 +124,7 @@ def test_who_has_waited_in_vain_asks_again_whatever_others_pin(monkeypatch):
     monkeypatch.setattr(queue.pins, "may_ask", lambda request_id: False)
     monkeypatch.setattr(queue.scheduler.prefills, "wait", lambda tracker, start: None)
     assert queue.match(request) == (4 * N, True)
-    assert len(queue.ranks.questions) == 2 and not queue.step().dropped
+    assert len(queue.ranks.questions) == 2 and not queue.step().released
 
 
 def test_requests_that_wait_for_others_are_counted_once():

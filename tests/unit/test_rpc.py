@@ -422,12 +422,12 @@ def test_a_late_answer_keeps_no_claim(wire, dropped):
     assert wire.client.ask(QUESTION) == []
     assert slow.asked.wait(20)
     for each in wire.lookups:
-        each.drop("other")
-        each.drop("r")
+        each.release("other")
+        each.release("r")
     slow.go.set()
     done = time.monotonic() + 20
     while wire.client.ask(LookupRequest("next", PREFIX, 3, 0)) != [HIT, HIT]:
         assert time.monotonic() < done
     assert list(lookup._claims) == ["next"]
-    lookup.drop("next")
+    lookup.release("next")
     assert slow.pins.total() == 0

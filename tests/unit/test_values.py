@@ -15,7 +15,7 @@ from lmcache.integration.vllm import utils as lmcache_utils
 from lmcache.v1.config import _CONFIG_DEFINITIONS, LMCacheEngineConfig
 
 from lmcache_hybrid.config import lmcache_config as lmcache_config_module
-from lmcache_hybrid.config.check import check_options
+from lmcache_hybrid.config.check import checked_options
 from lmcache_hybrid.config.lmcache_config import load_lmcache_config, settle_lmcache_config
 from lmcache_hybrid.config.no_hits import with_few_hits, without_hits
 from lmcache_hybrid.config.values import misspelt, read_values
@@ -498,10 +498,10 @@ def test_the_pools_of_all_ranks_must_fit_the_machine(monkeypatch, ranks, executo
     )
     found = lmcache_config(max_local_cpu_size=4.0)
     if not refused:
-        check_options(config, found)
+        checked_options(config, found)
         return
     with pytest.raises(ConfigError, match="on each of 4 ranks, more than the 10.7 GB") as error:
-        check_options(config, found)
+        checked_options(config, found)
     assert_one_sentence(str(error.value))
 
 

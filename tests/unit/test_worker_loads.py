@@ -246,7 +246,7 @@ def test_dropped_requests_lose_their_claims(rig):
     rig = rig().saved()
     rig.load("a")
     rig.load("b")
-    rig.worker.start_loads(ConnectorMetadata(dropped=(("a", 1), ("b", 1), ("unknown", 1))))
+    rig.worker.start_loads(ConnectorMetadata(released=(("a", 1), ("b", 1), ("unknown", 1))))
     rig.assert_clean()
 
 

@@ -19,7 +19,7 @@ from lmcache_hybrid.storage.record import HEADER_BYTES, Header, read_header, rec
 if TYPE_CHECKING:
     from lmcache.v1.metadata import LMCacheMetadata
 
-logger = init_logger("vllm.lmcache_hybrid.storage.disk.backend")
+logger = init_logger("vllm.lmcache_hybrid.storage.disk.index")
 
 SUFFIX = ".pt"
 EVICTED = ".evicted"

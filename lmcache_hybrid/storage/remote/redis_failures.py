@@ -116,7 +116,8 @@ def _behind_sentinels(url: str, error: Exception, plain: str) -> str:
 
 def _masters(url: str, options: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return what the first sentinel that answers says of its primaries, by service."""
-    wait = {"socket_timeout": CAUSE_SECONDS, "socket_connect_timeout": CAUSE_SECONDS}
+    seconds = CAUSE_SECONDS / len(hosts_of(url))  # silent ones together have the time of one server
+    wait = {"socket_timeout": seconds, "socket_connect_timeout": seconds}
     for sentinel in sentinels_at(url, options | wait).sentinels:
         try:
             found: dict[str, dict[str, Any]] = sentinel.sentinel_masters()

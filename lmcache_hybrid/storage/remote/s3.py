@@ -128,7 +128,7 @@ class HybridS3Connector(RecordConnector):
             key,
             S3RequestType.GET_OBJECT,
             on_headers=read.reserve,
-            on_body=read.take,
+            on_body=read.write,
         )
         try:
             await self._answer(request)
@@ -289,7 +289,7 @@ class _Read:
         self._memory = memory
         self._target = numpy.frombuffer(memory.byte_array, numpy.uint8)[:size]
 
-    def take(self, chunk: bytes, offset: int, **_: Any) -> None:
+    def write(self, chunk: bytes, offset: int, **_: Any) -> None:
         """Copy a part, without the GIL. Raises ValueError if it lies past the object's end."""
         numpy.copyto(
             self._target[offset : offset + len(chunk)], numpy.frombuffer(chunk, numpy.uint8)

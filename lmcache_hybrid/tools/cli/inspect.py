@@ -19,7 +19,7 @@ from lmcache_hybrid.core.errors import ConfigError, StoreError
 from lmcache_hybrid.core.sizes import size_text
 from lmcache_hybrid.storage.key_names import printable
 from lmcache_hybrid.tools.cli.terminal import live_line
-from lmcache_hybrid.tools.stored.audit import Status, Verdict, judge, verify
+from lmcache_hybrid.tools.stored.audit import AuditResult, Status, judge, verify
 from lmcache_hybrid.tools.stored.opening import open_store, stores_of
 from lmcache_hybrid.tools.stored.record_store import Names, RecordStore
 from lmcache_hybrid.tools.stored.summary import Row, summarise
@@ -94,7 +94,7 @@ def verify_store(
     results, left, found = [], 0, 0
     for opened in open_stores(store, lmcache_config):
         counts: Counter[Status] = Counter()
-        bad: list[Verdict] = []
+        bad: list[AuditResult] = []
         with progress(as_json) as show, closing(Names()) as damaged:
             for verdict in show(verify(opened, entry, digester) for entry in opened.entries()):
                 counts[verdict.status] += 1
@@ -141,12 +141,12 @@ def open_stores(store: str | None, lmcache_config: Path | None) -> Iterator[Reco
 
 
 @contextmanager
-def progress(quiet: bool) -> Iterator[Callable[[Iterator[Verdict]], Iterator[Verdict]]]:
+def progress(quiet: bool) -> Iterator[Callable[[Iterator[AuditResult]], Iterator[AuditResult]]]:
     """Yield a function that passes on verdicts, and shows their number on standard error."""
     console = Console(stderr=True)
     with live_line(console, "Reading", disable=quiet or not console.is_terminal) as say:
 
-        def show(verdicts: Iterator[Verdict]) -> Iterator[Verdict]:
+        def show(verdicts: Iterator[AuditResult]) -> Iterator[AuditResult]:
             size = 0
             for count, verdict in enumerate(verdicts, 1):
                 size += verdict.entry.taken
@@ -223,7 +223,7 @@ def _table_of(rows: list[Row]) -> Table:
 
 
 def _print_verified(
-    store: RecordStore, counts: Counter[Status], bad: list[Verdict], deleted: int
+    store: RecordStore, counts: Counter[Status], bad: list[AuditResult], deleted: int
 ) -> None:
     console = Console()
     for verdict in bad:
@@ -243,6 +243,6 @@ def _described(store: RecordStore) -> dict:
     return {"store": store.name, "notes": store.notes, "foreign": store.foreign}
 
 
-def _verified(counts: Counter[Status], bad: list[Verdict], deleted: int) -> dict:
+def _verified(counts: Counter[Status], bad: list[AuditResult], deleted: int) -> dict:
     told = [{"where": v.entry.where, "status": v.status, "reason": v.reason} for v in bad]
     return {"counts": counts, "bad": told, "deleted": deleted}

@@ -28,7 +28,7 @@ from lmcache_hybrid.tools.cli.inspect import (
     refusals,
 )
 from lmcache_hybrid.tools.cli.terminal import live_line
-from lmcache_hybrid.tools.stored.audit import Status, Verdict, judge, verify
+from lmcache_hybrid.tools.stored.audit import AuditResult, Status, judge, verify
 from lmcache_hybrid.tools.stored.folder_store import FolderStore
 from lmcache_hybrid.tools.stored.record_store import Names, RecordStore
 from lmcache_hybrid.tools.stored.summary import summarise
@@ -38,7 +38,7 @@ FEWEST_DIGITS = 4
 SIZES = {"k": 1000, "Ki": KIB, "M": 10**6, "Mi": MIB}
 SIZES |= {"G": 10**9, "Gi": GIB, "T": 10**12, "Ti": TIB}
 
-Show = Callable[[Iterator[Verdict]], Iterator[Verdict]]
+Show = Callable[[Iterator[AuditResult]], Iterator[AuditResult]]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Choice:
     digester: Digester
     max_bytes: int | None
 
-    def of(self, store: RecordStore, show: Show) -> Iterator[Verdict]:
+    def of(self, store: RecordStore, show: Show) -> Iterator[AuditResult]:
         """Yield the records to delete.
 
         Args:
@@ -73,11 +73,11 @@ class Choice:
         size = sum(verdict.entry.taken for verdict in show(map(judge, store.entries())))
         yield from least_used(lambda: self._whole(store, show), size - self.max_bytes)
 
-    def _whole(self, store: RecordStore, show: Show) -> Iterator[Verdict]:
+    def _whole(self, store: RecordStore, show: Show) -> Iterator[AuditResult]:
         # Records being written are the newest anyway.
         return (v for v in show(self._meeting(store)) if v.status != Status.UNFINISHED)
 
-    def _meeting(self, store: RecordStore) -> Iterator[Verdict]:
+    def _meeting(self, store: RecordStore) -> Iterator[AuditResult]:
         for entry in store.entries():
             if self.model and entry.key.model != self.model:
                 continue
@@ -237,7 +237,7 @@ def _show(store: RecordStore, choice: Choice, chosen: Names) -> str:
         Their size and place, as text.
     """
 
-    def added(verdicts: Iterator[Verdict]) -> Iterator[Verdict]:
+    def added(verdicts: Iterator[AuditResult]) -> Iterator[AuditResult]:
         for verdict in verdicts:
             chosen.add(verdict.entry.where)
             yield verdict

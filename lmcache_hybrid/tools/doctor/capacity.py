@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that RAM, disks and Redis have the configured room, and how many prompts it holds."""
 
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -10,6 +11,7 @@ import psutil
 import redis
 from lmcache import device_ops
 
+from lmcache_hybrid.config.container import memory_limit
 from lmcache_hybrid.config.folders import FolderLimits
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.config.own_options import MAX_AGE_KEY, MAX_SIZE_KEY
@@ -45,9 +47,12 @@ def check_memory(context: Context) -> Iterator[Finding]:
     except (OSError, KeyError):
         yield skipped("memory", "This system does not say how much memory is available.")
         return
-    message = (
-        f"max_local_cpu_size takes {size_text(wanted)} per rank, {size_text(free)} are available"
-    )
+    # Huge pages do not count as the container's memory.
+    limit = math.inf if context.config.local_cpu_use_hugepages else memory_limit()
+    there = f"{size_text(free)} are available"
+    if limit < free:
+        free, there = int(limit), f"this container may use {size_text(int(limit))}"
+    message = f"max_local_cpu_size takes {size_text(wanted)} per rank, {there}"
     if wanted > free:
         yield warning("memory", f"{message}.", "Lower max_local_cpu_size, or free memory.")
         return

@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from lmcache_hybrid.config.check import STORES
 from lmcache_hybrid.config.folders import trusted_owner
 from lmcache_hybrid.config.lmcache_config import refusals
 from lmcache_hybrid.upstream.lmcache_home import take
@@ -16,7 +17,6 @@ _OF_STORES = (
     *("local_cpu", "blocking_timeout_secs", "max_local_disk_size", "remote_serde"),
     *("extra_config", "local_disk", "remote_storage_plugins", "remote_url"),
 )
-_NAMES_STORES = ("local_disk", "remote_storage_plugins", "remote_url")
 
 
 def _defaults() -> "LMCacheEngineConfig":
@@ -41,7 +41,7 @@ def stores_alone(
             vars(made)[option] = value(before)
             if refusals(made, None):
                 vars(made)[option] = before
-                if option in _NAMES_STORES:
+                if option in STORES:
                     refused.append(option)
     return made, list(dict.fromkeys(refused))
 

@@ -35,7 +35,7 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AuditResult:
     """
     Attributes:
         header: of a good record; None otherwise.
@@ -61,7 +61,7 @@ class Verdict:
         return depth_of(self.entry.head)
 
 
-def judge(entry: Entry) -> Verdict:
+def judge(entry: Entry) -> AuditResult:
     """Judge a record by name, sizes and headers only; its payload is not read."""
     if entry.missing is not None:
         return _incomplete(entry, entry.missing)
@@ -74,14 +74,14 @@ def judge(entry: Entry) -> Verdict:
         _check_name(entry.key, header)
     except RecordError as error:
         if error.reason == "version":
-            return Verdict(entry, Status.OTHER_VERSION, None, str(error))
+            return AuditResult(entry, Status.OTHER_VERSION, None, str(error))
         if error.reason in ("short", "length") and entry.in_place:
             return _incomplete(entry, str(error))
-        return Verdict(entry, Status.DAMAGED, None, str(error))
-    return Verdict(entry, Status.GOOD, header)
+        return AuditResult(entry, Status.DAMAGED, None, str(error))
+    return AuditResult(entry, Status.GOOD, header)
 
 
-def verify(store: RecordStore, entry: Entry, digester: Digester = PLAIN) -> Verdict:
+def verify(store: RecordStore, entry: Entry, digester: Digester = PLAIN) -> AuditResult:
     """Judge a record by every byte.
 
     Args:
@@ -98,24 +98,24 @@ def verify(store: RecordStore, entry: Entry, digester: Digester = PLAIN) -> Verd
         with store.open(entry) as data:
             header = _check_payload(data, entry.key, digester)
     except FileNotFoundError:
-        return Verdict(entry, Status.GONE)
+        return AuditResult(entry, Status.GONE)
     except OSError as error:
         # The disk may be broken, or the file server away: no reason to delete it.
-        return Verdict(entry, Status.UNREADABLE, None, f"cannot be read: {error.strerror}")
+        return AuditResult(entry, Status.UNREADABLE, None, f"cannot be read: {error.strerror}")
     except _OtherKey as error:
-        return Verdict(entry, Status.UNREADABLE, None, str(error))
+        return AuditResult(entry, Status.UNREADABLE, None, str(error))
     except RecordError as error:
-        return Verdict(entry, Status.DAMAGED, None, str(error))
-    return Verdict(entry, Status.GOOD, header)
+        return AuditResult(entry, Status.DAMAGED, None, str(error))
+    return AuditResult(entry, Status.GOOD, header)
 
 
 class _OtherKey(Exception):
     """Sealed with a key that is not available, so it cannot be judged."""
 
 
-def _incomplete(entry: Entry, reason: str) -> Verdict:
+def _incomplete(entry: Entry, reason: str) -> AuditResult:
     young = entry.age is None or entry.age < WRITING_SECONDS
-    return Verdict(entry, Status.UNFINISHED if young else Status.DAMAGED, None, reason)
+    return AuditResult(entry, Status.UNFINISHED if young else Status.DAMAGED, None, reason)
 
 
 def _check_name(key: StoredKey, header: Header) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from lmcache_hybrid.tools.stored.audit import Status, Verdict
+from lmcache_hybrid.tools.stored.audit import AuditResult, Status
 
 # Max prefixes with states to keep per fingerprint: about 10 MB.
 SAMPLE = 1 << 17
@@ -93,7 +93,7 @@ class Tally:
         self._prefixes: Counter[tuple[int, str]] = Counter()
         self._resumable = Resumable()
 
-    def add(self, verdict: Verdict) -> None:
+    def add(self, verdict: AuditResult) -> None:
         row, entry, header = self._row, verdict.entry, verdict.header
         row.bytes += entry.taken
         row.damaged += verdict.status is Status.DAMAGED
@@ -120,7 +120,7 @@ class Tally:
         return self._row
 
 
-def summarise(verdicts: Iterable[Verdict]) -> list[Row]:
+def summarise(verdicts: Iterable[AuditResult]) -> list[Row]:
     """One row per fingerprint, sorted by model and rank."""
     tallies: dict[tuple[str, int, int, str], Tally] = {}
     for verdict in verdicts:

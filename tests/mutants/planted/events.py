@@ -241,7 +241,7 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "vLLM gets no events of the store",
         CONNECTOR,
-        "        return self._events.take() if self._events else []\n",
+        "        return self._events.drain() if self._events else []\n",
         "        return []\n",
     ),
     one(

@@ -127,7 +127,8 @@ DEFECTS = (
     one(
         "a drop that fails keeps loads from being queued",
         WORKER,
-        '                caught("drop_claim", error, "its records may stay pinned", self.ledger)\n',
+        '                caught("give_up_claim", error, '
+        '"its records may stay pinned", self.ledger)\n',
         "                raise\n",
     ),
     one(
@@ -151,7 +152,7 @@ DEFECTS = (
     one(
         "the claim of a load that could not be planned stays",
         WORKER,
-        "            self._give_back(self._lookup.take(request_id))\n",
+        "            self._give_back(self._lookup.take_claim(request_id))\n",
         "            pass\n",
     ),
     one(
@@ -197,8 +198,8 @@ DEFECTS = (
     one(
         "no lookup of a step that cannot be planned is reported",
         SCHEDULER,
-        "        self._reports.send()\n        dropped =",
-        "        if saves:\n            self._reports.send()\n        dropped =",
+        "        self._reports.send()\n        released =",
+        "        if saves:\n            self._reports.send()\n        released =",
     ),
     one(
         "a step that cannot be planned sends no loads",

@@ -106,13 +106,13 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "a load still counts as waiting",
         ADMISSION,
-        "        self._pins.drop(tracker.request.request_id)\n        return result\n",
+        "        self._pins.forget(tracker.request.request_id)\n        return result\n",
         "        return result\n",
     ),
     one(
         "a claim that was dropped still counts",
         ADMISSION,
-        "        self._pins.drop(tracker.request.request_id)\n        if claim:\n",
+        "        self._pins.forget(tracker.request.request_id)\n        if claim:\n",
         "        if claim:\n",
     ),
     one(

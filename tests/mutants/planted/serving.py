@@ -125,8 +125,8 @@ DEFECTS = (
     one(
         "ends of chunks are not stored where all pages are stored already",
         "lmcache_hybrid/scheduler/tracker.py",
-        "self.seal > 0 or self.chunks",
-        "self.seal > 0",
+        "self.next_unoffered > 0 or self.chunks",
+        "self.next_unoffered > 0",
     ),
     one(
         "ends of chunks are stored that a drafter of several modules computes again",
@@ -258,8 +258,8 @@ DEFECTS = (
     one(
         "what the ranks lack of a resumed request is stored with its next state only",
         "lmcache_hybrid/scheduler/tracker.py",
-        "        waits = self.background is not None or self.seal > 0 or self.chunks\n",
-        "        waits = self.seal > 0 or self.chunks\n",
+        "        waits = self.background is not None or self.next_unoffered > 0 or self.chunks\n",
+        "        waits = self.next_unoffered > 0 or self.chunks\n",
     ),
     one(
         "each step looks again at a request that stores nothing",
@@ -406,7 +406,7 @@ DEFECTS = (
     one(
         "a given-up claim is not released",
         WORKER,
-        "            self._lookup.drop(request_id, number)\n",
+        "            self._lookup.release(request_id, number)\n",
         "            pass\n",
     ),
     one(

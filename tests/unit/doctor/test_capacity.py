@@ -156,6 +156,19 @@ def test_memory_that_torch_would_round(context, monkeypatch, size, compiled, sta
     assert ("PYTORCH_ALLOC_CONF" in finding.fix) == (size == 39 and not compiled)
 
 
+@pytest.mark.parametrize("size, status", [(5, OK), (9, WARNING)])
+@pytest.mark.parametrize("huge", [False, True])
+def test_memory_of_a_container(context, monkeypatch, size, status, huge):
+    memory = SimpleNamespace(available=40 << 30)
+    monkeypatch.setattr(capacity.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(capacity, "memory_limit", lambda: float(8 << 30))
+    monkeypatch.setattr(capacity, "compiled_part_missing", lambda ops: False)
+    options = {"max_local_cpu_size": size, "local_cpu_use_hugepages": huge}
+    finding = only(assert_sentences(check_memory(context(**options))))
+    assert finding.status == (OK if huge else status)
+    assert ("this container may use 8.0 GiB" in finding.message) is not huge
+
+
 def test_memory_that_the_system_does_not_say(context, monkeypatch):
     def unread():
         raise FileNotFoundError("/proc/meminfo")

@@ -29,7 +29,7 @@ from lmcache_hybrid.storage.remote import redis as redis_records
 from lmcache_hybrid.storage.remote import sockets
 from lmcache_hybrid.storage.remote.reader import READERS
 from lmcache_hybrid.storage.remote.record_connector import unwrapped
-from lmcache_hybrid.storage.remote.redis_failures import cause_of_failure
+from lmcache_hybrid.storage.remote.redis_failures import CAUSE_SECONDS, cause_of_failure
 from lmcache_hybrid.tools.stored.redis_client import connect
 
 from ..helpers import put
@@ -338,6 +338,17 @@ def test_why_a_primary_behind_sentinels_cannot_be_used_is_told(
         assert each.format(*place) in line
         assert each.format(*place) in str(error.value)
     assert "secret" not in line + str(error.value)
+
+
+def test_silent_sentinels_together_take_as_long_as_one_server():
+    """A start waits for the cause. They accept connections, and answer none."""
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(5)]
+        hosts = ",".join(f"127.0.0.1:{each.getsockname()[1]}" for each in silent)
+        began = time.monotonic()
+        assert cause_of_failure(f"redis-sentinel://{hosts}", RedisConnectionError()) == ""
+        # A second for PING, and one for all of their primaries.
+        assert time.monotonic() - began < 4 * CAUSE_SECONDS
 
 
 def test_a_node_of_a_cluster_is_told_with_what_to_write(tmp_path, hybrid_log):

@@ -283,7 +283,7 @@ def test_a_hit_needs_the_page_and_every_ranks_state(ranks, kind):
         result = agree(lambda asked: [each.answer(asked) for each in lookups], request)
         held = [each.num_claims for each in lookups]
         for each in lookups:
-            each.drop("r")
+            each.release("r")
         assert held == [int(result.hit)] * len(made)
         return result.boundary
 

@@ -72,7 +72,7 @@ class Engine:
             if not result.boundary:
                 self._save(keys_at(prefix))
                 return False
-            claim = self.lookup.take("r")
+            claim = self.lookup.take_claim("r")
             assert result.boundary == BLOCKS and list(claim.keys) == keys_at(prefix)
             for key, payload in zip(claim.keys, self.box.fetch(claim, claim.keys), strict=True):
                 assert torch.equal(payload, self.payload(key)), "of another version"

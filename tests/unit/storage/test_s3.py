@@ -87,7 +87,7 @@ def test_a_late_answer_is_not_written_into_memory_of_others(box, monkeypatch):
     """Where nobody waits any more AWS' client must have ended before the memory is given back."""
     box = box("s3", **SHORT).write()
     claim = box.store.claim(box.store.locate(KEYS))
-    take, coming, go = s3._Read.take, threading.Event(), threading.Event()
+    take, coming, go = s3._Read.write, threading.Event(), threading.Event()
 
     def late(read, chunk, offset, **_):
         """The bytes have come, and are copied once nobody waits for them."""
@@ -95,7 +95,7 @@ def test_a_late_answer_is_not_written_into_memory_of_others(box, monkeypatch):
         assert go.wait(20)
         take(read, chunk, offset)
 
-    monkeypatch.setattr(s3._Read, "take", late)
+    monkeypatch.setattr(s3._Read, "write", late)
     with pytest.raises(LoadError, match="did not answer within 0.5 s"):
         box.fetch(claim, KEYS[:1])
     assert coming.is_set()
@@ -207,7 +207,7 @@ def test_an_object_of_another_size_is_no_record(box, size):
 
 def test_an_object_of_which_a_part_is_missing_is_not_used_and_stays(box, monkeypatch):
     """It is not looked at what was in the memory before."""
-    monkeypatch.setattr(s3._Read, "take", lambda read, **part: None)
+    monkeypatch.setattr(s3._Read, "write", lambda read, **part: None)
     box = box("s3").write(KEYS[:1])
     with pytest.raises(LoadError, match="cannot be read from"):
         box.read(KEYS[:1])
