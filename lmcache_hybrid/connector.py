@@ -11,6 +11,7 @@ import torch
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
 )
@@ -19,7 +20,12 @@ from vllm.logger import init_logger
 from lmcache_hybrid.config.check import checked_options
 from lmcache_hybrid.config.lmcache_config import load_lmcache_config, settle_lmcache_config
 from lmcache_hybrid.config.options import Options
-from lmcache_hybrid.config.parallel import check_parallelism, check_prefix_cache, settle_disk_folder
+from lmcache_hybrid.config.parallel import (
+    check_parallelism,
+    check_prefix_cache,
+    settle_disk_folder,
+    spans_hosts,
+)
 from lmcache_hybrid.core.errors import ConfigError, UnknownContentError
 from lmcache_hybrid.core.faults import caught, guarded
 from lmcache_hybrid.core.groups import plan_groups
@@ -34,6 +40,7 @@ from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.scheduler import HybridScheduler
 from lmcache_hybrid.scheduler_side import make_scheduler
 from lmcache_hybrid.storage.folder.cleaner import FolderCleaner
+from lmcache_hybrid.storage.hosts import Introduction
 from lmcache_hybrid.storage.open_store import close_engine, open_backends
 from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.storage.rpc import LookupClient, LookupServer
@@ -89,6 +96,7 @@ class HybridConnector(KVConnectorBase_V1):
 
     _events: KVEvents | None = None
     _client: LookupClient | None = None
+    _introduction: Introduction | None = None
     _problem: str | None = None  # why this side is off
     _ended = False
     scheduler: HybridScheduler | None = None
@@ -139,6 +147,7 @@ class HybridConnector(KVConnectorBase_V1):
         self._registered = self.kv_caches
         parallel = vllm_config.parallel_config
         settle_disk_folder(config, parallel)
+        self._hosts = spans_hosts(parallel)
         if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:  # the engine lives in the user's script
             shutdown = weakref.WeakMethod(self.shutdown)
             before_the_process_ends(lambda: (shutdown() or int)())
@@ -237,6 +246,8 @@ class HybridConnector(KVConnectorBase_V1):
         try:
             # Collective, so it comes before anything that may fail on one rank.
             name, replicas = fingerprints(self._vllm_config, self.plan, pages, problem)
+            if self._server is not None:  # on all ranks: none has a problem
+                self._introduction = self._server.introduce()
             if refusal is None:
                 self._open(pages, name, replicas)
         except Exception as error:
@@ -246,6 +257,18 @@ class HybridConnector(KVConnectorBase_V1):
                 self._switch_off(error)
         if refusal is not None:
             raise refusal
+
+    def get_handshake_metadata(self) -> Introduction | None:
+        """Return what the scheduler needs to ask ranks on several hosts, on rank 0."""
+        return self._introduction
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Connect to the ranks, from now on they are asked."""
+        for introduction in metadata.values():
+            if isinstance(introduction, Introduction) and self._client is not None:
+                self._client.connect(introduction)
 
     def _open(self, pages: dict[int, GroupPages], name: bytes, replicas: Replicas | None) -> None:
         """Start LMCache's backends on this rank, and serve."""
@@ -319,6 +342,8 @@ class HybridConnector(KVConnectorBase_V1):
 
     @guarded("loads of this step are computed", _refuse_loads)
     def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
+        if self._hosts:
+            metadata = metadata.on_this_clock()
         KVConnectorBase_V1.bind_connector_metadata(self, metadata)
         # Stays after the step; vLLM clears its own.
         self._metadata = metadata

@@ -5,8 +5,11 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import zmq
+
 from lmcache_hybrid.config.folders import check_folder, trusted_owner
 from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.core.groups import BESIDE_KEY
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -22,25 +25,23 @@ _REFUSED: dict[str, Callable[[int], str]] = {
         f"spreads an attention block over {size} ranks' blocks, token by token, so it spans {size} "
         "times the tokens of a state's block: LMCache has one block size for both; set it to 1"
     ),
-    "nnodes_within_dp": lambda size: (
-        f"spreads the ranks of one engine over {size} hosts, and lookups reach one host's ranks "
-        "only; use one engine per host with a shared redis:// or fs:// store"
-    ),
 }
 
 
 def check_parallelism(vllm_config: "VllmConfig") -> None:
-    """Refuse parallelism that splits prompts over ranks, or one engine over hosts.
+    """Refuse parallelism that splits prompts over ranks, and some that spreads ranks over hosts.
 
     Raises:
-        ConfigError: context parallelism, ranks on several hosts, or a drafter over the pipeline
-            stages of vLLM's V1 model runner.
+        ConfigError: context parallelism, ranks on several hosts beside data parallelism or another
+            connector, or a drafter over the pipeline stages of vLLM's V1 model runner.
     """
     parallel = vllm_config.parallel_config
     for name, why in _REFUSED.items():
         size = getattr(parallel, name, 1)
         if size > 1:
             raise ConfigError(f"{name}={size} {why(size)}.")
+    if spans_hosts(parallel):
+        _check_hosts(vllm_config)
     stages = parallel.pipeline_parallel_size
     if stages > 1 and vllm_config.speculative_config and not vllm_config.use_v2_model_runner:
         # V1 calls ``wait_for_save`` of a step with drafts on the last stage only.
@@ -48,6 +49,43 @@ def check_parallelism(vllm_config: "VllmConfig") -> None:
             f"pipeline_parallel_size={stages} with --speculative-config on vLLM's V1 model runner "
             "lets only the last stage save, so nothing could be hit; unset "
             "VLLM_USE_V2_MODEL_RUNNER=0, or remove one of the two."
+        )
+
+
+def spans_hosts(parallel: Any) -> bool:
+    """Whether vLLM places the ranks of this engine on several hosts (``--nnodes``).
+
+    Args:
+        parallel: vLLM's ParallelConfig.
+    """
+    return getattr(parallel, "nnodes_within_dp", 1) > 1
+
+
+def _check_hosts(vllm_config: "VllmConfig") -> None:
+    """Raise ConfigError where ranks on several hosts cannot be asked."""
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    size = f"nnodes={parallel.nnodes_within_dp}"
+    if parallel.distributed_executor_backend != "mp":
+        raise ConfigError(
+            f"{size} with distributed_executor_backend={parallel.distributed_executor_backend} "
+            "has a scheduler that knows one host's ranks only; use --distributed-executor-backend "
+            "mp."
+        )
+    if parallel.data_parallel_size > 1:
+        raise ConfigError(
+            f"{size} with data_parallel_size={parallel.data_parallel_size} spreads each of several "
+            "engines over hosts, whose ranks do not know each other; start them without "
+            "--data-parallel-size, behind a router."
+        )
+    if transfer.get_from_extra_config(BESIDE_KEY, False):
+        raise ConfigError(
+            f"{size} with a MultiConnector passes on one connector's handshake only, and lookups "
+            "between hosts need it; use LMCacheConnectorV1 alone."
+        )
+    if not zmq.has("curve"):
+        raise ConfigError(
+            f"{size} needs lookups between hosts to be encrypted, and this libzmq cannot (it has "
+            "no CURVE); install pyzmq from its wheel."
         )
 
 

@@ -23,7 +23,7 @@ class LookupRequest(msgspec.Struct, frozen=True, array_like=True):
         limit: deepest boundary allowed, in blocks.
         floor: blocks that vLLM holds; nothing at or below them is claimed.
         deadline: ``time.monotonic`` by which a rank must end this round, before the scheduler
-            stops waiting. The clock is shared: ranks run on the scheduler's host.
+            stops waiting. Set on the rank, by its own clock.
         again: whether this is a further round of the same lookup.
         number: of the lookup, higher than any before; a release names it.
         limit_tail: tokens allowed past ``limit``; less than N.

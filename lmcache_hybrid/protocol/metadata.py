@@ -2,7 +2,8 @@
 """Messages from the scheduler side to the worker side, one per step."""
 
 import math
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
@@ -24,8 +25,7 @@ class LoadSpec:
             ``window.first(start, boundary) .. boundary - 1``.
         tail: in tokens; the load then ends inside block ``boundary``.
         deadline: ``time.monotonic`` after which computing is faster. The load is aborted as soon
-            as its rate shows that it will be late, see :class:`.pace.Pace`. The clock is shared,
-            as in :class:`.lookup.LookupRequest`.
+            as its rate shows that it will be late, see :class:`.pace.Pace`.
     """
 
     request_id: str
@@ -123,6 +123,7 @@ class ConnectorMetadata(KVConnectorMetadata):
         unloadable: requests with blocks for a load that cannot be sent: every rank reports the
             load as failed at once and releases its claim.
         step: number of the step, counted from 1; left out of most, see :class:`.drop.DropRequest`.
+        sent: ``time.monotonic`` of the scheduler, where there are loads.
     """
 
     loads: tuple[LoadSpec, ...] = ()
@@ -134,6 +135,17 @@ class ConnectorMetadata(KVConnectorMetadata):
     waits: bool = False
     unloadable: tuple[str, ...] = ()
     step: int = 0
+    sent: float = 0.0
+
+    def on_this_clock(self) -> "ConnectorMetadata":
+        """Return it with deadlines of this host's clock, on a rank that has just received it.
+
+        A rank on another host than the scheduler has a clock that tells another time. The way of
+        the message is not counted, so a deadline may come that much later.
+        """
+        later = time.monotonic() - self.sent
+        loads = (replace(load, deadline=load.deadline + later) for load in self.loads)
+        return replace(self, loads=tuple(loads)) if self.loads else self
 
 
 NOTHING = ConnectorMetadata()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduler side of the connector: lookups, loads and saves of all requests."""
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -311,6 +312,7 @@ class HybridScheduler:
             self.idle_steps.waits,
             unloadable,
             step,
+            time.monotonic() if loads else 0.0,
         )
 
     def _saves(

@@ -2,6 +2,7 @@
 """Sends lookups from the scheduler to every rank, over LMCache's ZMQ transports."""
 
 import hashlib
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -12,12 +13,13 @@ from vllm import envs
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
+from lmcache_hybrid.config.parallel import spans_hosts
 from lmcache_hybrid.core.backoff import Backoff
 from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.protocol.drop import DropRequest, DropResult
 from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
-from lmcache_hybrid.storage import engine_address
+from lmcache_hybrid.storage import engine_address, hosts
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.weights_guard import GuardedLookup
 from lmcache_hybrid.upstream.lmcache_home import (
@@ -39,12 +41,15 @@ FIRST_PAUSE_SECONDS = 1.0
 PAUSE_SECONDS = 10.0
 # Share of lookup_timeout_ms after which a rank ends its lookup, so that its answer arrives in time.
 ANSWER_WITHIN = 0.8
+# How often a rank looks whether it has ended.
+RECEIVE_MS = 200
 # Pause of a rank after its socket failed.
 RETRY_SECONDS = 0.1
 # Errors on a message that is not from our scheduler.
 NO_LOOKUP = (ValueError, TypeError, RecursionError, msgspec.MsgspecError)
 
 T = TypeVar("T", LookupResult, DropResult)
+_Answer = LookupResult | DropResult | bool | bytes
 
 
 def _socket_path(vllm_config: "VllmConfig", rank: int) -> str:
@@ -63,12 +68,19 @@ class LookupClient:
     """Asks all ranks. Used by one thread at a time: that of the scheduler's lookup queue."""
 
     def __init__(self, vllm_config: "VllmConfig", timeout_ms: int) -> None:
-        ranks = range(vllm_config.parallel_config.world_size)
-        self._transport = ZmqReqRepClientTransport(
-            [SocketParams(_socket_path(vllm_config, rank), rank) for rank in ranks], timeout_ms
-        )
+        # None while it is not known where ranks on several hosts listen.
+        self._transport: ZmqReqRepClientTransport | hosts.ClientTransport | None = None
+        if not spans_hosts(vllm_config.parallel_config):
+            ranks = range(vllm_config.parallel_config.world_size)
+            self._transport = ZmqReqRepClientTransport(
+                [SocketParams(_socket_path(vllm_config, rank), rank) for rank in ranks], timeout_ms
+            )
         self._timeout_ms = timeout_ms
         self._pause = Backoff(FIRST_PAUSE_SECONDS, PAUSE_SECONDS)
+
+    def connect(self, introduction: hosts.Introduction) -> None:
+        """Connect to ranks on several hosts. Called once, before any lookup."""
+        self._transport = hosts.ClientTransport(introduction, self._timeout_ms)
 
     def ask(self, request: LookupRequest) -> list[LookupResult]:
         """Send a lookup to all ranks; [] when one does not answer in time."""
@@ -82,8 +94,8 @@ class LookupClient:
         if self._pause.lasts:
             return []
         deadline = time.monotonic() + ANSWER_WITHIN * self._timeout_ms / 1000
-        request = msgspec.structs.replace(request, deadline=deadline)
-        return [msgspec.msgpack.decode(raw, type=answer) for raw in self._send(verb, request)]
+        raw = self._send(verb, request, deadline)
+        return [msgspec.msgpack.decode(each, type=answer) for each in raw]
 
     def clear(self, epoch: int) -> bool:
         """Make every rank forget its records; False when one did not confirm it.
@@ -91,6 +103,8 @@ class LookupClient:
         Args:
             epoch: number of this reset, see :class:`~.protocol.metadata.ConnectorMetadata`.
         """
+        if self._transport is None:
+            return True  # no rank could be reached so far, and each has nothing stored
         done = [msgspec.msgpack.decode(raw, type=bool) for raw in self._send("clear", epoch)]
         return len(done) == len(self._transport.sockets) and all(done)
 
@@ -106,10 +120,15 @@ class LookupClient:
         return tuple(msgspec.msgpack.decode(content, type=bytes) for content in raw)
 
     def _send(
-        self, verb: str, body: LookupRequest | DropRequest | LoRARequest | int
+        self,
+        verb: str,
+        body: LookupRequest | DropRequest | LoRARequest | int,
+        deadline: float = math.inf,
     ) -> list[bytes]:
+        if self._transport is None:
+            return []  # LMCache is off on every rank, and each has said why
         # LMCache's transport needs three frames, each packed by itself.
-        raw = self._transport.send_and_recv_all([verb, msgspec.msgpack.encode(body), 0])
+        raw = self._transport.send_and_recv_all([verb, msgspec.msgpack.encode(body), deadline])
         if raw:
             self._pause.succeed()
             return raw
@@ -123,7 +142,7 @@ class LookupClient:
 
     def close(self) -> None:
         # Not transport.close(), which ends the process-wide ZMQ context.
-        for socket in self._transport.sockets:
+        for socket in self._transport.sockets if self._transport is not None else ():
             socket.close(linger=0)
 
 
@@ -132,31 +151,57 @@ class LookupServer:
 
     Starts before the store exists and answers UNAVAILABLE until :meth:`serve`, so a rank whose
     store failed never blocks the scheduler. The engine's main thread calls its methods.
+
+    Where the ranks are on several hosts, nobody is answered before :meth:`introduce`.
     """
 
     def __init__(self, vllm_config: "VllmConfig") -> None:
-        """Listen at this rank's address. Raises ConfigError if another engine does."""
-        self._path = _socket_path(vllm_config, vllm_config.parallel_config.rank)
-        self._address = engine_address.hold(self._path, vllm_config.kv_transfer_config.engine_id)
-        try:
-            self._transport = ZmqRouterServerTransport(self._path, recv_timeout_ms=200)
-        except BaseException:
-            engine_address.release(self._path, self._address)
-            raise
+        """Listen at this rank's address.
+
+        Raises:
+            ConfigError: another engine does, or this host has none that other hosts know.
+        """
+        parallel = vllm_config.parallel_config
+        self._transport: ZmqRouterServerTransport | hosts.ServerTransport
+        self._path = _socket_path(vllm_config, parallel.rank)
+        self._address: int | None = None
+        if spans_hosts(parallel):
+            self._transport = hosts.ServerTransport(parallel.rank, RECEIVE_MS)
+        else:
+            self._address = engine_address.hold(
+                self._path, vllm_config.kv_transfer_config.engine_id
+            )
+            try:
+                self._transport = ZmqRouterServerTransport(self._path, recv_timeout_ms=RECEIVE_MS)
+            except BaseException:
+                engine_address.release(self._path, self._address)
+                raise
         self._lookup: RankLookup | GuardedLookup | None = None
         self._clear: Callable[[int], None] | None = None
         self._drop: Callable[[DropRequest], DropResult] | None = None
         self._ledger: Ledger[Any] | None = None
         self._unserved_epoch = 0
         self._lock = threading.Lock()  # serving thread, main thread
-        self._verbs: dict[str, Callable[[bytes], LookupResult | DropResult | bool | bytes]] = {
+        self._verbs: dict[str, Callable[[bytes, float], _Answer]] = {
             "clear": self._reset,
             "adapter": self._content,
             "drop": self._remove,
+            hosts.CLOCK: lambda body, deadline: True,
         }
         self._running = True
         self._thread = threading.Thread(target=self._loop, name="hybrid-lookup", daemon=True)
         self._thread.start()
+
+    def introduce(self) -> hosts.Introduction | None:
+        """Make ranks on several hosts known to each other; a collective call of theirs.
+
+        Returns:
+            For the scheduler, on rank 0.
+        """
+        if not isinstance(self._transport, hosts.ServerTransport):
+            return None
+        self._transport.introduce()
+        return self._transport.introduction
 
     def serve(
         self,
@@ -195,13 +240,14 @@ class LookupServer:
         request = self._transport.recv_request()
         if request is None:
             return
-        sender, (verb, body, _) = request
-        answer = self._verbs.get(verb, self._answer)(body)
+        sender, (verb, body, deadline) = request
+        answer = self._verbs.get(verb, self._answer)(body, float(deadline))
         self._transport.send_response(sender, msgspec.msgpack.encode(answer))
         self._refresh()
 
-    def _answer(self, body: bytes) -> LookupResult:
+    def _answer(self, body: bytes, deadline: float) -> LookupResult:
         request = msgspec.msgpack.decode(body, type=LookupRequest)
+        request = msgspec.structs.replace(request, deadline=deadline)
         try:
             if self._lookup is not None:
                 return self._lookup.answer(request)
@@ -217,11 +263,12 @@ class LookupServer:
             late = "what a lookup found is evicted as if it had not been used"
             caught("refresh_records", error, late, self._ledger)
 
-    def _content(self, body: bytes) -> bytes:
+    def _content(self, body: bytes, deadline: float) -> bytes:
         return ADAPTERS.content(msgspec.msgpack.decode(body, type=LoRARequest))
 
-    def _remove(self, body: bytes) -> DropResult:
+    def _remove(self, body: bytes, deadline: float) -> DropResult:
         request = msgspec.msgpack.decode(body, type=DropRequest)
+        request = msgspec.structs.replace(request, deadline=deadline)
         try:
             if self._drop is not None:
                 return self._drop(request)
@@ -230,7 +277,7 @@ class LookupServer:
             return DropResult(failure="A rank met an unexpected error. Some records may be gone.")
         return DropResult(refusal="A rank has no store.")
 
-    def _reset(self, body: bytes) -> bool:
+    def _reset(self, body: bytes, deadline: float) -> bool:
         """Clear the store; True once this rank cannot serve anything stored before."""
         epoch = msgspec.msgpack.decode(body, type=int)
         try:

@@ -24,6 +24,7 @@ HOST = {
         "numpy",
         "prometheus-client",
         "pyyaml",
+        "pyzmq",
         "safetensors",
         "starlette",
         "tokenizers",

@@ -7,12 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import zmq
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import interface
 
 from lmcache_hybrid import connector
 from lmcache_hybrid.config.parallel import check_parallelism, settle_disk_folder
 from lmcache_hybrid.core.errors import ConfigError, LoadError
+from lmcache_hybrid.core.groups import BESIDE_KEY
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.storage.service_factory import HybridServiceFactory
 from lmcache_hybrid.worker.pages import GroupPages
@@ -24,9 +27,18 @@ from .test_vllm_patch import FULL, cache_config
 N, BLOCKS = 8, 4
 
 
-def refused(model_runner_v2: bool = False, drafts: bool = False, **sizes: int) -> str:
-    parallel = SimpleNamespace(**{"pipeline_parallel_size": 1, **sizes})
+def refused(
+    model_runner_v2: bool = False, drafts: bool = False, beside: bool = False, **sizes: int | str
+) -> str:
+    one = {"pipeline_parallel_size": 1, "data_parallel_size": 1}
+    parallel = SimpleNamespace(**{**one, "distributed_executor_backend": "mp", **sizes})
+    transfer = KVTransferConfig(
+        kv_connector="LMCacheConnectorV1",
+        kv_role="kv_both",
+        kv_connector_extra_config={BESIDE_KEY: beside},
+    )
     config = SimpleNamespace(
+        kv_transfer_config=transfer,
         parallel_config=parallel,
         speculative_config=SimpleNamespace(method="ngram") if drafts else None,
         use_v2_model_runner=model_runner_v2,
@@ -42,6 +54,7 @@ def refused(model_runner_v2: bool = False, drafts: bool = False, **sizes: int) -
 def test_stages_and_shards_are_served():
     assert not refused(pipeline_parallel_size=4)
     assert not refused(pipeline_parallel_size=4, tensor_parallel_size=2, nnodes_within_dp=1)
+    assert not refused(pipeline_parallel_size=4, tensor_parallel_size=2, nnodes_within_dp=2)
     check_parallelism(engine_config("qwen3_next"))
 
 
@@ -50,13 +63,32 @@ def test_stages_and_shards_are_served():
     [
         ("prefill_context_parallel_size", "a state needs all tokens", "--tensor-parallel-size"),
         ("decode_context_parallel_size", "spans 2 times the tokens", "set it to 1"),
-        ("nnodes_within_dp", "lookups reach one host's ranks only", "one engine per host"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_its_reason(setting, reason, fix):
     message = refused(**{setting: 2})
     assert message.startswith(f"{setting}=2 ") and reason in message and fix in message
     assert not refused(**{setting: 1})
+
+
+@pytest.mark.parametrize(
+    "setting, reason, fix",
+    [
+        ({"data_parallel_size": 2}, "data_parallel_size=2", "behind a router"),
+        ({"distributed_executor_backend": "external_launcher"}, "=external_launcher", "backend mp"),
+        ({"beside": True}, "one connector's handshake", "use LMCacheConnectorV1 alone"),
+    ],
+)
+def test_hosts_whose_ranks_cannot_be_asked_are_refused(setting, reason, fix):
+    message = refused(nnodes_within_dp=2, **setting)
+    assert message.startswith("nnodes=2 ") and reason in message and fix in message
+    assert not refused(nnodes_within_dp=1, **setting)
+
+
+def test_hosts_are_refused_where_lookups_cannot_be_encrypted(monkeypatch):
+    monkeypatch.setattr(zmq, "has", lambda capability: capability != "curve")
+    assert "install pyzmq from its wheel" in refused(nnodes_within_dp=2)
+    assert not refused(nnodes_within_dp=1)
 
 
 def test_drafts_and_stages_are_refused_where_only_the_last_stage_saves():

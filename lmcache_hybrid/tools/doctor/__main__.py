@@ -51,12 +51,18 @@ def findings(model: str | None, flags: Sequence[str] = ()) -> Generator[Finding,
     from lmcache_hybrid.tools.doctor.context import read_context
     from lmcache_hybrid.tools.doctor.folders import check_folders
     from lmcache_hybrid.tools.doctor.hashing import check_hash
-    from lmcache_hybrid.tools.doctor.options import check_chunk_size, check_model, check_options
+    from lmcache_hybrid.tools.doctor.options import (
+        check_chunk_size,
+        check_hosts,
+        check_model,
+        check_options,
+    )
 
     yield from guarded(check_hash, other_hash)
     context = read_context(model, flags)
     for check in (
         check_model,
+        check_hosts,
         check_options,
         check_chunk_size,
         check_memory,

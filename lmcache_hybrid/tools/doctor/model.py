@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lmcache_hybrid.config.drafts import why_a_block_less
-from lmcache_hybrid.config.parallel import local_ranks
+from lmcache_hybrid.config.parallel import check_parallelism, local_ranks
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import is_served, page_bytes, plan_groups, suggested_unit
 from lmcache_hybrid.tools.doctor.finding import one_line
@@ -66,6 +66,7 @@ class Model:
         plan: arguments of ``lmcache-hybrid plan`` for the same model and flags.
         drafts: why hits end a block earlier beside the drafter, in a sentence; empty if not.
         local_ranks: of one engine on this machine, pipeline stages included.
+        hosts: over which vLLM spreads the ranks of one engine.
     """
 
     served: bool
@@ -87,6 +88,7 @@ class Model:
     plan: str = ""
     drafts: str = ""
     local_ranks: int = 1
+    hosts: int = 1
 
     def suggested_unit(self, wanted: int = 64) -> int:
         """Return the best ``--prefix-match-unit``; 0 for none, or if a GPU would refuse it."""
@@ -117,10 +119,16 @@ def read_model(arguments: "EngineArgs") -> Model:
     one.load_format, one.prefix_match_unit = "dummy", None
     one.data_parallel_size, one.data_parallel_size_local, one.data_parallel_rank = 1, None, None
     one.data_parallel_hybrid_lb = one.data_parallel_external_lb = False
+    if arguments.data_parallel_size > 1:
+        one.nnodes, one.node_rank = max(1, arguments.nnodes // arguments.data_parallel_size), 0
     try:
         config = one.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except Exception as failure:  # from the hub, transformers, pydantic, vLLM and us
         raise refused(model, failure) from failure
+    try:
+        check_parallelism(config)
+    except ConfigError as failure:
+        raise ModelError(str(failure)) from failure
     try:
         groups = kv_cache_config(config)
     except Exception as failure:
@@ -159,6 +167,7 @@ def read_model(arguments: "EngineArgs") -> Model:
         plan_of(arguments),
         (plan.states and why_a_block_less(config)) or "",
         local_ranks(config),
+        config.parallel_config.nnodes_within_dp,
     )
 
 

@@ -15,6 +15,7 @@ from lmcache_hybrid.config.store_sizes import check_sizes
 from lmcache_hybrid.config.values import misspelt, taken_away
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import suggested_unit
+from lmcache_hybrid.storage.hosts import own_address
 from lmcache_hybrid.tools.doctor.context import Context
 from lmcache_hybrid.tools.doctor.finding import Finding, Status, error, ok, skipped, warning
 from lmcache_hybrid.tools.doctor.folders import stand_ins
@@ -52,6 +53,23 @@ def check_model(context: Context) -> Iterator[Finding]:
         "bytes",
         f"{where} a block has {' and '.join(sizes)}, the states at a boundary "
         f"{model.state_bytes:,} bytes.",
+    )
+
+
+def check_hosts(context: Context) -> Iterator[Finding]:
+    """Name the address of this host at which its ranks answer lookups, if there are others."""
+    model = context.model
+    if model is None or not model.served or model.hosts == 1:
+        return
+    try:
+        address = own_address()
+    except ConfigError as failure:
+        yield error("hosts", str(failure))
+        return
+    yield ok(
+        "hosts",
+        f"The ranks are on {model.hosts} hosts, and each of them answers the scheduler's lookups "
+        f"over TCP, encrypted, here at {address} on any free port.",
     )
 
 

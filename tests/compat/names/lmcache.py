@@ -231,11 +231,16 @@ LMCACHE = (
         "ZmqReqRepClientTransport.__init__",
         ("socket_params", "timeout_ms"),
     ),
-    *attributes(_ZMQ, "ZmqReqRepClientTransport", "sockets send_and_recv_all"),
+    *attributes(
+        _ZMQ,
+        "ZmqReqRepClientTransport",
+        "sockets send_and_recv_all ctx encoder socket_params timeout_ms _create_socket "
+        "_recreate_all_sockets",
+    ),
     *attributes(
         _ZMQ,
         "ZmqRouterServerTransport",
-        "recv_request send_response close",
+        "recv_request send_response close ctx decoder socket socket_path",
     ),
     Hook(
         "lmcache.v1.config_base",

@@ -497,6 +497,8 @@ VLLM = (
             "data_parallel_rank",
             "data_parallel_hybrid_lb",
             "data_parallel_external_lb",
+            "nnodes",
+            "node_rank",
         )
     ),
     *attributes(

@@ -52,7 +52,7 @@ READ = (
         _CONFIG,
         "ParallelConfig",
         "pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size "
-        "data_parallel_index nnodes_within_dp",
+        "data_parallel_index data_parallel_size nnodes_within_dp",
     ),
     *attributes(_CONFIG, "SpeculativeConfig", "method num_speculative_tokens target_model_config"),
     *attributes(_SPECS, "AttentionSpec", "num_kv_heads head_size max_tp_shards"),
@@ -101,6 +101,13 @@ READ = (
     ),
     Hook("vllm.v1.core.block_pool", "BlockPool.blocks"),
     Hook(f"{_BASE}.base", "KVConnectorBase_V1.bind_gpu_block_pool", ("gpu_block_pool",)),
+    # lmcache_hybrid/storage/hosts.py
+    Hook(f"{_BASE}.base", "KVConnectorHandshakeMetadata", ()),
+    Hook(f"{_BASE}.base", "KVConnectorBase_V1.get_handshake_metadata"),
+    Hook(f"{_BASE}.base", "KVConnectorBase_V1.set_xfer_handshake_metadata", ("metadata",)),
+    Hook("vllm.utils.network_utils", "get_ip", ()),
+    Hook("vllm.utils.network_utils", "get_tcp_uri", ("ip", "port")),
+    Hook("vllm.utils.network_utils", "is_valid_ipv6_address"),
     Hook(f"{_BASE}.base", "KVConnectorBase_V1._vllm_config"),
     Hook("vllm.v1.core.kv_cache_manager", "KVCacheManager.coordinator"),
     Hook("vllm.v1.core.kv_cache_manager", "KVCacheManager.block_pool"),

@@ -10,7 +10,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from lmcache_hybrid.tools.doctor.context import Context, read_context
 from lmcache_hybrid.tools.doctor.model import Model, ModelError, gpu_sizes, kv_cache_config
-from lmcache_hybrid.tools.doctor.options import check_chunk_size, check_model, check_options
+from lmcache_hybrid.tools.doctor.options import (
+    check_chunk_size,
+    check_hosts,
+    check_model,
+    check_options,
+)
 from lmcache_hybrid.tools.flags import parse_flags
 from lmcache_hybrid.tools.sizing.blocks import GDN_PREFILLS, PLATFORMS, compute
 from lmcache_hybrid.tools.sizing.shape import load_shape
@@ -218,6 +223,28 @@ def test_flags_of_vllm_decide_what_a_rank_holds():
 def test_one_copy_of_a_data_parallel_engine_is_looked_at():
     flags = "--data-parallel-size", "2", "--data-parallel-size-local", "2"
     assert described(model("lfm2"), *flags) == described(model("lfm2"))
+
+
+def test_the_address_of_a_host_with_some_of_the_ranks_is_named(monkeypatch):
+    flags = "--tensor-parallel-size", "2", "--nnodes", "2", "--master-addr", "10.0.0.1"
+    found = described(model("qwen3_next"), *flags)
+    assert (found.hosts, found.local_ranks) == (2, 1)
+    monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.7")
+    said = only(assert_sentences(check_hosts(of(found))))
+    assert said.status == OK and "on 2 hosts" in said.message and "10.0.0.7" in said.message
+    monkeypatch.setenv("VLLM_HOST_IP", "0.0.0.0")
+    said = only(assert_sentences(check_hosts(of(found))))
+    assert said.status == ERROR and "set VLLM_HOST_IP" in said.message
+    assert not list(check_hosts(of(described(model("qwen3_next")))))
+    # Each of these engines is on one host.
+    engines = "--nnodes", "2", "--data-parallel-size", "2", "--data-parallel-size-local", "1"
+    assert described(model("lfm2"), *engines).hosts == 1
+
+
+def test_parallelism_that_is_refused_is_told():
+    flags = "--tensor-parallel-size", "2", "--decode-context-parallel-size", "2"
+    with pytest.raises(ModelError, match="decode_context_parallel_size=2 spreads"):
+        described(model("qwen3_next"), *flags)
 
 
 def test_vllm_is_asked_about_all_of_its_flags():
