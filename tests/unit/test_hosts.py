@@ -370,7 +370,7 @@ def test_a_lookup_that_waited_too_long_makes_no_claim_whatever_the_clocks(engine
     assert engine.client.ask(LookupRequest("late", PREFIX, 3, 0)) == []
     for each in engine.lookups:
         for name in ("a-request", "other", "late"):
-            each.drop(name)
+            each.release(name)
     engine.stores[1].locate = locate
     go.set()
     engine.eventually()
