@@ -129,6 +129,9 @@ def read_model(arguments: "EngineArgs") -> Model:
         check_parallelism(config)
     except ConfigError as failure:
         raise ModelError(str(failure)) from failure
+    parallel, here = config.parallel_config, local_ranks(config)
+    hosts = parallel.nnodes_within_dp
+    parallel.nnodes, parallel.node_rank = 1, 0  # else its layers would wait for the other hosts
     try:
         groups = kv_cache_config(config)
     except Exception as failure:
@@ -166,8 +169,8 @@ def read_model(arguments: "EngineArgs") -> Model:
         gpu_sizes(arguments, config.model_config.hf_config.to_dict()),
         plan_of(arguments),
         (plan.states and why_a_block_less(config)) or "",
-        local_ranks(config),
-        config.parallel_config.nnodes_within_dp,
+        here,
+        hosts,
     )
 
 

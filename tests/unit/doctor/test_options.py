@@ -241,9 +241,10 @@ def test_the_address_of_a_host_with_some_of_the_ranks_is_named(monkeypatch):
     assert described(model("lfm2"), *engines).hosts == 1
 
 
-def test_parallelism_that_is_refused_is_told():
-    flags = "--tensor-parallel-size", "2", "--decode-context-parallel-size", "2"
-    with pytest.raises(ModelError, match="decode_context_parallel_size=2 spreads"):
+def test_parallelism_that_is_refused_is_told(monkeypatch):
+    monkeypatch.setattr("zmq.has", lambda capability: False)
+    flags = "--tensor-parallel-size", "2", "--nnodes", "2"
+    with pytest.raises(ModelError, match="^nnodes=2 needs lookups between hosts to be encrypted"):
         described(model("qwen3_next"), *flags)
 
 
