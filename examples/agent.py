@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An agent that drops its scratch, keeps its tools, and prefetches its next turn.
+"""An agent that keeps its tools, drops its scratch, and prefetches its next turn.
 
     .venv/bin/python examples/agent.py
     .venv/bin/python examples/agent.py --redis-url redis://HOST:6379
@@ -65,6 +65,10 @@ def main(model: Model = None, redis_url: RedisUrl = None, characters: Characters
         with server(model, config, folder / "agent.log") as url:
             agent = Agent(url)
             kept = agent.tokens(tools)
+            # An hour, and all turns that begin with the tools. This one is stored, too.
+            said = agent.steer(turn, **{"lmcache.keep": 3600, "lmcache.keep_to": kept})
+            if not said.get("kept"):
+                problems.append(f"the tools are not kept: {said}")
             agent.ask(turn)
             answer = agent.ask(turn).choices[0].text
             before = num_keys(redis)

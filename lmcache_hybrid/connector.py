@@ -178,6 +178,8 @@ class HybridConnector(KVConnectorBase_V1):
     @guarded("its counts come with those of the next step", _nothing)
     def get_kv_connector_stats(self) -> HybridStats | None:
         """Return what this side counted since the last call; None for nothing."""
+        if self.worker is not None:
+            self.worker.count_kept()
         news = self.ledger.report() if self.ledger is not None else None
         return HybridStats(news) if news else None
 
@@ -207,6 +209,7 @@ class HybridConnector(KVConnectorBase_V1):
             timeout_ms,
             contents=self._client.contents,
             drop=self._client.drop,
+            keep=self._client.keep,
         )
         self.scheduler = make_scheduler(
             self._vllm_config, self.kv_cache_config, self.plan, unit, config, options, self._queue
@@ -285,7 +288,7 @@ class HybridConnector(KVConnectorBase_V1):
         self._cleaners = clean_folders(self._manager.config, options, worker.ledger)
         # Last: from now on this rank makes promises.
         guarded_lookup = GuardedLookup(lookup, self._guard)
-        self._server.serve(guarded_lookup, self._reset, worker.ledger, worker.drop)
+        self._server.serve(guarded_lookup, self._reset, worker.ledger, worker.drop, worker.keep)
 
     def _unmap(self) -> None:
         if self.worker is not None:

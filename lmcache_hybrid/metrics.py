@@ -43,6 +43,7 @@ SCHEDULER_PLACES = (
     "ask_ranks",
     "release_claims",
     "drop_records",
+    "keep_records",
     "update_state_after_alloc",
     "build_connector_meta",
     "plan_save",
@@ -63,6 +64,7 @@ RANK_PLACES = (
     "answer_lookup",
     "refresh_records",
     "drop_records",
+    "keep_records",
     "adapter_content",
     "reset_store",
     "bind_connector_metadata",
@@ -311,6 +313,22 @@ METRICS = (
         "source",
         BACKENDS,
     ),
+    # Keeps
+    _total(
+        "keeps",
+        "scheduler.keeps",
+        "Requests that asked to keep their prompt's records (lmcache.keep), by outcome.",
+        "outcome",
+        ("done", "refused", "failed"),
+    ),
+    Metric(
+        "kept_bytes",
+        "worker.kept_bytes",
+        Gauge,
+        "Bytes of records that are evicted last now, stored or to be stored, summed over ranks.",
+        ("source",),
+        (RAM, DISK),
+    ),
     # Folders of fs://
     _total(
         "cleaned_records",
@@ -349,7 +367,8 @@ METRICS = (
         RANK_PLACES,
     ),
 )
-LEVELS = {metric.source for metric in METRICS if metric.kind is Gauge}
+# Gauges that are reported as they are; those with a label are reported in changes.
+LEVELS = {metric.source for metric in METRICS if metric.kind is Gauge and not metric.labels}
 
 
 class HybridStats(KVConnectorStats):
@@ -422,7 +441,7 @@ class HybridPromMetrics(KVConnectorPromMetrics):
             if metric.kind is Histogram:
                 options["buckets"] = list(metric.buckets)
             elif metric.kind is Gauge:
-                options["multiprocess_mode"] = "mostrecent"
+                options["multiprocess_mode"] = "sum" if metric.labels else "mostrecent"
             self._metrics[metric.source] = metric_types[metric.kind](
                 name=PREFIX + metric.name,
                 documentation=metric.help,

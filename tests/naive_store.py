@@ -11,6 +11,7 @@ import torch
 from lmcache_hybrid.core.digests import PLAIN, Digester
 from lmcache_hybrid.core.errors import DamagedError, LoadError, RecordError
 from lmcache_hybrid.core.keys import RecordKey
+from lmcache_hybrid.storage.kept_names import KeptNames
 from lmcache_hybrid.storage.record import (
     HEADER_BYTES,
     open_record,
@@ -67,11 +68,15 @@ class NaiveStore:
         self.name = "naive"
         self.failed_writes: Counter[str] = Counter()
         self.rewritten_bytes: Counter[str] = Counter()
+        self.kept = {self.name: KeptNames(1 << 40)}
         self._lock = threading.Lock()
 
     def count_buffers(self, change: int) -> None:
         with self._lock:
             self.live_buffers += change
+
+    def engine_key(self, key: RecordKey) -> RecordKey:
+        return key
 
     def readable(self) -> bool:
         return True

@@ -12,6 +12,7 @@ from lmcache_hybrid.config.folders import FolderLimits, read_limits
 from lmcache_hybrid.config.own_options import (
     CHECKPOINT_KEY,
     CHUNK_ENDS,
+    KEEP_SHARE_KEY,
     KEY_FILE_KEY,
     LOAD_LIMIT_KEY,
     POLICIES,
@@ -53,6 +54,7 @@ class Options:
         alone: whether this is the only connector.
         events: whether KV cache events are published for stored records.
         folder_limits: limits to which this engine cleans the folders of ``fs://``.
+        keep_share: of the bytes of RAM or disk that records kept by requests may take, 0 for none.
         names: see :func:`.own_options.names_of`.
     """
 
@@ -69,6 +71,7 @@ class Options:
     alone: bool = True
     events: bool = False
     folder_limits: FolderLimits = FolderLimits()
+    keep_share: float = 0.25
     names: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
@@ -124,6 +127,7 @@ def read_options(
         alone=alone,
         events=bool(config.enable_kv_events) and _publishes(vllm_config),
         folder_limits=limits,
+        keep_share=own[KEEP_SHARE_KEY],
         names=names,
     )
     if block_size is not None:

@@ -32,6 +32,7 @@ LOAD_FAILURE_KEY = f"{OWN_PREFIX}load_failure_policy"
 MAX_SIZE_KEY = f"{OWN_PREFIX}fs_max_size_gb"
 MAX_AGE_KEY = f"{OWN_PREFIX}fs_max_age_hours"
 TRUSTED_OWNER_KEY = f"{OWN_PREFIX}trusted_folder_owner"
+KEEP_SHARE_KEY = f"{OWN_PREFIX}keep_share"
 POLICIES = ("always", "faster")
 # Default of CHECKPOINT_KEY: a state at each chunk end of a prefill.
 CHUNK_ENDS = "chunk"
@@ -136,6 +137,16 @@ def _limit(unit: str) -> Callable[[Any], float]:
     return parse
 
 
+def _share(value: Any) -> float:
+    try:
+        number = -1.0 if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = -1.0
+    if not 0 <= number <= 0.5:  # what is not kept needs room, too
+        raise ValueError("is not a share; write a number from 0, which keeps nothing, to 0.5.")
+    return number
+
+
 def _user(value: Any) -> int:
     text = "" if isinstance(value, bool) else str(value)
     if text.isascii() and text.isdecimal():
@@ -160,6 +171,7 @@ OWN_OPTIONS = {
         OwnOption(MAX_SIZE_KEY, None, _limit("GB")),
         OwnOption(MAX_AGE_KEY, None, _limit("hours")),
         OwnOption(TRUSTED_OWNER_KEY, None, _user),
+        OwnOption(KEEP_SHARE_KEY, 0.25, _share),
         OwnOption(LOAD_LIMIT_KEY, 0, _tokens),
     )
 }

@@ -58,6 +58,7 @@ class SchedulerCounts:
         dropped_offers: states that vLLM handed off and that were not stored, by reason.
         skipped_requests: requests that are not looked up, or not stored (any more), by reason.
         drops: requests that asked to drop their records, by outcome: done, refused or failed.
+        keeps: requests that asked to keep their records, by outcome: done, refused or failed.
         caught_errors: unexpected errors, by where they were caught: :mod:`.faults`.
     """
 
@@ -79,6 +80,7 @@ class SchedulerCounts:
     dropped_offers: Counter[str] = _split()
     skipped_requests: Counter[str] = _split()
     drops: Counter[str] = _split()
+    keeps: Counter[str] = _split()
     caught_errors: Counter[str] = _split()
 
 
@@ -104,6 +106,8 @@ class WorkerCounts:
         load_wait_seconds: from the step that asked for the load to its start.
         failed_loads: by reason and kind of the record at fault, see :func:`failure_label`.
         dropped_records: removed because a request asked for it, by backend.
+        kept_bytes: gauge of the bytes that are evicted last, by backend, whether stored yet or not;
+            reported in changes.
         cleaned_records, cleaned_bytes: deleted from the folders of ``fs://``, by reason.
         caught_errors: as the scheduler's.
     """
@@ -124,6 +128,7 @@ class WorkerCounts:
     load_wait_seconds: list[float] = _observed()
     failed_loads: Counter[str] = _split()
     dropped_records: Counter[str] = _split()
+    kept_bytes: Counter[str] = _split()
     cleaned_records: Counter[str] = _split()
     cleaned_bytes: Counter[str] = _split()
     caught_errors: Counter[str] = _split()

@@ -9,10 +9,12 @@ from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.checkpoints import Checkpoints, Drafter
 from lmcache_hybrid.scheduler.drops import UNFINISHED, Drop
+from lmcache_hybrid.scheduler.keeps import Keep
 from lmcache_hybrid.scheduler.prefetches import Prefetch
 from lmcache_hybrid.scheduler.prompt import prefix_of, why_unread, why_unsaved
 from lmcache_hybrid.scheduler.request_configs import (
     DROP,
+    KEEP,
     PREFETCH,
     RequestConfigs,
     RequestConfigsReader,
@@ -65,7 +67,7 @@ class Arrivals:
         # their tokens.
         if before is not None and (prefix is None or before.tags != prefix.tags):
             prefix = None
-        drop, prefetch = self._steering_of(asked, prefix)
+        drop, prefetch, keep = self._steering_of(asked, prefix)
         steered = drop is not None or prefetch is not None
         unsaved = why_unsaved(request, prefix, options, asked.skip_save or steered)
         if before is not None and before.skip_save:
@@ -88,6 +90,12 @@ class Arrivals:
             chunk_ends=options.chunk_ends,
             barred=barred_boundaries(request, plan),
         )
+        if keep is not None:
+            tokens, marks = request.num_prompt_tokens, None if unsaved else checkpoints
+            keep.begin(plan, options.keep_share, tokens, prefix is not None, marks)
+            if keep.error:
+                with self._ledger as counts:
+                    counts.keeps["refused"] += 1
         return RequestTracker(
             request,
             prefix or Prefix(()),
@@ -99,17 +107,18 @@ class Arrivals:
             unstored=unsaved or ("short" if short else None),
             drop=drop,
             prefetch=prefetch,
+            keep=keep,
         )
 
     def _steering_of(
         self, asked: RequestConfigs, prefix: Prefix | None
-    ) -> tuple[Drop | None, Prefetch | None]:
+    ) -> tuple[Drop | None, Prefetch | None, Keep | None]:
         """Return what a request asks of the store; None for nothing.
 
         Args:
             prefix: of its prompt; None if that is never cached.
         """
-        why, drop, prefetch = dict(asked.refusals), None, None
+        why, drop, prefetch, keep = dict(asked.refusals), None, None, None
         if DROP in why:
             drop = Drop(answer={"error": why[DROP]})
             with self._ledger as counts:
@@ -118,7 +127,9 @@ class Arrivals:
             drop = Drop(asked.drop_from, prefix)
         if PREFETCH in why or asked.prefetch:
             prefetch = Prefetch(why.get(PREFETCH, ""))
-        return drop, prefetch
+        if KEEP in why or asked.keep is not None:
+            keep = Keep(asked.keep or 0, asked.keep_to, why.get(KEEP, ""))
+        return drop, prefetch, keep
 
     def answer(self, request: "Request", tracker: RequestTracker | None) -> dict[str, Any] | None:
         """Return what to tell the client of a request that has ended; None for nothing.
@@ -132,9 +143,12 @@ class Arrivals:
                 answer[DROP] = tracker.drop.answer or {"error": UNFINISHED}
             if tracker.prefetch is not None:
                 answer[PREFETCH] = tracker.prefetch.answer(failed=not tracker.may_load)
+            if tracker.keep is not None:
+                answer[KEEP] = tracker.keep.answer()
         else:
             asked = self._configs.read(request)
             closed = {DROP: asked.drop_from is not None, PREFETCH: asked.prefetch}
+            closed |= {KEEP: asked.keep is not None}
             answer |= {name: {"error": CLOSED} for name, is_asked in closed.items() if is_asked}
             answer |= {name: {"error": why} for name, why in asked.refusals}
         return answer or None

@@ -77,6 +77,7 @@ class Checkpoints:
         junction: where the request leaves a prefix that others computed, 0 for nowhere.
         meetings: boundaries whose state other requests wait for.
         drafter: the engine's.
+        kept: where the request asks to keep a part of its prompt, 0 for nowhere.
         chunk_ends: whether the ends of the prefill's steps are wanted where they are boundaries.
         known: tokens at the start.
         last: the last boundary that a request may start from, and that is not barred.
@@ -92,6 +93,7 @@ class Checkpoints:
     junction: int = 0
     meetings: set[int] = field(default_factory=set)
     drafter: Drafter = Drafter()
+    kept: int = 0
     chunk_ends: bool = False
     known: int = 0
     last: int = 0
@@ -104,23 +106,23 @@ class Checkpoints:
         size, self.known, self.junction = self.block_size, num_tokens, 0
         self.meetings.clear()
         deepest = self.drafter.deepest(num_tokens, size)
-        self.last = self._up_to(deepest)
+        self.last = self.up_to(deepest)
         drops = self.offered and self.drafter.drops_block
         self.stop = (
             get_mamba_prefill_checkpoint_position(num_tokens, size, True) if drops else deepest
         )
-        self.end = self._up_to(self.stop)
+        self.end = self.up_to(self.stop)
 
     def lasting(self, boundary: int) -> bool:
         """Whether later requests will want it: where prompts part, at the prefill's end or past it.
 
         An interval checkpoint does not count: no prompt may ever branch there.
         """
-        return boundary in (self.junction, *self.meetings) or boundary >= self.end
+        return boundary in (self.junction, self.kept, *self.meetings) or boundary >= self.end
 
     def ends_at(self, boundary: int) -> bool:
         """Whether a step of the prefill will end there."""
-        known = (self.junction, self.end, *self.meetings)
+        known = (self.junction, self.kept, self.end, *self.meetings)
         wanted = boundary in known or bool(self.interval) and boundary % self.interval == 0
         return wanted and self._can_end(boundary)
 
@@ -136,6 +138,8 @@ class Checkpoints:
         wanted = []
         if computed < self.junction <= self.last:
             wanted.append(self.junction)
+        if computed < self.kept <= self.last:
+            wanted.append(self.kept)
         wanted += (meeting for meeting in self.meetings if computed < meeting <= self.last)
         if self.interval and (checkpoint := self._next(computed, self.interval)) <= self.last:
             wanted.append(checkpoint)
@@ -154,7 +158,8 @@ class Checkpoints:
             return False
         return not (self.offered and 0 < self.known - boundary < self.drafter.runway)
 
-    def _up_to(self, boundary: int) -> int:
+    def up_to(self, boundary: int) -> int:
+        """Return the deepest whole boundary up to ``boundary`` that is not barred."""
         while boundary and boundary in self.barred:
             boundary -= self.block_size
         return boundary

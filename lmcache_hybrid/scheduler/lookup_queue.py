@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from typing import TypeVar
 
 import msgspec
 from vllm.lora.request import LoRARequest
@@ -16,8 +17,11 @@ from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.core.threads import started
 from lmcache_hybrid.protocol.agreement import agree
 from lmcache_hybrid.protocol.drop import DropRequest, DropResult
+from lmcache_hybrid.protocol.keep import KeepRequest, KeepResult
 from lmcache_hybrid.protocol.lookup import MISS, UNAVAILABLE, LookupRequest, LookupResult
 from lmcache_hybrid.protocol.prefix import Prefix
+
+T = TypeVar("T")
 
 
 class PendingLookup:
@@ -96,7 +100,7 @@ class LookupQueue:
         unreleased: (request, number of the lookup) of cancelled lookups whose ranks may
             still hold a claim. The queue's thread appends, the scheduler's takes.
         ledger: counts errors on the scheduler's side; None until it is set.
-        drop: as given; for a function that :meth:`call` calls.
+        drop, keep: as given; for a function that :meth:`call` calls.
     """
 
     def __init__(
@@ -106,6 +110,7 @@ class LookupQueue:
         executor: Executor | None = None,
         contents: Callable[[LoRARequest], tuple[bytes, ...]] = lambda lora: (),
         drop: Callable[[DropRequest], list[DropResult]] = lambda request: [],
+        keep: Callable[[KeepRequest], list[KeepResult]] = lambda request: [],
     ) -> None:
         """Start the thread.
 
@@ -117,8 +122,9 @@ class LookupQueue:
             contents: asks every rank for the content of a LoRA adapter; empty when one did
                 not answer.
             drop: lets every rank remove records; [] where one did not answer.
+            keep: lets every rank keep records; [] where one did not answer.
         """
-        self.drop = drop
+        self.drop, self.keep = drop, keep
         self.unreleased: deque[tuple[str, int]] = deque()
         self.ledger: Ledger[SchedulerCounts] | None = None
         self._numbers = itertools.count(1)
@@ -138,7 +144,7 @@ class LookupQueue:
         """Call ``function`` between two lookups and wait for its result."""
         return self._executor.submit(function).result()
 
-    def call(self, function: Callable[[], None]) -> Future[None]:
+    def call(self, function: Callable[[], T]) -> Future[T]:
         """Call ``function`` between two lookups. Never blocks."""
         return self._executor.submit(function)
 
@@ -150,6 +156,18 @@ class LookupQueue:
         if prefix.adapter is None:
             return prefix
         return prefix.computed_with(self._contents(prefix.adapter.lora))
+
+    def find(self, request: LookupRequest) -> LookupResult:
+        """Look up and release what it claims.
+
+        For a function that :meth:`call` calls.
+        """
+        request = msgspec.structs.replace(request, number=next(self._numbers))
+        try:
+            return self._look_up(request)
+        finally:
+            if not self._release(request):
+                self.unreleased.append((request.request_id, request.number))
 
     def _run(self, lookup: PendingLookup) -> None:
         if lookup.cancelled:

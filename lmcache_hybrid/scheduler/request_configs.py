@@ -15,12 +15,16 @@ logger = init_logger("vllm.lmcache_hybrid.scheduler.request_configs")
 
 SKIP_SAVE, TAG = "lmcache.skip_save", "lmcache.tag."
 DROP, DROP_FROM, PREFETCH = "lmcache.drop", "lmcache.drop_from", "lmcache.prefetch"
+KEEP, KEEP_TO = "lmcache.keep", "lmcache.keep_to"
+# Max seconds to keep a prompt.
+KEEP_SECONDS = 24 * 3600
 # Read by LMCache's multiprocess connector, not by its in-process one.
 UNSERVED = "lmcache.max_offload_tokens"
 # Names to suggest, by their first part after "lmcache.".
 _SERVED = {
     **{"skip_save": SKIP_SAVE, "tag": f"{TAG}NAME"},
     **{"drop": DROP, "drop_from": DROP_FROM, "prefetch": PREFETCH},
+    **{"keep": KEEP, "keep_to": KEEP_TO},
 }
 # As in JSON, or as a string; True == 1 and False == 0.
 _SWITCH: dict[int | str, bool] = {
@@ -44,6 +48,8 @@ class RequestConfigs:
         skip_save: whether nothing of it is stored.
         drop_from: token from which on its records are removed; None to remove none.
         prefetch: whether its records are copied to RAM.
+        keep: seconds for which its records are evicted last, 0 to end that; None for nothing.
+        keep_to: token up to which they are; None for all of the prompt.
         refusals: (option, why it is not done), for its client.
     """
 
@@ -51,6 +57,8 @@ class RequestConfigs:
     skip_save: bool = False
     drop_from: int | None = None
     prefetch: bool = False
+    keep: float | None = None
+    keep_to: int | None = None
     refusals: tuple[tuple[str, str], ...] = ()
 
 
@@ -83,7 +91,7 @@ class RequestConfigsReader:
                     tags.append((name.removeprefix(TAG), text))
             elif name == SKIP_SAVE:
                 skip_save = self._switch(name, value)
-            elif name in (DROP, DROP_FROM, PREFETCH):
+            elif name in (DROP, DROP_FROM, PREFETCH, KEEP, KEEP_TO):
                 pass  # all together, below
             elif name == UNSERVED:
                 if self._is_first("unserved", name):
@@ -99,10 +107,7 @@ class RequestConfigsReader:
                     _shown_name(name),
                     _instead_of(name),
                 )
-        drop_from, prefetch, refusals = _steering(configs)
-        return RequestConfigs(
-            None if tags is None else tuple(tags), skip_save, drop_from, prefetch, refusals
-        )
+        return _steering(configs, None if tags is None else tuple(tags), skip_save)
 
     def _switch(self, name: str, value: Any) -> bool:
         known = _known(value)
@@ -155,17 +160,42 @@ def _known(value: Any) -> bool | None:
 
 
 def _steering(
-    configs: Mapping[str, Any],
-) -> tuple[int | None, bool, tuple[tuple[str, str], ...]]:
-    """Return what a request asks of the store: a drop, a prefetch, and what of it is refused."""
-    drop_from, refusal = _drop(configs)
-    refusals = {DROP: refusal} if refusal else {}
+    configs: Mapping[str, Any], tags: tuple[tuple[str, str], ...] | None, skip_save: bool
+) -> RequestConfigs:
+    """Add what a request asks of the store: a drop, a prefetch or a keep, and what is refused."""
+    drop_from, no_drop = _drop(configs)
+    keep, no_keep = _keep(configs)
     prefetch = _known(configs.get(PREFETCH))
+    refusals = {name: why for name, why in ((DROP, no_drop), (KEEP, no_keep)) if why}
     if prefetch is None:
         refusals[PREFETCH] = NO_SWITCH % (PREFETCH, _shown(configs[PREFETCH]))
-    elif prefetch and drop_from is not None:
-        refusals = dict.fromkeys((DROP, PREFETCH), f"write {DROP} or {PREFETCH}, not both.")
-    return drop_from, bool(prefetch) and PREFETCH not in refusals, tuple(refusals.items())
+    asked = {DROP: drop_from is not None, PREFETCH: bool(prefetch), KEEP: KEEP in configs}
+    several = [name for name, is_asked in asked.items() if is_asked]
+    if len(several) > 1:
+        refusals |= dict.fromkeys(several, f"write {' or '.join(several)}, not both.")
+    return RequestConfigs(
+        tags,
+        skip_save,
+        drop_from,
+        bool(prefetch) and PREFETCH not in refusals,
+        None if KEEP in refusals else keep,
+        configs.get(KEEP_TO),
+        tuple(refusals.items()),
+    )
+
+
+def _keep(configs: Mapping[str, Any]) -> tuple[float | None, str]:
+    """Return the seconds for which records are kept, None for no keep; why it is refused."""
+    seconds, to = configs.get(KEEP), configs.get(KEEP_TO)
+    if seconds is None:
+        why = f"{KEEP_TO} does nothing without {KEEP}: write {KEEP}=SECONDS beside it."
+        return None, "" if to is None else why
+    if type(seconds) not in (int, float) or not 0 <= seconds <= KEEP_SECONDS:
+        most = f"write a number up to {KEEP_SECONDS}, or 0 to end a keep."
+        return None, f"{KEEP}={_shown(seconds)} is not a number of seconds; {most}"
+    if to is not None and (type(to) is not int or to < 1):
+        return None, f"{KEEP_TO}={_shown(to)} is not a number of tokens; write 1 or more."
+    return seconds, ""
 
 
 def _drop(configs: Mapping[str, Any]) -> tuple[int | None, str]:

@@ -18,6 +18,7 @@ from lmcache_hybrid.scheduler.admission import Admission
 from lmcache_hybrid.scheduler.arrivals import Arrivals
 from lmcache_hybrid.scheduler.checkpoints import Drafter
 from lmcache_hybrid.scheduler.events import KVEvents
+from lmcache_hybrid.scheduler.keeps import RESET, Keeps
 from lmcache_hybrid.scheduler.load_planner import load_of
 from lmcache_hybrid.scheduler.load_policy import LoadPolicy
 from lmcache_hybrid.scheduler.lookup_metrics import count_hit
@@ -106,6 +107,7 @@ class HybridScheduler:
         self.prefills = SharedPrefills(plan.block_size, self.ledger, self._meet)
         self._arrivals = Arrivals(plan, options, self._hashes_per_block, self.ledger)
         self.store_watch = store_watch or StoreWatch(plan, options)
+        self._keeps = Keeps(plan, options.keep_share, queue, self.ledger)
         self._reports = LookupReports(plan, self.ledger, self.store_watch, events)
         self._admission = Admission(
             plan,
@@ -148,6 +150,8 @@ class HybridScheduler:
         tracker = self._track(request)
         if tracker.prefetch is not None:
             tracker.prefetch.ask(num_computed_tokens)
+        if tracker.keep is not None:
+            tracker.keep.asked = num_computed_tokens
         gain = self._admission.promise(tracker, num_computed_tokens)
         if gain is not None:
             self._planner.admit(tracker, num_computed_tokens, gain)
@@ -166,6 +170,15 @@ class HybridScheduler:
         if tracker is None:
             return
         self.prefills.end_wait(tracker)
+        if tracker.keep is not None:
+            self._keeps.admit(
+                tracker.keep,
+                request,
+                tracker.prefix,
+                tracker.checkpoints,
+                tracker.save,
+                tracker.keep.asked + num_external_tokens,
+            )
         if num_external_tokens == 0:
             self._admission.admit(tracker)
             self.prefills.begin(tracker)
@@ -245,6 +258,8 @@ class HybridScheduler:
         self._epoch, self.closed = self._epoch + 1, True
         for request_id, tracker in list(self._trackers.items()):
             tracker.cancel_background()
+            if tracker.keep is not None:
+                tracker.keep.error = tracker.keep.error or RESET
             loading = isinstance(tracker.phase, Loading)
             if not loading:
                 self._admission.withdraw(tracker)

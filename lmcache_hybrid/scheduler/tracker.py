@@ -20,6 +20,7 @@ from lmcache_hybrid.protocol.lookup import LookupResult
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.checkpoints import Checkpoints
 from lmcache_hybrid.scheduler.drops import Drop
+from lmcache_hybrid.scheduler.keeps import Keep
 from lmcache_hybrid.scheduler.lookup_queue import PendingLookup
 from lmcache_hybrid.scheduler.prefetches import Prefetch
 from lmcache_hybrid.scheduler.prompt import extended
@@ -125,6 +126,7 @@ class RequestTracker:
         delayed: whether its lookup had to wait until others pinned less.
         drop: what it asks to be removed from the store; None for nothing.
         prefetch: what it asks to be copied to RAM; None for nothing.
+        keep: what it asks to be evicted last; None for nothing.
         may_load: False once a load failed, or a reset came after its first step.
     """
 
@@ -149,6 +151,7 @@ class RequestTracker:
     found: bool = False
     drop: Drop | None = None
     prefetch: Prefetch | None = None
+    keep: Keep | None = None
     prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -87,6 +87,12 @@ class ARC(LRUCachePolicy):
         self._main[key] = True
         self._main.move_to_end(key)
 
+    def postpone(self, keys: Iterable[CacheEngineKey]) -> None:
+        """Count records as used, the last most recently."""
+        for key in keys:
+            if key in self._main or key in self._once:
+                self._promote(key)
+
     def arrange(
         self, keys: Sequence[CacheEngineKey], passing: Iterable[CacheEngineKey], owner: str
     ) -> None:
@@ -163,6 +169,18 @@ def arrange(
         for key in keys:
             if key in index:
                 index.move_to_end(key)
+
+
+def postpone(policy: Any, index: Any, keys: Iterable[CacheEngineKey]) -> None:
+    """Count records as used, the last most recently; call with the backend's lock held.
+
+    LMCache's policies other than LRU are left alone.
+    """
+    if isinstance(policy, ARC):
+        policy.postpone(keys)
+    elif isinstance(policy, LRUCachePolicy):
+        for key in keys:
+            index.move_to_end(key)
 
 
 def policy_for(policy: Any, config: "LMCacheEngineConfig") -> Any:

@@ -31,6 +31,7 @@ from lmcache_hybrid.storage import tier_lookup
 from lmcache_hybrid.storage.buffer import LMCacheBuffer, record_shape
 from lmcache_hybrid.storage.claims import LMCacheClaim
 from lmcache_hybrid.storage.damaged_records import DamagedRecords
+from lmcache_hybrid.storage.kept_names import KeptNames
 from lmcache_hybrid.storage.read_reservation import ReadReservation
 from lmcache_hybrid.storage.record import open_record, record_bytes, seal
 from lmcache_hybrid.storage.record_names import RecordNames, Replicas
@@ -55,6 +56,7 @@ class LMCacheStore:
         reads: records read, by backend.
         failed_writes: records that a backend accepted and could not write, by backend.
         rewritten_bytes: of records that were put although a backend held them, by backend.
+        kept: records that are evicted last, by each backend that this package makes evict so.
     """
 
     def __init__(
@@ -111,6 +113,9 @@ class LMCacheStore:
             visit,
         )
         self.tiers.update(open_tiers(self.manager, opening))
+        self.kept: Mapping[str, KeptNames] = {
+            name: tier.kept for name, tier in self.tiers.items() if tier.kept is not None
+        }
         if residency is not None:
             for name, tier in self.tiers.items():
                 if name in (engine.retrieve_locations or (name,)):
@@ -292,6 +297,8 @@ class LMCacheStore:
 
     def remove(self, keys: Sequence[RecordKey], seconds: float) -> dict[str, int]:
         engine_keys = [self.engine_key(key) for key in keys]
+        for kept in self.kept.values():
+            kept.end(engine_keys)
         removed: dict[str, int] = {}
         ends = time.monotonic() + seconds
         for name, tier in reversed(self.tiers.items()):
@@ -398,6 +405,8 @@ class LMCacheStore:
         self._cleared = time.monotonic()
         self._names.reset(epoch)
         self._damaged.clear()
+        for kept in self.kept.values():
+            kept.clear()
         self.manager.clear()
         logger.info(
             "Reset: records of this rank have the fingerprint %s until it is restarted.",

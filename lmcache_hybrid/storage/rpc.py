@@ -18,6 +18,7 @@ from lmcache_hybrid.core.backoff import Backoff
 from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.protocol.drop import DropRequest, DropResult
+from lmcache_hybrid.protocol.keep import KeepRequest, KeepResult
 from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
 from lmcache_hybrid.storage import engine_address, hosts
 from lmcache_hybrid.storage.rank_lookup import RankLookup
@@ -48,8 +49,8 @@ RETRY_SECONDS = 0.1
 # Errors on a message that is not from our scheduler.
 NO_LOOKUP = (ValueError, TypeError, RecursionError, msgspec.MsgspecError)
 
-T = TypeVar("T", LookupResult, DropResult)
-_Answer = LookupResult | DropResult | bool | bytes
+T = TypeVar("T", LookupResult, DropResult, KeepResult)
+Request = LookupRequest | DropRequest | KeepRequest
 
 
 def _socket_path(vllm_config: "VllmConfig", rank: int) -> str:
@@ -90,7 +91,11 @@ class LookupClient:
         """Let all ranks remove records of a prompt; [] when one does not answer in time."""
         return self._ask("drop", request, DropResult)
 
-    def _ask(self, verb: str, request: LookupRequest | DropRequest, answer: type[T]) -> list[T]:
+    def keep(self, request: KeepRequest) -> list[KeepResult]:
+        """Let all ranks keep records of a prompt; [] when one does not answer in time."""
+        return self._ask("keep", request, KeepResult)
+
+    def _ask(self, verb: str, request: Request, answer: type[T]) -> list[T]:
         if self._pause.lasts:
             return []
         deadline = time.monotonic() + ANSWER_WITHIN * self._timeout_ms / 1000
@@ -120,10 +125,7 @@ class LookupClient:
         return tuple(msgspec.msgpack.decode(content, type=bytes) for content in raw)
 
     def _send(
-        self,
-        verb: str,
-        body: LookupRequest | DropRequest | LoRARequest | int,
-        deadline: float = math.inf,
+        self, verb: str, body: Request | LoRARequest | int, deadline: float = math.inf
     ) -> list[bytes]:
         if self._transport is None:
             return []  # LMCache is off on every rank, and each has said why
@@ -179,13 +181,15 @@ class LookupServer:
         self._lookup: RankLookup | GuardedLookup | None = None
         self._clear: Callable[[int], None] | None = None
         self._drop: Callable[[DropRequest], DropResult] | None = None
+        self._keep: Callable[[KeepRequest], KeepResult] | None = None
         self._ledger: Ledger[Any] | None = None
         self._unserved_epoch = 0
         self._lock = threading.Lock()  # serving thread, main thread
-        self._verbs: dict[str, Callable[[bytes, float], _Answer]] = {
+        self._verbs: dict[str, Callable[[bytes, float], Any]] = {
             "clear": self._reset,
             "adapter": self._content,
             "drop": self._remove,
+            "keep": self._evict_last,
             hosts.CLOCK: lambda body, deadline: True,
         }
         self._running = True
@@ -209,6 +213,7 @@ class LookupServer:
         clear: Callable[[int], None],
         ledger: "Ledger[Any]",
         drop: Callable[[DropRequest], DropResult] | None = None,
+        keep: Callable[[KeepRequest], KeepResult] | None = None,
     ) -> None:
         """Answer from ``lookup`` from now on.
 
@@ -216,12 +221,13 @@ class LookupServer:
             clear: clears the store for a reset.
             ledger: of this rank; counts errors from now on.
             drop: removes the records of a prompt.
+            keep: lets them be evicted last.
         """
         with self._lock:
             self._ledger = ledger
             if self._unserved_epoch:
                 clear(self._unserved_epoch)
-            self._clear, self._lookup, self._drop = clear, lookup, drop
+            self._clear, self._lookup, self._drop, self._keep = clear, lookup, drop, keep
 
     def _loop(self) -> None:
         while self._running:
@@ -276,6 +282,16 @@ class LookupServer:
             caught("drop_records", error, "records that a request drops may stay", self._ledger)
             return DropResult(failure="A rank met an unexpected error. Some records may be gone.")
         return DropResult(refusal="A rank has no store.")
+
+    def _evict_last(self, body: bytes, deadline: float) -> KeepResult:
+        request = msgspec.msgpack.decode(body, type=KeepRequest)
+        try:
+            if self._keep is not None:
+                return self._keep(request)
+        except Exception as error:
+            caught("keep_records", error, "a prompt may not be kept", self._ledger)
+            return KeepResult(failure="A rank met an unexpected error. Nothing is kept: repeat it.")
+        return KeepResult(failure="A rank has no store.")
 
     def _reset(self, body: bytes, deadline: float) -> bool:
         """Clear the store; True once this rank cannot serve anything stored before."""

@@ -7,13 +7,14 @@ The implementation is :mod:`lmcache_hybrid.storage.lmcache_store`.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from typing import Protocol, TypeVar
 
 import torch
 
 from lmcache_hybrid.core.digests import Digester
 from lmcache_hybrid.core.keys import RecordKey
+from lmcache_hybrid.storage.kept_names import KeptNames
 
 
 class Buffer(Protocol):
@@ -66,10 +67,15 @@ class Store(Protocol[C, B]):
     Attributes:
         failed_writes: records that a backend accepted and could not write, by backend.
         rewritten_bytes: of records that were put although a backend held them, by backend.
+        kept: records that are evicted last, by each backend that this package makes evict so.
     """
 
     failed_writes: Counter[str]
     rewritten_bytes: Counter[str]
+    kept: Mapping[str, KeptNames]
+
+    def engine_key(self, key: RecordKey) -> Hashable:
+        """Name a record in its backends, until the next reset."""
 
     def readable(self) -> bool:
         """Whether lookups and loads are possible now."""

@@ -111,6 +111,14 @@ SERVING: Signatures = {
         RemoteConnector.get(key)
         RemoteConnector.put(key, memory_obj)
         RemoteConnector.remove_sync(key)""",
+    "lmcache.v1.storage_backend.cache_policy.fifo": """
+        FIFOCachePolicy.get_evict_candidates(cache_dict, num_candidates)""",
+    "lmcache.v1.storage_backend.cache_policy.lfu": """
+        LFUCachePolicy.get_evict_candidates(cache_dict, num_candidates)""",
+    "lmcache.v1.storage_backend.cache_policy.lru": """
+        LRUCachePolicy.get_evict_candidates(cache_dict, num_candidates)""",
+    "lmcache.v1.storage_backend.cache_policy.mru": """
+        MRUCachePolicy.get_evict_candidates(cache_dict, num_candidates)""",
     "lmcache.v1.storage_backend.local_cpu_backend": """
         LocalCPUBackend.allocate(shapes, dtypes, fmt, eviction, busy_loop)""",
     "lmcache.v1.storage_backend.local_disk_backend": """

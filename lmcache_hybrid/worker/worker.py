@@ -14,11 +14,14 @@ from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.core.lmcache_stats import NO_MONITOR, Monitor
 from lmcache_hybrid.identity.adapters import ADAPTERS, LoadedAdapters
 from lmcache_hybrid.protocol.drop import DropRequest, DropResult
+from lmcache_hybrid.protocol.keep import KeepRequest, KeepResult
 from lmcache_hybrid.protocol.metadata import ConnectorMetadata
 from lmcache_hybrid.protocol.record_reports import RankReport
 from lmcache_hybrid.protocol.slow_loads import SlowLoads
 from lmcache_hybrid.storage.drops import drop
+from lmcache_hybrid.storage.keeps import keep
 from lmcache_hybrid.storage.rank_lookup import RankLookup
+from lmcache_hybrid.storage.record import record_bytes
 from lmcache_hybrid.storage.residency import Residency
 from lmcache_hybrid.storage.store import Claim, Store
 from lmcache_hybrid.worker.copies import CopyThreads, copies_for
@@ -30,7 +33,7 @@ from lmcache_hybrid.worker.saver import Saver
 class HybridWorker:
     """Loads and saves of one rank. Called by the thread that runs the model.
 
-    :meth:`reset` and :meth:`drop` are called by the one that answers lookups.
+    :meth:`reset`, :meth:`drop` and :meth:`keep` are called by the one that answers lookups.
 
     Attributes:
         plan, pages, store: as given.
@@ -169,6 +172,20 @@ class HybridWorker:
         with self.ledger as counts:
             counts.dropped_records.update(result.removed)
         return result
+
+    def keep(self, request: KeepRequest) -> KeepResult:
+        """Let records of a prompt be evicted last, see :func:`.keeps.keep`. Thread-safe."""
+        sizes = {group: record_bytes(pages.block_bytes) for group, pages in self.pages.items()}
+        return keep(self.plan, self.store, sizes, request)
+
+    def count_kept(self) -> None:
+        """Bring the gauge of kept bytes up to date."""
+        kept = {name: names.size for name, names in self.store.kept.items()}
+        if kept != self.counts.kept_bytes:
+            with self.ledger as counts:
+                counts.kept_bytes.update(
+                    {name: n - counts.kept_bytes[name] for name, n in kept.items()}
+                )
 
     def suspend(self) -> None:
         """End all copies and stop using the KV cache: vLLM is about to free its memory.

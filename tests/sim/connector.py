@@ -67,7 +67,9 @@ class SimConnector(lmcache_hybrid.connector.HybridConnector):
         self._guard = WeightsGuard()
         self._metadata = NOTHING
         if role == KVConnectorRole.SCHEDULER:
-            asking = LookupQueue(engine.ask, NEVER_MS, engine.asking, drop=engine.drop)
+            asking = LookupQueue(
+                engine.ask, NEVER_MS, engine.asking, drop=engine.drop, keep=engine.keep
+            )
             sizes = dict.fromkeys(engine.plan.groups, engine.plan.block_size * 8)
             policy = RandomPolicy(engine.plan, sizes, engine.setup.seed)
             records = dict.fromkeys(engine.plan.groups, RECORD_BYTES)

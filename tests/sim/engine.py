@@ -35,9 +35,11 @@ import lmcache_hybrid.connector
 from lmcache_hybrid.config.options import Options
 from lmcache_hybrid.core.groups import GroupPlan, plan_groups
 from lmcache_hybrid.protocol.drop import DropRequest, DropResult
+from lmcache_hybrid.protocol.keep import KeepRequest, KeepResult
 from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.protocol.prefix import block_keys
 from lmcache_hybrid.scheduler import waits
+from lmcache_hybrid.storage import kept_names
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.worker import loads
 from vllm_patch import sessions
@@ -49,7 +51,7 @@ from .flight import Flight
 from .model import ToyRank
 from .sessions import Sessions
 from .setup import Setup, base_config
-from .storage import ManualExecutor, N, Pool, RankView, make_stores, storage
+from .storage import KEEP_SHARE, Clock, ManualExecutor, N, Pool, RankView, make_stores, storage
 from .threads import Threads
 from .truth import Truth
 
@@ -68,6 +70,7 @@ def install(patch) -> None:
     patch.setattr(lmcache_hybrid.connector, "HybridConnector", SimConnector)
     sessions.forget_columns_of_parts()  # as each worker does
     patch.setattr(loads, "IDLE_WAIT_SECONDS", 0)
+    patch.setattr(kept_names, "time", Clock())
     patch.setattr(waits, "IDLE_SECONDS", 0)
     patch.setattr(waits, "BUSY_SECONDS", (0.0, 0.0))
     orders.install(patch, ToyRank.running_connector)
@@ -103,6 +106,7 @@ class SimEngine:
             checkpoint_tokens=setup.checkpoint,
             chunk_ends=setup.chunk_ends,
             save_decode=setup.save_decode,
+            keep_share=KEEP_SHARE,
         )
         block_size, self.hash_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
         self.plan: GroupPlan = plan_groups(kv_cache_config).with_unit(self.hash_size)
@@ -280,6 +284,14 @@ class SimEngine:
                 keys = block_keys(request.prefix, block, self.plan)
                 left = store.locate([key for key in keys if key.boundary > request.start])
                 assert not left, f"{left} were dropped and are found"
+        return results if not self.silent else []
+
+    def keep(self, request: KeepRequest) -> list[KeepResult]:
+        """The scheduler lets its ranks evict records last."""
+        if self.silent == "lost":
+            return []
+        results = [rank.connector.worker.keep(request) for rank in self.ranks]
+        self._pool.check_kept(len(self.ranks))
         return results if not self.silent else []
 
     # One step

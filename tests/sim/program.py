@@ -102,6 +102,8 @@ _VERBS = (
     + ["part"] * 8
     + ["fan"] * 6
     + ["drop"] * 5
+    + ["keep"] * 6
+    + ["wait"]
     + ["open"] * 3
     + ["load", "begin", "hold", "abort"] * 2
     + ["reset"] * 3
@@ -147,6 +149,7 @@ class Run:
             for engine in self.engines:
                 self._count(engine)
             self.tally.programs += 1
+            self.tally.events["evictions beside kept records"] += self.pool.spared
 
     def _count(self, engine: SimEngine) -> None:
         self.tally.steps += engine.steps
@@ -162,6 +165,7 @@ class Run:
                 "lookups that waited for others": counts.delayed_lookups,
                 "shared prefills": counts.shared_prefills,
                 **{f"drops {outcome}": number for outcome, number in counts.drops.items()},
+                **{f"keeps {outcome}": number for outcome, number in counts.keeps.items()},
             }
         )
         self.tally.events["preempted"] += sum(
@@ -234,6 +238,21 @@ class Run:
         start = (y >> 2) % (len(prompt) + 2) if y & 2 else 0
         params = {"lmcache.drop": True, "lmcache.drop_from": start}
         self._submit(engine, prompt, output, x, y, params)
+
+    def _keep(self, engine: SimEngine, x: int, y: int) -> None:
+        """A prompt, asked before or new, that is evicted last for a while, or no longer."""
+        if not self._prompts:
+            return
+        output = 1 + y % 4
+        prompt = self._prompts[x % len(self._prompts)][: engine.setup.longest - output]
+        params = {"lmcache.keep": (5, 60, 60, 0)[(y >> 4) % 4]}
+        if y & 2:
+            params["lmcache.keep_to"] = 1 + (y >> 6) % (len(prompt) + 1)
+        self._submit(engine, prompt, output, x, y, params)
+
+    def _wait(self, engine: SimEngine, x: int, y: int) -> None:
+        """Time passes for what is kept."""
+        self.pool.clock += 1 + x % 20
 
     def _fan(self, engine: SimEngine, x: int, y: int) -> None:
         """Prompts with one prefix arrive together."""

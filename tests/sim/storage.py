@@ -12,6 +12,8 @@ from lmcache.v1.config import LMCacheEngineConfig
 
 from lmcache_hybrid.core.errors import LoadError
 from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.storage import kept_names
+from lmcache_hybrid.storage.kept_names import KeptNames
 from lmcache_hybrid.storage.lmcache_store import LMCacheStore
 from lmcache_hybrid.storage.record_names import Replicas
 from lmcache_hybrid.tools.standalone import make_engine
@@ -20,6 +22,7 @@ from lmcache_hybrid.upstream.lmcache_home import LMCacheEngineBuilder
 N = 8  # tokens per block
 MODEL = "toy"
 POOL_BYTES = 1 << 20
+KEEP_SHARE = 0.02  # some ten records, as LMCache's allocator counts others than we do
 RECORD_BYTES = 4096  # what LMCache's allocator gives out for one record
 
 
@@ -63,6 +66,8 @@ class Pool:
         self._allocator.free = self._free_for_good
         self._allocate, self._bounded = self._backend.allocate, None
         self._engine.storage_manager.clear()
+        self.clock = 0.0  # seconds that have passed for what is kept
+        self.spared = 0  # evictions while something was kept
         self._start = self.used
         assert not self._backend.hot_cache and self._start == 0, "a program left records behind"
         self._ballast: list = []
@@ -92,6 +97,28 @@ class Pool:
         """Each store wraps ``allocate``; here all of them share one backend."""
         self._bounded = self._bounded or self._backend.allocate
         self._backend.allocate = self._bounded
+        if isinstance(kept_names.time, Clock):
+            kept_names.time.pool = self
+        policy = self._backend.cache_policy
+        policy.pool = self
+        if "unchecked" not in vars(policy):
+            policy.unchecked = policy.get_evict_candidates
+            policy.get_evict_candidates = functools.partial(_evict_checked, policy)
+
+    @property
+    def kept(self) -> KeptNames:
+        return vars(self._backend.cache_policy).get("kept") or KeptNames(0)
+
+    def check_kept(self, ranks: int) -> None:
+        """Raises AssertionError where more is kept than may be.
+
+        Ranks share the pool, and each asks for its own part.
+        """
+        self.kept.check_integrity()
+        most = ranks * KEEP_SHARE * POOL_BYTES
+        assert self.kept.size <= most, "more is kept than the share"
+        for salt, size in self.kept._of_salt.items():
+            assert size <= kept_names.OF_SALT * most, f"{salt!r} keeps too much"
 
     def shrink(self, records: int) -> None:
         """Leave room for so many records only."""
@@ -134,8 +161,13 @@ class Pool:
             if len(other) == len(view):
                 view[:] = bytes(other)
 
+    def _let_keeps_end(self) -> None:
+        self.clock += 86_402
+        assert self.kept.size == 0 and not self.kept, "what has ended is still kept"
+
     def close(self) -> None:
         """Raises AssertionError when a buffer or a pin is still held."""
+        self._let_keeps_end()
         self.shrink(POOL_BYTES // RECORD_BYTES)
         assert self.pinned == 0, f"{self.pinned} records are still pinned"
         self._engine.storage_manager.clear()
@@ -147,8 +179,29 @@ class Pool:
         self._backend.allocate = self._allocate
         self._allocator.free = self._free
         self.shrink(POOL_BYTES // RECORD_BYTES)
+        self.kept.clear()
         if self.used or self.records:
             close_storage()
+
+
+class Clock:
+    """Stands in for the module ``time`` where kept records end."""
+
+    pool: Pool
+
+    def monotonic(self) -> float:
+        return 1000.0 + self.pool.clock
+
+
+def _evict_checked(policy, index, num_candidates: int = 1) -> list:
+    """Raises AssertionError where a kept record goes although another one could."""
+    before = {key for key, memory in index.items() if memory.can_evict} if policy.kept else set()
+    found = policy.unchecked(index, num_candidates)
+    policy.pool.spared += bool(before)
+    if any(key in policy.kept for key in found):
+        others = [key for key in before if key not in policy.kept]
+        assert not others, f"a kept record was evicted before {len(others)} others"
+    return found
 
 
 class RankView:

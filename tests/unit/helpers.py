@@ -31,11 +31,12 @@ from lmcache_hybrid.core.errors import RecordError
 from lmcache_hybrid.core.groups import GroupPlan, Window
 from lmcache_hybrid.core.keys import ATTENTION, STATE, RecordKey
 from lmcache_hybrid.protocol.drop import DropRequest, DropResult
+from lmcache_hybrid.protocol.keep import KeepRequest, KeepResult
 from lmcache_hybrid.protocol.lookup import LookupRequest, LookupResult
 from lmcache_hybrid.protocol.prefix import Prefix, record_keys
 from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
 from lmcache_hybrid.scheduler.request_configs import RequestConfigsReader
-from lmcache_hybrid.storage import drops
+from lmcache_hybrid.storage import drops, keeps
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.record import digests_of
 from lmcache_hybrid.tools.tiny_models import make_model
@@ -183,8 +184,9 @@ class Ranks:
         self.contents: tuple[bytes, ...] = tuple(b"%d" % rank for rank in range(ranks))
         self.plan, self.drops, self.begun = plan, list[DropRequest](), 0
         self.queue = LookupQueue(
-            self.ask, 1000, executor or AtOnce(), lambda _: self.contents, self.drop
+            self.ask, 1000, executor or AtOnce(), lambda _: self.contents, self.drop, self.keep
         )
+        self.keeps: list[KeepRequest] = []
 
     def ask(self, question: LookupRequest) -> list[LookupResult]:
         self.questions.append(question)
@@ -198,6 +200,12 @@ class Ranks:
         if self.begun < request.step:
             return [DropResult(waits=True) for _ in self.stores]
         results = [drops.drop(self.plan, store, request) for store in self.stores]
+        return [] if self.silent else results
+
+    def keep(self, request: KeepRequest) -> list[KeepResult]:
+        self.keeps.append(request)
+        sizes = dict.fromkeys(self.plan.groups, 1000)
+        results = [keeps.keep(self.plan, store, sizes, request) for store in self.stores]
         return [] if self.silent else results
 
     @property

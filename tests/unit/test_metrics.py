@@ -65,7 +65,8 @@ def test_every_count_is_a_metric_and_the_other_way_round():
         side, name = metric.source.split(".")
         default = getattr(counts[side](), name)
         expected = Histogram if isinstance(default, list) else Counter
-        assert metric.kind is (Gauge if metric.source == "scheduler.loads_in_flight" else expected)
+        gauges = ("scheduler.loads_in_flight", "worker.kept_bytes")
+        assert metric.kind is (Gauge if metric.source in gauges else expected)
         assert bool(metric.labels) == isinstance(default, dict), metric.name
 
 

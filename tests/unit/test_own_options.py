@@ -18,6 +18,7 @@ from lmcache_hybrid.config.check import checked_options
 from lmcache_hybrid.config.lmcache_config import load_lmcache_config
 from lmcache_hybrid.config.own_options import (
     CHECKPOINT_KEY,
+    KEEP_SHARE_KEY,
     LOAD_LIMIT_KEY,
     MAX_SIZE_KEY,
     OWN_OPTIONS,
@@ -44,6 +45,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     MAX_SIZE_KEY: (2.5, 2.5),
     "lmcache.hybrid_fs_max_age_hours": (24, 24.0),
     TRUSTED_OWNER_KEY: (1000, 1000),
+    KEEP_SHARE_KEY: (0.1, 0.1),
     LOAD_LIMIT_KEY: (4096, 4096),
 }
 
@@ -166,6 +168,11 @@ def test_the_nearer_place_wins(written, nearer, farther):
         (POLICY_KEY, "fast", "is not a policy; write one of ('always', 'faster')."),
         (SHARE_KEY, "maybe", "is neither true nor false; write one of them."),
         (MAX_SIZE_KEY, "2TB", "is not a limit; write a number of GB above 0, or remove it."),
+        (
+            KEEP_SHARE_KEY,
+            0.6,
+            "is not a share; write a number from 0, which keeps nothing, to 0.5.",
+        ),
         (TRUSTED_OWNER_KEY, "nobody-here", "names no user of this machine; write a user's name"),
         ("lmcache.hybrid_load_failure_policy", "retry", "is not a policy; write one of"),
     ],

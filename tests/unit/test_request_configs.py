@@ -65,7 +65,7 @@ def test_a_value_that_is_no_tag_is_said_once_for_each_name(hybrid_log):
         (
             "lmcache.q",
             "those of a request are lmcache.skip_save, lmcache.tag.NAME, lmcache.drop, "
-            "lmcache.drop_from and lmcache.prefetch.",
+            "lmcache.drop_from, lmcache.prefetch, lmcache.keep and lmcache.keep_to.",
         ),
     ],
 )

@@ -14,6 +14,7 @@ from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_hybrid.protocol.record_reports import Tier
 from lmcache_hybrid.storage.folder.record_io import Fate
+from lmcache_hybrid.storage.kept_names import KeptNames
 from lmcache_hybrid.storage.record import Header
 from lmcache_hybrid.storage.record_names import RecordNames
 
@@ -85,11 +86,13 @@ class StorageTier:
             records, and notes the keys it gains and loses.
         in_place: whether records are used where they lie, and reads take no memory.
         shared: whether all ranks see its records.
+        kept: records that it evicts last; None where it evicts by an order that is not ours.
     """
 
     indexed = False
     in_place = False
     shared = False
+    kept: KeptNames | None = None
 
     def __init__(self, name: str, backend: Any, opening: Opening) -> None:
         """Wrap a backend that LMCache has started."""

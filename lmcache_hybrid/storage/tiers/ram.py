@@ -11,7 +11,8 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from lmcache_hybrid.protocol.record_reports import RAM
 from lmcache_hybrid.storage import eviction_order
-from lmcache_hybrid.storage.tiers.base import Observer, Unpin
+from lmcache_hybrid.storage.kept_names import evicted_last
+from lmcache_hybrid.storage.tiers.base import Observer, Opening, Unpin
 from lmcache_hybrid.storage.tiers.indexed import IndexedTier
 
 
@@ -20,6 +21,12 @@ class RamTier(IndexedTier):
 
     in_place = True
     backend: LocalCPUBackend
+
+    def __init__(self, name: str, backend: LocalCPUBackend, opening: Opening) -> None:
+        super().__init__(name, backend, opening)
+        if backend.use_hot:
+            capacity = int(opening.config.max_local_cpu_size * 1024**3)
+            self.kept = evicted_last(backend.cache_policy, capacity)
 
     @property
     def _lock(self) -> Any:

@@ -128,7 +128,8 @@ LMCACHE = (
     *attributes(
         f"{_BACKENDS}.local_cpu_backend",
         "LocalCPUBackend",
-        "cache_policy cpu_lock contains remove batched_get_blocking batched_submit_put_task",
+        "cache_policy cpu_lock use_hot contains remove batched_get_blocking "
+        "batched_submit_put_task",
     ),
     Hook(
         f"{_BACKENDS}.local_cpu_backend",
@@ -148,13 +149,27 @@ LMCACHE = (
     *attributes(
         f"{_BACKENDS}.cache_policy.lru",
         "LRUCachePolicy",
-        "update_on_hit update_on_put update_on_force_evict get_evict_candidates "
-        "update_chunk_hash_dict",
+        "update_on_hit update_on_put update_on_force_evict update_chunk_hash_dict",
+    ),
+    # Each asks the index that it is given, see lmcache_hybrid/storage/kept_names.py.
+    *(
+        Hook(
+            f"{_BACKENDS}.cache_policy.{module}",
+            f"{name}.get_evict_candidates",
+            holds=(looks,),
+            replaced_in="lmcache_hybrid/storage/kept_names.py",
+        )
+        for module, name, looks in (
+            ("lru", "LRUCachePolicy", "for key, cache in cache_dict.items():"),
+            ("mru", "MRUCachePolicy", "for key, cache in reversed(cache_dict.items()):"),
+            ("lfu", "LFUCachePolicy", "if not cache_dict[key].can_evict:"),
+            ("fifo", "FIFOCachePolicy", "for key, cache in cache_dict.items():"),
+        )
     ),
     *attributes(
         f"{_BACKENDS}.cache_policy.lfu",
         "LFUCachePolicy",
-        "update_on_hit update_on_put update_on_force_evict get_evict_candidates",
+        "update_on_hit update_on_put update_on_force_evict",
     ),
     # lmcache_hybrid/storage/disk: a backend of LMCache's interface, made in the place of its own
     Hook(

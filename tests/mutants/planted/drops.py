@@ -164,7 +164,7 @@ DEFECTS = (
     one(
         "a drop is done although a prefetch was asked beside it",
         CONFIGS,
-        "    elif prefetch and drop_from is not None:\n",
-        "    elif False:\n",
+        "    if len(several) > 1:\n",
+        "    if False:\n",
     ),
 )

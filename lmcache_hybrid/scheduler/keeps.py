@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What requests ask to be kept, and what came of it.
+
+The ranks are asked once a request is admitted, while it is computed: nothing waits for the answer.
+"""
+
+import hashlib
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
+from lmcache_hybrid.core.faults import caught
+from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.protocol.keep import KeepRequest, KeepResult
+from lmcache_hybrid.protocol.lookup import LookupRequest
+from lmcache_hybrid.protocol.prefix import Prefix
+from lmcache_hybrid.scheduler.checkpoints import Checkpoints
+from lmcache_hybrid.scheduler.drops import UNCACHEABLE
+from lmcache_hybrid.scheduler.lookup_queue import LookupQueue
+from lmcache_hybrid.scheduler.prompt import inner_hashes
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+OFF = "this engine keeps nothing (hybrid_keep_share: 0)."
+SHORT = "the prompt, or lmcache.keep_to, is shorter than a block. Nothing is kept."
+NOTHING = "nothing of this prompt is stored, and this request does not store it. Nothing is kept."
+NO_BACKEND = (
+    "no backend of this engine can keep records: fs://, Redis and S3 evict by orders of their own."
+)
+UNANSWERED = "a rank did not answer in time. Some ranks may keep their part: repeat it."
+UNEXPECTED = "an unexpected error, see the engine's log. Nothing may be kept: repeat it."
+RESET = "all caches were reset meanwhile. Nothing is kept: repeat it."
+UNFINISHED = "the request has ended before all ranks had answered. Nothing may be kept: repeat it."
+
+
+class _RefusedError(Exception):
+    """Nothing is kept; says why.
+
+    Attributes:
+        outcome: for the counter.
+    """
+
+    def __init__(self, why: str, outcome: str = "refused") -> None:
+        super().__init__(why)
+        self.outcome = outcome
+
+
+@dataclass
+class Keep:
+    """What a request asks to be kept. Used by the scheduler's thread only.
+
+    Attributes:
+        seconds: from its admission on; 0 to keep its prompt no longer.
+        to: in tokens; only records that end up to there are kept. None for the whole prompt.
+        error: why nothing is kept; "" while that is not known.
+        asked: tokens in vLLM's own cache when it last asked what can be loaded.
+        pending: the call to the ranks, whose result is the answer; None before.
+    """
+
+    seconds: float = 0
+    to: int | None = None
+    error: str = ""
+    asked: int = 0
+    pending: "Future[dict[str, Any]] | None" = None
+
+    def begin(
+        self,
+        plan: GroupPlan,
+        share: float,
+        tokens: int,
+        cacheable: bool,
+        marks: Checkpoints | None,
+    ) -> None:
+        """Find out whether anything can be kept. Mutates ``marks``.
+
+        Args:
+            share: of a backend's bytes that may be kept; 0 for nothing.
+            tokens: of its prompt.
+            cacheable: whether that may be cached.
+            marks: its checkpoints; None where nothing of it is stored.
+        """
+        size, to = plan.block_size, self.to
+        if self.error:
+            return
+        if not share:
+            self.error = OFF
+        elif not cacheable:
+            self.error = UNCACHEABLE
+        elif to is not None and to > tokens:
+            self.error = f"lmcache.keep_to={to} lies past the prompt of {tokens} tokens."
+        elif (tokens if to is None else to) < (plan.unit or size):
+            self.error = SHORT
+        elif to is not None and self.seconds and marks is not None:
+            # Prompts that go on otherwise need the state there, so a step of this one ends there.
+            marks.kept = marks.up_to(to // size * size)
+
+    def answer(self) -> dict[str, Any]:
+        """Return what the client is told. Never waits."""
+        pending = self.pending
+        if self.error or pending is None or not pending.done() or pending.cancelled():
+            return {"error": self.error or UNFINISHED}
+        return pending.result()
+
+
+class Keeps:
+    """The keeps of all requests. Used by the scheduler's thread, but for what says otherwise."""
+
+    def __init__(
+        self, plan: GroupPlan, share: float, queue: LookupQueue, ledger: Ledger[SchedulerCounts]
+    ) -> None:
+        """
+        Args:
+            share: of a backend's bytes that may be kept; 0 for nothing.
+        """
+        self._plan, self._share, self._queue, self._ledger = plan, share, queue, ledger
+
+    def admit(
+        self,
+        keep: Keep,
+        request: "Request",
+        prefix: Prefix,
+        marks: Checkpoints,
+        save: bool,
+        start: int,
+    ) -> None:
+        """Ask the ranks, once. Never blocks.
+
+        Args:
+            prefix, marks, save: see :class:`.tracker.RequestTracker`.
+            start: tokens that the request starts from; it stores states past them only.
+        """
+        if keep.error or keep.pending is not None:
+            return
+        to = request.num_prompt_tokens if keep.to is None else keep.to
+        end = min(marks.kept or marks.end, marks.end)
+        computes = keep.to is None or bool(marks.kept)
+        computes &= save and start < end and marks.ends_at(end)
+        salt = (request.cache_salt or "").encode()
+        call = KeepRequest(
+            prefix,
+            (end // self._plan.block_size,) if computes else (),
+            hashlib.blake2b(salt, digest_size=16).digest() if salt else b"",
+            keep.seconds,
+            self._share,
+        )
+        barred = tuple(marks.barred)
+        keep.pending = self._queue.call(lambda: self._answer(request, to, barred, call))
+
+    # On the queue's thread
+
+    def _answer(
+        self, request: "Request", to: int, barred: tuple[int, ...], call: KeepRequest
+    ) -> dict[str, Any]:
+        """Return what the client is told.
+
+        Args:
+            to: in tokens; nothing past it is kept.
+            barred: boundaries in tokens that no request may start from.
+            call: with the boundary that the request will store, if any.
+        """
+        try:
+            answer = self._keep(request, to, barred, call)
+        except _RefusedError as why:
+            self._count(why.outcome)
+            return {"error": str(why)}
+        except Exception as error:
+            self._count("failed")
+            caught("keep_records", error, "a request's records may not be kept", self._ledger)
+            return {"error": UNEXPECTED}
+        self._count("done")
+        return answer
+
+    def _keep(
+        self, request: "Request", to: int, barred: tuple[int, ...], call: KeepRequest
+    ) -> dict[str, Any]:
+        plan, size = self._plan, self._plan.block_size
+        prefix = self._queue.identified(call.prefix)
+        if prefix is None:
+            raise _RefusedError(NOTHING)
+        blocks = min(to // size, len(prefix.hashes))
+        prefix, tail = prefix.up_to(blocks), 0
+        if plan.unit:
+            # Beside a drafter the last boundary may have no hash, see prompt.extended.
+            last = min(to, len(request.block_hashes) * plan.unit)
+            inner = inner_hashes(request, range(plan.unit, last + 1, plan.unit), plan)
+            prefix, tail = prefix.with_inner(inner), max(0, min(last - blocks * size, size - 1))
+        if not call.seconds:
+            self._send(msgspec.structs.replace(call, prefix=prefix))
+            return {"kept": {}}
+        name = f"lmcache.keep of {request.request_id}"
+        found = self._queue.find(
+            LookupRequest(name, prefix, blocks, 0, limit_tail=tail, barred=barred)
+        )
+        if not found.available:
+            raise _RefusedError(UNANSWERED, "failed")
+        stored = found.boundary * size + found.tail
+        ends = {*call.boundaries, found.boundary * (not found.tail)} - {0}
+        kept = max([stored, *(end * size for end in ends)])
+        if not kept:
+            raise _RefusedError(NOTHING)
+        inside = {stored: prefix.inner[stored]} if found.tail else {}
+        prefix = prefix.up_to(kept // size).with_inner(inside)
+        call = msgspec.structs.replace(call, prefix=prefix, boundaries=tuple(sorted(ends)))
+        full = self._send(call)
+        free = [backend for backend, why in full.items() if not why]
+        full = {backend: why for backend, why in full.items() if why}
+        if not free:
+            raise _RefusedError(
+                " ".join(f"{each}: {why}" for each, why in full.items()) or NO_BACKEND
+            )
+        self._send(msgspec.structs.replace(call, backends=tuple(free)))
+        answer = {"kept": dict.fromkeys(free, kept), "stored": stored, "seconds": call.seconds}
+        return answer | ({"full": full} if full else {})
+
+    def _send(self, call: KeepRequest) -> dict[str, str]:
+        """Call all ranks; return, for each backend that all have, why one of them is full."""
+        results: list[KeepResult] = self._queue.keep(call)
+        if not results:
+            raise _RefusedError(UNANSWERED, "failed")
+        for result in results:
+            if result.failure:
+                raise _RefusedError(result.failure, "failed")
+        backends = [name for name in results[0].full if all(name in each.full for each in results)]
+        return {
+            name: next((each.full[name] for each in results if each.full[name]), "")
+            for name in backends
+        }
+
+    def _count(self, outcome: str) -> None:
+        with self._ledger as counts:
+            counts.keeps[outcome] += 1

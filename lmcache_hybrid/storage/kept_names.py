@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of records that a backend evicts last, each until a time of its own."""
+
+import heapq
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from lmcache_hybrid.storage import eviction_order
+
+# Part of the share of all salts that one of them may take.
+OF_SALT = 0.4
+# Looks like a record that cannot be evicted.
+PINNED = SimpleNamespace(can_evict=False)
+
+
+class KeptNames:
+    """The kept records of one backend, stored or not: one that is written later is kept, too.
+
+    Thread-safe. Sizes are counted in full, whether a record is stored or not, so that the share
+    holds once all are. Names past their time are forgotten with the next call.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """
+        Args:
+            capacity: bytes that the backend may hold.
+        """
+        self._capacity = capacity
+        self._lock = threading.Lock()  # guards changes
+        # (second of time.monotonic until which it is kept, salt, bytes) by name.
+        self._names: dict[Hashable, tuple[int, bytes, int]] = {}
+        # Names by this second, and a heap of these seconds.
+        self._by_end: dict[int, set[Hashable]] = {}
+        self._ends: list[int] = []
+        self._of_salt: Counter[bytes] = Counter()
+        self._total = 0
+
+    def __contains__(self, name: Hashable) -> bool:
+        kept = self._names.get(name)
+        return kept is not None and kept[0] > time.monotonic()
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all records kept now, those that are not stored included."""
+        if self._ends and self._ends[0] <= time.monotonic():
+            with self._lock:
+                self._forget_ended()
+        return self._total
+
+    def why_full(self, records: Mapping[Hashable, int], salt: bytes, share: float) -> str:
+        """Say why records cannot be kept; "" if they can. Tells a salt nothing of others.
+
+        Args:
+            records: bytes by name.
+            share: of the capacity, for all salts.
+        """
+        with self._lock:
+            self._forget_ended()
+            new = sum(size for name, size in records.items() if name not in self._names)
+            own, most = self._of_salt[salt] + new, share * self._capacity
+            if own > OF_SALT * most:
+                who = "this cache_salt" if salt else "all requests without a cache_salt"
+                return (
+                    f"{who} would keep {own / 1e6:.1f} MB, of {OF_SALT * most / 1e6:.1f} MB that "
+                    "may be kept for one."
+                )
+            if self._total + new > most:
+                return "what may be kept for all is in use. Try again later."
+            return ""
+
+    def keep(self, records: Mapping[Hashable, int], salt: bytes, seconds: float) -> None:
+        """Keep records from now on, those kept for longer as long as they were.
+
+        Args:
+            records: bytes by name.
+        """
+        until = math.ceil(time.monotonic() + seconds)
+        with self._lock:
+            self._forget_ended()
+            if until not in self._by_end:
+                self._by_end[until] = set()
+                heapq.heappush(self._ends, until)
+            for name, size in records.items():
+                if self._names.get(name, (0, salt, 0))[0] < until:
+                    self._forget(name)
+                    self._names[name] = until, salt, size
+                    self._by_end[until].add(name)
+                    self._of_salt[salt] += size
+                    self._total += size
+
+    def end(self, names: Iterable[Hashable]) -> None:
+        """Keep records no longer."""
+        with self._lock:
+            for name in names:
+                self._forget(name)
+
+    def clear(self) -> None:
+        """Keep none any longer."""
+        with self._lock:
+            for kept in (self._names, self._by_end, self._ends, self._of_salt):
+                kept.clear()
+            self._total = 0
+
+    def _forget_ended(self) -> None:
+        now = time.monotonic()
+        while self._ends and self._ends[0] <= now:
+            for name in list(self._by_end[self._ends[0]]):
+                self._forget(name)
+            del self._by_end[heapq.heappop(self._ends)]
+
+    def _forget(self, name: Hashable) -> None:
+        until, salt, size = self._names.pop(name, (0, b"", 0))
+        if not until:
+            return
+        self._by_end[until].discard(name)
+        self._total -= size
+        self._of_salt[salt] -= size
+        if not self._of_salt[salt]:
+            del self._of_salt[salt]
+
+    def check_integrity(self) -> None:
+        """Assert what holds between two calls."""
+        with self._lock:
+            held = [size for _, _, size in self._names.values()]
+            assert self._total == sum(held) == self._of_salt.total(), "bytes are kept for nothing"
+            assert sorted(self._ends) == sorted(self._by_end), "an end is not waited for"
+            assert sum(map(len, self._by_end.values())) == len(held), "a name has no end"
+
+
+class _Spared:
+    """A backend's index in which kept records look pinned, for one choice of what to evict.
+
+    Attributes:
+        passed: kept records that were looked at, in order.
+    """
+
+    def __init__(self, index: Any, kept: KeptNames) -> None:
+        self._index, self._kept = index, kept
+        self.passed: dict[Hashable, None] = {}
+
+    def __contains__(self, name: Hashable) -> bool:
+        return name in self._index
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._index)
+
+    def __reversed__(self) -> Iterator[tuple[Hashable, Any]]:
+        """Of :meth:`items`, for LMCache's MRU."""
+        return ((name, self[name]) for name in reversed(self._index))
+
+    def __getitem__(self, name: Hashable) -> Any:
+        entry = self._index[name]
+        if name not in self._kept:
+            return entry
+        self.passed[name] = None
+        return PINNED
+
+    def items(self) -> "_SparedItems":
+        return _SparedItems(self)
+
+
+class _SparedItems:
+    def __init__(self, spared: _Spared) -> None:
+        self._spared = spared
+
+    def __iter__(self) -> Iterator[tuple[Hashable, Any]]:
+        return ((name, self._spared[name]) for name in self._spared)
+
+    def __reversed__(self) -> Iterator[tuple[Hashable, Any]]:
+        return reversed(self._spared)
+
+
+def evicted_last(policy: Any, capacity: int) -> KeptNames:
+    """Make a backend's policy evict kept records last. Mutates it, once.
+
+    Where nothing else can be evicted, they are. LRU and ARC meet a kept record once per turn of
+    the cache, as they then count it as used; LMCache's other policies look past all of them with
+    each eviction, as past pinned ones.
+
+    Args:
+        capacity: bytes that the backend may hold.
+
+    Returns:
+        The policy's kept names, empty at first.
+    """
+    known: KeptNames | None = vars(policy).get("kept")
+    if known is not None:
+        return known
+    kept, choose = KeptNames(capacity), policy.get_evict_candidates
+
+    def get_evict_candidates(cache_dict: Any, num_candidates: int = 1) -> list[Any]:
+        if not kept:
+            return list(choose(cache_dict, num_candidates))
+        spared = _Spared(cache_dict, kept)
+        found = list(choose(spared, num_candidates))
+        eviction_order.postpone(policy, cache_dict, spared.passed)
+        return found or list(choose(cache_dict, num_candidates))
+
+    policy.kept, policy.get_evict_candidates = kept, get_evict_candidates
+    return kept

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request asks to be evicted last."""
+
+from tests.mutants.defect import one
+
+KEEPS, NAMES = "lmcache_hybrid/scheduler/keeps.py", "lmcache_hybrid/storage/kept_names.py"
+RANK, STORE = "lmcache_hybrid/storage/keeps.py", "lmcache_hybrid/storage/lmcache_store.py"
+ORDER = "lmcache_hybrid/storage/eviction_order.py"
+CONFIGS = "lmcache_hybrid/scheduler/request_configs.py"
+
+DEFECTS = (
+    one(
+        "a kept record is evicted first",
+        NAMES,
+        "        if name not in self._kept:\n",
+        "        if name in self._kept:\n",
+    ),
+    one(
+        "a kept record is evicted like any other",
+        NAMES,
+        "        if not kept:\n            return list",
+        "        if True:\n            return list",
+    ),
+    one(
+        "nothing is evicted once only kept records are left",
+        NAMES,
+        "return found or list(choose(cache_dict, num_candidates))",
+        "return found",
+    ),
+    one(
+        "each eviction walks past all kept records",
+        ORDER,
+        "        policy.postpone(keys)\n",
+        "        pass\n",
+    ),
+    one(
+        "a record is kept for ever",
+        NAMES,
+        "        return kept is not None and kept[0] > time.monotonic()\n",
+        "        return kept is not None\n",
+    ),
+    one(
+        "what has ended takes its share for ever",
+        NAMES,
+        "        while self._ends and self._ends[0] <= now:\n",
+        "        while False:\n",
+    ),
+    one(
+        "a shorter time ends a longer one",
+        NAMES,
+        "                if self._names.get(name, (0, salt, 0))[0] < until:\n",
+        "                if True:\n",
+    ),
+    one(
+        "a salt may keep more than its share",
+        NAMES,
+        "            if own > OF_SALT * most:\n",
+        "            if own > most:\n",
+    ),
+    one(
+        "all salts together may keep more than their share",
+        NAMES,
+        "            if self._total + new > most:\n",
+        "            if False:\n",
+    ),
+    one(
+        "what is kept already takes its share twice",
+        NAMES,
+        "for name, size in records.items() if name not in self._names)",
+        "for name, size in records.items())",
+    ),
+    one(
+        "all salts have one share",
+        KEEPS,
+        'hashlib.blake2b(salt, digest_size=16).digest() if salt else b"",',
+        'b"",',
+    ),
+    one(
+        "a keep of one rank is done although another has no room",
+        KEEPS,
+        'next((each.full[name] for each in results if each.full[name]), "")',
+        "results[0].full[name]",
+    ),
+    one(
+        "finding out whether there is room keeps",
+        RANK,
+        "    if request.backends is None:\n",
+        "    for kept in store.kept.values():\n        kept.keep(records, request.salt, 60)\n"
+        "    if request.backends is None:\n",
+    ),
+    one(
+        "states of all boundaries are kept",
+        RANK,
+        "    wanted = used_keys(prefix, request.boundaries, plan, prefix.inner)\n",
+        "    blocks = range(len(prefix.hashes))\n"
+        "    wanted = [key for at in blocks for key in block_keys(prefix, at, plan)]\n",
+    ),
+    one(
+        "pages are kept without the states of their deepest hit",
+        KEEPS,
+        "found.boundary * (not found.tail)}",
+        "0}",
+    ),
+    one(
+        "a boundary that the request will not compute counts as kept",
+        KEEPS,
+        "        computes &= save and start < end and marks.ends_at(end)\n",
+        "        computes &= save and marks.ends_at(end)\n",
+    ),
+    one(
+        "no step ends where a request keeps its prompt",
+        "lmcache_hybrid/scheduler/checkpoints.py",
+        "        if computed < self.kept <= self.last:\n",
+        "        if False:\n",
+    ),
+    one(
+        "a keep's lookup leaves records pinned",
+        "lmcache_hybrid/scheduler/lookup_queue.py",
+        "            if not self._release(request):\n"
+        "                self.unreleased.append((request.request_id, request.number))\n",
+        "            pass\n",
+    ),
+    one(
+        "a keep outlives a drop",
+        STORE,
+        "            kept.end(engine_keys)\n",
+        "            pass\n",
+    ),
+    one(
+        "a keep outlives a reset",
+        STORE,
+        "            kept.clear()\n",
+        "            pass\n",
+    ),
+    one(
+        "a request is told that a reset keeps its prompt",
+        "lmcache_hybrid/scheduler/scheduler.py",
+        "                tracker.keep.error = tracker.keep.error or RESET\n",
+        "                pass\n",
+    ),
+    one(
+        "a request may keep for a year",
+        CONFIGS,
+        "not 0 <= seconds <= KEEP_SECONDS:",
+        "not 0 <= seconds:",
+    ),
+    one(
+        "RAM that LMCache does not use is said to keep",
+        "lmcache_hybrid/storage/tiers/ram.py",
+        "        if backend.use_hot:\n",
+        "        if True:\n",
+    ),
+    one(
+        "a preempted request asks the ranks again",
+        KEEPS,
+        "        if keep.error or keep.pending is not None:\n",
+        "        if keep.error:\n",
+    ),
+    one(
+        "the gauge of kept bytes never falls",
+        "lmcache_hybrid/worker/worker.py",
+        "        if kept != self.counts.kept_bytes:\n",
+        "        if any(n > self.counts.kept_bytes[name] for name, n in kept.items()):\n",
+    ),
+)
