@@ -31,7 +31,10 @@ NOTHING = "nothing of this prompt is stored, and this request does not store it.
 NO_BACKEND = (
     "no backend of this engine can keep records: fs://, Redis and S3 evict by orders of their own."
 )
-UNANSWERED = "a rank did not answer in time. Some ranks may keep their part: repeat it."
+UNANSWERED = (
+    "a rank did not answer in time, or cannot read its store. Some ranks may keep their part: "
+    "repeat it."
+)
 UNEXPECTED = "an unexpected error, see the engine's log. Nothing may be kept: repeat it."
 RESET = "all caches were reset meanwhile. Nothing is kept: repeat it."
 UNFINISHED = "the request has ended before all ranks had answered. Nothing may be kept: repeat it."
@@ -191,9 +194,9 @@ class Keeps:
         if not call.seconds:
             self._send(msgspec.structs.replace(call, prefix=prefix))
             return {"kept": {}}
-        name = f"lmcache.keep of {request.request_id}"
+        name = f"lmcache.keep of {request.request_id}"  # a lookup that LMCache does not count
         found = self._queue.find(
-            LookupRequest(name, prefix, blocks, 0, limit_tail=tail, barred=barred)
+            LookupRequest(name, prefix, blocks, 0, again=True, limit_tail=tail, barred=barred)
         )
         if not found.available:
             raise _RefusedError(UNANSWERED, "failed")

@@ -2,6 +2,7 @@
 """Worker side of one rank: runs loads and saves for the connector's calls."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
@@ -180,12 +181,11 @@ class HybridWorker:
 
     def count_kept(self) -> None:
         """Bring the gauge of kept bytes up to date."""
-        kept = {name: names.size for name, names in self.store.kept.items()}
+        kept = Counter({name: names.size for name, names in self.store.kept.items()})
         if kept != self.counts.kept_bytes:
             with self.ledger as counts:
-                counts.kept_bytes.update(
-                    {name: n - counts.kept_bytes[name] for name, n in kept.items()}
-                )
+                for name, size in kept.items():
+                    counts.kept_bytes[name] = size
 
     def suspend(self) -> None:
         """End all copies and stop using the KV cache: vLLM is about to free its memory.

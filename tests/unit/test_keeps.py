@@ -7,14 +7,17 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from lmcache_hybrid.core.keys import ATTENTION, STATE
-from lmcache_hybrid.protocol.keep import KeepResult
+from lmcache_hybrid.protocol.keep import KeepRequest, KeepResult
 from lmcache_hybrid.protocol.prefix import load_keys
 from lmcache_hybrid.scheduler import keeps
 from lmcache_hybrid.scheduler.prompt import inner_hashes, prefix_of
 from lmcache_hybrid.storage.kept_names import OF_SALT, KeptNames
+from lmcache_hybrid.storage.record import record_bytes
 
 from .helpers import PLAN, Later, N, Ranks, make_request, put, tags_of
 from .scheduler_rig import Rig, all_offers, table
+from .worker_rig import PREFIX
+from .worker_rig import Rig as WorkerRig
 
 KEEP = {"lmcache.keep": 600}
 STATES = len(PLAN.states)
@@ -312,3 +315,18 @@ def test_a_reset_ends_it_and_says_so():
     late = keeping("late")
     assert rig.match(late) == (0, False)
     assert "are being reset" in end(rig, late)["error"]
+
+
+def test_the_gauge_rises_and_falls_with_what_is_kept():
+    worker = WorkerRig().worker
+    bytes_of = {group: record_bytes(pages.block_bytes) for group, pages in worker.pages.items()}
+    size = 3 * bytes_of[PLAN.attention[0]] + sum(bytes_of[group] for group in PLAN.states)
+    try:
+        worker.count_kept()
+        assert worker.ledger.report() is None
+        for seconds, change in ((60, size), (0, -size)):
+            worker.keep(KeepRequest(PREFIX, (3,), b"", seconds, 0.25, ("naive",)))
+            worker.count_kept()
+            assert worker.ledger.report() == {"worker.kept_bytes": {"naive": change}}
+    finally:
+        worker.shutdown()

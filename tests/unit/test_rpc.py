@@ -21,9 +21,11 @@ from lmcache_hybrid.core.backoff import Backoff
 from lmcache_hybrid.core.counts import Ledger, WorkerCounts
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.protocol.drop import DropRequest, DropResult
+from lmcache_hybrid.protocol.keep import KeepRequest, KeepResult
 from lmcache_hybrid.protocol.lookup import UNAVAILABLE, LookupRequest, LookupResult
 from lmcache_hybrid.storage import engine_address, rpc
 from lmcache_hybrid.storage.drops import drop
+from lmcache_hybrid.storage.keeps import keep
 from lmcache_hybrid.storage.rank_lookup import RankLookup
 from lmcache_hybrid.storage.rpc import LookupClient, LookupServer
 from tests.naive_store import NaiveStore
@@ -73,12 +75,14 @@ class Wire:
         self.client = LookupClient(config[0], timeout_ms)
         self.epochs: list[int] = []
         self.dropped: list[DropRequest] = []
+        self.sizes = dict.fromkeys(PLAN.groups, 1000)
         self.ledger = Ledger("worker", WorkerCounts())
 
     def serve(self) -> None:
         for server, lookup, store in zip(self.servers, self.lookups, self.stores):
             cleared, dropped = partial(self.cleared, store), partial(self.drop, store)
-            server.serve(lookup, cleared, self.ledger, dropped)
+            kept = partial(keep, PLAN, store, self.sizes)
+            server.serve(lookup, cleared, self.ledger, dropped, kept)
 
     def drop(self, store: NaiveStore, request: DropRequest) -> DropResult:
         self.dropped.append(request)
@@ -276,6 +280,29 @@ def test_records_are_dropped_on_every_rank(wire):
     assert wire.client.drop(DROP) == [DropResult(3, {"naive": 3 + len(PLAN.states)})] * 2
     assert not any(store.records for store in wire.stores)
     assert all(before + 8 <= each.deadline <= time.monotonic() + 8 for each in wire.dropped)
+
+
+KEEP = KeepRequest(PREFIX, (3,), b"salt", 60, 0.25, ("naive",))
+
+
+@pytest.mark.parametrize("wire", [(2, 10_000)], indirect=True)
+def test_records_are_kept_on_every_rank(wire):
+    assert [result.failure for result in wire.client.keep(KEEP)] == ["A rank has no store."] * 2
+    wire.serve()
+    assert wire.client.keep(KEEP) == [KeepResult({"naive": ""})] * 2
+    assert [store.kept["naive"].size for store in wire.stores] == [
+        1000 * (3 + len(PLAN.states))
+    ] * 2
+
+
+@pytest.mark.parametrize("wire", [(1, 10_000)], indirect=True)
+def test_a_keep_that_raises_is_a_failure(wire, lenient):
+    wire.serve()
+    wire.sizes.clear()
+    (result,) = wire.client.keep(KEEP)
+    assert "unexpected error" in result.failure
+    assert wire.ledger.counts.caught_errors == lenient == {"keep_records": 1}
+    assert wire.client.ask(QUESTION) == [HIT], "the server has died"
 
 
 @pytest.mark.parametrize("wire", [(2, 200)], indirect=True)
