@@ -338,8 +338,9 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "an address without a socket is held for ever",
         "lmcache_hybrid/storage/rpc.py",
-        "            engine_address.release(self._path, self._address)\n            raise\n",
-        "            raise\n",
+        "                engine_address.release(self._path, self._address)\n"
+        "                raise\n",
+        "                raise\n",
     ),
     one(
         "minutes are read as millions",
