@@ -16,7 +16,9 @@ import pytest
 import zmq
 from vllm.config import KVTransferConfig
 from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
+from lmcache_hybrid.connector import HybridConnector
 from lmcache_hybrid.core.backoff import Backoff
 from lmcache_hybrid.core.counts import Ledger, WorkerCounts
 from lmcache_hybrid.core.errors import ConfigError
@@ -419,3 +421,38 @@ def test_ranks_on_one_host_have_no_introduction(monkeypatch):
         assert not isinstance(server._transport, hosts.ServerTransport)
     finally:
         server.close()
+
+
+class Side(HybridConnector):
+    """A connector that was not started."""
+
+    def __init__(self, **attributes: object) -> None:
+        self.__dict__.update(attributes)
+
+
+def test_rank_0_hands_the_scheduler_what_it_needs():
+    known = hosts.Introduction(("tcp://127.0.0.2:1",), (b"key",), b"public", b"secret")
+    connected: list[hosts.Introduction] = []
+    scheduler = Side(_client=SimpleNamespace(connect=connected.append))
+    told = {
+        rank: Side(_introduction=each).get_handshake_metadata()
+        for rank, each in enumerate((known, None))
+    }
+    scheduler.set_xfer_handshake_metadata({rank: each for rank, each in told.items() if each})
+    assert connected == [known]
+    scheduler.set_xfer_handshake_metadata(
+        {0: KVConnectorHandshakeMetadata()}
+    )  # another connector's
+    assert connected == [known]
+    Side(_client=None).set_xfer_handshake_metadata({0: known})  # a scheduler that is off
+
+
+@pytest.mark.parametrize("spans", [False, True])
+def test_a_rank_loads_by_its_own_clock_only_where_the_scheduler_has_another(spans):
+    begun: list[ConnectorMetadata] = []
+    worker = SimpleNamespace(start_loads=begun.append, ledger=None)
+    load = LoadSpec("r", PREFIX, 0, 3, (), (), deadline=105.0)
+    metadata = ConnectorMetadata((load,), sent=100.0)
+    Side(_hosts=spans, worker=worker, scheduler=None).bind_connector_metadata(metadata)
+    ((moved,),) = (each.loads for each in begun)
+    assert moved.deadline == (pytest.approx(time.monotonic() + 5, abs=5) if spans else 105.0)

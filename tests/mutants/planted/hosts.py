@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks on several hosts: who is let in, what is sent, and in whose time."""
+
+from tests.mutants.defect import one
+
+CONNECTOR = "lmcache_hybrid/connector.py"
+HOSTS = "lmcache_hybrid/storage/hosts.py"
+METADATA = "lmcache_hybrid/protocol/metadata.py"
+PARALLEL = "lmcache_hybrid/config/parallel.py"
+RPC = "lmcache_hybrid/storage/rpc.py"
+
+DEFECTS = (
+    one(
+        "whoever has a key is let in",
+        HOSTS,
+        "        if self._admitted and key == self._admitted:\n",
+        "        if key:\n",
+    ),
+    one(
+        "lookups between hosts are not encrypted",
+        HOSTS,
+        "            self.socket.setsockopt(zmq.CURVE_SERVER, 1)\n"
+        "            self.socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)\n",
+        "",
+    ),
+    one(
+        "a secret key is in logs",
+        HOSTS,
+        "    secret_key: bytes = field(repr=False)\n",
+        "    secret_key: bytes\n",
+    ),
+    one(
+        "a deadline is sent in the scheduler's time",
+        HOSTS,
+        "                until = self.encoder.encode(deadline + self._ahead[rank])\n",
+        "                until = self.encoder.encode(deadline)\n",
+    ),
+    one(
+        "a rank that answers beside a slow one has too little time for the next lookup",
+        HOSTS,
+        "                self._ahead[rank] = max(self._ahead[rank], then - time.monotonic())\n",
+        "                self._ahead[rank] = then - time.monotonic() - 5\n",
+    ),
+    one(
+        "clocks that have run apart are not asked again",
+        HOSTS,
+        "        if time.monotonic() > self._learned + CLOCK_SECONDS:\n",
+        "        if self._learned < 0:\n",
+    ),
+    one(
+        "after a timeout the old answer is taken for the next lookup's",
+        HOSTS,
+        "            self._recreate_all_sockets()\n            return []\n        return answers\n",
+        "            return []\n        return answers\n",
+    ),
+    one(
+        "ranks listen at any address",
+        HOSTS,
+        "            self.socket.bind(get_tcp_uri(host, 0))\n",
+        '            self.socket.bind("tcp://0.0.0.0:0")\n',
+    ),
+    one(
+        "a load's deadline is in the scheduler's time on another host",
+        CONNECTOR,
+        "        if self._hosts:\n            metadata = metadata.on_this_clock()\n",
+        "",
+    ),
+    one(
+        "a load's deadline is moved on the scheduler's host",
+        CONNECTOR,
+        "        if self._hosts:\n            metadata = metadata.on_this_clock()\n",
+        "        metadata = metadata.on_this_clock()\n",
+    ),
+    one(
+        "the scheduler takes another connector's handshake",
+        CONNECTOR,
+        "            if isinstance(introduction, Introduction) and self._client is not None:\n",
+        "            if self._client is not None:\n",
+    ),
+    one(
+        "a reset fails where no rank can be asked",
+        RPC,
+        "            return True  # no rank could be reached so far, and each has nothing stored\n",
+        "            return False\n",
+    ),
+    one(
+        "engines whose ranks do not know each other start",
+        PARALLEL,
+        "    if parallel.data_parallel_size > 1:\n        raise",
+        "    if parallel.data_parallel_size > 9:\n        raise",
+    ),
+    one(
+        "hosts start beside another connector, and ask no rank",
+        PARALLEL,
+        "    if transfer.get_from_extra_config(BESIDE_KEY, False):\n",
+        "    if transfer is None:\n",
+    ),
+)
