@@ -202,6 +202,8 @@ class Peer:
         if self._engine is not None:
             self._engine.__exit__()
             self._engine = None
+            for left in Path("/dev/shm").glob(f"vllm_offload_peers-{self._places['server']}*"):
+                left.unlink()
         if server and self._server is not None:
             self._server.stop()
             self._server = None
