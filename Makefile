@@ -25,7 +25,7 @@ TORCH := torch==$(TORCH_VERSION)
 UV_TORCH := UV_TORCH_BACKEND=$(TORCH_BACKEND)
 endif
 
-.PHONY: FORCE help venv demo test test-all test-fast sim mutants compat soak soak-events bench bench-folders bench-reuse bench-digests bench-redis-clients bench-scale bench-serve bench-steps bench-weights lint docs wheel deployment-check release-check clean
+.PHONY: FORCE help venv demo test test-all test-fast sim mutants compat soak soak-events bench bench-folders bench-reuse bench-digests bench-peers bench-redis-clients bench-scale bench-serve bench-steps bench-weights lint docs wheel deployment-check release-check clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -90,6 +90,9 @@ bench-weights: venv  ## what a digest of 50 GB of weights costs at start-up: a m
 
 bench-digests: venv  ## what a key costs, to docs/generated/digests.json and docs/security.md
 	$(BIN)/python -m benchmarks.digests
+
+bench-peers: venv  ## LMCacheMPConnector and OffloadingConnector beside this package: 40 minutes; to docs/generated/peers.json and docs/connectors.md
+	$(BIN)/python -m benchmarks.peers
 
 bench-folders: venv  ## reads of records in a folder beside plain reads: a minute; to docs/generated/folders.json
 	$(BIN)/python -m benchmarks.folders

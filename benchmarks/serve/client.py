@@ -26,6 +26,7 @@ class Workload:
         prefixes: distinct prefixes, in random order.
         each: prompts of each prefix, of which each has a suffix of its own.
         prefix_tokens, suffix_tokens, output_tokens: of each prompt and its answer.
+        seed: another one makes other prompts.
     """
 
     prefixes: int
@@ -33,6 +34,7 @@ class Workload:
     prefix_tokens: int
     suffix_tokens: int
     output_tokens: int
+    seed: int = SEED
 
     @property
     def prompts(self) -> int:
@@ -47,7 +49,7 @@ class Workload:
             *("--prefix-repetition-prefix-len", str(self.prefix_tokens)),
             *("--prefix-repetition-suffix-len", str(self.suffix_tokens)),
             *("--prefix-repetition-output-len", str(self.output_tokens)),
-            *("--temperature", "0", "--ignore-eos", "--seed", str(SEED), "--disable-tqdm"),
+            *("--temperature", "0", "--ignore-eos", "--seed", str(self.seed), "--disable-tqdm"),
         ]
 
 

@@ -69,7 +69,35 @@ class Arm:
     ours: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Server(ApiServer):
+class Counted(ApiServer):
+    """A server whose /metrics are read, and whose own cache can be emptied."""
+
+    def reset(self, stores: bool = False) -> bool:
+        """Empty vLLM's own prefix cache, and the connector's if so asked; False: not yet."""
+        url = f"{self.url}/reset_prefix_cache" + "?reset_external=true" * stores
+        return json.load(urlopen(Request(url, method="POST")))["success"]
+
+    def totals(self) -> dict[str, float]:
+        """Since the start, by the name in /metrics, over all labels."""
+        totals: dict[str, float] = {}
+        for line in self.metrics().splitlines():
+            if not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                name = name.partition("{")[0]
+                totals[name] = totals.get(name, 0.0) + float(value)
+        return totals
+
+    def counts(self) -> dict[str, float]:
+        """Totals since the start, over all labels; of a histogram sum (seconds) and count."""
+        totals = self.totals()
+        found = {ours: totals.get(name, 0.0) for ours, name in COUNTERS.items()}
+        for ours, name in HISTOGRAMS.items():
+            found[f"{ours}_seconds"] = totals.get(f"{name}_sum", 0.0)
+            found[f"{ours}_count"] = totals.get(f"{name}_count", 0.0)
+        return found
+
+
+class Server(Counted):
     """The server of one arm.
 
     Args:
@@ -104,23 +132,8 @@ class Server(ApiServer):
         Raises:
             TimeoutError: something still holds blocks.
         """
-        url = f"{self.url}/reset_prefix_cache" + "?reset_external=true" * self._stores
         deadline = time.monotonic() + FORGET_SECONDS
-        while not json.load(urlopen(Request(url, method="POST")))["success"]:
+        while not self.reset(self._stores):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.log} is of a server that cannot be reset")
             time.sleep(0.1)
-
-    def counts(self) -> dict[str, float]:
-        """Totals since the start, over all labels; of a histogram sum (seconds) and count."""
-        totals: dict[str, float] = {}
-        for line in self.metrics().splitlines():
-            if not line.startswith("#"):
-                name, _, value = line.rpartition(" ")
-                name = name.partition("{")[0]
-                totals[name] = totals.get(name, 0.0) + float(value)
-        found = {ours: totals.get(name, 0.0) for ours, name in COUNTERS.items()}
-        for ours, name in HISTOGRAMS.items():
-            found[f"{ours}_seconds"] = totals.get(f"{name}_sum", 0.0)
-            found[f"{ours}_count"] = totals.get(f"{name}_count", 0.0)
-        return found

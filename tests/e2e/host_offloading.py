@@ -5,7 +5,8 @@ vLLM's own worker copies on CUDA streams. All else of the connector is vLLM's: w
 looks up, evicts and reports.
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import torch
 from vllm.v1.kv_offload.base import (
@@ -15,32 +16,42 @@ from vllm.v1.kv_offload.base import (
     OffloadingWorker,
     TransferResult,
 )
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class HostWorker(OffloadingWorker):
-    """Copies whole blocks at once, and reports them with the next step."""
+    """Copies whole blocks at once, and reports them with the next step.
 
-    def __init__(self, caches: CanonicalKVCaches, blocks: int) -> None:
+    Args:
+        keep: makes the tensor that keeps pages of so many bytes, int8 of shape (blocks, bytes).
+    """
+
+    def __init__(self, caches: CanonicalKVCaches, keep: Callable[[int], torch.Tensor]) -> None:
         self._pages = [each.tensor for each in caches.tensors]
-        self._kept = [torch.zeros(blocks, page.shape[1], dtype=torch.int8) for page in self._pages]
+        self._kept = [keep(page.shape[1]) for page in self._pages]
         self._groups = caches.group_data_refs
         self._done: list[TransferResult] = []
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: BlockIDsLoadStoreSpec
     ) -> bool:
+        started, size = time.perf_counter(), 0
         for index, page, kept in self._pairs(src_spec, dst_spec):
             self._kept[index][kept].copy_(self._pages[index][page])
-        self._done.append(TransferResult(job_id, True))
+            size += self._pages[index].shape[1]
+        self._done.append(TransferResult(job_id, True, size, time.perf_counter() - started))
         return True
 
     def submit_load(
         self, job_id: int, src_spec: BlockIDsLoadStoreSpec, dst_spec: GPULoadStoreSpec
     ) -> bool:
+        started, size = time.perf_counter(), 0
         for index, page, kept in self._pairs(dst_spec, src_spec):
             self._pages[index][page].copy_(self._kept[index][kept])
-        self._done.append(TransferResult(job_id, True))
+            size += self._pages[index].shape[1]
+        self._done.append(TransferResult(job_id, True, size, time.perf_counter() - started))
         return True
 
     def _pairs(
@@ -68,5 +79,24 @@ class HostOffloadingSpec(CPUOffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if not self._worker:
             assert self.blocks_per_chunk == 1
-            self._worker = HostWorker(kv_caches, self.num_chunks)
+            self._worker = HostWorker(
+                kv_caches, lambda size: torch.zeros(self.num_chunks, size, dtype=torch.int8)
+            )
+        return self._worker
+
+
+class HostTieringSpec(TieringOffloadingSpec):
+    """vLLM's spec with further tiers, such as files, with :class:`HostWorker`."""
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if not self._worker:
+            assert self.blocks_per_chunk == 1
+            region = SharedOffloadRegion(
+                engine_id=self._engine_id,
+                num_chunks=self.num_chunks,
+                rank=self.config.parallel.rank,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            )
+            self._worker = HostWorker(kv_caches, region.create_next_worker_view)
         return self._worker
