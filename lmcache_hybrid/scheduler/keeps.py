@@ -35,9 +35,11 @@ UNANSWERED = (
     "a rank did not answer in time, or cannot read its store. Some ranks may keep their part: "
     "repeat it."
 )
-UNEXPECTED = "an unexpected error, see the engine's log. Nothing may be kept: repeat it."
+UNEXPECTED = "an unexpected error, see the engine's log. It may not have been kept: repeat it."
 RESET = "all caches were reset meanwhile. Nothing is kept: repeat it."
-UNFINISHED = "the request has ended before all ranks had answered. Nothing may be kept: repeat it."
+UNFINISHED = (
+    "the request has ended before all ranks had answered. It may not have been kept: repeat it."
+)
 
 
 class _RefusedError(Exception):
@@ -142,7 +144,7 @@ class Keeps:
         end = min(marks.kept or marks.end, marks.end)
         computes = keep.to is None or bool(marks.kept)
         computes &= save and start < end and marks.ends_at(end)
-        salt = (request.cache_salt or "").encode()
+        salt = (request.cache_salt or "").encode("utf-8", "surrogatepass")
         call = KeepRequest(
             prefix,
             (end // self._plan.block_size,) if computes else (),
@@ -151,7 +153,10 @@ class Keeps:
             self._share,
         )
         barred = tuple(marks.barred)
-        keep.pending = self._queue.call(lambda: self._answer(request, to, barred, call))
+        try:
+            keep.pending = self._queue.call(lambda: self._answer(request, to, barred, call))
+        except RuntimeError:  # the engine ends
+            keep.error = UNFINISHED
 
     # On the queue's thread
 

@@ -169,7 +169,11 @@ def _steering(
     refusals = {name: why for name, why in ((DROP, no_drop), (KEEP, no_keep)) if why}
     if prefetch is None:
         refusals[PREFETCH] = NO_SWITCH % (PREFETCH, _shown(configs[PREFETCH]))
-    asked = {DROP: drop_from is not None, PREFETCH: bool(prefetch), KEEP: KEEP in configs}
+    asked = {
+        DROP: drop_from is not None,
+        PREFETCH: bool(prefetch),
+        KEEP: configs.get(KEEP) is not None,
+    }
     several = [name for name, is_asked in asked.items() if is_asked]
     if len(several) > 1:
         refusals |= dict.fromkeys(several, f"write {' or '.join(several)}, not both.")

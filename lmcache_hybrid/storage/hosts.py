@@ -9,7 +9,9 @@ So only public keys and encrypted messages cross hosts. A rank answers nobody bu
 
 import math
 import struct
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +21,10 @@ import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.logger import init_logger
 from vllm.utils.network_utils import get_ip, get_tcp_uri, is_valid_ipv6_address
-from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 
 from lmcache_hybrid.core.errors import ConfigError
+from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.upstream.lmcache_home import (
     SocketParams,
     ZmqReqRepClientTransport,
@@ -39,6 +42,8 @@ MOST_BYTES = 1 << 26
 CLOCK_SECONDS = 60.0
 # A verb that no rank knows would be a lookup; see :meth:`.rpc.LookupServer`.
 CLOCK = "clock"
+# How often the authenticator looks whether it has ended.
+_LOOK_MS = 200
 _STAMP = struct.Struct("!d")
 _DOMAIN = b"lmcache-hybrid"
 
@@ -75,6 +80,52 @@ def own_address() -> str:
     return host
 
 
+class _Authenticator:
+    """Tells libzmq whom to let in, by its authentication protocol, on a thread of its own.
+
+    Not pyzmq's, which writes to its thread also when it is collected in a forked process.
+    """
+
+    def __init__(self, context: zmq.Context, admits: Callable[[bytes], bool]) -> None:
+        """
+        Args:
+            context: of the sockets whose peers are let in or not.
+            admits: whether a peer with this public key is let in; this thread calls it.
+        """
+        self._admits, self._running = admits, True
+        self._socket = context.socket(zmq.ROUTER)  # the thread's, once it runs
+        self._socket.setsockopt(zmq.RCVTIMEO, _LOOK_MS)
+        self._socket.bind("inproc://zeromq.zap.01")
+        self._thread = threading.Thread(target=self._loop, name="hybrid-admit", daemon=True)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        try:
+            while self._running:
+                try:
+                    self._answer_one()
+                except zmq.Again:
+                    continue
+                except Exception as error:
+                    caught("serve_lookup", error, "somebody is not let in")
+                    time.sleep(_LOOK_MS / 1000)
+        finally:
+            self._socket.close(linger=0)
+
+    def _answer_one(self) -> None:
+        peer, _, version, number, domain, _, _, *proof = self._socket.recv_multipart()
+        admitted = len(proof) == 2 and (domain, proof[0]) == (_DOMAIN, b"CURVE")
+        admitted = admitted and self._admits(z85.encode(proof[1]))
+        code = b"200" if admitted else b"400"
+        self._socket.send_multipart([peer, b"", version, number, code, b"", b"", b""])
+
+    def close(self) -> bool:
+        """End the thread; whether it has ended."""
+        self._running = False
+        self._thread.join(timeout=5.0)
+        return not self._thread.is_alive()
+
+
 class ServerTransport(ZmqRouterServerTransport):
     """A rank's socket. Nobody is let in before :meth:`introduce`.
 
@@ -98,9 +149,7 @@ class ServerTransport(ZmqRouterServerTransport):
         self._public_key, secret_key = zmq.curve_keypair()
         host = own_address()
         self.ctx = zmq.Context()
-        self._authenticator = ThreadAuthenticator(self.ctx)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback(_DOMAIN.decode(), self)
+        self._authenticator = _Authenticator(self.ctx, self._admits)
         self.socket = self.ctx.socket(zmq.ROUTER)
         try:
             self.socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -122,8 +171,8 @@ class ServerTransport(ZmqRouterServerTransport):
         self.socket_path = self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         logger.info("Lookups of rank %d are answered at %s, encrypted.", rank, self.address)
 
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a peer with this public key is let in. The authenticator calls it."""
+    def _admits(self, key: bytes) -> bool:
+        """Whether a peer with this public key is let in. The authenticator's thread calls it."""
         if self._admitted and key == self._admitted:
             return True
         if not self._warned:
@@ -158,8 +207,8 @@ class ServerTransport(ZmqRouterServerTransport):
 
     def close(self) -> None:
         super().close()
-        self._authenticator.stop()
-        self.ctx.term()
+        if self._authenticator.close():
+            self.ctx.term()
 
 
 class ClientTransport(ZmqReqRepClientTransport):
@@ -197,11 +246,14 @@ class ClientTransport(ZmqReqRepClientTransport):
         Returns:
             By rank; empty when one does not answer in time.
         """
-        if time.monotonic() > self._learned + CLOCK_SECONDS:
+        began = time.monotonic()
+        if began > self._learned + CLOCK_SECONDS:
             self._ahead = [-math.inf] * len(self._ahead)
             if not self._ask([CLOCK, b"", 0.0]):
                 return []
             self._learned = time.monotonic()
+            verb, body, deadline = msg
+            msg = [verb, body, deadline + self._learned - began]
         return self._ask(msg)
 
     def _ask(self, message: list[Any]) -> list[bytes]:
@@ -221,6 +273,7 @@ class ClientTransport(ZmqReqRepClientTransport):
         except zmq.ZMQError as error:
             logger.debug("Rank %d at %s: %s", rank, self.socket_params[rank].socket_path, error)
             self._recreate_all_sockets()
+            self._learned = -math.inf  # a host that was suspended has a clock that is behind
             return []
         return answers
 

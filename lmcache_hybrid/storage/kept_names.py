@@ -50,10 +50,9 @@ class KeptNames:
     @property
     def size(self) -> int:
         """Bytes of all records kept now, those that are not stored included."""
-        if self._ends and self._ends[0] <= time.monotonic():
-            with self._lock:
-                self._forget_ended()
-        return self._total
+        with self._lock:
+            self._forget_ended()
+            return self._total
 
     def why_full(self, records: Mapping[Hashable, int], salt: bytes, share: float) -> str:
         """Say why records cannot be kept; "" if they can. Tells a salt nothing of others.

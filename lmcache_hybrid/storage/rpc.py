@@ -230,17 +230,22 @@ class LookupServer:
             self._clear, self._lookup, self._drop, self._keep = clear, lookup, drop, keep
 
     def _loop(self) -> None:
-        while self._running:
-            try:
-                self._serve_one()
-            except NO_LOOKUP as error:
-                # Without this thread every lookup would miss until the engine is restarted.
-                logger.warning("A message that is not a lookup was dropped: %r", error)
-            except Exception as error:
-                if self._running:  # else its socket was closed
-                    lost = "a lookup may get no answer, which is a miss"
-                    caught("serve_lookup", error, lost, self._ledger)
-                    time.sleep(RETRY_SECONDS)
+        try:
+            while self._running:
+                self._serve_next()
+        finally:
+            self._transport.close()  # here: no other thread may touch a socket that is in use
+
+    def _serve_next(self) -> None:
+        try:
+            self._serve_one()
+        except NO_LOOKUP as error:
+            # Without this thread every lookup would miss until the engine is restarted.
+            logger.warning("A message that is not a lookup was dropped: %r", error)
+        except Exception as error:
+            lost = "a lookup may get no answer, which is a miss"
+            caught("serve_lookup", error, lost, self._ledger)
+            time.sleep(RETRY_SECONDS)
 
     def _serve_one(self) -> None:
         request = self._transport.recv_request()
@@ -311,6 +316,5 @@ class LookupServer:
     def close(self) -> None:
         self._running = False
         self._thread.join(timeout=5.0)
-        self._transport.close()
         address, self._address = self._address, None
         engine_address.release(self._path, address)

@@ -17,6 +17,18 @@ DEFECTS = (
         "        if key:\n",
     ),
     one(
+        "whoever has no key of ours is let in, too",
+        HOSTS,
+        '        code = b"200" if admitted else b"400"\n',
+        '        code = b"200"\n',
+    ),
+    one(
+        "the clocks' round takes its time from the lookup",
+        HOSTS,
+        "            msg = [verb, body, deadline + self._learned - began]\n",
+        "            msg = [verb, body, deadline]\n",
+    ),
+    one(
         "lookups between hosts are not encrypted",
         HOSTS,
         "            self.socket.setsockopt(zmq.CURVE_SERVER, 1)\n"
@@ -44,14 +56,14 @@ DEFECTS = (
     one(
         "clocks that have run apart are not asked again",
         HOSTS,
-        "        if time.monotonic() > self._learned + CLOCK_SECONDS:\n",
+        "        if began > self._learned + CLOCK_SECONDS:\n",
         "        if self._learned < 0:\n",
     ),
     one(
         "after a timeout the old answer is taken for the next lookup's",
         HOSTS,
-        "            self._recreate_all_sockets()\n            return []\n        return answers\n",
-        "            return []\n        return answers\n",
+        "            self._recreate_all_sockets()\n            self._learned",
+        "            self._learned",
     ),
     one(
         "ranks listen at any address",

@@ -291,8 +291,8 @@ DEFECTS = (
     one(
         "a message that is no lookup ends the lookups of a rank",
         RPC,
-        "            except NO_LOOKUP as error:\n",
-        "            except KeyError as error:\n",
+        "        except NO_LOOKUP as error:\n",
+        "        except KeyError as error:\n",
     ),
     one(
         "loads wait for a silent store one after the other",
