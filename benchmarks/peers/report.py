@@ -22,7 +22,7 @@ RIGHT = (
     "MB stored",
     "hits after a restart of the engine",
     "and of the server",
-    "damaged records",
+    "answers from damaged records",
 )
 FAST = (
     "",
@@ -47,7 +47,8 @@ def tables(figures: Figures) -> Iterator[Table]:
         table = Table(*head, box=SIMPLE, padding=(0, 1, 0, 0))
         for row in rows:
             table.add_row(*row)
-        yield table
+        if rows:
+            yield table
 
 
 def arms(figures: Figures) -> Iterator[tuple[str, Figures]]:
@@ -113,7 +114,7 @@ def _damaged(probe: Figures) -> str:
     if "damaged" not in probe:
         return ""
     found = probe["damaged"]
-    names = {"computed": "computed", "wrong": "**wrong answer**", "error": "error", "right": "hit"}
+    names = {"computed": "computed", "wrong": "wrong", "error": "error", "right": "hit"}
     return ", ".join(f"{found[key]} {name}" for key, name in names.items() if found[key])
 
 
