@@ -91,7 +91,7 @@ bench-weights: venv  ## what a digest of 50 GB of weights costs at start-up: a m
 bench-digests: venv  ## what a key costs, to docs/generated/digests.json and docs/security.md
 	$(BIN)/python -m benchmarks.digests
 
-bench-peers: venv  ## LMCacheMPConnector and OffloadingConnector beside this package: 40 minutes; to docs/generated/peers.json and docs/connectors.md
+bench-peers: venv  ## LMCacheMPConnector and OffloadingConnector beside this package: an hour; to docs/generated/peers.json and docs/connectors.md
 	$(BIN)/python -m benchmarks.peers
 
 bench-folders: venv  ## reads of records in a folder beside plain reads: a minute; to docs/generated/folders.json

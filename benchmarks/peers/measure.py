@@ -127,9 +127,7 @@ class _Plan:
                 right[limit] = reference(peer.engine, texts, self.size)
                 steps = "large_steps" if limit == LIMIT else "small_steps"
                 base[steps] = answers_of(peer, texts, right[limit], self.size)
-                if limit == LIMIT:
-                    base["first_token"] = first_token(peer, self._long("first", 1)[0])
-                else:
+                if limit != LIMIT:
                     spoiled = reference(peer.engine, broken, self.size)
         self._keep(BASE, "probe", base)
         self.progress.advance(task)
@@ -153,7 +151,6 @@ class _Plan:
         try:
             self._started(peer, large)
             found["large_steps"] = answers_of(peer, self._texts(large), right[large], self.size)
-            found["first_token"] = first_token(peer, self._long("first", 1)[0])
             for prompt in (*kept, *broken):
                 ask(peer.engine, prompt, 1)
             peer.engine.forget()
@@ -172,28 +169,32 @@ class _Plan:
             found["failed"] = peer.why(error)
         return found
 
-    def _started(self, peer: Peer, limit: int, blocks: int | None = None) -> None:
-        peer.start(limit, blocks)
+    def _started(
+        self, peer: Peer, limit: int, blocks: int | None = None, forked: bool = True
+    ) -> None:
+        peer.start(limit, blocks, forked)
         peer.wait()
         ask(peer.engine, [40, 41])
 
     def speed(self, names: Sequence[str], rounds: int) -> None:
-        """The serve workload: new prefixes in each round, all arms in turn."""
+        """First tokens, and the serve workload: new prefixes in each round, all arms in turn."""
         pages = -(-(PREFIX + SUFFIX + OUTPUT) // self.size)
         small = AT_ONCE * (pages + STATES * self.states) + 1
         task = self.progress.add_task("starting engines", total=None)
         with ExitStack() as stack:
             peers: dict[str, Peer] = {}
+            tokens: dict[str, Figures] = {}
             for name in (BASE, *(each for each in names if ARMS[each].timed)):
                 peer = stack.enter_context(self._peer(name, "speed"))
                 try:
-                    self._started(peer, LIMIT, None if name == BASE else small)
+                    self._started(peer, LIMIT, None if name == BASE else small, forked=False)
                     self._round(peer, Workload(1, 2, PREFIX, SUFFIX, OUTPUT))
+                    first = first_token(peer, self._long("first", 1)[0])
                 except Exception as error:  # the other arms go on
                     self._keep(name, "speed", {"failed": peer.why(error)})
                     peer.stop()
                 else:
-                    peers[name] = peer
+                    peers[name], tokens[name] = peer, first
             runs: dict[str, Figures] = {name: {} for name in peers}
             self.progress.update(task, total=len(peers) * rounds)
             for number in range(rounds):
@@ -214,6 +215,7 @@ class _Plan:
                         "speed",
                         {
                             **runs[name],
+                            "first_token": tokens[name],
                             "rounds": number + 1,
                             "workload": asdict(workload),
                             "blocks": None if name == BASE else small,

@@ -15,29 +15,30 @@ from benchmarks.reuse.report import replace
 PAGE_MARKER = "peers"
 RIGHT = (
     "",
-    "wrong answers",
+    "wrong answers, one at a time",
+    "differing answers, 4 at a time",
     "hit share, large steps",
     "hit share, small steps",
     "MB stored",
     "hits after a restart of the engine",
     "and of the server",
-    "damaged records",
+    "answers from damaged records",
 )
 FAST = (
     "",
     "first token over vLLM's own hit",
-    "first read after a restart",
     "4 at once: first token",
     "requests a second",
     "tokens hit",
 )
+STEPS = ("large_steps", "small_steps")
 Figures = Mapping[str, Any]
 
 
 def fill(page: Path, figures: Figures) -> None:
-    """Put both tables into ``page``, and below them what they were measured on."""
-    text = "\n\n".join([_markdown(RIGHT, right(figures)), _markdown(FAST, fast(figures))])
-    replace(page, PAGE_MARKER, f"{text}\n\n{made(figures)}")
+    """Put the tables into ``page``, and below them what they were measured on."""
+    parts = [_markdown(RIGHT, right(figures)), _markdown(FAST, fast(figures)), made(figures)]
+    replace(page, PAGE_MARKER, "\n\n".join(part for part in parts if part))
 
 
 def tables(figures: Figures) -> Iterator[Table]:
@@ -46,7 +47,8 @@ def tables(figures: Figures) -> Iterator[Table]:
         table = Table(*head, box=SIMPLE, padding=(0, 1, 0, 0))
         for row in rows:
             table.add_row(*row)
-        yield table
+        if rows:
+            yield table
 
 
 def arms(figures: Figures) -> Iterator[tuple[str, Figures]]:
@@ -61,7 +63,11 @@ def right(figures: Figures) -> list[list[str]]:
     """One row for each arm: what it answered, found again and stored."""
     alone = [(ARMS[BASE], row) for name, row in figures["arms"].items() if _is_base(name)]
     others = [(ARMS[name], row) for name, row in arms(figures)]
-    return [[_title(arm, row), *_right(arm, row["probe"])] for arm, row in (*alone, *others)]
+    return [
+        [_title(arm, row), *_right(arm, row["probe"])]
+        for arm, row in (*alone, *others)
+        if "probe" in row
+    ]
 
 
 def _is_base(name: str) -> bool:
@@ -76,15 +82,12 @@ def _title(arm: Arm, row: Figures) -> str:
 def _right(arm: Arm, probe: Figures) -> list[str]:
     if "large_steps" not in probe:
         return [f"does not run: `{probe['failed']}`", *[""] * (len(RIGHT) - 2)]
-    judged = [
-        probe[steps][way]
-        for steps in ("large_steps", "small_steps")
-        if steps in probe
-        for way in ("one_at_a_time", "four_at_a_time")
-    ]
-    wrong, answers = (sum(each[what] for each in judged) for what in ("wrong", "answers"))
-    cells = [f"{wrong} of {answers}"]
-    for steps in ("large_steps", "small_steps"):
+    cells = []
+    for way in ("one_at_a_time", "four_at_a_time"):
+        judged = [probe[steps][way] for steps in STEPS if steps in probe]
+        wrong, answers = (sum(each[what] for each in judged) for what in ("wrong", "answers"))
+        cells.append(f"{wrong} of {answers}")
+    for steps in STEPS:
         share = probe.get(steps, {}).get("hit_share")
         cells.append("" if share is None else f"{share:.0%}")
     cells.append(f"{probe['stored_bytes'] / 1e6:.0f}" if "stored_bytes" in probe else "")
@@ -111,57 +114,47 @@ def _damaged(probe: Figures) -> str:
     if "damaged" not in probe:
         return ""
     found = probe["damaged"]
-    names = {"computed": "computed", "wrong": "**wrong answer**", "error": "error", "right": "hit"}
+    names = {"computed": "computed", "wrong": "wrong", "error": "error", "right": "hit"}
     return ", ".join(f"{found[key]} {name}" for key, name in names.items() if found[key])
 
 
 def fast(figures: Figures) -> list[list[str]]:
-    """One row for each arm that runs: how long it takes."""
-    rows = []
+    """One row for each arm that was timed."""
     known = figures["arms"]
-    for name, row in known.items():
-        if _is_base(name) and "first_token" in row.get("probe", {}):
-            rows.append(_alone(row))
+    timed = [
+        row for name, row in known.items() if _is_base(name) and "rounds" in row.get("speed", ())
+    ]
+    rows = [_alone(row) for row in timed]
     for _, row in arms(figures):
-        probe, base = row.get("probe", {}), known.get(f"{BASE} {row['lmcache']}", {})
-        if "first_token" not in probe:
-            continue
-        token = probe["first_token"]
-        own = median(token["own_ms"])
-        hit = _median_hit(token["stored_ms"], token["stored_hits"])
-        again = probe.get("restart")
-        read = _median_hit(again["ms"], again["hits"]) if again else None
-        cells = [_ratio(hit, own), _ratio(read, own)]
-        rows.append([row["title"], *cells, *_speed(row.get("speed", {}), base.get("speed", {}))])
+        base, run = known.get(f"{BASE} {row['lmcache']}", {}), row.get("speed", {})
+        if "rounds" in run and "rounds" in base.get("speed", ()):
+            rows.append([row["title"], _over(run["first_token"]), *_speed(run, base["speed"])])
     return rows
 
 
 def _alone(row: Figures) -> list[str]:
     """vLLM without a connector, with a pool for everything: what the ratios are to."""
-    own, run = median(row["probe"]["first_token"]["own_ms"]), row.get("speed", {})
-    cells = [f"{own:.0f} ms", ""]
-    if "request_throughput" in run:
-        cells += [f"{median(run['median_ttft_ms']):.0f} ms"]
-        cells += [f"{median(run['request_throughput']):.2f}"]
-        cells += [f"{sum(run['vllm_hit_tokens']) / sum(run['prompt_tokens']):.0%}"]
-    else:
-        cells += ["", "", ""]
-    return [_title(ARMS[BASE], row), *cells]
+    run = row["speed"]
+    return [
+        _title(ARMS[BASE], row),
+        f"{median(run['first_token']['own_ms']):.0f} ms",
+        f"{median(run['median_ttft_ms']):.0f} ms",
+        f"{median(run['request_throughput']):.2f}",
+        f"{sum(run['vllm_hit_tokens']) / sum(run['prompt_tokens']):.0%}",
+    ]
 
 
-def _median_hit(values: list[float], hits: list[int]) -> float | None:
-    found = [value for value, hit in zip(values, hits, strict=True) if hit]
-    return median(found) if found else None
-
-
-def _ratio(value: float | None, own: float) -> str:
-    return "no hit" if value is None else f"{value / own:.2f} ({value:.0f} ms)"
+def _over(token: Figures) -> str:
+    """The store's hit over vLLM's own in the same engine: medians, then the fastest of each."""
+    pairs = zip(token["stored_ms"], token["stored_hits"], strict=True)
+    found, own = [ms for ms, hit in pairs if hit], token["own_ms"]
+    if not found:
+        return "no hit"
+    return f"{median(found) / median(own):.2f} (fastest {min(found) / min(own):.2f})"
 
 
 def _speed(run: Figures, base: Figures) -> list[str]:
-    """Ratios to vLLM alone, with a pool for everything, within each round."""
-    if "request_throughput" not in run or "request_throughput" not in base:
-        return [f"`{run['failed']}`" if "failed" in run else "", "", ""]
+    """Ratios to vLLM alone, within each round."""
     cells = []
     for figure in ("median_ttft_ms", "request_throughput"):
         ratios = [a / b for a, b in zip(run[figure], base[figure])]
@@ -185,11 +178,12 @@ def made(figures: Figures) -> str:
         if "rounds" in row.get("speed", {})
     }
     rounds = " or ".join(str(count) for count in sorted(counts))
+    timed = f"; times: medians of 7 hits and of {rounds} rounds" if rounds else ""
     large, small = model["limits"]
     return (
         f"`{command}`; {', '.join(dates)}; {', '.join(sorted(machines))}; {model['family']} of "
         f"8 layers, bfloat16, N = {model['block_size']}; `--max-num-batched-tokens` {large} and "
-        f"{small}; medians of 7 hits and of {rounds} rounds."
+        f"{small}{timed}."
     )
 
 
@@ -199,4 +193,4 @@ def _dated(part: Any) -> bool:
 
 def _markdown(head: tuple[str, ...], rows: list[list[str]]) -> str:
     lines = [list(head), ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) if rows else ""

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes of one arm: an engine, ``lmcache server`` and Valkey.
 
-Engines are forked from a process that has imported vLLM, which saves most of the start.
+Engines that are asked for answers only are forked from a process that has imported vLLM, which
+saves most of their start. Those that are timed start as a user's do: what vLLM preloads for its
+threads and memory, a fork lacks.
 """
 
 import json
@@ -37,9 +39,10 @@ DAMAGE_EVERY, DAMAGE_AT, DAMAGE = 64, 35, 0x80
 
 
 class Engine(Counted):
-    """``vllm serve`` of one arm; forked, see :mod:`processes`.
+    """``vllm serve`` of one arm.
 
     Args:
+        forked: see :mod:`processes`.
         places: fills the texts of the arm.
         limit: ``--max-num-batched-tokens``.
         blocks: of the KV cache pool; None for all that fit.
@@ -55,7 +58,9 @@ class Engine(Counted):
         model: Path,
         limit: int,
         blocks: int | None = None,
+        forked: bool = True,
     ) -> None:
+        self._forked = forked
         folder = Path(places["folder"])
         arguments = ["--shutdown-timeout", "10", "--disable-uvicorn-access-log"]
         arguments += ["--dtype", "bfloat16", "--max-model-len", str(MAX_LEN)]
@@ -66,6 +71,7 @@ class Engine(Counted):
         environment = os.environ | ENVIRONMENT
         if blocks is not None:
             environment["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB that vLLM asks to be free
+        environment["PYTHONPATH"] = str(TESTS / "e2e")  # for host_offloading
         environment["VLLM_PLUGINS"] = "lmcache_hybrid" if arm.repairs else "none"
         if arm.connector is not None:
             connector = _numbers(arm.filled(arm.connector, places))
@@ -77,7 +83,9 @@ class Engine(Counted):
         self.model = str(model)
         super().__init__(model, folder / "engine.log", arguments, environment)
 
-    def _start(self, arguments: list[str], environment: Mapping[str, str]) -> processes.Forked:
+    def _start(self, arguments: list[str], environment: Mapping[str, str]) -> Any:
+        if not self._forked:
+            return super()._start(arguments, environment)
         self.log.write_bytes(b"")
         return processes.Forked(
             self.log, environment, processes.run_script, str(COMMAND), *arguments
@@ -184,11 +192,13 @@ class Peer:
         if self._valkey is not None:
             self._valkey.__exit__(None, None, None)
 
-    def start(self, limit: int, blocks: int | None = None) -> None:
-        """Start what does not run; :meth:`wait` before asking."""
+    def start(self, limit: int, blocks: int | None = None, forked: bool = True) -> None:
+        """Start what does not run; :meth:`wait` before asking. See :class:`Engine`."""
         if self.arm.server is not None and self._server is None:
             self._server = CacheServer(self.arm, self._places)
-        self._engine = self.engine = Engine(self.arm, self._places, self._model, limit, blocks)
+        self._engine = self.engine = Engine(
+            self.arm, self._places, self._model, limit, blocks, forked
+        )
 
     def wait(self) -> None:
         """Raises RuntimeError with the line of the log that says why it did not start."""

@@ -31,6 +31,7 @@ from lmcache_hybrid.tools.tiny_families import FAMILIES
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.peers import report as peers_report  # noqa: E402
 from benchmarks.weights import report as weights_report  # noqa: E402
 from tests.sim import report as sim_report  # noqa: E402
 from tests.soak import report as soak_report  # noqa: E402
@@ -217,6 +218,16 @@ def test_tables_of_the_reliability_page_are_those_of_the_figures() -> None:
     assert rows_of(page, "soak") <= {*soak_report.table(soaked).splitlines()}
     for marker in ("weights", "simulation", "soak"):
         assert len(rows_of(page, marker)) > 6
+
+
+def test_the_tables_of_connectors_are_those_of_the_figures(tmp_path: Path) -> None:
+    figures = json.loads((DOCS / "generated/peers.json").read_text())
+    text = pages()["docs/connectors.md"]
+    page = tmp_path / "connectors.md"
+    page.write_text(re.sub(r"(<!-- peers:begin -->).+(?=<!-- peers:end)", r"\1", text, flags=re.S))
+    peers_report.fill(page, figures)
+    assert page.read_text() == text, "run python -m benchmarks.peers --render-only"
+    assert len(rows_of(text, "peers")) > 14
 
 
 def test_site_fetches_nothing() -> None:
