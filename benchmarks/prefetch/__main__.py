@@ -27,7 +27,7 @@ from benchmarks.serve.servers import Arm, Server
 PAGE = "steering.md"
 PROMPT, OTHERS = 4096, 4
 # Of RAM; holds few prompts, so others push one out while Redis keeps it.
-RAM_GB = 0.05
+RAM_GB = 0.02
 ARMS = {
     "vllm": "hit in vLLM's own cache",
     "ram": "hit in RAM, stored by its own request",
