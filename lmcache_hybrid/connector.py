@@ -97,6 +97,7 @@ class HybridConnector(KVConnectorBase_V1):
     _events: KVEvents | None = None
     _client: LookupClient | None = None
     _introduction: Introduction | None = None
+    _hosts = False  # whether the ranks are on several
     _problem: str | None = None  # why this side is off
     _ended = False
     scheduler: HybridScheduler | None = None
