@@ -8,13 +8,15 @@ The implementation is :mod:`lmcache_hybrid.storage.lmcache_store`.
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
 from lmcache_hybrid.core.digests import Digester
 from lmcache_hybrid.core.keys import RecordKey
-from lmcache_hybrid.storage.kept_names import KeptNames
+
+if TYPE_CHECKING:
+    from lmcache_hybrid.storage.kept_names import KeptNames  # imports LMCache
 
 
 class Buffer(Protocol):
@@ -72,7 +74,7 @@ class Store(Protocol[C, B]):
 
     failed_writes: Counter[str]
     rewritten_bytes: Counter[str]
-    kept: Mapping[str, KeptNames]
+    kept: "Mapping[str, KeptNames]"
 
     def engine_key(self, key: RecordKey) -> Hashable:
         """Name a record in its backends, until the next reset."""
