@@ -96,6 +96,7 @@ class HybridConnector(KVConnectorBase_V1):
 
     _events: KVEvents | None = None
     _client: LookupClient | None = None
+    _server: LookupServer | None = None
     _introduction: Introduction | None = None
     _hosts = False  # whether the ranks are on several
     _problem: str | None = None  # why this side is off
@@ -140,7 +141,6 @@ class HybridConnector(KVConnectorBase_V1):
         settle_lmcache_config(config, self.plan.block_size)
         self._metadata: ConnectorMetadata = NOTHING
         self._queue: LookupQueue | None = None
-        self._server: LookupServer | None = None
         self._cleaners: list[FolderCleaner] = []
         self._manager: LMCacheManager | None = None
         self._guard = WeightsGuard()

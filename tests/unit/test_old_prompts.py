@@ -23,7 +23,7 @@ def start(monkeypatch):
         disk = ", ".join(map(str, folders))
         config = lmcache_config(local_disk=disk or None, max_local_disk_size=1)
         monkeypatch.setattr(connector, "load_lmcache_config", lambda _: config)
-        asking = SimpleNamespace(ask=0, contents=0, drop=0)
+        asking = SimpleNamespace(ask=0, contents=0, drop=0, keep=0)
         monkeypatch.setattr(connector, "LookupClient", lambda *args: asking)
         monkeypatch.setattr(connector.HybridConnector, "_start_lmcache", lambda *args: None)
         groups = cache_config(FULL, STATE_SPEC)

@@ -331,7 +331,7 @@ def scheduler_of(monkeypatch):
 
     def make(lmcache, **parallel):
         monkeypatch.setattr(connector, "load_lmcache_config", lambda config: lmcache)
-        asking = SimpleNamespace(ask=0, contents=0, drop=0)
+        asking = SimpleNamespace(ask=0, contents=0, drop=0, keep=0)
         monkeypatch.setattr(connector, "LookupClient", lambda *args: asking)
         monkeypatch.setattr(connector.HybridConnector, "_start_lmcache", lambda *args: None)
         config, groups = engine_config("lfm2"), cache_config(FULL, STATE_SPEC)

@@ -104,7 +104,7 @@ def test_steps_are_not_made_to_end_inside_an_image():
 def test_vllm_says_which_models_are_meant(monkeypatch, whole):
     monkeypatch.setattr(connector, "load_lmcache_config", lambda config: lmcache_config())
     monkeypatch.setattr(
-        connector, "LookupClient", lambda *args: Namespace(ask=0, contents=0, drop=0)
+        connector, "LookupClient", lambda *args: Namespace(ask=0, contents=0, drop=0, keep=0)
     )
     monkeypatch.setattr(connector.HybridConnector, "_start_lmcache", lambda *args: None)
     config, groups = engine_config("lfm2"), cache_config(FULL, STATE_SPEC)
