@@ -7,15 +7,15 @@
 import json
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 import benchmarks.quiet  # noqa: F401  # before vLLM
 from benchmarks.machine import machine, versions
@@ -33,6 +33,7 @@ from benchmarks.peers.probe import (
     reference,
 )
 from benchmarks.peers.servers import Peer, processes
+from benchmarks.progress import shown
 from benchmarks.serve import client, report
 from benchmarks.serve.client import Workload
 from benchmarks.serve.cold import OUTPUT, PREFIX, STATES, SUFFIX
@@ -64,7 +65,7 @@ def main(
     from benchmarks.performance.model import make_model
 
     asked = [name for name in arms.split(",") if name != BASE]
-    with tempfile.TemporaryDirectory(prefix="peers-") as temporary, _progress() as progress:
+    with tempfile.TemporaryDirectory(prefix="peers-") as temporary, shown() as progress:
         folder = Path(temporary)
         model = make_model(folder, "qwen3_next")
         plan = _Plan(model.folder, model.block_size, model.states, folder, out, progress, command)
@@ -72,13 +73,6 @@ def main(
             plan.probe(asked)
         if "speed" in parts:
             plan.speed(asked, rounds)
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    columns = Progress.get_default_columns()[:2]
-    with Progress(SpinnerColumn(), *columns, MofNCompleteColumn(), TimeElapsedColumn()) as progress:
-        yield progress
 
 
 @dataclass(frozen=True)

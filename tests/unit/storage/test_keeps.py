@@ -2,6 +2,7 @@
 """What a request keeps is evicted last, for its time and within its share."""
 
 import hashlib
+import threading
 import time
 
 import pytest
@@ -121,7 +122,9 @@ def test_what_is_kept_no_longer_is_evicted(box, kind, how, monkeypatch):
         save(one, NEEDED)
     else:
         one.store.clear(1)
-    assert kept.size == 0 and not kept
+    assert kept.size == 0
+    kept.forget_ended()
+    assert not kept
     kept.check_integrity()
     if how != "reset":
         monkeypatch.undo()
@@ -225,6 +228,17 @@ def test_the_longer_time_counts_and_the_same_is_kept_once(monkeypatch):
     assert 0 in kept and kept.size == 100
     now[0] += 2
     assert 0 not in kept and kept.size == 0
+
+
+def test_the_gauge_waits_for_no_keep():
+    """It is read between two steps of the model."""
+    kept, read = KeptNames(ROOM), []
+    kept.keep(records(0, 10), b"a", 60)
+    with kept._lock:  # a long prompt is being kept
+        reader = threading.Thread(target=lambda: read.append(kept.size), daemon=True)
+        reader.start()
+        reader.join(20)
+    assert read == [100]
 
 
 def test_keeping_and_ending_for_ever_takes_no_memory(monkeypatch):
