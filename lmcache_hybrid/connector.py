@@ -272,7 +272,10 @@ class HybridConnector(KVConnectorBase_V1):
         """Connect to the ranks, from now on they are asked."""
         for introduction in metadata.values():
             if isinstance(introduction, Introduction) and self._client is not None:
-                self._client.connect(introduction)
+                try:
+                    self._client.connect(introduction)
+                except Exception as error:
+                    self._switch_off(error)
 
     def _open(self, pages: dict[int, GroupPages], name: bytes, replicas: Replicas | None) -> None:
         """Start LMCache's backends on this rank, and serve."""

@@ -54,7 +54,8 @@ class Options:
         alone: whether this is the only connector.
         events: whether KV cache events are published for stored records.
         folder_limits: limits to which this engine cleans the folders of ``fs://``.
-        keep_share: of the bytes of RAM or disk that records kept by requests may take, 0 for none.
+        keep_share: of the bytes of RAM or disk that records kept by requests may take, 0 for none;
+            for the part of one salt see :data:`.storage.kept_names.OF_SALT`.
         names: see :func:`.own_options.names_of`.
     """
 

@@ -31,12 +31,16 @@ NOTHING = "nothing of this prompt is stored, and this request does not store it.
 NO_BACKEND = (
     "no backend of this engine can keep records: fs://, Redis and S3 evict by orders of their own."
 )
+UNKNOWN_ADAPTER = (
+    "a rank does not know the content of the LoRA adapter, or did not answer. Nothing is kept: "
+    "repeat it."
+)
 UNANSWERED = (
     "a rank did not answer in time, or cannot read its store. Some ranks may keep their part: "
     "repeat it."
 )
 UNEXPECTED = "an unexpected error, see the engine's log. It may not have been kept: repeat it."
-RESET = "all caches were reset meanwhile. Nothing is kept: repeat it."
+RESET = "all caches were reset meanwhile: repeat it once that has succeeded."
 UNFINISHED = (
     "the request has ended before all ranks had answered. It may not have been kept: repeat it."
 )
@@ -187,8 +191,8 @@ class Keeps:
     ) -> dict[str, Any]:
         plan, size = self._plan, self._plan.block_size
         prefix = self._queue.identified(call.prefix)
-        if prefix is None:
-            raise _RefusedError(NOTHING)
+        if prefix is None or (request.lora_request is not None and prefix.adapter is None):
+            raise _RefusedError(UNKNOWN_ADAPTER, "failed")
         blocks = min(to // size, len(prefix.hashes))
         prefix, tail = prefix.up_to(blocks), 0
         if plan.unit:

@@ -261,14 +261,18 @@ class ClientTransport(ZmqReqRepClientTransport):
         head = [self.encoder.encode(verb), self.encoder.encode(body)]
         answers = []
         rank = 0
+        sent = []
         try:
             for rank, socket in enumerate(self.sockets):
                 until = self.encoder.encode(deadline + self._ahead[rank])
+                sent.append(time.monotonic())
                 socket.send_multipart([*head, until])
             for rank, socket in enumerate(self.sockets):
                 answer = socket.recv()
                 answers.append(answer[: -_STAMP.size])
                 (then,) = _STAMP.unpack(answer[-_STAMP.size :])
+                if self._ahead[rank] > then - sent[rank]:  # it has lost time, as a paused host does
+                    self._ahead[rank] = -math.inf
                 self._ahead[rank] = max(self._ahead[rank], then - time.monotonic())
         except zmq.ZMQError as error:
             logger.debug("Rank %d at %s: %s", rank, self.socket_params[rank].socket_path, error)

@@ -22,7 +22,7 @@ class KeptNames:
     """The kept records of one backend, stored or not: one that is written later is kept, too.
 
     Thread-safe. Sizes are counted in full, whether a record is stored or not, so that the share
-    holds once all are. Names past their time are forgotten with the next call.
+    holds once all are. Names past their time are forgotten with the next keep or eviction.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -187,7 +187,8 @@ class LookupServer:
         self._drop: Callable[[DropRequest], DropResult] | None = None
         self._keep: Callable[[KeepRequest], KeepResult] | None = None
         self._ledger: Ledger[Any] | None = None
-        self._unserved_epoch = 0
+        # Of the newest reset, and of one that came before there was a store.
+        self._epoch = self._unserved_epoch = 0
         self._lock = threading.Lock()  # serving thread, main thread
         self._verbs: dict[str, Callable[[bytes, float], Any]] = {
             "clear": self._reset,
@@ -284,6 +285,8 @@ class LookupServer:
     def _remove(self, body: bytes, deadline: float) -> DropResult:
         request = msgspec.msgpack.decode(body, type=DropRequest)
         request = msgspec.structs.replace(request, deadline=deadline)
+        if time.monotonic() > deadline:  # its caller has given up, and others may load since
+            return DropResult(request.block or 0, waits=True)
         try:
             if self._drop is not None:
                 return self._drop(request)
@@ -294,6 +297,8 @@ class LookupServer:
 
     def _evict_last(self, body: bytes, deadline: float) -> KeepResult:
         request = msgspec.msgpack.decode(body, type=KeepRequest)
+        if time.monotonic() > deadline:  # its caller has given up, and may have ended it since
+            return KeepResult(failure="A rank was too busy. Some may keep their part: repeat it.")
         try:
             if self._keep is not None:
                 return self._keep(request)
@@ -307,6 +312,9 @@ class LookupServer:
         epoch = msgspec.msgpack.decode(body, type=int)
         try:
             with self._lock:
+                if epoch < self._epoch:  # it was given up, and another one came before it
+                    return False
+                self._epoch = epoch
                 if self._clear is None:  # no store yet, or none at all
                     self._unserved_epoch = epoch
                 else:

@@ -213,9 +213,10 @@ def check_strangers(engine: Engine, hosts: list[Host]) -> None:
         with closing(zmq.Context.instance().socket(zmq.REQ)) as stranger:
             stranger.setsockopt(zmq.LINGER, 0)
             stranger.setsockopt(zmq.RCVTIMEO, 2000)
+            stranger.setsockopt(zmq.SNDTIMEO, 2000)
             stranger.connect(address)
-            stranger.send_multipart([b"\xa5clear", b"\xc4\x01\x09", b"\x00"])
             with pytest.raises(zmq.Again):
+                stranger.send_multipart([b"\xa5clear", b"\xc4\x01\x09", b"\x00"])
                 stranger.recv()
 
 

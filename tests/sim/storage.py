@@ -163,7 +163,9 @@ class Pool:
 
     def _let_keeps_end(self) -> None:
         self.clock += 86_402
-        assert self.kept.size == 0 and not self.kept, "what has ended is still kept"
+        assert self.kept.size == 0, "what has ended is still kept"
+        self.kept.forget_ended()
+        assert not self.kept, "what has ended is remembered"
 
     def close(self) -> None:
         """Raises AssertionError when a buffer or a pin is still held."""

@@ -232,6 +232,7 @@ def test_ranks_on_two_hosts_answer_and_nothing_of_it_can_be_read(engine):
 def stranger(known: hosts.Introduction, rank: int, kind: str) -> zmq.Socket:
     made = zmq.Context.instance().socket(zmq.REQ)
     made.setsockopt(zmq.RCVTIMEO, 1000)
+    made.setsockopt(zmq.SNDTIMEO, 1000)  # there is nobody to send to once it was turned away
     made.setsockopt(zmq.LINGER, 0)
     if kind != "no key":
         public, secret = zmq.curve_keypair()
@@ -251,8 +252,8 @@ def test_a_forged_message_reaches_no_rank(engine, kind, hybrid_log):
     for _ in range(2):
         with contextlib.closing(stranger(known, 1, kind)) as other:
             pack = msgspec.msgpack.encode
-            other.send_multipart([pack("clear"), pack(pack(9)), pack(0.0)])
             with pytest.raises(zmq.Again):
+                other.send_multipart([pack("clear"), pack(pack(9)), pack(0.0)])
                 other.recv()
     assert engine.stores[1].records, "a stranger has emptied the store"
     assert engine.client.ask(QUESTION) == [HIT, HIT]
@@ -356,6 +357,22 @@ def test_a_deadline_is_in_the_time_of_the_rank_and_never_late(engine, monkeypatc
         sent = time.monotonic()
         assert engine.client.ask(QUESTION) == [HIT, HIT]
         assert all(sent + 7 <= deadline - apart <= sent + 8.001 for deadline in deadlines)
+
+
+@slow
+def test_a_clock_that_has_lost_time_is_noticed_with_the_next_answer(engine, monkeypatch):
+    clocks, deadlines = Clocks(), []
+    monkeypatch.setattr(hosts, "time", clocks)
+    engine.connect()
+    for lookup in engine.lookups:
+        lookup.answer = lambda request: deadlines.append(request.deadline) or HIT
+    assert engine.client.ask(QUESTION) == [HIT, HIT]
+    clocks.apart -= 100.0  # the host was paused
+    assert engine.client.ask(QUESTION) == [HIT, HIT]
+    deadlines.clear()
+    sent = time.monotonic()
+    assert engine.client.ask(QUESTION) == [HIT, HIT]
+    assert all(sent + 7 <= deadline - clocks.apart <= sent + 8.001 for deadline in deadlines)
 
 
 @slow
@@ -470,6 +487,17 @@ def test_rank_0_hands_the_scheduler_what_it_needs():
     )  # another connector's
     assert connected == [known]
     Side(_client=None).set_xfer_handshake_metadata({0: known})  # a scheduler that is off
+
+
+def test_a_scheduler_that_cannot_connect_goes_on_without_the_cache(lenient, hybrid_log):
+    def connect(introduction):
+        raise OSError("too many open files")
+
+    known = hosts.Introduction(("tcp://a:1",), (b"key",), b"public", b"secret")
+    scheduler = Side(_client=SimpleNamespace(connect=connect), scheduler="one", worker=None)
+    scheduler.set_xfer_handshake_metadata({0: known})
+    assert scheduler.scheduler is None and lenient == {"start": 1}
+    assert "LMCache is off" in hybrid_log.text and "too many open files" in hybrid_log.text
 
 
 @pytest.mark.parametrize("spans", [False, True])

@@ -243,7 +243,18 @@ def test_an_adapter_s_records_are_kept_under_its_content():
     unknown = keeping("u", lora=LoRARequest("other", 2, "/other"))
     rig.ranks.contents = (b"known", b"")
     rig.prefill(unknown)
-    assert end(rig, unknown) == {"error": keeps.NOTHING}
+    assert end(rig, unknown) == {"error": keeps.UNKNOWN_ADAPTER}
+    assert rig.scheduler.counts.keeps == {"done": 1, "failed": 1}
+
+
+def test_an_adapter_that_changes_meanwhile_is_not_kept():
+    rig, request = Rig(2), keeping(lora=LoRARequest("adapter", 1, "/adapter"))
+    assert rig.match(request) == (0, False)
+    rig.ranks.contents = (b"other", b"weights")
+    rig.scheduler.update_state_after_alloc(request, table(request), 0)
+    rig.forward(request, 3 * N + 1, all_offers(3))
+    assert end(rig, request) == {"error": keeps.UNKNOWN_ADAPTER}
+    assert not rig.ranks.stores[0].kept["naive"].size
 
 
 def test_a_rank_that_does_not_answer_fails_it():

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from vllm.config import KVTransferConfig
 
@@ -293,6 +294,23 @@ def test_records_are_kept_on_every_rank(wire):
     assert [store.kept["naive"].size for store in wire.stores] == [
         1000 * (3 + len(PLAN.states))
     ] * 2
+
+
+@pytest.mark.parametrize("wire", [(1, 10_000)], indirect=True)
+def test_what_comes_after_its_caller_has_given_up_is_not_done(wire):
+    """Other requests may have been promised the records since, or a reset may have come."""
+    wire.serve()
+
+    def late(verb, body):
+        frames = [verb, msgspec.msgpack.encode(body), time.monotonic() - 1]
+        return wire.client._transport.send_and_recv_all(frames)[0]
+
+    assert msgspec.msgpack.decode(late("drop", DROP), type=DropResult) == DropResult(waits=True)
+    assert wire.stores[0].records and not wire.dropped
+    assert msgspec.msgpack.decode(late("keep", KEEP), type=KeepResult).failure
+    assert not wire.stores[0].kept["naive"].size
+    assert wire.client.clear(2) and not wire.client.clear(1) and wire.client.clear(2)
+    assert wire.epochs == [2, 2]
 
 
 @pytest.mark.parametrize("wire", [(1, 10_000)], indirect=True)

@@ -11,6 +11,37 @@ RPC = "lmcache_hybrid/storage/rpc.py"
 
 DEFECTS = (
     one(
+        "a clock that has lost time is believed for a minute",
+        HOSTS,
+        "                if self._ahead[rank] > then - sent[rank]:",
+        "                if False:",
+    ),
+    one(
+        "an old reset that comes late takes a rank back",
+        RPC,
+        "                if epoch < self._epoch:",
+        "                if False:",
+    ),
+    one(
+        "a drop is done after its caller has given up",
+        RPC,
+        "        if time.monotonic() > deadline:  # its caller has given up, and others",
+        "        if False:  # its caller has given up, and others",
+    ),
+    one(
+        "a keep is done after its caller has given up",
+        RPC,
+        "        if time.monotonic() > deadline:  # its caller has given up, and may",
+        "        if False:  # its caller has given up, and may",
+    ),
+    one(
+        "a scheduler that cannot connect ends the engine",
+        CONNECTOR,
+        "                except Exception as error:\n                    self._switch_off(error)\n",
+        "                except ZeroDivisionError as error:\n"
+        "                    self._switch_off(error)\n",
+    ),
+    one(
         "whoever has a key is let in",
         HOSTS,
         "        if self._admitted and key == self._admitted:\n",
