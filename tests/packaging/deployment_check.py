@@ -40,6 +40,7 @@ DOCKER, WATCH = ROOT / "examples/docker", ROOT / "examples/observability"
 VALUES = ROOT / "examples/kubernetes/values.yaml"
 CASES = ROOT / "tests/packaging/alerts_test.yaml"
 PLAIN = ROOT / "examples/kubernetes/deployment.yaml"
+JOB = ROOT / "examples/kubernetes/accept.yaml"
 SECRETS = dict.fromkeys(("MODEL", "VLLM_API_KEY", "GRAFANA_PASSWORD"), "x")
 # Helm's own Go packages in a library. Prints what it makes of a chart for the release "hybrid".
 HELM = "helm-python-sdk==0.2.2"
@@ -133,6 +134,7 @@ def objects_by_the_schemas_of_kubernetes(folder: Path) -> str:
     objects = [
         *yaml.safe_load(VALUES.read_text())["extraObjects"],
         *yaml.safe_load_all(PLAIN.read_text()),
+        yaml.safe_load(JOB.read_text()),
     ]
     return validated(objects, folder)
 
@@ -299,7 +301,7 @@ def main(
         "alerts and dashboard, over a real engine": engine_seen_by_prometheus,
         "compose.yaml by its schema": compose_by_its_schema,
         "compose.yaml by docker compose": compose_by_docker,
-        "deployment.yaml and objects in values.yaml": objects_by_the_schemas_of_kubernetes,
+        "objects of Kubernetes, those in values.yaml too": objects_by_the_schemas_of_kubernetes,
         "values.yaml by the chart": chart(helm_chart),
     }.items():
         with tempfile.TemporaryDirectory(prefix="deployment-") as folder:

