@@ -14,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lmcache_hybrid.config.drafts import planned
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.sizes import GIB, MIB
 from lmcache_hybrid.tools.cli.terminal import check_model
@@ -61,6 +62,17 @@ def checkpoints(text: str | int) -> str | int:
         raise typer.BadParameter(f"{error.message}, or {CHUNK_ENDS}") from None
 
 
+def drafter(text: str | dict) -> dict[str, Any]:
+    """Parse ``--speculative-config``."""
+    try:
+        found = text if isinstance(text, dict) else json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"{text!r} is not a JSON object; write it as for vllm serve")
+    return found
+
+
 def _tokens(what: str, parser: Callable[[str | int], str | int] = tokens) -> Any:
     return typer.Option(help=what, parser=parser, metavar="TOKENS")
 
@@ -72,6 +84,7 @@ ModelArgument = Annotated[
 BackendOption = Annotated[
     list[BackendName] | None, typer.Option(help="Where they are kept; all by default.")
 ]
+PlatformOption = Annotated[PlatformName, typer.Option(help="Where the engine runs.")]
 KernelBlockOption = Annotated[
     int,
     typer.Option(help="Tokens of the attention backend's smallest kernel block; 0: 16, CPU 32."),
@@ -86,6 +99,14 @@ CheckpointOption = Annotated[
     ),
 ]
 UnitOption = Annotated[int, _tokens("vLLM's --prefix-match-unit; 0: not set.")]
+DrafterOption = Annotated[
+    dict | None,
+    typer.Option(
+        help="vLLM's --speculative-config, to see what its drafter costs each hit.",
+        parser=drafter,
+        metavar="JSON",
+    ),
+]
 RateOption = Annotated[
     int, typer.Option(help="Prompt tokens that your engine computes a second.", min=1)
 ]
@@ -119,13 +140,12 @@ def plan(
     ssm_dtype: Annotated[str, typer.Option(help="vLLM's --mamba-ssm-cache-dtype.")] = "auto",
     block_size: Annotated[int, typer.Option(help="vLLM's --block-size, if you set it.")] = 0,
     prefix_match_unit: UnitOption = 0,
+    speculative_config: DrafterOption = None,
     prefill_rate: RateOption = 10_000,
     ram_rate: RamRateOption = RAM_RATE,
     network_rate: NetworkRateOption = NETWORK_RATE,
     step_tokens: Annotated[int, _tokens("vLLM's --max-num-batched-tokens.", some_tokens)] = 8192,
-    platform: Annotated[PlatformName, typer.Option(help="Where the engine runs.")] = PlatformName[
-        "gpu"
-    ],
+    platform: PlatformOption = PlatformName["gpu"],
     kernel_block: KernelBlockOption = 0,
     gdn_prefill_backend: GdnPrefillOption = GdnPrefill["triton"],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -136,7 +156,7 @@ def plan(
 
     Computed from config.json alone: no weights, no GPU, no network.
     """
-    where = _platform(platform, kernel_block, gdn_prefill_backend)
+    where, drafts = _platform(platform, kernel_block, gdn_prefill_backend), speculative_config
     if list_models:
         _list_models(Console(), where, markdown, as_json)
         return
@@ -148,13 +168,12 @@ def plan(
     )
     try:
         name, shape = catalogue.find_shape(model)
-        if dtype != "auto":
-            shape = shape.with_dtype(dtype)
+        shape = shape if dtype == "auto" else shape.with_dtype(dtype)
         sizes = sized(shape, where)
-        rounding = where.with_gdn_prefill("flashinfer")
-        hopper = sizes if platform == "cpu" else sized(shape, rounding)
+        hopper = sizes if platform == "cpu" else sized(shape, where.with_gdn_prefill("flashinfer"))
         work = Workload(context, prompts, shared, checkpoint_tokens, prefix_match_unit, step_tokens)
         work.check(sizes.block_size)
+        lost = planned(drafts, work.unit or sizes.block_size) if drafts else {}
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
     nets = shape.has_delta_nets and platform == "gpu"
@@ -169,6 +188,7 @@ def plan(
         prefill_rate=prefill_rate,
         load_rates={"ram": ram_rate * GIB, "network": network_rate * GIB},
         backends=[each.value for each in backend or BackendName],
+        lost=lost,
         flags=_flags(
             {
                 "--tensor-parallel-size": (tp, 1),
@@ -179,6 +199,7 @@ def plan(
                 "--prefix-match-unit": (prefix_match_unit, 0),
                 "--max-num-batched-tokens": (step_tokens, 8192),
                 "--gdn-prefill-backend": (where.gdn_prefill if nets else "triton", "triton"),
+                "--speculative-config": (json.dumps(drafts) if drafts else "", ""),
             }
         ),
     )
@@ -267,6 +288,10 @@ def _print(console: Console, made: dict[str, Any], model_type: str, served: str)
             f"{_mib(made['attention_bytes_per_block'] // tp)} MiB a block."
         )
     console.print()
+    if lost := made["lost_to_drafts"]:
+        for release, said in lost.items():
+            console.print(f"vLLM {release}: {said}")
+        console.print("The sizes are those without the drafter's own layers.\n")
     if not made["hits"]:
         console.print(
             f"[yellow]A prompt of {work['context']} tokens never hits: it is no longer than "

@@ -34,6 +34,7 @@ def plan_of(
     prefill_rate: int,
     load_rates: Mapping[str, float],
     backends: Sequence[str],
+    lost: Mapping[str, str],
     flags: list[str],
 ) -> dict[str, Any]:
     """Compute the size of a workload; bytes are over all ranks unless named per rank.
@@ -44,6 +45,7 @@ def plan_of(
         prefill_rate: tokens a second.
         load_rates: bytes a second to all ranks together, by where records come from.
         backends: names in BACKENDS.
+        lost: what hits lose to a drafter, by release of vLLM, see ``config.drafts.planned``.
         flags: vLLM's flags for these sizes, name and value in turn.
     """
     n, heads = sizes.block_size, shape.attention.heads
@@ -67,6 +69,7 @@ def plan_of(
         "backends": {name: _backend(name, sizes, work, flags) for name in backends},
         "checkpoints": [_checkpoint(sizes, work, tokens) for tokens in _intervals(work, n)],
         "units": [_unit(sizes, work, unit, prefill_rate, load_rates) for unit in _units(work, n)],
+        "lost_to_drafts": dict(lost),
         "rates": {"prefill_tokens": prefill_rate, "load_bytes": dict(load_rates)},
     }
 
