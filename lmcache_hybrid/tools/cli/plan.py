@@ -21,6 +21,7 @@ from lmcache_hybrid.tools.cli.terminal import check_model
 from lmcache_hybrid.tools.sizing import catalogue
 from lmcache_hybrid.tools.sizing.blocks import PLATFORMS, Platform, compute
 from lmcache_hybrid.tools.sizing.plan import NETWORK_RATE, RAM_RATE, plan_of
+from lmcache_hybrid.tools.sizing.sharing import MAX_CLIENTS, SHARE, Sharing
 from lmcache_hybrid.tools.sizing.storage import BACKENDS, CHUNK_ENDS, Workload
 from lmcache_hybrid.tools.sizing.to_write import as_typed
 
@@ -122,6 +123,23 @@ RamRateOption = Annotated[
 NetworkRateOption = Annotated[
     float, typer.Option(help="The same from a store on the network.", min=0.001, max=1e6)
 ]
+EnginesOption = Annotated[
+    int, typer.Option(help="Engines on one store: adds a table of what they ask of it.", min=0)
+]
+RequestsOption = Annotated[
+    float, typer.Option(help="With --engines: prompts a second, of each.", min=0.001, max=1e6)
+]
+HitShareOption = Annotated[
+    float, typer.Option(help="With --engines: share of them that hit.", min=0, max=1)
+]
+StoreRateOption = Annotated[
+    float,
+    typer.Option(
+        help="With --engines: GiB a second that a server of the store sends, or takes.",
+        min=0.001,
+        max=1e6,
+    ),
+]
 MarkdownOption = Annotated[
     bool, typer.Option("--markdown", help="With --list: as a Markdown table.")
 ]
@@ -144,6 +162,10 @@ def plan(
     prefill_rate: RateOption = 10_000,
     ram_rate: RamRateOption = RAM_RATE,
     network_rate: NetworkRateOption = NETWORK_RATE,
+    engines: EnginesOption = 0,
+    requests_per_second: RequestsOption = 1.0,
+    hit_share: HitShareOption = 0.5,
+    store_rate: StoreRateOption = NETWORK_RATE,
     step_tokens: Annotated[int, _tokens("vLLM's --max-num-batched-tokens.", some_tokens)] = 8192,
     platform: PlatformOption = PlatformName["gpu"],
     kernel_block: KernelBlockOption = 0,
@@ -158,8 +180,7 @@ def plan(
     """
     where, drafts = _platform(platform, kernel_block, gdn_prefill_backend), speculative_config
     if list_models:
-        _list_models(Console(), where, markdown, as_json)
-        return
+        return _list_models(Console(), where, markdown, as_json)
     if model is None:
         raise typer.BadParameter("name a MODEL, or use --list")
     check_model(model)
@@ -202,6 +223,7 @@ def plan(
                 "--speculative-config": (json.dumps(drafts) if drafts else "", ""),
             }
         ),
+        shared_by=Sharing(engines, requests_per_second, hit_share, store_rate * GIB),
     )
     if as_json:
         print(json.dumps(made, indent=1))
@@ -319,6 +341,8 @@ def _print(console: Console, made: dict[str, Any], model_type: str, served: str)
                 f"{RAM_RATE:g} GiB/s is the fastest that one H100 loaded; the code that copies\n"
                 "has changed since. `lmcache-hybrid accept` measures your GPU."
             )
+    if made["one_store"]:
+        _print_one_store(console, made)
     first, *others = made["backends"]
     also = f"; --backend {'|'.join(others)}: another" if others else ""
     console.print(f"\n[bold]What to write[/] for {BACKENDS[first].title}{also}\n")
@@ -385,6 +409,39 @@ def _units(made: dict[str, Any]) -> Table:
     head = ("U", "Hits from", "Computed again", "GiB per prompt", "Steps")
     title = "U (--prefix-match-unit), in tokens: shorter prompts hit"
     return _table(title, (*head, "Faster from: RAM", "network"), rows)
+
+
+def _print_one_store(console: Console, made: dict[str, Any]) -> None:
+    shared_by, work = made["one_store"], made["workload"]
+    rows = [
+        [
+            f"{row['engines']:,}",
+            f"{row['connections']:,}",
+            _rounded(row["commands"]),
+            _rounded(row["read"] / GIB),
+            _rounded(row["written"] / GIB),
+            _rounded(8e-9 * max(row["read"], row["written"])),
+            _rounded(row["stored_in_an_hour"] / (GIB << 10)),
+            f"{row['servers']:,}",
+        ]
+        for row in shared_by["rows"]
+    ]
+    head = ("Engines", "Connections", "Commands", "GiB read", "written", "Gbit", "TiB/hour")
+    console.print(_table("Engines on one store, each second", (*head, "Servers"), rows))
+    console.print(
+        f"An engine has {shared_by['requests']:g} requests/s (--requests-per-second) of "
+        f"{work['context']:,} tokens.\n{100 * shared_by['hit_share']:g} % of them hit at the last "
+        "boundary (--hit-share), the others are new and\nstored: TiB/hour. "
+        f"Gbit: in the direction that has more. Servers: for {100 * SHARE:g} % of\n"
+        f"{shared_by['store_rate'] / GIB:g} GiB/s each (--store-rate). Nothing is taken off for "
+        "what prompts share, or\nengines find in their own memory. Connections: to each Redis."
+    )
+    if shared_by["rows"][-1]["connections"] > MAX_CLIENTS:
+        console.print(f"A Redis takes {MAX_CLIENTS:,} of them: set its maxclients higher.")
+
+
+def _rounded(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _table(title: str, head: tuple[str, ...], rows: list[list[str]]) -> Table:

@@ -8,7 +8,7 @@ from typing import Any
 from lmcache_hybrid.core.groups import suggested_unit
 from lmcache_hybrid.core.prefill import boundaries
 from lmcache_hybrid.core.sizes import GIB
-from lmcache_hybrid.tools.sizing import storage
+from lmcache_hybrid.tools.sizing import sharing, storage
 from lmcache_hybrid.tools.sizing.blocks import Platform, Sizes
 from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE, ModelShape
 from lmcache_hybrid.tools.sizing.storage import BACKENDS, CHUNK_ENDS, Workload
@@ -36,6 +36,7 @@ def plan_of(
     backends: Sequence[str],
     lost: Mapping[str, str],
     flags: list[str],
+    shared_by: sharing.Sharing,
 ) -> dict[str, Any]:
     """Compute the size of a workload; bytes are over all ranks unless named per rank.
 
@@ -47,6 +48,7 @@ def plan_of(
         backends: names in BACKENDS.
         lost: what hits lose to a drafter, by release of vLLM, see ``config.drafts.planned``.
         flags: vLLM's flags for these sizes, name and value in turn.
+        shared_by: the engines of one store; its figures are None for no engine.
     """
     n, heads = sizes.block_size, shape.attention.heads
     return {
@@ -71,6 +73,7 @@ def plan_of(
         "units": [_unit(sizes, work, unit, prefill_rate, load_rates) for unit in _units(work, n)],
         "lost_to_drafts": dict(lost),
         "rates": {"prefill_tokens": prefill_rate, "load_bytes": dict(load_rates)},
+        "one_store": sharing.demand(sizes, work, shared_by) if shared_by.engines else None,
     }
 
 

@@ -7,8 +7,46 @@ PURGE = "lmcache_hybrid/tools/cli/purge.py"
 CLIENT = "lmcache_hybrid/tools/stored/redis_client.py"
 REDIS_STORE = "lmcache_hybrid/tools/stored/redis_store.py"
 SUMMARY = "lmcache_hybrid/tools/stored/summary.py"
+ONE_STORE = "lmcache_hybrid/tools/sizing/sharing.py"
 
 DEFECTS = (
+    # Engines on one store
+    one(
+        "plan counts no EXISTS of what is written",
+        ONE_STORE,
+        "return Asked(2 * records, 0, written)",
+        "return Asked(records, 0, written)",
+    ),
+    one(
+        "plan counts pages that are equal on all ranks as written by each",
+        ONE_STORE,
+        'storage.BACKENDS["redis"].copies(group, sizes.tp)',
+        "sizes.tp",
+    ),
+    one(
+        "plan counts hits of prompts that never hit",
+        ONE_STORE,
+        "    if not (last := _last(sizes, work)):\n        return Asked(0, 0, 0)\n",
+        "    last = _last(sizes, work)\n",
+    ),
+    one(
+        "plan counts prompts that hit as stored again",
+        ONE_STORE,
+        "save(sizes, work).times(new)",
+        "save(sizes, work)",
+    ),
+    one(
+        "plan adds what a server sends to what it takes",
+        ONE_STORE,
+        "most = max(asked.read, asked.written)",
+        "most = asked.read + asked.written",
+    ),
+    one(
+        "plan counts the connections of one rank for all",
+        ONE_STORE,
+        "engines * sizes.tp * REDIS_CONNECTIONS",
+        "engines * REDIS_CONNECTIONS",
+    ),
     # Ends of chunks
     one(
         "plan counts no chunks of later prompts from where they leave the shared prefix",
