@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the ranks agree on the boundary of a hit: their smallest result is the next limit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import msgspec
 
@@ -20,8 +20,25 @@ def agree(
     Args:
         ask: sends a request to all ranks; returns [] when one did not answer.
     """
+    calls = rounds(request)
+    request = next(calls)
     while True:
-        results = ask(request)
+        try:
+            request = calls.send(ask(request))
+        except StopIteration as end:
+            result: LookupResult = end.value
+            return result
+
+
+def rounds(
+    request: LookupRequest,
+) -> Generator[LookupRequest, list[LookupResult], LookupResult]:
+    """Yield what all ranks must be asked, and return what :func:`agree` does.
+
+    Takes their results after each; [] when one did not answer.
+    """
+    while True:
+        results = yield request
         if not results:
             return UNAVAILABLE
         attention = min(result.attention for result in results)
@@ -35,5 +52,6 @@ def agree(
             )
         request = msgspec.structs.replace(request, limit=blocks, limit_tail=tail, again=True)
         if not any(lowest):
-            ask(request.release())  # makes the other ranks release their claims
+            if request.claims:
+                yield request.release()  # makes the other ranks release their claims
             return LookupResult(0, attention, available=available, states=states)

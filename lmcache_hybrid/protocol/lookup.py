@@ -30,6 +30,7 @@ class LookupRequest(msgspec.Struct, frozen=True, array_like=True):
         barred: boundaries, in tokens, that are not allowed.
         states_at: boundaries, in blocks, that the request computes whatever is found; the result
             says which of their states are stored.
+        claims: whether a rank claims what it finds.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class LookupRequest(msgspec.Struct, frozen=True, array_like=True):
     limit_tail: int = 0
     barred: tuple[int, ...] = ()
     states_at: tuple[int, ...] = ()
+    claims: bool = True
 
     @property
     def only_releases(self) -> bool:

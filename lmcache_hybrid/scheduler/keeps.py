@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What requests ask to be kept, and what came of it.
 
-The ranks are asked once a request is admitted, while it is computed: nothing waits for the answer.
+The ranks are asked once a request is admitted, while it is computed: nothing waits for the answer,
+and lookups of other requests come before each call.
 """
 
 import hashlib
+from collections.abc import Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -67,7 +69,7 @@ class Keep:
         to: in tokens; only records that end up to there are kept. None for the whole prompt.
         error: why nothing is kept; "" while that is not known.
         asked: tokens in vLLM's own cache when it last asked what can be loaded.
-        pending: the call to the ranks, whose result is the answer; None before.
+        pending: the calls to the ranks, whose result is the answer; None before.
     """
 
     seconds: float = 0
@@ -126,6 +128,11 @@ class Keeps:
             share: of a backend's bytes that may be kept; 0 for nothing.
         """
         self._plan, self._share, self._queue, self._ledger = plan, share, queue, ledger
+        self._epoch = 0  # of the caches; those of the last one are empty
+
+    def reset(self) -> None:
+        """Keep nothing that was asked for so far: the caches are about to be emptied."""
+        self._epoch += 1
 
     def admit(
         self,
@@ -158,24 +165,26 @@ class Keeps:
         )
         barred = tuple(marks.barred)
         try:
-            keep.pending = self._queue.call(lambda: self._answer(request, to, barred, call))
+            parts = self._answer(request, to, barred, call, self._epoch)
+            keep.pending = self._queue.in_turns(parts)
         except RuntimeError:  # the engine ends
             keep.error = UNFINISHED
 
     # On the queue's thread
 
     def _answer(
-        self, request: "Request", to: int, barred: tuple[int, ...], call: KeepRequest
-    ) -> dict[str, Any]:
-        """Return what the client is told.
+        self, request: "Request", to: int, barred: tuple[int, ...], call: KeepRequest, epoch: int
+    ) -> Generator[None, None, dict[str, Any]]:
+        """Return what the client is told; a part for each call of the ranks.
 
         Args:
             to: in tokens; nothing past it is kept.
             barred: boundaries in tokens that no request may start from.
             call: with the boundary that the request will store, if any.
+            epoch: of the caches that it was asked for.
         """
         try:
-            answer = self._keep(request, to, barred, call)
+            answer = yield from self._keep(request, to, barred, call, epoch)
         except _RefusedError as why:
             self._count(why.outcome)
             return {"error": str(why)}
@@ -187,12 +196,14 @@ class Keeps:
         return answer
 
     def _keep(
-        self, request: "Request", to: int, barred: tuple[int, ...], call: KeepRequest
-    ) -> dict[str, Any]:
+        self, request: "Request", to: int, barred: tuple[int, ...], call: KeepRequest, epoch: int
+    ) -> Generator[None, None, dict[str, Any]]:
         plan, size = self._plan, self._plan.block_size
         prefix = self._queue.identified(call.prefix)
         if prefix is None or (request.lora_request is not None and prefix.adapter is None):
             raise _RefusedError(UNKNOWN_ADAPTER, "failed")
+        if prefix.adapter is not None:  # its ranks were called
+            yield
         blocks = min(to // size, len(prefix.hashes))
         prefix, tail = prefix.up_to(blocks), 0
         if plan.unit:
@@ -204,9 +215,10 @@ class Keeps:
             self._send(msgspec.structs.replace(call, prefix=prefix))
             return {"kept": {}}
         name = f"lmcache.keep of {request.request_id}"  # a lookup that LMCache does not count
-        found = self._queue.find(
+        found = yield from self._queue.find(
             LookupRequest(name, prefix, blocks, 0, again=True, limit_tail=tail, barred=barred)
         )
+        yield
         if not found.available:
             raise _RefusedError(UNANSWERED, "failed")
         stored = found.boundary * size + found.tail
@@ -218,12 +230,15 @@ class Keeps:
         prefix = prefix.up_to(kept // size).with_inner(inside)
         call = msgspec.structs.replace(call, prefix=prefix, boundaries=tuple(sorted(ends)))
         full = self._send(call)
+        yield
         free = [backend for backend, why in full.items() if not why]
         full = {backend: why for backend, why in full.items() if why}
         if not free:
             raise _RefusedError(
                 " ".join(f"{each}: {why}" for each, why in full.items()) or NO_BACKEND
             )
+        if self._epoch != epoch:
+            raise _RefusedError(RESET)
         self._send(msgspec.structs.replace(call, backends=tuple(free)))
         answer = {"kept": dict.fromkeys(free, kept), "stored": stored, "seconds": call.seconds}
         return answer | ({"full": full} if full else {})

@@ -5,9 +5,9 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Executor, Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from vllm.lora.request import LoRARequest
@@ -15,7 +15,7 @@ from vllm.lora.request import LoRARequest
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.core.threads import started
-from lmcache_hybrid.protocol.agreement import agree
+from lmcache_hybrid.protocol.agreement import agree, rounds
 from lmcache_hybrid.protocol.drop import DropRequest, DropResult
 from lmcache_hybrid.protocol.keep import KeepRequest, KeepResult
 from lmcache_hybrid.protocol.lookup import MISS, UNAVAILABLE, LookupRequest, LookupResult
@@ -100,7 +100,7 @@ class LookupQueue:
         unreleased: (request, number of the lookup) of cancelled lookups whose ranks may
             still hold a claim. The queue's thread appends, the scheduler's takes.
         ledger: counts errors on the scheduler's side; None until it is set.
-        drop, keep: as given; for a function that :meth:`call` calls.
+        drop, keep: as given; for what :meth:`call` calls and :meth:`in_turns` runs.
     """
 
     def __init__(
@@ -132,11 +132,17 @@ class LookupQueue:
         self._contents = contents
         self._timeout_seconds = 2 * timeout_ms / 1000
         self._executor = executor or started(1, "hybrid-ask")
+        # Generators to run, the first one now, whether lookups have passed before its next part,
+        # and lookups sent and begun.
+        self._turns: deque[tuple[Generator[None, None, Any], Future[Any]]] = deque()
+        self._passed, self._sent, self._begun = False, 0, 0
+        self._lock = threading.Lock()  # guards the generators
 
     def submit(self, request: LookupRequest) -> PendingLookup:
         """Number a lookup and queue it. Never blocks."""
         request = msgspec.structs.replace(request, number=next(self._numbers))
         lookup = PendingLookup(request, time.monotonic() + self._timeout_seconds)
+        self._sent += 1
         self._executor.submit(self._run, lookup)
         return lookup
 
@@ -148,28 +154,64 @@ class LookupQueue:
         """Call ``function`` between two lookups. Never blocks."""
         return self._executor.submit(function)
 
+    def in_turns(self, parts: Generator[None, None, T]) -> Future[T]:
+        """Run a generator, all lookups that wait before each part of it. Never blocks.
+
+        Generators run one after the other, so a lookup waits for one part of one of them at most.
+
+        Raises:
+            RuntimeError: the queue is closed.
+        """
+        result: Future[T] = Future()
+        with self._lock:
+            self._turns.append((parts, result))
+            first = len(self._turns) == 1
+        if first:
+            self._executor.submit(self._go_on)
+        return result
+
     def identified(self, prefix: Prefix) -> Prefix | None:
         """Add the content of its adapter to a prefix; None where the ranks do not know it.
 
-        For a function that :meth:`call` calls.
+        For what :meth:`call` calls and :meth:`in_turns` runs.
         """
         if prefix.adapter is None:
             return prefix
         return prefix.computed_with(self._contents(prefix.adapter.lora))
 
-    def find(self, request: LookupRequest) -> LookupResult:
-        """Look up and release what it claims.
+    def find(self, request: LookupRequest) -> Generator[None, None, LookupResult]:
+        """Look up and claim nothing; a part for each call of the ranks. For :meth:`in_turns`."""
+        request = msgspec.structs.replace(request, number=next(self._numbers), claims=False)
+        calls = rounds(request)
+        request = next(calls)
+        while True:
+            try:
+                request = calls.send(self._ask(request))
+            except StopIteration as end:
+                result: LookupResult = end.value
+                return result
+            yield
 
-        For a function that :meth:`call` calls.
-        """
-        request = msgspec.structs.replace(request, number=next(self._numbers))
-        try:
-            return self._look_up(request)
-        finally:
-            if not self._release(request):
-                self.unreleased.append((request.request_id, request.number))
+    def _go_on(self) -> None:
+        """Run the next part, behind the lookups that wait now."""
+        parts, result = self._turns[0]
+        self._passed = not self._passed and self._begun < self._sent
+        if not self._passed:
+            try:
+                next(parts)
+            except StopIteration as end:
+                result.set_result(end.value)
+            except Exception as error:
+                result.set_exception(error)
+            if result.done():
+                with self._lock:
+                    self._turns.popleft()
+                    if not self._turns:
+                        return
+        self._executor.submit(self._go_on)
 
     def _run(self, lookup: PendingLookup) -> None:
+        self._begun += 1
         if lookup.cancelled:
             return
         try:

@@ -272,6 +272,7 @@ class HybridScheduler:
                 tracker.prompt_tokens = 0  # tracked anew; what earlier parts asked for still holds
             else:
                 del self._trackers[request_id]
+        self._keeps.reset()
         self.prefills.clear()
         self._final.forget()
         self.store_watch.forget()

@@ -267,7 +267,9 @@ class RankLookup:
                 past = {at for at in states if boundary < at <= attention}
                 whole = past if tail else {boundary, *past}
                 self._used = prefix, tuple(whole), (end,) if tail else ()
-                if not self._keep(request, claim):
+                if not request.claims:
+                    claim.release()
+                elif not self._keep(request, claim):
                     return UNAVAILABLE
                 pages = keys[:: len(plan.attention)][: boundary - floor + bool(tail)]
                 sources = _runs(found.where[key] for key in pages)

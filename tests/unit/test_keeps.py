@@ -291,6 +291,54 @@ def test_neither_the_scheduler_nor_the_request_waits_for_the_ranks():
     assert kept(rig)[STATE] == {3}
 
 
+def calls(rig: Rig) -> int:
+    """How often keeps called the ranks."""
+    found = [each for each in rig.ranks.questions if each.request_id.startswith("lmcache.keep")]
+    return len(found) + len(rig.ranks.keeps)
+
+
+def test_lookups_come_before_each_call_of_a_keep():
+    """One thread calls the ranks for all."""
+    later = Later()
+    rig = Rig(Ranks(2, executor=later))
+    requests = [keeping("k"), keeping("l", [7] * (3 * N + 1))]
+    for request in requests:
+        rig.match(request)
+        later.run()
+        assert rig.match(request) == (0, False)
+    for request in requests:
+        rig.scheduler.update_state_after_alloc(request, table(request), 0)
+    assert len(later.waiting) == 1, "lookups wait for both keeps"
+    for number in range(6):
+        assert calls(rig) == number, "lookups wait for more than one call"
+        others = [make_request(f"{each} {number}", [number] * (2 * N)) for each in "ab"]
+        for other in others:
+            assert rig.match(other) == (None, False)
+        later.run(3)
+        assert [rig.match(other) for other in others] == [(0, False)] * 2
+        assert calls(rig) == number, "a keep came before lookups that waited"
+        later.run(1)
+    assert calls(rig) == 6 and not later.waiting
+    for request in requests:
+        assert end(rig, request)["kept"] == {"naive": 3 * N}
+
+
+def test_a_reset_between_two_calls_of_a_keep_ends_it():
+    later = Later()
+    rig, request = Rig(Ranks(1, executor=later)), keeping()
+    rig.match(request)
+    later.run()
+    rig.match(request)
+    rig.scheduler.update_state_after_alloc(request, table(request), 0)
+    while len(rig.ranks.keeps) < 1:
+        later.run(1)
+    assert end(rig, request) == {"error": keeps.UNFINISHED}  # a reset does not know it any more
+    rig.scheduler.begin_reset()
+    later.run()
+    assert not rig.ranks.stores[0].kept["naive"].size, "kept after the caches were emptied"
+    assert rig.scheduler.counts.keeps == {"refused": 1}
+
+
 def test_a_hint_costs_the_scheduler_less_than_50_microseconds():
     """The prompt's length makes no difference."""
     later = Later()

@@ -7,6 +7,7 @@ KEEPS, NAMES = "lmcache_hybrid/scheduler/keeps.py", "lmcache_hybrid/storage/kept
 RANK, STORE = "lmcache_hybrid/storage/keeps.py", "lmcache_hybrid/storage/lmcache_store.py"
 ORDER = "lmcache_hybrid/storage/eviction_order.py"
 CONFIGS = "lmcache_hybrid/scheduler/request_configs.py"
+QUEUE = "lmcache_hybrid/scheduler/lookup_queue.py"
 
 DEFECTS = (
     one(
@@ -128,10 +129,37 @@ DEFECTS = (
     ),
     one(
         "a keep's lookup leaves records pinned",
-        "lmcache_hybrid/scheduler/lookup_queue.py",
-        "            if not self._release(request):\n"
-        "                self.unreleased.append((request.request_id, request.number))\n",
-        "            pass\n",
+        QUEUE,
+        "next(self._numbers), claims=False)",
+        "next(self._numbers))",
+    ),
+    one(
+        "lookups wait until a keep is done",
+        QUEUE,
+        "            if result.done():\n                with self._lock:\n",
+        "            while not result.done():\n"
+        "                try:\n                    next(parts)\n"
+        "                except StopIteration as end:\n"
+        "                    result.set_result(end.value)\n"
+        "            if result.done():\n                with self._lock:\n",
+    ),
+    one(
+        "lookups wait for all keeps",
+        QUEUE,
+        "            first = len(self._turns) == 1\n",
+        "            first = True\n",
+    ),
+    one(
+        "a keep's next call comes before lookups that wait",
+        QUEUE,
+        "        self._passed = not self._passed and self._begun < self._sent\n",
+        "        self._passed = False\n",
+    ),
+    one(
+        "a keep outlives a reset that comes before its last call",
+        KEEPS,
+        "        if self._epoch != epoch:\n",
+        "        if False:\n",
     ),
     one(
         "a keep outlives a drop",
