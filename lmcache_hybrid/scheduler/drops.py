@@ -20,7 +20,8 @@ from lmcache_hybrid.scheduler.prompt import inner_hashes
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-# Max seconds until all records are removed: they may be in flight to a slow store.
+# Max seconds from when a drop is first asked for until it is answered: records may be in flight to
+# a slow store, and other drops come first.
 DROP_SECONDS = 30.0
 # Pause before ranks that wait for writes are asked again.
 PAUSE_SECONDS = 0.005
@@ -40,6 +41,9 @@ LATE = (
     f"the engine was busy for {DROP_SECONDS:.0f} s, or still wrote records. Others may be gone: "
     "repeat it."
 )
+BEHIND_OTHERS = (
+    f"other drops took {DROP_SECONDS:.0f} s. Nothing was removed: repeat it, or send fewer at once."
+)
 UNFINISHED = "the request has ended before all records were removed: repeat it."
 
 
@@ -52,12 +56,14 @@ class Drop:
         prefix: of the prompt; None if it is never cached.
         answer: for the client; None until it is known.
         pending: the drop under way.
+        ends: ``time.monotonic`` by which it is answered; 0 before it is first asked for.
     """
 
     start: int = 0
     prefix: Prefix | None = None
     answer: dict[str, Any] | None = None
     pending: "PendingDrop | None" = None
+    ends: float = 0.0
 
 
 class PendingDrop:
@@ -69,21 +75,23 @@ class PendingDrop:
         removed: records by backend, summed over ranks.
         refusal: why nothing may be removed; "" if it may.
         failure: why not all was removed; "" if it was.
+        late: whether its time was over first. A call under way may still change all others.
     """
 
-    def __init__(self, queue: LookupQueue, request: DropRequest, first: int) -> None:
+    def __init__(self, queue: LookupQueue, request: DropRequest, first: int, ends: float) -> None:
         """Make the first call. Never blocks.
 
         Args:
             first: block that ``request`` begins with.
+            ends: ``time.monotonic`` by which it is over.
         """
-        self._queue, self._request, self._first = queue, request, first
-        self._ends = time.monotonic() + DROP_SECONDS
+        self._queue, self._request, self._first, self._ends = queue, request, first, ends
         self._next = 0.0  # time.monotonic of the next call
         # Whether a rank may have removed any, all have removed all, and there is nothing to do.
         self._begun = self._done = self._over = False
         self.removed: Counter[str] = Counter()
         self.refusal = self.failure = ""
+        self.late = False
         self._job = queue.call(self._go_on)
 
     def poll(self, seconds: float, ledger: Ledger[SchedulerCounts]) -> bool:
@@ -96,15 +104,18 @@ class PendingDrop:
         if self._over:
             return True
         try:
-            error = self._job.exception(seconds)
+            error, called = self._job.exception(seconds), True
         except TimeoutError:
-            return False
+            error, called = None, False
         if isinstance(error, Exception):
             caught("drop_records", error, "a request's records may stay", ledger)
             self.failure = self.failure or UNEXPECTED
-        self._over = bool(self._done or self.refusal or self.failure)
-        if self._over:
-            return True
+        if called and (self._done or self.refusal or self.failure):
+            self._over = True
+        elif time.monotonic() > self._ends:  # a call under way is still finished
+            self.late = self._over = True
+        if self._over or not called:
+            return self._over
         left = self._next - time.monotonic()
         if left > 0 and seconds > 0:  # empty steps would take the CPU from the writers
             time.sleep(min(left, seconds))
@@ -114,6 +125,8 @@ class PendingDrop:
 
     def _go_on(self) -> None:
         """Make one call. Runs on the queue's thread."""
+        if self._over:
+            return
         if self._request.block is None:
             prefix = self._queue.identified(self._request.prefix)
             if prefix is None:
@@ -136,16 +149,13 @@ class PendingDrop:
             self.failure = UNANSWERED
             return None
         for result in results:
-            self.removed.update(result.removed)
+            self.removed = self.removed + Counter(result.removed)  # anew: it may be read meanwhile
         if request.block is not None:
             self._begun |= not all(each.waits or each.refusal for each in results)
         self.failure = next((each.failure for each in results if each.failure), "")
         self._refuse(next((each.refusal for each in results if each.refusal), ""))
         if any(result.waits for result in results):
-            now = time.monotonic()
-            self._next = now + PAUSE_SECONDS
-            if now > self._ends:
-                self.failure = self.failure or LATE
+            self._next = time.monotonic() + PAUSE_SECONDS
             if request.block is None:
                 return None
         return None if self.refusal or self.failure else min(each.block for each in results)
@@ -191,10 +201,15 @@ class Drops:
         """
         if drop.answer is not None:
             return False
+        drop.ends = drop.ends or time.monotonic() + DROP_SECONDS
         if drop.pending is None:
             # Its own request may have ended, and asks no more.
             if self._turn is not None and not self._turn.poll(0.0, self._ledger):
-                return True
+                if time.monotonic() <= drop.ends:
+                    return True
+                drop.answer = {"removed": {}, "error": BEHIND_OTHERS}
+                self._count("failed")
+                return False
             self._begin(request, drop)
             self._turn = drop.pending
         pending = drop.pending
@@ -202,11 +217,12 @@ class Drops:
             return False
         if not wait(lambda seconds: pending.poll(seconds, self._ledger)):
             return True
-        error = pending.refusal or pending.failure
+        refusal = "" if pending.late else pending.refusal
+        error = LATE if pending.late else refusal or pending.failure
         drop.answer = {"removed": dict(+pending.removed)}
         if error:
             drop.answer["error"] = error
-        self._count("refused" if pending.refusal else "failed" if error else "done")
+        self._count("refused" if refusal else "failed" if error else "done")
         return False
 
     def _begin(self, request: "Request", drop: Drop) -> None:
@@ -237,7 +253,7 @@ class Drops:
         # Two steps on: this pass may schedule saves, and the next step begins when they have ended.
         self._awaited = self._step + 2
         wanted = DropRequest(prefix, drop.start, end, self._awaited)
-        drop.pending = PendingDrop(self._queue, wanted, first)
+        drop.pending = PendingDrop(self._queue, wanted, first, drop.ends)
 
     def _refuse(self, drop: Drop, why: str) -> None:
         drop.answer = {"error": why}

@@ -337,6 +337,85 @@ def test_drops_are_done_one_after_the_other():
     assert {call.start for call in rig.ranks.drops} == {0} and len(rig.ranks.drops) == 4
 
 
+def test_no_drop_waits_longer_than_its_time_however_many_come_first(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(drops.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(drops.time, "sleep", lambda seconds: None)
+    rig, requests = Rig(), [dropping(f"drop {number}") for number in range(3)]
+    rig.ranks.queue.drop = lambda asked: [DropResult(waits=True)]
+    for request in requests:  # a second apart
+        assert rig.match(request) == (None, False)
+        now[0] += 1.0
+    answered = {}
+    while len(answered) < len(requests):
+        now[0] += 0.5
+        assert now[0] < 2 * drops.DROP_SECONDS, "a drop waits for those before it"
+        for request in requests:
+            if request.request_id not in answered and rig.match(request)[0] is not None:
+                answered[request.request_id] = now[0]
+        rig.step()
+    late = {
+        name: at - asked - drops.DROP_SECONDS for asked, (name, at) in enumerate(answered.items())
+    }
+    assert list(answered) == ["drop 0", "drop 1", "drop 2"]
+    assert all(0 < seconds <= 1 for seconds in late.values()), late
+    assert rig.scheduler.counts.drops == {"failed": 3}
+    for request in requests:
+        assert "repeat it" in rig.scheduler.request_finished(request)["lmcache.drop"]["error"]
+
+
+def test_a_drop_that_never_began_says_that_nothing_was_removed(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(drops.time, "monotonic", lambda: now[0])
+    later = Later()
+    rig = Rig(Ranks(executor=later))
+    rig.ranks.begun = 99
+    first, second, third = (dropping(name) for name in ("first", "second", "third"))
+    for request in (first, second, third):
+        assert rig.match(request) == (None, False)
+        now[0] += 5.0
+    while rig.scheduler._trackers["third"].drop.pending is None:  # vLLM asks for it first
+        later.run()
+        rig.match(third)
+    now[0] = drops.DROP_SECONDS + 6.0
+    rig.match(second)
+    answer = rig.scheduler.request_finished(second)["lmcache.drop"]
+    assert answer == {"removed": {}, "error": drops.BEHIND_OTHERS}
+    assert rig.scheduler.counts.drops == {"failed": 1}
+    assert rig.scheduler._trackers["third"].drop.answer is None
+
+
+def test_a_drop_of_many_records_ends_in_time(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(drops.time, "monotonic", lambda: now[0])
+    rig, request = Rig(), dropping(tokens=40 * N)
+    blocks = iter(range(1, 40))
+
+    def one_block(asked):
+        now[0] += 1.0
+        return [DropResult(0 if asked.block is None else next(blocks), {"naive": 1})]
+
+    rig.ranks.queue.drop = one_block
+    wait(rig, request)
+    answer = end(rig, request)
+    assert answer["error"] == drops.LATE and answer["removed"]["naive"] > 20
+
+
+def test_a_drop_whose_call_is_not_answered_ends_in_time_and_removes_nothing_later(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(drops.time, "monotonic", lambda: now[0])
+    later = Later()
+    rig, request = Rig(Ranks(executor=later)), dropping()
+    rig.holds(request, 3, 3)
+    assert rig.match(request) == (None, False)
+    now[0] += drops.DROP_SECONDS + 1
+    rig.match(request)
+    later.run()
+    rig.match(request)
+    assert end(rig, request) == {"removed": {}, "error": drops.LATE}
+    assert rig.ranks.stores[0].records and not rig.ranks.drops
+
+
 def test_calls_go_on_where_the_slowest_rank_is():
     rig, request, asked = Rig(2), dropping(tokens=6 * N + 1), []
 

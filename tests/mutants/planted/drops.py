@@ -71,6 +71,37 @@ DEFECTS = (
         "            if False:\n",
     ),
     one(
+        "a drop's time begins with its turn",
+        DROPS,
+        "        drop.ends = drop.ends or time.monotonic() + DROP_SECONDS\n",
+        "        if drop.pending is None:\n"
+        "            drop.ends = time.monotonic() + DROP_SECONDS\n",
+    ),
+    one(
+        "a drop waits for its turn for ever",
+        DROPS,
+        "                if time.monotonic() <= drop.ends:\n",
+        "                if True:\n",
+    ),
+    one(
+        "a drop waits for a call without an answer for ever",
+        DROPS,
+        "        elif time.monotonic() > self._ends:",
+        "        elif called and time.monotonic() > self._ends:",
+    ),
+    one(
+        "a drop of many records takes as long as it likes",
+        DROPS,
+        "        elif time.monotonic() > self._ends:",
+        "        elif not called and time.monotonic() > self._ends:",
+    ),
+    one(
+        "a drop removes records after it was answered",
+        DROPS,
+        "        if self._over:\n            return\n        if self._request",
+        "        if self._request",
+    ),
+    one(
         "a drop that was stopped half way says that nothing was removed",
         "lmcache_hybrid/scheduler/drops.py",
         "        if why and self._begun:\n",
