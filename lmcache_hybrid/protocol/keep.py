@@ -16,6 +16,8 @@ class KeepRequest(msgspec.Struct, frozen=True, array_like=True):
         seconds: from now on; 0 to keep none of its records any longer.
         share: of a backend's bytes that kept records of all salts may take.
         backends: that keep; None to keep nothing, and only find out which have room.
+        number: of the keep. With 0 seconds, only what it alone keeps is kept no longer; 0 for all.
+        stays: then pages of so many blocks, and a hit at this boundary in blocks, stay kept.
     """
 
     prefix: Prefix
@@ -24,6 +26,8 @@ class KeepRequest(msgspec.Struct, frozen=True, array_like=True):
     seconds: float
     share: float
     backends: tuple[str, ...] | None = None
+    number: int = 0
+    stays: tuple[int, int] = (0, 0)
 
 
 class KeepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -6,8 +6,10 @@ and lookups of other requests come before each call.
 """
 
 import hashlib
+import itertools
 from collections.abc import Generator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +45,10 @@ UNANSWERED = (
 )
 UNEXPECTED = "an unexpected error, see the engine's log. It may not have been kept: repeat it."
 RESET = "all caches were reset meanwhile: repeat it once that has succeeded."
+UNSTORED = (
+    "the request has ended before its prompt was stored. Only what was stored before it is kept: "
+    "repeat it."
+)
 UNFINISHED = (
     "the request has ended before all ranks had answered. It may not have been kept: repeat it."
 )
@@ -62,7 +68,7 @@ class _RefusedError(Exception):
 
 @dataclass
 class Keep:
-    """What a request asks to be kept. Used by the scheduler's thread only.
+    """What a request asks to be kept. Used by the scheduler's thread only, but for ``sent``.
 
     Attributes:
         seconds: from its admission on; 0 to keep its prompt no longer.
@@ -70,6 +76,10 @@ class Keep:
         error: why nothing is kept; "" while that is not known.
         asked: tokens in vLLM's own cache when it last asked what can be loaded.
         pending: the calls to the ranks, whose result is the answer; None before.
+        promised: boundary in blocks that it has yet to store; 0 for none.
+        sent: the call that keeps, and the boundary in blocks that was stored before; None until
+            it is made. The queue's thread sets it.
+        broken: whether it has ended before that.
     """
 
     seconds: float = 0
@@ -77,6 +87,9 @@ class Keep:
     error: str = ""
     asked: int = 0
     pending: "Future[dict[str, Any]] | None" = None
+    promised: int = 0
+    sent: tuple[KeepRequest, int] | None = None
+    broken: bool = False
 
     def begin(
         self,
@@ -114,7 +127,8 @@ class Keep:
         pending = self.pending
         if self.error or pending is None or not pending.done() or pending.cancelled():
             return {"error": self.error or UNFINISHED}
-        return pending.result()
+        answer = pending.result()
+        return {"error": UNSTORED} if self.broken and "kept" in answer else answer
 
 
 class Keeps:
@@ -128,6 +142,7 @@ class Keeps:
             share: of a backend's bytes that may be kept; 0 for nothing.
         """
         self._plan, self._share, self._queue, self._ledger = plan, share, queue, ledger
+        self._numbers = itertools.count(1)
         self._epoch = 0  # of the caches; those of the last one are empty
 
     def reset(self) -> None:
@@ -162,18 +177,54 @@ class Keeps:
             hashlib.blake2b(salt, digest_size=16).digest() if salt else b"",
             keep.seconds,
             self._share,
+            number=next(self._numbers) if keep.seconds else 0,
         )
+        keep.promised = call.boundaries[0] if computes and keep.seconds else 0
         barred = tuple(marks.barred)
         try:
-            parts = self._answer(request, to, barred, call, self._epoch)
+            parts = self._answer(keep, request, to, barred, call, self._epoch)
             keep.pending = self._queue.in_turns(parts)
         except RuntimeError:  # the engine ends
             keep.error = UNFINISHED
 
+    def take_back(self, keep: Keep, pages: int) -> None:
+        """Keep no longer what a request has promised, as it has ended before. Never blocks.
+
+        Args:
+            pages: leading blocks whose attention pages it has stored or found.
+        """
+        promised, keep.promised, keep.broken = keep.promised, 0, True
+        with suppress(RuntimeError):  # the engine ends
+            self._queue.in_turns(self._take_back(keep, promised, pages))
+
     # On the queue's thread
 
+    def _take_back(self, keep: Keep, promised: int, pages: int) -> Generator[None, None, None]:
+        """Keep a promised boundary no longer, once it is kept.
+
+        Args:
+            pages: leading blocks whose pages stay kept.
+        """
+        if keep.sent is None:
+            return
+        call, found = keep.sent
+        stays = min(pages, len(call.prefix.hashes)), found
+        call = msgspec.structs.replace(call, boundaries=(promised,), seconds=0, stays=stays)
+        try:
+            self._queue.keep(call)
+        except Exception as error:
+            later = "what a request has not stored is kept until its time is over"
+            caught("keep_records", error, later, self._ledger)
+        yield
+
     def _answer(
-        self, request: "Request", to: int, barred: tuple[int, ...], call: KeepRequest, epoch: int
+        self,
+        keep: Keep,
+        request: "Request",
+        to: int,
+        barred: tuple[int, ...],
+        call: KeepRequest,
+        epoch: int,
     ) -> Generator[None, None, dict[str, Any]]:
         """Return what the client is told; a part for each call of the ranks.
 
@@ -184,7 +235,7 @@ class Keeps:
             epoch: of the caches that it was asked for.
         """
         try:
-            answer = yield from self._keep(request, to, barred, call, epoch)
+            answer = yield from self._keep(keep, request, to, barred, call, epoch)
         except _RefusedError as why:
             self._count(why.outcome)
             return {"error": str(why)}
@@ -196,7 +247,13 @@ class Keeps:
         return answer
 
     def _keep(
-        self, request: "Request", to: int, barred: tuple[int, ...], call: KeepRequest, epoch: int
+        self,
+        keep: Keep,
+        request: "Request",
+        to: int,
+        barred: tuple[int, ...],
+        call: KeepRequest,
+        epoch: int,
     ) -> Generator[None, None, dict[str, Any]]:
         plan, size = self._plan, self._plan.block_size
         prefix = self._queue.identified(call.prefix)
@@ -239,7 +296,9 @@ class Keeps:
             )
         if self._epoch != epoch:
             raise _RefusedError(RESET)
-        self._send(msgspec.structs.replace(call, backends=tuple(free)))
+        call = msgspec.structs.replace(call, backends=tuple(free))
+        keep.sent = call, found.boundary
+        self._send(call)
         answer = {"kept": dict.fromkeys(free, kept), "stored": stored, "seconds": call.seconds}
         return answer | ({"full": full} if full else {})
 

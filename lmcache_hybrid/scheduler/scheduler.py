@@ -379,6 +379,7 @@ class HybridScheduler:
         self._planner.drop_offers("not_cached", len(offered) - len(held))
         computed = request.num_computed_tokens + scheduled
         save = self._planner.plan(tracker, computed, held, block_state)
+        tracker.settle_keep(self._plan)
         if save is not None and self.events is not None:
             self.events.learn_save(request, save)
         return save
@@ -467,6 +468,9 @@ class HybridScheduler:
         if tracker is not None:
             # It only warns, and an error in it must leave no claim behind.
             self.store_watch.ended(tracker)
+            tracker.settle_keep(self._plan)
+            if tracker.keep is not None and tracker.keep.promised:
+                self._keeps.take_back(tracker.keep, tracker.stored.attention)
         return self._arrivals.answer(request, tracker)
 
     def check_integrity(self) -> None:

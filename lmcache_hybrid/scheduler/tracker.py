@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from lmcache_hybrid.core.groups import GroupPlan
 from lmcache_hybrid.identity.adapters import Adapter
 from lmcache_hybrid.protocol.lookup import LookupResult
 from lmcache_hybrid.protocol.prefix import Prefix
@@ -90,6 +91,16 @@ class Stored:
     attention: int = 0
     states: set[int] = field(default_factory=set)
     windows: set[tuple[int, int]] = field(default_factory=set)
+
+    def starts(self, boundary: int, plan: GroupPlan) -> bool:
+        """Whether all is stored that a request needs to start from ``boundary`` (in blocks)."""
+        pages = (
+            (window.group, block)
+            for window in plan.windows
+            for block in range(window.first(0, boundary), boundary)
+        )
+        has_state = not plan.states or boundary * plan.block_size in self.states
+        return boundary <= self.attention and has_state and self.windows.issuperset(pages)
 
     def forget(self, attention: int = 0) -> None:
         """Save everything again but the first ``attention`` blocks of attention pages."""
@@ -284,6 +295,12 @@ class RequestTracker:
         if prefix is None:
             self.inner = 0
         return prefix is not None
+
+    def settle_keep(self, plan: GroupPlan) -> None:
+        """Note whether what it asks to be kept, and promised to store, is stored by now."""
+        keep = self.keep
+        if keep is not None and keep.promised and self.stored.starts(keep.promised, plan):
+            keep.promised = 0
 
     @property
     def saving(self) -> bool:

@@ -4,8 +4,9 @@
 from collections.abc import Mapping
 
 from lmcache_hybrid.core.groups import GroupPlan
+from lmcache_hybrid.core.keys import ATTENTION, RecordKey
 from lmcache_hybrid.protocol.keep import KeepRequest, KeepResult
-from lmcache_hybrid.protocol.prefix import block_keys, used_keys
+from lmcache_hybrid.protocol.prefix import block_keys, record_keys, used_keys
 from lmcache_hybrid.storage.store import Store
 
 
@@ -19,10 +20,8 @@ def keep(
     """
     prefix = request.prefix
     if not request.seconds:
-        blocks = range(len(prefix.hashes) + bool(prefix.inner))
-        keys = [key for block in blocks for key in block_keys(prefix, block, plan)]
         for kept in store.kept.values():
-            kept.end(map(store.engine_key, keys))
+            kept.end(map(store.engine_key, _ending(plan, request)), request.number)
         return KeepResult(dict.fromkeys(store.kept, ""))
     wanted = used_keys(prefix, request.boundaries, plan, prefix.inner)
     records = {store.engine_key(key): sizes[key.group] for key in wanted}
@@ -34,5 +33,18 @@ def keep(
             }
         )
     for name in request.backends:
-        store.kept[name].keep(records, request.salt, request.seconds)
+        store.kept[name].keep(records, request.salt, request.seconds, request.number)
     return KeepResult(dict.fromkeys(request.backends, ""))
+
+
+def _ending(plan: GroupPlan, request: KeepRequest) -> list[RecordKey]:
+    """List what a call of 0 seconds keeps no longer."""
+    prefix = request.prefix
+    if not request.number:
+        blocks = range(len(prefix.hashes) + bool(prefix.inner))
+        return [key for block in blocks for key in block_keys(prefix, block, plan)]
+    pages, boundary = request.stays
+    stay = set(used_keys(prefix, (boundary,), plan))
+    for block in range(pages):
+        stay.update(record_keys(prefix, block, plan.block_size, ATTENTION, plan.attention))
+    return [key for key in used_keys(prefix, request.boundaries, plan) if key not in stay]

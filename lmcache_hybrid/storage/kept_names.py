@@ -32,8 +32,9 @@ class KeptNames:
         """
         self._capacity = capacity
         self._lock = threading.Lock()  # guards changes
-        # (second of time.monotonic until which it is kept, salt, bytes) by name.
-        self._names: dict[Hashable, tuple[int, bytes, int]] = {}
+        # (second of time.monotonic until which it is kept, salt, bytes, number of the keep) by
+        # name; number 0 for several.
+        self._names: dict[Hashable, tuple[int, bytes, int, int]] = {}
         # Names and bytes by this second, and a heap of these seconds.
         self._by_end: dict[int, set[Hashable]] = {}
         self._bytes_by_end: dict[int, int] = {}
@@ -76,11 +77,14 @@ class KeptNames:
                 return "what may be kept for all is in use. Try again later."
             return ""
 
-    def keep(self, records: Mapping[Hashable, int], salt: bytes, seconds: float) -> None:
+    def keep(
+        self, records: Mapping[Hashable, int], salt: bytes, seconds: float, number: int = 0
+    ) -> None:
         """Keep records from now on, those kept for longer as long as they were.
 
         Args:
             records: bytes by name.
+            number: of the keep, for :meth:`end`.
         """
         until = math.ceil(time.monotonic() + seconds)
         with self._lock:
@@ -89,19 +93,27 @@ class KeptNames:
                 self._by_end[until], self._bytes_by_end[until] = set(), 0
                 heapq.heappush(self._ends, until)
             for name, size in records.items():
-                if self._names.get(name, (0, salt, 0))[0] < until:
+                ends, _, _, other = self._names.get(name, (0, salt, 0, number))
+                if other not in (0, number):  # two keep it
+                    self._names[name] = *self._names[name][:3], 0
+                if ends < until:
                     self._forget(name)
-                    self._names[name] = until, salt, size
+                    self._names[name] = until, salt, size, number if other == number else 0
                     self._by_end[until].add(name)
                     self._bytes_by_end[until] += size
                     self._of_salt[salt] += size
                     self._total += size
 
-    def end(self, names: Iterable[Hashable]) -> None:
-        """Keep records no longer."""
+    def end(self, names: Iterable[Hashable], number: int = 0) -> None:
+        """Keep records no longer.
+
+        Args:
+            number: of the only keep that is to end; 0 for all.
+        """
         with self._lock:
             for name in names:
-                self._forget(name)
+                if not number or self._names.get(name, (0, b"", 0, 0))[3] == number:
+                    self._forget(name)
 
     def clear(self) -> None:
         """Keep none any longer."""
@@ -128,7 +140,7 @@ class KeptNames:
             del self._by_end[ended], self._bytes_by_end[ended]
 
     def _forget(self, name: Hashable) -> None:
-        until, salt, size = self._names.pop(name, (0, b"", 0))
+        until, salt, size, _ = self._names.pop(name, (0, b"", 0, 0))
         if not until:
             return
         self._by_end[until].discard(name)
@@ -141,7 +153,7 @@ class KeptNames:
     def check_integrity(self) -> None:
         """Assert what holds between two calls."""
         with self._lock:
-            held = [size for _, _, size in self._names.values()]
+            held = [size for _, _, size, _ in self._names.values()]
             assert self._total == sum(held) == self._of_salt.total(), "bytes are kept for nothing"
             assert sorted(self._ends) == sorted(self._by_end), "an end is not waited for"
             assert sum(map(len, self._by_end.values())) == len(held), "a name has no end"

@@ -28,6 +28,15 @@ def keeping(request_id: str = "k", tokens: int = 3 * N + 1, params: dict = KEEP,
     return make_request(request_id, tokens, params=params, **kwargs)
 
 
+def compute(rig: Rig, request) -> None:
+    """Match without a hit, then compute and store the prompt in one step."""
+    assert rig.match(request)[0] == 0
+    rig.scheduler.update_state_after_alloc(request, table(request), 0)
+    last = (request.num_tokens - 1) // N
+    offers = [] if rig.scheduler._trackers[request.request_id].skip_save else all_offers(last)
+    rig.forward(request, request.num_tokens, offers)
+
+
 def end(rig: Rig, request) -> dict:
     answer = rig.scheduler.request_finished(request)
     return answer["lmcache.keep"]
@@ -86,6 +95,8 @@ def test_only_what_ends_before_keep_to_is_kept_and_a_step_ends_there():
     rig.scheduler.update_state_after_alloc(request, table(request), 0)
     rig.step({"k": N}, {"k": table(request)})
     assert request.shared_prefix_boundary == 2 * N
+    request.num_computed_tokens = N
+    assert rig.forward(request, N, all_offers(2)) is not None
     assert end(rig, request)["kept"] == {"naive": 2 * N}
     assert kept(rig) == {ATTENTION: {1, 2}, STATE: {2}}
 
@@ -154,13 +165,13 @@ def test_what_cannot_be_done_is_said_to_the_client_and_keeps_nothing(params, say
 
 def test_a_share_of_0_keeps_nothing():
     rig, request = Rig(keep_share=0), keeping()
-    rig.prefill(request)
+    compute(rig, request)
     assert end(rig, request) == {"error": keeps.OFF} and not rig.ranks.keeps
 
 
 def test_nothing_is_kept_of_a_prompt_that_is_neither_stored_nor_saved():
     rig, request = Rig(), keeping(params=KEEP | {"lmcache.skip_save": True})
-    rig.prefill(request)
+    compute(rig, request)
     assert end(rig, request) == {"error": keeps.NOTHING}
     assert kept(rig) == {ATTENTION: set(), STATE: set()}
 
@@ -169,11 +180,11 @@ def test_another_salt_s_records_are_neither_kept_nor_seen():
     rig, theirs = Rig(), make_request("theirs", cache_salt="theirs")
     rig.holds(theirs, 3, 3)
     request = keeping(params=KEEP | {"lmcache.skip_save": True}, cache_salt="mine")
-    rig.prefill(request)
+    compute(rig, request)
     assert end(rig, request) == {"error": keeps.NOTHING}
     names = rig.ranks.stores[0].kept["naive"]._names
     stored = keeping("stored", cache_salt="mine")
-    rig.prefill(stored)
+    compute(rig, stored)
     assert end(rig, stored)["stored"] == 0, "it says what another salt has stored"
     assert names and not set(names) & set(rig.ranks.stores[0].records)
 
@@ -189,18 +200,18 @@ def test_a_share_that_is_full_is_an_error_and_nothing_is_kept():
     fits(rig, 3 + STATES)
     rig.ranks.stores[0].kept = {"naive": KeptNames(1 << 40)}  # nor on a rank that has room
     first = keeping("first", cache_salt="a")
-    rig.prefill(first)
+    compute(rig, first)
     assert "kept" in end(rig, first)
     other = keeping("other", [7] * (3 * N + 1), cache_salt="a")
     before = [kept(rig, rank) for rank in (0, 1)]
-    rig.prefill(other)
+    compute(rig, other)
     assert "this cache_salt would keep 0.0 MB" in end(rig, other)["error"]
     assert [kept(rig, rank) for rank in (0, 1)] == before
     again = keeping("again", cache_salt="a")
-    rig.prefill(again)
+    compute(rig, again)
     assert "kept" in end(rig, again), "its own records are counted twice"
     theirs = keeping("theirs", cache_salt="b")
-    rig.prefill(theirs)
+    compute(rig, theirs)
     assert "kept" in end(rig, theirs), "one salt takes another's share"
     assert rig.scheduler.counts.keeps == {"done": 3, "refused": 1}
 
@@ -208,7 +219,7 @@ def test_a_share_that_is_full_is_an_error_and_nothing_is_kept():
 def test_a_full_backend_does_not_keep_another_from_it():
     rig, request = Rig(), keeping()
     rig.ranks.stores[0].kept = {"RAM": KeptNames(10), "disk": KeptNames(1 << 40)}
-    rig.prefill(request)
+    compute(rig, request)
     answer = end(rig, request)
     assert answer["kept"] == {"disk": 3 * N}
     assert "all requests without a cache_salt would keep" in answer["full"]["RAM"]
@@ -218,13 +229,13 @@ def test_a_full_backend_does_not_keep_another_from_it():
 def test_stores_that_evict_by_themselves_keep_nothing_and_it_is_said():
     rig, request = Rig(), keeping()
     rig.ranks.stores[0].kept = {}
-    rig.prefill(request)
+    compute(rig, request)
     assert end(rig, request) == {"error": keeps.NO_BACKEND}
 
 
 def test_0_seconds_end_a_keep():
     rig = Rig()
-    rig.prefill(keeping("a", 5 * N + 1))
+    compute(rig, keeping("a", 5 * N + 1))
     assert kept(rig) == {ATTENTION: {1, 2, 3, 4, 5}, STATE: {5}}
     request = keeping("b", 5 * N + 1, {"lmcache.keep": 0, "lmcache.keep_to": 3 * N})
     rig.match(request)
@@ -235,14 +246,14 @@ def test_0_seconds_end_a_keep():
 
 def test_an_adapter_s_records_are_kept_under_its_content():
     rig, request = Rig(2), keeping(lora=LoRARequest("adapter", 1, "/adapter"))
-    rig.prefill(request)
+    compute(rig, request)
     assert end(rig, request)["kept"] == {"naive": 3 * N}
     names = rig.ranks.stores[1].kept["naive"]._names
     prefix = prefix_of(request, N, 1, ()).computed_with(rig.ranks.contents)
     assert names and all(key.tags == prefix.tags for key in names)
     unknown = keeping("u", lora=LoRARequest("other", 2, "/other"))
     rig.ranks.contents = (b"known", b"")
-    rig.prefill(unknown)
+    compute(rig, unknown)
     assert end(rig, unknown) == {"error": keeps.UNKNOWN_ADAPTER}
     assert rig.scheduler.counts.keeps == {"done": 1, "failed": 1}
 
@@ -260,11 +271,11 @@ def test_an_adapter_that_changes_meanwhile_is_not_kept():
 def test_a_rank_that_does_not_answer_fails_it():
     rig, request = Rig(2), keeping()
     rig.ranks.queue.keep = lambda asked: []
-    rig.prefill(request)
+    compute(rig, request)
     assert end(rig, request) == {"error": keeps.UNANSWERED}
     rig.ranks.queue.keep = lambda asked: [KeepResult(), KeepResult(failure="No store.")]
     other = keeping("o")
-    rig.prefill(other)
+    compute(rig, other)
     assert end(rig, other) == {"error": "No store."}
     assert rig.scheduler.counts.keeps == {"failed": 2}
 
@@ -272,7 +283,7 @@ def test_a_rank_that_does_not_answer_fails_it():
 def test_an_unexpected_error_fails_it(lenient):
     rig, request = Rig(), keeping()
     rig.ranks.queue.keep = lambda asked: 1 / 0
-    rig.prefill(request)
+    compute(rig, request)
     assert end(rig, request) == {"error": keeps.UNEXPECTED}
     assert lenient == {"keep_records": 1}
 
@@ -320,6 +331,7 @@ def test_lookups_come_before_each_call_of_a_keep():
         later.run(1)
     assert calls(rig) == 6 and not later.waiting
     for request in requests:
+        rig.forward(request, 3 * N + 1, all_offers(3))
         assert end(rig, request)["kept"] == {"naive": 3 * N}
 
 
@@ -337,6 +349,113 @@ def test_a_reset_between_two_calls_of_a_keep_ends_it():
     later.run()
     assert not rig.ranks.stores[0].kept["naive"].size, "kept after the caches were emptied"
     assert rig.scheduler.counts.keeps == {"refused": 1}
+
+
+# Requests that end before they have stored what they promised
+
+
+def begin(rig: Rig, request) -> None:
+    """Admit it: what it asks is kept, and nothing is computed."""
+    tokens, _ = rig.match(request)
+    rig.scheduler.update_state_after_alloc(request, table(request), tokens)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_an_aborted_request_has_not_stored_is_kept_no_longer(ranks):
+    rig, request = Rig(ranks), keeping()
+    begin(rig, request)
+    assert kept(rig, ranks - 1) == {ATTENTION: {1, 2, 3}, STATE: {3}}
+    assert end(rig, request) == {"error": keeps.UNSTORED}
+    for rank in range(ranks):
+        assert kept(rig, rank) == {ATTENTION: set(), STATE: set()}
+        assert rig.ranks.stores[rank].kept["naive"].size == 0
+        rig.ranks.stores[rank].kept["naive"].check_integrity()
+
+
+def test_what_an_aborted_request_has_stored_or_found_stays_kept():
+    rig, request = Rig(), keeping(tokens=5 * N + 1)
+    rig.holds(request, 1, 1)
+    begin(rig, request)
+    rig.loaded(request)
+    request.num_computed_tokens = N
+    assert kept(rig) == {ATTENTION: {1, 2, 3, 4, 5}, STATE: {1, 5}}
+    assert rig.forward(request, 2 * N) is not None
+    end(rig, request)
+    assert kept(rig) == {ATTENTION: {1, 2, 3}, STATE: {1}}
+
+
+def test_what_was_found_stays_kept_where_its_load_failed():
+    rig, request = Rig(), keeping(tokens=5 * N + 1)
+    rig.holds(request, 2, 2)
+    begin(rig, request)
+    rig.loaded(request, failed=True)
+    end(rig, request)
+    assert kept(rig) == {ATTENTION: {1, 2}, STATE: {2}}
+
+
+@pytest.mark.parametrize("seconds", [60, 3600])
+@pytest.mark.parametrize("first", ["k", "other"])
+@pytest.mark.parametrize("ends", ["k", "other"])
+def test_what_another_request_keeps_stays_kept(seconds, first, ends):
+    rig = Rig()
+    requests = {"k": keeping(), "other": keeping("other", params={"lmcache.keep": seconds})}
+    for name in sorted(requests, key=lambda name: name != first):
+        request = requests[name]
+        rig.match(request)
+        rig.scheduler.prefills.forget("k")
+        rig.match(request)
+        rig.scheduler.update_state_after_alloc(request, table(request), 0)
+    end(rig, requests[ends])
+    assert kept(rig) == {ATTENTION: {1, 2, 3}, STATE: {3}}
+
+
+def test_what_is_kept_again_by_another_stays_kept():
+    """The first keep has ended meanwhile."""
+    rig, request, other = Rig(), keeping(), keeping("other", params=KEEP | {"lmcache.keep_to": N})
+    begin(rig, request)
+    rig.scheduler._trackers["k"].save = False  # it computes for a long time
+    rig.ranks.stores[0].kept["naive"].clear()
+    rig.scheduler.prefills.forget("k")
+    begin(rig, other)
+    assert kept(rig) == {ATTENTION: {1}, STATE: {1}}
+    end(rig, request)
+    assert kept(rig) == {ATTENTION: {1}, STATE: {1}}
+
+
+def test_a_request_that_ends_before_it_is_kept_takes_no_share_later():
+    later = Later()
+    rig, request = Rig(Ranks(1, executor=later)), keeping()
+    rig.match(request)
+    later.run()
+    begin(rig, request)
+    assert end(rig, request) == {"error": keeps.UNFINISHED}
+    later.run()
+    assert len(rig.ranks.keeps) == 3
+    assert kept(rig) == {ATTENTION: set(), STATE: set()}
+
+
+def test_what_was_stored_once_stays_kept_after_a_preemption():
+    """The lookup after it says nothing of boundaries before its hit."""
+    rig, request = Rig(), keeping(tokens=6 * N + 1, params=KEEP | {"lmcache.keep_to": 2 * N})
+    begin(rig, request)
+    rig.forward(request, 2 * N, all_offers(2))
+    rig.forward(request, N)
+    request.num_computed_tokens = 0
+    rig.holds(request, 3, 3)
+    tokens, _ = rig.match(request)
+    assert tokens == 3 * N
+    rig.scheduler.update_state_after_alloc(request, table(request), tokens)
+    rig.loaded(request)
+    assert end(rig, request)["kept"] == {"naive": 2 * N}
+    assert kept(rig) == {ATTENTION: {1, 2}, STATE: {2}}
+
+
+def test_an_error_as_it_is_taken_back_is_counted(lenient):
+    rig, request = Rig(), keeping()
+    begin(rig, request)
+    rig.ranks.queue.keep = lambda asked: 1 / 0
+    end(rig, request)
+    assert lenient == {"keep_records": 1}
 
 
 def test_a_hint_costs_the_scheduler_less_than_50_microseconds():
@@ -359,7 +478,7 @@ def test_a_hint_costs_the_scheduler_less_than_50_microseconds():
 
 def test_a_preempted_request_keeps_once():
     rig, request = Rig(), keeping()
-    rig.prefill(request)
+    compute(rig, request)
     calls = len(rig.ranks.keeps)
     rig.match(request)
     rig.scheduler.update_state_after_alloc(request, table(request), 0)
@@ -368,7 +487,7 @@ def test_a_preempted_request_keeps_once():
 
 def test_a_reset_ends_it_and_says_so():
     rig, request = Rig(), keeping()
-    rig.prefill(request)
+    compute(rig, request)
     rig.scheduler.begin_reset()
     assert end(rig, request) == {"error": keeps.RESET}
     late = keeping("late")

@@ -62,7 +62,7 @@ DEFECTS = (
     one(
         "a shorter time ends a longer one",
         NAMES,
-        "                if self._names.get(name, (0, salt, 0))[0] < until:\n",
+        "                if ends < until:\n",
         "                if True:\n",
     ),
     one(
@@ -190,6 +190,68 @@ DEFECTS = (
         "lmcache_hybrid/storage/tiers/ram.py",
         "        if backend.use_hot:\n",
         "        if True:\n",
+    ),
+    one(
+        "what an aborted request has not stored is kept until its time is over",
+        "lmcache_hybrid/scheduler/scheduler.py",
+        "            if tracker.keep is not None and tracker.keep.promised:\n",
+        "            if False:\n",
+    ),
+    one(
+        "what a request has stored is kept no longer once it ends",
+        "lmcache_hybrid/scheduler/tracker.py",
+        "            keep.promised = 0\n",
+        "            pass\n",
+    ),
+    one(
+        "a keep forgets after a preemption what was stored before",
+        "lmcache_hybrid/scheduler/scheduler.py",
+        "        save = self._planner.plan(tracker, computed, held, block_state)\n"
+        "        tracker.settle_keep(self._plan)\n",
+        "        save = self._planner.plan(tracker, computed, held, block_state)\n",
+    ),
+    one(
+        "an aborted request ends another's keep",
+        NAMES,
+        '                if not number or self._names.get(name, (0, b"", 0, 0))[3] == number:\n',
+        "                if True:\n",
+    ),
+    one(
+        "a record that two requests keep is that of the last",
+        NAMES,
+        "number if other == number else 0\n",
+        "number\n",
+    ),
+    one(
+        "a record that two requests keep is that of the first",
+        NAMES,
+        "                if other not in (0, number):",
+        "                if False:",
+    ),
+    one(
+        "pages that an aborted request has stored are kept no longer",
+        RANK,
+        "    for block in range(pages):\n",
+        "    for block in range(0):\n",
+    ),
+    one(
+        "what was stored before an aborted request is kept no longer",
+        RANK,
+        "    stay = set(used_keys(prefix, (boundary,), plan))\n",
+        "    stay = set()\n",
+    ),
+    one(
+        "a keep that an aborted request has not made yet takes its share later",
+        KEEPS,
+        "        promised, keep.promised, keep.broken = keep.promised, 0, True\n",
+        "        promised, keep.promised, keep.broken = keep.promised, 0, True\n"
+        "        if keep.sent is None:\n            return\n",
+    ),
+    one(
+        "a request that has not stored its prompt is told that it is kept",
+        KEEPS,
+        "if self.broken and",
+        "if False and",
     ),
     one(
         "a preempted request asks the ranks again",
