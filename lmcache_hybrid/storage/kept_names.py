@@ -209,9 +209,8 @@ class _SparedItems:
 def evicted_last(policy: Any, capacity: int) -> KeptNames:
     """Make a backend's policy evict kept records last. Mutates it, once.
 
-    Where nothing else can be evicted, they are. LRU and ARC meet a kept record once per turn of
-    the cache, as they then count it as used; LMCache's other policies look past all of them with
-    each eviction, as past pinned ones.
+    Where nothing else can be evicted, they are. A policy meets a kept record once per turn of the
+    cache: it is then moved behind all others, see :func:`.eviction_order.postpone`.
 
     Args:
         capacity: bytes that the backend may hold.
@@ -230,8 +229,10 @@ def evicted_last(policy: Any, capacity: int) -> KeptNames:
             return list(choose(cache_dict, num_candidates))
         spared = _Spared(cache_dict, kept)
         found = list(choose(spared, num_candidates))
+        if not found:  # only kept ones are left, and stay in their order
+            return list(choose(cache_dict, num_candidates))
         eviction_order.postpone(policy, cache_dict, spared.passed)
-        return found or list(choose(cache_dict, num_candidates))
+        return found
 
     policy.kept, policy.get_evict_candidates = kept, get_evict_candidates
     return kept

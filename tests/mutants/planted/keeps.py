@@ -38,14 +38,32 @@ DEFECTS = (
     one(
         "nothing is evicted once only kept records are left",
         NAMES,
-        "return found or list(choose(cache_dict, num_candidates))",
-        "return found",
+        "        if not found:  # only",
+        "        if False:  # only",
     ),
     one(
         "each eviction walks past all kept records",
         ORDER,
         "        policy.postpone(keys)\n",
         "        pass\n",
+    ),
+    one(
+        "LFU walks past all kept records with each eviction",
+        ORDER,
+        "            policy.update_on_hit(key, index)\n",
+        "            pass\n",
+    ),
+    one(
+        "FIFO walks past all kept records with each eviction",
+        ORDER,
+        "            dict.__setitem__(index, key, dict.pop(index, key))\n",
+        "            pass\n",
+    ),
+    one(
+        "MRU walks past all kept records with each eviction",
+        ORDER,
+        "last=isinstance(policy, LRUCachePolicy))",
+        "last=True)",
     ),
     one(
         "a record is kept for ever",
