@@ -16,6 +16,7 @@ vLLM calls :func:`register` in the API server, in EngineCore and in every worker
 | ``loaders`` | model and adapter loaders, so that they note what they have loaded |
 | ``events`` | the reset of vLLM's own cache, of which the connector is told (a repair, too) |
 | ``sessions`` | sessions of streaming input, whose next parts start over (repairs, too) |
+| ``executors`` | the start of ranks by Ray, which are told who their scheduler is |
 | ``sleep`` | the workers' sleep mode, of which the connector is told |
 | ``look_ahead`` | what block hashes cover beside a drafter (a repair, too) |
 | ``media`` | renderers in the API server, which mark how media are named |
@@ -66,6 +67,7 @@ def _install() -> str | None:
             connector,
             cpu,
             events,
+            executors,
             loaders,
             look_ahead,
             media,
@@ -81,6 +83,7 @@ def _install() -> str | None:
         partial_hits.install()
         sessions.install()
         events.install()
+        executors.install()
         loaders.install()
         connector.install()
     except Exception as error:

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import zmq
+from vllm import envs
 
 from lmcache_hybrid.config.folders import check_folder, trusted_owner
+from lmcache_hybrid.core.by_ray import placed_by_ray
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.groups import BESIDE_KEY
 
@@ -53,21 +55,25 @@ def check_parallelism(vllm_config: "VllmConfig") -> None:
 
 
 def spans_hosts(parallel: Any) -> bool:
-    """Whether vLLM places the ranks of this engine on several hosts (``--nnodes``).
+    """Whether the ranks of this engine may be on several hosts (``--nnodes``, or placed by Ray).
 
     Args:
         parallel: vLLM's ParallelConfig.
     """
-    return getattr(parallel, "nnodes_within_dp", 1) > 1
+    return getattr(parallel, "nnodes_within_dp", 1) > 1 or placed_by_ray(parallel)
 
 
 def _check_hosts(vllm_config: "VllmConfig") -> None:
     """Raise ConfigError where ranks on several hosts cannot be asked."""
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
-    size = f"nnodes={parallel.nnodes_within_dp}"
-    if parallel.distributed_executor_backend != "mp":
+    executor = parallel.distributed_executor_backend
+    size = f"nnodes={getattr(parallel, 'nnodes_within_dp', 1)}"
+    if placed_by_ray(parallel):
+        size = f"distributed_executor_backend={getattr(executor, '__name__', executor)}"
+        _check_ray(size, executor)
+    elif executor != "mp":
         raise ConfigError(
-            f"{size} with distributed_executor_backend={parallel.distributed_executor_backend} "
+            f"{size} with distributed_executor_backend={executor} "
             "has a scheduler that knows one host's ranks only; use --distributed-executor-backend "
             "mp."
         )
@@ -86,6 +92,20 @@ def _check_hosts(vllm_config: "VllmConfig") -> None:
         raise ConfigError(
             f"{size} needs lookups between hosts to be encrypted, and this libzmq cannot (it has "
             "no CURVE); install pyzmq from its wheel."
+        )
+
+
+def _check_ray(which: str, executor: Any) -> None:
+    """Raise ConfigError unless the executor is vLLM's second one for Ray."""
+    if executor != "ray":
+        raise ConfigError(
+            f"{which} places ranks by Ray in a way of its own, and which rank has which part of "
+            "the model is not known; use --distributed-executor-backend ray."
+        )
+    if not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True):
+        raise ConfigError(
+            f"{which} with VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 is vLLM's first executor for Ray, "
+            "with which nothing has been tested; unset it."
         )
 
 
@@ -132,7 +152,7 @@ def local_ranks(vllm_config: "VllmConfig") -> int:
     How many engines of data parallelism are beside it, vLLM tells no engine.
     """
     parallel = getattr(vllm_config, "parallel_config", None)
-    if parallel is None or parallel.distributed_executor_backend == "ray":
+    if parallel is None or placed_by_ray(parallel):
         return 1
     ranks: int = parallel.local_world_size
     return ranks

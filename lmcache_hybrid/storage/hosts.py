@@ -5,6 +5,8 @@ vLLM's ranks tell each other where they listen and their public keys, over the p
 vLLM has made (:meth:`ServerTransport.introduce`). Rank 0, on the scheduler's host, hands this and
 the scheduler's secret key to the scheduler with vLLM's handshake metadata, in that host's memory.
 So only public keys and encrypted messages cross hosts. A rank answers nobody but the scheduler.
+
+Where Ray places the ranks, the scheduler's process makes its keys (:mod:`..core.by_ray`).
 """
 
 import math
@@ -12,7 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -23,6 +25,7 @@ from vllm.logger import init_logger
 from vllm.utils.network_utils import get_ip, get_tcp_uri, is_valid_ipv6_address
 from zmq.utils import z85
 
+from lmcache_hybrid.core.by_ray import node_address, scheduler_keys
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.upstream.lmcache_home import (
@@ -56,7 +59,8 @@ class Introduction(KVConnectorHandshakeMetadata):
         addresses: by rank, as ``tcp://10.0.0.1:40123``.
         rank_keys: their public keys, likewise.
         public_key: of the scheduler; no rank answers another one's.
-        secret_key: likewise. It stays on the scheduler's host.
+        secret_key: likewise. It stays on the scheduler's host; empty where the scheduler's
+            process has made it.
     """
 
     addresses: tuple[str, ...]
@@ -136,8 +140,11 @@ class ServerTransport(ZmqRouterServerTransport):
         introduction: for the scheduler; rank 0 has it after :meth:`introduce`.
     """
 
-    def __init__(self, rank: int, recv_timeout_ms: int) -> None:
+    def __init__(self, rank: int, recv_timeout_ms: int, scheduler: bytes | None = None) -> None:
         """Listen at the address that vLLM's ranks use between hosts.
+
+        Args:
+            scheduler: its public key where Ray has placed this rank; None where rank 0 makes it.
 
         Raises:
             ConfigError: vLLM does not know this host's address, or it is not of this host.
@@ -147,7 +154,8 @@ class ServerTransport(ZmqRouterServerTransport):
         self.introduction: Introduction | None = None
         self._rank, self._admitted, self._warned = rank, b"", False
         self._public_key, secret_key = zmq.curve_keypair()
-        host = own_address()
+        self._scheduler = scheduler
+        host = own_address() if scheduler is None else node_address()
         self.ctx = zmq.Context()
         self._authenticator = _Authenticator(self.ctx, self._admits)
         self.socket = self.ctx.socket(zmq.ROUTER)
@@ -188,15 +196,22 @@ class ServerTransport(ZmqRouterServerTransport):
         """Exchange addresses and public keys; from now on the scheduler is let in.
 
         A collective call: every rank makes it once, on the main thread.
+
+        Raises:
+            RuntimeError: on all ranks; vLLM's process group has another order than its ranks.
         """
         from vllm.distributed.parallel_state import get_world_group
 
-        public_key, secret_key = zmq.curve_keypair() if self._rank == 0 else (b"", b"")
+        public_key, secret_key = self._scheduler or b"", b""
+        if self._rank == 0 and self._scheduler is None:
+            public_key, secret_key = zmq.curve_keypair()
         group = get_world_group()
-        own = self.address, self._public_key, public_key
-        ranks: list[tuple[str, bytes, bytes]] = [own] * group.world_size
+        own = self._rank, self.address, self._public_key, public_key
+        ranks: list[tuple[int, str, bytes, bytes]] = [own] * group.world_size
         torch.distributed.all_gather_object(ranks, own, group=group.cpu_group)
-        addresses, keys, (admitted, *_) = zip(*ranks, strict=True)
+        numbers, addresses, keys, (admitted, *_) = zip(*ranks, strict=True)
+        if numbers != tuple(range(len(numbers))):
+            raise RuntimeError(f"vLLM's process group has its ranks in this order: {numbers}")
         if self._rank == 0:
             self.introduction = Introduction(addresses, keys, public_key, secret_key)
         self._admitted = admitted
@@ -219,6 +234,11 @@ class ClientTransport(ZmqReqRepClientTransport):
     """
 
     def __init__(self, introduction: Introduction, timeout_ms: int) -> None:
+        if not introduction.secret_key:
+            public_key, secret_key = scheduler_keys()
+            if public_key != introduction.public_key:
+                raise RuntimeError("the ranks know another scheduler than this one")
+            introduction = replace(introduction, secret_key=secret_key)
         self._introduction = introduction
         # By rank: its clock less ours, at least; and ours when that was last asked for.
         self._ahead = [-math.inf] * len(introduction.addresses)

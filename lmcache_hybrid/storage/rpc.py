@@ -15,6 +15,7 @@ from vllm.lora.request import LoRARequest
 
 from lmcache_hybrid.config.parallel import spans_hosts
 from lmcache_hybrid.core.backoff import Backoff
+from lmcache_hybrid.core.by_ray import named_scheduler
 from lmcache_hybrid.core.faults import caught
 from lmcache_hybrid.identity.adapters import ADAPTERS
 from lmcache_hybrid.protocol.drop import DropRequest, DropResult
@@ -172,7 +173,9 @@ class LookupServer:
         self._path = _socket_path(vllm_config, parallel.rank)
         self._address: int | None = None
         if spans_hosts(parallel):
-            self._transport = hosts.ServerTransport(parallel.rank, RECEIVE_MS)
+            self._transport = hosts.ServerTransport(
+                parallel.rank, RECEIVE_MS, named_scheduler(vllm_config)
+            )
         else:
             self._address = engine_address.hold(
                 self._path, vllm_config.kv_transfer_config.engine_id

@@ -65,6 +65,7 @@ AT_START: Signatures = {
         SingleTypeKVCacheManager.new_step_starts()""",
     "vllm.v1.engine.input_processor": """
         InputProcessor.process_inputs(request_id, prompt, params, supported_tasks)""",
+    "vllm.v1.executor.abstract": "Executor.__init__(vllm_config)",
 }
 
 # Replaced or called where a model is served. Other processes do not import their modules.

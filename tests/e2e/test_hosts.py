@@ -65,7 +65,7 @@ class Engine(ApiServer):
             (folder / f"{number}.yaml").write_text(yaml.safe_dump(config))
         transfer = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
         ours = ["--host", hosts[0].address, "--max-model-len", "4096", *arguments]
-        ours += ["--nnodes", "2", "--master-addr", hosts[0].address, "--master-port", "29555"]
+        ours += self._spread()
         ours += ["--kv-transfer-config", json.dumps(transfer)]
         environment = os.environ | {
             "LMCACHE_TRACK_USAGE": "false",
@@ -76,6 +76,11 @@ class Engine(ApiServer):
         }
         super().__init__(model, folder / "head.log", ours, environment)
         self.url = self.url.replace("127.0.0.1", hosts[0].address)
+
+    def _spread(self) -> list[str]:
+        """Flags that put ranks on all hosts."""
+        here = self._hosts[0].address
+        return ["--nnodes", "2", "--master-addr", here, "--master-port", "29555"]
 
     def _start(self, arguments: list[str], environment: Mapping[str, str]) -> subprocess.Popen:
         nodes = []

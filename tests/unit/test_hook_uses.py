@@ -25,6 +25,7 @@ OTHERS = {
     "_unfinished_tasks",  # asyncio.Queue
     "all_special_ids",  # transformers
     "get_extra_config_value",  # LMCache makes this method of _get_extra_config_value
+    *("ray", "get_node_ip_address"),  # ray, as vLLM imports it in vllm.v1.executor.ray_utils
     "hip",  # torch.version
     *("auto_map", "layer_types"),  # transformers
     "cuDriverGetVersion",  # CUDA, through ctypes
@@ -126,6 +127,7 @@ def test_every_variable_of_vllms_environment_that_counts_is_listed() -> None:
     others = {
         "VLLM_ENABLE_V1_MULTIPROCESSING",
         "VLLM_RPC_BASE_PATH",
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND",
         "VLLM_USE_RUST_FRONTEND",
     }
     assert listed == {prefix + name for name in {*fingerprint._ENVIRONMENT, *others}}

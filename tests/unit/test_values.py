@@ -493,9 +493,7 @@ def test_the_pools_of_all_ranks_must_fit_the_machine(monkeypatch, ranks, executo
         lmcache_config_module, "memory_of_the_machine", lambda limit: 10 * (1 << 30)
     )
     config = vllm_config(transfer())
-    config.parallel_config = SimpleNamespace(
-        local_world_size=ranks, distributed_executor_backend=executor
-    )
+    config.parallel_config = SimpleNamespace(local_world_size=ranks, use_ray=executor == "ray")
     found = lmcache_config(max_local_cpu_size=4.0)
     if not refused:
         checked_options(config, found)

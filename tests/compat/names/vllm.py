@@ -228,6 +228,7 @@ VLLM = (
         holds=("self.reset_connector_cache() and reset_successful",),
         replaced_in=_COMPAT,
     ),
+    Hook("vllm.v1.executor.abstract", "Executor.__init__", replaced_in="vllm_patch/executors.py"),
     # vllm_patch/events.py, lmcache_hybrid/scheduler/events.py
     Hook(_SCHEDULER, "Scheduler.reset_prefix_cache", replaced_in="vllm_patch/events.py"),
     Hook(

@@ -37,7 +37,8 @@ READ = (
     *attributes(
         "vllm.envs",
         "environment_variables",
-        "VLLM_ENABLE_V1_MULTIPROCESSING VLLM_RPC_BASE_PATH VLLM_USE_RUST_FRONTEND",
+        "VLLM_ENABLE_V1_MULTIPROCESSING VLLM_RPC_BASE_PATH VLLM_USE_RAY_V2_EXECUTOR_BACKEND "
+        "VLLM_USE_RUST_FRONTEND",
     ),
     *attributes("vllm.envs", "environment_variables", _NEWER, otherwise=tuple(_OLDER)),
     *attributes(_CONFIG, "VllmConfig", "device_config scheduler_config"),
@@ -52,7 +53,7 @@ READ = (
         _CONFIG,
         "ParallelConfig",
         "pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size "
-        "data_parallel_index data_parallel_size nnodes_within_dp",
+        "data_parallel_index data_parallel_size nnodes_within_dp use_ray",
     ),
     *attributes(_CONFIG, "SpeculativeConfig", "method num_speculative_tokens target_model_config"),
     *attributes(_SPECS, "AttentionSpec", "num_kv_heads head_size max_tp_shards"),

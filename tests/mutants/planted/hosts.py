@@ -5,6 +5,8 @@ from tests.mutants.defect import one
 
 CONNECTOR = "lmcache_hybrid/connector.py"
 HOSTS = "lmcache_hybrid/storage/hosts.py"
+BY_RAY = "lmcache_hybrid/core/by_ray.py"
+EXECUTORS = "vllm_patch/executors.py"
 METADATA = "lmcache_hybrid/protocol/metadata.py"
 PARALLEL = "lmcache_hybrid/config/parallel.py"
 RPC = "lmcache_hybrid/storage/rpc.py"
@@ -137,5 +139,71 @@ DEFECTS = (
         PARALLEL,
         "    if transfer.get_from_extra_config(BESIDE_KEY, False):\n",
         "    if transfer is None:\n",
+    ),
+    one(
+        "ranks that Ray spreads over hosts are asked on local sockets",
+        PARALLEL,
+        '"nnodes_within_dp", 1) > 1 or placed_by_ray(parallel)\n',
+        '"nnodes_within_dp", 1) > 1\n',
+    ),
+    one(
+        "vLLM's first executor for Ray starts",
+        PARALLEL,
+        '    if not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True):\n',
+        "    if executor is None:\n",
+    ),
+    one(
+        "an executor of somebody else's for Ray starts",
+        PARALLEL,
+        '    if executor != "ray":\n',
+        "    if executor is None:\n",
+    ),
+    one(
+        "data-parallel engines start whose ranks Ray places",
+        PARALLEL,
+        "        _check_ray(size, executor)\n",
+        "        _check_ray(size, executor)\n        return\n",
+    ),
+    one(
+        "ranks that Ray places are sent the scheduler's secret key",
+        BY_RAY,
+        "    extra[SCHEDULER_KEY] = scheduler_keys()[0].decode()\n",
+        '    extra[SCHEDULER_KEY] = b" ".join(scheduler_keys()).decode()\n',
+    ),
+    one(
+        "a rank that Ray has placed makes the scheduler's keys",
+        HOSTS,
+        "        if self._rank == 0 and self._scheduler is None:\n",
+        "        if self._rank == 0:\n",
+    ),
+    one(
+        "the scheduler asks ranks that do not know it",
+        HOSTS,
+        "            if public_key != introduction.public_key:\n",
+        "            if public_key == introduction.rank_keys:\n",
+    ),
+    one(
+        "ranks that Ray has placed listen at another address than Ray's",
+        HOSTS,
+        "own_address() if scheduler is None else node_address()\n",
+        "own_address()\n",
+    ),
+    one(
+        "ranks in another order than vLLM numbers them are asked",
+        HOSTS,
+        "        if numbers != tuple(range(len(numbers))):\n",
+        "        if len(numbers) == 0:\n",
+    ),
+    one(
+        "an engine of another connector gets a scheduler's key",
+        EXECUTORS,
+        "        if is_ours(vllm_config) and placed",
+        "        if placed",
+    ),
+    one(
+        "ranks that Ray places do not know their scheduler",
+        EXECUTORS,
+        "            name_scheduler(vllm_config)\n",
+        "            assert name_scheduler\n",
     ),
 )
