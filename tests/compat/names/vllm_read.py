@@ -37,8 +37,14 @@ READ = (
     *attributes(
         "vllm.envs",
         "environment_variables",
-        "VLLM_ENABLE_V1_MULTIPROCESSING VLLM_RPC_BASE_PATH VLLM_USE_RAY_V2_EXECUTOR_BACKEND "
-        "VLLM_USE_RUST_FRONTEND",
+        "VLLM_ENABLE_V1_MULTIPROCESSING VLLM_RPC_BASE_PATH VLLM_USE_RUST_FRONTEND",
+    ),
+    # Since 0.33 there is no other executor for Ray.
+    *attributes(
+        "vllm.envs",
+        "environment_variables",
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND",
+        otherwise=(Hook("vllm.v1.executor.ray_executor_v2", "RayExecutorV2"),),
     ),
     *attributes("vllm.envs", "environment_variables", _NEWER, otherwise=tuple(_OLDER)),
     *attributes(_CONFIG, "VllmConfig", "device_config scheduler_config"),
