@@ -11,6 +11,10 @@ from vllm.platforms.cpu import CpuPlatform
 class RayCpuPlatform(CpuPlatform):
     ray_device_key = "GPU"
 
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return "ray_communicator.SpreadCpuCommunicator"
+
 
 def name() -> str:
     return f"{__name__}.{RayCpuPlatform.__name__}"

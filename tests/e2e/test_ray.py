@@ -21,7 +21,7 @@ from test_hosts import BLOCKS, CLOCKS, Engine, addresses, check_strangers, promp
 
 from lmcache_hybrid.tools.tiny_models import make_model
 
-pytest.importorskip("ray", reason="Ray is not installed; see the extra 'test'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
 
 pytestmark = [
     pytest.mark.engine,
