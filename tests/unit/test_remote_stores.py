@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import redis
 import torch
-from servers import Cluster, HalfCluster, Sentinels
+from servers import Cluster, HalfCluster, Sentinels, wait_for
 
 from lmcache_hybrid.core.errors import LoadError, RecordError
 from lmcache_hybrid.core.keys import ATTENTION, RecordKey
@@ -242,6 +242,34 @@ def test_a_killed_node_costs_hits_and_comes_back(box, cluster, broken):
     box.write(MANY)
     assert {outcome(box, key) for key in MANY} == {"hit"}
     box.assert_pool_is_free()
+
+
+def test_a_replica_takes_its_primarys_place_in_a_cluster(box, tmp_path):
+    cluster = Cluster(tmp_path / "cluster")
+    try:
+        box = box(cluster, **SHORT).write(MANY)
+        primary = cluster.node_of(box.store.engine_key(MANY[0]).to_string() + VALUE)
+        replica = cluster.add_replica(tmp_path / "cluster", primary)
+        primary.kill()
+        cluster.wait_until("fail")
+        assert outcome(box, MANY[0]) == "miss"
+        replica.client.config_set("cluster-replica-no-failover", "no")
+        wait_for(replica.is_primary, "the replica does not take over")
+        cluster.wait_until("ok")
+        assert {outcome(box, key) for key in MANY} == {"hit"}
+        box.write(KEYS)
+        assert not box.store.failed_writes
+        # As planned, the other way round.
+        primary.start()
+        wait_for(primary.follows, "the lost primary does not come back")
+        primary.client.execute_command("CLUSTER", "FAILOVER")
+        wait_for(replica.follows, "the replica does not make room")
+        assert {outcome(box, key) for key in [*MANY, *KEYS]} == {"hit"}
+        box.write(MANY)
+        assert not box.store.failed_writes
+        box.assert_pool_is_free()
+    finally:
+        cluster.close()
 
 
 def test_a_cluster_that_serves_what_it_still_has(box, tmp_path):
