@@ -91,7 +91,7 @@ def _check(events: dict, sizes: Sizes) -> None:
     for prompt in ("new", "stored"):
         assert events[f"lookup of a {prompt} prompt"]["commands"] == {"exists": records}
     assert events["hit"]["commands"] == {"exists": records, "get": records}
-    assert events["save"]["commands"] == {"set": records}
+    assert events["save"]["commands"] == {"exists": records, "set": records}
     for event, direction in (("hit", "bytes_out"), ("save", "bytes_in")):
         assert 1 <= events[event][direction] / sizes.bytes_of(BLOCKS) < 1.001, event
 

@@ -85,7 +85,7 @@ def demand(sizes: Sizes, stream: Stream, engines: int) -> Demand:
     """Commands and bytes of ``engines`` engines that share no request.
 
     A lookup asks for each block (EXISTS) and for the states behind the last one.
-    Each record that is read or written is one command.
+    Each record that is read is one command more, each that is written two: EXISTS and SET.
     """
     rate = engines * stream.requests
     looked_up = sizes.ranks * (stream.blocks + sizes.groups)
@@ -94,7 +94,7 @@ def demand(sizes: Sizes, stream: Stream, engines: int) -> Demand:
     stored = rate * sizes.bytes_of(stream.stored, stream.boundaries)
     return Demand(
         engines,
-        rate * (looked_up + read + written),
+        rate * (looked_up + read + 2 * written),
         rate * stream.hits * sizes.bytes_of(stream.read),
         stored,
         3600 * stored,

@@ -35,7 +35,8 @@ def test_commands_and_bytes_of_one_request_each_second():
     assert hit.commands == 2 * (7 + 7)
     assert (hit.bytes_out, hit.bytes_in, hit.memory_per_hour) == (1400, 0, 0)
     new = demand(sizes, Stream("new", 1, 4, 0, 4, 4, 1), 10)
-    assert new.commands == 10 * 2 * (7 + 7)
+    # Each is asked for twice, and written.
+    assert new.commands == 10 * 2 * (7 + 2 * 7)
     assert (new.bytes_out, new.bytes_in, new.memory_per_hour) == (0, 14_000, 3600 * 14_000)
 
 

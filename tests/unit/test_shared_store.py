@@ -1,23 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``plan`` says that engines ask of one store."""
+"""What ``plan`` says that engines ask of one store is what a real Valkey counts."""
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from lmcache_hybrid.core.digests import DIGEST_BYTES
-from lmcache_hybrid.storage.record import HEADER_BYTES
-from lmcache_hybrid.storage.remote import redis, servers
-from lmcache_hybrid.tools.cli import app
-from lmcache_hybrid.tools.sizing import sharing
-from lmcache_hybrid.tools.sizing.blocks import Group, Sizes
-from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE
-from lmcache_hybrid.tools.sizing.sharing import Sharing
-from lmcache_hybrid.tools.sizing.storage import Workload
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.performance.shapes import SMALL  # noqa: E402
+from benchmarks.scale import measure  # noqa: E402
+from lmcache_hybrid.core.digests import DIGEST_BYTES  # noqa: E402
+from lmcache_hybrid.storage.record import HEADER_BYTES  # noqa: E402
+from lmcache_hybrid.storage.remote import redis, servers  # noqa: E402
+from lmcache_hybrid.tools.cli import app  # noqa: E402
+from lmcache_hybrid.tools.sizing import sharing  # noqa: E402
+from lmcache_hybrid.tools.sizing.blocks import Group, Sizes  # noqa: E402
+from lmcache_hybrid.tools.sizing.shape import ATTENTION, STATE  # noqa: E402
+from lmcache_hybrid.tools.sizing.sharing import Sharing  # noqa: E402
+from lmcache_hybrid.tools.sizing.storage import Workload  # noqa: E402
+
+BLOCKS = 5
 # Of records of 1,000 and 2,000 bytes.
 PAGE, STATES = (size - HEADER_BYTES - DIGEST_BYTES for size in (1000, 2000))
 
@@ -35,6 +41,27 @@ def plan(*words: str) -> str:
     answer = CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "80"})
     assert answer.exit_code == 0, answer.output
     return answer.output
+
+
+def test_a_real_redis_counts_the_same() -> None:
+    state = Group(STATE, SMALL.layers, SMALL.layers * SMALL.state_bytes)
+    page = Group(ATTENTION, SMALL.layers, SMALL.layers * SMALL.attention_bytes)
+    sizes = sizes_of(*SMALL.states * [state], page, n=SMALL.block_size)
+    # A prompt that hits at the end of its last block, as those that are measured do.
+    work = Workload(BLOCKS * SMALL.block_size + 1, 1)
+    found = measure.events(SMALL, BLOCKS, 2)
+    for name, asked in {
+        "lookup of a new prompt": sharing.lookup(sizes, work),
+        "lookup of a stored prompt": sharing.lookup(sizes, work),
+        "hit": sharing.lookup(sizes, work).plus(sharing.hit(sizes, work)),
+        "save": sharing.save(sizes, work),
+    }.items():
+        event = found["events"][name]
+        assert sum(event["commands"].values()) == asked.commands, name
+        for direction, size in (("bytes_out", asked.read), ("bytes_in", asked.written)):
+            if size:
+                assert 1 <= event[direction] / size < 1.001, name
+    assert 1 <= found["connections"] <= sharing.REDIS_CONNECTIONS
 
 
 def test_a_rank_has_a_connection_for_each_thread() -> None:
