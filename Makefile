@@ -25,7 +25,7 @@ TORCH := torch==$(TORCH_VERSION)
 UV_TORCH := UV_TORCH_BACKEND=$(TORCH_BACKEND)
 endif
 
-.PHONY: FORCE help venv demo test test-all test-fast sim mutants compat soak soak-events bench bench-folders bench-reuse bench-digests bench-peers bench-redis-clients bench-scale bench-serve bench-steps bench-weights lint docs wheel deployment-check release-check clean
+.PHONY: FORCE help venv demo test test-all test-fast sim mutants compat soak soak-events bench bench-folders bench-reuse bench-digests bench-peers bench-prefetch bench-redis-clients bench-scale bench-serve bench-steps bench-weights lint docs wheel deployment-check release-check clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -93,6 +93,9 @@ bench-digests: venv  ## what a key costs, to docs/generated/digests.json and doc
 
 bench-peers: venv  ## LMCacheMPConnector and OffloadingConnector beside this package: an hour; to docs/generated/peers.json and docs/connectors.md
 	$(BIN)/python -m benchmarks.peers
+
+bench-prefetch: venv  ## the first token of a prefetched prompt beside a hit in RAM: five minutes; to docs/generated/prefetch.json and docs/steering.md
+	$(BIN)/python -m benchmarks.prefetch
 
 bench-folders: venv  ## reads of records in a folder beside plain reads: a minute; to docs/generated/folders.json
 	$(BIN)/python -m benchmarks.folders

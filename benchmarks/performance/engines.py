@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.performance import empty
 from benchmarks.performance.model import DTYPE, Model
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "e2e"))
@@ -29,6 +30,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "0,1",
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "LMCACHE_TRACK_USAGE": "false",
+    "PYTHONPATH": str(Path(__file__).parents[2]),  # where vLLM finds empty
 }
 ROOM = {"max_local_cpu_size": 2}
 
@@ -45,11 +47,20 @@ class Arms:
         stack: closes them.
         model: of all engines.
         folder: for ``local_disk``.
+        lmcache: options of LMCache that differ from those of the arms.
         options: further arguments of ``vllm.LLM``.
     """
 
-    def __init__(self, stack: ExitStack, model: Model, folder: Path, **options) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        model: Model,
+        folder: Path,
+        lmcache: dict[str, Any] | None = None,
+        **options,
+    ) -> None:
         self._stack, self.model, self._folder = stack, model, folder
+        self._lmcache = lmcache or {}
         self._options = {**OPTIONS, **options}
         self._engines: dict[str, Engine] = {}
         self._server: Any = None
@@ -66,8 +77,10 @@ class Arms:
         return self[name]
 
     def _start(self, name: str) -> Engine:
-        config = None
-        if name == "ram":
+        config, transfer = None, None
+        if name == "empty":
+            config, transfer = {}, empty.TRANSFER
+        elif name == "ram":
             config = {"local_cpu": True, **ROOM}
         elif name == "disk":
             config = {"local_cpu": False, "local_disk": str(self._folder / "disk"), **ROOM}
@@ -79,7 +92,8 @@ class Arms:
                 self._server = self._stack.enter_context(ValkeyServer())
             config = {"local_cpu": False, "remote_url": f"redis://127.0.0.1:{self._server.port}"}
             config |= ROOM
-        engine = Engine(self.model.folder, config, env=ENVIRONMENT, **self._options)
+        config = config and {**config, **self._lmcache}
+        engine = Engine(self.model.folder, config, transfer, ENVIRONMENT, **self._options)
         engine = self._stack.enter_context(engine)
         assert engine.info["block_size"] == self.model.block_size, engine.info
         return engine
@@ -184,10 +198,14 @@ def colds(arms: Arms, rounds: int, progress: Callable[[], None]) -> dict[str, li
 
 
 def decodes(arms: Arms, rounds: int, progress: Callable[[], None]) -> dict[str, list[float]]:
-    """Seconds per token while one request decodes within a block."""
+    """Seconds per token while one request decodes within a block.
+
+    ``empty`` has a connector that does nothing.
+    """
     size = arms.model.block_size
     tokens = min(256, size // 2)
-    times: dict[str, list[float]] = {name: [] for name in ("none", "ram", "disk", "redis")}
+    arms_ = "none", "empty", "ram", "disk", "redis"
+    times: dict[str, list[float]] = {name: [] for name in arms_}
     for round_ in range(rounds + 1):
         ids = prompt_of(16, 200 + round_)
         for name in random.Random(round_).sample(sorted(times), len(times)):

@@ -152,7 +152,8 @@ class Engine:
     def __exit__(self, *exc) -> None:
         """Close it; nothing that a backend held may have been saved again."""
         rewritten = {}
-        if exc == (None, None, None) and not self.rewrites:
+        asked = not self.rewrites and not self._to_child.closed
+        if exc == (None, None, None) and asked:
             with contextlib.suppress(EngineDied):  # killed by its test
                 rewritten = self.call("rewritten")
         self.close()

@@ -181,9 +181,7 @@ def plan(
     where, drafts = _platform(platform, kernel_block, gdn_prefill_backend), speculative_config
     if list_models:
         return _list_models(Console(), where, markdown, as_json)
-    if model is None:
-        raise typer.BadParameter("name a MODEL, or use --list")
-    check_model(model)
+    model = _named(model)
     sized = partial(
         compute, tp=tp, kv_dtype=kv_cache_dtype, ssm_dtype=ssm_dtype, block_size=block_size
     )
@@ -225,10 +223,22 @@ def plan(
         ),
         shared_by=Sharing(engines, requests_per_second, hit_share, store_rate * GIB),
     )
+    _show(made, as_json, shape.model_type, catalogue.hub_name(model))
+
+
+def _named(model: str | None) -> str:
+    """Return MODEL. Raises BadParameter if there is none, or no such folder."""
+    if model is None:
+        raise typer.BadParameter("name a MODEL, or use --list")
+    check_model(model)
+    return model
+
+
+def _show(made: dict[str, Any], as_json: bool, model_type: str, hub_name: str) -> None:
     if as_json:
         print(json.dumps(made, indent=1))
     else:
-        _print(Console(highlight=False), made, shape.model_type, catalogue.hub_name(model))
+        _print(Console(highlight=False), made, model_type, hub_name)
 
 
 def _flags(given: dict[str, tuple[int | str, int | str]]) -> list[str]:
