@@ -15,7 +15,6 @@ from typing import Annotated, Any
 
 import typer
 
-import benchmarks.quiet  # noqa: F401
 from benchmarks.machine import machine, versions
 from benchmarks.progress import shown
 
@@ -57,6 +56,7 @@ def main(
 
 def measure(rounds: int) -> dict[str, Any]:
     """The model's record, tokens of a hit, and seconds by store and arm."""
+    import benchmarks.quiet  # noqa: F401  # for the engines only: a test imports this file
     from benchmarks.performance.model import make_model
 
     with tempfile.TemporaryDirectory() as folder, shown() as progress:
