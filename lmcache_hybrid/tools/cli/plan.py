@@ -14,7 +14,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lmcache_hybrid.config.drafts import planned
 from lmcache_hybrid.core.errors import ConfigError
 from lmcache_hybrid.core.sizes import GIB, MIB
 from lmcache_hybrid.tools.cli.terminal import check_model
@@ -63,17 +62,6 @@ def checkpoints(text: str | int) -> str | int:
         raise typer.BadParameter(f"{error.message}, or {CHUNK_ENDS}") from None
 
 
-def drafter(text: str | dict) -> dict[str, Any]:
-    """Parse ``--speculative-config``."""
-    try:
-        found = text if isinstance(text, dict) else json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise typer.BadParameter(f"{text!r} is not a JSON object; write it as for vllm serve")
-    return found
-
-
 def _tokens(what: str, parser: Callable[[str | int], str | int] = tokens) -> Any:
     return typer.Option(help=what, parser=parser, metavar="TOKENS")
 
@@ -85,7 +73,6 @@ ModelArgument = Annotated[
 BackendOption = Annotated[
     list[BackendName] | None, typer.Option(help="Where they are kept; all by default.")
 ]
-PlatformOption = Annotated[PlatformName, typer.Option(help="Where the engine runs.")]
 KernelBlockOption = Annotated[
     int,
     typer.Option(help="Tokens of the attention backend's smallest kernel block; 0: 16, CPU 32."),
@@ -100,14 +87,6 @@ CheckpointOption = Annotated[
     ),
 ]
 UnitOption = Annotated[int, _tokens("vLLM's --prefix-match-unit; 0: not set.")]
-DrafterOption = Annotated[
-    dict | None,
-    typer.Option(
-        help="vLLM's --speculative-config, to see what its drafter costs each hit.",
-        parser=drafter,
-        metavar="JSON",
-    ),
-]
 RateOption = Annotated[
     int, typer.Option(help="Prompt tokens that your engine computes a second.", min=1)
 ]
@@ -158,7 +137,6 @@ def plan(
     ssm_dtype: Annotated[str, typer.Option(help="vLLM's --mamba-ssm-cache-dtype.")] = "auto",
     block_size: Annotated[int, typer.Option(help="vLLM's --block-size, if you set it.")] = 0,
     prefix_match_unit: UnitOption = 0,
-    speculative_config: DrafterOption = None,
     prefill_rate: RateOption = 10_000,
     ram_rate: RamRateOption = RAM_RATE,
     network_rate: NetworkRateOption = NETWORK_RATE,
@@ -167,7 +145,9 @@ def plan(
     hit_share: HitShareOption = 0.5,
     store_rate: StoreRateOption = NETWORK_RATE,
     step_tokens: Annotated[int, _tokens("vLLM's --max-num-batched-tokens.", some_tokens)] = 8192,
-    platform: PlatformOption = PlatformName["gpu"],
+    platform: Annotated[PlatformName, typer.Option(help="Where the engine runs.")] = PlatformName[
+        "gpu"
+    ],
     kernel_block: KernelBlockOption = 0,
     gdn_prefill_backend: GdnPrefillOption = GdnPrefill["triton"],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -178,7 +158,7 @@ def plan(
 
     Computed from config.json alone: no weights, no GPU, no network.
     """
-    where, drafts = _platform(platform, kernel_block, gdn_prefill_backend), speculative_config
+    where = _platform(platform, kernel_block, gdn_prefill_backend)
     if list_models:
         return _list_models(Console(), where, markdown, as_json)
     model = _named(model)
@@ -187,12 +167,13 @@ def plan(
     )
     try:
         name, shape = catalogue.find_shape(model)
-        shape = shape if dtype == "auto" else shape.with_dtype(dtype)
+        if dtype != "auto":
+            shape = shape.with_dtype(dtype)
         sizes = sized(shape, where)
-        hopper = sizes if platform == "cpu" else sized(shape, where.with_gdn_prefill("flashinfer"))
+        rounding = where.with_gdn_prefill("flashinfer")
+        hopper = sizes if platform == "cpu" else sized(shape, rounding)
         work = Workload(context, prompts, shared, checkpoint_tokens, prefix_match_unit, step_tokens)
         work.check(sizes.block_size)
-        lost = planned(drafts, work.unit or sizes.block_size) if drafts else {}
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
     nets = shape.has_delta_nets and platform == "gpu"
@@ -207,7 +188,6 @@ def plan(
         prefill_rate=prefill_rate,
         load_rates={"ram": ram_rate * GIB, "network": network_rate * GIB},
         backends=[each.value for each in backend or BackendName],
-        lost=lost,
         flags=_flags(
             {
                 "--tensor-parallel-size": (tp, 1),
@@ -218,7 +198,6 @@ def plan(
                 "--prefix-match-unit": (prefix_match_unit, 0),
                 "--max-num-batched-tokens": (step_tokens, 8192),
                 "--gdn-prefill-backend": (where.gdn_prefill if nets else "triton", "triton"),
-                "--speculative-config": (json.dumps(drafts) if drafts else "", ""),
             }
         ),
         shared_by=Sharing(engines, requests_per_second, hit_share, store_rate * GIB),
@@ -320,10 +299,6 @@ def _print(console: Console, made: dict[str, Any], model_type: str, served: str)
             f"{_mib(made['attention_bytes_per_block'] // tp)} MiB a block."
         )
     console.print()
-    if lost := made["lost_to_drafts"]:
-        for release, said in lost.items():
-            console.print(f"vLLM {release}: {said}")
-        console.print("The sizes are those without the drafter's own layers.\n")
     if not made["hits"]:
         console.print(
             f"[yellow]A prompt of {work['context']} tokens never hits: it is no longer than "
