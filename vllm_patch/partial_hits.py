@@ -26,6 +26,7 @@ def install() -> None:
     """Apply the repairs of the scheduler. Mutates vLLM's classes."""
     stop_at_the_next_boundary()
     copy_what_is_computed()
+    publish_no_state_late()
 
 
 def stop_at_the_next_boundary() -> None:
@@ -58,6 +59,43 @@ def stop_at_the_next_boundary() -> None:
         return min(count, to_boundary)
 
     Scheduler._mamba_block_aligned_split = _mamba_block_aligned_split
+
+
+def publish_no_state_late() -> None:
+    """A state inside a block must not be published when the request's next step overwrites it.
+
+    Bug: with a drafter of several MTP modules whose KV cache group vLLM does not know, vLLM takes
+    every group for it and publishes the last tokens of a step with the request's next step. The
+    state of a token inside a block is in the request's running block, which has gone on by then.
+    Symptom: with ``--prefix-match-unit`` the state of a later token is found, and offered to
+    connectors, as that of the boundary: the next request with this prefix gets wrong tokens, with
+    or without a connector.
+    Seen in: vLLM 0.32.0 and 0.33.0.
+    Remove when: ``KVCacheCoordinator.get_num_cacheable_tokens`` leaves out no tokens of states.
+    """
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+
+    begin, publish = KVCacheCoordinator.__init__, MambaManager._cache_partial_tail_block
+
+    @functools.wraps(begin)
+    def __init__(self: KVCacheCoordinator, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        for manager in self.single_type_managers:
+            manager._hybrid_late = self.num_reprefillable_tokens
+
+    @functools.wraps(publish)
+    def _cache_partial_tail_block(
+        self: MambaManager, request: "Request", num_tokens: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        late = self.use_eagle and self._hybrid_late
+        # A checkpoint inside a chunk has a block of its own.
+        if late and num_tokens % self.block_size and request.request_id not in self._checkpoints:
+            return None
+        return publish(self, request, num_tokens, *args, **kwargs)
+
+    KVCacheCoordinator.__init__ = __init__
+    MambaManager._cache_partial_tail_block = _cache_partial_tail_block
 
 
 def copy_what_is_computed() -> None:

@@ -44,6 +44,7 @@ AT_START: Signatures = {
     "vllm.renderers.base": """
         BaseRenderer._process_multimodal(prompt, mm_data, mm_uuids, mm_processor_kwargs)""",
     "vllm.v1.core.kv_cache_coordinator": """
+        KVCacheCoordinator.__init__(...)
         KVCacheCoordinator.cache_blocks(request, num_computed_tokens)""",
     "vllm.v1.core.sched.scheduler": """
         Scheduler.__init__(...)
@@ -59,6 +60,7 @@ AT_START: Signatures = {
         Scheduler.reset_prefix_cache(reset_running_requests, reset_connector)""",
     "vllm.v1.core.single_type_kv_cache_manager": """
         FullAttentionManager.cache_blocks(...)
+        MambaManager._cache_partial_tail_block(request, num_tokens, retention_interval)
         SingleTypeKVCacheManager.get_num_blocks_to_allocate(request_id, num_tokens, \
             new_computed_blocks, total_computed_tokens, num_local_computed_tokens, \
             num_tokens_main_model, apply_admission_cap, prefill_end)

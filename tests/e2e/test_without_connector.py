@@ -19,6 +19,7 @@ ENTERED = {
     "vllm_patch.compat.leave_no_chunk_empty",
     "vllm_patch.compat.publish_where_steps_ended",
     "vllm_patch.partial_hits.copy_what_is_computed",
+    "vllm_patch.partial_hits.publish_no_state_late",
     "vllm_patch.partial_hits.stop_at_the_next_boundary",
     "vllm_patch.media._mark_requests",
     "vllm_patch.configuration.is_ours",  # which they ask

@@ -194,6 +194,23 @@ def test_a_prompt_of_whole_blocks_and_a_few_tokens_is_never_finished(simulation)
     return False
 
 
+@shows_bug_of(partial_hits.publish_no_state_late)
+def test_a_running_state_is_published_as_that_of_an_earlier_token(simulation):
+    """Of several MTP modules, where a step has one token of a prompt."""
+    without(simulation, partial_hits.publish_no_state_late)
+    simulation.setattr(SpeculativeConfig, "use_multi_module_mtp", lambda self: True)
+    shape = dict(batch=4, hash_size=N // 2, drafts=2, mtp=True, runner="v2", marked=False)
+    run = Run(Setup(**shape), Tally())
+    (engine,) = run.engines
+    for name in ("first", "second"):
+        engine.add(name, A[: N + 2], 8)
+    try:
+        engine.drain()
+    except WrongBytes:
+        return True
+    return False
+
+
 @shows_bug_of(partial_hits.copy_what_is_computed)
 def test_a_block_is_copied_before_it_is_computed(simulation):
     without(simulation, partial_hits.copy_what_is_computed)

@@ -5,17 +5,23 @@ For one of several MTP modules vLLM keeps known tokens behind them, and publishe
 a step late.
 """
 
+import dataclasses
+import os
+
+import hypothesis
 import pytest
 from vllm.config import SpeculativeConfig, VllmConfig
 
 from .engine import SimEngine
 from .offers import CHUNKS
-from .program import TRUNKS, Run, Tally
+from .program import TRUNKS, Run, Tally, programs
 from .setup import Setup
 from .storage import N
 from .truth import VOCABULARY
 
 DRAFTS = 3
+# Random programs.
+EXAMPLES = int(os.environ.get("RUNWAY_EXAMPLES", "100"))
 A, B, _ = TRUNKS
 
 
@@ -226,3 +232,44 @@ def test_a_prompt_at_a_boundary_goes_on_while_its_last_hash_is_unknown(
     # Several modules publish what ends a step with the next step only.
     assert found >= (7 * N if save_decode and drafts == 1 else 4 * N)
     run.play([])
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2", "v2 deferred"])
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_state_inside_a_block_is_that_of_its_token_although_steps_are_short(
+    modules, runner, marked
+):
+    """The second prompt has one token of each step, beside what the first one generates."""
+    shape = dict(batch=4, hash_size=N // 2, drafts=2, mtp=True, runner=runner, marked=marked)
+    run = Run(Setup(**shape), Tally())
+    (engine,) = run.engines
+    for name in ("first", "second"):
+        engine.add(name, A[: N + 2], 8)
+    engine.drain()
+    engine.add("third", A[: N // 2] + B[:N], 3)
+    run.play([])
+
+
+def test_no_random_program_sees_wrong_bytes_beside_several_modules(modules):
+    """The drafters of :mod:`.test_simulation` have one."""
+    tally = Tally()
+
+    @hypothesis.seed(1)
+    @hypothesis.settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        database=None,
+        phases=(hypothesis.Phase.generate,),
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(programs)
+    def play(program):
+        setup, operations = program
+        room = setup.blocks + 2 * setup.groups.count("s")
+        overlap = setup.overlap and setup.runner != "v1"
+        shape = dict(drafts=2, mtp=True, blocks=room, overlap=overlap)
+        shape |= dict(stages=False, junctions=False, old_hashes=False)
+        Run(dataclasses.replace(setup, **shape), tally).play(operations)
+
+    play()
+    assert tally.events["states loaded"] and tally.events["accepted drafts"]

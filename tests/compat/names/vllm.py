@@ -324,6 +324,14 @@ VLLM = (
         replaced_in=_COMPAT,
     ),
     Hook(_COORDINATOR, "KVCacheCoordinator.num_reprefillable_tokens"),
+    Hook(_COORDINATOR, "KVCacheCoordinator.__init__", replaced_in=_PARTIAL),
+    Hook(
+        _MANAGER,
+        "MambaManager._cache_partial_tail_block",
+        holds=("checkpoint = self._checkpoints.get(request.request_id)",),
+        replaced_in=_PARTIAL,
+    ),
+    Hook(_MANAGER, "MambaManager._checkpoints"),
     *attributes(
         "vllm.v1.core.block_pool",
         "BlockPool",

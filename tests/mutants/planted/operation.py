@@ -155,6 +155,12 @@ DEFECTS = (
         "",
     ),
     one(
+        "a running state is published as that of an earlier token",
+        PARTIAL_HITS,
+        "    publish_no_state_late()\n",
+        "",
+    ),
+    one(
         "a hit inside a block copies it before it is computed",
         PARTIAL_HITS,
         "    copy_what_is_computed()\n",
