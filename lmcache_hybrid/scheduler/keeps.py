@@ -182,8 +182,8 @@ class Keeps:
         keep.promised = call.boundaries[0] if computes and keep.seconds else 0
         barred = tuple(marks.barred)
         try:
-            parts = self._answer(keep, request, to, barred, call, self._epoch)
-            keep.pending = self._queue.in_turns(parts)
+            parts = self._keep(keep, request, to, barred, call, self._epoch)
+            keep.pending = self._queue.in_turns(self._answer(parts))
         except RuntimeError:  # the engine ends
             keep.error = UNFINISHED
 
@@ -218,24 +218,11 @@ class Keeps:
         yield
 
     def _answer(
-        self,
-        keep: Keep,
-        request: "Request",
-        to: int,
-        barred: tuple[int, ...],
-        call: KeepRequest,
-        epoch: int,
+        self, parts: Generator[None, None, dict[str, Any]]
     ) -> Generator[None, None, dict[str, Any]]:
-        """Return what the client is told; a part for each call of the ranks.
-
-        Args:
-            to: in tokens; nothing past it is kept.
-            barred: boundaries in tokens that no request may start from.
-            call: with the boundary that the request will store, if any.
-            epoch: of the caches that it was asked for.
-        """
+        """Return what the client is told, whatever comes of ``parts``."""
         try:
-            answer = yield from self._keep(keep, request, to, barred, call, epoch)
+            answer = yield from parts
         except _RefusedError as why:
             self._count(why.outcome)
             return {"error": str(why)}
@@ -255,6 +242,17 @@ class Keeps:
         call: KeepRequest,
         epoch: int,
     ) -> Generator[None, None, dict[str, Any]]:
+        """Keep what the request asks for; a part for each call of the ranks.
+
+        Args:
+            to: in tokens; nothing past it is kept.
+            barred: boundaries in tokens that no request may start from.
+            call: with the boundary that the request will store, if any.
+            epoch: of the caches that it was asked for.
+
+        Raises:
+            _RefusedError: nothing, or not all of it, is kept.
+        """
         plan, size = self._plan, self._plan.block_size
         prefix = self._queue.identified(call.prefix)
         if prefix is None or (request.lora_request is not None and prefix.adapter is None):

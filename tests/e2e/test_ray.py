@@ -11,10 +11,9 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Self
 
 import pytest
-from api_server import COMMAND, ApiServer
+from api_server import COMMAND
 from blocks import block_size
 from lan import Host, end, lan
 from test_hosts import BLOCKS, CLOCKS, Engine, addresses, check_strangers, prompt, until
@@ -96,18 +95,8 @@ class RayEngine(Engine):
         self.log.write_bytes(b"")
         self.other_log.write_bytes(b"")
         command = [sys.executable, str(COMMAND), *arguments]
-        return self._hosts[0].start(command, {**environment, **own}, self.log)
-
-    def __enter__(self) -> Self:
-        try:
-            self.wait()
-        except RuntimeError:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *exc) -> None:
-        ApiServer.__exit__(self, *exc)
+        self.other = self._hosts[0].start(command, {**environment, **own}, self.log)
+        return self.other  # the only one
 
 
 def test_one_engine_on_two_hosts_of_a_ray_cluster(model_dir: Path, tmp_path: Path) -> None:
