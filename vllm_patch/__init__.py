@@ -51,7 +51,7 @@ def _install() -> str | None:
 
     Returns:
         Why hybrid models cannot be served, in one sentence, or None when they can. Patches
-        before an error stay; they do not act on engines without this connector.
+        before an error stay; on engines without this connector they act only where a bug shows.
     """
     try:
         from lmcache_hybrid.upstream import signatures, versions

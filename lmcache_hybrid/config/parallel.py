@@ -79,8 +79,8 @@ def _check_hosts(vllm_config: "VllmConfig") -> None:
         )
     if parallel.data_parallel_size > 1:
         raise ConfigError(
-            f"{size} with data_parallel_size={parallel.data_parallel_size} spreads each of several "
-            "engines over hosts, whose ranks do not know each other; start them without "
+            f"{size} with data_parallel_size={parallel.data_parallel_size} may spread each of "
+            "several engines over hosts, whose ranks do not know each other; start them without "
             "--data-parallel-size, behind a router."
         )
     if transfer.get_from_extra_config(BESIDE_KEY, False):

@@ -22,9 +22,16 @@ def placed_by_ray(parallel: Any) -> bool:
     """Whether Ray places the ranks of an engine.
 
     Args:
-        parallel: vLLM's ParallelConfig.
+        parallel: vLLM's ParallelConfig, which does not look into executors named by their path.
     """
-    return bool(getattr(parallel, "use_ray", False))
+    if getattr(parallel, "use_ray", False):
+        return True
+    executor = getattr(parallel, "distributed_executor_backend", None)
+    if not isinstance(executor, str) or "." not in executor:
+        return False
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    return bool(getattr(resolve_obj_by_qualname(executor), "uses_ray", False))
 
 
 @functools.cache
@@ -38,8 +45,12 @@ def name_scheduler(vllm_config: "VllmConfig") -> None:
 
     Mutates ``vllm_config``. Called in the scheduler's process.
     """
+    key = scheduler_keys()[0].decode()
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    extra[SCHEDULER_KEY] = scheduler_keys()[0].decode()
+    extra[SCHEDULER_KEY] = key
+    # Of a MultiConnector, each gets its own configuration only.
+    for each in extra.get("connectors", ()):
+        each.setdefault("kv_connector_extra_config", {})[SCHEDULER_KEY] = key
 
 
 def named_scheduler(vllm_config: "VllmConfig") -> bytes | None:

@@ -144,6 +144,7 @@ class PendingDrop:
 
     def _ask(self, request: DropRequest) -> int | None:
         """Call all ranks; return the block that all have reached, or None to end this call."""
+        self._queue.num_drops += request.block is not None
         results: list[DropResult] = self._queue.drop(request)
         if not results:
             self.failure = UNANSWERED

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from vllm.logger import init_logger
 
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
 from lmcache_hybrid.core.faults import caught
@@ -29,6 +30,7 @@ from lmcache_hybrid.scheduler.prompt import inner_hashes
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+logger = init_logger("vllm.lmcache_hybrid.scheduler.keeps")
 OFF = "this engine keeps nothing (hybrid_keep_share: 0)."
 SHORT = "the prompt, or lmcache.keep_to, is shorter than a block. Nothing is kept."
 NOTHING = "nothing of this prompt is stored, and this request does not store it. Nothing is kept."
@@ -45,6 +47,7 @@ UNANSWERED = (
 )
 UNEXPECTED = "an unexpected error, see the engine's log. It may not have been kept: repeat it."
 RESET = "all caches were reset meanwhile: repeat it once that has succeeded."
+DROPPED = "records were dropped meanwhile, maybe of this prompt. Nothing is kept: repeat it."
 UNSTORED = (
     "the request has ended before its prompt was stored. Only what was stored before it is kept: "
     "repeat it."
@@ -210,10 +213,12 @@ class Keeps:
         call, found = keep.sent
         stays = min(pages, len(call.prefix.hashes)), found
         call = msgspec.structs.replace(call, boundaries=(promised,), seconds=0, stays=stays)
+        later = "what a request has not stored is kept until its time is over"
         try:
-            self._queue.keep(call)
+            self._send(call)
+        except _RefusedError:
+            logger.warning_once("No rank, or not every one, could end a keep: %s.", later)
         except Exception as error:
-            later = "what a request has not stored is kept until its time is over"
             caught("keep_records", error, later, self._ledger)
         yield
 
@@ -254,6 +259,7 @@ class Keeps:
             _RefusedError: nothing, or not all of it, is kept.
         """
         plan, size = self._plan, self._plan.block_size
+        drops = self._queue.num_drops
         prefix = self._queue.identified(call.prefix)
         if prefix is None or (request.lora_request is not None and prefix.adapter is None):
             raise _RefusedError(UNKNOWN_ADAPTER, "failed")
@@ -294,6 +300,8 @@ class Keeps:
             )
         if self._epoch != epoch:
             raise _RefusedError(RESET)
+        if self._queue.num_drops != drops:
+            raise _RefusedError(DROPPED)
         call = msgspec.structs.replace(call, backends=tuple(free))
         keep.sent = call, found.boundary
         self._send(call)

@@ -101,6 +101,7 @@ class LookupQueue:
             still hold a claim. The queue's thread appends, the scheduler's takes.
         ledger: counts errors on the scheduler's side; None until it is set.
         drop, keep: as given; for what :meth:`call` calls and :meth:`in_turns` runs.
+        num_drops: calls so far that may have removed records. Of the queue's thread.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class LookupQueue:
         self._turns: deque[tuple[Generator[None, None, Any], Future[Any]]] = deque()
         self._passed, self._sent, self._begun = False, 0, 0
         self._lock = threading.Lock()  # guards the generators
+        self.num_drops = 0
 
     def submit(self, request: LookupRequest) -> PendingLookup:
         """Number a lookup and queue it. Never blocks."""

@@ -7,7 +7,6 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from lmcache.utils import CacheEngineKey
-from lmcache.v1.storage_backend.cache_policy.fifo import FIFOCachePolicy
 from lmcache.v1.storage_backend.cache_policy.lfu import LFUCachePolicy
 from lmcache.v1.storage_backend.cache_policy.lru import LRUCachePolicy
 from lmcache.v1.storage_backend.cache_policy.mru import MRUCachePolicy
@@ -177,7 +176,7 @@ def arrange(
 def postpone(policy: Any, index: Any, keys: Iterable[CacheEngineKey]) -> None:
     """Move records to where they are evicted last; call with the backend's lock held.
 
-    ARC, LRU and LFU count them as used once more, the last most recently.
+    ARC, LRU and LFU count them as used once more, the last most recently. FIFO keeps its order.
     """
     if isinstance(policy, ARC):
         policy.postpone(keys)
@@ -185,9 +184,6 @@ def postpone(policy: Any, index: Any, keys: Iterable[CacheEngineKey]) -> None:
     for key in keys:
         if isinstance(policy, LFUCachePolicy):
             policy.update_on_hit(key, index)
-        elif isinstance(policy, FIFOCachePolicy):
-            # Not the index's own methods, see residency.py: nothing is lost or gained.
-            dict.__setitem__(index, key, dict.pop(index, key))
         elif isinstance(policy, LRUCachePolicy | MRUCachePolicy):  # MRU evicts from the end
             index.move_to_end(key, last=isinstance(policy, LRUCachePolicy))
 

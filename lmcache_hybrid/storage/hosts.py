@@ -171,9 +171,10 @@ class ServerTransport(ZmqRouterServerTransport):
         except BaseException as error:
             self.close()
             if isinstance(error, zmq.ZMQError):
+                remedy = "set VLLM_HOST_IP" if scheduler is None else "ray start --node-ip-address"
                 raise ConfigError(
                     f"no socket can listen at {host}, this host's address for vLLM "
-                    f"({error.strerror}); set VLLM_HOST_IP."
+                    f"({error.strerror}); {remedy}."
                 ) from error
             raise
         self.socket_path = self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)

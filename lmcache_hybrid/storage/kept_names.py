@@ -210,7 +210,8 @@ def evicted_last(policy: Any, capacity: int) -> KeptNames:
     """Make a backend's policy evict kept records last. Mutates it, once.
 
     Where nothing else can be evicted, they are. A policy meets a kept record once per turn of the
-    cache: it is then moved behind all others, see :func:`.eviction_order.postpone`.
+    cache: it is then moved behind all others, see :func:`.eviction_order.postpone`. FIFO, whose
+    order cannot be changed at once, looks past all of them with each eviction.
 
     Args:
         capacity: bytes that the backend may hold.

@@ -351,6 +351,23 @@ def test_a_reset_between_two_calls_of_a_keep_ends_it():
     assert rig.scheduler.counts.keeps == {"refused": 1}
 
 
+def test_a_drop_between_two_calls_of_a_keep_ends_it():
+    later = Later()
+    rig, request = Rig(Ranks(1, executor=later)), keeping()
+    rig.holds(request, 3, 3)
+    rig.match(request)
+    later.run()
+    tokens, _ = rig.match(request)
+    rig.scheduler.update_state_after_alloc(request, table(request), tokens)
+    while len(rig.ranks.keeps) < 1:
+        later.run(1)
+    rig.ranks.queue.num_drops += 1
+    later.run()
+    assert end(rig, request) == {"error": keeps.DROPPED}
+    assert not rig.ranks.stores[0].kept["naive"].size
+    assert rig.scheduler.counts.keeps == {"refused": 1}
+
+
 # Requests that end before they have stored what they promised
 
 
@@ -370,6 +387,14 @@ def test_what_an_aborted_request_has_not_stored_is_kept_no_longer(ranks):
         assert kept(rig, rank) == {ATTENTION: set(), STATE: set()}
         assert rig.ranks.stores[rank].kept["naive"].size == 0
         rig.ranks.stores[rank].kept["naive"].check_integrity()
+
+
+def test_a_broken_keep_that_a_rank_does_not_end_is_warned_of(hybrid_log):
+    rig, request = Rig(), keeping()
+    begin(rig, request)
+    rig.ranks.queue.keep = lambda asked: [KeepResult(failure="Busy.")]
+    assert end(rig, request) == {"error": keeps.UNSTORED}
+    assert "could end a keep: what a request has not stored is kept" in hybrid_log.text
 
 
 def test_what_an_aborted_request_has_stored_or_found_stays_kept():

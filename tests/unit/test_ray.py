@@ -35,6 +35,10 @@ class AnExecutor(Executor):
     __abstractmethods__ = frozenset()
 
 
+class OfRay(AnExecutor):
+    uses_ray = True
+
+
 def config(
     executor: str | type = "ray",
     connector: str = "LMCacheConnectorV1",
@@ -92,6 +96,28 @@ def test_ranks_are_sent_the_public_key_of_this_process_only():
     for other in (config(connector="NixlConnector"), config("mp", by_ray=False)):
         AnExecutor(other)
         assert SCHEDULER_KEY not in other.kv_transfer_config.kv_connector_extra_config
+
+
+def test_a_connector_in_another_one_is_told_too():
+    said = config(connector="MultiConnector")
+    children = [{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}]
+    said.kv_transfer_config.kv_connector_extra_config["connectors"] = children
+    AnExecutor(said)
+    assert children[0]["kv_connector_extra_config"] == {SCHEDULER_KEY: scheduler_keys()[0].decode()}
+
+
+def test_an_executor_for_ray_that_is_named_by_its_path_is_refused():
+    path = f"{__name__}.{OfRay.__name__}"
+    assert refusal(config(path, by_ray=False)).startswith(f"distributed_executor_backend={path} ")
+    check_parallelism(config("vllm.v1.executor.multiproc_executor.MultiprocExecutor", by_ray=False))
+
+
+def test_where_no_socket_can_listen_the_fix_is_ray_s(address, monkeypatch):
+    said = config()
+    AnExecutor(said)
+    monkeypatch.setattr(hosts, "node_address", lambda: "192.0.2.1")
+    with pytest.raises(ConfigError, match="192.0.2.1.*; ray start --node-ip-address"):
+        LookupServer(said)
 
 
 def test_a_rank_answers_the_scheduler_that_its_configuration_names(monkeypatch, address):

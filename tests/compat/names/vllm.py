@@ -229,6 +229,7 @@ VLLM = (
         replaced_in=_COMPAT,
     ),
     Hook("vllm.v1.executor.abstract", "Executor.__init__", replaced_in="vllm_patch/executors.py"),
+    Hook("vllm.v1.executor.abstract", "Executor.uses_ray"),
     # vllm_patch/events.py, lmcache_hybrid/scheduler/events.py
     Hook(_SCHEDULER, "Scheduler.reset_prefix_cache", replaced_in="vllm_patch/events.py"),
     Hook(

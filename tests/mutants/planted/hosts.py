@@ -165,10 +165,22 @@ DEFECTS = (
         "        _check_ray(size, executor)\n        return\n",
     ),
     one(
+        "an executor for Ray that is named by its path is not known as one",
+        BY_RAY,
+        '    return bool(getattr(resolve_obj_by_qualname(executor), "uses_ray", False))\n',
+        "    return False\n",
+    ),
+    one(
+        "ranks are not told of a scheduler in a MultiConnector",
+        BY_RAY,
+        '    for each in extra.get("connectors", ()):',
+        "    for each in ():",
+    ),
+    one(
         "ranks that Ray places are sent the scheduler's secret key",
         BY_RAY,
-        "    extra[SCHEDULER_KEY] = scheduler_keys()[0].decode()\n",
-        '    extra[SCHEDULER_KEY] = b" ".join(scheduler_keys()).decode()\n',
+        "    key = scheduler_keys()[0].decode()\n",
+        '    key = b" ".join(scheduler_keys()).decode()\n',
     ),
     one(
         "a rank that Ray has placed makes the scheduler's keys",

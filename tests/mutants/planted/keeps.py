@@ -54,10 +54,16 @@ DEFECTS = (
         "            pass\n",
     ),
     one(
-        "FIFO walks past all kept records with each eviction",
-        ORDER,
-        "            dict.__setitem__(index, key, dict.pop(index, key))\n",
-        "            pass\n",
+        "a keep outlives a drop that came between its calls",
+        KEEPS,
+        "        if self._queue.num_drops != drops:",
+        "        if False:",
+    ),
+    one(
+        "nobody hears of a broken keep that did not end",
+        KEEPS,
+        "        except _RefusedError:\n            logger.warning_once(",
+        "        except _RefusedError:\n            logger.debug(",
     ),
     one(
         "MRU walks past all kept records with each eviction",

@@ -134,7 +134,7 @@ def test_what_is_kept_no_longer_is_evicted(box, kind, how, monkeypatch):
 
 def test_evictions_meet_a_kept_record_once_per_turn_of_the_cache(box, monkeypatch):
     """Each eviction would take longer the more is kept."""
-    for policy in POLICIES:
+    for policy in set(POLICIES) - {"FIFO"}:
         one = save(small(box, "ram", policy), NEEDED)
         keep(one, "ram")
         if policy == "MRU":  # it meets only what was used since the cache was full
