@@ -92,6 +92,16 @@ def the_log_level_stays() -> Iterator[None]:
     assert after == before, f"{LOG_LEVEL} was left as {after!r}, it was {before!r}"
 
 
+@pytest.fixture(autouse=True)
+def no_metrics_of_other_engines() -> Iterator[None]:
+    """LMCache's engine names a folder in its process for metrics of all engines of this machine.
+
+    Engines that a later test starts would count what others did.
+    """
+    yield
+    os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
+
+
 @pytest.fixture
 def lenient(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """As in a user's engine: errors go no further. Gives how many were caught, by place."""
