@@ -106,7 +106,7 @@ bench-redis-clients: venv  ## clients of Redis beside bare sockets: a minute; in
 bench-scale: venv  ## what one Valkey serves of one engine, and of a thousand; to docs/generated/scale.json
 	$(BIN)/python -m benchmarks.scale --out docs/generated/scale.json
 
-bench-steps: venv  ## the scheduler side's time in each step of long prompts: half a minute; to docs/generated/steps.json
+bench-steps: venv  ## the scheduler side's time in each step of long prompts, and for hints: three minutes; to docs/generated/steps.json
 	$(BIN)/python -m benchmarks.steps --out docs/generated/steps.json
 
 bench-serve: venv  ## servers asked by vLLM's own client, new prefixes first: hours; to docs/generated/cold.json and serve.json

@@ -14,6 +14,8 @@ import typer
 
 from benchmarks.machine import machine, versions
 
+# Prompts with a hint, in blocks, and how many of each.
+HINTED, REQUESTS = (64, 3000), 1000
 # A step of ten times the blocks may take so many times as long: no more than noise.
 GROWTH = 3.0
 
@@ -25,6 +27,7 @@ def main(
     """Measure one thread; ends with 1 where a step grows with the prompt."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads it when it is imported
     # vLLM and torch take ten seconds, which --help need not wait for.
+    from benchmarks.steps import hints
     from benchmarks.steps.measure import PER_STEP, begin, measure
 
     logging.disable(logging.ERROR)
@@ -44,6 +47,7 @@ def main(
         )
         for each in ("off", "on")
     }
+    hinted = {f"{each} blocks": hints.measure(each, REQUESTS) for each in HINTED}
     figures = {
         "command": shlex.join(["python", "-m", "benchmarks.steps", *sys.argv[1:]]),
         "date": date.today().isoformat(),
@@ -53,9 +57,11 @@ def main(
         "milliseconds": arms,
         "growth of a step": growth,
         "most growth": GROWTH,
+        "microseconds of requests with a hint": hinted,
+        "requests of each": REQUESTS,
     }
     out.write_text(json.dumps(figures, indent=1) + "\n")
-    print(json.dumps({"milliseconds": arms, "growth": growth}, indent=1))
+    print(json.dumps({"milliseconds": arms, "growth": growth, "hints": hinted}, indent=1))
     if max(growth.values()) > GROWTH:
         raise typer.Exit(1)
 

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import Executor, Future
 from statistics import median
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base  # noqa: F401
@@ -56,11 +57,15 @@ class AtOnce(Executor):
 class Rig:
     """A scheduler side, and the small part of vLLM that calls it."""
 
-    def __init__(self, events: bool) -> None:
+    def __init__(self, events: bool, executor: Executor | None = None) -> None:
+        """
+        Args:
+            executor: in place of the queue's thread; by default lookups are answered at once.
+        """
         self.held = 0
-        queue = LookupQueue(self._answer, 60_000, AtOnce())
+        self.queue = LookupQueue(self._answer, 60_000, executor or AtOnce())
         published = KVEvents(PLAN, groups(), 1) if events else None
-        self.scheduler = HybridScheduler(PLAN, OPTIONS, N, queue, events=published)
+        self.scheduler = HybridScheduler(PLAN, OPTIONS, N, self.queue, events=published)
         self.scheduler.blocks = SimpleNamespace(hold=lambda request, offer: True)
         self.tags = tags_digest(())
 
@@ -118,11 +123,18 @@ def groups() -> list[KVCacheGroupSpec]:
     return [KVCacheGroupSpec([f"g{i}"], pages if i == 2 else state) for i in range(4)]
 
 
-def request(name: str, blocks: int) -> Request:
+def request(name: str, blocks: int, params: dict[str, Any] | None = None) -> Request:
+    """A request of so many blocks and a token.
+
+    Args:
+        params: its ``kv_transfer_params``.
+    """
     return Request(
         request_id=name,
         prompt_token_ids=list(range(blocks * N + 1)),
-        sampling_params=SamplingParams(max_tokens=8),
+        sampling_params=SamplingParams(
+            max_tokens=8, extra_args={"kv_transfer_params": params} if params else None
+        ),
         pooling_params=None,
         block_hasher=get_request_block_hasher(N, sha256_cbor),
     )

@@ -41,7 +41,10 @@ VALUES = ROOT / "examples/kubernetes/values.yaml"
 CASES = ROOT / "tests/packaging/alerts_test.yaml"
 PLAIN = ROOT / "examples/kubernetes/deployment.yaml"
 JOB = ROOT / "examples/kubernetes/accept.yaml"
-SECRETS = dict.fromkeys(("MODEL", "VLLM_API_KEY", "GRAFANA_PASSWORD"), "x")
+HOSTS = ROOT / "examples/kubernetes/hosts.yaml"
+COMPOSE = DOCKER / "compose.yaml", DOCKER / "hosts.yaml"
+NAMES = ("MODEL", "VLLM_API_KEY", "GRAFANA_PASSWORD", "FIRST_HOST", "HOST_IP")
+VARIABLES = dict.fromkeys(NAMES, "x")
 # Helm's own Go packages in a library. Prints what it makes of a chart for the release "hybrid".
 HELM = "helm-python-sdk==0.2.2"
 RENDER = """
@@ -116,7 +119,7 @@ def alertmanager(folder: Path) -> str:
 
 def compose_by_its_schema(folder: Path) -> str:
     schema = ("--builtin-schema", "vendor.compose-spec")
-    run(*uvx("check-jsonschema"), *schema, str(DOCKER / "compose.yaml"))
+    run(*uvx("check-jsonschema"), *schema, *map(str, COMPOSE))
     return "compose-spec's schema, from check-jsonschema"
 
 
@@ -126,7 +129,8 @@ def compose_by_docker(folder: Path) -> str:
         version = run(docker, "compose", "version")
     except subprocess.CalledProcessError:
         raise Skipped("no docker compose here: install Docker's plugin") from None
-    run(docker, "compose", "-f", str(DOCKER / "compose.yaml"), "config", "--quiet", **SECRETS)
+    for file in map(str, COMPOSE):
+        run(docker, "compose", "-f", file, "config", "--quiet", **VARIABLES)
     return version.strip()
 
 
@@ -135,8 +139,23 @@ def objects_by_the_schemas_of_kubernetes(folder: Path) -> str:
         *yaml.safe_load(VALUES.read_text())["extraObjects"],
         *yaml.safe_load_all(PLAIN.read_text()),
         yaml.safe_load(JOB.read_text()),
+        *objects_of_several_hosts(),
     ]
     return validated(objects, folder)
+
+
+def objects_of_several_hosts() -> Iterator[dict[str, Any]]:
+    """Of hosts.yaml, with a LeaderWorkerSet's templates as what its pods and claims are made of."""
+    for each in yaml.safe_load_all(HOSTS.read_text()):
+        if each["kind"] != "LeaderWorkerSet":
+            yield each
+            continue
+        template = each["spec"]["leaderWorkerTemplate"]
+        for name in ("leaderTemplate", "workerTemplate"):
+            pod = {"apiVersion": "v1", "kind": "PodTemplate", "template": template[name]}
+            yield {**pod, "metadata": {"name": name.lower()}}
+        for claim in template["volumeClaimTemplates"]:
+            yield {"apiVersion": "v1", "kind": "PersistentVolumeClaim", **claim}
 
 
 def validated(objects: list[dict[str, Any]], folder: Path) -> str:
@@ -299,8 +318,8 @@ def main(
         "alerts, minute by minute": alerts_minute_by_minute,
         "Alertmanager's configuration": alertmanager,
         "alerts and dashboard, over a real engine": engine_seen_by_prometheus,
-        "compose.yaml by its schema": compose_by_its_schema,
-        "compose.yaml by docker compose": compose_by_docker,
+        "the files of Compose by their schema": compose_by_its_schema,
+        "the files of Compose by docker compose": compose_by_docker,
         "objects of Kubernetes, those in values.yaml too": objects_by_the_schemas_of_kubernetes,
         "values.yaml by the chart": chart(helm_chart),
     }.items():

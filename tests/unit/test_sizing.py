@@ -414,6 +414,22 @@ def test_what_is_printed():
     assert {name.value for name in PlatformName} == set(PLATFORMS)
 
 
+def test_what_each_of_several_hosts_needs():
+    words = ("Qwen3.5-397B-A17B", "--tp", "16", "--nnodes", "2", "--context", "64k")
+    printed = " ".join(run(*words).output.split())
+    made = json.loads(run(*words, "--json").output)
+    assert "Each of 2 hosts has 8 ranks" in printed and "--nnodes 2" in printed
+    for backend in made["backends"].values():
+        written = backend["write"]["lmcache_yaml"]
+        for option, size in backend["gib_per_host"].items():
+            assert size == round(8 * written[option], 1)
+            assert f"{size:,.1f} GiB of {'RAM' if 'cpu' in option else 'disk'}" in printed
+    assert "max_local_disk_size" in made["backends"]["disk"]["gib_per_host"]
+    assert "host" not in run("Qwen3.5-397B-A17B", "--tp", "16").output
+    refused = run("Qwen3.5-397B-A17B", "--tp", "16", "--nnodes", "3")
+    assert refused.exit_code == 2 and "--nnodes 3 does not divide --tp 16" in refused.output
+
+
 @pytest.mark.parametrize("args", [["plan", "LFM2-350M"], ["--help"], ["inspect", "."]], ids=str)
 def test_the_answer_needs_neither_torch_nor_vllm(args):
     code = (

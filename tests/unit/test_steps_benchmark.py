@@ -8,6 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.steps import hints  # noqa: E402
 from benchmarks.steps.measure import PER_STEP, N, Rig, measure, request  # noqa: E402
 
 from . import helpers  # noqa: E402, F401  # so that blocks have hashes
@@ -38,3 +39,24 @@ def test_what_the_rank_holds_is_a_hit() -> None:
         BLOCKS * N,
         True,
     )
+
+
+def test_requests_with_hints_are_timed_beside_those_without() -> None:
+    found = hints.measure(BLOCKS, 8)
+    assert found.keys() == hints.HINTS.keys()
+    for values in found.values():
+        assert values["more, q1"] <= values["more"] <= values["more, q3"] and values["without"] > 0
+
+
+@pytest.mark.parametrize(
+    ("hint", "held", "said"),
+    [
+        ("keep", 0, {"kept": {"LocalCPUBackend": PER_STEP * N}, "stored": 0, "seconds": 3600}),
+        ("drop", 0, {"removed": {"LocalCPUBackend": 1}}),
+        ("prefetch", PER_STEP, {"loaded": {"LocalCPUBackend": PER_STEP * N}, "vllm": 0}),
+    ],
+)
+def test_what_is_timed_does_what_the_hint_asks_for(hint: str, held: int, said: dict) -> None:
+    asked = hints.Hinted(PER_STEP, held)
+    _, answer = asked.ask("first", hints.HINTS[hint][0])
+    assert answer == {f"lmcache.{hint}": said}

@@ -73,6 +73,7 @@ ModelArgument = Annotated[
 BackendOption = Annotated[
     list[BackendName] | None, typer.Option(help="Where they are kept; all by default.")
 ]
+PlatformOption = Annotated[PlatformName, typer.Option(help="Where the engine runs.")]
 KernelBlockOption = Annotated[
     int,
     typer.Option(help="Tokens of the attention backend's smallest kernel block; 0: 16, CPU 32."),
@@ -87,6 +88,9 @@ CheckpointOption = Annotated[
     ),
 ]
 UnitOption = Annotated[int, _tokens("vLLM's --prefix-match-unit; 0: not set.")]
+NodesOption = Annotated[
+    int, typer.Option(help="vLLM's: hosts of one engine, with equally many ranks.", min=1)
+]
 RateOption = Annotated[
     int, typer.Option(help="Prompt tokens that your engine computes a second.", min=1)
 ]
@@ -132,6 +136,7 @@ def plan(
     backend: BackendOption = None,
     checkpoint_tokens: CheckpointOption = CHUNK_ENDS,
     tp: Annotated[int, typer.Option(help="Tensor parallel size.", min=1)] = 1,
+    nnodes: NodesOption = 1,
     dtype: Annotated[str, typer.Option(help="vLLM's --dtype.")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="vLLM's --kv-cache-dtype.")] = "auto",
     ssm_dtype: Annotated[str, typer.Option(help="vLLM's --mamba-ssm-cache-dtype.")] = "auto",
@@ -145,9 +150,7 @@ def plan(
     hit_share: HitShareOption = 0.5,
     store_rate: StoreRateOption = NETWORK_RATE,
     step_tokens: Annotated[int, _tokens("vLLM's --max-num-batched-tokens.", some_tokens)] = 8192,
-    platform: Annotated[PlatformName, typer.Option(help="Where the engine runs.")] = PlatformName[
-        "gpu"
-    ],
+    platform: PlatformOption = PlatformName["gpu"],
     kernel_block: KernelBlockOption = 0,
     gdn_prefill_backend: GdnPrefillOption = GdnPrefill["triton"],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -162,16 +165,16 @@ def plan(
     if list_models:
         return _list_models(Console(), where, markdown, as_json)
     model = _named(model)
+    if tp % nnodes:
+        raise typer.BadParameter(f"--nnodes {nnodes} does not divide --tp {tp}")
     sized = partial(
         compute, tp=tp, kv_dtype=kv_cache_dtype, ssm_dtype=ssm_dtype, block_size=block_size
     )
     try:
         name, shape = catalogue.find_shape(model)
-        if dtype != "auto":
-            shape = shape.with_dtype(dtype)
+        shape = shape if dtype == "auto" else shape.with_dtype(dtype)
         sizes = sized(shape, where)
-        rounding = where.with_gdn_prefill("flashinfer")
-        hopper = sizes if platform == "cpu" else sized(shape, rounding)
+        hopper = sizes if platform == "cpu" else sized(shape, where.with_gdn_prefill("flashinfer"))
         work = Workload(context, prompts, shared, checkpoint_tokens, prefix_match_unit, step_tokens)
         work.check(sizes.block_size)
     except ConfigError as error:
@@ -188,9 +191,11 @@ def plan(
         prefill_rate=prefill_rate,
         load_rates={"ram": ram_rate * GIB, "network": network_rate * GIB},
         backends=[each.value for each in backend or BackendName],
+        hosts=nnodes,
         flags=_flags(
             {
                 "--tensor-parallel-size": (tp, 1),
+                "--nnodes": (nnodes, 1),
                 "--dtype": (dtype, "auto"),
                 "--kv-cache-dtype": (kv_cache_dtype, "auto"),
                 "--mamba-ssm-cache-dtype": (ssm_dtype, "auto"),
@@ -312,6 +317,8 @@ def _print(console: Console, made: dict[str, Any], model_type: str, served: str)
             )
         console.print()
     console.print(_backends(made))
+    if made["hosts"] > 1:
+        _print_hosts(console, made)
     console.print(_checkpoints(made))
     if len(made["units"]) > 1:  # else N has no divisor that is worth a look
         rate, rates = made["rates"]["prefill_tokens"], made["rates"]["load_bytes"]
@@ -355,6 +362,18 @@ def _backends(made: dict[str, Any]) -> Table:
         title += f", T = {work['checkpoint']:,}"
     head = ("Backend", "Records", "GiB in all", "Overhead", "Setting (GiB a rank)")
     return _table(title, head, rows)
+
+
+def _print_hosts(console: Console, made: dict[str, Any]) -> None:
+    hosts = made["hosts"]
+    console.print(f"Each of {hosts} hosts has {made['tensor_parallel'] // hosts} ranks:")
+    for name, stored in made["backends"].items():
+        sizes = stored["gib_per_host"]
+        needs = f"{sizes['max_local_cpu_size']:,.1f} GiB of RAM"
+        if "max_local_disk_size" in sizes:
+            needs += f", {sizes['max_local_disk_size']:,.1f} GiB of disk"
+        console.print(f"  {BACKENDS[name].title}: {needs}")
+    console.print("Its command also needs --node-rank and --master-addr: see docs/hosts.md.\n")
 
 
 def _checkpoints(made: dict[str, Any]) -> Table:

@@ -18,6 +18,8 @@ INTERVALS = (16, 8, 4, 2, 1)  # T in blocks, as in docs/reuse.md
 # GiB a second to all ranks: from RAM as in the fastest report of docs/generated/gpu (one H100,
 # small models), and from a store on a 25 Gbit network.
 RAM_RATE, NETWORK_RATE = 2.5, 2.5
+# Sizes per rank in what is to be written.
+LIMITS = ("max_local_cpu_size", "max_local_disk_size")
 # Prompts in RAM above a disk or folder, as in docs/recipes.md.
 RAM_PROMPTS = 10
 
@@ -34,6 +36,7 @@ def plan_of(
     prefill_rate: int,
     load_rates: Mapping[str, float],
     backends: Sequence[str],
+    hosts: int,
     flags: list[str],
     shared_by: sharing.Sharing,
 ) -> dict[str, Any]:
@@ -45,6 +48,7 @@ def plan_of(
         prefill_rate: tokens a second.
         load_rates: bytes a second to all ranks together, by where records come from.
         backends: names in BACKENDS.
+        hosts: of one engine; they have equally many ranks.
         flags: vLLM's flags for these sizes, name and value in turn.
         shared_by: the engines of one store; its figures are None for no engine.
     """
@@ -61,12 +65,13 @@ def plan_of(
         # Whether a prompt of this length can hit at all.
         "hits": bool(boundaries(work.context, n, 0, work.unit)),
         "tensor_parallel": sizes.tp,
+        "hosts": hosts,
         "groups_per_rank": [asdict(group) for group in sizes.groups],
         "attention_bytes_per_block": sizes.in_all(ATTENTION),
         "state_bytes_per_boundary": sizes.in_all(STATE),
         "workload": asdict(work),
         "bytes_per_prompt": storage.bytes_of_one(sizes, work),
-        "backends": {name: _backend(name, sizes, work, flags) for name in backends},
+        "backends": {name: _backend(name, sizes, work, flags, hosts) for name in backends},
         "checkpoints": [_checkpoint(sizes, work, tokens) for tokens in _intervals(work, n)],
         "units": [_unit(sizes, work, unit, prefill_rate, load_rates) for unit in _units(work, n)],
         "rates": {"prefill_tokens": prefill_rate, "load_bytes": dict(load_rates)},
@@ -74,17 +79,25 @@ def plan_of(
     }
 
 
-def _backend(name: str, sizes: Sizes, work: Workload, flags: list[str]) -> dict[str, Any]:
+def _backend(
+    name: str, sizes: Sizes, work: Workload, flags: list[str], hosts: int
+) -> dict[str, Any]:
     found = storage.stored(sizes, work, BACKENDS[name])
     in_ram = storage.stored(sizes, replace(work, prompts=RAM_PROMPTS, shared=0), BACKENDS["ram"])
     own: dict[str, Any] = {}
     if work.checkpoint != CHUNK_ENDS:
         own["lmcache.hybrid_checkpoint_tokens"] = work.checkpoint
+    write = to_write(name, sizes, found.taken, own, flags, bytes_in_ram=in_ram.taken)
+    per_rank = {option: write["lmcache_yaml"].get(option) for option in LIMITS}
     return {
         **asdict(found),
         "gib_per_rank": found.taken / sizes.tp / GIB,
+        # What the ranks of one host may take together, by the option to write.
+        "gib_per_host": {
+            option: round(size * sizes.tp / hosts, 1) for option, size in per_rank.items() if size
+        },
         "limit": BACKENDS[name].limit,
-        "write": to_write(name, sizes, found.taken, own, flags, bytes_in_ram=in_ram.taken),
+        "write": write,
     }
 
 
