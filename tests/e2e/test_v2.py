@@ -149,11 +149,12 @@ def test_v1_and_v2_find_each_others_records(qwen: Path, tmp_path: Path) -> None:
     stored: tuple[int, ...] | None = None
     for turn, runner in enumerate(("v1", "v2", "v1")):
         with Engine(qwen, config, runner=runner, **v2.OPTIONS) as engine:
-            engine.rewrites = True  # a lookup that is late is a miss; then "cold" is stored again
             assert engine.info["runner"] == RUNNERS[runner]
             if stored is not None:
                 hit = ask(engine, stored)
                 assert hit.external == hit.cached == 2 * engine.info["block_size"]
+                # Some runs of all tests store all of "cold" again, and why is not known.
+                engine.rewrites = True
                 cold = engine.ask(list(stored), TOKENS, skip_reading_prefix_cache=True)
                 assert cold.cached == 0 and cold.output == hit.output
             (stored,) = new_prompts(engine, f"turn {turn}", engine.info["block_size"] + 57)
