@@ -130,6 +130,11 @@ class Admission:
             result = self._answer(tracker, floor, again)
             if result is None:
                 return None
+            found = result.attention
+            if tracker.request.skip_reading_prefix_cache:
+                self.learn(tracker, wait=True)
+                found = tracker.stored.attention
+            tracker.checkpoints.junction = found * self._plan.block_size
             gain = self._judge(tracker, result, num_computed_tokens)
         if not gain:
             self.withdraw(tracker)
@@ -167,12 +172,8 @@ class Admission:
     ) -> int:
         """Return the tokens to load of the ranks' offer.
 
-        0 where they are too few, computing is faster, or the request was looked up only so that it
-        stores nothing twice.
+        0 where they are too few, or computing is faster.
         """
-        tracker.checkpoints.junction = result.attention * self._plan.block_size
-        if tracker.request.skip_reading_prefix_cache:
-            return 0  # looked up for what is stored
         end = result.boundary * self._plan.block_size + result.tail
         gain = end - num_computed_tokens
         if gain < max(1, self._options.min_retrieve_tokens):
@@ -196,7 +197,9 @@ class Admission:
         limit, tail = limit_of(tracker, floor, self._plan, most)
         nothing = (limit, tail) <= (floor, 0)
         # Who has been answered once is not made to wait: it would give up what it was offered.
-        first = isinstance(tracker.phase, NotAsked) and not nothing
+        # vLLM makes nobody wait who must not read.
+        unread = request.skip_reading_prefix_cache
+        first = isinstance(tracker.phase, NotAsked) and not nothing and not unread
         if first and not self._pins.may_ask(request.request_id):
             if not tracker.delayed:
                 tracker.delayed = True
@@ -211,14 +214,27 @@ class Admission:
             return True
         least = self._options.min_retrieve_tokens
         lookup = self._queue.submit(question_of(tracker, floor, self._plan, limit, tail, least))
-        if nothing and len(prefix.hashes) <= floor and prefix.identified:
-            # vLLM holds every block: learn what is stored without waiting for it.
+        if unread or (nothing and len(prefix.hashes) <= floor and prefix.identified):
+            # Nothing can be loaded: learn what is stored without waiting for it.
+            tracker.cancel_background()
             tracker.background = lookup
             tracker.offer(MISS, floor)
         else:
             tracker.ask(lookup)
             self._pins.ask(lookup)
         return True
+
+    def learn(self, tracker: RequestTracker, wait: bool = False) -> None:
+        """Take the answer to the lookup of what is stored already, if there is one by now.
+
+        Args:
+            wait: as long as this pass may.
+        """
+        lookup = tracker.background
+        if lookup is not None:
+            result = self._wait.poll(lookup, once=True) if wait else lookup.poll()
+            if result is not None:
+                self.answered(tracker, lookup, result)
 
     def answered(
         self, tracker: RequestTracker, lookup: PendingLookup, result: LookupResult

@@ -32,6 +32,7 @@ def question_of(
         limit_tail=tail,
         barred=tuple(tracker.checkpoints.barred),
         states_at=_computed_anyway(tracker, floor, plan.block_size, limit, least),
+        claims=not request.skip_reading_prefix_cache,
     )
 
 

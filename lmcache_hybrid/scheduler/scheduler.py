@@ -338,7 +338,8 @@ class HybridScheduler:
         offers = block_state.boundary_state_offloads
         for request_id in dict.fromkeys((*self._may_store, *offers)):
             tracker, offered = self._trackers.get(request_id), offers.get(request_id, ())
-            if tracker is None or request_id not in scheduled or not tracker.saving:
+            is_saved = tracker is not None and (tracker.saving or tracker.background is not None)
+            if tracker is None or request_id not in scheduled or not is_saved:
                 # Finished, preempted or waiting: its blocks may belong to another by now.
                 self._drop_offers(tracker, offered)
                 if tracker is None or not tracker.save:
@@ -370,10 +371,9 @@ class HybridScheduler:
         block_state: KVConnectorBlockState,
     ) -> SaveSpec | None:
         """Plan the save of a request for a step that computes ``scheduled`` of its tokens."""
-        if tracker.background is not None:
-            result = tracker.background.poll()
-            if result is not None:
-                self._admission.answered(tracker, tracker.background, result)
+        self._admission.learn(tracker)
+        if not tracker.saving:
+            return None
         request = tracker.request
         held = [offer for offer in offered if self.blocks.hold(request, offer)]
         self._planner.drop_offers("not_cached", len(offered) - len(held))

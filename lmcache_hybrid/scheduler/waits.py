@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # Max seconds where no other request can run: empty steps would take the CPU from the lookup.
 IDLE_SECONDS = 0.005
+# And for a lookup that can be waited for in this pass only.
+ONCE_SECONDS = 0.05
 # Max share of a step to wait for lookups just sent while others run, and its bounds in seconds.
 # A store on this machine answers within it, which saves the request one whole step.
 BUSY_SHARE = 0.05
@@ -37,18 +39,23 @@ class LookupWait:
         least, most = BUSY_SECONDS
         busy = min(most, max(least, (now - self._began) * BUSY_SHARE))
         self._idle, self._left, self._began = idle, IDLE_SECONDS if idle else busy, now
+        self._once = ONCE_SECONDS if idle else busy
 
-    def poll(self, lookup: PendingLookup) -> LookupResult | None:
+    def poll(self, lookup: PendingLookup, once: bool = False) -> LookupResult | None:
         """Wait for a lookup, as long as this pass may.
+
+        Args:
+            once: its request runs with this pass, whether there is a result or not.
 
         Returns:
             Its result; None while pending.
         """
-        began = time.monotonic()
         # A lookup from an earlier pass shows a slow store; each pass would wait again.
         waits = self._idle or lookup.sent >= self._began
-        result = lookup.poll(max(0.0, self._left) if waits else 0.0)
+        began, left = time.monotonic(), self._once if once else self._left
+        result = lookup.poll(max(0.0, left) if waits else 0.0)
         self._left -= time.monotonic() - began
+        self._once -= time.monotonic() - began
         return result
 
     def idle(self, wait: Callable[[float], bool]) -> bool:

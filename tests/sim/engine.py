@@ -73,6 +73,7 @@ def install(patch) -> None:
     patch.setattr(kept_names, "time", Clock())
     patch.setattr(waits, "IDLE_SECONDS", 0)
     patch.setattr(waits, "BUSY_SECONDS", (0.0, 0.0))
+    patch.setattr(waits, "ONCE_SECONDS", 0)
     orders.install(patch, ToyRank.running_connector)
     saves.install(patch)
     device.install(patch)
@@ -203,11 +204,13 @@ class SimEngine:
         stops: Sequence[int] = (),
         resumable: bool = False,
         params: dict | None = None,
+        reads: bool = True,
     ) -> None:
         """A new request; ``output`` tokens are generated, or those up to one of ``stops``.
 
         Args:
             params: its ``kv_transfer_params``.
+            reads: whether it may hit; False computes every token, as prompt log-probabilities do.
         """
         self._truths[request_id] = Truth(prompt, salt, self.room)
         self.requests[request_id] = request = Request(
@@ -218,6 +221,7 @@ class SimEngine:
                 ignore_eos=True,
                 stop_token_ids=list(stops),
                 extra_args={"kv_transfer_params": params} if params else None,
+                skip_reading_prefix_cache=not reads,
             ),
             pooling_params=None,
             cache_salt=salt or None,
@@ -225,6 +229,7 @@ class SimEngine:
             block_hasher=self._hasher,
             resumable=resumable,
         )
+        self.events["requests that must not read"] += not reads
         self.scheduler.add_request(request)
 
     @property

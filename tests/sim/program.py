@@ -275,8 +275,10 @@ class Run:
         self._added += 1
         salt = SALTS[(x >> 12) % len(SALTS)]
         stops = STOPS if x >> 14 == 3 else ()
-        priority = (y >> 10) % 3
-        engine.add(f"r{self._added}", prompt, output, salt, priority, stops, params=params)
+        priority, reads = (y >> 10) % 3, y >> 13 < 7
+        engine.add(
+            f"r{self._added}", prompt, output, salt, priority, stops, params=params, reads=reads
+        )
 
     def _open(self, engine: SimEngine, x: int, y: int) -> None:
         """A session begins; its first part leaves room for others."""

@@ -16,8 +16,8 @@ from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.storage.weights_guard import WeightsGuard
 
 from . import test_rpc
-from .helpers import N, make_request
-from .scheduler_rig import STATES, Rig
+from .helpers import Later, N, Ranks, make_request
+from .scheduler_rig import STATES, Rig, attention_of, table
 
 LORA = LoRARequest("name", 1, "/a")
 
@@ -80,6 +80,21 @@ def test_a_request_that_asks_for_no_hit_is_not_stored_under_an_unknown_name(cont
         assert save is None
     assert rig.scheduler.counts.skipped_requests == {"skip_reading": 1}
     assert not rig.scheduler.counts.lookups.items()
+
+
+def test_who_must_not_read_is_stored_once_the_ranks_have_named_its_adapter():
+    later = Later()
+    rig, request = Rig(Ranks(2, executor=later)), lora_request()
+    rig.ranks.contents = b"1", b"2"
+    request.skip_reading_prefix_cache = True
+    assert rig.match(request) == (0, False)
+    rig.scheduler.update_state_after_alloc(request, table(request), 0)
+    offers = [(group, 5, 2 * N) for group in STATES]
+    assert rig.forward(request, 2 * N, offers) is None
+    later.run()
+    save = rig.forward(request, request.num_tokens - 2 * N)
+    assert save is not None and save.prefix.adapter.contents == (b"1", b"2")
+    assert attention_of(save)[:2] == [0, 1] and not save.states
 
 
 def test_nothing_is_stored_before_the_ranks_have_named_the_adapter():

@@ -7,7 +7,7 @@ from lmcache_hybrid.protocol.metadata import LoadSpec
 from lmcache_hybrid.protocol.prefix import load_keys
 from lmcache_hybrid.scheduler.prompt import prefix_of
 
-from .helpers import PLAN, WIDE, WINDOWS, N, make_request, put
+from .helpers import PLAN, WIDE, WINDOWS, Later, N, Ranks, make_request, put
 from .scheduler_rig import Rig, all_offers, attention_of, table
 from .test_load_choices import Given
 
@@ -182,6 +182,26 @@ def test_a_request_that_must_not_read_stores_what_is_missing(held, stored):
     states = [end for each in (save, last) if each for end, _ in each.states]
     assert states == [end for end in (2, 3) if end != held]
     rig.step()
+    assert rig.ranks.pins == 0
+
+
+@pytest.mark.parametrize("held", [0, 2, 3])
+def test_who_must_not_read_learns_late_what_is_stored(held):
+    """vLLM does not let it wait for the ranks."""
+    later = Later()
+    request = make_request(tokens=3 * N + 1)
+    request.skip_reading_prefix_cache = True
+    rig = Rig(Ranks(executor=later))
+    if held:
+        rig.holds(request, held, held)
+    assert rig.match(request) == (0, False)
+    rig.scheduler.update_state_after_alloc(request, table(request), 0)
+    assert rig.forward(request, 2 * N - 1) is None
+    later.run()
+    assert not any(question.claims for question in rig.ranks.questions)
+    save = rig.forward(request, N + 2, all_offers(3))
+    assert attention_of(save) == [0, 1, 2][held:]
+    assert [end for end, _ in save.states] == [3] if held < 3 else save is None
     assert rig.ranks.pins == 0
 
 

@@ -239,6 +239,20 @@ def test_an_idle_engine_waits_for_any_lookup_once_per_pass(rig, waits):
     assert waits == [module.IDLE_SECONDS, 0, module.IDLE_SECONDS]
 
 
+def test_who_runs_whatever_is_answered_is_waited_for_longer_where_nobody_else_waits(rig, waits):
+    """vLLM lets no request wait that must not read."""
+    rig.request.skip_reading_prefix_cache = True
+    rig.match()
+    second = make_request("second", tokens=5 * N + 1)
+    second.skip_reading_prefix_cache = True
+    rig.scheduler.get_num_new_matched_tokens(second, 0)
+    rig.step({"other": 1})
+    third = make_request("third", tokens=5 * N + 1)
+    third.skip_reading_prefix_cache = True
+    rig.scheduler.get_num_new_matched_tokens(third, 0)
+    assert waits == [module.ONCE_SECONDS, 0, module.BUSY_SECONDS[0]]
+
+
 def test_beside_others_only_what_was_just_asked_is_waited_for(rig, waits):
     rig.step({"other": 1})
     rig.match()

@@ -127,6 +127,17 @@ def test_who_has_waited_in_vain_asks_again_whatever_others_pin(monkeypatch):
     assert len(queue.ranks.questions) == 2 and not queue.step().released
 
 
+def test_who_must_not_read_pins_nothing_and_waits_for_no_pins(monkeypatch):
+    """vLLM would run it at once, and all of it would be stored again."""
+    queue = Queue(100)
+    request = queue.add("r", 4)
+    request.skip_reading_prefix_cache = True
+    monkeypatch.setattr(queue.pins, "may_ask", lambda request_id: False)
+    assert queue.match(request) == (0, False)
+    assert queue.asked == ["r"] and queue.pins.bytes == queue.pinned == 0
+    assert not queue.scheduler.counts.delayed_lookups
+
+
 def test_requests_that_wait_for_others_are_counted_once():
     queue = Queue(100).burst(30, 40)
     for _ in range(5):

@@ -73,7 +73,7 @@ DEFECTS = (
     one(
         "the store's junctions are not heeded",
         ADMISSION,
-        "tracker.checkpoints.junction = result.attention * self._plan.block_size",
+        "tracker.checkpoints.junction = found * self._plan.block_size",
         "pass",
     ),
     one(

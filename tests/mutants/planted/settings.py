@@ -258,10 +258,28 @@ DEFECTS: tuple[Defect, ...] = (
         "        for window in ():\n",
     ),
     one(
+        "who must not read gives up a lookup that is late, and stores all again",
+        "lmcache_hybrid/scheduler/admission.py",
+        "            tracker.background = lookup\n",
+        "            tracker.background = lookup if nothing else None\n",
+    ),
+    one(
+        "who must not read claims what it does not load",
+        "lmcache_hybrid/scheduler/load_planner.py",
+        "        claims=not request.skip_reading_prefix_cache,\n",
+        "",
+    ),
+    one(
+        "who must not read is never stored where the ranks name its adapter late",
+        "lmcache_hybrid/scheduler/scheduler.py",
+        "(tracker.saving or tracker.background is not None)",
+        "tracker.saving",
+    ),
+    one(
         "what must not be read is loaded",
         "lmcache_hybrid/scheduler/admission.py",
-        "        if tracker.request.skip_reading_prefix_cache:\n            return 0",
-        "        if False:\n            return 0",
+        "        if unread or (nothing and",
+        "        if (nothing and",
     ),
     one(
         "an empty remote_url turns LMCache off without a word",
