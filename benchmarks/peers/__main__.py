@@ -22,7 +22,7 @@ from benchmarks.serve.options import Rounds, chosen
 
 ROOT = Path(__file__).parents[2]
 ALL = ",".join(name for name in ARMS if name != BASE)
-PARTS = ("probe", "speed")
+PARTS = ("probe", "speed", "store")
 # make hands its own variables on, and the environment that this runs in is none of its.
 HANDED_ON = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "VLLM", "LMCACHE", "VENV")
 

@@ -23,11 +23,13 @@ from benchmarks.peers.arms import ARMS, BASE
 from benchmarks.peers.probe import (
     LATER,
     LONG,
+    REPEATS,
     Reference,
     answers_of,
     ask,
     damaged,
     first_token,
+    from_store,
     later,
     prompts,
     reference,
@@ -57,7 +59,7 @@ Figures = dict[str, Any]
 def main(
     out: Annotated[Path, typer.Option(help="JSON file.")],
     arms: Annotated[str, typer.Option(help="Which, separated by commas.")],
-    parts: Annotated[str, typer.Option(help="probe, speed or both.")] = "probe,speed",
+    parts: Annotated[str, typer.Option(help="probe, speed, store.")] = "probe,speed,store",
     rounds: Annotated[int, typer.Option(min=1, help="Of the serve workload.")] = 5,
     command: Annotated[str, typer.Option(help="That the file is to name.")] = "",
 ) -> None:
@@ -73,6 +75,8 @@ def main(
             plan.probe(asked)
         if "speed" in parts:
             plan.speed(asked, rounds)
+        if "store" in parts:
+            plan.store([name for name in asked if ARMS[name].store and ARMS[name].timed])
 
 
 @dataclass(frozen=True)
@@ -215,6 +219,25 @@ class _Plan:
                             "blocks": None if name == BASE else small,
                         },
                     )
+
+    def store(self, names: Sequence[str]) -> None:
+        """First tokens of what only files or Redis have: all processes were started anew."""
+        task = self.progress.add_task("starting engines", total=len(names))
+        asked = self._long("from the store", REPEATS + 1)
+        for name in names:
+            self.progress.update(task, description=f"{ARMS[name].title}: hits after a restart")
+            with self._peer(name, "store") as peer:
+                try:
+                    self._started(peer, LIMIT, forked=False)
+                    for prompt in asked:
+                        ask(peer.engine, prompt, 1)
+                    peer.engine.forget()
+                    peer.stop()
+                    self._started(peer, LIMIT, forked=False)
+                    self._keep(name, "store", from_store(peer.engine, asked))
+                except Exception as error:  # the other arms go on
+                    self._keep(name, "store", {"failed": peer.why(error)})
+            self.progress.advance(task)
 
     def _round(self, peer: Peer, workload: Workload) -> dict[str, float]:
         engine = peer.engine

@@ -27,6 +27,7 @@ RIGHT = (
 FAST = (
     "",
     "first token over vLLM's own hit",
+    "from files or Redis after a restart",
     "4 at once: first token",
     "requests a second",
     "tokens hit",
@@ -128,7 +129,8 @@ def fast(figures: Figures) -> list[list[str]]:
     for _, row in arms(figures):
         base, run = known.get(f"{BASE} {row['lmcache']}", {}), row.get("speed", {})
         if "rounds" in run and "rounds" in base.get("speed", ()):
-            rows.append([row["title"], _over(run["first_token"]), *_speed(run, base["speed"])])
+            first = [_over(run["first_token"]), _from_store(row.get("store"))]
+            rows.append([row["title"], *first, *_speed(run, base["speed"])])
     return rows
 
 
@@ -138,6 +140,7 @@ def _alone(row: Figures) -> list[str]:
     return [
         _title(ARMS[BASE], row),
         f"{median(run['first_token']['own_ms']):.0f} ms",
+        "",
         f"{median(run['median_ttft_ms']):.0f} ms",
         f"{median(run['request_throughput']):.2f}",
         f"{sum(run['vllm_hit_tokens']) / sum(run['prompt_tokens']):.0%}",
@@ -151,6 +154,13 @@ def _over(token: Figures) -> str:
     if not found:
         return "no hit"
     return f"{median(found) / median(own):.2f} (fastest {min(found) / min(own):.2f})"
+
+
+def _from_store(part: Figures | None) -> str:
+    """After a restart of all processes; "" where nothing outlives them."""
+    if part is None:
+        return ""
+    return f"does not run: `{part['failed']}`" if "failed" in part else _over(part)
 
 
 def _speed(run: Figures, base: Figures) -> list[str]:
