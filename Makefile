@@ -25,7 +25,7 @@ TORCH := torch==$(TORCH_VERSION)
 UV_TORCH := UV_TORCH_BACKEND=$(TORCH_BACKEND)
 endif
 
-.PHONY: FORCE help venv demo test test-all test-fast sim mutants compat soak soak-events bench bench-folders bench-reuse bench-digests bench-peers bench-prefetch bench-redis-clients bench-scale bench-serve bench-steps bench-weights lint docs wheel deployment-check release-check clean
+.PHONY: FORCE help venv demo test test-all test-fast sim mutants compat soak soak-events bench bench-engines bench-folders bench-reuse bench-digests bench-peers bench-prefetch bench-redis-clients bench-scale bench-serve bench-steps bench-weights lint docs wheel deployment-check release-check clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -105,6 +105,10 @@ bench-redis-clients: venv  ## clients of Redis beside bare sockets: a minute; in
 
 bench-scale: venv  ## what one Valkey serves of one engine, and of a thousand; to docs/generated/scale.json
 	$(BIN)/python -m benchmarks.scale --out docs/generated/scale.json
+
+bench-engines: venv  ## 200 engines on one Valkey, and 20 on a folder and a bucket: half an hour; to docs/generated/many_engines.json
+	$(BIN)/python -m benchmarks.many_engines --out docs/generated/many_engines.json
+	$(BIN)/python -m benchmarks.many_engines --store fs,s3 --engines 20 --out docs/generated/many_engines.json
 
 bench-steps: venv  ## the scheduler side's time in each step of long prompts, and for hints: three minutes; to docs/generated/steps.json
 	$(BIN)/python -m benchmarks.steps --out docs/generated/steps.json
