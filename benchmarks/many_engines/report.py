@@ -39,7 +39,7 @@ def rows(runs: dict[str, dict[str, Any]]) -> list[list[str]]:
     for name in ("read", "written"):
         row(f"{name}, MB a second", lambda run, name=name: f"{run[name] / 1e6:,.1f}")
         row("of each engine", lambda run, name=name: f"{run[name] / 1e6 / run['engines']:,.3f}")
-    row("connections", lambda run: "none" if run["connections"] is None else _whole(run))
+    row("connections", lambda run: "not counted" if run["connections"] is None else _whole(run))
     row("prompts stored", lambda run: f"{run['counts'].get('stored', 0):,}")
     row("prompts found and equal", lambda run: f"{run['counts'].get('hits', 0):,}")
     row("and at the end", lambda run: f"{run['checked']:,}")

@@ -21,7 +21,7 @@ class Store:
     Attributes:
         url, extra: LMCache's ``remote_url`` and ``extra_config``.
         environment: credentials.
-        port: of its server; 0 where there is none.
+        port: of Redis; 0 where connections are not counted.
         client: of a Redis; None elsewhere.
     """
 
@@ -62,6 +62,6 @@ def opened(kind: str, url: str = "") -> Iterator[Store]:
 
         bucket = Bucket()
         try:
-            yield Store(bucket.url, dict(bucket.extra), dict(CREDENTIALS), bucket.port)
+            yield Store(bucket.url, dict(bucket.extra), dict(CREDENTIALS))
         finally:
             bucket.close()
