@@ -170,7 +170,7 @@ def test_a_loss_is_wrong_unless_the_store_evicts() -> None:
 
 def test_the_table_has_a_column_for_each_store() -> None:
     text = report.markdown({"redis": run_of(), "fs": run_of(lost=3) | {"connections": None}})
-    assert "|  | Redis | fs:// |" in text and "| connections | 7 | none |" in text
+    assert "|  | Redis | fs:// |" in text and "| connections | 7 | not counted |" in text
     assert "| **lost** | **0** | **6** |" in text
     assert text.count("`command`; day, machine.") == 1
     assert report.table({"redis": run_of()}).row_count == len(report.rows({"redis": run_of()})) - 1
