@@ -61,9 +61,9 @@ def _measure(name: str) -> dict:
         groups=shape.states,
     )
     figures = measure.events(shape, BLOCKS, LOCAL)
+    figures["events"] |= measure.kept_in_ram(shape, BLOCKS)
     _check(figures["events"], sizes)
     hit, save = figures["events"]["hit"], figures["events"]["save"]
-    figures["events"] |= measure.kept_in_ram(shape, BLOCKS)
     return figures | {
         "shape": shape.name,
         "block_size": shape.block_size,
@@ -92,6 +92,8 @@ def _check(events: dict, sizes: Sizes) -> None:
         assert events[f"lookup of a {prompt} prompt"]["commands"] == {"exists": records}
     assert events["hit"]["commands"] == {"exists": records, "get": records}
     assert events["save"]["commands"] == {"exists": records, "set": records}
+    assert events["first hit, local_cpu"]["commands"].get("get") == records
+    assert not events["second hit, local_cpu"]["commands"]
     for event, direction in (("hit", "bytes_out"), ("save", "bytes_in")):
         assert 1 <= events[event][direction] / sizes.bytes_of(BLOCKS) < 1.001, event
 

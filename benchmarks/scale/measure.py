@@ -120,11 +120,11 @@ def kept_in_ram(shape: Shape, blocks: int) -> dict:
     """Counters of a first and a second hit of an engine with ``local_cpu: true``."""
     prefix = prefix_of(blocks)
     with rank("redis", shape, blocks, local_cpu=True) as one:
-        client = one.server.client()
+        client, ram = one.server.client(), one.store.manager.local_cpu_backend
         one.save("save", prefix)
-        while client.dbsize() < blocks + shape.states:
+        while client.dbsize() < blocks + shape.states or ram.hot_cache:
             time.sleep(0.01)
-        one.store.manager.local_cpu_backend.clear()  # as after a restart of the engine
+            ram.clear()  # as after a restart; what is being written stays
         watch = Watch(client)
         return {
             f"{which} hit, local_cpu": watch.of(lambda which=which: hit(one, which, prefix, 0))
