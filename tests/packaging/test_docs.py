@@ -266,8 +266,12 @@ def test_figures_of_the_readme_are_those_of_the_pages() -> None:
     gain = " ".join(found["docs/performance.md"].split())
     (times,) = re.findall(r"asked before is answered (\d+ to \d+) times as fast", gain)
     (new,) = re.findall(r"new prompt's first token takes ([\d.]+ to [\d.]+) times", gain)
+    (token,) = re.findall(r"nothing to load or store, takes ([\d.]+ to [\d.]+) times", gain)
+    (beside,) = re.findall(r"loads for other requests, an answer takes ([\d.]+ to [\d.]+) ", gain)
     assert f"[{times} times as fast](docs/performance.md) in the best case" in shown
     assert f"A new prompt takes {new} times the time" in shown
+    assert f"a token of a running answer {token} times" in shown
+    assert f"an answer beside loads of others {beside} times" in shown
     whole = _lowest_and_highest(found["docs/performance.md"], "whole_blocks")
     short = _lowest_and_highest(found["docs/performance.md"], "short_prompts")
     assert f"It is {whole[0]:.0f} to {whole[1]:.0f} times where a whole block is left" in shown
