@@ -30,6 +30,7 @@ UNCACHEABLE = (
     "this prompt is never cached: it has prompt embeddings, media that are not cached, or a tag "
     "that LMCache does not take."
 )
+COMPUTED = "vLLM lets no request wait that asks for prompt_logprobs. Nothing was removed."
 UNKNOWN_ADAPTER = "a rank does not know the content of the LoRA adapter. Nothing was removed."
 UNANSWERED = "a rank did not answer in time. Some records may be gone: repeat it."
 UNEXPECTED = "an unexpected error, see the engine's log. Some records may be gone: repeat it."
@@ -201,6 +202,9 @@ class Drops:
             wait: calls a function with the seconds that this pass may still wait.
         """
         if drop.answer is not None:
+            return False
+        if request.skip_reading_prefix_cache:
+            self._refuse(drop, COMPUTED)
             return False
         drop.ends = drop.ends or time.monotonic() + DROP_SECONDS
         if drop.pending is None:

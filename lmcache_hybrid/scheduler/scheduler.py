@@ -375,9 +375,12 @@ class HybridScheduler:
         if not tracker.saving:
             return None
         request = tracker.request
+        computed = request.num_computed_tokens + scheduled
+        if request.skip_reading_prefix_cache and computed >= request.num_prompt_tokens:
+            # It may end with this step: what may be stored is stored twice rather than not at all.
+            tracker.cancel_background()
         held = [offer for offer in offered if self.blocks.hold(request, offer)]
         self._planner.drop_offers("not_cached", len(offered) - len(held))
-        computed = request.num_computed_tokens + scheduled
         save = self._planner.plan(tracker, computed, held, block_state)
         tracker.settle_keep(self._plan)
         if save is not None and self.events is not None:
@@ -437,6 +440,8 @@ class HybridScheduler:
             # blocks, and the second crashes the engine.
             self._planner.drop_offers("beside_others", len(offers))
             return False
+        if tracker is not None:
+            self._admission.learn(tracker)
         if tracker is None or not tracker.saving or tracker.background is not None:
             self._drop_offers(tracker, offers)
             return False

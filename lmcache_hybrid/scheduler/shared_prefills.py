@@ -140,7 +140,8 @@ class SharedPrefills:
         leader, computed = wait.leader, wait.leader.request.num_computed_tokens
         wait.reached = start >= wait.boundary
         if wait.reached:
-            if leader.saving and leader.prefix.tags == tracker.prefix.tags:  # it stores the prefix
+            stores = leader.saving and leader.background is None
+            if stores and leader.prefix.tags == tracker.prefix.tags:
                 blocks = wait.boundary // self._size
                 tracker.stored.attention = max(tracker.stored.attention, blocks)
             return False

@@ -215,7 +215,7 @@ class RankLookup:
         started = time.perf_counter()
         result = self._answer(request)
         asks = request.limit > 0 or request.limit_tail > 0
-        if asks and result.available and not request.again:
+        if asks and result.available and request.claims and not request.again:
             size = self._plan.block_size
             asked = max(
                 len(request.prefix.hashes) * size, request.limit * size + request.limit_tail

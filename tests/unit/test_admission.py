@@ -205,6 +205,25 @@ def test_who_must_not_read_learns_late_what_is_stored(held):
     assert rig.ranks.pins == 0
 
 
+@pytest.mark.parametrize("held", [0, 3])
+def test_who_must_not_read_is_stored_by_its_last_chunk_whatever_is_answered(held):
+    """It may end with that step: rather twice than not at all."""
+    later = Later()
+    request = make_request(tokens=3 * N + 1)
+    request.skip_reading_prefix_cache = True
+    rig = Rig(Ranks(executor=later))
+    if held:
+        rig.holds(request, held, held)
+    assert rig.match(request) == (0, False)
+    rig.scheduler.update_state_after_alloc(request, table(request), 0)
+    assert rig.forward(request, 2 * N - 1) is None
+    save = rig.forward(request, N + 2, all_offers(3))
+    assert attention_of(save) == [0, 1, 2] and [end for end, _ in save.states] == [3]
+    rig.scheduler.request_finished(request)
+    later.run()
+    assert not rig.ranks.pins
+
+
 def test_a_request_that_neither_reads_nor_stores_is_not_looked_up():
     request = make_request(params={"lmcache.skip_save": True})
     request.skip_reading_prefix_cache = True

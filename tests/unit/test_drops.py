@@ -57,6 +57,16 @@ def test_all_records_of_a_prompt_are_removed_on_every_rank(ranks):
     assert rig.scheduler.counts.skipped_requests == {"skip_save": 1}
 
 
+def test_a_request_that_vllm_does_not_let_wait_is_refused():
+    rig, request = Rig(), dropping()
+    request.skip_reading_prefix_cache = True
+    rig.holds(request, 3, 3)
+    assert rig.match(request) == (0, False)
+    assert end(rig, request) == {"error": drops.COMPUTED}
+    assert not rig.ranks.drops and left(rig)
+    assert rig.scheduler.counts.drops == {"refused": 1}
+
+
 def test_ranks_are_asked_only_once_earlier_steps_have_saved():
     """This pass may still schedule saves of the prompt."""
     rig, request = Rig(), dropping()

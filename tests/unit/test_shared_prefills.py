@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who waits for whom, and for how long; tests/sim/test_shared_prefills.py shows what it brings."""
 
+import math
+
 import pytest
 from vllm.config import SchedulerConfig
 from vllm.v1.request import RequestStatus
 
 from lmcache_hybrid.core.counts import Ledger, SchedulerCounts
+from lmcache_hybrid.protocol.lookup import LookupRequest
 from lmcache_hybrid.protocol.prefix import Prefix
 from lmcache_hybrid.scheduler.checkpoints import Checkpoints, Drafter
+from lmcache_hybrid.scheduler.lookup_queue import PendingLookup
 from lmcache_hybrid.scheduler.prompt import prefix_of
 from lmcache_hybrid.scheduler.shared_prefills import (
     LATE,
@@ -126,6 +130,17 @@ def test_who_starts_over_is_waited_for_anew():
     prompts.run(leader, 2 * N)
     assert prompts.waits(follower) is True
     assert prompts.met == [("a", SHARED)] * 2
+
+
+def test_of_a_leader_that_does_not_know_yet_what_it_stores_nothing_is_believed():
+    """It may end before it has stored anything."""
+    prompts = Prompts()
+    leader, follower = prompts.run(prompts.make("a")), prompts.make("b")
+    assert prompts.waits(follower)
+    leader.background = PendingLookup(LookupRequest("a", leader.prefix, 1, 0), math.inf)
+    leader.request.num_computed_tokens = SHARED
+    assert prompts.waits(follower, SHARED) is False
+    assert not follower.stored.attention
 
 
 def test_who_stores_nothing_any_more_is_not_waited_for():

@@ -264,6 +264,24 @@ DEFECTS: tuple[Defect, ...] = (
         "            tracker.background = lookup if nothing else None\n",
     ),
     one(
+        "who must not read and ends before its lookup stores nothing",
+        "lmcache_hybrid/scheduler/scheduler.py",
+        "computed >= request.num_prompt_tokens:\n",
+        "computed > request.num_tokens:\n",
+    ),
+    one(
+        "a drop that can never be done is begun",
+        "lmcache_hybrid/scheduler/drops.py",
+        "            self._refuse(drop, COMPUTED)\n            return False\n",
+        "            pass\n",
+    ),
+    one(
+        "who has waited believes a leader that does not know yet what it stores",
+        "lmcache_hybrid/scheduler/shared_prefills.py",
+        "leader.saving and leader.background is None\n",
+        "leader.saving\n",
+    ),
+    one(
         "who must not read claims what it does not load",
         "lmcache_hybrid/scheduler/load_planner.py",
         "        claims=not request.skip_reading_prefix_cache,\n",

@@ -53,13 +53,13 @@ DEFECTS: tuple[Defect, ...] = (
     one(
         "what is stored under other tags counts as stored",
         PREFILLS,
-        "            if leader.saving and leader.prefix.tags == tracker.prefix.tags:",
-        "            if leader.saving:",
+        "            if stores and leader.prefix.tags == tracker.prefix.tags:",
+        "            if stores:",
     ),
     one(
         "what its leader did not store counts as stored",
         PREFILLS,
-        "            if leader.saving and leader.prefix.tags",
+        "            if stores and leader.prefix.tags",
         "            if leader.prefix.tags",
     ),
     one(
