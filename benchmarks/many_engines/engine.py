@@ -171,8 +171,9 @@ class Engine:
     # A prompt that is stored
 
     def hit(self, owner: int, number: int) -> None:
+        damaged = self.seen.counts["damaged"]
         if self._found(owner, number):
-            self.seen.counts["hits"] += 1
+            self.seen.counts["hits"] += self.seen.counts["damaged"] == damaged
         elif number < self.kept.first[owner]:
             self.seen.counts["gone"] += 1
         elif self._found(owner, number):  # the store did not answer the first time

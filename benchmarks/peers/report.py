@@ -160,7 +160,13 @@ def _from_store(part: Figures | None) -> str:
     """After a restart of all processes; "" where nothing outlives them."""
     if part is None:
         return ""
-    return f"does not run: `{part['failed']}`" if "failed" in part else _over(part)
+    if "failed" in part:
+        return f"does not run: `{part['failed']}`"
+    pairs = zip(part["stored_ms"], part["stored_hits"], strict=True)
+    found = [ms for ms, hit in pairs if hit]
+    if not found:
+        return "no hit"
+    return f"{median(found):.0f} ms; {median(found) / median(part['own_ms']):.2f}"
 
 
 def _speed(run: Figures, base: Figures) -> list[str]:

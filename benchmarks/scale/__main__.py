@@ -90,6 +90,8 @@ def _check(events: dict, sizes: Sizes) -> None:
     records = sizes.records_of(BLOCKS)
     for prompt in ("new", "stored"):
         assert events[f"lookup of a {prompt} prompt"]["commands"] == {"exists": records}
+    longer = records + 1 + BLOCKS * sizes.groups
+    assert events["lookup of one a block longer"]["commands"] == {"exists": longer}
     assert events["hit"]["commands"] == {"exists": records, "get": records}
     assert events["save"]["commands"] == {"exists": records, "set": records}
     assert events["first hit, local_cpu"]["commands"].get("get") == records

@@ -98,6 +98,9 @@ def events(shape: Shape, blocks: int, local: int) -> dict:
             "keys": client.dbsize(),
         }
         found["lookup of a stored prompt"] = watch.of(lambda: ask(one, "stored", prefixes[0]))
+        longer = prefix_of(blocks + 1, 0)
+        assert longer.hashes[:blocks] == prefixes[0].hashes
+        found["lookup of one a block longer"] = watch.of(lambda: ask(one, "longer", longer))
         found["hit"] = watch.of(lambda: hit(one, "hit", prefixes[0], 0))
         found[f"hit, {local} blocks in vLLM's cache"] = watch.of(
             lambda: hit(one, "local", prefixes[0], local)

@@ -84,11 +84,14 @@ class Demand:
 def demand(sizes: Sizes, stream: Stream, engines: int) -> Demand:
     """Commands and bytes of ``engines`` engines that share no request.
 
-    A lookup asks for each block (EXISTS) and for the states behind the last one.
+    A lookup asks for each block (EXISTS) and for the states behind the last one; where a hit ends
+    before that, for those of all other boundaries, too.
     Each record that is read is one command more, each that is written two: EXISTS and SET.
     """
     rate = engines * stream.requests
     looked_up = sizes.ranks * (stream.blocks + sizes.groups)
+    if stream.blocks > stream.read:
+        looked_up += stream.hits * sizes.ranks * (stream.blocks - 1) * sizes.groups
     read = stream.hits * sizes.records_of(stream.read)
     written = sizes.records_of(stream.stored, stream.boundaries)
     stored = rate * sizes.bytes_of(stream.stored, stream.boundaries)

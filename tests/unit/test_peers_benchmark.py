@@ -114,7 +114,7 @@ def test_tables_say_what_was_measured_and_what_does_not_run(tmp_path: Path) -> N
     damaged = "1 computed, 2 wrong"
     assert f"| files | 0 of 72 | 0 of 72 | 88% | 50% | 42 | yes | 1 of 2 | {damaged} |" in text
     assert "| old | does not run: `ValueError: groups` |" in text
-    first = "2.00 (fastest 2.00) | 2.50 (fastest 2.20)"
+    first = "2.00 (fastest 2.00) | 28 ms; 2.50"
     assert f"| files | {first} | 0.55 (0.50 to 0.60) | 1.25 (0.50 to 2.00) | 60% |" in text
     assert "| vLLM alone, beside LMCache 0.5.7rc2 | 10 ms |  | 10 ms | 5.00 | 20% |" in text
     assert "N = 384; `--max-num-batched-tokens` 2048 and 767" in text and "of 2 rounds" in text
